@@ -1,0 +1,55 @@
+"""Every error a user can meet, each a ValueError or RuntimeError that says what was found, where, and what to do."""
+
+from __future__ import annotations
+
+
+class GreedySnakeError(Exception):
+    """The root of this package's errors."""
+
+
+class OptionError(GreedySnakeError, ValueError):
+    """An option is unknown or out of range."""
+
+
+class VersionError(GreedySnakeError, ImportError):
+    """The installed torch is too old, or has moved what the capture rests on."""
+
+
+class CaptureError(GreedySnakeError, ValueError):
+    """The model could not be captured as one graph with a free batch dimension."""
+
+
+class GraphBreakError(CaptureError):
+    """Dynamo split the model's forward; names the place and Dynamo's reason."""
+
+
+class NoBatchInputError(CaptureError):
+    """No input of the model has a batch dimension."""
+
+
+class MixedDeviceError(CaptureError):
+    """Inputs and parameters are on more than one device."""
+
+
+class NothingRequiresGradError(CaptureError):
+    """A training step was asked for, but no parameter requires a gradient."""
+
+
+class MutationError(CaptureError):
+    """The model changes in place what lives longer than a micro-batch, such as a buffer."""
+
+
+class UniformityError(CaptureError):
+    """The model has no repeated block, or its blocks exchange more than one tensor."""
+
+
+class SeparationError(CaptureError):
+    """An output of the whole batch cannot be computed from micro-batches; names the operation and its source line."""
+
+
+class OutputGradientError(GreedySnakeError, RuntimeError):
+    """A gradient arrived for an output whose gradient is not supported."""
+
+
+class ProgramError(GreedySnakeError):
+    """A step program is not well-formed; says pass, line and value. Always a fault of this package."""

@@ -1,0 +1,120 @@
+"""The step program: what one training step does, one operation a line.
+
+A program is a tuple of operations in issue order. Every operation names a verb, the values it reads, the values it
+defines and the values it changes in place (`into`). A value has one definition, and its name says what and where it
+is: ``x1_0.device`` is the input of layer 1 for micro-batch 0, on the device.
+
+A pass is a pure function from program to program. Text (`text.py`), the checker (`verify.py`), the meaning of the
+verbs (`reference.py`), the executor and every drawing read this one object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+# A unit is what is loaded as a whole: the prologue "e" (embedding), layer 0 ... L-1, the epilogue "h" (head and loss).
+Unit = int | Literal["e", "h"]
+Tier = Literal["device", "host", "ssd"]
+
+PROLOGUE: Literal["e"] = "e"
+EPILOGUE: Literal["h"] = "h"
+
+KINDS = {
+    "batch": "one micro-batch of the user's inputs",
+    "total": "what the loss's means divide by, counted over the whole batch",
+    "x": "input of layer i, the checkpoint; x of layer L is the head's input",
+    "side": "what the prologue makes and every layer reads: masks, rotary tables",
+    "w": "parameters of a unit",
+    "loss": "a micro-batch's share of the loss",
+    "y": "the model's other outputs made by a unit",
+    "dx": "gradient of a layer's input, the inter-layer gradient",
+    "dy": "gradient that arrives from outside for a unit's outputs, or for x of that layer",
+    "dside": "gradient of the side inputs, summed over layers",
+    "dw": "gradient of a unit's parameters, summed over micro-batches in fp32",
+}
+
+VERBS = {
+    "count": "total of the loss's denominators",
+    "embed": "the prologue",
+    "forward": "one layer",
+    "head": "the epilogue; with into= also its backward, of the loss",
+    "head_backward": "the epilogue again, with its backward for gradients from outside",
+    "backward": "one layer again, from its checkpoint, and its backward",
+    "embed_backward": "the prologue again, and its backward",
+    "zeros": "a gradient's accumulator",
+    "free": "the end of a value",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor or group of tensors of a step; fields carry its identity, `name` is for people."""
+
+    kind: str
+    unit: Unit | None = None
+    micro_batch: int | None = None
+    tier: Tier | None = "device"
+
+    @property
+    def name(self) -> str:
+        unit = "" if self.unit is None else str(self.unit)
+        micro_batch = "" if self.micro_batch is None else f"_{self.micro_batch}"
+        tier = "" if self.tier is None else f".{self.tier}"
+        return f"{self.kind}{unit}{micro_batch}{tier}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The period in which one unit's forward, or recompute and backward, runs for all micro-batches."""
+
+    phase: Literal["forward", "backward"]
+    unit: Unit
+
+    def __str__(self) -> str:
+        return f"{self.phase} {self.unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One line of a program: ``results = verb(*reads, into=...)``, issued in `stage`."""
+
+    verb: str
+    reads: tuple[Value, ...]
+    stage: Stage
+    results: tuple[Value, ...] = ()
+    into: tuple[Value, ...] = ()
+    micro_batch: int | None = None  # of a compute verb; None for verbs that serve the whole unit
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A training step (or a forward-only step) of `num_layers` layers over `num_micro_batches` micro-batches."""
+
+    ops: tuple[Op, ...]
+    num_layers: int
+    num_micro_batches: int
+    made_by: str  # the last pass that ran
+
+    def with_ops(self, ops: Iterable[Op], made_by: str) -> Program:
+        return replace(self, ops=tuple(ops), made_by=made_by)
+
+    def stages(self) -> Iterator[tuple[Stage, tuple[Op, ...]]]:
+        """The operations grouped by stage, in issue order."""
+        group: list[Op] = []
+        for op in self.ops:
+            if group and op.stage != group[0].stage:
+                yield group[0].stage, tuple(group)
+                group = []
+            group.append(op)
+        if group:
+            yield group[0].stage, tuple(group)
+
+    def __str__(self) -> str:
+        from gs_compile.text import format_program
+
+        return format_program(self)
