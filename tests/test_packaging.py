@@ -1,0 +1,98 @@
+"""What the wheel holds, and what keeps the two wings importable under one name only."""
+
+from __future__ import annotations
+
+import configparser
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SETUPTOOLS = 77  # as in pyproject.toml's [build-system]
+WINGS = ("passes", "runtime")
+
+
+def python(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, check=False, timeout=240
+    )
+
+
+def has_setuptools() -> bool:
+    try:
+        return int(metadata.version("setuptools").split(".")[0]) >= SETUPTOOLS
+    except metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built from a copy: setuptools leaves folders behind where it builds."""
+    if not has_setuptools():
+        pytest.skip(f"building without the network needs setuptools>={SETUPTOOLS}: pip install '.[test]'")
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("gs_compile", *WINGS):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    target = tmp_path_factory.mktemp("wheel")
+    build = python("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", target, source, cwd=target)
+    assert build.returncode == 0, build.stdout + build.stderr
+    (path,) = target.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    modules = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    ground_and_roof = {f"gs_compile/{path.name}" for path in (ROOT / "gs_compile").glob("*.py")}
+    wings = {f"gs_compile/{wing}/{path.name}" for wing in WINGS for path in (ROOT / wing).glob("*.py")}
+    assert modules == ground_and_roof | wings | {"gs_compile/py.typed"}
+
+
+def test_the_wheel_names_the_backend_and_the_command(wheel):
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
+    entry_points = configparser.ConfigParser()
+    entry_points.read_string(wheel.read(name).decode())
+    assert dict(entry_points["torch_dynamo_backends"]) == {"greedysnake": "gs_compile.backend:greedysnake"}
+    assert dict(entry_points["console_scripts"]) == {"greedysnake": "gs_compile.__main__:main"}
+
+
+def test_the_wheel_carries_its_licence(wheel):
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel.namelist())
+
+
+def test_an_installed_wheel_imports_from_anywhere(wheel, tmp_path):
+    wheel.extractall(tmp_path / "site")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
+        "import gs_compile, gs_compile.passes, gs_compile.runtime\n"
+        "print(gs_compile.__file__, gs_compile.passes.__file__, gs_compile.runtime.__file__, sep='\\n')"
+    )
+    run = python("-c", code, cwd=elsewhere)
+    assert run.returncode == 0, run.stderr
+    folder = tmp_path / "site" / "gs_compile"
+    assert run.stdout.split() == [
+        str(folder / "__init__.py"),
+        str(folder / "passes" / "__init__.py"),
+        str(folder / "runtime" / "__init__.py"),
+    ]
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_the_bare_name_is_refused(wing):
+    run = python("-c", f"import {wing}", cwd=ROOT)
+    assert run.returncode == 1
+    assert f"ImportError: import gs_compile.{wing}: the bare name `{wing}` is not this package's" in run.stderr
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_the_links_are_relative(wing):
+    assert (ROOT / "gs_compile" / wing).readlink() == Path("..") / wing
