@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from gs_compile.errors import ProgramError
+
 # A unit is what is loaded as a whole: the prologue "e" (embedding), layer 0 ... L-1, the epilogue "h" (head and loss).
 Unit = int | Literal["e", "h"]
 Tier = Literal["device", "host", "ssd"]
@@ -46,6 +48,9 @@ VERBS = {
     "zeros": "a gradient's accumulator",
     "free": "the end of a value",
 }
+
+# Where a verb is carried out. Zeros and free take no time on any resource of the machine: they happen when issued.
+LANES = dict.fromkeys(VERBS, "compute") | {"zeros": "memory", "free": "memory"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,40 @@ class Op:
     results: tuple[Value, ...] = ()
     into: tuple[Value, ...] = ()
     micro_batch: int | None = None  # of a compute verb; None for verbs that serve the whole unit
+
+    @property
+    def lane(self) -> str:
+        return LANES[self.verb]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What a step of one model consists of, beyond its number of layers: all that `vertical` needs to know."""
+
+    training: bool = True  # False: the forward alone
+    has_loss: bool = True  # the head computes a loss
+    has_total: bool = False  # the loss divides by what is counted over the whole batch
+    has_side: bool = False  # the prologue makes side inputs
+    side_gradient: bool = False  # and their gradient flows back into it
+    emits: frozenset[Unit] = frozenset()  # units with other outputs
+    outside: frozenset[Unit] = frozenset()  # what gradients arrive for from outside: i for x of layer i, "h"
+    frozen: frozenset[Unit] = frozenset()  # units without trainable parameters
+    first_grad: Unit = PROLOGUE  # the lowest unit that needs a gradient: there the backward ends
+
+    def __post_init__(self) -> None:
+        if self.training and self.first_grad in self.frozen:
+            raise ProgramError(f"first_grad is {self.first_grad}, which is frozen: the backward would end at nothing")
+        if self.side_gradient and not self.has_side:
+            raise ProgramError("side_gradient without has_side: there is nothing to have the gradient")
+
+    def needs_grad_below(self, unit: Unit) -> bool:
+        """Whether anything that comes before `unit` needs a gradient."""
+        return height(self.first_grad) < height(unit)
+
+
+def height(unit: Unit) -> float:
+    """The place of a unit on the way from the prologue (lowest) to the epilogue (highest)."""
+    return {PROLOGUE: -1.0, EPILOGUE: float("inf")}[unit] if isinstance(unit, str) else float(unit)
 
 
 @dataclass(frozen=True, slots=True)

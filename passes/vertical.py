@@ -1,0 +1,102 @@
+"""The vertical schedule: one layer for all micro-batches before the next layer (arXiv 2512.17570, section 3.4).
+
+      micro-batch 0   1   2            So a layer's parameters are needed for one stage of the forward and one
+embed             |   |   |            of the backward, instead of once per micro-batch, its gradient grows in
+layer 0           v   v   v            place, and its optimizer step has all other layers' backward to hide
+layer 1           v   v   v            behind.
+head              v   v   v
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gs_compile.program import EPILOGUE, PROLOGUE, Op, Program, Stage, StepShape, Value
+from gs_compile.signatures import SIGNATURES, Slot
+
+
+def vertical(num_layers: int, num_micro_batches: int, *, shape: StepShape | None = None) -> Program:
+    """The layer-major step as compute operations only, everything on the device.
+
+    The head runs together with its backward, so its activations are never recomputed, unless gradients for its
+    outputs come from outside: these are not known before the user's own backward.
+    """
+    builder = _Builder(num_layers, num_micro_batches, shape or StepShape())
+    return Program(tuple(builder.ops()), num_layers, num_micro_batches, made_by="vertical")
+
+
+class _Builder:
+    """Fills the table of signatures in for one model, keeping account of the gradients that exist so far."""
+
+    def __init__(self, num_layers: int, num_micro_batches: int, shape: StepShape) -> None:
+        self.num_layers = num_layers
+        self.micro_batches = range(num_micro_batches)
+        self.shape = shape
+        self.gradients: set[Value] = set()  # the dx and accumulators defined so far
+
+    def ops(self) -> Iterator[Op]:
+        if self.shape.has_total:
+            batches = tuple(Value("batch", micro_batch=j, tier=None) for j in self.micro_batches)
+            yield Op("count", batches, Stage("forward", PROLOGUE), (Value("total"),))
+        yield from self._stage("embed", Stage("forward", PROLOGUE))
+        for i in range(self.num_layers):
+            yield from self._stage("forward", Stage("forward", i))
+        if not self.shape.training:
+            yield from self._stage("head", Stage("forward", EPILOGUE))
+        else:
+            yield from self._head_and_backward()
+
+    def _head_and_backward(self) -> Iterator[Op]:
+        if EPILOGUE in self.shape.outside:
+            yield from self._stage("head", Stage("forward", EPILOGUE))
+            yield from self._stage("head_backward", Stage("backward", EPILOGUE))
+        else:
+            yield from self._stage("head", Stage("backward" if self.shape.has_loss else "forward", EPILOGUE))
+        for i in reversed(range(self.num_layers)):
+            yield from self._stage("backward", Stage("backward", i))
+        yield from self._stage("embed_backward", Stage("backward", PROLOGUE))
+
+    def _stage(self, verb: str, stage: Stage) -> list[Op]:
+        """One verb for all micro-batches, after the accumulators it is the first to need."""
+        if stage.phase == "backward" and not self._has_gradient(verb, stage):
+            return []
+        ops = [self._op(verb, stage, j) for j in self.micro_batches]
+        needed = [value for op in ops for value in op.into]
+        zeros = [Op("zeros", (), stage, (value,)) for value in dict.fromkeys(needed) if value not in self.gradients]
+        self.gradients.update(needed, (value for op in ops for value in op.results if value.kind == "dx"))
+        return zeros + ops
+
+    def _has_gradient(self, verb: str, stage: Stage) -> bool:
+        """Whether a gradient arrives, the head's own loss included, and there is still someone who wants it."""
+        wanted = self.shape.first_grad == stage.unit or self.shape.needs_grad_below(stage.unit)
+        sources = {slot.kind for slot in SIGNATURES[verb].reads} & {"dx", "dy", "dside"}
+        arrives = any(value.kind in sources for value in self._op(verb, stage, 0).reads)
+        return wanted and (arrives or verb == "head")
+
+    def _op(self, verb: str, stage: Stage, micro_batch: int) -> Op:
+        def present(slots: tuple[Slot, ...]) -> tuple[Value, ...]:
+            values = (slot.value(stage.unit, micro_batch, self.num_layers) for slot in slots)
+            return tuple(v for slot, v in zip(slots, values, strict=True) if self._is_present(slot, v, stage))
+
+        signature = SIGNATURES[verb]
+        return Op(
+            verb, present(signature.reads), stage, present(signature.results), present(signature.into), micro_batch
+        )
+
+    def _is_present(self, slot: Slot, value: Value, stage: Stage) -> bool:
+        """Whether this model's step has what a slot of the table leaves open."""
+        shape = self.shape
+        match slot.kind, slot.role:
+            case (("dx" | "dside"), "reads"):
+                return value in self.gradients
+            case "dx", "results":
+                return stage.phase == "backward" and shape.needs_grad_below(stage.unit)
+            case "dy", _:
+                return value.unit in shape.outside
+            case "dw", _:
+                return stage.phase == "backward" and stage.unit not in shape.frozen
+            case "dside", "into":
+                return stage.phase == "backward" and shape.side_gradient and shape.first_grad == PROLOGUE
+            case _:
+                has = {"loss": shape.has_loss, "total": shape.has_total, "side": shape.has_side}
+                return has.get(slot.kind, True) and (slot.kind != "y" or stage.unit in shape.emits)
