@@ -26,10 +26,11 @@ PERIODS = (1, 2)  # two, because `snake` turns every second stage round
 
 _Stages = list[tuple[Stage, tuple[Op, ...]]]
 
+_TIERS: dict[str, Tier] = {tier: tier for tier in get_args(Tier)}
 _HEADER = re.compile(r"# gs_compile (\S+) +after (\S+) +(\d+) layers x (\d+) micro-batches")
 _STAGE = re.compile(r"# (forward|backward) (e|h|\d+)( +micro-batches.*)?")
 _FOLDED = re.compile(r"# (forward|backward) (\d+) \.\. (\d+) +repeat \1 (\d+)( \d+)?")
-_VALUE = re.compile(rf"({'|'.join(KINDS)})(e|h|\d+)?(?:_(\d+))?(?:\.({'|'.join(get_args(Tier))}))?")
+_VALUE = re.compile(rf"({'|'.join(KINDS)})(e|h|\d+)?(?:_(\d+))?(?:\.({'|'.join(_TIERS)}))?")
 
 
 def format_program(program: Program, fold: bool = True) -> str:
@@ -103,7 +104,7 @@ def parse_value(name: str) -> Value:
     if not match:
         raise ProgramError(f"{name} is not the name of a value")
     kind, unit, micro_batch, tier = match.groups()
-    return Value(kind, unit and _unit(unit), micro_batch and int(micro_batch), tier)
+    return Value(kind, _unit(unit) if unit else None, int(micro_batch) if micro_batch else None, _TIERS.get(tier))
 
 
 def timetable(program: Program) -> str:
