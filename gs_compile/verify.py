@@ -11,7 +11,7 @@ from gs_compile.signatures import SIGNATURES, Slot, stage_class
 from gs_compile.text import format_op, line_of
 
 INPUT_KINDS = frozenset({"batch", "w", "dy"})  # defined before the step begins
-ACCUMULATOR_KINDS = frozenset({"dw", "dside"})  # what zeros makes
+ACCUMULATOR_KINDS = frozenset({"dw", "dside"})  # what zeros makes, and no other verb: so all that `into` may name
 
 
 def verify(program: Program) -> None:
@@ -31,7 +31,6 @@ class _Walk:
         self.program = program
         self.defined: set[Value] = set()
         self.freed: set[Value] = set()
-        self.accumulators: set[Value] = set()
         self.additions: Counter[Value] = Counter()  # how many operations have added to an accumulator
         self.stages: list[Stage] = []
         self.done: Counter[tuple[str, int | None]] = Counter()  # operations of the stage, by verb and micro-batch
@@ -40,9 +39,10 @@ class _Walk:
         for index, op in enumerate(self.program.ops):
             for complaint in self._complaints(op):
                 raise self._error(index, complaint)
-        if self.program.ops:
-            for complaint in (*self._unfinished_stage(), *self._missing_stages()):
-                raise self._error(len(self.program.ops) - 1, complaint)
+        for complaint in self._unfinished_stage():
+            raise self._error(len(self.program.ops) - 1, complaint)
+        for stage in self._missing_stages():
+            raise ProgramError(f"after {self.program.made_by}: stage {stage} is missing")
 
     def _complaints(self, op: Op) -> Iterator[str]:
         """What is wrong with one operation; each law sees what the ones before it have let pass."""
@@ -73,12 +73,13 @@ class _Walk:
                     yield f"stage {self.stages[-1]} has ended without micro-batch {j}"
 
     def _missing_stages(self) -> Iterator[str]:
-        present = set(self.stages)
+        """Every unit runs forward; the head may do so as part of the backward."""
+        present = {str(stage) for stage in self.stages}
         for unit in (PROLOGUE, *range(self.program.num_layers)):
-            if Stage("forward", unit) not in present:
-                yield f"the program has ended without stage forward {unit}"
-        if not present & {Stage("forward", EPILOGUE), Stage("backward", EPILOGUE)}:
-            yield "the program has ended without the head"
+            if f"forward {unit}" not in present:
+                yield f"forward {unit}"
+        if not present & {f"forward {EPILOGUE}", f"backward {EPILOGUE}"}:
+            yield f"forward {EPILOGUE}"
 
     def _breaks_numbers(self, op: Op) -> Iterator[str]:
         """Kinds are known, layers and micro-batches in range."""
@@ -141,8 +142,6 @@ class _Walk:
             if value.kind == "dw" and self.additions[value] != self.program.num_micro_batches:
                 yield f"{value} is read after {self.additions[value]} of {self.program.num_micro_batches} micro-batches"
         for value in op.into:
-            if value not in self.accumulators:
-                yield f"{value} does not come from zeros"
             self.additions[value] += 1
         for value in op.results:
             if value in self.defined or value.kind in INPUT_KINDS:
@@ -150,8 +149,6 @@ class _Walk:
             self.defined.add(value)
         if op.verb == "free":
             self.freed.update(op.reads)
-        if op.verb == "zeros":
-            self.accumulators.update(op.results)
 
     def _error(self, index: int, complaint: str) -> ProgramError:
         where = f"after {self.program.made_by}, line {line_of(self.program, index)}"

@@ -15,7 +15,9 @@ from gs_compile.verify import verify
 
 class TestText(expecttest.TestCase):
     def test_three_layers(self):
-        self.assertExpectedInline(str(free(snake(vertical(3, 2)))), """\
+        self.assertExpectedInline(
+            str(free(snake(vertical(3, 2)))),
+            """\
 # gs_compile 0.1   after free   3 layers x 2 micro-batches
 # forward e   micro-batches 1 0
 x0_1.device = embed(batch_1, we.device)
@@ -65,11 +67,14 @@ embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
 free(dx0_1.device)
 embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
 free(dx0_0.device)
-""")
+""",
+        )
 
     def test_forward_only(self):
         shape = StepShape(training=False, has_side=True, has_total=True)
-        self.assertExpectedInline(str(free(vertical(2, 1, shape=shape))), """\
+        self.assertExpectedInline(
+            str(free(vertical(2, 1, shape=shape))),
+            """\
 # gs_compile 0.1   after free   2 layers x 1 micro-batches
 # forward e   micro-batches 0
 total.device = count(batch_0)
@@ -85,7 +90,8 @@ loss_0.device = head(x2_0.device, side_0.device, batch_0, total.device, wh.devic
 free(x2_0.device)
 free(side_0.device)
 free(total.device)
-""")
+""",
+        )
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import expecttest
 import torch
 from hypothesis import given, settings
@@ -14,7 +16,9 @@ from gs_compile.verify import verify
 
 class TestText(expecttest.TestCase):
     def test_three_layers(self):
-        self.assertExpectedInline(str(snake(vertical(3, 2))), """\
+        self.assertExpectedInline(
+            str(snake(vertical(3, 2))),
+            """\
 # gs_compile 0.1   after snake   3 layers x 2 micro-batches
 # forward e   micro-batches 1 0
 x0_1.device = embed(batch_1, we.device)
@@ -48,7 +52,8 @@ dx0_1.device = backward(x0_1.device, dx1_1.device, w0.device, into=dw0.device)
 dwe.device = zeros()
 embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
 embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
-""")
+""",
+        )
 
 
 @settings(deadline=None)
@@ -58,7 +63,7 @@ def test_neighbouring_stages_share_a_micro_batch(step):
     program = snake(vertical(num_layers, num_micro_batches, shape=shape))
     verify(program)
     orders = [[op.micro_batch for op in ops if op.micro_batch is not None] for _, ops in program.stages()]
-    for before, after in zip(orders, orders[1:], strict=False):
+    for before, after in itertools.pairwise(orders):
         assert after == before[::-1]
     assert orders[1] == list(range(num_micro_batches))  # layer 0
 

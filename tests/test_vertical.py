@@ -23,7 +23,9 @@ EVERYTHING = StepShape(
 
 class TestText(expecttest.TestCase):
     def test_plain(self):
-        self.assertExpectedInline(str(vertical(3, 2)), """\
+        self.assertExpectedInline(
+            str(vertical(3, 2)),
+            """\
 # gs_compile 0.1   after vertical   3 layers x 2 micro-batches
 # forward e   micro-batches 0 1
 x0_0.device = embed(batch_0, we.device)
@@ -57,10 +59,13 @@ dx0_1.device = backward(x0_1.device, dx1_1.device, w0.device, into=dw0.device)
 dwe.device = zeros()
 embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
 embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
-""")
+""",
+        )
 
     def test_everything(self):
-        self.assertExpectedInline(str(vertical(2, 1, shape=EVERYTHING)), """\
+        self.assertExpectedInline(
+            str(vertical(2, 1, shape=EVERYTHING)),
+            """\
 # gs_compile 0.1   after vertical   2 layers x 1 micro-batches
 # forward e   micro-batches 0
 total.device = count(batch_0)
@@ -83,10 +88,13 @@ dx0_0.device = backward(x0_0.device, dx1_0.device, side_0.device, w0.device, int
 # backward e   micro-batches 0
 dwe.device = zeros()
 embed_backward(batch_0, dx0_0.device, dy0_0.device, dside_0.device, we.device, into=dwe.device)
-""")
+""",
+        )
 
     def test_forward_only(self):
-        self.assertExpectedInline(str(vertical(2, 1, shape=StepShape(training=False))), """\
+        self.assertExpectedInline(
+            str(vertical(2, 1, shape=StepShape(training=False))),
+            """\
 # gs_compile 0.1   after vertical   2 layers x 1 micro-batches
 # forward e   micro-batches 0
 x0_0.device = embed(batch_0, we.device)
@@ -96,12 +104,15 @@ x1_0.device = forward(x0_0.device, w0.device)
 x2_0.device = forward(x1_0.device, w1.device)
 # forward h   micro-batches 0
 loss_0.device = head(x2_0.device, batch_0, wh.device)
-""")
+""",
+        )
 
     def test_backward_ends_at_the_lowest_unit_that_needs_a_gradient(self):
         shape = StepShape(frozen=frozenset({"e", 0}), first_grad=1, has_side=True, side_gradient=True)
         text = str(vertical(3, 1, shape=shape))
-        self.assertExpectedInline(text[text.index("# backward h") :], """\
+        self.assertExpectedInline(
+            text[text.index("# backward h") :],
+            """\
 # backward h   micro-batches 0
 dwh.device = zeros()
 loss_0.device, dx3_0.device = head(x3_0.device, side_0.device, batch_0, wh.device, into=dwh.device)
@@ -111,11 +122,14 @@ dx2_0.device = backward(x2_0.device, dx3_0.device, side_0.device, w2.device, int
 # backward 1   micro-batches 0
 dw1.device = zeros()
 backward(x1_0.device, dx2_0.device, side_0.device, w1.device, into=dw1.device)
-""")
+""",
+        )
 
     def test_backward_starts_where_gradients_arrive(self):
         text = str(vertical(3, 1, shape=StepShape(has_loss=False, outside=frozenset({1}))))
-        self.assertExpectedInline(text[text.index("# forward h") :], """\
+        self.assertExpectedInline(
+            text[text.index("# forward h") :],
+            """\
 # forward h   micro-batches 0
 head(x3_0.device, batch_0, wh.device)
 # backward 0   micro-batches 0
@@ -124,7 +138,8 @@ dx0_0.device = backward(x0_0.device, dy1_0.device, w0.device, into=dw0.device)
 # backward e   micro-batches 0
 dwe.device = zeros()
 embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
-""")
+""",
+        )
 
 
 @settings(deadline=None)

@@ -17,9 +17,9 @@ SAMPLES, WIDTH = 2, 3
 
 
 class Batch(NamedTuple):
-    features_BD: Tensor
-    target_BD: Tensor
-    weight_B: Tensor
+    features: Tensor  # BD
+    target: Tensor  # BD
+    weight: Tensor  # B
 
 
 @st.composite
@@ -44,8 +44,8 @@ def steps(draw: st.DrawFn, max_layers: int = 5, max_micro_batches: int = 4) -> t
 
 
 def embed(batch: Batch, w: list[Tensor]) -> dict[str, Tensor]:
-    x = torch.tanh(batch.features_BD @ w[0])
-    return {"x": x, "side": torch.sigmoid(batch.features_BD @ w[1]), "y": x.sum(1)}
+    x = torch.tanh(batch.features @ w[0])
+    return {"x": x, "side": torch.sigmoid(batch.features @ w[1]), "y": x.sum(1)}
 
 
 def layer(x: Tensor, side: Tensor | None, w: list[Tensor]) -> dict[str, Tensor]:
@@ -55,7 +55,7 @@ def layer(x: Tensor, side: Tensor | None, w: list[Tensor]) -> dict[str, Tensor]:
 
 def head(x: Tensor, side: Tensor | None, batch: Batch, total: Tensor | None, w: list[Tensor]) -> dict[str, Tensor]:
     y = (x if side is None else x + side) @ w[0]
-    loss = (batch.weight_B[:, None] * (y - batch.target_BD).square()).sum()
+    loss = (batch.weight[:, None] * (y - batch.target).square()).sum()
     return {"loss": loss if total is None else loss / total, "y": y}
 
 
@@ -99,7 +99,7 @@ class Toy:
     # The units.
 
     def count(self, batches: list[Batch]) -> Tensor:
-        return torch.stack([batch.weight_B.sum() for batch in batches]).sum()
+        return torch.stack([batch.weight.sum() for batch in batches]).sum()
 
     def zeros(self, value: Value) -> Any:
         if value.kind == "dw":
@@ -152,15 +152,16 @@ class Toy:
         xs = [first["x"]]
         for i in range(self.num_layers):
             xs.append(layer(xs[-1], side, weights[i])["x"])
-        total = whole.weight_B.sum() if shape.has_total else None
+        total = whole.weight.sum() if shape.has_total else None
         last = head(xs[-1], side, whole, total, weights["h"])
         objective = torch.zeros((), dtype=self.dtype)
         for unit, dys in self.outside.items():
             if unit != "h":
                 objective = objective + (torch.cat(dys) * xs[int(unit)]).sum()
         if "h" in shape.outside:
-            chunks = zip(xs[-1].split(SAMPLES), [None] * 99 if side is None else side.split(SAMPLES), self.batches)  # noqa: B905
-            for (x, side_j, batch), (d_loss, d_y) in zip(chunks, self.outside["h"], strict=True):
+            sides = [None] * self.num_micro_batches if side is None else side.split(SAMPLES)
+            slices = zip(xs[-1].split(SAMPLES), sides, self.batches, self.outside["h"], strict=True)
+            for x, side_j, batch, (d_loss, d_y) in slices:
                 made = head(x, side_j, batch, total, weights["h"])
                 objective = objective + d_loss * made["loss"] + (d_y * made["y"]).sum()
         elif shape.has_loss:
