@@ -43,6 +43,10 @@ class UniformityError(CaptureError):
     """The model has no repeated block, or its blocks exchange more than one tensor."""
 
 
+class UniformityWarning(UserWarning):
+    """The model's blocks are of several kinds; each is compiled once. Names the difference."""
+
+
 class SeparationError(CaptureError):
     """An output of the whole batch cannot be computed from micro-batches; names the operation and its source line."""
 
