@@ -141,14 +141,10 @@ def _repeats(stages: _Stages, at: int, period: int) -> int:
     if at < period:
         return 0
     step = _step(stages, at)
-    if not step or _step(stages, at - period + 1) != step:
-        return 0
-    length = 0
-    for here in range(at, len(stages)):
-        if _step(stages, here) != step or stages[here] != _moved(*stages[here - period], step * period):
-            break
-        length += 1
-    return length
+    here = at
+    while step and here < len(stages) and stages[here] == _moved(*stages[here - period], step * period):
+        here += 1
+    return here - at
 
 
 def _step(stages: _Stages, at: int) -> int:

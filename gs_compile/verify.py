@@ -144,7 +144,7 @@ class _Walk:
         for value in op.into:
             self.additions[value] += 1
         for value in op.results:
-            if value in self.defined or value.kind in INPUT_KINDS:
+            if value in self.defined:
                 yield f"{value} is defined twice"
             self.defined.add(value)
         if op.verb == "free":

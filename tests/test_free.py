@@ -10,6 +10,7 @@ from gs_compile.passes.snake import snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.program import StepShape, Value
 from gs_compile.reference import reference
+from gs_compile.text import parse
 from gs_compile.verify import verify
 
 
@@ -120,6 +121,17 @@ def test_frees_each_transient_value_right_after_its_last_use(step):
             last_user = op
         else:
             assert op.reads[0] in (*last_user.reads, *last_user.into, *last_user.results)
+
+
+def test_a_value_that_nothing_reads_ends_where_it_is_defined():
+    program = vertical(1, 1, shape=StepShape(training=False, has_side=True))
+    deaf = parse(
+        str(program)
+        .replace("x0_0.device, side_0.device, w0", "x0_0.device, w0")
+        .replace("x1_0.device, side_0.device, b", "x1_0.device, b")
+    )
+    verify(free(deaf))
+    assert "= embed(batch_0, we.device)\nfree(side_0.device)\n" in str(free(deaf))
 
 
 def test_kept_values_are_never_freed():

@@ -28,11 +28,6 @@ BROKEN = {
     "freed undefined": ("free(x1_0.device)\n", "free(x1_0.host)\n", "x1_0.host is not defined"),
     "read before definition": ("total.device = count(batch_0, batch_1)\n", "", "total.device is not defined"),
     "defined twice": ("dwh.device = zeros()\n", "dwh.device = zeros()\n" * 2, "dwh.device is defined twice"),
-    "input defined": (
-        "dwh.device = zeros()\n",
-        "total.device = count(batch_0, batch_1)\n",
-        "total.device is defined twice",
-    ),
     "accumulator not from zeros": ("dw1.device = zeros()\n", "", "dw1.device is not defined"),
     "gradient read too early": (
         "dx1_0.device = backward",
