@@ -6,15 +6,15 @@ the user's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import sympy
 import torch
 from torch import fx
 
-from gs_compile.program import Unit
+from gs_compile.program import EPILOGUE, Unit
 
 # What a graph input is. "batch" has the batch along dimension 0; "constant" is shared by all micro-batches; "size"
 # is a number that stands for a symbolic dimension.
@@ -88,6 +88,19 @@ class UnitGraph:
         """The placeholders that require a gradient."""
         return tuple(index for index, spec in enumerate(self.specs) if spec.requires_grad)
 
+    @property
+    def result_specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(node.meta["spec"] for node in self.module.graph.output_node().args[0])
+
+    @property
+    def differentiated(self) -> tuple[int, ...]:
+        """The results whose gradients the backward takes: what goes to other units, and of the head everything."""
+        return tuple(
+            index
+            for index, (kind, spec) in enumerate(zip(self.results, self.result_specs, strict=True))
+            if spec.requires_grad and (kind != "y" or self.unit == EPILOGUE)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
@@ -117,19 +130,26 @@ class OutputSpec:
     value: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class UnitCode:
-    """The compiled functions of one class of units.
+class UnitCode(Protocol):
+    """The compiled functions of one class of units; all take the inputs of its graph in the placeholders' order.
 
-    `forward(*inputs)` returns the unit's results. `backward(*inputs, *gradients)` recomputes them and returns the
-    gradients of the differentiable inputs; for the head `both(*inputs)` returns results and gradients of the loss.
+    forward(*inputs)                returns the unit's results
+    backward(*inputs, *gradients)   runs forward again; returns the gradients of `unit.differentiable`, given those of
+                                    `unit.differentiated` results
+    both(*inputs)                   of the head: its results, then the gradients of its loss
     """
 
-    forward: Callable[..., tuple[torch.Tensor, ...]]
-    backward: Callable[..., tuple[torch.Tensor, ...]] | None
-    both: Callable[..., tuple[torch.Tensor, ...]] | None
-    draws_random: bool
-    graphs: Mapping[str, fx.GraphModule] = field(default_factory=dict)
+    @property
+    def forward(self) -> Callable[..., Sequence[torch.Tensor]]: ...
+
+    @property
+    def backward(self) -> Callable[..., Sequence[torch.Tensor]]: ...
+
+    @property
+    def both(self) -> Callable[..., Sequence[torch.Tensor]]: ...
+
+    @property
+    def draws_random(self) -> bool: ...
 
 
 def source_line(node: fx.Node) -> str:

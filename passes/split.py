@@ -61,6 +61,7 @@ class _Cut:
         self.graph = separated.module.graph
         self.outputs = outputs
         self.inputs = {entry.name: index for index, entry in enumerate(captured.inputs)}
+        self.batch = captured.names("batch")
         self.nodes = self._live()
         self.at, self.num_layers = self._positions()
 
@@ -193,11 +194,16 @@ class _Cut:
     def _sides(self, carried: Sequence[fx.Node]) -> list[fx.Node]:
         sides = []
         for node, readers in self._crossing().items():
-            if self.at[node] == 0 and not (node is carried[0] and readers == {1}):
+            if self.at[node] == 0 and not (node is carried[0] and readers <= {1}):
                 if not isinstance(node.meta["spec"], TensorSpec):
                     raise CaptureError(f"`{node.name}` goes from the embedding to the blocks but is not a tensor")
                 sides.append(node)
-        return sides
+        in_layers = [node for node in self.nodes if 0 < self.at[node] <= self.num_layers]
+        read = dict.fromkeys(chain.from_iterable(node.all_input_nodes for node in in_layers))
+        return sides + [node for node in read if self._is_batch(node)]  # layers see the batch as a side input
+
+    def _is_batch(self, node: fx.Node) -> bool:
+        return node.op == "placeholder" and node.name in self.batch
 
     def _refuse_shared_memory(self, crossing: Mapping[fx.Node, set[int]]) -> None:
         """A unit may change its own values in place, and copies of what it reads, never what others still read."""
@@ -272,9 +278,11 @@ class _Cut:
         unit = self._unit_of(position)
 
         def source(node: fx.Node) -> Source:
+            if position == 0:
+                return self._source(node)
             if node is x:
                 return Source("x")
-            if node in sides:
+            if node in sides and (position <= self.num_layers or not self._is_batch(node)):
                 return Source("side", list(sides).index(node))
             return self._source(node)
 

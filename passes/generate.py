@@ -1,0 +1,53 @@
+"""generate: machine code for one ATen graph, by inductor or by running the graph as it is."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+log = logging.getLogger(__name__)
+
+Compiler = Literal["inductor", "eager"]
+
+
+def generate(
+    graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor], *, compiler: Compiler, mode: str | None
+) -> Callable[..., Any]:
+    """A function of the same inputs and outputs as `graph_module`; `mode` is torch.compile's, for inductor."""
+    if compiler == "eager":
+        return graph_module
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph_module, list(inputs), config_patches=list_mode_options(mode) if mode else None)
+
+
+@cache
+def best_compiler(device_type: str) -> Compiler:
+    """inductor where what it needs is there (a C++ compiler for the CPU, Triton elsewhere), else eager, said once."""
+    if device_type == "meta":
+        return "eager"
+    if device_type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            if shutil.which(get_cpp_compiler()):
+                return "inductor"
+        except InvalidCxxCompiler:
+            pass
+        missing = "no C++ compiler was found (install g++)"
+    else:
+        from torch.utils._triton import has_triton
+
+        if has_triton():
+            return "inductor"
+        missing = f"Triton does not work for {device_type} here"
+    log.warning("%s: layers run uncompiled; set expert={'compiler': 'eager'} to choose this", missing)
+    return "eager"

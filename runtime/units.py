@@ -1,0 +1,220 @@
+"""units: the computations of one training step, on the tensors of one call.
+
+The program says what runs when; this says what it computes: which tensors go into a unit's code, where its gradients
+are added, and which random numbers it draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from gs_compile.graph import Source, UnitCode, UnitGraph
+from gs_compile.program import EPILOGUE, PROLOGUE, Unit, Value
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """The model's units compiled for one size of the micro-batch."""
+
+    units: Mapping[Unit, UnitGraph]
+    codes: Mapping[Unit, UnitCode]
+    count: fx.GraphModule | None
+    count_sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One slice of the batch: its code, the batch inputs sliced (by input index), and its share of the samples."""
+
+    sized: Sized
+    inputs: Mapping[int, torch.Tensor]
+    fraction: torch.Tensor
+
+
+class Accumulator:
+    """A gradient summed over micro-batches, in fp32 whatever the parameters' dtype (fp64 stays)."""
+
+    def __init__(self) -> None:
+        self.sums: dict[Any, torch.Tensor] = {}
+
+    def add(self, gradients: Mapping[Any, torch.Tensor]) -> None:
+        """Add `gradients`; the first of a key is kept itself where it owns its memory."""
+        known = [key for key in gradients if key in self.sums]
+        if known:
+            torch._foreach_add_([self.sums[key] for key in known], [gradients[key] for key in known])
+        fresh = [key for key in gradients if key not in self.sums]
+        memory = [gradients[key].untyped_storage().data_ptr() for key in gradients]
+        for key in fresh:
+            gradient = gradients[key]
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            storage = gradient.untyped_storage()
+            alone = memory.count(storage.data_ptr()) == 1 and storage.nbytes() == gradient.nbytes
+            self.sums[key] = gradient if alone and gradient.dtype == wide else gradient.to(wide, copy=True)
+
+    def scale(self, factor: torch.Tensor) -> None:
+        for total in self.sums.values():
+            total.mul_(factor)
+
+
+class CompiledUnits:
+    """`gs_compile.reference.Units` for a captured model: see there for how each verb is called.
+
+    Contents of values: `w` and `batch` map input indices to tensors; `side` and `y` are tuples; `total` is a tuple;
+    `dw` is an `Accumulator` by input index, `dside` one by index of the side input. `dy` of the head is a tuple, one
+    gradient for each of its differentiated results; that of a layer input is a tensor.
+    """
+
+    def __init__(self, micro_batches: Sequence[MicroBatch], seed: int | None) -> None:
+        self.micro_batches = micro_batches
+        self.seed = seed  # of this step; None where nothing is drawn
+
+    def count(self, batches: list[Any], **_: Any) -> tuple[torch.Tensor, ...]:
+        shares = []
+        for micro_batch, batch in zip(self.micro_batches, batches, strict=True):
+            count = micro_batch.sized.count
+            assert count is not None
+            sources = micro_batch.sized.count_sources
+            shares.append(count(*(self._input(s, micro_batch, {"batch": batch}) for s in sources)))
+        return tuple(torch.stack(share).sum(0) for share in zip(*shares, strict=True))
+
+    def zeros(self, value: Value) -> Accumulator:
+        return Accumulator()
+
+    def embed(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
+        return self._forward(unit, micro_batch, wants, reads)
+
+    def forward(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
+        return self._forward(unit, micro_batch, wants, reads)
+
+    def head(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
+        """The epilogue; together with its backward where a gradient is asked for."""
+        if "dx" not in wants and "dw" not in reads and "dside" not in reads:
+            return self._forward(unit, micro_batch, wants, reads)
+        part = self.micro_batches[micro_batch]
+        graph = part.sized.units[unit]
+        outcome = part.sized.codes[unit].both(*self._inputs(unit, micro_batch, reads))
+        results, gradients = outcome[: len(graph.results)], outcome[len(graph.results) :]
+        dx = self._spread(graph, micro_batch, gradients, reads)
+        return tuple(dx if kind == "dx" else _result(graph, results, kind) for kind in wants)
+
+    def head_backward(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
+        return self._backward(unit, micro_batch, wants, reads, list(reads["dy"]))
+
+    def backward(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
+        return self._backward(unit, micro_batch, wants, reads, [_sum(reads.get("dx"), reads.get("dy"))])
+
+    def embed_backward(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
+        graph = self.micro_batches[micro_batch].sized.units[unit]
+        dside = reads["dside"].sums if "dside" in reads else {}
+        sides = [index for index, kind in enumerate(graph.results) if kind == "side"]
+        gradients: list[torch.Tensor] = []
+        for index in graph.differentiated:
+            spec = graph.result_specs[index]
+            arrived = (
+                dside.get(sides.index(index)) if index in sides else _sum(reads.get("dx"), reads.get("dy"))
+            )
+            gradients.append(
+                torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) if arrived is None else arrived.to(spec.dtype)
+            )
+        return self._backward(unit, micro_batch, wants, {k: v for k, v in reads.items() if k != "dside"}, gradients)
+
+    # How a unit's code is called -------------------------------------------------------------------------------------
+
+    def _forward(self, unit: Unit, micro_batch: int, wants: tuple[str, ...], reads: Mapping[str, Any]) -> tuple[Any, ...]:
+        part = self.micro_batches[micro_batch]
+        results = part.sized.codes[unit].forward(*self._inputs(unit, micro_batch, reads))
+        return tuple(_result(part.sized.units[unit], results, kind) for kind in wants)
+
+    def _backward(
+        self, unit: Unit, micro_batch: int, wants: tuple[str, ...], reads: Mapping[str, Any], gradients: Tensors
+    ) -> tuple[Any, ...]:
+        part = self.micro_batches[micro_batch]
+        inputs = self._inputs(unit, micro_batch, reads)
+        outcome = part.sized.codes[unit].backward(*inputs, *gradients)
+        dx = self._spread(part.sized.units[unit], micro_batch, outcome, reads)
+        return (dx,) if "dx" in wants else ()
+
+    def _inputs(self, unit: Unit, micro_batch: int, reads: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The tensors for the placeholders of a unit's graph; also sets the generators to this unit's numbers."""
+        part = self.micro_batches[micro_batch]
+        if self.seed is not None and part.sized.codes[unit].draws_random:
+            seed_generators(self.seed, unit, micro_batch)
+        return [self._input(source, part, reads) for source in part.sized.units[unit].sources]
+
+    def _input(self, source: Source, part: MicroBatch, reads: Mapping[str, Any]) -> torch.Tensor:
+        match source.kind:
+            case "x":
+                tensor = reads["x"]
+            case "side":
+                tensor = reads["side"][source.index]
+            case "total":
+                tensor = reads["total"][source.index]
+            case "fraction":
+                tensor = part.fraction
+            case "input":
+                batch = reads.get("batch", {})
+                tensor = batch[source.index] if source.index in batch else reads["w"][source.index]
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+    def _spread(
+        self, graph: UnitGraph, micro_batch: int, gradients: Tensors, reads: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        """Add gradients to the accumulators they belong to; returns that of x."""
+        dx, parameters, sides = None, dict[Any, torch.Tensor](), dict[Any, torch.Tensor]()
+        for index, gradient in zip(graph.differentiable, gradients, strict=True):
+            source = graph.sources[index]
+            if source.kind == "x":
+                dx = gradient
+            elif source.kind == "side":
+                sides[source.index] = gradient
+            elif source.index in self.micro_batches[micro_batch].inputs:
+                parameters[source.index, micro_batch] = gradient
+            else:
+                parameters[source.index] = gradient
+        if "dw" in reads:
+            reads["dw"].add(parameters)
+        if "dside" in reads:
+            reads["dside"].add(sides)
+        return dx
+
+
+def _result(graph: UnitGraph, results: Sequence[Any], kind: str) -> Any:
+    """One result, or all of a kind that comes in groups."""
+    found = tuple(result for result, name in zip(results, graph.results, strict=True) if name == kind)
+    return found if kind in ("side", "y") else found[0]
+
+
+def _sum(left: torch.Tensor | None, right: torch.Tensor | None) -> Any:
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
+
+
+def seed_generators(seed: int, unit: Unit, micro_batch: int) -> None:
+    """Set the default generators to the numbers of one unit and micro-batch of the step seeded with `seed`.
+
+    A function of (step, unit, micro-batch) alone: recomputation draws what the forward drew, and the order in which
+    units and micro-batches run does not matter.
+    """
+    place = {PROLOGUE: 0, EPILOGUE: 1}.get(unit, 2 + int(unit)) if isinstance(unit, str) else 2 + unit
+    mixed = _mix(_mix(_mix(seed) ^ place) ^ micro_batch)
+    torch.default_generator.manual_seed(mixed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed(mixed)
+
+
+def _mix(number: int) -> int:
+    """A bijection of 64-bit integers that scatters neighbours (the finaliser of the splitmix64 generator)."""
+    mask = (1 << 64) - 1
+    number = (number + 0x9E3779B97F4A7C15) & mask
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & mask
+    return number ^ (number >> 31)
