@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -76,7 +76,15 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
         shared = any(_symbols(size) & symbols for shape in sizes.values() for size in shape[1:])
         if fixed or shared or _has_float_symbols(module):
             _trace_again(_source(node) for node, _ in _placeholders(module, ()) if node.name in {b.name for b in batch})
-    return Captured(module, inputs, symbols)
+    devices = {example.device.type for example in example_inputs if _is_tensor(example)}
+    return Captured(module, inputs, symbols, next(filter(None, map(_autocast, sorted(devices))), None))
+
+
+def _autocast(device_type: str) -> tuple[Any, ...] | None:
+    """The autocast region around the model's call; Dynamo guards on it, so it is the same in every call."""
+    if not torch.amp.autocast_mode.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return (device_type, torch.get_autocast_dtype(device_type), True, torch.is_autocast_cache_enabled())
 
 
 def ignore_logging() -> bool:
@@ -250,12 +258,3 @@ def _restore(_: object) -> None:
     callback_handler.remove_end_callback(_restore)
     while _undo:
         _undo.pop().close()
-
-
-def no_capture(error: CaptureError) -> Callable[..., Any]:
-    """A callable that raises `error` at the model's call, where Dynamo does not wrap it in an error of its own."""
-
-    def refuse(*_: Any) -> Any:
-        raise error
-
-    return refuse

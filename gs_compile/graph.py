@@ -37,6 +37,7 @@ class Captured:
     module: fx.GraphModule
     inputs: tuple[Input, ...]  # in the order of the placeholders and of the arguments of every call
     batch_symbols: frozenset[sympy.Symbol]  # empty: the batch size is fixed
+    autocast: tuple[Any, ...] | None = None  # the region the user calls the model in: device type, dtype, True, cache
 
     def names(self, *roles: Role) -> frozenset[str]:
         return frozenset(entry.name for entry in self.inputs if entry.role in roles)

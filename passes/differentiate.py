@@ -98,10 +98,10 @@ class Differentiated:
     ) -> Callable[..., Sequence[torch.Tensor]]:
         with self._fake_mode:
             inputs = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in specs]
-        with self._fake_mode, torch.enable_grad():
+        with self._fake_mode, torch.enable_grad(), torch._C._DisableAutocast():
             graph_module: fx.GraphModule = make_fx(function)(*inputs)
         graph_module.graph.eliminate_dead_code()
         graph_module.recompile()
         self.graphs[name] = graph_module
-        with torch.no_grad():
+        with torch.no_grad(), torch._C._DisableAutocast():
             return self._compile(graph_module, inputs)

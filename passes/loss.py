@@ -20,7 +20,7 @@ A mixed value that reaches an output is refused by name. (Contract: the loss of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -58,11 +58,13 @@ class Separated:
     terms: tuple[LossTerm, ...]  # the derivation, for people
 
 
-def loss(module: fx.GraphModule, captured: Captured, *, kept: Callable[[fx.Node], bool]) -> Separated:
-    """Rewrite the outputs of `module` for which `kept` holds; raise `SeparationError` for one that does not separate."""
-    if not captured.batch_symbols:  # the batch is one micro-batch: nothing to combine
-        outputs = [node for node in module.graph.output_node().all_input_nodes if kept(node)]
-        return Separated(module, (), dict.fromkeys(outputs, "sum"), ())
+def loss(module: fx.GraphModule, captured: Captured, *, kept: Sequence[bool], alone: bool) -> Separated:
+    """Rewrite the outputs of `module` that are `kept` (one truth for each); raise `SeparationError` for one that does not separate.
+
+    `alone`: the micro-batch is the whole batch, so there is nothing to combine.
+    """
+    if alone:
+        return Separated(module, (), dict.fromkeys(module.graph.output_node().all_input_nodes, "sum"), ())
     return _Separation(module, captured).run(kept)
 
 
@@ -107,20 +109,17 @@ class _Separation:
         self.terms: list[LossTerm] = []
         self.fraction: fx.Node | None = None
 
-    def run(self, kept: Callable[[fx.Node], bool]) -> Separated:
+    def run(self, kept: Sequence[bool]) -> Separated:
         for node in list(self.graph.nodes):
             if node.op == "output":
                 break
             self.states[node] = self._state(node)
-        kinds: dict[fx.Node, Kind] = {}
-        replaced: dict[fx.Node, fx.Node] = {}
         output = self.graph.output_node()
-        for node in output.all_input_nodes:
-            if kept(node):
-                replaced[node] = self._output(node)
-                kinds[replaced[node]] = self.states[replaced[node]].kind
-        output.args = fx.node.map_arg(output.args, lambda node: replaced.get(node, node))
+        given = zip(output.args[0], kept, strict=True)
+        made = [self._output(value) if keep and isinstance(value, fx.Node) else value for value, keep in given]
+        output.args = (tuple(made),)
         self.module.recompile()
+        kinds = {value: self.states[value].kind for value in made if isinstance(value, fx.Node)}
         return Separated(self.module, tuple(self.totals), kinds, tuple(self.terms))
 
     def _output(self, node: fx.Node) -> fx.Node:

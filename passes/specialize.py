@@ -41,7 +41,7 @@ def specialize(captured: Captured, micro_batch_size: int, sizes: Mapping[str, in
     numbers |= dict.fromkeys(captured.batch_symbols, micro_batch_size)
     fold = _Fold(numbers, captured.batch_symbols)
     result = fx.GraphModule(torch.nn.Module(), fx.Graph())
-    result.graph.output(_Copy(result, fold).copy(captured.module, {}))
+    result.graph.output(_Copy(result, fold, captured.autocast).copy(captured.module, {}))
     result.graph.lint()
     return result
 
@@ -108,11 +108,11 @@ class _Fold:
 class _Copy:
     """Copies nodes into one flat graph, folding numbers and inlining checkpointed regions on the way."""
 
-    def __init__(self, target: fx.GraphModule, fold: _Fold) -> None:
+    def __init__(self, target: fx.GraphModule, fold: _Fold, autocast: tuple[Any, ...] | None) -> None:
         self.target = target
         self.graph = target.graph
         self.fold = fold
-        self.autocast: tuple[tuple[Any, ...], ...] = ()
+        self.autocast: tuple[tuple[Any, ...], ...] = (autocast,) if autocast else ()
         self.grad_mode = True
 
     def copy(self, module: fx.GraphModule, known: dict[fx.Node, Any]) -> Any:

@@ -1,0 +1,96 @@
+"""The backend: ``torch.compile(model, backend="greedysnake", options={"micro_batch_size": 2})``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx
+
+from gs_compile.bridge import Call
+from gs_compile.capture import capture, ignore_logging
+from gs_compile.config import Options
+from gs_compile.errors import CaptureError, GreedySnakeError, NothingRequiresGradError
+from gs_compile.graph import Captured
+from gs_compile.plan import Plan, is_float_scalar
+from gs_compile.runtime.units import CompiledUnits, MicroBatch
+
+log = logging.getLogger(__name__)
+
+# For inspection: what was compiled for each parameter's model.
+compiled_for: WeakKeyDictionary[torch.nn.Parameter, list[CompiledModel]] = WeakKeyDictionary()
+
+ignore_logging()
+
+
+def greedysnake(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | Options | None = None,
+) -> Callable[..., Any]:
+    """What Dynamo calls with a model's graph; returns what runs in its place.
+
+    An error of this package is raised at the model's call, as itself: raised here, Dynamo would wrap it in one of its
+    own.
+    """
+    try:
+        return CompiledModel(capture(module, example_inputs), Options.of(options, mode), example_inputs)
+    except GreedySnakeError as error:
+        refusal = error
+
+    def refuse(*_: Any) -> Any:
+        raise refusal
+
+    return refuse
+
+
+class CompiledModel:
+    """A captured model that runs layer-major; one for each graph that Dynamo captures."""
+
+    def __init__(self, captured: Captured, options: Options, example_inputs: Sequence[Any]) -> None:
+        self.plan = Plan(captured, options)
+        for entry, example in zip(captured.inputs, example_inputs, strict=True):
+            if entry.role == "parameter":
+                compiled_for.setdefault(example, []).append(self)
+
+    def __call__(self, *args: Any) -> list[Any]:
+        """The model's outputs for the arguments of the captured graph."""
+        captured = self.plan.captured
+        batch = [index for index, entry in enumerate(captured.inputs) if entry.role == "batch"]
+        sizes = {e.name: int(arg) for e, arg in zip(captured.inputs, args, strict=True) if e.role == "size"}
+        batch_size = int(args[batch[0]].shape[0])
+        lengths = self._micro_batches(batch_size)
+        layouts = [self.plan.layout(length, sizes, alone=len(lengths) == 1) for length in lengths]
+        training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        if torch.is_grad_enabled() and not training and any(o.spec and is_float_scalar(o.spec) for o in layouts[0].outputs):
+            raise NothingRequiresGradError(
+                "the model computes a loss, but no parameter requires a gradient: unfreeze what is to be trained "
+                "(requires_grad_()), or evaluate under torch.no_grad()"
+            )
+        parts = []
+        start = 0
+        for length, layout in zip(lengths, layouts, strict=True):
+            inputs = {index: args[index][start : start + length] for index in batch}
+            fraction = torch.tensor(length / max(batch_size, 1), device=args[batch[0]].device)
+            parts.append(MicroBatch(layout.sized, inputs, fraction))
+            start += length
+        draws = any(layout.draws_random for layout in layouts)
+        seed = int(torch.randint(2**62, (), device="cpu")) if draws else None
+        return Call(self.plan, layouts[0], layouts, args, CompiledUnits(parts, seed), training).run()
+
+    def _micro_batches(self, batch_size: int) -> list[int]:
+        size = self.plan.options.micro_batch_size
+        if batch_size <= size:
+            return [batch_size]
+        if not self.plan.captured.batch_symbols:
+            raise CaptureError(
+                f"the model's code fixes the batch size at {batch_size}, so it cannot run in micro-batches of {size}; "
+                "take the size from the input's shape, or set micro_batch_size to the batch size"
+            )
+        rest = batch_size % size
+        return [size] * (batch_size // size) + ([rest] if rest else [])

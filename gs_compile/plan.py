@@ -1,0 +1,169 @@
+"""A captured model as compiled units and step programs: the passes in order, each result kept for its sizes.
+
+    captured --specialize--> --loss--> --split--> --uniform--> --differentiate-->  units' code
+                                                                     vertical, snake, free -->  step program
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from gs_compile.config import Options
+from gs_compile.errors import UniformityWarning
+from gs_compile.graph import Captured, OutputSpec, TensorSpec
+from gs_compile.passes.differentiate import Differentiated, differentiate
+from gs_compile.passes.generate import Compiler, best_compiler, generate
+from gs_compile.passes.loss import Separated, loss
+from gs_compile.passes.lower import lower
+from gs_compile.passes.specialize import specialize
+from gs_compile.passes.split import Split, split
+from gs_compile.passes.uniform import Uniform, uniform
+from gs_compile.program import EPILOGUE, PROLOGUE, Program, StepShape, Unit, Value
+from gs_compile.runtime.units import Sized
+
+log = logging.getLogger(__name__)
+
+_codes: dict[Hashable, Differentiated] = {}  # equal layers of all captures share their code
+_LARGEST_CACHE = 512  # codes; a model has three for each size of the micro-batch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the passes made of a captured model at one micro-batch size."""
+
+    specialized: fx.GraphModule
+    separated: Separated
+    split: Split
+    uniform: Uniform
+    sized: Sized
+
+    @property
+    def outputs(self) -> tuple[OutputSpec, ...]:
+        return self.split.outputs
+
+    @cached_property
+    def shape(self) -> StepShape:
+        """What a training step of this model consists of."""
+        units = {unit.unit: unit for unit in self.split.units}
+        trained = [u for u, g in units.items() if any(g.sources[i].kind == "input" for i in g.differentiable)]
+        return StepShape(
+            has_loss="loss" in units[EPILOGUE].results,
+            has_total=self.split.count is not None,
+            has_side=bool(self.split.sides),
+            side_gradient=any(spec.requires_grad for spec in self.split.sides) and PROLOGUE in trained,
+            emits=frozenset(u for u, graph in units.items() if "y" in graph.results),
+            frozen=frozenset(set(units) - set(trained)),
+            first_grad=trained[0] if trained else EPILOGUE,
+        )
+
+    @cached_property
+    def draws_random(self) -> bool:
+        return any(code.draws_random for code in self.sized.codes.values())
+
+    @cached_property
+    def scales_gradients(self) -> bool:
+        """Whether the epilogue computes in fp16, whose gradients need the user's loss scale from the start."""
+        nodes = self.split.units[-1].module.graph.nodes
+        return any(getattr(node.meta.get("spec"), "dtype", None) == torch.float16 for node in nodes)
+
+
+@dataclass
+class Plan:
+    """Everything made from one capture; filled as calls of new sizes come."""
+
+    captured: Captured
+    options: Options
+    layouts: dict[Hashable, Layout] = field(default_factory=dict)
+    programs: dict[Hashable, list[Program]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # spent in the passes and in compiling code
+    _warned: bool = False
+
+    def layout(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> Layout:
+        """The model's units at one micro-batch size; `alone`: this micro-batch is the whole batch."""
+        key = (micro_batch_size, tuple(sorted(sizes.items())), alone)
+        if key not in self.layouts:
+            start = time.perf_counter()
+            self.layouts[key] = self._make_layout(micro_batch_size, sizes, alone)
+            self.seconds["passes"] = self.seconds.get("passes", 0.0) + time.perf_counter() - start
+        return self.layouts[key]
+
+    def program(self, layout: Layout, num_micro_batches: int, shape: StepShape) -> list[Program]:
+        """Every snapshot of the step program, from `vertical` to the one that runs, which is the last."""
+        key = (layout.split.num_layers, num_micro_batches, shape)
+        if key not in self.programs:
+            keep = frozenset[Value]()
+            if shape.training and self._outputs_may_have_gradients(layout):
+                micro_batches = range(num_micro_batches)
+                keep = frozenset(Value("x", layout.split.num_layers, j) for j in micro_batches) | {Value("total")}
+                keep |= {Value("side", micro_batch=j) for j in micro_batches}
+            self.programs[key] = lower(
+                layout.split.num_layers, num_micro_batches, shape=shape, snake=self.options.expert.snake, keep=keep
+            )
+        return self.programs[key]
+
+    def _outputs_may_have_gradients(self, layout: Layout) -> bool:
+        return any(o.combine not in ("loss", "input") and o.spec and o.spec.requires_grad for o in layout.outputs)
+
+    def _make_layout(self, micro_batch_size: int, sizes: Mapping[str, int], alone: bool) -> Layout:
+        captured = self.captured
+        module = specialize(captured, micro_batch_size, sizes)
+        given = list(module.graph.output_node().args[0])
+        losses = losses_among(given)
+        kept = [self.options.outputs == "all" or not losses or value in losses for value in given]
+        separated = loss(module, captured, kept=kept, alone=alone)
+        outputs = module.graph.output_node().args[0]
+        cut = split(separated, captured, outputs=[v if k else None for v, k in zip(outputs, kept, strict=True)])
+        alike = uniform(cut.units, captured)
+        self._warn(alike)
+        codes: dict[Unit, Any] = {}
+        for unit, key in zip(cut.units, alike.keys, strict=True):
+            codes[unit.unit] = self._code(unit, key)
+        units = {unit.unit: unit for unit in cut.units}
+        return Layout(module, separated, cut, alike, Sized(units, codes, cut.count, cut.count_sources))
+
+    def _warn(self, alike: Uniform) -> None:
+        if alike.differences and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the model's blocks are of {len(alike.layer_classes)} kinds, each compiled once: "
+                + "; ".join(alike.differences),
+                UniformityWarning,
+                stacklevel=2,
+            )
+
+    def _code(self, unit: Any, key: Hashable) -> Differentiated:
+        device = next((spec.device.type for spec in unit.specs), "cpu")
+        chosen = self.options.expert.compiler
+        compiler: Compiler = best_compiler(device) if chosen == "auto" or device == "meta" else chosen
+        full_key = (key, compiler, self.options.mode)
+        if full_key not in _codes:
+            while len(_codes) >= _LARGEST_CACHE:
+                del _codes[next(iter(_codes))]
+            _codes[full_key] = differentiate(unit, partial(self._generate, compiler=compiler))
+        return _codes[full_key]
+
+    def _generate(self, graph_module: fx.GraphModule, inputs: Any, *, compiler: Compiler) -> Any:
+        start = time.perf_counter()
+        function = generate(graph_module, inputs, compiler=compiler, mode=self.options.mode)
+        self.seconds["compile"] = self.seconds.get("compile", 0.0) + time.perf_counter() - start
+        return function
+
+
+def losses_among(outputs: Sequence[Any]) -> list[Any]:
+    """The scalar outputs that have a gradient; where none has (no_grad), every scalar."""
+    nodes = [value for value in outputs if isinstance(value, fx.Node)]
+    scalars = [n for n in nodes if isinstance(n.meta["spec"], TensorSpec) and is_float_scalar(n.meta["spec"])]
+    return [node for node in scalars if node.meta["spec"].requires_grad] or scalars
+
+
+def is_float_scalar(spec: TensorSpec) -> bool:
+    return not spec.shape and spec.dtype.is_floating_point
