@@ -67,7 +67,11 @@ class CompiledModel:
         lengths = self._micro_batches(batch_size)
         layouts = [self.plan.layout(length, sizes, alone=len(lengths) == 1) for length in lengths]
         training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        if torch.is_grad_enabled() and not training and any(o.spec and is_float_scalar(o.spec) for o in layouts[0].outputs):
+        if (
+            torch.is_grad_enabled()
+            and not training
+            and any(o.spec and is_float_scalar(o.spec) for o in layouts[0].outputs)
+        ):
             raise NothingRequiresGradError(
                 "the model computes a loss, but no parameter requires a gradient: unfreeze what is to be trained "
                 "(requires_grad_()), or evaluate under torch.no_grad()"

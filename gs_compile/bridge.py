@@ -218,7 +218,9 @@ class Call:
         for index in head.differentiated:
             spec, slice_ = head.result_specs[index], slices.get(places[index])
             given.append(
-                torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) if slice_ is None else slice_.to(spec.dtype)
+                torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+                if slice_ is None
+                else slice_.to(spec.dtype)
             )
         dy: dict[Value, Any] = {Value("dy", EPILOGUE, j): tuple(given)}
         for unit in outside - {EPILOGUE}:
@@ -258,7 +260,9 @@ class _Step(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*trained)  # the usual errors: used twice, or changed in place before the backward
         made = zip(outputs, call.made, strict=True)
-        ctx.mark_non_differentiable(*(tensor for tensor, output in made if not (output.spec and output.spec.requires_grad)))
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, output in made if not (output.spec and output.spec.requires_grad))
+        )
         return tuple(outputs)
 
     @staticmethod
@@ -272,4 +276,3 @@ class _Step(torch.autograd.Function):
 
 def _name(output: OutputSpec) -> str:
     return "the embedding" if output.unit == "e" else f"layer {output.unit}"
-

@@ -22,7 +22,7 @@ import sympy
 import torch
 from torch import fx
 
-from gs_compile.errors import CaptureError, GraphBreakError, MixedDeviceError, NoBatchInputError, VersionError
+from gs_compile.errors import GraphBreakError, MixedDeviceError, NoBatchInputError, VersionError
 from gs_compile.graph import Captured, Input, Role
 
 OLDEST_TORCH = (2, 11)

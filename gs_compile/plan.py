@@ -1,7 +1,7 @@
 """A captured model as compiled units and step programs: the passes in order, each result kept for its sizes.
 
-    captured --specialize--> --loss--> --split--> --uniform--> --differentiate-->  units' code
-                                                                     vertical, snake, free -->  step program
+captured --specialize--> --loss--> --split--> --uniform--> --differentiate-->  units' code
+                                                                 vertical, snake, free -->  step program
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from gs_compile.config import Options
 from gs_compile.errors import UniformityWarning
 from gs_compile.graph import Captured, OutputSpec, TensorSpec
 from gs_compile.passes.differentiate import Differentiated, differentiate
-from gs_compile.passes.generate import Compiler, best_compiler, generate
+from gs_compile.passes.generate import Compiler, Generator, best_compiler
 from gs_compile.passes.loss import Separated, loss
 from gs_compile.passes.lower import lower
 from gs_compile.passes.specialize import specialize
@@ -84,7 +84,7 @@ class Plan:
     options: Options
     layouts: dict[Hashable, Layout] = field(default_factory=dict)
     programs: dict[Hashable, list[Program]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)  # spent in the passes and in compiling code
+    seconds: float = 0.0  # spent in the passes
     _warned: bool = False
 
     def layout(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> Layout:
@@ -93,7 +93,7 @@ class Plan:
         if key not in self.layouts:
             start = time.perf_counter()
             self.layouts[key] = self._make_layout(micro_batch_size, sizes, alone)
-            self.seconds["passes"] = self.seconds.get("passes", 0.0) + time.perf_counter() - start
+            self.seconds += time.perf_counter() - start
         return self.layouts[key]
 
     def program(self, layout: Layout, num_micro_batches: int, shape: StepShape) -> list[Program]:
@@ -144,18 +144,12 @@ class Plan:
         device = next((spec.device.type for spec in unit.specs), "cpu")
         chosen = self.options.expert.compiler
         compiler: Compiler = best_compiler(device) if chosen == "auto" or device == "meta" else chosen
-        full_key = (key, compiler, self.options.mode)
-        if full_key not in _codes:
+        generator = Generator(compiler, self.options.mode)
+        if (key, generator) not in _codes:
             while len(_codes) >= _LARGEST_CACHE:
                 del _codes[next(iter(_codes))]
-            _codes[full_key] = differentiate(unit, partial(self._generate, compiler=compiler))
-        return _codes[full_key]
-
-    def _generate(self, graph_module: fx.GraphModule, inputs: Any, *, compiler: Compiler) -> Any:
-        start = time.perf_counter()
-        function = generate(graph_module, inputs, compiler=compiler, mode=self.options.mode)
-        self.seconds["compile"] = self.seconds.get("compile", 0.0) + time.perf_counter() - start
-        return function
+            _codes[key, generator] = differentiate(unit, generator)
+        return _codes[key, generator]
 
 
 def losses_among(outputs: Sequence[Any]) -> list[Any]:

@@ -4,12 +4,15 @@
     backward(inputs, gradients) -> gradients of the differentiable inputs     (runs forward again inside)
     both(inputs)                -> results, gradients of the loss             (the head's, in one go)
 
-made by `torch.func.vjp` under `make_fx`, so what is compiled is a plain ATen graph: recomputation and backward are one
-graph, and what the backward does not need is not recomputed.
+Each is traced by functorch's `make_fx` with autograd running inside the trace, so what is compiled is a plain ATen
+graph: recomputation and backward are one graph, and what the backward does not need is not recomputed. (`torch.func.vjp`
+in the place of autograd refuses custom operators and autograd.Functions without `setup_context`, as in HuggingFace's
+mixture-of-experts layers.)
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -20,23 +23,24 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from gs_compile.graph import TensorSpec, UnitGraph
 
-# Compiles an ATen graph for inputs like the (fake) ones given.
-Compile = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Callable[..., Sequence[torch.Tensor]]]
-Tensors = tuple[torch.Tensor, ...]
+from .generate import Generator
+
+Tensors = Sequence[torch.Tensor]
 
 
-def differentiate(unit: UnitGraph, compile_graph: Compile) -> Differentiated:
-    """The functions of `unit`, each traced and compiled by `compile_graph` when it is first asked for."""
-    return Differentiated(unit, compile_graph)
+def differentiate(unit: UnitGraph, generator: Generator) -> Differentiated:
+    """The functions of `unit`, each traced and compiled by `generator` when it is first asked for."""
+    return Differentiated(unit, generator)
 
 
 class Differentiated:
     """The compiled functions of one class of units; `graphs` holds the ATen graphs made so far."""
 
-    def __init__(self, unit: UnitGraph, compile_graph: Compile) -> None:
+    def __init__(self, unit: UnitGraph, generator: Generator) -> None:
         self.unit = unit
         self.graphs: dict[str, fx.GraphModule] = {}
-        self._compile = compile_graph
+        self.seconds = 0.0  # spent in tracing and compiling
+        self._generator = generator
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     @cached_property
@@ -62,46 +66,41 @@ class Differentiated:
     # The functions that are traced -----------------------------------------------------------------------------------
 
     def _run(self, *inputs: torch.Tensor) -> Tensors:
-        return tuple(self.unit.module(*inputs))
+        results: Tensors = self.unit.module(*inputs)
+        return results
 
     def _backward(self, *arguments: torch.Tensor) -> Tensors:
         inputs, gradients = arguments[: len(self.unit.specs)], arguments[len(self.unit.specs) :]
-
-        def differentiated(*values: torch.Tensor) -> Tensors:
-            results = self._run(*self._with(inputs, values))
-            return tuple(results[index] for index in self.unit.differentiated)
-
-        _, pull = torch.func.vjp(differentiated, *self._differentiable(inputs))
-        return tuple(pull(tuple(gradients)))
+        results = self._run(*inputs)
+        return self._pull([results[index] for index in self.unit.differentiated], inputs, gradients)
 
     def _both(self, *inputs: torch.Tensor) -> Tensors:
-        def loss(*values: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
-            results = self._run(*self._with(inputs, values))
-            return results[self.unit.results.index("loss")], results
+        results = self._run(*inputs)
+        loss = results[self.unit.results.index("loss")]
+        gradients = self._pull([loss], inputs, [torch.ones_like(loss)])
+        return (*(result.detach() for result in results), *gradients)
 
-        value, pull, results = torch.func.vjp(loss, *self._differentiable(inputs), has_aux=True)
-        return (*results, *pull(torch.ones_like(value)))
-
-    def _differentiable(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [inputs[index] for index in self.unit.differentiable]
-
-    def _with(self, inputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        merged = list(inputs)
-        for index, value in zip(self.unit.differentiable, values, strict=True):
-            merged[index] = value
-        return merged
+    def _pull(self, results: Tensors, inputs: Tensors, gradients: Tensors) -> Tensors:
+        """Gradients of the differentiable inputs; zeros for one that the results do not depend on."""
+        wanted = [inputs[index] for index in self.unit.differentiable]
+        return torch.autograd.grad(results, wanted, gradients, allow_unused=True, materialize_grads=True)
 
     # Tracing ---------------------------------------------------------------------------------------------------------
 
     def _build(
         self, name: str, function: Callable[..., Tensors], specs: Sequence[TensorSpec]
     ) -> Callable[..., Sequence[torch.Tensor]]:
+        start = time.perf_counter()
         with self._fake_mode:
             inputs = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in specs]
+        for tensor, spec in zip(inputs, self.unit.specs, strict=False):
+            tensor.requires_grad_(spec.requires_grad)
         with self._fake_mode, torch.enable_grad(), torch._C._DisableAutocast():
-            graph_module: fx.GraphModule = make_fx(function)(*inputs)
+            graph_module = make_fx(function, decomposition_table=self._generator.decompositions)(*inputs)
         graph_module.graph.eliminate_dead_code()
         graph_module.recompile()
         self.graphs[name] = graph_module
         with torch.no_grad(), torch._C._DisableAutocast():
-            return self._compile(graph_module, inputs)
+            compiled = self._generator.generate(graph_module, [tensor.detach() for tensor in inputs])
+        self.seconds += time.perf_counter() - start
+        return compiled

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -16,16 +17,32 @@ log = logging.getLogger(__name__)
 Compiler = Literal["inductor", "eager"]
 
 
-def generate(
-    graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor], *, compiler: Compiler, mode: str | None
-) -> Callable[..., Any]:
-    """A function of the same inputs and outputs as `graph_module`; `mode` is torch.compile's, for inductor."""
-    if compiler == "eager":
-        return graph_module
-    from torch._inductor import list_mode_options
-    from torch._inductor.compile_fx import compile_fx
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """The inner compiler: `compiler`, with torch.compile's `mode` for inductor."""
 
-    return compile_fx(graph_module, list(inputs), config_patches=list_mode_options(mode) if mode else None)
+    compiler: Compiler
+    mode: str | None = None
+
+    @property
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        """What operations are traced as; inductor's may change strides, so its views must be chosen after them."""
+        if self.compiler == "eager":
+            return {}
+        from torch._inductor.decomposition import select_decomp_table
+
+        return select_decomp_table()
+
+    def generate(self, graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        """A function of the same inputs and outputs as `graph_module`, for tensors like `inputs` (fake ones)."""
+        if self.compiler == "eager":
+            return graph_module
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(
+            graph_module, list(inputs), config_patches=list_mode_options(self.mode) if self.mode else None
+        )
 
 
 @cache

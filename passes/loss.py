@@ -30,7 +30,8 @@ from torch.nn import functional
 
 from gs_compile.errors import SeparationError
 from gs_compile.graph import Captured, LossTerm, TensorSpec, source_line
-from gs_compile.passes.blocks import block_of
+
+from .blocks import block_of
 
 FRACTION = "fraction"
 TOTAL = "total"
@@ -69,26 +70,95 @@ def loss(module: fx.GraphModule, captured: Captured, *, kept: Sequence[bool], al
 
 
 LINEAR = frozenset(
-    "neg to float double half bfloat16 type type_as view reshape squeeze unsqueeze contiguous clone detach flatten "
-    "expand getitem select sum mean transpose permute".split()
+    [
+        "neg",
+        "to",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "type",
+        "type_as",
+        "view",
+        "reshape",
+        "squeeze",
+        "unsqueeze",
+        "contiguous",
+        "clone",
+        "detach",
+        "flatten",
+        "expand",
+        "getitem",
+        "select",
+        "sum",
+        "mean",
+        "transpose",
+        "permute",
+    ]
 )
 JOINING = frozenset(("stack", "cat", "concat"))
 ADDING = frozenset(("add", "iadd", "sub", "isub"))
 SCALING = frozenset(("mul", "imul", "multiply"))
 DIVIDING = frozenset(("truediv", "itruediv", "div", "divide", "true_divide"))
 ALONG_A_DIMENSION = frozenset(
-    "softmax log_softmax softmin gumbel_softmax cumsum cumprod logcumsumexp cummax cummin normalize".split()
+    [
+        "softmax",
+        "log_softmax",
+        "softmin",
+        "gumbel_softmax",
+        "cumsum",
+        "cumprod",
+        "logcumsumexp",
+        "cummax",
+        "cummin",
+        "normalize",
+    ]
 )
 COUNTED_LOSSES = frozenset(("cross_entropy", "nll_loss"))
 AVERAGED_LOSSES = frozenset(
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-    "poisson_nll_loss gaussian_nll_loss soft_margin_loss hinge_embedding_loss margin_ranking_loss "
-    "cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss "
-    "multilabel_soft_margin_loss".split()
+    [
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "kl_div",
+        "poisson_nll_loss",
+        "gaussian_nll_loss",
+        "soft_margin_loss",
+        "hinge_embedding_loss",
+        "margin_ranking_loss",
+        "cosine_embedding_loss",
+        "triplet_margin_loss",
+        "multi_margin_loss",
+        "multilabel_margin_loss",
+        "multilabel_soft_margin_loss",
+    ]
 )
+COUNTING = frozenset(("histc", "bincount"))
 SHAPING = frozenset(
-    "view reshape expand size unflatten zeros ones empty full arange new_zeros new_ones new_empty new_full "
-    "repeat broadcast_to split chunk narrow".split()
+    [
+        "view",
+        "reshape",
+        "expand",
+        "size",
+        "unflatten",
+        "zeros",
+        "ones",
+        "empty",
+        "full",
+        "arange",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+        "repeat",
+        "broadcast_to",
+        "split",
+        "chunk",
+        "narrow",
+    ]
 )
 
 
@@ -164,7 +234,7 @@ class _Separation:
             return State("mixed", cause=node, why=statistics)
         if len(spec.batch_dims) > 1:
             return State("mixed", cause=node, why="pairs the samples of the batch with each other")
-        if spec.batch_dims or (inside and not spec.dtype.is_floating_point):
+        if spec.batch_dims or (inside and (not spec.dtype.is_floating_point or name in COUNTING)):
             return State("local")  # integers inside a block are indices: the order of tokens, counts per expert
         if name in ("sum", "mean", "count_nonzero"):
             return State("mean" if name == "mean" else "sum")
@@ -182,11 +252,17 @@ class _Separation:
         if name == "batch_norm":
             bound = inspect.signature(functional.batch_norm).bind(*node.args, **node.kwargs)
             training = bound.arguments.get("training", False)
-            return "normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)" if training else ""
+            return (
+                "normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)" if training else ""
+            )
         if name in ALONG_A_DIMENSION and node.args and isinstance(node.args[0], fx.Node):
             spec = node.args[0].meta.get("spec")
             dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-            if isinstance(spec, TensorSpec) and isinstance(dim, int) and dim % max(len(spec.shape), 1) in spec.batch_dims:
+            if (
+                isinstance(spec, TensorSpec)
+                and isinstance(dim, int)
+                and dim % max(len(spec.shape), 1) in spec.batch_dims
+            ):
                 return "runs along the batch dimension"
         return ""
 
@@ -208,7 +284,9 @@ class _Separation:
             if kind in ("sum", "mean", "local") and self._is_same(node.args[1], node):
                 return State(self._scaled(kind, node.args[1], node, multiply=False))
         if self._globalise(node):
-            return self._rule(node, [self.states[source] for source in node.all_input_nodes], block_of(node) is not None)
+            return self._rule(
+                node, [self.states[source] for source in node.all_input_nodes], block_of(node) is not None
+            )
         return State("mixed", cause=node, why=f"`{name}` of values reduced over the batch is not a sum of shares")
 
     def _kind(self, value: Any, node: fx.Node) -> str:
@@ -289,7 +367,9 @@ class _Separation:
             if weight is not None:
                 labels = self._new(torch.clamp, (target,), {"min": 0}, like=target)
                 weights = self._new(torch.nn.functional.embedding, (labels, self._column(weight)), like=target)
-                counted = self._new(torch.mul, (self._new(torch.squeeze, (weights, -1), like=target), counted), like=target)
+                counted = self._new(
+                    torch.mul, (self._new(torch.squeeze, (weights, -1), like=target), counted), like=target
+                )
             count = self._new(torch.sum, (counted,), {"dtype": torch.float32}, like=node)
             count.meta["spec"] = replace(node.meta["spec"], dtype=torch.float32, requires_grad=False)
             self.states[count] = State("sum", from_inputs=True)
@@ -315,7 +395,9 @@ class _Separation:
 
     # New nodes -------------------------------------------------------------------------------------------------------
 
-    def _new(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: fx.Node) -> fx.Node:
+    def _new(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: fx.Node
+    ) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs or {})
         node.meta = {**like.meta, "batch_numbers": {}}
         self.states[node] = State("local", from_inputs=True)
@@ -338,7 +420,9 @@ class _Separation:
             placeholder = self._placeholder(f"{TOTAL}_{len(self.totals)}", value)
             self.totals[value] = placeholder
             self.terms.append(
-                LossTerm(value.name, "total", "made from the inputs alone: counted over the whole batch", source_line(value))
+                LossTerm(
+                    value.name, "total", "made from the inputs alone: counted over the whole batch", source_line(value)
+                )
             )
         return self.totals[value]
 

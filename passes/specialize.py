@@ -197,4 +197,6 @@ def _storage(example: Any) -> int | None:
     """Which memory a value lives in, to tell views and in-place results of one tensor."""
     if not isinstance(example, torch.Tensor) or example.layout != torch.strided:
         return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(example):  # inside a vmap: shares no memory of its own
+        return None
     return int(example.untyped_storage()._cdata)

@@ -24,10 +24,11 @@ from torch import fx
 
 from gs_compile.errors import CaptureError, MutationError, UniformityError
 from gs_compile.graph import Captured, OutputSpec, Source, TensorSpec, UnitGraph, source_line
-from gs_compile.passes.blocks import block_of
-from gs_compile.passes.loss import FRACTION, TOTAL, Separated, operation
-from gs_compile.passes.specialize import ENTER_AUTOCAST, EXIT_AUTOCAST
 from gs_compile.program import EPILOGUE, PROLOGUE, Unit
+
+from .blocks import block_of
+from .loss import FRACTION, TOTAL, Separated, operation
+from .specialize import ENTER_AUTOCAST, EXIT_AUTOCAST
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +100,13 @@ class _Cut:
             sources = [at[source] for source in node.all_input_nodes if not self._is_free(source)]
             path, number = blocks.get(node, ("", 0))
             at[node] = order[number] + 1 if path == stack else max(sources, default=0)
-        readers = self._readers()
+        readers, brackets = self._readers(), vmap_regions(self.graph)
         for node in reversed(self.nodes):  # what no block holds goes with what reads it
             users = [at[user] for user in readers[node]]
             in_stack = blocks.get(node, ("", 0))[0] == stack
             if not in_stack and not self._is_free(node):
                 first_user = min(users, default=last)
-                if first_user == last or at[node] > 0:
+                if first_user == last or at[node] > 0 or node in brackets:
                     at[node] = max(first_user, at[node])
             if not self._is_free(node) and any(at[node] > position for position in users):
                 raise UniformityError(self._not_in_order(node))
@@ -115,6 +116,9 @@ class _Cut:
         """What reads each node; a change in place is read by all later readers of the same memory."""
         live = set(self.nodes)
         readers = {node: [user for user in node.users if user in live] for node in self.nodes}
+        for bracket, inside in vmap_regions(self.graph).items():
+            if bracket in live:
+                readers[bracket] = [node for node in inside if node in live]
         later = defaultdict[Any, list[fx.Node]](list)
         for node in reversed(self.nodes):
             if is_mutation(node):
@@ -163,7 +167,9 @@ class _Cut:
         like = [
             node
             for node, readers in crossing.items()
-            if self.at[node] == 0 and 1 in readers and isinstance(found := node.meta["spec"], TensorSpec)
+            if self.at[node] == 0
+            and 1 in readers
+            and isinstance(found := node.meta["spec"], TensorSpec)
             and (found.shape, found.dtype) == (spec.shape, spec.dtype)
         ]
         if not like:
@@ -313,13 +319,38 @@ def live_nodes(graph: fx.Graph, wanted: Iterable[fx.Node]) -> list[fx.Node]:
     needed = set(wanted)
     memory = {node.meta.get("storage") for node in needed}
     nodes = [node for node in graph.nodes if node.op != "output"]
+    regions = vmap_regions(graph)
     for node in reversed(nodes):
+        if not needed.isdisjoint(regions.get(node, ())):
+            needed.add(node)
         if node not in needed and is_mutation(node) and mutated(node).meta.get("storage") in memory - {None}:
             needed.add(node)
         if node in needed:
             needed.update(node.all_input_nodes)
             memory.update(source.meta.get("storage") for source in (node, *node.all_input_nodes))
     return [node for node in nodes if node in needed]
+
+
+def vmap_regions(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """The nodes that open and close a vmap, which no data connects to what they enclose, with what they enclose."""
+    regions: dict[fx.Node, list[fx.Node]] = {}
+    opened: list[tuple[list[fx.Node], list[fx.Node]]] = []  # brackets, and what is inside
+    before: list[fx.Node] = []
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if name == "lazy_load_decompositions":
+            before.append(node)
+        elif name == "_vmap_increment_nesting":
+            opened.append(([*before, node], []))
+            before = []
+        elif name == "_vmap_decrement_nesting":
+            brackets, inside = opened.pop()
+            regions |= dict.fromkeys([*brackets, node], inside)
+            if opened:
+                opened[-1][1].extend([*brackets, *inside, node])
+        elif opened:
+            opened[-1][1].append(node)
+    return regions
 
 
 def is_mutation(node: fx.Node) -> bool:
@@ -340,7 +371,22 @@ def tracks_statistics(node: fx.Node) -> bool:
 
 
 IN_PLACE_OPERATORS = frozenset(
-    "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
+    [
+        "setitem",
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "iand",
+        "ior",
+        "ixor",
+        "ilshift",
+        "irshift",
+        "imatmul",
+    ]
 )
 
 

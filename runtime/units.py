@@ -117,17 +117,19 @@ class CompiledUnits:
         gradients: list[torch.Tensor] = []
         for index in graph.differentiated:
             spec = graph.result_specs[index]
-            arrived = (
-                dside.get(sides.index(index)) if index in sides else _sum(reads.get("dx"), reads.get("dy"))
-            )
+            arrived = dside.get(sides.index(index)) if index in sides else _sum(reads.get("dx"), reads.get("dy"))
             gradients.append(
-                torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) if arrived is None else arrived.to(spec.dtype)
+                torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+                if arrived is None
+                else arrived.to(spec.dtype)
             )
         return self._backward(unit, micro_batch, wants, {k: v for k, v in reads.items() if k != "dside"}, gradients)
 
     # How a unit's code is called -------------------------------------------------------------------------------------
 
-    def _forward(self, unit: Unit, micro_batch: int, wants: tuple[str, ...], reads: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _forward(
+        self, unit: Unit, micro_batch: int, wants: tuple[str, ...], reads: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
         part = self.micro_batches[micro_batch]
         results = part.sized.codes[unit].forward(*self._inputs(unit, micro_batch, reads))
         return tuple(_result(part.sized.units[unit], results, kind) for kind in wants)
