@@ -206,7 +206,7 @@ def seed_generators(seed: int, unit: Unit, micro_batch: int) -> None:
     A function of (step, unit, micro-batch) alone: recomputation draws what the forward drew, and the order in which
     units and micro-batches run does not matter.
     """
-    place = {PROLOGUE: 0, EPILOGUE: 1}.get(unit, 2 + int(unit)) if isinstance(unit, str) else 2 + unit
+    place = {PROLOGUE: 0, EPILOGUE: 1}[unit] if isinstance(unit, str) else 2 + unit
     mixed = _mix(_mix(_mix(seed) ^ place) ^ micro_batch)
     torch.default_generator.manual_seed(mixed)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
