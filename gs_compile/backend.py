@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gs_compile.bridge import Call
 from gs_compile.capture import capture, ignore_logging
@@ -20,8 +20,8 @@ from gs_compile.runtime.units import CompiledUnits, MicroBatch
 
 log = logging.getLogger(__name__)
 
-# For inspection: what was compiled for each parameter's model.
-compiled_for: WeakKeyDictionary[torch.nn.Parameter, list[CompiledModel]] = WeakKeyDictionary()
+# For inspection: what was compiled for each parameter's model. By identity: `==` of two tensors is a tensor.
+compiled_for: MutableMapping[torch.nn.Parameter, list[CompiledModel]] = WeakTensorKeyDictionary()
 
 ignore_logging()
 
