@@ -55,5 +55,9 @@ class OutputGradientError(GreedySnakeError, RuntimeError):
     """A gradient arrived for an output whose gradient is not supported."""
 
 
+class InspectionError(GreedySnakeError, ValueError):
+    """There is nothing to inspect yet, or not what was asked for."""
+
+
 class ProgramError(GreedySnakeError):
     """A step program is not well-formed; says pass, line and value. Always a fault of this package."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import CompileContext, CompileId
 
 from gs_compile.config import Options
 from gs_compile.errors import UniformityWarning
@@ -28,6 +29,7 @@ from gs_compile.passes.specialize import specialize
 from gs_compile.passes.split import Split, split
 from gs_compile.passes.uniform import Uniform, uniform
 from gs_compile.program import EPILOGUE, PROLOGUE, Program, StepShape, Unit, Value
+from gs_compile.report import report
 from gs_compile.runtime.units import Sized
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ _LARGEST_CACHE = 512  # codes; a model has three for each size of the micro-batc
 class Layout:
     """What the passes made of a captured model at one micro-batch size."""
 
+    micro_batch_size: int
     specialized: fx.GraphModule
     separated: Separated
     split: Split
@@ -76,6 +79,15 @@ class Layout:
         return any(getattr(node.meta.get("spec"), "dtype", None) == torch.float16 for node in nodes)
 
 
+@dataclass(frozen=True)
+class Step:
+    """One kind of step that was asked for: the code it runs, and every snapshot of its program."""
+
+    layout: Layout
+    shape: StepShape
+    programs: tuple[Program, ...]
+
+
 @dataclass
 class Plan:
     """Everything made from one capture; filled as calls of new sizes come."""
@@ -84,7 +96,9 @@ class Plan:
     options: Options
     layouts: dict[Hashable, Layout] = field(default_factory=dict)
     programs: dict[Hashable, list[Program]] = field(default_factory=dict)
+    steps: dict[Hashable, Step] = field(default_factory=dict)  # the latest last
     seconds: float = 0.0  # spent in the passes
+    compile_id: CompileId | None = field(default_factory=CompileContext.current_compile_id)  # for traces
     _warned: bool = False
 
     def layout(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> Layout:
@@ -100,6 +114,7 @@ class Plan:
         """Every snapshot of the step program, from `vertical` to the one that runs, which is the last."""
         key = (layout.split.num_layers, num_micro_batches, shape)
         if key not in self.programs:
+            start = time.perf_counter()
             keep = frozenset[Value]()
             if shape.training and self._outputs_may_have_gradients(layout):
                 micro_batches = range(num_micro_batches)
@@ -108,7 +123,16 @@ class Plan:
             self.programs[key] = lower(
                 layout.split.num_layers, num_micro_batches, shape=shape, snake=self.options.expert.snake, keep=keep
             )
+            self.seconds += time.perf_counter() - start
+        self._remember(layout, shape, key)
         return self.programs[key]
+
+    def _remember(self, layout: Layout, shape: StepShape, key: Hashable) -> None:
+        """Keep this kind of step as the latest; the first of all is reported."""
+        known = self.steps.pop((id(layout), key), None)
+        self.steps[id(layout), key] = known or Step(layout, shape, tuple(self.programs[key]))
+        if known is None and len(self.steps) == 1:
+            report(self)
 
     def _outputs_may_have_gradients(self, layout: Layout) -> bool:
         return any(o.combine not in ("loss", "input") and o.spec and o.spec.requires_grad for o in layout.outputs)
@@ -128,7 +152,9 @@ class Plan:
         for unit, key in zip(cut.units, alike.keys, strict=True):
             codes[unit.unit] = self._code(unit, key)
         units = {unit.unit: unit for unit in cut.units}
-        return Layout(module, separated, cut, alike, Sized(units, codes, cut.count, cut.count_sources))
+        return Layout(
+            micro_batch_size, module, separated, cut, alike, Sized(units, codes, cut.count, cut.count_sources)
+        )
 
     def _warn(self, alike: Uniform) -> None:
         if alike.differences and not self._warned:

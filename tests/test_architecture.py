@@ -20,7 +20,7 @@ MAX_LINES = 400
 # A new file in gs_compile/ takes its place in one of these three.
 FOUNDATION = {"program", "config", "errors"}
 GROUND = {"fx", "graph", "reference", "signatures", "text", "verify"}
-ROOF = {"__init__", "__main__", "backend", "bridge", "capture", "inspect", "units"}
+ROOF = {"__init__", "__main__", "backend", "bridge", "capture", "inspection", "plan", "report"}
 
 # What each part may import of this package.
 MAY_IMPORT = {

@@ -1,0 +1,39 @@
+"""report: the first step of every capture, for those who listen.
+
+TORCH_LOGS="gs_compile"     one line: layers, classes, micro-batches, sizes
+TORCH_LOGS="+gs_compile"    and the program
+TORCH_TRACE=folder          artifacts gs_compile_program, gs_compile_layers and gs_compile_loss, which tlparse shows
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from torch._logging import trace_structured
+
+from gs_compile.inspection import Inspection
+
+if TYPE_CHECKING:
+    from gs_compile.plan import Plan
+
+log = logging.getLogger(__name__)
+
+
+def report(plan: Plan) -> None:
+    """Log the latest step of `plan`, and add its artifacts to torch's structured trace where one is written."""
+    inspection = Inspection(plan, (plan,))
+    log.info("%s", inspection.headline)
+    log.debug("%s", inspection.program())
+    _artifact(plan, "program", inspection.program())
+    _artifact(plan, "layers", inspection.uniformity)
+    _artifact(plan, "loss", inspection.derivation)
+
+
+def _artifact(plan: Plan, name: str, content: object) -> None:
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"gs_compile_{name}", "encoding": "string"},
+        payload_fn=lambda: str(content),
+        compile_id=plan.compile_id,
+    )
