@@ -81,7 +81,8 @@ class CompiledModel:
         for length, layout in zip(lengths, layouts, strict=True):
             inputs = {index: args[index][start : start + length] for index in batch}
             fraction = torch.tensor(length / max(batch_size, 1), device=args[batch[0]].device)
-            parts.append(MicroBatch(layout.sized, inputs, fraction))
+            counted = {s.index: args[s.index] for s in layout.sized.count_sources if s.kind == "input"}
+            parts.append(MicroBatch(layout.sized, inputs, fraction, counted))
             start += length
         draws = any(layout.draws_random for layout in layouts)
         seed = int(torch.randint(2**62, (), device="cpu")) if draws else None

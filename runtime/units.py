@@ -36,6 +36,7 @@ class MicroBatch:
     sized: Sized
     inputs: Mapping[int, torch.Tensor]
     fraction: torch.Tensor
+    counted: Mapping[int, torch.Tensor]  # what the count reads beside the batch: class weights
 
 
 class Accumulator:
@@ -80,8 +81,8 @@ class CompiledUnits:
         for micro_batch, batch in zip(self.micro_batches, batches, strict=True):
             count = micro_batch.sized.count
             assert count is not None
-            sources = micro_batch.sized.count_sources
-            shares.append(count(*(self._input(s, micro_batch, {"batch": batch}) for s in sources)))
+            sources, reads = micro_batch.sized.count_sources, {"batch": batch, "w": micro_batch.counted}
+            shares.append(count(*(self._input(s, micro_batch, reads) for s in sources)))
         return tuple(torch.stack(share).sum(0) for share in zip(*shares, strict=True))
 
     def zeros(self, value: Value) -> Accumulator:
