@@ -11,15 +11,16 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from gs_compile.errors import GreedySnakeError
+from gs_compile.errors import GreedySnakeError, InspectionError
 from gs_compile.passes.lower import PASSES
 
 if TYPE_CHECKING:
     from torch import fx, nn
 
-    from gs_compile.inspection import Inspection
+    from gs_compile.inspection import Inspection, UnitClass
 
 PROGRAM_PASSES = ("vertical", *(run.__name__ for run in PASSES))
 
@@ -79,6 +80,7 @@ def _inspect(arguments: argparse.Namespace) -> str:
     try:
         import torch
         import transformers
+        from torch._dynamo.exc import TorchDynamoException
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'greedysnake[hf]'") from error
     import gs_compile
@@ -90,7 +92,14 @@ def _inspect(arguments: argparse.Namespace) -> str:
         batch_size = arguments.micro_batches * arguments.micro_batch_size
         token_ids = torch.zeros(batch_size, arguments.sequence, dtype=torch.long)
     model.compile(backend=greedysnake, options={"micro_batch_size": arguments.micro_batch_size})
-    model(input_ids=token_ids, labels=token_ids)
+    try:
+        model(input_ids=token_ids, labels=token_ids)
+    except TorchDynamoException as error:
+        reason = next((line.strip() for line in str(error).splitlines() if "got " in line), str(error))
+        raise InspectionError(
+            f"Dynamo cannot capture this model without weights: {shorten(reason.rpartition('got ')[2], 300)}. Build it "
+            "with weights in a script, call it once, and print(gs_compile.inspect(model))"
+        ) from error
     return _show(gs_compile.inspect(model), arguments)
 
 
@@ -104,17 +113,24 @@ def _show(inspection: Inspection, arguments: argparse.Namespace) -> str:
 def _graph(inspection: Inspection, arguments: argparse.Namespace) -> str:
     match arguments.graph:
         case "captured":
-            return _readable(inspection.captured)
+            return str(inspection.captured.print_readable(print_output=False))
         case "forward":
-            return "\n".join(_readable(layers.forward) for layers in inspection.classes)
+            return "\n".join(_readable("forward", layers, layers.forward) for layers in inspection.classes)
         case "backward":
-            return "\n".join(_readable(layers.backward) for layers in inspection.classes if layers.backward)
+            return "\n".join(_readable("backward", layers, layers.backward) for layers in inspection.classes)
         case _:
             return str(inspection.program(arguments.after))
 
 
-def _readable(module: fx.GraphModule) -> str:
-    return str(module.print_readable(print_output=False))
+def _readable(what: str, layers: UnitClass, module: fx.GraphModule | None) -> str:
+    """A class's graph as code, under what its inputs are."""
+    title = f"# {what} of layers {' '.join(map(str, layers.units))}"
+    if module is None:
+        return f"{title}: nothing has a gradient"
+    placeholders = module.graph.find_nodes(op="placeholder")
+    inputs = (*layers.inputs, *["gradient of x"] * (len(placeholders) - len(layers.inputs)))
+    names = (f"#   {node.name}: {name}" for node, name in zip(placeholders, inputs, strict=True))
+    return "\n".join([title, *names, module.print_readable(print_output=False)])
 
 
 # The model ------------------------------------------------------------------------------------------------------------
@@ -122,6 +138,7 @@ def _readable(module: fx.GraphModule) -> str:
 
 def _model(arguments: argparse.Namespace) -> nn.Module:
     """The causal language model that the arguments describe, on the current device."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
 
     try:
@@ -130,8 +147,8 @@ def _model(arguments: argparse.Namespace) -> nn.Module:
         if arguments.sequence > longest:
             raise UsageError(f"--sequence {arguments.sequence}: the model has {longest} positions")
         model: nn.Module = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:  # transformers on what it cannot build
-        raise UsageError(f"--model {arguments.model}: {str(error).strip().splitlines()[-1].strip()}") from error
+    except (ValueError, StrictDataclassError) as error:  # transformers on what it cannot build
+        raise UsageError(f"--model {arguments.model}: {shorten(str(error), 300)}") from error
     return model.train()
 
 
@@ -171,14 +188,18 @@ def _scaled(config: Any, hidden: int) -> dict[str, Any]:
     def scaled(number: int) -> int:
         return max(1, number * hidden // int(config.hidden_size))
 
-    heads = next(n for n in range(scaled(config.num_attention_heads), 0, -1) if hidden % n == 0)
-    fields = {"hidden_size": hidden, "num_attention_heads": heads}
+    fields = {"hidden_size": hidden}
+    if getattr(config, "num_attention_heads", None):
+        fields["num_attention_heads"] = _divisor(hidden, scaled(config.num_attention_heads))
     if getattr(config, "num_key_value_heads", None):
-        wanted = scaled(config.num_key_value_heads)
-        fields["num_key_value_heads"] = next(n for n in range(wanted, 0, -1) if heads % n == 0)
+        fields["num_key_value_heads"] = _divisor(fields["num_attention_heads"], scaled(config.num_key_value_heads))
     if getattr(config, "intermediate_size", None):
         fields["intermediate_size"] = scaled(config.intermediate_size)
     return {config.attribute_map.get(name, name): value for name, value in fields.items()}
+
+
+def _divisor(number: int, at_most: int) -> int:
+    return next(n for n in range(at_most, 0, -1) if number % n == 0)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import fx
 
 from gs_compile.errors import InspectionError
 from gs_compile.fx import graph_module
-from gs_compile.graph import LossTerm, TensorSpec, UnitGraph
+from gs_compile.graph import LossTerm, Source, TensorSpec, UnitGraph
 from gs_compile.passes.differentiate import Differentiated
 from gs_compile.program import EPILOGUE, PROLOGUE, Program, StepShape, Unit, height
 from gs_compile.text import timetable
@@ -56,6 +56,7 @@ class UnitClass:
 
     units: tuple[Unit, ...]
     graph: UnitGraph  # of the first: its module, in torch functions, and what is bound to the placeholders
+    inputs: tuple[str, ...]  # of all graphs, as the first unit binds them: "x", "side 0", "h.0.mlp.c_fc.weight"
     code: Differentiated
 
     @property
@@ -66,9 +67,10 @@ class UnitClass:
 
     @property
     def backward(self) -> fx.GraphModule | None:
-        """The ATen graph of forward and backward in one; None where nothing has a gradient.
+        """The ATen graph of the forward again and its backward; None where nothing has a gradient.
 
-        A layer's takes the gradient of its result, that of a head with a loss starts from the loss.
+        A layer's takes the gradient of its result after its other inputs; that of a head with a loss starts from the
+        loss. Returns the gradients of the inputs that have one, the head's after its results.
         """
         if not self.graph.differentiable or not self.graph.differentiated:
             return None
@@ -293,9 +295,18 @@ class Inspection:
         return self._step.layout
 
     def _class(self, units: tuple[Unit, ...]) -> UnitClass:
-        code = self._layout.sized.codes[units[0]]
+        graph, code = self._layout.sized.units[units[0]], self._layout.sized.codes[units[0]]
         assert isinstance(code, Differentiated)
-        return UnitClass(units, self._layout.sized.units[units[0]], code)
+        return UnitClass(units, graph, tuple(self._name(source) for source in graph.sources), code)
+
+    def _name(self, source: Source) -> str:
+        match source.kind:
+            case "input":
+                return self.plan.captured.inputs[source.index].path
+            case "side" | "total":
+                return f"{source.kind} {source.index}"
+            case _:
+                return source.kind
 
 
 def mebibytes(parameters: Parameters) -> str:
