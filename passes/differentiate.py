@@ -60,8 +60,7 @@ class Differentiated:
     def draws_random(self) -> bool:
         """Whether the forward draws random numbers, so that the backward must draw the same."""
         _ = self.forward
-        targets = [node.target for node in self.graphs["forward"].graph.nodes]
-        return any(torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) for target in targets)
+        return any(_draws_random(node) for node in self.graphs["forward"].graph.nodes)
 
     # The functions that are traced -----------------------------------------------------------------------------------
 
@@ -104,3 +103,13 @@ class Differentiated:
             compiled = self._generator.generate(graph_module, [tensor.detach() for tensor in inputs])
         self.seconds += time.perf_counter() - start
         return compiled
+
+
+def _draws_random(node: fx.Node) -> bool:
+    """Attention is marked as drawing whatever its rate of dropout; with none it does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    assert isinstance(node.target, torch._ops.OpOverload)
+    arguments = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
+    arguments |= dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+    return arguments.get("dropout_p") != 0

@@ -32,6 +32,23 @@ from gs_compile.errors import SeparationError
 from gs_compile.graph import Captured, LossTerm, TensorSpec, source_line
 
 from .blocks import block_of
+from .operations import (
+    ADDING,
+    ALONG_A_DIMENSION,
+    ARITHMETIC,
+    AVERAGED_LOSSES,
+    COUNTED_LOSSES,
+    COUNTING,
+    DIVIDING,
+    JOINING,
+    LINEAR,
+    REORDERING,
+    SCALING,
+    SHAPING,
+    is_attention,
+    normalises_by_batch,
+    operation,
+)
 
 FRACTION = "fraction"
 TOTAL = "total"
@@ -60,112 +77,14 @@ class Separated:
 
 
 def loss(module: fx.GraphModule, captured: Captured, *, kept: Sequence[bool], alone: bool) -> Separated:
-    """Rewrite the outputs of `module` that are `kept` (one truth for each); raise `SeparationError` for one that does not separate.
+    """Rewrite the outputs of `module` that are `kept` (one truth for each).
 
+    Raises `SeparationError` for one that does not separate.
     `alone`: the micro-batch is the whole batch, so there is nothing to combine.
     """
     if alone:
         return Separated(module, (), dict.fromkeys(module.graph.output_node().all_input_nodes, "sum"), ())
     return _Separation(module, captured).run(kept)
-
-
-LINEAR = frozenset(
-    [
-        "neg",
-        "to",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "type",
-        "type_as",
-        "view",
-        "reshape",
-        "squeeze",
-        "unsqueeze",
-        "contiguous",
-        "clone",
-        "detach",
-        "flatten",
-        "expand",
-        "getitem",
-        "select",
-        "sum",
-        "mean",
-        "transpose",
-        "permute",
-    ]
-)
-JOINING = frozenset(("stack", "cat", "concat"))
-ADDING = frozenset(("add", "iadd", "sub", "isub"))
-SCALING = frozenset(("mul", "imul", "multiply"))
-DIVIDING = frozenset(("truediv", "itruediv", "div", "divide", "true_divide"))
-ALONG_A_DIMENSION = frozenset(
-    [
-        "softmax",
-        "log_softmax",
-        "softmin",
-        "gumbel_softmax",
-        "cumsum",
-        "cumprod",
-        "logcumsumexp",
-        "cummax",
-        "cummin",
-        "normalize",
-    ]
-)
-COUNTED_LOSSES = frozenset(("cross_entropy", "nll_loss"))
-AVERAGED_LOSSES = frozenset(
-    [
-        "mse_loss",
-        "l1_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-        "kl_div",
-        "poisson_nll_loss",
-        "gaussian_nll_loss",
-        "soft_margin_loss",
-        "hinge_embedding_loss",
-        "margin_ranking_loss",
-        "cosine_embedding_loss",
-        "triplet_margin_loss",
-        "multi_margin_loss",
-        "multilabel_margin_loss",
-        "multilabel_soft_margin_loss",
-    ]
-)
-COUNTING = frozenset(("histc", "bincount"))
-SHAPING = frozenset(
-    [
-        "view",
-        "reshape",
-        "expand",
-        "size",
-        "unflatten",
-        "zeros",
-        "ones",
-        "empty",
-        "full",
-        "arange",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "new_full",
-        "repeat",
-        "broadcast_to",
-        "split",
-        "chunk",
-        "narrow",
-    ]
-)
-
-
-def operation(node: fx.Node) -> str:
-    """The plain name of a node's operation: ``add`` for torch.add, operator.add, Tensor.add and Tensor.add_."""
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", str(node.target))
-    return name.rstrip("_") if not name.startswith("__") else name
 
 
 class _Separation:
@@ -212,125 +131,125 @@ class _Separation:
         mixed = next((state for state in sources if state.kind == "mixed"), None)
         if mixed is not None:
             return mixed
-        inside = block_of(node) is not None
-        from_inputs = all(state.from_inputs for state in sources) and not inside
-        state = self._rule(node, sources, inside)
-        return State(state.kind, from_inputs, state.cause, state.why)
+        from_inputs = all(state.from_inputs for state in sources) and block_of(node) is None
+        return replace(self._rule(node, sources), from_inputs=from_inputs)
 
-    def _rule(self, node: fx.Node, sources: Sequence[State], inside: bool) -> State:
-        name = operation(node)
-        combined = any(state.kind in ("sum", "mean") for state in sources)
+    def _rule(self, node: fx.Node, sources: Sequence[State]) -> State:
+        name, spec = operation(node), node.meta.get("spec")
+        kinds = {state.kind for state in sources}
         if name in COUNTED_LOSSES or name in AVERAGED_LOSSES:
             return self._functional_loss(node, name)
-        if combined:
+        if kinds & {"sum", "mean"}:
             return self._combine(node, name)
-        if not any(state.kind == "local" for state in sources):
+        if "local" not in kinds:
             return self._made_from_sizes(node, name)
-        spec = node.meta.get("spec")
         if not isinstance(spec, TensorSpec):
             return State("local")
-        statistics = self._statistics(node, name)
-        if statistics:
-            return State("mixed", cause=node, why=statistics)
-        if len(spec.batch_dims) > 1:
-            return State("mixed", cause=node, why="pairs the samples of the batch with each other")
+        mixes = self._why_it_mixes(node, name, spec)
+        if mixes:
+            return _mixed(node, mixes)
+        inside = block_of(node) is not None
         if spec.batch_dims or (inside and (not spec.dtype.is_floating_point or name in COUNTING)):
             return State("local")  # integers inside a block are indices: the order of tokens, counts per expert
         if name in ("sum", "mean", "count_nonzero"):
             return State("mean" if name == "mean" else "sum")
-        return State("mixed", cause=node, why="reduces over the samples of the batch")
+        return _mixed(node, "reduces over the samples of the batch")
 
     def _made_from_sizes(self, node: fx.Node, name: str) -> State:
+        """A value made of numbers and parameters alone."""
         spec = node.meta.get("spec")
         grows = isinstance(spec, TensorSpec) and bool(spec.batch_dims)
         if node.meta.get("batch_numbers") and not grows and name not in SHAPING:
-            return State("mixed", cause=node, why="computes with the batch size")
+            return _mixed(node, "computes with the batch size")
         return State("local" if grows else "same")
 
-    def _statistics(self, node: fx.Node, name: str) -> str:
-        """Why an operation that keeps its rows still mixes samples; empty where it does not."""
-        if name == "batch_norm":
-            bound = inspect.signature(functional.batch_norm).bind(*node.args, **node.kwargs)
-            training = bound.arguments.get("training", False)
-            return (
-                "normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)" if training else ""
-            )
-        if name in ALONG_A_DIMENSION and node.args and isinstance(node.args[0], fx.Node):
-            spec = node.args[0].meta.get("spec")
-            dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-            if (
-                isinstance(spec, TensorSpec)
-                and isinstance(dim, int)
-                and dim % max(len(spec.shape), 1) in spec.batch_dims
-            ):
-                return "runs along the batch dimension"
+    def _why_it_mixes(self, node: fx.Node, name: str, spec: TensorSpec) -> str:
+        """Why an operation on samples mixes them; empty where it keeps them apart."""
+        if normalises_by_batch(node):
+            return "normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)"
+        if len(spec.batch_dims) > 1:
+            return "pairs the samples of the batch with each other"
+        if node.meta.get("uneven"):
+            return "takes a part of the samples"
+        if node.meta.get("batch_numbers") and name in ARITHMETIC and spec.dtype.is_floating_point:
+            return "computes with the batch size"
+        along = name in ALONG_A_DIMENSION or (name in REORDERING and block_of(node) is None)
+        if (along or is_attention(node)) and self._runs_along_samples(node):
+            return "runs along the batch dimension"
         return ""
+
+    def _runs_along_samples(self, node: fx.Node) -> bool:
+        source = next(iter(node.all_input_nodes))
+        spec = source.meta.get("spec")
+        if not isinstance(spec, TensorSpec) or not spec.shape:
+            return False
+        given = node.kwargs.get("dim", node.kwargs.get("dims", node.args[1] if len(node.args) > 1 else -1))
+        dims = -2 if is_attention(node) else given
+        return any(isinstance(d, int) and d % len(spec.shape) in spec.batch_dims for d in _each(dims))
+
+    # Values that are reduced over the batch ---------------------------------------------------------------------------
 
     def _combine(self, node: fx.Node, name: str) -> State:
         """An operation on sums or means."""
+        state: State | None = None
         if name in LINEAR and len(node.all_input_nodes) == 1:
-            return self.states[node.all_input_nodes[0]]
-        if name in ADDING and len(node.args) >= 2 and not node.kwargs:
-            return self._add(node)
-        if name in JOINING:
-            return self._join(node)
-        if name in SCALING and len(node.args) == 2:
-            left, right = node.args
-            for one, other in ((left, right), (right, left)):
-                if self._kind(one, node) in ("sum", "mean") and self._is_same(other, node):
-                    return State(self._scaled(self._kind(one, node), other, node, multiply=True))
-        if name in DIVIDING and len(node.args) == 2 and not node.kwargs.get("rounding_mode"):
-            kind = self._kind(node.args[0], node)
-            if kind in ("sum", "mean", "local") and self._is_same(node.args[1], node):
-                return State(self._scaled(kind, node.args[1], node, multiply=False))
-        if self._globalise(node):
-            return self._rule(
-                node, [self.states[source] for source in node.all_input_nodes], block_of(node) is not None
-            )
-        return State("mixed", cause=node, why=f"`{name}` of values reduced over the batch is not a sum of shares")
+            state = self._linear(node)
+        elif name in ADDING and len(node.args) == 2 and not node.kwargs:
+            state = self._add(node)
+        elif name in JOINING:
+            state = self._join(node)
+        elif (name in SCALING or name in DIVIDING) and len(node.args) == 2 and not node.kwargs:
+            state = self._scale(node, *node.args, commutes=name in SCALING)
+        if state is None and self._globalise(node):
+            state = self._rule(node, [self.states[source] for source in node.all_input_nodes])
+        return state or _mixed(node, f"`{name}` of values reduced over the batch is not a sum of shares")
 
-    def _kind(self, value: Any, node: fx.Node) -> str:
+    def _linear(self, node: fx.Node) -> State | None:
+        source = node.all_input_nodes[0]
+        before, after = source.meta.get("spec"), node.meta.get("spec")
+        if not isinstance(before, TensorSpec) or not isinstance(after, TensorSpec):
+            return None
+        rounds = before.dtype.is_floating_point and not after.dtype.is_floating_point
+        return None if rounds else self.states[source]
+
+    def _scale(self, node: fx.Node, left: Any, right: Any, *, commutes: bool) -> State | None:
+        """same * sum = sum; sum / B = mean; mean * B = sum; and a sum of the inputs alone becomes a total, the same."""
+        for one, other in ((left, right), (right, left))[: 2 if commutes else 1]:
+            kind = self._kind(one, node)
+            if kind in ("sum", "mean", "local") and self._make_same(other, node):
+                if self._kind(other, node) != "batch":
+                    return State(kind)
+                swapped = {"mean": "sum"} if commutes else {"sum": "mean"}
+                return State(swapped[kind]) if kind in swapped else None
+        return None
+
+    def _kind(self, value: Any, node: fx.Node) -> Any:
+        """The class of an operand; "batch" for the batch size."""
         if isinstance(value, fx.Node):
             return self.states[value].kind
         return "batch" if value in node.meta.get("batch_numbers", {}) else "same"
 
-    def _is_same(self, value: Any, node: fx.Node) -> bool:
-        """Whether `value` is one for all micro-batches; a total of the inputs is made so."""
+    def _make_same(self, value: Any, node: fx.Node) -> bool:
+        """Whether `value` is one for all micro-batches; a sum of the inputs alone is made so."""
         kind = self._kind(value, node)
-        if kind in ("sum", "mean") and isinstance(value, fx.Node) and self.states[value].from_inputs:
+        if kind in ("sum", "mean") and self.states[value].from_inputs:
             node.replace_input_with(value, self._total(value))
             return True
         return kind == "same" or (kind == "batch" and bool(node.meta["batch_numbers"][value]))
 
-    def _scaled(self, kind: str, by: Any, node: fx.Node, *, multiply: bool) -> Kind:
-        """Sums divided by the batch size are means, and means times the batch size are sums."""
-        if self._kind(by, node) != "batch":
-            return kind  # type: ignore[return-value]
-        wanted = ("mean", "sum") if multiply else ("sum", "mean")
-        return wanted[1] if kind == wanted[0] else "mixed"  # type: ignore[return-value]
-
-    def _add(self, node: fx.Node) -> State:
-        operands = [argument for argument in node.args[:2]]
-        kinds = {self._kind(operand, node) for operand in operands}
-        if "local" in kinds:
-            if self._globalise(node):
-                return State("local")
-            return State("mixed", cause=node, why="adds a value reduced over the batch to every sample")
-        if kinds == {"sum"} or kinds == {"mean"}:
-            return State("sum" if kinds == {"sum"} else "mean")
-        if kinds == {"mean", "same"}:
+    def _add(self, node: fx.Node) -> State | None:
+        kinds = {self._kind(operand, node) for operand in node.args}
+        if kinds & {"local", "batch"}:
+            return None
+        if kinds <= {"mean", "same"}:
             return State("mean")
-        if "batch" in kinds:
-            return State("mixed", cause=node, why="computes with the batch size")
-        node.args = tuple(
-            operand if self._kind(operand, node) == "sum" else self._as_sum(operand, node) for operand in node.args[:2]
-        )
+        node.args = tuple(o if self._kind(o, node) == "sum" else self._as_sum(o, node) for o in node.args)
         return State("sum")
 
-    def _join(self, node: fx.Node) -> State:
+    def _join(self, node: fx.Node) -> State | None:
         kinds = {self.states[source].kind for source in node.all_input_nodes}
         if "local" in kinds:
-            return State("mixed", cause=node, why="joins values reduced over the batch with values of samples")
+            return None
         if len(kinds) == 1:
             return State(kinds.pop())
         for source in node.all_input_nodes:
@@ -355,7 +274,7 @@ class _Separation:
         if name in AVERAGED_LOSSES or (isinstance(target, fx.Node) and target.meta["spec"].dtype.is_floating_point):
             return State("mean")
         if not isinstance(target, fx.Node) or not self.states[target].from_inputs:
-            return State("mixed", cause=node, why="averages over labels that the model makes itself")
+            return _mixed(node, "averages over labels that the model makes itself")
         return self._counted(node, arguments, target)
 
     def _counted(self, node: fx.Node, arguments: dict[str, Any], target: fx.Node) -> State:
@@ -450,6 +369,14 @@ class _Separation:
 
     def _say(self, node: fx.Node, kind: str, why: str) -> None:
         self.terms.append(LossTerm(node.name, kind, why, source_line(node)))
+
+
+def _mixed(node: fx.Node, why: str) -> State:
+    return State("mixed", cause=node, why=why)
+
+
+def _each(dims: Any) -> Sequence[Any]:
+    return dims if isinstance(dims, (tuple, list)) else (dims,)
 
 
 def _refusal(output: fx.Node, state: State) -> str:

@@ -87,6 +87,11 @@ class _Fold:
             )
         return tuple(self.spec(part) for part in value) if isinstance(value, (tuple, list)) else None
 
+    def is_uneven(self, value: Any) -> bool:
+        """Whether a size grows with the batch, but not in proportion: a tensor without its first sample."""
+        sizes = value.shape if isinstance(value, torch.Tensor) else ()
+        return any(not proportional for size in sizes for proportional in self.batch_numbers(size).values())
+
     def is_number(self, value: Any) -> bool:
         if isinstance(value, (tuple, list)) and value:
             return all(self.is_number(part) for part in value)
@@ -99,7 +104,7 @@ class _Fold:
 
     def batch_numbers(self, value: Any) -> dict[Any, bool]:
         """The number `value` stands for where it grows with the batch, and whether it is proportional to it."""
-        if not isinstance(value, SYMBOLIC) or not self(value)[1]:
+        if not isinstance(value, SYMBOLIC) or not self(value)[1] or not value.node.expr.free_symbols & self.batch:
             return {}
         doubled = value.node.expr.xreplace({symbol: 2 * symbol for symbol in self.batch})
         return {self(value)[0]: bool(sympy.expand(doubled - 2 * value.node.expr) == 0)}
@@ -160,6 +165,7 @@ class _Copy:
         )
         copied.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
         copied.meta |= {"spec": self.fold.spec(node.meta.get("example_value")), "batch_numbers": batch_numbers}
+        copied.meta["uneven"] = self.fold.is_uneven(node.meta.get("example_value"))
         copied.meta["storage"] = _storage(node.meta.get("example_value"))
         if self.autocast:
             copied.meta["autocast"] = self.autocast

@@ -12,7 +12,6 @@ Exactly one tensor goes from a layer to the next, its checkpoint. Anything else 
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,8 @@ from gs_compile.graph import Captured, OutputSpec, Source, TensorSpec, UnitGraph
 from gs_compile.program import EPILOGUE, PROLOGUE, Unit
 
 from .blocks import block_of
-from .loss import FRACTION, TOTAL, Separated, operation
+from .loss import FRACTION, TOTAL, Separated
+from .operations import is_mutation, mutated, operation
 from .specialize import ENTER_AUTOCAST, EXIT_AUTOCAST
 
 
@@ -351,49 +351,6 @@ def vmap_regions(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         elif opened:
             opened[-1][1].append(node)
     return regions
-
-
-def is_mutation(node: fx.Node) -> bool:
-    """Whether a node changes a tensor in place: ``x.add_``, ``x[...] = y``, ``x += y``, ``out=``."""
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__") and not name.startswith("_")
-    return node.op in ("call_method", "call_function") and (
-        in_place or name in IN_PLACE_OPERATORS or "out" in node.kwargs or tracks_statistics(node)
-    )
-
-
-def tracks_statistics(node: fx.Node) -> bool:
-    """Batch normalisation in training changes its running statistics."""
-    if node.target is not torch.nn.functional.batch_norm:
-        return False
-    arguments = inspect.signature(torch.nn.functional.batch_norm).bind(*node.args, **node.kwargs).arguments
-    return bool(arguments.get("training")) and arguments["running_mean"] is not None
-
-
-IN_PLACE_OPERATORS = frozenset(
-    [
-        "setitem",
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "iand",
-        "ior",
-        "ixor",
-        "ilshift",
-        "irshift",
-        "imatmul",
-    ]
-)
-
-
-def mutated(node: fx.Node) -> fx.Node:
-    target = node.kwargs["out"] if "out" in node.kwargs else node.args[1 if tracks_statistics(node) else 0]
-    assert isinstance(target, fx.Node)
-    return target
 
 
 def extract(
