@@ -109,9 +109,9 @@ class Call:
         assert scale is not None
         if scale.device.type == "cpu" and scale.item() == 1.0:
             return
-        for value, content in executor.env.items():
+        for value, content in list(executor.env.items()):
             if value.kind == "dx":
-                content.mul_(scale)
+                executor.env[value] = content * scale  # not in place: it may be expanded, or be another's memory
             elif value.kind in ("dw", "dside"):
                 content.scale(scale)
 

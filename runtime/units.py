@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gs_compile.graph import Source, UnitCode, UnitGraph
+from gs_compile.graph import Source, TensorSpec, UnitCode, UnitGraph
 from gs_compile.program import EPILOGUE, PROLOGUE, Unit, Value
 
 Tensors = Sequence[torch.Tensor]
@@ -45,13 +45,13 @@ class Accumulator:
     def __init__(self) -> None:
         self.sums: dict[Any, torch.Tensor] = {}
 
-    def add(self, gradients: Mapping[Any, torch.Tensor]) -> None:
-        """Add `gradients`; the first of a key is kept itself where it owns its memory."""
+    def add(self, gradients: Mapping[Any, torch.Tensor], among: Tensors) -> None:
+        """Add `gradients`; the first of a key is kept itself where no other tensor `among` all alive has its memory."""
         known = [key for key in gradients if key in self.sums]
         if known:
             torch._foreach_add_([self.sums[key] for key in known], [gradients[key] for key in known])
         fresh = [key for key in gradients if key not in self.sums]
-        memory = [gradients[key].untyped_storage().data_ptr() for key in gradients]
+        memory = [tensor.untyped_storage().data_ptr() for tensor in among]
         for key in fresh:
             gradient = gradients[key]
             wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -139,9 +139,11 @@ class CompiledUnits:
         self, unit: Unit, micro_batch: int, wants: tuple[str, ...], reads: Mapping[str, Any], gradients: Tensors
     ) -> tuple[Any, ...]:
         part = self.micro_batches[micro_batch]
-        inputs = self._inputs(unit, micro_batch, reads)
-        outcome = part.sized.codes[unit].backward(*inputs, *gradients)
-        dx = self._spread(part.sized.units[unit], micro_batch, outcome, reads)
+        graph = part.sized.units[unit]
+        specs = [graph.result_specs[index] for index in graph.differentiated]
+        gradients = [_laid_out(gradient, spec) for gradient, spec in zip(gradients, specs, strict=True)]
+        outcome = part.sized.codes[unit].backward(*self._inputs(unit, micro_batch, reads), *gradients)
+        dx = self._spread(graph, micro_batch, outcome, reads, held=gradients)
         return (dx,) if "dx" in wants else ()
 
     def _inputs(self, unit: Unit, micro_batch: int, reads: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -168,9 +170,13 @@ class CompiledUnits:
         return tensor
 
     def _spread(
-        self, graph: UnitGraph, micro_batch: int, gradients: Tensors, reads: Mapping[str, Any]
+        self, graph: UnitGraph, micro_batch: int, gradients: Tensors, reads: Mapping[str, Any], held: Tensors = ()
     ) -> torch.Tensor | None:
-        """Add gradients to the accumulators they belong to; returns that of x."""
+        """Add gradients to the accumulators they belong to; returns that of x.
+
+        What passes a gradient on unchanged, as an addition does, gives one tensor for several inputs, or the one it
+        was given (`held`): an accumulator must not add to that in place.
+        """
         dx, parameters, sides = None, dict[Any, torch.Tensor](), dict[Any, torch.Tensor]()
         for index, gradient in zip(graph.differentiable, gradients, strict=True):
             source = graph.sources[index]
@@ -183,9 +189,9 @@ class CompiledUnits:
             else:
                 parameters[source.index] = gradient
         if "dw" in reads:
-            reads["dw"].add(parameters)
+            reads["dw"].add(parameters, among=(*gradients, *held))
         if "dside" in reads:
-            reads["dside"].add(sides)
+            reads["dside"].add(sides, among=(*gradients, *held))
         return dx
 
 
@@ -193,6 +199,13 @@ def _result(graph: UnitGraph, results: Sequence[Any], kind: str) -> Any:
     """One result, or all of a kind that comes in groups."""
     found = tuple(result for result, name in zip(results, graph.results, strict=True) if name == kind)
     return found if kind in ("side", "y") else found[0]
+
+
+def _laid_out(gradient: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """`gradient` with the strides that the unit was compiled for; that of a sum arrives expanded, without memory."""
+    if gradient.stride() == spec.stride:
+        return gradient
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=gradient.device).copy_(gradient)
 
 
 def _sum(left: torch.Tensor | None, right: torch.Tensor | None) -> Any:
