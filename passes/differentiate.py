@@ -5,9 +5,9 @@
     both(inputs)                -> results, gradients of the loss             (the head's, in one go)
 
 Each is traced by functorch's `make_fx` with autograd running inside the trace, so what is compiled is a plain ATen
-graph: recomputation and backward are one graph, and what the backward does not need is not recomputed. (`torch.func.vjp`
-in the place of autograd refuses custom operators and autograd.Functions without `setup_context`, as in HuggingFace's
-mixture-of-experts layers.)
+graph: recomputation and backward are one graph, and what the backward does not need is not recomputed. (In the place
+of autograd `torch.func.vjp` refuses custom operators and autograd.Functions without `setup_context`, as in
+HuggingFace's mixture-of-experts layers.)
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def _name(node: fx.Node) -> str:
 
 
 def is_mutation(node: fx.Node) -> bool:
-    """Whether a node changes a tensor in place: ``x.add_``, ``x[...] = y``, ``x += y``, ``out=``, running statistics."""
+    """Whether a node changes a tensor in place: ``x.add_``, ``x[i] = y``, ``x += y``, ``out=``, running statistics."""
     if node.op not in ("call_method", "call_function"):
         return False
     name = _name(node)

@@ -182,8 +182,9 @@ class _Copy:
     def _detached(self, node: fx.Node) -> fx.Node:
         """Under no_grad a result has no gradient, whatever it was made from."""
         spec = node.meta["spec"]
-        made_from = [spec for source in node.all_input_nodes if isinstance(spec := source.meta.get("spec"), TensorSpec)]
-        if not isinstance(spec, TensorSpec) or not any(s.requires_grad for s in made_from) or spec.requires_grad:
+        made_from = [source.meta.get("spec") for source in node.all_input_nodes]
+        tracked = any(isinstance(source, TensorSpec) and source.requires_grad for source in made_from)
+        if not isinstance(spec, TensorSpec) or not tracked or spec.requires_grad:
             return node
         detached = self.graph.call_method("detach", (node,))
         detached.meta = dict(node.meta)
