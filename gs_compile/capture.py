@@ -54,7 +54,7 @@ except ImportError as error:  # a release of torch moved what this file rests on
     ) from error
 
 
-class _TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):  # type: ignore[misc]
+class _TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
     """The first base passes through Dynamo's backend call; the second makes Dynamo forget earlier graph breaks."""
 
 
@@ -94,7 +94,8 @@ def ignore_logging() -> bool:
     printed; the computation is the same. Returns whether this changed anything.
     """
     transformers_logging = sys.modules.get("transformers.utils.logging")
-    methods = {getattr(transformers_logging, name, None) for name in ("warning_once", "info_once")} - {None}
+    names = ("warning_once", "info_once")
+    methods = {getattr(transformers_logging, name) for name in names if hasattr(transformers_logging, name)}
     ignored = dynamo_config.ignore_logging_functions
     changed = not methods <= ignored
     ignored |= methods
@@ -245,9 +246,13 @@ def _trace_again(sources: Iterable[str]) -> None:
     entries = [f"{re.escape(source)}:0" if per_dimension else source for source in sources]
     before = torch.compiler.config.dynamic_sources
     undo = ExitStack()
-    undo.enter_context(torch.compiler.config.patch(dynamic_sources=",".join(filter(None, [before, *entries]))))
-    undo.enter_context(dynamo_config.patch(specialize_float=True))
-    undo.enter_context(symbolic_config.patch(use_duck_shape=False))
+    settings: tuple[tuple[Any, dict[str, Any]], ...] = (
+        (torch.compiler.config, {"dynamic_sources": ",".join(filter(None, [before, *entries]))}),
+        (dynamo_config, {"specialize_float": True}),
+        (symbolic_config, {"use_duck_shape": False}),  # two dimensions of one size are not one symbol
+    )
+    for module, values in settings:
+        undo.enter_context(module.patch(**values))
     _undo.append(undo)
     callback_handler.register_end_callback(_restore)
     log.debug("tracing again with a symbolic batch: %s", entries)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import sympy
@@ -74,7 +75,7 @@ class Source:
     index: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitGraph:
     """The code of one unit: a graph module of torch functions, and what is bound to its placeholders."""
 
@@ -84,16 +85,16 @@ class UnitGraph:
     specs: tuple[TensorSpec, ...]  # one for each placeholder
     results: tuple[str, ...]  # the kind of each element returned: "x", "side", "loss" or "y"
 
-    @property
+    @cached_property
     def differentiable(self) -> tuple[int, ...]:
         """The placeholders that require a gradient."""
         return tuple(index for index, spec in enumerate(self.specs) if spec.requires_grad)
 
-    @property
+    @cached_property
     def result_specs(self) -> tuple[TensorSpec, ...]:
-        return tuple(node.meta["spec"] for node in self.module.graph.output_node().args[0])
+        return tuple(node.meta["spec"] for node in output_values(self.module))
 
-    @property
+    @cached_property
     def differentiated(self) -> tuple[int, ...]:
         """The results whose gradients the backward takes: what goes to other units, and of the head everything."""
         return tuple(
@@ -151,6 +152,13 @@ class UnitCode(Protocol):
 
     @property
     def draws_random(self) -> bool: ...
+
+
+def output_values(module: fx.GraphModule) -> tuple[Any, ...]:
+    """What a graph returns, one by one: nodes, or constants."""
+    values = module.graph.output_node().args[0]
+    assert isinstance(values, (tuple, list))
+    return tuple(values)
 
 
 def source_line(node: fx.Node) -> str:

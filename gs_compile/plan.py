@@ -20,7 +20,7 @@ from torch._guards import CompileContext, CompileId
 
 from gs_compile.config import Options
 from gs_compile.errors import UniformityWarning
-from gs_compile.graph import Captured, OutputSpec, TensorSpec
+from gs_compile.graph import Captured, OutputSpec, TensorSpec, output_values
 from gs_compile.passes.differentiate import Differentiated, differentiate
 from gs_compile.passes.generate import Compiler, Generator, best_compiler
 from gs_compile.passes.loss import Separated, loss
@@ -140,12 +140,12 @@ class Plan:
     def _make_layout(self, micro_batch_size: int, sizes: Mapping[str, int], alone: bool) -> Layout:
         captured = self.captured
         module = specialize(captured, micro_batch_size, sizes)
-        given = list(module.graph.output_node().args[0])
+        given = output_values(module)
         losses = losses_among(given)
         kept = [self.options.outputs == "all" or not losses or value in losses for value in given]
         separated = loss(module, captured, kept=kept, alone=alone)
-        outputs = module.graph.output_node().args[0]
-        cut = split(separated, captured, outputs=[v if k else None for v, k in zip(outputs, kept, strict=True)])
+        outputs = [value if keep else None for value, keep in zip(output_values(module), kept, strict=True)]
+        cut = split(separated, captured, outputs=outputs)
         alike = uniform(cut.units, captured)
         self._warn(alike)
         codes: dict[Unit, Any] = {}

@@ -29,7 +29,7 @@ from torch import fx
 from torch.nn import functional
 
 from gs_compile.errors import SeparationError
-from gs_compile.graph import Captured, LossTerm, TensorSpec, source_line
+from gs_compile.graph import Captured, LossTerm, TensorSpec, output_values, source_line
 
 from .blocks import block_of
 from .operations import (
@@ -104,7 +104,7 @@ class _Separation:
                 break
             self.states[node] = self._state(node)
         output = self.graph.output_node()
-        given = zip(output.args[0], kept, strict=True)
+        given = zip(output_values(self.module), kept, strict=True)
         made = [self._output(value) if keep and isinstance(value, fx.Node) else value for value, keep in given]
         output.args = (tuple(made),)
         self.module.recompile()
@@ -219,8 +219,9 @@ class _Separation:
             if kind in ("sum", "mean", "local") and self._make_same(other, node):
                 if self._kind(other, node) != "batch":
                     return State(kind)
-                swapped = {"mean": "sum"} if commutes else {"sum": "mean"}
-                return State(swapped[kind]) if kind in swapped else None
+                if kind == ("mean" if commutes else "sum"):
+                    return State("sum" if commutes else "mean")
+                return None
         return None
 
     def _kind(self, value: Any, node: fx.Node) -> Any:

@@ -67,7 +67,7 @@ class _Fold:
         expression = value.node.expr
         if expression not in self.known:
             number = sympy.sympify(expression).xreplace(self.numbers)
-            free = getattr(number, "free_symbols", frozenset())
+            free: frozenset[Any] = getattr(number, "free_symbols", frozenset())
             grows = bool(free) or bool(getattr(expression, "free_symbols", frozenset()) & self.batch)
             kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
             self.known[expression] = (-1 if free else kind(number)), grows
