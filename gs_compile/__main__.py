@@ -168,7 +168,7 @@ def _config(arguments: argparse.Namespace) -> Any:
         if fields.get("layer_types"):
             fields["layer_types"] = fields["layer_types"][: arguments.layers]
     config = config_class(**fields)
-    return config_class(**fields, **_scaled(config, arguments.hidden)) if arguments.hidden else config
+    return config_class(**(fields | _scaled(config, arguments.hidden))) if arguments.hidden else config
 
 
 def _fields(model: str) -> dict[str, Any]:

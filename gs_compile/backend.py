@@ -39,7 +39,7 @@ def greedysnake(
     own.
     """
     try:
-        return CompiledModel(capture(module, example_inputs), Options.of(options, mode), example_inputs)
+        return CompiledModel(capture(module, example_inputs), Options.of(options, mode))
     except GreedySnakeError as error:
         refusal = error
 
@@ -52,14 +52,12 @@ def greedysnake(
 class CompiledModel:
     """A captured model that runs layer-major; one for each graph that Dynamo captures."""
 
-    def __init__(self, captured: Captured, options: Options, example_inputs: Sequence[Any]) -> None:
+    def __init__(self, captured: Captured, options: Options) -> None:
         self.plan = Plan(captured, options)
-        for entry, example in zip(captured.inputs, example_inputs, strict=True):
-            if entry.role == "parameter":
-                compiled_for.setdefault(example, []).append(self)
 
     def __call__(self, *args: Any) -> list[Any]:
         """The model's outputs for the arguments of the captured graph."""
+        self._register(args)
         captured = self.plan.captured
         batch = [index for index, entry in enumerate(captured.inputs) if entry.role == "batch"]
         sizes = {e.name: int(arg) for e, arg in zip(captured.inputs, args, strict=True) if e.role == "size"}
@@ -87,6 +85,15 @@ class CompiledModel:
         draws = any(layout.draws_random for layout in layouts)
         seed = int(torch.randint(2**62, (), device="cpu")) if draws else None
         return Call(self.plan, layouts[0], layouts, args, CompiledUnits(parts, seed), training).run()
+
+    def _register(self, args: Sequence[Any]) -> None:
+        """Make this known for the model that calls: Dynamo runs one capture for all models that are alike."""
+        for entry, arg in zip(self.plan.captured.inputs, args, strict=True):
+            if entry.role == "parameter":
+                known = compiled_for.setdefault(arg, [])
+                if self in known:
+                    return
+                known.append(self)
 
     def _micro_batches(self, batch_size: int) -> list[int]:
         size = self.plan.options.micro_batch_size

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,6 @@ from gs_compile.text import timetable
 
 if TYPE_CHECKING:
     from gs_compile.plan import Layout, Plan, Step
-
-Parameters = dict[int, TensorSpec]  # by index among the captured graph's inputs
 
 
 def inspect(model: torch.nn.Module) -> Inspection:
@@ -205,8 +204,10 @@ class Inspection:
         graph = self.classes[0].graph
         return next(spec for source, spec in zip(graph.sources, graph.specs, strict=True) if source.kind == "x")
 
-    def parameters(self, *units: Unit) -> Parameters:
-        """What `units` (without any: the whole model) read of the model's parameters, each once."""
+    def parameters(self, *units: Unit) -> dict[int, TensorSpec]:
+        """What `units` (without any: the whole model) read of the model's parameters, by index among the captured
+        graph's inputs: each once, wherever it is tied to.
+        """
         entries = self.plan.captured.inputs
         return {
             source.index: spec
@@ -237,15 +238,14 @@ class Inspection:
         return (
             f"{self.num_layers} layers of {classes} {'class' if classes == 1 else 'classes'}, "
             f"{self.num_micro_batches} micro-batches of {self.micro_batch_size}, "
-            f"{count / 1e6:.1f} M parameters ({mebibytes(parameters)}), "
-            f"checkpoints of {self.checkpoint.nbytes / 2**20:.2f} MiB"
+            f"{count:,} parameters of {_size(parameters.values())}, checkpoints of {_size([self.checkpoint])}"
         )
 
     def report(self, after: str | None = None) -> str:
         """Sizes, classes, the derivation of the loss, times, and the program after the pass `after` or all passes."""
         units = [self.prologue, *self.classes, self.epilogue]
         names = ["embedding", *(f"layer of class {index}" for index in range(len(units) - 2)), "head"]
-        sizes = [mebibytes(self.parameters(unit.units[0])) for unit in units]
+        sizes = [_size(self.parameters(unit.units[0]).values()) for unit in units]
         rows = [
             f"  {name + ':':<19} {unit.num_operations} operations, {size}"
             for name, unit, size in zip(names, units, sizes, strict=True)
@@ -271,10 +271,10 @@ class Inspection:
             "num_layers": self.num_layers,
             "num_micro_batches": self.num_micro_batches,
             "micro_batch_size": self.micro_batch_size,
-            "parameters_nbytes": _nbytes(self.parameters()),
+            "parameters_nbytes": _nbytes(self.parameters().values()),
             "checkpoint": {"spec": str(self.checkpoint), "nbytes": self.checkpoint.nbytes},
             "units": [
-                {"units": list(c.units), "parameters_nbytes": _nbytes(self.parameters(c.units[0]))}
+                {"units": list(c.units), "parameters_nbytes": _nbytes(self.parameters(c.units[0]).values())}
                 for c in (self.prologue, *self.classes, self.epilogue)
             ],
             "differences": list(self._layout.uniform.differences),
@@ -309,12 +309,16 @@ class Inspection:
                 return source.kind
 
 
-def mebibytes(parameters: Parameters) -> str:
-    return f"{_nbytes(parameters) / 2**20:.1f} MiB"
+def _nbytes(specs: Iterable[TensorSpec]) -> int:
+    return sum(spec.nbytes for spec in specs)
 
 
-def _nbytes(parameters: Parameters) -> int:
-    return sum(spec.nbytes for spec in parameters.values())
+def _size(specs: Iterable[TensorSpec]) -> str:
+    """Bytes for people: ``27.0 MiB``"""
+    size, units = float(_nbytes(specs)), ["KiB", "MiB", "GiB"]
+    while size >= 1024**2 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size / 1024:.1f} {units[0]}"
 
 
 def _latest(plan: Plan) -> Step:
