@@ -40,9 +40,10 @@ class Generator:
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(
-            graph_module, list(inputs), config_patches=list_mode_options(self.mode) if self.mode else None
-        )
+        patches = list_mode_options(self.mode) if self.mode else None
+        compiled: Any = compile_fx(graph_module, list(inputs), config_patches=patches)
+        function: Callable[..., Any] = compiled
+        return function
 
 
 @cache
