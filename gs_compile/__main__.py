@@ -176,7 +176,10 @@ def _fields(model: str) -> dict[str, Any]:
     path = Path(model)
     if not path.is_file():
         return {}
-    fields = json.loads(path.read_text())
+    try:
+        fields = json.loads(path.read_text())
+    except ValueError as error:
+        raise UsageError(f"--model {model}: not a JSON file: {error}") from error
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise UsageError(f"--model {model}: not a config of transformers, which names its model_type")
     return fields

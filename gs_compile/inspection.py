@@ -233,12 +233,12 @@ class Inspection:
     @property
     def headline(self) -> str:
         """Layers, classes, micro-batches and sizes in one line."""
-        classes, parameters = len(self.classes), self.parameters()
-        count = sum(torch.Size(spec.shape).numel() for spec in parameters.values())
+        parameters = self.parameters().values()
+        count = sum(torch.Size(spec.shape).numel() for spec in parameters)
         return (
-            f"{self.num_layers} layers of {classes} {'class' if classes == 1 else 'classes'}, "
-            f"{self.num_micro_batches} micro-batches of {self.micro_batch_size}, "
-            f"{count:,} parameters of {_size(parameters.values())}, checkpoints of {_size([self.checkpoint])}"
+            f"{_counted(self.num_layers, 'layer')} of {_counted(len(self.classes), 'class', 'classes')}, "
+            f"{_counted(self.num_micro_batches, 'micro-batch', 'micro-batches')} of {self.micro_batch_size}, "
+            f"{count:,} parameters of {_size(parameters)}, checkpoints of {_size([self.checkpoint])}"
         )
 
     def report(self, after: str | None = None) -> str:
@@ -247,7 +247,7 @@ class Inspection:
         names = ["embedding", *(f"layer of class {index}" for index in range(len(units) - 2)), "head"]
         sizes = [_size(self.parameters(unit.units[0]).values()) for unit in units]
         rows = [
-            f"  {name + ':':<19} {unit.num_operations} operations, {size}"
+            f"  {name + ':':<19} {_counted(unit.num_operations, 'operation')}, {size}"
             for name, unit, size in zip(names, units, sizes, strict=True)
         ]
         return "\n".join(
@@ -319,6 +319,10 @@ def _size(specs: Iterable[TensorSpec]) -> str:
     while size >= 1024**2 and len(units) > 1:
         size, units = size / 1024, units[1:]
     return f"{size / 1024:.1f} {units[0]}"
+
+
+def _counted(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _latest(plan: Plan) -> Step:
