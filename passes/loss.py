@@ -22,9 +22,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import fx
 from torch.nn import functional
 
@@ -49,21 +48,7 @@ from .operations import (
     normalises_by_batch,
     operation,
 )
-
-FRACTION = "fraction"
-TOTAL = "total"
-
-Kind = Literal["local", "sum", "mean", "same", "mixed"]
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """How a value of the whole batch follows from the micro-batches' values."""
-
-    kind: Kind
-    from_inputs: bool = False  # made from the user's inputs alone, so it can be known before the step
-    cause: fx.Node | None = None  # of "mixed"
-    why: str = ""
+from .shares import Kind, Shares, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +78,8 @@ class _Separation:
         self.graph = module.graph
         self.batch = captured.names("batch")
         self.data = captured.names("batch", "constant", "buffer")
-        self.states: dict[fx.Node, State] = {}
-        self.totals: dict[fx.Node, fx.Node] = {}  # a value of one micro-batch -> the placeholder of the total
-        self.terms: list[LossTerm] = []
-        self.fraction: fx.Node | None = None
+        self.shares = Shares(module.graph)
+        self.states = self.shares.states
 
     def run(self, kept: Sequence[bool]) -> Separated:
         for node in list(self.graph.nodes):
@@ -109,17 +92,17 @@ class _Separation:
         output.args = (tuple(made),)
         self.module.recompile()
         kinds = {value: self.states[value].kind for value in made if isinstance(value, fx.Node)}
-        return Separated(self.module, tuple(self.totals), kinds, tuple(self.terms))
+        return Separated(self.module, tuple(self.shares.totals), kinds, tuple(self.shares.terms))
 
     def _output(self, node: fx.Node) -> fx.Node:
         state = self.states[node]
         if state.kind == "mixed":
             raise SeparationError(_refusal(node, state))
         if state.kind == "mean":
-            self._say(node, "mean", "micro-batches are weighted by their size, m_j / B")
-            return self._as_sum(node, self.graph.output_node())
+            self.shares.say(node, "mean", "micro-batches are weighted by their size, m_j / B")
+            return self.shares.of(node, self.graph.output_node())
         if state.kind == "sum":
-            self._say(node, "sum", "micro-batches add")
+            self.shares.say(node, "sum", "micro-batches add")
         return node
 
     # The classes -----------------------------------------------------------------------------------------------------
@@ -234,7 +217,7 @@ class _Separation:
         """Whether `value` is one for all micro-batches; a sum of the inputs alone is made so."""
         kind = self._kind(value, node)
         if kind in ("sum", "mean") and self.states[value].from_inputs:
-            node.replace_input_with(value, self._total(value))
+            node.replace_input_with(value, self.shares.total(value))
             return True
         return kind == "same" or (kind == "batch" and bool(node.meta["batch_numbers"][value]))
 
@@ -244,7 +227,7 @@ class _Separation:
             return None
         if kinds <= {"mean", "same"}:
             return State("mean")
-        node.args = tuple(o if self._kind(o, node) == "sum" else self._as_sum(o, node) for o in node.args)
+        node.args = tuple(o if self._kind(o, node) == "sum" else self.shares.of(o, node) for o in node.args)
         return State("sum")
 
     def _join(self, node: fx.Node) -> State | None:
@@ -255,7 +238,7 @@ class _Separation:
             return State(kinds.pop())
         for source in node.all_input_nodes:
             if self.states[source].kind != "sum":
-                node.replace_input_with(source, self._as_sum(source, node))
+                node.replace_input_with(source, self.shares.of(source, node))
         return State("sum")
 
     def _functional_loss(self, node: fx.Node, name: str) -> State:
@@ -264,8 +247,10 @@ class _Separation:
         bound.apply_defaults()
         arguments = bound.arguments
         values = [self._kind(value, node) for value in arguments.values() if isinstance(value, fx.Node)]
+        if {"sum", "mean"} & set(values) and not self._globalise(node):
+            return _mixed(node, "is a loss of values reduced over the batch")
         if "local" not in values:
-            return self._combine(node, name) if {"sum", "mean"} & set(values) else State("same")
+            return State("same")
         reduction = str(arguments["reduction"])
         if reduction == "none":
             return State("local")
@@ -276,100 +261,17 @@ class _Separation:
             return State("mean")
         if not isinstance(target, fx.Node) or not self.states[target].from_inputs:
             return _mixed(node, "averages over labels that the model makes itself")
-        return self._counted(node, arguments, target)
-
-    def _counted(self, node: fx.Node, arguments: dict[str, Any], target: fx.Node) -> State:
-        """cross_entropy(mean) -> cross_entropy(sum) / total of the counted labels' weights."""
-        weight, ignored = arguments["weight"], arguments["ignore_index"]
-        logits = arguments["input"]
-        with self.graph.inserting_before(node):
-            counted = self._new(torch.ne, (target, ignored), like=target)
-            if weight is not None:
-                labels = self._new(torch.clamp, (target,), {"min": 0}, like=target)
-                weights = self._new(torch.nn.functional.embedding, (labels, self._column(weight)), like=target)
-                counted = self._new(
-                    torch.mul, (self._new(torch.squeeze, (weights, -1), like=target), counted), like=target
-                )
-            count = self._new(torch.sum, (counted,), {"dtype": torch.float32}, like=node)
-            count.meta["spec"] = replace(node.meta["spec"], dtype=torch.float32, requires_grad=False)
-            self.states[count] = State("sum", from_inputs=True)
-            if logits.meta["spec"].dtype == torch.float16:  # a sum over all tokens does not fit its range
-                logits = self._new(torch.Tensor.float, (logits,), like=logits)
-        with self.graph.inserting_after(node):
-            shares = self._new(torch.div, (node, self._total(count)), like=node)
-        node.replace_all_uses_with(shares, delete_user_cb=lambda user: user is not shares)
-        node.args, node.kwargs = (), {**arguments, "input": logits, "reduction": "sum"}
-        self.states[shares] = State("sum")
-        self.terms.append(
-            LossTerm(
-                node.name,
-                "sum",
-                f"{operation(node)}(mean) = {operation(node)}(sum) / total, the counted labels of the whole batch",
-                source_line(node),
-            )
-        )
+        self.shares.counted(node, arguments)
         return State("sum")
 
-    def _column(self, weight: fx.Node) -> fx.Node:
-        return self._new(torch.unsqueeze, (weight, -1), like=weight)
-
-    # New nodes -------------------------------------------------------------------------------------------------------
-
-    def _new(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: fx.Node
-    ) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs or {})
-        node.meta = {**like.meta, "batch_numbers": {}}
-        self.states[node] = State("local", from_inputs=True)
-        return node
-
     def _globalise(self, node: fx.Node) -> bool:
-        """Replace operands that are totals of the inputs by the total of the whole batch."""
-        totals = [source for source in node.all_input_nodes if self.states[source].kind in ("sum", "mean")]
-        if not all(self.states[source].from_inputs for source in totals):
+        """Replace operands that are sums of the inputs alone by their total; whether that leaves no other sum."""
+        sums = [source for source in node.all_input_nodes if self.states[source].kind in ("sum", "mean")]
+        if not all(self.states[source].from_inputs for source in sums):
             return False
-        for source in totals:
-            node.replace_input_with(source, self._total(source))
-        return bool(totals)
-
-    def _total(self, value: fx.Node) -> fx.Node:
-        """The placeholder that holds the sum of `value` over all micro-batches."""
-        if self.states[value].kind == "mean":
-            value = self._as_sum(value, value.next)
-        if value not in self.totals:
-            placeholder = self._placeholder(f"{TOTAL}_{len(self.totals)}", value)
-            self.totals[value] = placeholder
-            self.terms.append(
-                LossTerm(
-                    value.name, "total", "made from the inputs alone: counted over the whole batch", source_line(value)
-                )
-            )
-        return self.totals[value]
-
-    def _as_sum(self, value: Any, before: fx.Node) -> fx.Node:
-        """`value`, a mean or the same everywhere, as shares that add: value * m_j / B, in fp32 at least."""
-        if self.fraction is None:
-            self.fraction = self._placeholder(FRACTION, value if isinstance(value, fx.Node) else before)
-        with self.graph.inserting_before(before):
-            share = self.graph.call_function(torch.mul, (self.fraction, value))
-        share.meta = {**(value if isinstance(value, fx.Node) else before).meta, "batch_numbers": {}}
-        from_inputs = self.states[value].from_inputs if isinstance(value, fx.Node) else True
-        self.states[share] = State("sum", from_inputs)
-        return share
-
-    def _placeholder(self, name: str, like: fx.Node) -> fx.Node:
-        first = next(iter(self.graph.nodes))
-        with self.graph.inserting_before(first):
-            placeholder = self.graph.placeholder(name)
-        spec: TensorSpec = like.meta["spec"]
-        if name == FRACTION:
-            spec = replace(spec, shape=(), stride=(), dtype=torch.float32)
-        placeholder.meta = {"spec": replace(spec, requires_grad=False, batch_dims=()), "batch_numbers": {}}
-        self.states[placeholder] = State("same", from_inputs=True)
-        return placeholder
-
-    def _say(self, node: fx.Node, kind: str, why: str) -> None:
-        self.terms.append(LossTerm(node.name, kind, why, source_line(node)))
+        for source in sums:
+            node.replace_input_with(source, self.shares.total(source))
+        return bool(sums)
 
 
 def _mixed(node: fx.Node, why: str) -> State:

@@ -27,8 +27,9 @@ from gs_compile.program import EPILOGUE, PROLOGUE, Unit
 from .arrange import arrange, is_free
 from .extract import extract
 from .liveness import live_nodes
-from .loss import FRACTION, TOTAL, Separated
+from .loss import Separated
 from .operations import is_mutation, mutated, operation
+from .shares import FRACTION, TOTAL
 
 
 @dataclass(frozen=True, slots=True)

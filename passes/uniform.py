@@ -54,7 +54,7 @@ def uniform(units: Sequence[UnitGraph], captured: Captured) -> Uniform:
 def structure(unit: UnitGraph) -> Hashable:
     """What two units must share to be one class."""
     inputs = tuple((source.kind, spec) for source, spec in zip(unit.sources, unit.specs, strict=True))
-    return (unit.results, inputs, _graph_key(unit.module))
+    return (unit.results, unit.differentiated, inputs, _graph_key(unit.module))  # no_grad differentiates nothing
 
 
 def _graph_key(module: fx.GraphModule) -> Hashable:
@@ -98,7 +98,8 @@ def _attribute_key(module: fx.GraphModule, name: str) -> Hashable:
     if isinstance(value, fx.GraphModule):
         return _graph_key(value)
     if isinstance(value, torch.Tensor) and value.numel() <= 64 and value.device.type == "cpu":
-        return (str(value.dtype), tuple(value.shape), tuple(value.flatten().tolist()))
+        content = value.detach().contiguous().flatten().view(torch.uint8)  # bytes: nan equals itself, -0.0 is not 0.0
+        return (str(value.dtype), tuple(value.shape), tuple(content.tolist()))
     return id(value)
 
 
