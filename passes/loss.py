@@ -185,7 +185,7 @@ class _Separation:
             state = self._scale(node, *node.args, commutes=name in SCALING)
         if state is None and self._globalise(node):
             state = self._rule(node, [self.states[source] for source in node.all_input_nodes])
-        return state or _mixed(node, f"`{name}` of values reduced over the batch is not a sum of shares")
+        return state or _not_shares(node, name)
 
     def _linear(self, node: fx.Node) -> State | None:
         source = node.all_input_nodes[0]
@@ -248,7 +248,7 @@ class _Separation:
         arguments = bound.arguments
         values = [self._kind(value, node) for value in arguments.values() if isinstance(value, fx.Node)]
         if {"sum", "mean"} & set(values) and not self._globalise(node):
-            return _mixed(node, "is a loss of values reduced over the batch")
+            return _not_shares(node, name)
         if "local" not in values:
             return State("same")
         reduction = str(arguments["reduction"])
@@ -276,6 +276,10 @@ class _Separation:
 
 def _mixed(node: fx.Node, why: str) -> State:
     return State("mixed", cause=node, why=why)
+
+
+def _not_shares(node: fx.Node, name: str) -> State:
+    return _mixed(node, f"`{name}` of values reduced over the batch is not a sum of shares")
 
 
 def _each(dims: Any) -> Sequence[Any]:
