@@ -11,6 +11,7 @@ Facts of Dynamo that this file rests on are each under a test in ``tests/test_ca
 
 from __future__ import annotations
 
+import linecache
 import logging
 import re
 import sys
@@ -201,13 +202,25 @@ def _has_float_symbols(module: fx.GraphModule) -> bool:
 
 def _refuse_graph_break(module: fx.GraphModule) -> None:
     reason = getattr(module, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break:
-        return
-    if ignore_logging():
-        raise _TraceAgain(restart_reason="greedysnake: a logging call that can be passed over")
-    stack = [frame for frame in reason.user_stack if "torch/_dynamo" not in frame.filename]
-    where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
-    raise GraphBreakError(
+    if reason is not None and reason.graph_break:
+        if ignore_logging():
+            raise _TraceAgain(restart_reason="greedysnake: a logging call that can be passed over")
+        stack = [frame for frame in reason.user_stack if "torch/_dynamo" not in frame.filename]
+        where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
+        raise GraphBreakError(_broken(where, str(reason.reason)))
+    resumed = next(filter(None, map(_resumed, module.graph.nodes)), None)
+    if resumed is not None:
+        raise GraphBreakError(_broken(resumed, "step_unsupported"))
+
+
+def _resumed(node: fx.Node) -> str | None:
+    """Where forward broke before it came to this node, told by the name of the function that Dynamo goes on in."""
+    found = re.match(r'\s*File "(.*)", line \d+, in torch_dynamo_resume_in_\w*_at_(\d+)', node.stack_trace or "")
+    return f"{found[1]}:{found[2]}: {linecache.getline(found[1], int(found[2])).strip()}" if found else None
+
+
+def _broken(where: str, reason: str) -> str:
+    return (
         f"the model's forward is not one graph: Dynamo breaks it at {where}\n"
         f"Dynamo's reason: {_break_reason(reason)}\n"
         "greedysnake reorders the whole step, so it needs forward in one graph: remove the construct, or move it out "
@@ -215,10 +228,10 @@ def _refuse_graph_break(module: fx.GraphModule) -> None:
     )
 
 
-def _break_reason(reason: Any) -> str:
+def _break_reason(reason: str) -> str:
     """A break inside an inlined call says only "step_unsupported"; the counter of breaks then has the words."""
     counted = list(counters["graph_break"])
-    return str(counted[-1] if counted and reason.reason == "step_unsupported" else reason.reason).strip()
+    return str(counted[-1] if counted and reason == "step_unsupported" else reason).strip()
 
 
 def _refuse_mixed_devices(inputs: Sequence[Input], examples: Sequence[Any]) -> None:
