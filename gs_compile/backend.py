@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +14,8 @@ from gs_compile.capture import capture, ignore_logging
 from gs_compile.config import Options
 from gs_compile.errors import CaptureError, GreedySnakeError, NothingRequiresGradError
 from gs_compile.graph import Captured
-from gs_compile.plan import Plan, is_float_scalar
+from gs_compile.plan import Layout, Plan, is_float_scalar
 from gs_compile.runtime.units import CompiledUnits, MicroBatch
-
-log = logging.getLogger(__name__)
 
 # For inspection: what was compiled for each parameter's model. By identity: `==` of two tensors is a tensor.
 compiled_for: MutableMapping[torch.nn.Parameter, list[CompiledModel]] = WeakTensorKeyDictionary()
@@ -58,32 +55,16 @@ class CompiledModel:
     def __call__(self, *args: Any) -> list[Any]:
         """The model's outputs for the arguments of the captured graph."""
         self._register(args)
-        captured = self.plan.captured
-        batch = [index for index, entry in enumerate(captured.inputs) if entry.role == "batch"]
-        sizes = {e.name: int(arg) for e, arg in zip(captured.inputs, args, strict=True) if e.role == "size"}
-        batch_size = int(args[batch[0]].shape[0])
-        lengths = self._micro_batches(batch_size)
+        inputs = self.plan.captured.inputs
+        batch = [index for index, entry in enumerate(inputs) if entry.role == "batch"]
+        sizes = {entry.name: int(arg) for entry, arg in zip(inputs, args, strict=True) if entry.role == "size"}
+        lengths = self._micro_batches(int(args[batch[0]].shape[0]))
         layouts = [self.plan.layout(length, sizes, alone=len(lengths) == 1) for length in lengths]
         training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        if (
-            torch.is_grad_enabled()
-            and not training
-            and any(o.spec and is_float_scalar(o.spec) for o in layouts[0].outputs)
-        ):
-            raise NothingRequiresGradError(
-                "the model computes a loss, but no parameter requires a gradient: unfreeze what is to be trained "
-                "(requires_grad_()), or evaluate under torch.no_grad()"
-            )
-        parts = []
-        start = 0
-        for length, layout in zip(lengths, layouts, strict=True):
-            inputs = {index: args[index][start : start + length] for index in batch}
-            fraction = torch.tensor(length / max(batch_size, 1), device=args[batch[0]].device)
-            counted = {s.index: args[s.index] for s in layout.sized.count_sources if s.kind == "input"}
-            parts.append(MicroBatch(layout.sized, inputs, fraction, counted))
-            start += length
-        draws = any(layout.draws_random for layout in layouts)
-        seed = int(torch.randint(2**62, (), device="cpu")) if draws else None
+        if torch.is_grad_enabled() and not training:
+            _refuse_a_loss(layouts[0])
+        parts = list(_slices(args, batch, lengths, layouts))
+        seed = int(torch.randint(2**62, (), device="cpu")) if any(layout.draws_random for layout in layouts) else None
         return Call(self.plan, layouts[0], layouts, args, CompiledUnits(parts, seed), training).run()
 
     def _register(self, args: Sequence[Any]) -> None:
@@ -106,3 +87,24 @@ class CompiledModel:
             )
         rest = batch_size % size
         return [size] * (batch_size // size) + ([rest] if rest else [])
+
+
+def _slices(
+    args: Sequence[Any], batch: Sequence[int], lengths: Sequence[int], layouts: Sequence[Layout]
+) -> Iterator[MicroBatch]:
+    """The micro-batches: the batch inputs cut along dimension 0, views of the user's tensors."""
+    total, start = sum(lengths), 0
+    for length, layout in zip(lengths, layouts, strict=True):
+        inputs = {index: args[index].narrow(0, start, length) for index in batch}
+        fraction = torch.tensor(length / max(total, 1), device=args[batch[0]].device)
+        counted = {source.index: args[source.index] for source in layout.sized.count_sources if source.kind == "input"}
+        yield MicroBatch(layout.sized, inputs, fraction, counted)
+        start += length
+
+
+def _refuse_a_loss(layout: Layout) -> None:
+    if any(output.spec is not None and is_float_scalar(output.spec) for output in layout.outputs):
+        raise NothingRequiresGradError(
+            "the model computes a loss, but no parameter requires a gradient: unfreeze what is to be trained "
+            "(requires_grad_()), or evaluate under torch.no_grad()"
+        )

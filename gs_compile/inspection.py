@@ -60,9 +60,8 @@ class UnitClass:
 
     @property
     def forward(self) -> fx.GraphModule:
-        """The ATen graph of the forward; traced and compiled now if no call has needed it yet."""
-        _ = self.code.forward
-        return self.code.graphs["forward"]
+        """The ATen graph of the forward; traced now if no call has needed it yet."""
+        return self.code.graph("forward")
 
     @property
     def backward(self) -> fx.GraphModule | None:
@@ -73,11 +72,7 @@ class UnitClass:
         """
         if not self.graph.differentiable or not self.graph.differentiated:
             return None
-        if "loss" in self.graph.results:
-            _ = self.code.both
-            return self.code.graphs["both"]
-        _ = self.code.backward
-        return self.code.graphs["backward"]
+        return self.code.graph("both" if "loss" in self.graph.results else "backward")
 
     @property
     def num_operations(self) -> int:

@@ -6,7 +6,6 @@ captured --specialize--> --loss--> --split--> --uniform--> --differentiate-->  u
 
 from __future__ import annotations
 
-import logging
 import time
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
@@ -31,8 +30,6 @@ from gs_compile.passes.uniform import Uniform, uniform
 from gs_compile.program import EPILOGUE, PROLOGUE, Program, StepShape, Unit, Value
 from gs_compile.report import report
 from gs_compile.runtime.units import Sized
-
-log = logging.getLogger(__name__)
 
 _codes: dict[Hashable, Differentiated] = {}  # equal layers of all captures share their code
 _LARGEST_CACHE = 512  # codes; a model has three for each size of the micro-batch

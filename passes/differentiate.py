@@ -21,7 +21,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gs_compile.graph import TensorSpec, UnitGraph
+from gs_compile.graph import UnitGraph
 
 from .generate import Generator
 
@@ -45,22 +45,28 @@ class Differentiated:
 
     @cached_property
     def forward(self) -> Callable[..., Sequence[torch.Tensor]]:
-        return self._build("forward", self._run, self.unit.specs)
+        return self._compiled("forward")
 
     @cached_property
     def backward(self) -> Callable[..., Sequence[torch.Tensor]]:
-        gradients = [self.unit.result_specs[index] for index in self.unit.differentiated]
-        return self._build("backward", self._backward, (*self.unit.specs, *gradients))
+        return self._compiled("backward")
 
     @cached_property
     def both(self) -> Callable[..., Sequence[torch.Tensor]]:
-        return self._build("both", self._both, self.unit.specs)
+        return self._compiled("both")
 
     @cached_property
     def draws_random(self) -> bool:
         """Whether the forward draws random numbers, so that the backward must draw the same."""
-        _ = self.forward
-        return any(_draws_random(node) for node in self.graphs["forward"].graph.nodes)
+        return any(_draws_random(node) for node in self.graph("forward").graph.nodes)
+
+    def graph(self, name: str) -> fx.GraphModule:
+        """The ATen graph of "forward", "backward" or "both"; traced, not compiled, when it is first asked for."""
+        if name not in self.graphs:
+            start = time.perf_counter()
+            self.graphs[name] = self._traced(name)
+            self.seconds += time.perf_counter() - start
+        return self.graphs[name]
 
     # The functions that are traced -----------------------------------------------------------------------------------
 
@@ -86,23 +92,30 @@ class Differentiated:
 
     # Tracing ---------------------------------------------------------------------------------------------------------
 
-    def _build(
-        self, name: str, function: Callable[..., Tensors], specs: Sequence[TensorSpec]
-    ) -> Callable[..., Sequence[torch.Tensor]]:
-        start = time.perf_counter()
-        with self._fake_mode:
-            inputs = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in specs]
+    def _traced(self, name: str) -> fx.GraphModule:
+        functions = {"forward": self._run, "backward": self._backward, "both": self._both}
+        inputs = self._inputs(name)
         for tensor, spec in zip(inputs, self.unit.specs, strict=False):
             tensor.requires_grad_(spec.requires_grad)
         with self._fake_mode, torch.enable_grad(), torch._C._DisableAutocast():
-            graph_module = make_fx(function, decomposition_table=self._generator.decompositions)(*inputs)
-        graph_module.graph.eliminate_dead_code()
-        graph_module.recompile()
-        self.graphs[name] = graph_module
+            graph = make_fx(functions[name], decomposition_table=self._generator.decompositions)(*inputs)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        return graph
+
+    def _compiled(self, name: str) -> Callable[..., Sequence[torch.Tensor]]:
+        graph, start = self.graph(name), time.perf_counter()
         with torch.no_grad(), torch._C._DisableAutocast():
-            compiled = self._generator.generate(graph_module, [tensor.detach() for tensor in inputs])
+            compiled = self._generator.generate(graph, self._inputs(name))
         self.seconds += time.perf_counter() - start
         return compiled
+
+    def _inputs(self, name: str) -> list[torch.Tensor]:
+        """Tensors without memory in the place of the real ones."""
+        gradients = self.unit.differentiated if name == "backward" else ()
+        specs = (*self.unit.specs, *(self.unit.result_specs[index] for index in gradients))
+        with self._fake_mode:
+            return [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in specs]
 
 
 def _draws_random(node: fx.Node) -> bool:

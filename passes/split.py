@@ -148,25 +148,33 @@ class _Cut:
 
     def _refuse_shared_memory(self, crossing: Mapping[fx.Node, set[int]]) -> None:
         """A unit may change its own values in place, and copies of what it reads, never what others still read."""
-        changed: dict[int, fx.Node] = {}
-        for node in self.nodes:
-            if is_mutation(node) and (storage := mutated(node).meta.get("storage")) is not None:
-                changed.setdefault(storage, node)
         free = {node.meta.get("storage"): node for node in self.nodes if is_free(node)}
-        for storage, node in changed.items():
+        for change in filter(is_mutation, self.nodes):
+            storage = mutated(change).meta.get("storage")
+            if storage is None:
+                continue
             if storage in free:
                 raise MutationError(
                     f"the model changes its input or buffer `{free[storage].name}` in place "
-                    f"({source_line(node) or operation(node)}): micro-batches and recomputation would do it again; "
+                    f"({source_line(change) or operation(change)}): micro-batches and recomputation would do it again; "
                     "make it a result of forward, or freeze it (eval mode)"
                 )
-            for value, readers in crossing.items():
-                elsewhere = self.at[node] != self.at[value] and readers != {self.at[node]}
-                if value.meta.get("storage") == storage and elsewhere:
+            seen = [value for value in crossing if value.meta.get("storage") == storage]
+            read = [value for value in seen if self.at[value] != self.at[change] and self.at[change] in crossing[value]]
+            for value in seen:
+                if len(read) > 1 or self._is_seen_elsewhere(change, value):
                     raise MutationError(
                         f"`{value.name}` is read by several units and changed in place at "
-                        f"{source_line(node) or operation(node)}; use the out-of-place form there"
+                        f"{source_line(change) or operation(change)}; use the out-of-place form there"
                     )
+
+    def _is_seen_elsewhere(self, change: fx.Node, value: fx.Node) -> bool:
+        """Whether another unit reads `value` on the wrong side of `change`: each sees its maker's last version."""
+        order = {node: index for index, node in enumerate(self.nodes)}
+        readers = [user for user in value.users if user in order and self.at[user] != self.at[value]]
+        if self.at[change] == self.at[value]:
+            return any(order[reader] < order[change] for reader in readers)
+        return any(order[reader] > order[change] and self.at[reader] != self.at[change] for reader in readers)
 
     # Outputs ---------------------------------------------------------------------------------------------------------
 
