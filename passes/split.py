@@ -159,6 +159,13 @@ class _Cut:
                     f"({source_line(change) or operation(change)}): micro-batches and recomputation would do it again; "
                     "make it a result of forward, or freeze it (eval mode)"
                 )
+            returned = [v for v in self.outputs if isinstance(v, fx.Node) and v.meta.get("storage") == storage]
+            for value in returned:
+                if self.at[value] != self.at[change]:
+                    raise MutationError(
+                        f"the model returns `{value.name}`, which a later unit changes in place at "
+                        f"{source_line(change) or operation(change)}; use the out-of-place form there"
+                    )
             seen = [value for value in crossing if value.meta.get("storage") == storage]
             read = [value for value in seen if self.at[value] != self.at[change] and self.at[change] in crossing[value]]
             for value in seen:
