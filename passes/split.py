@@ -181,7 +181,8 @@ class _Cut:
         readers = [user for user in value.users if user in order and self.at[user] != self.at[value]]
         if self.at[change] == self.at[value]:
             return any(order[reader] < order[change] for reader in readers)
-        return any(order[reader] > order[change] and self.at[reader] != self.at[change] for reader in readers)
+        late = [reader for reader in readers if order[reader] > order[change]]
+        return order[value] < order[change] and any(self.at[reader] != self.at[change] for reader in late)
 
     # Outputs ---------------------------------------------------------------------------------------------------------
 
