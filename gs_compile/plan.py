@@ -109,14 +109,10 @@ class Plan:
 
     def program(self, layout: Layout, num_micro_batches: int, shape: StepShape) -> list[Program]:
         """Every snapshot of the step program, from `vertical` to the one that runs, which is the last."""
-        key = (layout.split.num_layers, num_micro_batches, shape)
+        keep = self._kept(layout, num_micro_batches) if shape.training else frozenset()
+        key = (layout.split.num_layers, num_micro_batches, shape, keep)
         if key not in self.programs:
             start = time.perf_counter()
-            keep = frozenset[Value]()
-            if shape.training and self._outputs_may_have_gradients(layout):
-                micro_batches = range(num_micro_batches)
-                keep = frozenset(Value("x", layout.split.num_layers, j) for j in micro_batches) | {Value("total")}
-                keep |= {Value("side", micro_batch=j) for j in micro_batches}
             self.programs[key] = lower(
                 layout.split.num_layers, num_micro_batches, shape=shape, snake=self.options.expert.snake, keep=keep
             )
@@ -131,8 +127,14 @@ class Plan:
         if known is None and len(self.steps) == 1:
             report(self)
 
-    def _outputs_may_have_gradients(self, layout: Layout) -> bool:
-        return any(o.combine not in ("loss", "input") and o.spec and o.spec.requires_grad for o in layout.outputs)
+    def _kept(self, layout: Layout, num_micro_batches: int) -> frozenset[Value]:
+        """What the head needs once more where gradients may come for other outputs than the loss."""
+        if not any(o.combine not in ("loss", "input") and o.spec and o.spec.requires_grad for o in layout.outputs):
+            return frozenset()
+        kept = {Value("total")}
+        for j in range(num_micro_batches):
+            kept |= {Value("x", layout.split.num_layers, j), Value("side", micro_batch=j)}
+        return frozenset(kept)
 
     def _make_layout(self, micro_batch_size: int, sizes: Mapping[str, int], alone: bool) -> Layout:
         captured = self.captured
