@@ -33,7 +33,6 @@ from gs_compile.graph import Captured, LossTerm, TensorSpec, output_values, sour
 from .blocks import block_of
 from .operations import (
     ADDING,
-    ALONG_A_DIMENSION,
     ARITHMETIC,
     AVERAGED_LOSSES,
     COUNTED_LOSSES,
@@ -41,12 +40,16 @@ from .operations import (
     DIVIDING,
     JOINING,
     LINEAR,
-    REORDERING,
+    PICKING,
     SCALING,
     SHAPING,
-    is_attention,
+    dimensions,
+    is_arange,
+    is_mutation,
+    mutated,
     normalises_by_batch,
     operation,
+    reduction_of,
 )
 from .shares import Kind, Shares, State
 
@@ -72,6 +75,9 @@ def loss(module: fx.GraphModule, captured: Captured, *, kept: Sequence[bool], al
     return _Separation(module, captured).run(kept)
 
 
+ALONG_SAMPLES = "runs along the batch dimension"
+
+
 class _Separation:
     def __init__(self, module: fx.GraphModule, captured: Captured) -> None:
         self.module = module
@@ -86,6 +92,8 @@ class _Separation:
             if node.op == "output":
                 break
             self.states[node] = self._state(node)
+            if is_mutation(node):
+                self._change(node)
         output = self.graph.output_node()
         given = zip(output_values(self.module), kept, strict=True)
         made = [self._output(value) if keep and isinstance(value, fx.Node) else value for value, keep in given]
@@ -109,13 +117,28 @@ class _Separation:
 
     def _state(self, node: fx.Node) -> State:
         if node.op in ("placeholder", "get_attr"):
-            return State("local" if node.name in self.batch else "same", from_inputs=node.name in self.data)
+            return State("local" if node.name in self.batch else "same", from_inputs=self._is_data(node))
         sources = [self.states[source] for source in node.all_input_nodes]
         mixed = next((state for state in sources if state.kind == "mixed"), None)
         if mixed is not None:
             return mixed
-        from_inputs = all(state.from_inputs for state in sources) and block_of(node) is None
-        return replace(self._rule(node, sources), from_inputs=from_inputs)
+        state = self._rule(node, sources)  # which may bind totals to the node in place of its inputs
+        from_inputs = all(self.states[source].from_inputs for source in node.all_input_nodes)
+        return replace(state, from_inputs=from_inputs and block_of(node) is None)
+
+    def _is_data(self, node: fx.Node) -> bool:
+        return node.op == "get_attr" or node.name in self.data
+
+    def _change(self, node: fx.Node) -> None:
+        """After a change in place of one class by another, the old names of the memory stand for neither."""
+        target, state = mutated(node), self.states[node]
+        if self.states[target].kind == state.kind != "mixed":
+            return
+        changed = state if state.kind == "mixed" else _mixed(node, "is changed in place and read by its old name")
+        storage = target.meta.get("storage")
+        for other in [target, *(known for known in self.states if storage is not None)]:
+            if other is target or (other is not node and other.meta.get("storage") == storage):
+                self.states[other] = changed
 
     def _rule(self, node: fx.Node, sources: Sequence[State]) -> State:
         name, spec = operation(node), node.meta.get("spec")
@@ -127,7 +150,7 @@ class _Separation:
         if "local" not in kinds:
             return self._made_from_sizes(node, name)
         if not isinstance(spec, TensorSpec):
-            return State("local")
+            return _mixed(node, ALONG_SAMPLES) if self._works_along_samples(node, name) else State("local")
         mixes = self._why_it_mixes(node, name, spec)
         if mixes:
             return _mixed(node, mixes)
@@ -156,19 +179,28 @@ class _Separation:
             return "takes a part of the samples"
         if node.meta.get("batch_numbers") and name in ARITHMETIC and spec.dtype.is_floating_point:
             return "computes with the batch size"
-        along = name in ALONG_A_DIMENSION or (name in REORDERING and block_of(node) is None)
-        if (along or is_attention(node)) and self._runs_along_samples(node):
-            return "runs along the batch dimension"
-        return ""
+        return ALONG_SAMPLES if self._works_along_samples(node, name) else ""
 
-    def _runs_along_samples(self, node: fx.Node) -> bool:
-        source = next(iter(node.all_input_nodes))
-        spec = source.meta.get("spec")
+    def _works_along_samples(self, node: fx.Node, name: str) -> bool:
+        """Whether an operation that works along a dimension, or several, does so along the samples'."""
+        spec = node.all_input_nodes[0].meta.get("spec")
         if not isinstance(spec, TensorSpec) or not spec.shape:
             return False
-        given = node.kwargs.get("dim", node.kwargs.get("dims", node.args[1] if len(node.args) > 1 else -1))
-        dims = -2 if is_attention(node) else given
-        return any(isinstance(d, int) and d % len(spec.shape) in spec.batch_dims for d in _each(dims))
+        if name in PICKING and block_of(node) is None and self._picks_samples(node, spec):
+            return True
+        dims = dimensions(node, len(spec.shape), inside_block=block_of(node) is not None)
+        return any(dim % len(spec.shape) in spec.batch_dims for dim in dims)
+
+    def _picks_samples(self, node: fx.Node, spec: TensorSpec) -> bool:
+        """``x[index]`` with an index for the samples other than their own numbers, as in ``x[arange(B), last]``."""
+        index = node.args[1]
+        first = index[0] if isinstance(index, tuple) and index else index
+        if 0 not in spec.batch_dims or not isinstance(first, fx.Node) or is_arange(first):
+            return False
+        if first.meta.get("storage") is None:  # inside a vmap, where masks are looked up sample by sample
+            return False
+        found = first.meta.get("spec")
+        return isinstance(found, TensorSpec) and bool(found.batch_dims)
 
     # Values that are reduced over the batch ---------------------------------------------------------------------------
 
@@ -190,7 +222,7 @@ class _Separation:
     def _linear(self, node: fx.Node) -> State | None:
         source = node.all_input_nodes[0]
         before, after = source.meta.get("spec"), node.meta.get("spec")
-        if not isinstance(before, TensorSpec) or not isinstance(after, TensorSpec):
+        if not isinstance(before, TensorSpec) or not isinstance(after, TensorSpec) or after.batch_dims:
             return None
         rounds = before.dtype.is_floating_point and not after.dtype.is_floating_point
         return None if rounds else self.states[source]
@@ -242,16 +274,15 @@ class _Separation:
         return State("sum")
 
     def _functional_loss(self, node: fx.Node, name: str) -> State:
-        function = getattr(functional, name)
-        bound = inspect.signature(function).bind(*node.args, **node.kwargs)
+        kinds = {self.states[source].kind for source in node.all_input_nodes}
+        if {"sum", "mean"} & kinds and not self._globalise(node):
+            return _not_shares(node, name)
+        if "local" not in kinds:
+            return State("same")
+        bound = inspect.signature(getattr(functional, name)).bind(*node.args, **node.kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
-        values = [self._kind(value, node) for value in arguments.values() if isinstance(value, fx.Node)]
-        if {"sum", "mean"} & set(values) and not self._globalise(node):
-            return _not_shares(node, name)
-        if "local" not in values:
-            return State("same")
-        reduction = str(arguments["reduction"])
+        reduction = reduction_of(arguments)
         if reduction == "none":
             return State("local")
         if reduction == "sum":
@@ -261,6 +292,9 @@ class _Separation:
             return State("mean")
         if not isinstance(target, fx.Node) or not self.states[target].from_inputs:
             return _mixed(node, "averages over labels that the model makes itself")
+        weight = arguments["weight"]
+        if isinstance(weight, fx.Node) and not self.states[weight].from_inputs:
+            return _mixed(node, "weighs labels by what is not known before the step")
         self.shares.counted(node, arguments)
         return State("sum")
 
@@ -280,10 +314,6 @@ def _mixed(node: fx.Node, why: str) -> State:
 
 def _not_shares(node: fx.Node, name: str) -> State:
     return _mixed(node, f"`{name}` of values reduced over the batch is not a sum of shares")
-
-
-def _each(dims: Any) -> Sequence[Any]:
-    return dims if isinstance(dims, (tuple, list)) else (dims,)
 
 
 def _refusal(output: fx.Node, state: State) -> str:

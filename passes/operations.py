@@ -7,10 +7,13 @@ the same plain name, and the tables below say what is known of it.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx
 from torch.nn import functional
+from torch.nn._reduction import legacy_get_string
 
 LINEAR = frozenset(
     "neg to float double half bfloat16 type type_as view reshape squeeze unsqueeze contiguous clone detach flatten "
@@ -28,10 +31,18 @@ ARITHMETIC = (
 ALONG_A_DIMENSION = frozenset(
     "softmax log_softmax softmin gumbel_softmax cumsum cumprod logcumsumexp cummax cummin normalize flip roll".split()
 )
-REORDERING = frozenset("sort argsort topk".split())  # so do these; inside a block they order tokens for experts
+# So do these; inside a block they order tokens for experts.
+REORDERING = frozenset(
+    "sort argsort topk gather take_along_dim index_select index_add index_copy scatter scatter_add "
+    "scatter_reduce".split()
+)
+DIMENSION_AT = {"roll": 2, "topk": 2, "normalize": 2, "take_along_dim": 2, "gumbel_softmax": 4}  # else argument 1
+RESHAPING = frozenset("getitem view reshape unsqueeze expand to long contiguous clone".split())
+PICKING = frozenset(["getitem"])
+LAST_DIMENSIONS = frozenset("layer_norm rms_norm".split())  # these normalise the last ones, as many as are given
 COUNTING = frozenset("histc bincount".split())
 SHAPING = frozenset(
-    "view reshape expand size unflatten zeros ones empty full arange new_zeros new_ones new_empty new_full "
+    "view reshape expand size unflatten zeros ones empty arange new_zeros new_ones new_empty "
     "repeat broadcast_to split chunk narrow".split()
 )
 # Losses whose "mean" divides by counted labels, and those whose "mean" divides by the number of elements.
@@ -55,6 +66,12 @@ def operation(node: fx.Node) -> str:
 
 def _name(node: fx.Node) -> str:
     return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", str(node.target))
+
+
+def reduction_of(arguments: Mapping[str, Any]) -> str:
+    """How a loss of torch.nn.functional reduces, its two old switches included: none, mean or sum."""
+    old = arguments.get("size_average"), arguments.get("reduce")
+    return str(arguments["reduction"]) if old == (None, None) else legacy_get_string(*old, emit_warning=False)
 
 
 def is_mutation(node: fx.Node) -> bool:
@@ -86,5 +103,29 @@ def tracks_statistics(node: fx.Node) -> bool:
     return normalises_by_batch(node) and isinstance(node.args[1], fx.Node)
 
 
+def is_arange(node: fx.Node) -> bool:
+    """Whether a node holds the numbers 0, 1, ... in order, in whatever shape."""
+    while operation(node) in RESHAPING and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return operation(node) == "arange"
+
+
 def is_attention(node: fx.Node) -> bool:
     return node.target is torch.nn.functional.scaled_dot_product_attention
+
+
+def dimensions(node: fx.Node, rank: int, *, inside_block: bool) -> tuple[int, ...]:
+    """The dimensions of its first input along which an operation works, where it is one of those that do."""
+    name = operation(node)
+    if is_attention(node):
+        return (-2,)
+    if name in LAST_DIMENSIONS:
+        shape = node.kwargs.get("normalized_shape", node.args[1] if len(node.args) > 1 else ())
+        return tuple(range(-len(shape), 0)) if isinstance(shape, (tuple, list)) else ()
+    if name not in ALONG_A_DIMENSION and (inside_block or name not in REORDERING):
+        return ()
+    at = DIMENSION_AT.get(name, 1)
+    otherwise = {"roll": tuple(range(rank)), "normalize": 1}.get(name, -1)
+    given = node.kwargs.get("dim", node.kwargs.get("dims", node.args[at] if len(node.args) > at else otherwise))
+    found = given if isinstance(given, (tuple, list)) else (given, *node.args[at + 1 :]) if name == "flip" else (given,)
+    return tuple(dim for dim in found if isinstance(dim, int))

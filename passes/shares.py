@@ -21,6 +21,8 @@ from .operations import operation
 FRACTION = "fraction"
 TOTAL = "total"
 
+SUM = {"reduction": "sum", "size_average": None, "reduce": None}  # the last two are older and would win
+
 Kind = Literal["local", "sum", "mean", "same", "mixed"]
 
 
@@ -75,7 +77,7 @@ class Shares:
             shares = self._new(torch.div, (loss, self.total(count)), like=loss)
         self.states[shares] = State("sum")
         loss.replace_all_uses_with(shares, delete_user_cb=lambda user: user is not shares)
-        loss.args, loss.kwargs = (), {**arguments, "input": logits, "reduction": "sum"}
+        loss.args, loss.kwargs = (), {**arguments, **SUM, "input": logits}
         self.say(loss, "sum", f"{name}(mean) = {name}(sum) / total, the counted labels of the whole batch")
 
     def say(self, node: fx.Node, kind: str, why: str) -> None:
@@ -106,5 +108,5 @@ class Shares:
         with self.graph.inserting_before(next(iter(self.graph.nodes))):
             placeholder = self.graph.placeholder(name)
         placeholder.meta = {"spec": replace(spec, requires_grad=False, batch_dims=()), "batch_numbers": {}}
-        self.states[placeholder] = State("same", from_inputs=True)
+        self.states[placeholder] = State("same", from_inputs=name == FRACTION)  # a total is not known while counting
         return placeholder
