@@ -59,7 +59,9 @@ def main() -> int:
     generator = torch.Generator().manual_seed(0)
     text, model = text_as_bytes(), build()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{parameters / 1e6:.1f} M parameters, {len(text) / 1e3:.0f} kB of text, {BATCH // MICRO_BATCH} micro-batches")
+    print(
+        f"{parameters / 1e6:.1f} M parameters, {len(text) / 1e3:.0f} kB of text, {BATCH // MICRO_BATCH} micro-batches"
+    )
     options = {"micro_batch_size": MICRO_BATCH, "outputs": "loss"}
 
     if arguments.check:
