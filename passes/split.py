@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import fx
 
 from gs_compile.errors import CaptureError, MutationError, UniformityError
@@ -94,25 +95,34 @@ class _Cut:
             if len(leaving) != 1 or far:
                 raise UniformityError(self._not_one(position - 1, leaving, far, crossing))
             carried.append(leaving[0])
-        return [self._first_carried(carried[0], crossing), *carried]
+        first = self._first_carried(carried[0], crossing)
+        return [self._embedded(first) if is_free(first) else first, *carried]
 
     def _first_carried(self, second: fx.Node, crossing: Mapping[fx.Node, set[int]]) -> fx.Node:
         """Which of the prologue's values is the first layer's input: the one that is like the second layer's."""
         spec = second.meta["spec"]
         like = [
-            node
-            for node, readers in crossing.items()
-            if self.at[node] == 0
-            and 1 in readers
-            and isinstance(found := node.meta["spec"], TensorSpec)
-            and (found.shape, found.dtype) == (spec.shape, spec.dtype)
+            node for node, readers in crossing.items() if self.at[node] == 0 and 1 in readers and _is_like(node, spec)
         ]
+        read = dict.fromkeys(chain.from_iterable(n.all_input_nodes for n in self.nodes if self.at[n] == 1))
+        like = like or [n for n in read if self._is_batch(n) and _is_like(n, spec)]
         if not like:
             raise UniformityError(
                 f"the first block reads nothing like what blocks pass on ({second.name}: {spec}); the embedding must "
                 "have the shape and dtype of the blocks' outputs"
             )
-        return min(like, key=lambda node: (len(crossing[node]), not node.meta["spec"].requires_grad))
+        return min(like, key=lambda node: (len(crossing.get(node, ())), not node.meta["spec"].requires_grad))
+
+    def _embedded(self, given: fx.Node) -> fx.Node:
+        """A prologue that hands on the input which the first block reads as it was given."""
+        with self.graph.inserting_after(given):
+            copied = self.graph.call_function(torch.clone, (given,))
+        copied.meta = {**given.meta, "storage": None}
+        for node in [node for node in self.nodes if self.at[node] == 1]:
+            node.replace_input_with(given, copied)
+        self.nodes = [copied, *self.nodes]
+        self.at = {**self.at, copied: 0}
+        return copied
 
     def _not_one(
         self, layer: int, leaving: list[fx.Node], far: list[fx.Node], crossing: Mapping[fx.Node, set[int]]
@@ -260,3 +270,8 @@ class _Cut:
         nodes = [node for node in live_nodes(self.graph, totals) if not is_free(node)]
         module, sources, _ = extract(nodes, totals, self._source)
         return module, sources
+
+
+def _is_like(node: fx.Node, spec: TensorSpec) -> bool:
+    found = node.meta["spec"]
+    return isinstance(found, TensorSpec) and (found.shape, found.dtype) == (spec.shape, spec.dtype)

@@ -151,7 +151,12 @@ class CompiledUnits:
         part = self.micro_batches[micro_batch]
         if self.seed is not None and part.sized.codes[unit].draws_random:
             seed_generators(self.seed, unit, micro_batch)
-        return [self._input(source, part, reads) for source in part.sized.units[unit].sources]
+        graph = part.sized.units[unit]
+        inputs = [self._input(source, part, reads) for source in graph.sources]
+        return [
+            _laid_out(tensor, spec) if source.kind == "input" and source.index in part.inputs else tensor
+            for tensor, source, spec in zip(inputs, graph.sources, graph.specs, strict=True)
+        ]
 
     def _input(self, source: Source, part: MicroBatch, reads: Mapping[str, Any]) -> torch.Tensor:
         match source.kind:
@@ -201,11 +206,14 @@ def _result(graph: UnitGraph, results: Sequence[Any], kind: str) -> Any:
     return found if kind in ("side", "y") else found[0]
 
 
-def _laid_out(gradient: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """`gradient` with the strides that the unit was compiled for; that of a sum arrives expanded, without memory."""
-    if gradient.stride() == spec.stride:
-        return gradient
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=gradient.device).copy_(gradient)
+def _laid_out(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """`tensor` with the strides that the unit was compiled for.
+
+    The gradient of a sum arrives expanded, without memory; a slice of a transposed batch has the strides of the whole.
+    """
+    if tensor.stride() == spec.stride:
+        return tensor
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(tensor)
 
 
 def _sum(left: torch.Tensor | None, right: torch.Tensor | None) -> Any:
