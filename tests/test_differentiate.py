@@ -304,28 +304,24 @@ def test_the_backward_recomputes_only_what_it_needs():
     ]
 
 
-def test_traced_once_for_all_layers(monkeypatch):
-    traced = []
-    build = differentiate_module.Differentiated._build
+def test_compiled_once_for_all_layers(monkeypatch):
+    made = []
+    compiled_function = differentiate_module.Differentiated._compiled
 
-    def counting(self, name, *rest):
-        traced.append((self.unit.unit, name))
-        return build(self, name, *rest)
+    def counting(self, name):
+        made.append((self.unit.unit, name))
+        return compiled_function(self, name)
 
-    monkeypatch.setattr(differentiate_module.Differentiated, "_build", counting)
+    monkeypatch.setattr(differentiate_module.Differentiated, "_compiled", counting)
     monkeypatch.setattr(plan, "_codes", {})
-    model = Tiny(blocks=[Block() for _ in range(6)])
-    run = compiled(model)
     args = batch(4)
+    run = compiled(Tiny(blocks=[Block() for _ in range(6)]))
     run(*args).backward()
-    assert len(traced) == len(set(traced))
-    assert {unit for unit, _ in traced} == {"e", 0, "h"}
-    once = list(traced)
+    once = [("e", "forward"), (0, "forward"), ("h", "both"), (0, "backward"), ("e", "backward")]
+    assert made == once
     run(*args).backward()
-    assert traced == once
-    deeper = compiled(Tiny(blocks=[Block() for _ in range(9)]))
-    deeper(*args).backward()
-    assert traced == once
+    compiled(Tiny(blocks=[Block() for _ in range(9)]))(*args).backward()
+    assert made == once
 
 
 OPERATIONS = [

@@ -499,7 +499,7 @@ class Any(nn.Module):
         return {"loss": (logits.sum(),), "logits": (logits, logits.mean()), "states": (logits, *states)}[self.outputs]
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 @given(
     st.integers(2, 4),
     st.sampled_from([None, "before", "after"]),
