@@ -38,6 +38,7 @@ from .operations import (
     COUNTED_LOSSES,
     COUNTING,
     DIVIDING,
+    FILLING,
     JOINING,
     LINEAR,
     PICKING,
@@ -157,6 +158,8 @@ class _Separation:
         inside = block_of(node) is not None
         if spec.batch_dims or (inside and (not spec.dtype.is_floating_point or name in COUNTING)):
             return State("local")  # integers inside a block are indices: the order of tokens, counts per expert
+        if name in FILLING:
+            return State("same")  # x.new_ones(()): takes from x its kind alone
         if name in ("sum", "mean", "count_nonzero"):
             return State("mean" if name == "mean" else "sum")
         return _mixed(node, "reduces over the samples of the batch")

@@ -41,10 +41,8 @@ RESHAPING = frozenset("getitem view reshape unsqueeze expand to long contiguous 
 PICKING = frozenset(["getitem"])
 LAST_DIMENSIONS = frozenset("layer_norm rms_norm".split())  # these normalise the last ones, as many as are given
 COUNTING = frozenset("histc bincount".split())
-SHAPING = frozenset(
-    "view reshape expand size unflatten zeros ones empty arange new_zeros new_ones new_empty "
-    "repeat broadcast_to split chunk narrow".split()
-)
+FILLING = frozenset("zeros ones empty arange new_zeros new_ones new_empty".split())
+SHAPING = FILLING | frozenset("view reshape expand size unflatten repeat broadcast_to split chunk narrow".split())
 # Losses whose "mean" divides by counted labels, and those whose "mean" divides by the number of elements.
 COUNTED_LOSSES = frozenset("cross_entropy nll_loss".split())
 AVERAGED_LOSSES = frozenset(
