@@ -234,7 +234,7 @@ class Call:
             if value.kind == "dw":
                 assert isinstance(content, Accumulator)
                 for key, gradient in content.sums.items():
-                    sums[key] = sums[key] + gradient if key in sums else gradient
+                    sums[key] = sums[key].add_(gradient) if key in sums else gradient
         gradients: list[torch.Tensor | None] = []
         for index, arg in enumerate(self.args):
             if isinstance(arg, torch.Tensor) and arg.requires_grad:
