@@ -249,8 +249,10 @@ def test_batch_statistics():
 def test_an_auxiliary_loss_of_experts():
     model = huggingface("mixtral", output_router_logits=True)
     ids, labels = batch()
-    model(input_ids=ids)  # transformers installs hooks at the first such call, behind a lock, which Dynamo does not enter
-    with pytest.raises(SeparationError, match="cannot be computed from micro-batches: `.*modeling_mixtral.py"):
+    model(
+        input_ids=ids
+    )  # transformers installs hooks at the first such call, behind a lock, which Dynamo does not enter
+    with pytest.raises(SeparationError, match=r"cannot be computed from micro-batches: `.*modeling_mixtral.py"):
         compile_model(model, 2)(input_ids=ids, labels=labels)
 
 

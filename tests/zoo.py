@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 import torch
@@ -15,19 +16,19 @@ VOCAB, TOKENS, WIDTH, LAYERS, BATCH = 64, 12, 32, 3, 5
 
 # Models with names of their own for the usual sizes; the others share those of llama.
 OLD_NAMES = {
-    "gpt2": dict(n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=64),
-    "gptj": dict(n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=64, rotary_dim=4),
-    "gpt_neo": dict(
-        hidden_size=WIDTH,
-        num_layers=4,
-        num_heads=4,
-        attention_types=[[["global", "local"], 2]],
-        window_size=4,
-        max_position_embeddings=64,
-    ),
-    "bloom": dict(hidden_size=WIDTH, n_layer=LAYERS, n_head=4),
-    "opt": dict(ffn_dim=48, word_embed_proj_dim=WIDTH),
-    "mamba": dict(state_size=4),
+    "gpt2": {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": 64},
+    "gptj": {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+    "gpt_neo": {
+        "hidden_size": WIDTH,
+        "num_layers": 4,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": 4,
+        "max_position_embeddings": 64,
+    },
+    "bloom": {"hidden_size": WIDTH, "n_layer": LAYERS, "n_head": 4},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": WIDTH},
+    "mamba": {"state_size": 4},
 }
 GROUPED = {"llama", "qwen2", "qwen3", "mistral", "mixtral", "olmo2", "phi3", "gemma2", "gemma3_text", "gpt_oss"}
 OTHERS = {"gpt_neox", "falcon", "bert"}
@@ -35,13 +36,13 @@ HUGGINGFACE = sorted({*OLD_NAMES, *GROUPED, *OTHERS})
 
 
 def configuration(name: str, **changes):
-    common = dict(
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=64,
-    )
+    common = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+    }
     if name in ("gpt2", "gptj", "gpt_neo", "bloom"):
         common = {}
     sizes = {**common, **OLD_NAMES.get(name, {})}
@@ -52,10 +53,10 @@ def configuration(name: str, **changes):
     if name in ("gemma2", "gemma3_text", "gpt_oss", "mistral"):
         sizes["sliding_window"] = 4
     if name in ("mixtral", "gpt_oss"):
-        sizes |= dict(num_local_experts=4, num_experts_per_tok=2)
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if name == "falcon":
         sizes["num_kv_heads"] = 1
-    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=1)
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
     return AutoConfig.for_model(name, vocab_size=VOCAB, **tokens, **{**sizes, **changes})
 
 
@@ -121,9 +122,7 @@ class Positional(nn.Module):
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x_BTD = self.trunk(self.words(ids) + self.places[: ids.shape[1]])
         counted = (labels != -100).float()
-        losses = functional.cross_entropy(
-            self.read_out(x_BTD).transpose(1, 2), labels.clamp(min=0), reduction="none"
-        )
+        losses = functional.cross_entropy(self.read_out(x_BTD).transpose(1, 2), labels.clamp(min=0), reduction="none")
         return (losses * counted).sum() / counted.sum()
 
 
@@ -146,12 +145,12 @@ def batch(size: int = BATCH, tokens: int = TOKENS, seed: int = 1) -> tuple[torch
     return ids, labels
 
 
-def compile_model(model: nn.Module, micro_batch_size: int = 1, *, compiler: str = "eager", snake: bool = True, **options):
+def compile_model(
+    model: nn.Module, micro_batch_size: int = 1, *, compiler: str = "eager", snake: bool = True, **options
+):
     """`model`, which now runs on greedysnake."""
     expert = {"compiler": compiler, "snake": snake}
-    model.compile(
-        backend=greedysnake, options={"micro_batch_size": micro_batch_size, "expert": expert, **options}
-    )
+    model.compile(backend=greedysnake, options={"micro_batch_size": micro_batch_size, "expert": expert, **options})
     return model
 
 
@@ -180,7 +179,9 @@ def micro_batches(ids: torch.Tensor, labels: torch.Tensor, size: int) -> Iterato
         yield own_ids, own_labels, (own_labels[:, 1:] != -100).sum() / counted
 
 
-def accumulate(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor, size: int, before: Callable[[int], None] | None = None):
+def accumulate(
+    model: nn.Module, ids: torch.Tensor, labels: torch.Tensor, size: int, before: Callable[[int], None] | None = None
+):
     """The gradients of plain gradient accumulation over micro-batches of `size`, summed in fp32.
 
     `before` is called with the number of each micro-batch.
@@ -208,6 +209,25 @@ def errors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> d
     }
 
 
-def assert_same_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+def assert_same_gradients(
+    found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float = 1e-5
+) -> None:
     assert wanted, "nothing to compare"
     assert {name: error for name, error in errors(found, wanted).items() if not error <= tolerance} == {}
+
+
+def both_ways(
+    model: nn.Module, use: Callable[[nn.Module], object], micro_batch_size: int = 2, tolerance: float = 1e-5, **options
+) -> None:
+    """`use(model)`, and the gradients it leaves, on plain PyTorch and on greedysnake."""
+    reference = copy.deepcopy(model)
+    expected = use(reference)
+    value = use(compile_model(model, micro_batch_size, **options))
+    if expected is not None:
+        torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
+    assert_same_gradients(gradients(model), gradients(reference), tolerance)
+
+
+def scaled(model: nn.Module) -> None:
+    """A step of the plain model, its loss scaled as for gradient accumulation."""
+    (model(*batch())[1] / 3).backward()

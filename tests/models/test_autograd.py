@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from importlib import metadata
 
 import pytest
 import torch
@@ -11,38 +10,20 @@ from torch import nn
 from torch.nn import functional
 from zoo import (
     GPT,
-    TOKENS,
-    VOCAB,
     WIDTH,
     Block,
-    accumulate,
     assert_same_gradients,
     batch,
+    both_ways,
     compile_model,
     gradients,
     huggingface,
-    train,
+    scaled,
 )
 
-from gs_compile.backend import greedysnake
 from gs_compile.errors import OutputGradientError
 
-
-def both_ways(model, use, micro_batch_size=2, tolerance=1e-5, **options):
-    """`use(model)`, and the gradients it leaves, on plain PyTorch and on greedysnake."""
-    reference = copy.deepcopy(model)
-    expected = use(reference)
-    value = use(compile_model(model, micro_batch_size, **options))
-    if expected is not None:
-        torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
-    assert_same_gradients(gradients(model), gradients(reference), tolerance)
-
-
 # What is differentiated ------------------------------------------------------------------------------------------------
-
-
-def scaled(model):
-    (model(*batch())[1] / 3).backward()
 
 
 def two_forwards_then_two_backwards(model):
@@ -124,7 +105,9 @@ def test_hidden_states(compiler):
         ids, labels = batch()
         output = model(input_ids=ids, labels=labels, output_hidden_states=True, use_cache=False)
         weights = range(1, 1 + len(output.hidden_states))
-        (output.loss + sum(w * h.square().mean() for w, h in zip(weights, output.hidden_states, strict=True))).backward()
+        (
+            output.loss + sum(w * h.square().mean() for w, h in zip(weights, output.hidden_states, strict=True))
+        ).backward()
         return output.hidden_states
 
     both_ways(gpt2_that_captures_hidden_states(), use, compiler=compiler)
@@ -132,7 +115,9 @@ def test_hidden_states(compiler):
 
 def test_one_hidden_state_without_the_loss():
     def use(model):
-        model(input_ids=batch()[0], output_hidden_states=True, use_cache=False).hidden_states[2].square().mean().backward()
+        model(input_ids=batch()[0], output_hidden_states=True, use_cache=False).hidden_states[
+            2
+        ].square().mean().backward()
 
     reference = gpt2_that_captures_hidden_states()
     model = compile_model(copy.deepcopy(reference), 2)
@@ -145,8 +130,9 @@ def test_one_hidden_state_without_the_loss():
     assert_same_gradients({name: found[name] for name in expected}, expected)
 
 
-def test_inputs_that_require_a_gradient():
-    reference = huggingface("gpt2")
+@pytest.mark.parametrize("name", ["gpt2", "llama"])  # llama's first block reads them as they are
+def test_inputs_that_require_a_gradient(name):
+    reference = huggingface(name)
     model = compile_model(copy.deepcopy(reference), 2)
     _, labels = batch()
     embedded = torch.randn(*labels.shape, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -314,233 +300,3 @@ def test_the_loss_alone():
     logits, loss = compile_model(GPT(), 2, outputs="loss")(*batch())
     assert logits is None
     torch.testing.assert_close(loss, GPT()(*batch())[1])
-
-
-# Batches ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("size", "micro_batch_size"), [(5, 2), (3, 8), (1, 1), (1, 4), (2, 1), (7, 3)])
-def test_batch_sizes(size, micro_batch_size):
-    def use(model):
-        ids, _ = batch(size)
-        loss = model(ids, ids)[1]
-        loss.backward()
-        return loss
-
-    both_ways(GPT(), use, micro_batch_size)
-
-
-def count_captures(model, micro_batch_size, **options):
-    """`model` compiled, and the list of its captures: of each the number of placeholders, one for each call."""
-    calls = []
-
-    def backend(module, example_inputs, **keywords):
-        result = greedysnake(module, example_inputs, **keywords)
-        calls.append(module)  # a call that asked for a retrace did not get here
-        return result
-
-    model.compile(backend=backend, options={"micro_batch_size": micro_batch_size, "expert": {"compiler": "eager"}}, **options)
-    return model, calls
-
-
-@pytest.mark.parametrize("options", [{}, {"dynamic": True}], ids=["automatic", "dynamic"])
-def test_other_sizes_are_not_captured_again(options):
-    model, captures = count_captures(GPT(), 2, **options)
-    reference = GPT()
-    expected = {}
-    for size, tokens, num_captures in [(5, 12, 1), (4, 12, 1), (7, 12, 1), (2, 12, 1), (3, 8, 2), (5, 10, 2), (4, 12, 2)]:
-        model.zero_grad(), reference.zero_grad()
-        ids, _ = batch(size, tokens)
-        _, found = train(model, ids, ids)
-        _, expected = train(reference, ids, ids)
-        assert_same_gradients(found, expected)
-        assert len(captures) == (1 if options else num_captures), (size, tokens)
-
-
-# Other ways to write and to call a model -------------------------------------------------------------------------------
-
-
-class Square(torch.autograd.Function):
-    """Twice the right gradient, so that one sees whose backward ran."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return 4 * x * gradient
-
-
-class OwnFunction(Block):
-    def forward(self, x_BTD):
-        return super().forward(x_BTD) + Square.apply(self.norm(x_BTD))
-
-
-class InPlace(Block):
-    def forward(self, x_BTD):
-        y_BTD = self.up(self.norm(x_BTD))
-        y_BTD += 0.5
-        y_BTD = y_BTD.masked_fill_(y_BTD > 1, 0.25).clone()
-        y_BTD[:, 0] = y_BTD[:, 1] * 2
-        y_BTD[..., ::2].mul_(3)
-        x_BTD = x_BTD + 0
-        x_BTD += self.down(y_BTD)
-        return x_BTD
-
-
-class ChangesItsInput(Block):
-    def forward(self, x_BTD):
-        x_BTD += self.down(functional.gelu(self.up(self.norm(x_BTD.clone()))))
-        return x_BTD
-
-
-class TakesNone(Block):
-    def forward(self, x_BTD, mask=None, scale=None):
-        x_BTD = super().forward(x_BTD)
-        return x_BTD if mask is None else x_BTD * mask
-
-
-class HasBuffers(Block):
-    number = 0
-
-    def __init__(self):
-        super().__init__()
-        HasBuffers.number += 1
-        self.register_buffer("scale", torch.full((WIDTH,), 1.0 + HasBuffers.number))
-        self.register_buffer("places", torch.arange(64).float() / 64, persistent=False)
-
-    def forward(self, x_BTD):
-        return super().forward(x_BTD) * self.scale + self.places[: x_BTD.shape[1], None]
-
-
-class Shift(nn.Module):
-    """Its parameter has the hidden state's shape where a micro-batch is one sample, and so its very gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.shift = nn.Parameter(torch.randn(1, TOKENS, WIDTH))
-
-    def forward(self, x_BTD):
-        return x_BTD + self.shift
-
-
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 5])
-@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
-@pytest.mark.parametrize("block", [OwnFunction, InPlace, ChangesItsInput, TakesNone, HasBuffers, Shift])
-def test_blocks(block, micro_batch_size):
-    both_ways(GPT(block), scaled, micro_batch_size)
-
-
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_shared_block(compiler):
-    block = Block()
-    both_ways(GPT(lambda: block), scaled, compiler=compiler)
-
-
-def test_a_wide_block_is_a_class_of_its_own():
-    widths = iter([48, 48, 96, 48])
-    model = GPT(lambda: Block(hidden=next(widths)), num_layers=4)
-    with pytest.warns(UserWarning, match=r"of 2 kinds.*layer 2 differs from layer 0 at blocks\.2\.up\.weight: .*96.*48"):
-        both_ways(model, scaled)
-
-
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-def test_gradient_checkpointing_is_absorbed():
-    model = huggingface("gpt2")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    reference = copy.deepcopy(model)
-    model, captures = count_captures(model, 2)
-    ids, labels = batch()
-    assert_same_gradients(train(model, ids, labels)[1], train(reference, ids, labels)[1])
-    assert len(captures) == 1
-
-
-class Autocast(Block):
-    def forward(self, x_BTD):
-        with torch.autocast("cpu", torch.bfloat16):
-            y_BTD = self.up(self.norm(x_BTD))
-            with torch.autocast("cpu", enabled=False):
-                y_BTD = functional.gelu(y_BTD.float())
-            return x_BTD + self.down(y_BTD)
-
-
-def around_the_call(model):
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(*batch())[1]
-    loss.backward()
-    return loss.detach()
-
-
-def around_all(model):
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(*batch())[1]
-        loss.backward()
-    return loss.detach()
-
-
-@pytest.mark.parametrize(
-    ("block", "use"), [(Block, around_the_call), (Block, around_all), (Autocast, scaled)], ids=["call", "all", "inside"]
-)
-@pytest.mark.parametrize(("micro_batch_size", "tolerance"), [(5, 1e-5), (2, 2**-7)])
-def test_autocast(block, use, micro_batch_size, tolerance):
-    """One micro-batch does the operations of eager; several round partial sums, by 2^-9 each, in another order."""
-    both_ways(GPT(block), use, micro_batch_size, tolerance)
-
-
-@pytest.mark.parametrize("use", [around_the_call, around_all])
-def test_autocast_changes_what_is_computed(use):
-    """So the test above cannot pass in fp32."""
-    found, exact = GPT(), GPT()
-    use(found)
-    train(exact, *batch())
-    with pytest.raises(AssertionError):
-        assert_same_gradients(gradients(found), gradients(exact), 1e-4)
-
-
-def test_gradients_of_bf16_parameters_are_summed_in_fp32():
-    """256 samples that each add 1 to a gradient: in bf16 the sum of more than 256 ones stays at 256."""
-
-    class Ones(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
-            self.bias = nn.Parameter(torch.zeros(2))
-
-        def forward(self, x):
-            x = x.clone()
-            for block in self.blocks:
-                x = block(x)
-            return (x + self.bias).sum()
-
-    model = compile_model(Ones().bfloat16(), 1)
-    model(torch.ones(300, 2, dtype=torch.bfloat16)).backward()
-    assert model.bias.grad.tolist() == [300, 300]
-    assert torch.ones((), dtype=torch.bfloat16) + 256 == 256
-
-
-# Ways to compile -------------------------------------------------------------------------------------------------------
-
-
-def test_a_wrapped_model_is_the_same():
-    options = {"micro_batch_size": 2, "expert": {"compiler": "eager"}}
-    in_place, inner = GPT(), GPT()
-    in_place.compile(backend=greedysnake, options=options)
-    wrapped = torch.compile(inner, backend=greedysnake, options=options)
-    ids, labels = batch()
-    (loss, found), (other, _) = train(in_place, ids, labels), train(wrapped, ids, labels)
-    assert torch.equal(loss, other)
-    assert all(torch.equal(found[name], gradient) for name, gradient in gradients(inner).items())
-    assert found.keys() == gradients(inner).keys() == dict(in_place.named_parameters()).keys()
-
-
-def test_the_name_of_the_backend():
-    try:
-        metadata.distribution("greedysnake")
-    except metadata.PackageNotFoundError:
-        pytest.skip("torch finds the backend by name only where the distribution is installed: pip install -e .")
-    model = GPT()
-    model.compile(backend="greedysnake", options={"micro_batch_size": 2, "expert": {"compiler": "eager"}})
-    assert_same_gradients(train(model, *batch())[1], train(GPT(), *batch())[1])
