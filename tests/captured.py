@@ -95,7 +95,10 @@ def run_units(cut: Split, case: Case, start: int, length: int) -> list[Any]:
                 source.kind
             ]()
 
-        results = unit.module(*(fetch(source) for source in unit.sources))
+        given = [fetch(source) for source in unit.sources]
+        before = [value.detach().clone() for value in given]
+        results = unit.module(*given)
+        torch.testing.assert_close(given, before, rtol=0, atol=0, equal_nan=True)  # checkpoints stay what they were
         by_kind = {kind: [r for r, k in zip(results, unit.results, strict=True) if k == kind] for kind in unit.results}
         made[unit.unit] = by_kind.get("y", [])
         if unit.unit == "e":

@@ -224,10 +224,10 @@ def test_side_inputs_of_all_kinds():
     assert_equals_autograd(units[0])
 
 
-def test_a_parameter_that_is_not_used_gets_zeros():
+def test_a_parameter_that_no_gradient_reaches_gets_zeros():
     class Idle(Block):
         def forward(self, x):
-            return x + self.up(x)[..., :WIDTH] + self.down(torch.zeros_like(self.up(x))) * 0
+            return x + self.up(x)[..., :WIDTH] + self.down(self.up(x)).detach()
 
     unit = block_unit(Idle)
     gradients = differentiate(unit, EAGER).backward(*[t.detach() for t in inputs_of(unit)], torch.ones(2, 5, WIDTH))
@@ -236,12 +236,20 @@ def test_a_parameter_that_is_not_used_gets_zeros():
     assert sum(not g.any() for g in gradients) == 2
 
 
+class Attending(Block):
+    """Attention is one operation, marked as drawing whatever its rate."""
+
+    def forward(self, x):
+        return super().forward(functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0])
+
+
 @pytest.mark.parametrize(
     ("block", "draws"),
     [
         (lambda: nn.Sequential(Block(), nn.Dropout(0.5)), True),
         (lambda: nn.Sequential(Block(), nn.Dropout(0.0)), False),
         (Block, False),
+        (Attending, False),
     ],
 )
 def test_draws_random(block, draws):
