@@ -123,12 +123,19 @@ def test_gradient_checkpointing_is_absorbed():
 
 
 class Autocast(Block):
+    """Down in fp32, whatever region the model is called in."""
+
     def forward(self, x_BTD):
         with torch.autocast("cpu", torch.bfloat16):
-            y_BTD = self.up(self.norm(x_BTD))
+            y_BTD = functional.gelu(self.up(self.norm(x_BTD)))
             with torch.autocast("cpu", enabled=False):
-                y_BTD = functional.gelu(y_BTD.float())
-            return x_BTD + self.down(y_BTD)
+                return x_BTD + self.down(y_BTD.float())
+
+
+def around_nothing(model):
+    loss = model(*batch())[1]
+    loss.backward()
+    return loss.detach()
 
 
 def around_the_call(model):
@@ -146,7 +153,9 @@ def around_all(model):
 
 
 @pytest.mark.parametrize(
-    ("block", "use"), [(Block, around_the_call), (Block, around_all), (Autocast, scaled)], ids=["call", "all", "inside"]
+    ("block", "use"),
+    [(Block, around_the_call), (Block, around_all), (Autocast, around_nothing), (Autocast, around_the_call)],
+    ids=["call", "all", "inside", "both"],
 )
 @pytest.mark.parametrize(("micro_batch_size", "tolerance"), [(5, 1e-5), (2, 2**-7)])
 def test_autocast(block, use, micro_batch_size, tolerance):
