@@ -106,6 +106,8 @@ class _Fold:
         """The number `value` stands for where it grows with the batch, and whether it is proportional to it."""
         if not isinstance(value, SYMBOLIC) or not self(value)[1] or not value.node.expr.free_symbols & self.batch:
             return {}
+        if isinstance(value, torch.SymBool):
+            return {self(value)[0]: False}
         doubled = value.node.expr.xreplace({symbol: 2 * symbol for symbol in self.batch})
         return {self(value)[0]: bool(sympy.expand(doubled - 2 * value.node.expr) == 0)}
 
