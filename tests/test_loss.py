@@ -472,6 +472,9 @@ SILENT = {
     "mean as a target": lambda p, y: functional.mse_loss(p, p.mean(0, keepdim=True).expand(p.shape[0], -1, -1)),
     "counts as class weights": lambda p, y: cross_entropy(p, y, weight=classes(y).sum((0, 1))),
     "size_average": lambda p, y: cross_entropy(p, y, size_average=False),
+    "size_average, the usual": lambda p, y: cross_entropy(p, y, size_average=True),
+    "samples normalised": lambda p, y: functional.normalize(p, 2.0, 0).exp().mean(),
+    "a truth about the batch size": lambda p, y: p.sum() * (p.shape[0] > 3),
     "reduce": lambda p, y: cross_entropy(p, y, reduce=False).sum(),
 }
 
