@@ -38,10 +38,10 @@ def greedysnake(
     try:
         return CompiledModel(capture(module, example_inputs), Options.of(options, mode))
     except GreedySnakeError as error:
-        refusal = error
+        kind, message = type(error), str(error)  # not the error: its traceback holds the model
 
     def refuse(*_: Any) -> Any:
-        raise refusal
+        raise kind(message)
 
     return refuse
 
@@ -65,7 +65,9 @@ class CompiledModel:
             _refuse_a_loss(layouts[0])
         parts = list(_slices(args, batch, lengths, layouts))
         seed = int(torch.randint(2**62, (), device="cpu")) if any(layout.draws_random for layout in layouts) else None
-        return Call(self.plan, layouts[0], layouts, args, CompiledUnits(parts, seed), training).run()
+        devices = {arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.device.type == "cuda"}
+        units = CompiledUnits(parts, seed, sorted(devices, key=str))
+        return Call(self.plan, layouts[0], layouts, args, units, training).run()
 
     def _register(self, args: Sequence[Any]) -> None:
         """Make this known for the model that calls: Dynamo runs one capture for all models that are alike."""
@@ -96,7 +98,7 @@ def _slices(
     total, start = sum(lengths), 0
     for length, layout in zip(lengths, layouts, strict=True):
         inputs = {index: args[index].narrow(0, start, length) for index in batch}
-        fraction = torch.tensor(length / max(total, 1), device=args[batch[0]].device)
+        fraction = torch.tensor(length / max(total, 1), dtype=torch.float32, device=args[batch[0]].device)
         counted = {source.index: args[source.index] for source in layout.sized.count_sources if source.kind == "input"}
         yield MicroBatch(layout.sized, inputs, fraction, counted)
         start += length

@@ -64,15 +64,13 @@ class Call:
             del self.executor.env[value]
         return outputs
 
-    def backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """The gradients of the trained arguments, in their order, given those of `made`."""
-        executor, self.executor = self.executor, None
-        if executor is None:
-            raise RuntimeError(
-                "Trying to backward through the graph a second time: greedysnake frees a step's checkpoints as its "
-                "backward uses them, also with retain_graph=True; call the model again"
-            )
-        outside = self._outside(gradients)
+    def backward(self, gradients: Gradients, outside: frozenset[Any]) -> list[torch.Tensor | None]:
+        """The gradients of the trained arguments, in their order, given those of `made`; once, as it uses up the step.
+
+        `outside` is what `outside` made of the same gradients.
+        """
+        executor = self.executor
+        assert executor is not None
         with self._device_state():
             if outside:
                 self._backward_from_outside(executor, gradients, outside)
@@ -88,8 +86,11 @@ class Call:
         apart = not shape.has_loss or self.layout.scales_gradients
         return replace(shape, outside=frozenset({EPILOGUE})) if apart else shape
 
-    def _outside(self, gradients: Gradients) -> frozenset[Any]:
-        """What gets a gradient that the head's own backward did not know of: units for `StepShape.outside`."""
+    def outside(self, gradients: Gradients) -> frozenset[Any]:
+        """What gets a gradient that the head's own backward did not know of: units for `StepShape.outside`.
+
+        Raises `OutputGradientError` for an output that has no gradient here.
+        """
         assert self.program is not None
         arrived = [output for output, gradient in zip(self.made, gradients, strict=True) if gradient is not None]
         for output in arrived:
@@ -126,8 +127,8 @@ class Call:
     @contextmanager
     def _device_state(self) -> Iterator[None]:
         """The units' code has autocast in it and draws from generators of its own; the user's stay as they are."""
-        devices = {arg.device for arg in self.args if isinstance(arg, torch.Tensor) and arg.device.type == "cuda"}
-        with torch._C._DisableAutocast(), torch.random.fork_rng(sorted(devices, key=str), self.units.seed is not None):
+        units = self.units
+        with torch._C._DisableAutocast(), torch.random.fork_rng(units.devices, enabled=units.seed is not None):
             yield
 
     def _inputs(self) -> dict[Value, Any]:
@@ -257,8 +258,10 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *trained: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = call.forward()
         ctx.call = call
+        ctx.num_trained = len(trained)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*trained)  # the usual errors: used twice, or changed in place before the backward
+        # All that the recomputation reads: the usual errors where it is used twice, or was changed in place meanwhile.
+        ctx.save_for_backward(*(arg for arg in call.args if isinstance(arg, torch.Tensor)))
         made = zip(outputs, call.made, strict=True)
         ctx.mark_non_differentiable(
             *(tensor for tensor, output in made if not (output.spec and output.spec.requires_grad))
@@ -269,9 +272,17 @@ class _Step(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         _ = ctx.saved_tensors
+        if ctx.call is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: greedysnake frees a step's checkpoints as its "
+                "backward uses them, also with retain_graph=True; call the model again"
+            )
         if all(gradient is None for gradient in gradients):
-            return (None,) * (1 + len(_))
-        return (None, *ctx.call.backward(gradients))
+            return (None,) * (1 + ctx.num_trained)
+        outside = ctx.call.outside(gradients)
+        call: Call = ctx.call
+        ctx.call = None  # a loss that lives on keeps nothing of its step
+        return (None, *call.backward(gradients, outside))
 
 
 def _name(output: OutputSpec) -> str:

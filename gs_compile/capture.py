@@ -17,13 +17,14 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from gs_compile.errors import GraphBreakError, MixedDeviceError, NoBatchInputError, VersionError
+from gs_compile.errors import CaptureError, GraphBreakError, MixedDeviceError, NoBatchInputError, VersionError
 from gs_compile.graph import Captured, Input, Role
 
 OLDEST_TORCH = (2, 11)
@@ -72,11 +73,17 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     sizes = {node.name: _example(node).shape for node, _ in _placeholders(module, ()) if _is_tensor(_example(node))}
     batch = [entry for entry in inputs if entry.role == "batch"]
     symbols = frozenset[sympy.Symbol]().union(*(_symbols(sizes[entry.name][0]) for entry in batch))
+    others = frozenset[sympy.Symbol]().union(*(_symbols(size) for shape in sizes.values() for size in shape[1:]))
     if not _retracing():
         fixed = not symbols and any(int(sizes[entry.name][0]) > 1 for entry in batch)
-        shared = any(_symbols(size) & symbols for shape in sizes.values() for size in shape[1:])
-        if fixed or shared or _has_float_symbols(module):
+        if fixed or symbols & others or _has_float_symbols(module):
             _trace_again(_source(node) for node, _ in _placeholders(module, ()) if node.name in {b.name for b in batch})
+    if symbols:  # Dynamo has shown which sizes were the batch's only by coincidence: they are fixed, or another's
+        symbols -= others
+        if not symbols:
+            raise CaptureError("the batch size is tied to another dimension of the inputs, so it cannot be cut")
+        own = {entry.name for entry in batch if _symbols(sizes[entry.name][0]) & symbols}
+        inputs = tuple(replace(e, role="constant") if e.role == "batch" and e.name not in own else e for e in inputs)
     devices = {example.device.type for example in example_inputs if _is_tensor(example)}
     return Captured(module, inputs, symbols, next(filter(None, map(_autocast, sorted(devices))), None))
 

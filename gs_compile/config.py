@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from gs_compile.errors import OptionError
@@ -53,6 +53,8 @@ class Options:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise OptionError(f"micro_batch_size must be a whole number of samples, 1 or more; got {size!r}")
         _one_of("outputs", self.outputs, ("all", "loss"))
+        if not isinstance(self.expert, (Mapping, Expert)):
+            raise OptionError(f"expert must be a dict or gs_compile.Expert; got {self.expert!r}")
         if isinstance(self.expert, Mapping):
             object.__setattr__(self, "expert", _from_mapping(Expert, self.expert, "expert."))
 
@@ -60,7 +62,7 @@ class Options:
     def of(cls, options: Mapping[str, Any] | Options | None, mode: str | None = None) -> Options:
         """The options from what torch.compile hands to a backend; raises `OptionError` for what it does not know."""
         if isinstance(options, Options):
-            options = {entry.name: getattr(options, entry.name) for entry in fields(options)}
+            return replace(options, mode=mode or options.mode)
         given = dict(options or {})
         if mode is not None:
             given["mode"] = mode

@@ -109,7 +109,7 @@ class LossTerm:
     """One line of the derivation by which a micro-batch's share of the loss was found."""
 
     node: str
-    kind: str  # "sum", "mean" or "constant": how values of micro-batches combine
+    kind: str  # "sum", "mean" or "total": how values of micro-batches combine
     why: str
     where: str  # the user's source line
 

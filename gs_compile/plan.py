@@ -32,7 +32,8 @@ from gs_compile.report import report
 from gs_compile.runtime.units import Sized
 
 _codes: dict[Hashable, Differentiated] = {}  # equal layers of all captures share their code
-_LARGEST_CACHE = 512  # codes; a model has three for each size of the micro-batch
+MOST_CODES = 512  # a model has three for each size of the micro-batch
+MOST_LAYOUTS = 64  # of one capture: sequence lengths, and sizes of the last micro-batch
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,9 @@ class Plan:
         if key not in self.layouts:
             start = time.perf_counter()
             self.layouts[key] = self._make_layout(micro_batch_size, sizes, alone)
+            while len(self.layouts) > MOST_LAYOUTS:
+                dropped = self.layouts.pop(next(iter(self.layouts)))
+                self.steps = {k: step for k, step in self.steps.items() if step.layout is not dropped}
             self.seconds += time.perf_counter() - start
         return self.layouts[key]
 
@@ -170,11 +174,18 @@ class Plan:
         chosen = self.options.expert.compiler
         compiler: Compiler = best_compiler(device) if chosen == "auto" or device == "meta" else chosen
         generator = Generator(compiler, self.options.mode)
-        if (key, generator) not in _codes:
-            while len(_codes) >= _LARGEST_CACHE:
-                del _codes[next(iter(_codes))]
-            _codes[key, generator] = differentiate(unit, generator)
-        return _codes[key, generator]
+        full_key = (key, generator, _global_settings())
+        code = _codes.pop(full_key, None) or differentiate(unit, generator)
+        _codes[full_key] = code  # the latest last
+        while len(_codes) > MOST_CODES:
+            del _codes[next(iter(_codes))]
+        return code
+
+
+def _global_settings() -> Hashable:
+    """What code depends on beside its graph; Dynamo guards on it, so a change comes with a new capture."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return (torch.get_default_dtype(), deterministic, torch.get_float32_matmul_precision(), torch.get_num_threads())
 
 
 def losses_among(outputs: Sequence[Any]) -> list[Any]:

@@ -40,7 +40,8 @@ class Generator:
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
-        patches = list_mode_options(self.mode) if self.mode else None
+        patches = dict(list_mode_options(self.mode)) if self.mode else {}
+        patches.pop("triton.cudagraphs", None)  # a graph's outputs end with its next call; checkpoints live longer
         compiled: Any = compile_fx(graph_module, list(inputs), config_patches=patches)
         function: Callable[..., Any] = compiled
         return function

@@ -7,7 +7,8 @@ the same plain name, and the tables below say what is known of it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -77,15 +78,34 @@ def is_mutation(node: fx.Node) -> bool:
     if node.op not in ("call_method", "call_function"):
         return False
     name = _name(node)
-    in_place = name.endswith("_") and not name.startswith("_")
-    return in_place or name in IN_PLACE_OPERATORS or "out" in node.kwargs or tracks_statistics(node)
+    in_place = name.split(".")[0].endswith("_") and not name.startswith("_")
+    named = in_place or name in IN_PLACE_OPERATORS or "out" in node.kwargs
+    return named or is_told_in_place(node) or tracks_statistics(node)
 
 
 def mutated(node: fx.Node) -> fx.Node:
     """What a mutation changes."""
-    target = node.kwargs["out"] if "out" in node.kwargs else node.args[1 if tracks_statistics(node) else 0]
+    given = (*node.args, *node.kwargs.values())
+    target = node.kwargs["out"] if "out" in node.kwargs else given[1 if tracks_statistics(node) else 0]
     assert isinstance(target, fx.Node)
     return target
+
+
+def is_told_in_place(node: fx.Node) -> bool:
+    """``relu(x, inplace=True)``, the flag by name or by place."""
+    if "inplace" in node.kwargs:
+        return bool(node.kwargs["inplace"])
+    at = _place_of_inplace(node.target) if node.op == "call_function" else None
+    return at is not None and len(node.args) > at and bool(node.args[at])
+
+
+@cache
+def _place_of_inplace(function: Callable[..., Any]) -> int | None:
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a builtin: its in-place form has a name of its own
+        return None
+    return names.index("inplace") if "inplace" in names else None
 
 
 def normalises_by_batch(node: fx.Node) -> bool:

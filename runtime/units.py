@@ -72,9 +72,12 @@ class CompiledUnits:
     gradient for each of its differentiated results; that of a layer input is a tensor.
     """
 
-    def __init__(self, micro_batches: Sequence[MicroBatch], seed: int | None) -> None:
+    def __init__(
+        self, micro_batches: Sequence[MicroBatch], seed: int | None, devices: Sequence[torch.device] = ()
+    ) -> None:
         self.micro_batches = micro_batches
         self.seed = seed  # of this step; None where nothing is drawn
+        self.devices = devices  # whose generators are drawn from, beside the CPU's
 
     def count(self, batches: list[Any], **_: Any) -> tuple[torch.Tensor, ...]:
         shares = []
@@ -100,9 +103,10 @@ class CompiledUnits:
             return self._forward(unit, micro_batch, wants, reads)
         part = self.micro_batches[micro_batch]
         graph = part.sized.units[unit]
-        outcome = part.sized.codes[unit].both(*self._inputs(unit, micro_batch, reads))
+        inputs = self._inputs(unit, micro_batch, reads)
+        outcome = part.sized.codes[unit].both(*inputs)
         results, gradients = outcome[: len(graph.results)], outcome[len(graph.results) :]
-        dx = self._spread(graph, micro_batch, gradients, reads)
+        dx = self._spread(graph, micro_batch, gradients, reads, held=inputs)
         return tuple(dx if kind == "dx" else _result(graph, results, kind) for kind in wants)
 
     def head_backward(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
@@ -142,15 +146,16 @@ class CompiledUnits:
         graph = part.sized.units[unit]
         specs = [graph.result_specs[index] for index in graph.differentiated]
         gradients = [_laid_out(gradient, spec) for gradient, spec in zip(gradients, specs, strict=True)]
-        outcome = part.sized.codes[unit].backward(*self._inputs(unit, micro_batch, reads), *gradients)
-        dx = self._spread(graph, micro_batch, outcome, reads, held=gradients)
+        inputs = self._inputs(unit, micro_batch, reads)
+        outcome = part.sized.codes[unit].backward(*inputs, *gradients)
+        dx = self._spread(graph, micro_batch, outcome, reads, held=(*inputs, *gradients))
         return (dx,) if "dx" in wants else ()
 
     def _inputs(self, unit: Unit, micro_batch: int, reads: Mapping[str, Any]) -> list[torch.Tensor]:
         """The tensors for the placeholders of a unit's graph; also sets the generators to this unit's numbers."""
         part = self.micro_batches[micro_batch]
         if self.seed is not None and part.sized.codes[unit].draws_random:
-            seed_generators(self.seed, unit, micro_batch)
+            seed_generators(self.seed, unit, micro_batch, self.devices)
         graph = part.sized.units[unit]
         inputs = [self._input(source, part, reads) for source in graph.sources]
         return [
@@ -222,17 +227,17 @@ def _sum(left: torch.Tensor | None, right: torch.Tensor | None) -> Any:
     return left + right
 
 
-def seed_generators(seed: int, unit: Unit, micro_batch: int) -> None:
-    """Set the default generators to the numbers of one unit and micro-batch of the step seeded with `seed`.
+def seed_generators(seed: int, unit: Unit, micro_batch: int, devices: Sequence[torch.device] = ()) -> None:
+    """Set the default generators of the CPU and of CUDA `devices` to the numbers of one unit and micro-batch.
 
-    A function of (step, unit, micro-batch) alone: recomputation draws what the forward drew, and the order in which
-    units and micro-batches run does not matter.
+    A function of (step, unit, micro-batch) alone, `seed` being the step's: recomputation draws what the forward drew,
+    and the order in which units and micro-batches run does not matter.
     """
     place = {PROLOGUE: 0, EPILOGUE: 1}[unit] if isinstance(unit, str) else 2 + unit
     mixed = _mix(_mix(_mix(seed) ^ place) ^ micro_batch)
     torch.default_generator.manual_seed(mixed)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.manual_seed(mixed)
+    for device in devices:
+        torch.cuda.default_generators[device.index].manual_seed(mixed)
 
 
 def _mix(number: int) -> int:
