@@ -278,7 +278,7 @@ class _Step(torch.autograd.Function):
                 "backward uses them, also with retain_graph=True; call the model again"
             )
         if all(gradient is None for gradient in gradients):
-            return (None,) * (1 + ctx.num_trained)
+            return (None, *ctx.num_trained * (None,))
         outside = ctx.call.outside(gradients)
         call: Call = ctx.call
         ctx.call = None  # a loss that lives on keeps nothing of its step
