@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -286,6 +288,29 @@ def test_a_parameter_changed_before_the_backward_is_the_usual_error():
         model.blocks[0].up.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_an_input_changed_before_the_backward_is_the_usual_error():
+    model = GPT()
+    compile_model(model)
+    ids, labels = batch()
+    loss = model(ids, labels)[1]
+    ids.add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_loss_that_lives_on_keeps_nothing_of_its_step():
+    model = GPT()
+    compile_model(model)
+    ids, labels = batch()
+    loss = model(ids, labels)[1]
+    loss.backward()
+    kept = weakref.ref(ids)
+    del ids
+    gc.collect()
+    assert kept() is None
+    assert loss.grad_fn is not None
 
 
 def test_outputs_are_the_users_to_change():

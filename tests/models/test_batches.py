@@ -6,6 +6,7 @@ from importlib import metadata
 
 import pytest
 import torch
+from torch.nn import functional
 from zoo import GPT, WIDTH, assert_same_gradients, batch, both_ways, gradients, huggingface, train
 
 from gs_compile.backend import greedysnake
@@ -31,6 +32,34 @@ def test_a_transposed_batch(compiler):
         model(ids.T.contiguous().T, labels.repeat_interleave(2, 1)[:, ::2])[1].backward()
 
     both_ways(GPT(), use, compiler=compiler)
+
+
+def test_a_size_equal_to_the_batch_by_coincidence():
+    """The bias has as many rows as the batch has samples, but they are tokens."""
+
+    class Biased(GPT):
+        def forward(self, ids, labels, bias_TD):
+            x_BTD = self.embedding(ids) + bias_TD
+            for block in self.blocks:
+                x_BTD = block(x_BTD)
+            logits = self.head(self.norm(x_BTD))
+            return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    bias_TD = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0))
+    both_ways(Biased(), lambda model: model(*batch(5, tokens=5), bias_TD).backward(), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_users_default_dtype_is_not_the_fractions(dtype):
+    class Meaned(GPT):
+        def forward(self, ids, labels):
+            return super().forward(ids)[0].square().mean()
+
+    torch.set_default_dtype(dtype)
+    try:
+        both_ways(Meaned().float(), lambda model: model(*batch(5)).backward(), 2, compiler="inductor")
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_embedded_inputs_go_straight_to_the_first_block():

@@ -57,6 +57,16 @@ class InPlace(Block):
         return x_BTD
 
 
+class ToldInPlace(Block):
+    """Changes told by a flag, the result not used: the activation, and what the block reads."""
+
+    def forward(self, x_BTD):
+        functional.leaky_relu(x_BTD, 0.5, True)
+        y_BTD = self.up(self.norm(x_BTD))
+        functional.relu(y_BTD, inplace=True)
+        return x_BTD + self.down(y_BTD)
+
+
 class ChangesItsInput(Block):
     def forward(self, x_BTD):
         x_BTD += self.down(functional.gelu(self.up(self.norm(x_BTD.clone()))))
@@ -92,7 +102,7 @@ class Shift(nn.Module):
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
-@pytest.mark.parametrize("block", [OwnFunction, InPlace, ChangesItsInput, TakesNone, HasBuffers, Shift])
+@pytest.mark.parametrize("block", [OwnFunction, InPlace, ToldInPlace, ChangesItsInput, TakesNone, HasBuffers, Shift])
 def test_blocks(block, micro_batch_size):
     both_ways(GPT(block), scaled, micro_batch_size)
 
