@@ -182,6 +182,12 @@ class _Separation:
             return "takes a part of the samples"
         if node.meta.get("batch_numbers") and name in ARITHMETIC and spec.dtype.is_floating_point:
             return "computes with the batch size"
+        if (
+            spec.dtype.is_floating_point
+            and name in (*ARITHMETIC, "embedding")
+            and any(map(_numbers, node.all_input_nodes))
+        ):
+            return "computes with the numbers of the samples, which every micro-batch counts from 0"
         return ALONG_SAMPLES if self._works_along_samples(node, name) else ""
 
     def _works_along_samples(self, node: fx.Node, name: str) -> bool:
@@ -313,6 +319,12 @@ class _Separation:
 
 def _mixed(node: fx.Node, why: str) -> State:
     return State("mixed", cause=node, why=why)
+
+
+def _numbers(source: fx.Node) -> bool:
+    """Whether a value holds the samples' numbers."""
+    spec = source.meta.get("spec")
+    return isinstance(spec, TensorSpec) and bool(spec.batch_dims) and is_arange(source)
 
 
 def _not_shares(node: fx.Node, name: str) -> State:

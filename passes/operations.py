@@ -38,7 +38,7 @@ REORDERING = frozenset(
     "scatter_reduce".split()
 )
 DIMENSION_AT = {"roll": 2, "topk": 2, "normalize": 2, "take_along_dim": 2, "gumbel_softmax": 4}  # else argument 1
-RESHAPING = frozenset("getitem view reshape unsqueeze expand to long contiguous clone".split())
+RESHAPING = frozenset("getitem view reshape unsqueeze expand to long float double contiguous clone".split())
 PICKING = frozenset(["getitem"])
 LAST_DIMENSIONS = frozenset("layer_norm rms_norm".split())  # these normalise the last ones, as many as are given
 COUNTING = frozenset("histc bincount".split())
