@@ -22,7 +22,8 @@ import transformers
 
 
 def measure(layers: int, compiler: str) -> dict[str, float]:
-    from gs_compile.backend import compiled_for, greedysnake
+    from gs_compile.backend import greedysnake
+    from gs_compile.plan import plans_of
 
     transformers.logging.set_verbosity_error()
     config = transformers.GPT2Config(n_layer=layers, n_embd=256, n_head=4, n_positions=128, vocab_size=1024)
@@ -34,7 +35,7 @@ def measure(layers: int, compiler: str) -> dict[str, float]:
     start = time.perf_counter()
     model(input_ids=ids, labels=ids).loss.backward()
     whole = time.perf_counter() - start
-    plan = compiled_for[next(model.parameters())][0].plan
+    plan = plans_of[next(model.parameters())][0]
     layout = next(iter(plan.layouts.values()))
     codes = {id(code): code for code in layout.sized.codes.values()}
     compiled = sum(code.seconds for code in codes.values())

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from gs_compile.bridge import Call
 from gs_compile.capture import capture, ignore_logging
 from gs_compile.config import Options
 from gs_compile.errors import CaptureError, GreedySnakeError, NothingRequiresGradError
 from gs_compile.graph import Captured
-from gs_compile.plan import Layout, Plan, is_float_scalar
+from gs_compile.plan import Layout, Plan, is_float_scalar, plans_of
 from gs_compile.runtime.units import CompiledUnits, MicroBatch
-
-# For inspection: what was compiled for each parameter's model. By identity: `==` of two tensors is a tensor.
-compiled_for: MutableMapping[torch.nn.Parameter, list[CompiledModel]] = WeakTensorKeyDictionary()
 
 ignore_logging()
 
@@ -73,10 +69,10 @@ class CompiledModel:
         """Make this known for the model that calls: Dynamo runs one capture for all models that are alike."""
         for entry, arg in zip(self.plan.captured.inputs, args, strict=True):
             if entry.role == "parameter":
-                known = compiled_for.setdefault(arg, [])
-                if self in known:
+                known = plans_of.setdefault(arg, [])
+                if any(plan is self.plan for plan in known):
                     return
-                known.append(self)
+                known.append(self.plan)
 
     def _micro_batches(self, batch_size: int) -> list[int]:
         size = self.plan.options.micro_batch_size

@@ -19,6 +19,7 @@ from gs_compile.errors import OutputGradientError
 from gs_compile.graph import OutputSpec
 from gs_compile.plan import Layout, Plan
 from gs_compile.program import EPILOGUE, Program, StepShape, Value
+from gs_compile.report import report
 from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.units import Accumulator, CompiledUnits
 
@@ -54,8 +55,10 @@ class Call:
 
     def forward(self) -> list[torch.Tensor]:
         """The outputs that the step makes, in the order of `made`."""
-        shape = self._shape()
-        self.program = self.plan.program(self.layout, self.num_micro_batches, shape)[-1]
+        first = not self.plan.steps
+        self.program = self.plan.program(self.layout, self.num_micro_batches, self._shape())[-1]
+        if first:
+            report(self.plan)
         self.executor = Executor(self.program, self.units, self._inputs())
         with self._device_state():
             self.executor.forward()

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,11 +21,9 @@ from gs_compile.errors import InspectionError
 from gs_compile.fx import graph_module
 from gs_compile.graph import LossTerm, Source, TensorSpec, UnitGraph
 from gs_compile.passes.differentiate import Differentiated
+from gs_compile.plan import Layout, Plan, Step, plans_of
 from gs_compile.program import EPILOGUE, PROLOGUE, Program, StepShape, Unit, height
 from gs_compile.text import timetable
-
-if TYPE_CHECKING:
-    from gs_compile.plan import Layout, Plan, Step
 
 
 def inspect(model: torch.nn.Module) -> Inspection:
@@ -35,10 +32,8 @@ def inspect(model: torch.nn.Module) -> Inspection:
     `model` was compiled in place or is what torch.compile returned. Raises `InspectionError` if it has not been called
     since.
     """
-    from gs_compile.backend import compiled_for
-
-    compiled = dict.fromkeys(chain.from_iterable(compiled_for.get(p, ()) for p in model.parameters()))
-    plans = [entry.plan for entry in reversed(compiled) if entry.plan.steps]
+    known = {id(plan): plan for p in model.parameters() for plan in plans_of.get(p, ())}
+    plans = [plan for plan in reversed(known.values()) if plan.steps]
     if not plans:
         raise InspectionError(
             f"there is nothing to inspect: this {type(model).__name__} has not run with the greedysnake backend. "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import CompileContext, CompileId
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gs_compile.config import Options
 from gs_compile.errors import UniformityWarning
@@ -28,8 +29,10 @@ from gs_compile.passes.specialize import specialize
 from gs_compile.passes.split import Split, split
 from gs_compile.passes.uniform import Uniform, uniform
 from gs_compile.program import EPILOGUE, PROLOGUE, Program, StepShape, Unit, Value
-from gs_compile.report import report
 from gs_compile.runtime.units import Sized
+
+# For inspection: the plans of each parameter's model. By identity: `==` of two tensors is a tensor.
+plans_of: MutableMapping[torch.nn.Parameter, list[Plan]] = WeakTensorKeyDictionary()
 
 _codes: dict[Hashable, Differentiated] = {}  # equal layers of all captures share their code
 MOST_CODES = 512  # a model has three for each size of the micro-batch
@@ -125,11 +128,9 @@ class Plan:
         return self.programs[key]
 
     def _remember(self, layout: Layout, shape: StepShape, key: Hashable) -> None:
-        """Keep this kind of step as the latest; the first of all is reported."""
+        """Keep this kind of step as the latest."""
         known = self.steps.pop((id(layout), key), None)
         self.steps[id(layout), key] = known or Step(layout, shape, tuple(self.programs[key]))
-        if known is None and len(self.steps) == 1:
-            report(self)
 
     def _kept(self, layout: Layout, num_micro_batches: int) -> frozenset[Value]:
         """What the head needs once more where gradients may come for other outputs than the loss."""

@@ -8,14 +8,11 @@ TORCH_TRACE=folder          artifacts gs_compile_program, gs_compile_layers and 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from torch._logging import trace_structured
 
 from gs_compile.inspection import Inspection
-
-if TYPE_CHECKING:
-    from gs_compile.plan import Plan
+from gs_compile.plan import Plan
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from torch.fx.experimental import _config as symbolic_config
 from torch.nn import functional
 from zoo import GPT, VOCAB, WIDTH, Block, assert_same_gradients, batch, compile_model, gradients, train
 
-from gs_compile.backend import compiled_for, greedysnake
+from gs_compile.backend import greedysnake
+from gs_compile.plan import plans_of
 
 OPTIONS = {"micro_batch_size": 2, "expert": {"compiler": "eager"}}
 
@@ -53,8 +54,8 @@ class Spy:
 
 def captured(model):
     """The single capture of a compiled model."""
-    (compiled,) = compiled_for[next(model.parameters())]
-    return compiled.plan.captured
+    (plan,) = plans_of[next(model.parameters())]
+    return plan.captured
 
 
 def roles(model):

@@ -243,10 +243,10 @@ def test_evaluation(mode):
 
 def spy_on_verbs(model):
     """A function that tells the verbs of all step programs made for `model` so far."""
-    from gs_compile.backend import compiled_for
+    from gs_compile.plan import plans_of
 
     def verbs():
-        plans = [compiled.plan for compiled in compiled_for[next(model.parameters())]]
+        plans = plans_of[next(model.parameters())]
         return {op.verb for plan in plans for programs in plan.programs.values() for op in programs[-1].ops}
 
     return verbs

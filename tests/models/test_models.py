@@ -20,7 +20,7 @@ from zoo import (
     train,
 )
 
-from gs_compile.backend import compiled_for
+from gs_compile.plan import plans_of
 
 pytestmark = [
     # bloom instantiates an autograd.Function; mamba calls a cached function: Dynamo warns of both, for plain torch too
@@ -89,8 +89,8 @@ def distance(left, right):
 
 
 def layer_classes(model):
-    (compiled,) = compiled_for[next(model.parameters())]
-    (layout,) = compiled.plan.layouts.values()
+    (plan,) = plans_of[next(model.parameters())]
+    (layout,) = plan.layouts.values()
     return layout.uniform.layer_classes
 
 

@@ -1,0 +1,249 @@
+"""loss: what does not separate is refused by name, and nothing is ever silently wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+
+import pytest
+import torch
+from captured import TOKENS, WORDS, Block, Tiny, assert_same_step, batch, captured, compiled
+from criteria import (
+    Criterion,
+    assert_combines,
+    classes,
+    cross_entropy,
+    logits_and_labels,
+    mask_of,
+    short,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from gs_compile.errors import SeparationError
+
+
+def contrastive(logits, labels):
+    rows = functional.normalize(logits[:, 0], dim=-1)
+    scores = rows @ rows.T
+    return functional.cross_entropy(scores, torch.arange(rows.shape[0]))
+
+
+def load_balance(logits, labels):
+    """The auxiliary loss of mixtures of experts: a product of two means over the tokens."""
+    routes = logits.flatten(0, 1).softmax(-1)
+    tokens_per_expert = functional.one_hot(routes.argmax(-1), WORDS).float().mean(0)
+    return cross_entropy(logits, labels) + 0.01 * (tokens_per_expert * routes.mean(0)).sum()
+
+
+# name: the function, what the message says of it, and the text of the line at fault
+REFUSALS = {
+    "product of means": (lambda p, y: p.mean() * p.exp().mean(), "`mul` of values reduced over the batch"),
+    "square of a mean": (lambda p, y: p.mean() ** 2, "`pow` of values reduced over the batch"),
+    "ratio of means": (lambda p, y: p.mean() / p.exp().mean(), "`truediv` of values reduced over the batch"),
+    "root of a mean": (lambda p, y: p.pow(2).mean().sqrt(), "`sqrt` of values reduced over the batch"),
+    "variance": (lambda p, y: p.var(), "(var) reduces over the samples of the batch"),
+    "variance over the batch": (lambda p, y: p.var(0).sum(), "(var) reduces over the samples of the batch"),
+    "variance by hand": (lambda p, y: (p - p.mean(0)).pow(2).mean(), "adds a value reduced over the batch to every"),
+    "standard deviation": (lambda p, y: p.std(), "(std) reduces over the samples of the batch"),
+    "largest of the batch": (lambda p, y: p.amax(0).sum(), "(amax) reduces over the samples of the batch"),
+    "largest with its index": (lambda p, y: p.max(0).values.sum(), "reduces over the samples of the batch"),
+    "median": (lambda p, y: p.median(), "(median) reduces over the samples of the batch"),
+    "norm": (lambda p, y: p.norm(), "(norm) reduces over the samples of the batch"),
+    "softmax over the batch": (lambda p, y: (p.softmax(0) * p).sum(), "(softmax) runs along the batch dimension"),
+    "log_softmax, turned": (lambda p, y: p.transpose(0, 2).log_softmax(-1).mean(), "runs along the batch dimension"),
+    "cumulative over the batch": (lambda p, y: p.cumsum(0).tanh().mean(), "(cumsum) runs along the batch dimension"),
+    "normalised over the batch": (
+        lambda p, y: functional.normalize(p, dim=0).exp().mean(),
+        "runs along the batch dimension",
+    ),
+    "batch_norm": (
+        lambda p, y: functional.batch_norm(p.flatten(0, 1), None, None, training=True).tanh().mean(),
+        "(batch_norm) normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)",
+    ),
+    "contrastive": (contrastive, "(matmul) pairs the samples of the batch with each other"),
+    "distances": (lambda p, y: torch.cdist(p[:, 0], p[:, 0]).mean(), "(cdist) pairs the samples of the batch"),
+    "differences": (lambda p, y: (p[:, None] - p[None]).abs().mean(), "(sub) pairs the samples of the batch"),
+    "one sample": (lambda p, y: p[0].sum(), "(getitem) reduces over the samples of the batch"),
+    "mixture of experts": (load_balance, "`mul` of values reduced over the batch"),
+    "labels of the model's own": (
+        lambda p, y: functional.cross_entropy(p.flatten(0, 1), p.argmax(-1).flatten()),
+        "(cross_entropy) averages over labels that the model makes itself",
+    ),
+    "unbiased mean": (lambda p, y: p.pow(2).sum() / (p.shape[0] - 1), "`truediv` of values reduced over the batch"),
+    "root of the batch size": (lambda p, y: p.sum() / p.shape[0] ** 0.5, "`truediv` of values reduced over the"),
+    "batch size as a value": (lambda p, y: p.sum() + p.shape[0], "computes with the batch size"),
+    "mean joined with samples": (
+        lambda p, y: torch.cat([p.mean((0, 1))[None], p[:, 0]]).exp().sum(),
+        "`cat` of values reduced over the batch is not a sum of shares",
+    ),
+    "batch counts in a loss of counts": (lambda p, y: p.sum().abs(), "`abs` of values reduced over the batch"),
+    "a loss of batch means": (
+        lambda p, y: functional.cross_entropy(p.mean(0), torch.zeros(TOKENS, dtype=torch.long)),
+        "`cross_entropy` of values reduced over the batch is not a sum of shares",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal_names_the_operation_and_the_line(name):
+    function, words = REFUSALS[name]
+    case = captured(Criterion(function), *logits_and_labels())
+    with pytest.raises(SeparationError) as caught:
+        case.separated(2)
+    message = str(caught.value)
+    assert words in message
+    assert "of the whole batch cannot be computed from micro-batches" in message
+    assert "set micro_batch_size to the whole batch" in message
+    lines, start = inspect.getsourcelines(function)
+    places = [f"at {__file__}:{number}: {line.strip()}" for number, line in enumerate(lines, start)]
+    assert any(place in message for place in places), message
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "contrastive" else pytest.param(n, marks=pytest.mark.slow) for n in REFUSALS]
+)
+def test_what_is_refused_works_as_one_micro_batch(name):
+    function, _ = REFUSALS[name]
+    torch.manual_seed(0)
+    assert_same_step(short(function), *batch(5, ignored=False), tolerance=1e-5, micro_batch_size=5)
+
+
+def test_batch_norm_of_a_block():
+    class Normed(Block):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(TOKENS, track_running_stats=False)
+
+        def forward(self, x):
+            return super().forward(self.norm(x))
+
+    with pytest.raises(SeparationError, match=r"\(batch_norm\) normalises by the statistics of the batch"):
+        compiled(Tiny(blocks=[Normed(), Normed()]))(*batch(5))
+
+
+# What mixes samples, or counts them, in ways that are easy to overlook: every one must be refused or right.
+SILENT = {
+    "samples shifted": lambda p, y: (p[1:] - p[:-1]).pow(2).mean(),
+    "samples halved": lambda p, y: (p[: p.shape[0] // 2] * p[-(p.shape[0] // 2) :]).sum(),
+    "samples differenced": lambda p, y: torch.diff(p, dim=0).pow(2).sum(),
+    "samples rolled": lambda p, y: (p * p.roll(1, 0)).sum(),
+    "samples turned": lambda p, y: (p * p.flip(0)).mean(),
+    "samples sorted": lambda p, y: (torch.sort(p, dim=0)[0][:, 0] * p[:, 0]).sum(),
+    "samples ranked": lambda p, y: (p * torch.argsort(torch.argsort(p, 0), 0)).sum(),
+    "samples padded": lambda p, y: functional.pad(p, (0, 0, 0, 0, 1, 0)).exp().mean(),
+    "samples and a constant": lambda p, y: torch.cat([p, torch.zeros(1, TOKENS, WORDS)]).exp().mean(),
+    "samples repeated": lambda p, y: (
+        (p[:, 0].repeat(p.shape[0], 1) - p[:, 0].repeat_interleave(p.shape[0], 0)).pow(2).mean()
+    ),
+    "samples numbered": lambda p, y: (p.sum((1, 2)) * torch.arange(p.shape[0])).sum(),
+    "samples numbered in another dtype": lambda p, y: (torch.arange(p.shape[0])[:, None].float() + p[:, 0]).exp().sum(),
+    "samples picked": lambda p, y: (p[y[:, 0].clamp(0, 0)] * p).sum(),
+    "samples picked by name": lambda p, y: (p.index_select(0, y[:, 0].clamp(0, 0)) * p).sum(),
+    "samples scattered": lambda p, y: (
+        torch.zeros(p.shape[0], WORDS).scatter_add(0, y[:, :1].clamp(0, 0).expand(-1, WORDS), p[:, 0]).exp().sum()
+    ),
+    "attention over samples": lambda p, y: functional.scaled_dot_product_attention(*[p.transpose(0, 1)] * 3).mean(),
+    "layer_norm over samples": lambda p, y: (
+        functional.layer_norm(p.permute(1, 2, 0), (p.shape[0],)) * p.permute(1, 2, 0).exp()
+    ).sum(),
+    "samples divided by their number": lambda p, y: (cross_entropy(p, y, reduction="none") / p.shape[0]).sum(),
+    "samples times their number": lambda p, y: (p * p.shape[0]).mean(),
+    "batch size in a tensor": lambda p, y: p.sum() / torch.full((), p.shape[0]),
+    "batch size twice": lambda p, y: p.sum() / p.shape[0] / p.shape[0],
+    "sum spread over samples": lambda p, y: p.sum().expand(p.shape[0]).sum(),
+    "mean as a target": lambda p, y: functional.mse_loss(p, p.mean(0, keepdim=True).expand(p.shape[0], -1, -1)),
+    "counts as class weights": lambda p, y: cross_entropy(p, y, weight=classes(y).sum((0, 1))),
+    "size_average": lambda p, y: cross_entropy(p, y, size_average=False),
+    "size_average, the usual": lambda p, y: cross_entropy(p, y, size_average=True),
+    "samples normalised": lambda p, y: functional.normalize(p, 2.0, 0).exp().mean(),
+    "a truth about the batch size": lambda p, y: p.sum() * (p.shape[0] > 3),
+    "reduce": lambda p, y: cross_entropy(p, y, reduce=False).sum(),
+}
+
+
+def in_place_by_an_alias(logits, labels):
+    loss = cross_entropy(logits, labels)
+    alias = loss
+    loss += logits.sum()
+    return alias
+
+
+def in_place_method(logits, labels):
+    loss = cross_entropy(logits, labels)
+    loss.add_(logits.mean() * logits.mean())
+    return loss
+
+
+def collected(logits, labels):
+    terms = torch.zeros(2)
+    terms[0] = cross_entropy(logits, labels)
+    terms[1] = logits.sum()
+    return terms.sum()
+
+
+def effective_number(logits, labels):
+    weights = mask_of(labels) / mask_of(labels).sum()
+    return (logits.sum(-1) * weights).sum() / weights.pow(2).sum()
+
+
+SILENT |= {
+    "in place, by an alias": in_place_by_an_alias,
+    "in place, by a method": in_place_method,
+    "in place, into a tensor": collected,
+    "a total of totals": effective_number,
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_never_silently_wrong(name):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "size_average and reduce args will be deprecated")
+        with contextlib.suppress(SeparationError):
+            assert_combines(SILENT[name], *logits_and_labels())
+
+
+# Outputs other than the loss ------------------------------------------------------------------------------------------
+
+
+LEAVES = st.sampled_from(["p", "p.tanh()", "(p * m)", "p.mean(-1, keepdim=True)", "m", "torch.ones(())"])
+
+
+def extend(children):
+    numbers = st.sampled_from(["2", "-0.5", "p.shape[0]", "p.shape[1]"])
+    return st.one_of(
+        children.map("{}.sum()".format),
+        children.map("{}.mean()".format),
+        children.map("({} / m.sum())".format),
+        st.tuples(children, st.sampled_from("*/"), numbers).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+        st.tuples(children, st.sampled_from("+-*"), children).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+    )
+
+
+TREES = st.recursive(LEAVES, extend, max_leaves=4)
+
+
+def assert_right_or_refused(tree, size):
+    """The pass alone, on the tree's sum, with rows of three tokens and two words."""
+    namespace = {"torch": torch}
+    exec(f"def criterion(p, m):\n    return ({tree}).sum() + 0 * p.sum()\n", namespace)  # the tree is code
+    torch.manual_seed(0)
+    rows, mask = torch.rand(size, 3, 2, requires_grad=True), (torch.rand(size, 3, 1) > 0.4).float()
+    with contextlib.suppress(SeparationError):
+        assert_combines(namespace["criterion"], rows, mask, tolerance=1e-4)
+
+
+@settings(deadline=None, max_examples=25)
+@given(TREES, st.integers(3, 5))
+def test_any_tree_is_right_or_refused(tree, size):
+    assert_right_or_refused(tree, size)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=1000)
+@given(TREES, st.integers(3, 5))
+def test_any_tree_is_right_or_refused_at_length(tree, size):
+    assert_right_or_refused(tree, size)
