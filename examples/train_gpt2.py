@@ -29,9 +29,8 @@ def text_as_bytes() -> torch.Tensor:
 
 
 def build() -> GPT2LMHeadModel:
-    config = GPT2Config(vocab_size=256, n_positions=SEQUENCE, n_embd=384, n_layer=6, n_head=6, use_cache=False)
-    config.bos_token_id = config.eos_token_id = 0
-    return GPT2LMHeadModel(config)
+    sizes = {"vocab_size": 256, "n_positions": SEQUENCE, "n_embd": 384, "n_layer": 6, "n_head": 6}
+    return GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0))
 
 
 def sample(text: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -51,7 +50,7 @@ def check(model: GPT2LMHeadModel, options: dict[str, object], ids: torch.Tensor)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--check", action="store_true", help="compare the first step's gradients with plain PyTorch")
     arguments = parser.parse_args()
 
