@@ -61,3 +61,47 @@ class InspectionError(GreedySnakeError, ValueError):
 
 class ProgramError(GreedySnakeError):
     """A step program is not well-formed; says pass, line and value. Always a fault of this package."""
+
+
+class StorageError(GreedySnakeError, OSError):
+    """The storage failed: a transfer, a lock, no room. Says directory or file, offset, length, errno, unit and kind."""
+
+
+class StorageFullError(StorageError):
+    """The storage has no room for the run; found before its first step. Says how much is needed and free."""
+
+
+class StorageLockedError(StorageError):
+    """Another run uses the directory."""
+
+
+class LeftoverError(StorageError):
+    """The directory holds the files of a run that was killed."""
+
+
+class MemoryBudgetError(GreedySnakeError, ValueError):
+    """A budget is too small: says of what, how much is needed, and what binds."""
+
+
+class LaneError(GreedySnakeError, RuntimeError):
+    """An operation of the step failed on its lane; its cause is the error itself. The step cannot go on."""
+
+
+class StepOrderError(GreedySnakeError, RuntimeError):
+    """Calls came in an order that a step cannot have: a second backward before `step()`, and the like."""
+
+
+class OptimizerError(GreedySnakeError, ValueError):
+    """The optimizer and the model do not fit together, or a setting is out of range."""
+
+
+class ReleasedParameterError(GreedySnakeError, RuntimeError):
+    """A parameter that lives on the tiers was used as if it were in memory."""
+
+
+class NonFiniteWarning(UserWarning):
+    """A gradient was not finite, and the step was skipped."""
+
+
+class SlowStorageWarning(UserWarning):
+    """The storage works, but not as fast as it could: direct I/O is refused, for one."""
