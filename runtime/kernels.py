@@ -1,0 +1,224 @@
+"""Optimizer rules and the gradient's norm on flat CPU tensors: the same bits for every cut and number of threads.
+
+A unit's parameters, gradient and optimizer state are flat buffers that are cut into parts: some in host memory, some on
+SSD, some updated early and some late. No result may tell how. What makes that so:
+
+* Parts are whole quanta from an aligned base, so every element is computed by the vector code of its kernel. The code
+  for what is left over (fewer elements than a vector) may round differently; it never runs.
+* torch's fused kernels give each thread whole cache lines, for the same reason. Other kernels split anywhere, so those
+  used here round once an element, which leaves nothing to differ: convert, multiply, add, sign.
+* Sums are taken quantum by quantum, each by one thread, and the quanta are added without rounding (math.fsum).
+
+Padding is zero in parameter, gradient and state, and stays zero under every rule.
+
+    gradient --convert, scale--> scratch --rule--> master, state       chunk by chunk, in cache
+                                                   master --round--> low
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+QUANTUM = 2048  # elements: a page of two-byte elements, and whole vectors and cache lines of any machine
+CHUNK = 64 * 1024  # elements a thread: 1 MB with scratch and two states. Half is slower by calls, twice by L2 misses
+
+Hyper = Mapping[str, Any]  # a param group's options, by torch's names
+Apply = Callable[[Tensor, Tensor, Sequence[Tensor], Hyper, int], None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer's arithmetic on flat tensors. ADAMW, ADAM, SGD and LION are the ones there are."""
+
+    name: str
+    states: tuple[str, ...]  # as torch names them in an optimizer's state
+    apply: Apply  # (master, gradient in master's dtype, state, hyper, step): changes master and state alone
+    in_cache: bool = False  # several kernels, each of them a pass: chunks pay whatever the gradient
+
+    def components(self, defaults: Hyper) -> tuple[str, ...]:
+        """Names of the state tensors a parameter has; they start at zero, in the master's dtype."""
+        return () if defaults.get("momentum") == 0 else self.states
+
+    def update(
+        self,
+        master: Tensor,
+        gradient: Tensor,
+        state: Sequence[Tensor],
+        hyper: Hyper,
+        step: int,
+        low: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        """One step: `master` and `state` change in place, `low` becomes the rounded master, `gradient` stays.
+
+        All are flat and of one length, a multiple of QUANTUM. `master` and `state` are float32 or float64; `gradient`
+        and `low` may be narrower. `step` counts from 1. `scale` multiplies the gradient, in the master's dtype, before
+        all else: for a gradient of that dtype this is bitwise what `clip_grad_norm_` makes of it.
+
+        Chunks pay where they save a pass over memory. A gradient that can be read as it is leaves nothing to save but
+        the reading of `master` for `low`, and the rule's own arithmetic takes longer than its memory: there one call
+        for the whole part is the fastest (benchmarks/optimizer.py).
+        """
+        _check(master, gradient, *state, *([] if low is None else [low]))
+        as_it_is = gradient.dtype == master.dtype and scale == 1.0
+        size = max(len(master), 1) if as_it_is and not self.in_cache else _chunk()
+        lows: Sequence[Tensor | None] = [None] * (len(master) // size + 1) if low is None else low.split(size)
+        with torch.no_grad():
+            parts = zip(master.split(size), gradient.split(size), *(each.split(size) for each in state), strict=True)
+            for (part, raw, *states), rounded in zip(parts, lows, strict=False):
+                ready = raw if as_it_is else _prepared(raw, part.dtype, scale)
+                self.apply(part, ready, states, hyper, step)
+                if rounded is not None:
+                    rounded.copy_(part)
+
+
+def sum_of_squares(*parts: Tensor) -> float:
+    """The sum of the squares of all elements; the same bits however they are cut into parts. Not finite iff one is not.
+
+    The elements of a quantum are summed in float32 (float64 in float64), quanta in float64: as exact as a float32 norm
+    can be, at the cost of reading memory once, where float64 throughout takes two and a half times as long. Where a
+    quantum leaves float32's range it is summed again in float64. Elements below 1e-19, whose squares vanish in float32,
+    may count as zero; float64 elements above 1e150, as infinite.
+    """
+    return _exact_sum([square for part in parts for square in _squares(part)])
+
+
+def _exact_sum(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values)
+    except OverflowError:  # finite values whose sum is not
+        return math.inf
+
+
+def _squares(flat: Tensor) -> list[float]:
+    """The sum of squares of each quantum."""
+    _check(flat)
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    size = max(len(flat), 1) if flat.dtype == wide else _chunk()
+    with torch.no_grad():
+        norms = [torch.linalg.vector_norm(_prepared(part, wide).view(-1, QUANTUM), dim=1) for part in flat.split(size)]
+        squares = torch.cat(norms).double().square_()
+        for index in (~squares.isfinite()).nonzero().flatten().tolist():
+            squares[index] = flat[index * QUANTUM : (index + 1) * QUANTUM].double().square_().sum()
+    return squares.tolist()
+
+
+def _adamw(master: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hyper, step: int) -> None:
+    _fused_adam(torch._fused_adamw_, master, gradient, state, hyper, step)
+
+
+def _adam(master: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hyper, step: int) -> None:
+    _fused_adam(torch._fused_adam_, master, gradient, state, hyper, step)
+
+
+def _fused_adam(
+    kernel: Callable[..., None], master: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hyper, step: int
+) -> None:
+    mean, square = state
+    beta1, beta2 = hyper["betas"]
+    assert torch.tensor(hyper["eps"], dtype=master.dtype) > 0, "padding, and gradients never seen, would be 0 / 0"
+    kernel(
+        [master],
+        [gradient],
+        [mean],
+        [square],
+        [],
+        [torch.tensor(float(step), dtype=torch.float64)],
+        lr=hyper["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=hyper["weight_decay"],
+        eps=hyper["eps"],
+        amsgrad=False,
+        maximize=hyper.get("maximize", False),
+    )
+
+
+def _sgd(master: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hyper, step: int) -> None:
+    """As torch's, the momentum of the first step is its gradient, without dampening."""
+    momentum = hyper["momentum"]
+    torch._fused_sgd_(
+        [master],
+        [gradient],
+        [] if momentum == 0 else list(state),
+        weight_decay=hyper["weight_decay"],
+        momentum=momentum,
+        lr=hyper["lr"],
+        dampening=hyper["dampening"],
+        nesterov=hyper["nesterov"],
+        maximize=hyper.get("maximize", False),
+        is_first_step=step == 1,
+    )
+
+
+def _lion(master: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hyper, step: int) -> None:
+    """Chen et al. 2023, algorithm 2: p -= lr (sign(b1 m + (1 - b1) g) + wd p); m = b2 m + (1 - b2) g.
+
+    Each kernel rounds once: a multiplication and an addition in one would round differently in a vector and alone.
+    """
+    (momentum,) = state
+    beta1, beta2 = hyper["betas"]
+    sign = -1.0 if hyper.get("maximize", False) else 1.0
+    direction = _scratch("direction", master)
+    fresh = _scratch("fresh", master)
+
+    torch.mul(momentum, beta1, out=direction)
+    torch.mul(gradient, sign * (1 - beta1), out=fresh)
+    direction.add_(fresh).sign_().mul_(hyper["lr"])
+    master.mul_(1 - hyper["lr"] * hyper["weight_decay"]).sub_(direction)
+    torch.mul(gradient, sign * (1 - beta2), out=fresh)
+    momentum.mul_(beta2).add_(fresh)
+
+
+ADAMW = Rule("AdamW", ("exp_avg", "exp_avg_sq"), _adamw)
+ADAM = Rule("Adam", ("exp_avg", "exp_avg_sq"), _adam)
+SGD = Rule("SGD", ("momentum_buffer",), _sgd)
+LION = Rule("Lion", ("exp_avg",), _lion, in_cache=True)
+RULES = {rule.name: rule for rule in (ADAMW, ADAM, SGD, LION)}
+
+
+def _prepared(gradient: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """The gradient in `dtype` times `scale`: itself where it is that already, else in scratch memory."""
+    if gradient.dtype == dtype:
+        return gradient if scale == 1.0 else torch.mul(gradient, scale, out=_scratch("gradient", gradient))
+    wide = _scratch("gradient", gradient, dtype).copy_(gradient)
+    return wide if scale == 1.0 else wide.mul_(scale)
+
+
+class _Scratch(threading.local):
+    """Memory for what lives no longer than a chunk; each thread has its own, and keeps it."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+
+_memory = _Scratch()
+
+
+def _scratch(use: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised memory for as many elements as `like` has."""
+    key = use, dtype or like.dtype
+    if key not in _memory.buffers or len(_memory.buffers[key]) < len(like):
+        _memory.buffers[key] = torch.empty(max(len(like), _chunk()), dtype=key[1])
+    return _memory.buffers[key][: len(like)]
+
+
+def _chunk() -> int:
+    return CHUNK * torch.get_num_threads()
+
+
+def _check(*flats: Tensor) -> None:
+    first = flats[0]
+    assert len(first) % QUANTUM == 0, f"{len(first)} elements: not a multiple of {QUANTUM}"
+    for flat in flats:
+        assert flat.device.type == "cpu", flat.device
+        assert flat.dim() == 1, flat.shape
+        assert flat.is_contiguous(), flat.stride()
+        assert len(flat) == len(first), (len(flat), len(first))

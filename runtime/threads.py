@@ -1,0 +1,101 @@
+"""How many threads torch computes with: what this process should use, and what one thread uses.
+
+What `torch.set_num_threads(n)` does, by experiment (torch 2.13, OpenMP): it sets the number of the thread that calls
+it, and the default that a thread takes when it first asks for its number or computes, even after setting it. Threads that
+have done so keep theirs. So a number for one thread alone is set there, after asking, and the default is put back from
+a thread made for the purpose.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+CGROUP = Path("/sys/fs/cgroup")
+_default = threading.Lock()  # the default is read, changed and put back as one action
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """The calling thread computes with `count` threads inside the block; other threads keep their numbers."""
+    before = torch.get_num_threads()
+    limit_threads(count)
+    try:
+        yield
+    finally:
+        limit_threads(before)
+
+
+def limit_threads(count: int) -> None:
+    """The calling thread computes with `count` threads from here on; other threads, and later ones, keep theirs.
+
+    A thread that computes for the first time during this call may inherit `count`. MKL has one number for the whole
+    process, which ends where it was: what is limited is torch's own kernels.
+    """
+    torch.get_num_threads()  # a thread takes the default when it first asks or computes: not after this, then
+    with _default:
+        inherited: list[int] = []
+        _in_new_thread(lambda: inherited.append(torch.get_num_threads()))
+        torch.set_num_threads(count)
+        _in_new_thread(lambda: torch.set_num_threads(inherited[0]))
+
+
+def correct_thread_count() -> int:
+    """The calling thread's number of threads, after undoing torchrun's OMP_NUM_THREADS=1 where more cores are there.
+
+    torchrun sets it for every job of more than one process a node whose user has not; the optimizer would be left one
+    core. Any other number is the user's own and stays. Only a count of one is ever corrected, so the log says it once.
+    """
+    count = torch.get_num_threads()
+    if count > 1 or not _set_by_torchrun():
+        return count
+    processes = int(os.environ["LOCAL_WORLD_SIZE"])
+    share = max(1, int(_usable_cores() / processes))
+    if share > count:
+        torch.set_num_threads(share)
+        log.warning(
+            "torchrun set OMP_NUM_THREADS=1, but each of the %d processes here has %d cores: computing with as many "
+            "threads. To choose the number, set OMP_NUM_THREADS yourself, to more than 1.",
+            processes,
+            share,
+        )
+    return share
+
+
+def _set_by_torchrun() -> bool:
+    environment = os.environ
+    launched = "TORCHELASTIC_RUN_ID" in environment and environment.get("LOCAL_WORLD_SIZE", "1") != "1"
+    return launched and environment.get("OMP_NUM_THREADS") == "1"
+
+
+def _usable_cores() -> float:
+    """Cores this process may use: its affinity, within the quota of its cgroup."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(float(affinity), _cgroup_quota())
+
+
+def _cgroup_quota() -> float:
+    """Cores' worth of time that the container's cgroup grants (version 2, then version 1); infinite where unlimited."""
+    try:
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+    except OSError:
+        try:
+            quota = (CGROUP / "cpu" / "cpu.cfs_quota_us").read_text().strip()
+            period = (CGROUP / "cpu" / "cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return float("inf")
+    return float("inf") if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def _in_new_thread(function: Callable[[], None]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()

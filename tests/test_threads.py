@@ -1,0 +1,160 @@
+"""One thread's number of threads is its own; torchrun's 1 is corrected, a user's number is not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from gs_compile.runtime import threads
+from gs_compile.runtime.threads import correct_thread_count, limit_threads
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(autouse=True)
+def own_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """As torchrun starts a process, on a machine of 16 cores; keywords change the environment, None removes."""
+
+    def launch(cores: float = 16.0, **changed: str | None) -> None:
+        for name, value in (TORCHRUN | changed).items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        monkeypatch.setattr(threads, "_usable_cores", lambda: cores)
+        torch.set_num_threads(1)
+
+    return launch
+
+
+def in_new_thread(function: Callable[[], int]) -> int:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_a_limit_is_one_threads_own():
+    with ThreadPoolExecutor(1) as limited, ThreadPoolExecutor(1) as other:
+        assert other.submit(torch.get_num_threads).result() == 2
+        limited.submit(limit_threads, 3).result()
+        assert limited.submit(torch.get_num_threads).result() == 3
+        assert other.submit(torch.get_num_threads).result() == 2
+        assert torch.get_num_threads() == 2
+        assert in_new_thread(torch.get_num_threads) == 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the system's threads in /proc")
+def test_a_limit_is_the_size_of_the_team():
+    def started() -> int:
+        before = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+        torch.ones(1 << 20).exp_()
+        return len(os.listdir("/proc/self/task")) - before  # noqa: PTH208
+
+    def limited() -> int:
+        limit_threads(4)
+        return started()
+
+    torch.ones(1 << 20).exp_()  # the caller's own team is there before the counting starts
+    assert in_new_thread(limited) == 3
+    assert in_new_thread(started) == 1
+
+
+def test_threads_restores():
+    with threads.threads(3):
+        assert torch.get_num_threads() == 3
+        assert in_new_thread(torch.get_num_threads) == 2
+    assert torch.get_num_threads() == 2
+
+
+def test_threads_restores_after_an_error():
+    with pytest.raises(ZeroDivisionError), threads.threads(1):
+        _ = 1 / 0
+    assert torch.get_num_threads() == 2
+
+
+def test_limits_set_at_once_leave_the_default():
+    barrier = threading.Barrier(6)
+
+    def limit(count: int) -> int:
+        barrier.wait()
+        limit_threads(count)
+        return torch.get_num_threads()
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(limit, range(1, 7))) == [1, 2, 3, 4, 5, 6]
+    assert in_new_thread(torch.get_num_threads) == 2
+
+
+def test_torchruns_one_is_corrected_and_said_once(launched: Callable[..., None], caplog: pytest.LogCaptureFixture):
+    launched()
+    with caplog.at_level(logging.WARNING):
+        assert correct_thread_count() == correct_thread_count() == torch.get_num_threads() == 8
+    assert in_new_thread(torch.get_num_threads) == 8
+    assert [record.getMessage() for record in caplog.records] == [
+        "torchrun set OMP_NUM_THREADS=1, but each of the 2 processes here has 8 cores: computing with as many threads. "
+        "To choose the number, set OMP_NUM_THREADS yourself, to more than 1."
+    ]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"TORCHELASTIC_RUN_ID": None},  # not torchrun
+        {"LOCAL_WORLD_SIZE": "1"},  # torchrun leaves the variable alone for one process
+        {"LOCAL_WORLD_SIZE": None},
+        {"OMP_NUM_THREADS": "3"},  # the user's
+        {"OMP_NUM_THREADS": None},
+    ],
+)
+def test_another_one_is_not_corrected(
+    changed: dict[str, str | None], launched: Callable[..., None], caplog: pytest.LogCaptureFixture
+):
+    launched(**changed)
+    assert correct_thread_count() == torch.get_num_threads() == 1
+    assert not caplog.records
+
+
+def test_a_process_with_one_core_keeps_one_thread(launched: Callable[..., None], caplog: pytest.LogCaptureFixture):
+    launched(cores=3.5)
+    assert correct_thread_count() == torch.get_num_threads() == 1
+    assert not caplog.records
+
+
+def test_a_number_set_since_stays(launched: Callable[..., None]):
+    launched()
+    torch.set_num_threads(3)
+    assert correct_thread_count() == torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 16.0),
+        ({"cpu.max": "max 100000\n"}, 16.0),
+        ({"cpu.max": "350000 100000\n"}, 3.5),
+        ({"cpu.max": "3200000 100000\n"}, 16.0),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 16.0),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.0),
+    ],
+)
+def test_usable_cores(files: dict[str, str], cores: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(threads, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    assert threads._usable_cores() == cores
