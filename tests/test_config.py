@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+from pathlib import Path
 
 import pytest
 
-from gs_compile.config import Expert, Options
+from gs_compile.config import Expert, Options, Ratios, parse_bytes
 from gs_compile.errors import OptionError
+
+KNOWN = "micro_batch_size, outputs, storage, host_memory, device_memory, precision, expert, mode"
+KNOWN_EXPERT = "schedule, compiler, snake, alpha, ratios, separate_device, threads, trace"
 
 
 def test_defaults_work():
@@ -15,14 +20,14 @@ def test_defaults_work():
     assert options.expert == Expert(schedule="vertical", compiler="auto", snake=True)
 
 
-@pytest.mark.parametrize("value", [Options(), Expert()])
+@pytest.mark.parametrize("value", [Options(), Expert(), Ratios()])
 def test_frozen(value):
     for entry in dataclasses.fields(value):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(value, entry.name, getattr(value, entry.name))
 
 
-@pytest.mark.parametrize("cls", [Options, Expert])
+@pytest.mark.parametrize("cls", [Options, Expert, Ratios])
 def test_keyword_only(cls):
     with pytest.raises(TypeError, match="positional"):
         cls(2)
@@ -57,17 +62,132 @@ def test_micro_batch_size_is_a_whole_number(size):
         ({"expert": {"snake": 1}}, "expert.snake must be one of True, False; got 1"),
         ({"micro_batchsize": 2}, "unknown option micro_batchsize; did you mean micro_batch_size?"),
         ({"expert": {"compilr": "eager"}}, "unknown option expert.compilr; did you mean expert.compiler?"),
-        ({"snake": False}, "unknown option snake; known: micro_batch_size, outputs, expert, mode"),
+        ({"snake": False}, f"unknown option snake; known: {KNOWN}"),
         (
             {"expert": {"zzz": 1}},
-            "unknown option expert.zzz; known: expert.schedule, expert.compiler, expert.snake",
+            "unknown option expert.zzz; known: " + ", ".join(f"expert.{name}" for name in KNOWN_EXPERT.split(", ")),
         ),
-        ({7: 1}, "unknown option 7; known: micro_batch_size, outputs, expert, mode"),
+        (
+            {"expert": {"ratios": {"parameters": 1}}},
+            "unknown option expert.ratios.parameters; did you mean expert.ratios.parameter?",
+        ),
+        (
+            {"expert": {"ratios": {"optimizer": 1.5}}},
+            "expert.ratios.optimizer must be a number from 0 to 1, or None; got 1.5",
+        ),
+        ({"expert": {"ratios": 0.5}}, "expert.ratios must be a dict or gs_compile.Ratios; got 0.5"),
+        ({"expert": 3}, "expert must be a dict or gs_compile.Expert; got 3"),
+        ({"expert": {"alpha": -0.1}}, "expert.alpha must be a number from 0 to 1, or None; got -0.1"),
+        ({"expert": {"alpha": float("nan")}}, "expert.alpha must be a number from 0 to 1, or None; got nan"),
+        ({"expert": {"alpha": True}}, "expert.alpha must be a number from 0 to 1, or None; got True"),
+        ({"expert": {"threads": 0}}, "expert.threads must be a whole number, 1 or more, or None; got 0"),
+        ({"expert": {"trace": "yes"}}, "expert.trace must be one of True, False; got 'yes'"),
+        ({"expert": {"separate_device": 1}}, "expert.separate_device must be one of True, False; got 1"),
+        ({"precision": "fp16"}, "precision must be one of 'model', 'bf16'; got 'fp16'"),
+        ({"storage": 3}, "storage must be a directory or a list of directories; got 3"),
+        ({"storage": [""]}, "storage must be a directory or a list of directories; got ['']"),
+        ({"storage": {"/a": 1}}, "storage must be a directory or a list of directories; got {'/a': 1}"),
+        ({"storage": ["/a", "/a/"]}, "storage names a directory twice; got ['/a', '/a/']"),
+        (
+            {"host_memory": "lots"},
+            'host_memory must be a whole number of bytes, or text such as "6GiB", "512 MiB", "6 GB" or "80%"; got \'lots\'',
+        ),
+        ({"device_memory": "120%"}, "device_memory must be more than 0% and at most 100%; got '120%'"),
+        ({7: 1}, f"unknown option 7; known: {KNOWN}"),
     ],
 )
 def test_refused_at_birth(given, message):
     with pytest.raises(OptionError) as caught:
         Options.of(given)
+    assert str(caught.value) == message
+
+
+def test_options_stay_hashable_and_pickle():
+    options = Options(storage=["/a", "/b"], host_memory="6GiB", expert={"ratios": {"parameter": 0.5}})
+    assert {options: 1}[Options.of(options)] == 1
+    assert pickle.loads(pickle.dumps(options)) == options
+
+
+def test_storage_is_a_tuple_of_absolute_paths(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert Options(storage="/a").storage == (Path("/a"),)
+    assert Options(storage=Path("/a")).storage == (Path("/a"),)
+    assert Options(storage=["/a", Path("b"), "~/c"]).storage == (Path("/a"), tmp_path / "b", Path("/home/me/c"))
+
+
+@pytest.mark.parametrize("cache", [None, "", "relative/is/ignored"])
+def test_storage_by_default_is_in_the_home(monkeypatch, cache):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if cache is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    assert Options().storage == Options(storage=None).storage == (Path("/home/me/.cache/greedysnake"),)
+
+
+def test_storage_by_default_is_in_the_cache(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/scratch/me")
+    assert Options().storage == (Path("/scratch/me/greedysnake"),)
+
+
+def test_storage_of_somebody_unknown():
+    with pytest.raises(OptionError, match=r"storage cannot be ~nobody-of-this-name/x: .*; name another directory"):
+        Options(storage="~nobody-of-this-name/x")
+
+
+def test_budgets_become_bytes_and_percentages_wait():
+    options = Options(host_memory="6 GiB", device_memory=" 80% ")
+    assert (options.host_memory, options.device_memory) == (6 * 2**30, "80%")
+    assert Options(host_memory=6 * 2**30) == Options(host_memory="6GiB")
+    assert parse_bytes(options.device_memory, whole=1000) == 800
+
+
+def test_fractions_are_floats():
+    expert = Expert(alpha=1, ratios={"checkpoint": 0})
+    assert (expert.alpha, expert.ratios) == (1.0, Ratios(checkpoint=0.0))
+    assert isinstance(expert.alpha, float)
+    assert Expert(ratios=None).ratios == Ratios(checkpoint=None, parameter=None, optimizer=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (17, 17),
+        ("17B", 17),
+        ("6GiB", 6 * 2**30),
+        ("6 GB", 6 * 10**9),
+        ("512MiB", 2**29),
+        ("1.5 kib", 1536),
+        (" 2tib ", 2**41),
+        ("80%", 160),
+        ("0.5 %", 1),
+        ("100%", 200),
+    ],
+)
+def test_parse_bytes(text, nbytes):
+    assert parse_bytes(text, whole=200) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("6", 'cap must be a whole number of bytes, or text such as "6GiB", "512 MiB", "6 GB" or "80%"; got \'6\''),
+        (True, 'cap must be a whole number of bytes, or text such as "6GiB", "512 MiB", "6 GB" or "80%"; got True'),
+        (1.5, 'cap must be a whole number of bytes, or text such as "6GiB", "512 MiB", "6 GB" or "80%"; got 1.5'),
+        (
+            "-6GiB",
+            'cap must be a whole number of bytes, or text such as "6GiB", "512 MiB", "6 GB" or "80%"; got \'-6GiB\'',
+        ),
+        ("6G", "cap has an unknown unit; got '6G'; known: B, KB, KiB, MB, MiB, GB, GiB, TB, TiB, %"),
+        ("0%", "cap must be more than 0% and at most 100%; got '0%'"),
+        ("80%", "cap cannot be a percentage here; got '80%'"),
+        (0, "cap must be at least one byte; got 0"),
+        ("0 MB", "cap must be at least one byte; got '0 MB'"),
+    ],
+)
+def test_parse_bytes_refuses(value, message):
+    with pytest.raises(OptionError) as caught:
+        parse_bytes(value, name="cap")
     assert str(caught.value) == message
 
 
