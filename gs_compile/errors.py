@@ -105,3 +105,7 @@ class NonFiniteWarning(UserWarning):
 
 class SlowStorageWarning(UserWarning):
     """The storage works, but not as fast as it could: direct I/O is refused, for one."""
+
+
+class InitialisationError(GreedySnakeError, ValueError):
+    """A model cannot be built on storage; names the parameter or operation that the initialiser does not allow."""
