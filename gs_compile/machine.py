@@ -1,0 +1,139 @@
+"""What this process may use of its machine, and what it does use: memory and cores, as Linux tells them.
+
+A container or a batch job gets less than the machine has, and is killed for taking more. So every figure is the least
+of what the hardware has and what the control groups (v1 and v2) allow, from this process's group up to the root.
+RLIMIT_AS is left out: it bounds addresses, which file mappings and CUDA take by the hundred gigabytes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+PROC = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
+PREFIXES = "B KiB MiB GiB TiB PiB".split()
+
+
+def usable_memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """The bytes of memory this process may use at most, other processes aside."""
+    limits = [limit for group in _groups("memory", proc, cgroup) if (limit := _memory_limit(group)) is not None]
+    return min([_meminfo("MemTotal", proc), *limits])
+
+
+def available_memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """The bytes of memory this process could take now, without anything being swapped out or killed.
+
+    In a group the file cache that nobody has touched lately counts as free, for the kernel drops it first.
+    """
+    left = [_meminfo("MemAvailable", proc)]
+    for group in _groups("memory", proc, cgroup):
+        limit = _memory_limit(group)
+        used = _number(group / "memory.current", group / "memory.usage_in_bytes")
+        if limit is not None and used is not None:
+            left.append(limit - used + _inactive_file(group))
+    return max(0, min(left))
+
+
+def usable_cores(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """How many threads may run at once: the cores this process may run on, or fewer by a group's quota of time.
+
+    A quota is rounded down: one thread too many is throttled, and stops the others at their next meeting.
+    """
+    quotas = [quota for group in _groups("cpu", proc, cgroup) if (quota := _cpu_quota(group)) is not None]
+    return max(1, int(min([len(os.sched_getaffinity(0)), *quotas])))
+
+
+def resident_bytes(*, proc: Path = PROC) -> int:
+    """The bytes of memory this process holds now, its share of files included."""
+    return _kibibytes("VmRSS", proc / "self/status")
+
+
+def peak_resident_bytes(*, proc: Path = PROC) -> int:
+    """The most bytes of memory this process has held."""
+    return _kibibytes("VmHWM", proc / "self/status")
+
+
+def format_bytes(nbytes: int) -> str:
+    """Bytes for people: "512 B", "6.0 GiB"."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    size, unit = float(nbytes), 0
+    while round(size, 1) >= 1024 and unit < len(PREFIXES) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.1f} {PREFIXES[unit]}"
+
+
+def _groups(controller: str, proc: Path, cgroup: Path) -> Iterator[Path]:
+    """The directories of this process's group and of all above it, in both versions' trees; some may not exist.
+
+    In a container the path can be the host's while the container sees its own group as the root: the walk up ends
+    there. A path that leaves the container's tree says nothing but the root.
+    """
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            mounts = [cgroup, cgroup / "unified"]  # alone, or beside v1
+        elif controller in controllers.split(","):
+            mounts = [cgroup / controllers, cgroup / controller]  # "cpu,cpuacct" is one mount, "cpu" a link to it
+        else:
+            continue
+        inside = [part for part in path.split("/") if part]
+        inside = [] if ".." in inside else inside
+        for mount in mounts:
+            for depth in range(len(inside), -1, -1):
+                yield mount.joinpath(*inside[:depth])
+
+
+def _memory_limit(group: Path) -> int | None:
+    return _number(group / "memory.max", group / "memory.limit_in_bytes")  # v2, v1; "max": none
+
+
+def _cpu_quota(group: Path) -> float | None:
+    quota, period = _numbers(group / "cpu.max") or [None, None]  # v2
+    if quota is None:
+        quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")  # v1; -1: none
+    return quota / period if quota and period and quota > 0 else None
+
+
+def _inactive_file(group: Path) -> int:
+    found = _search(r"^(?:total_)?inactive_file (\d+)$", group / "memory.stat")
+    return max(map(int, found), default=0)  # v1 tells its own and the total with all groups below
+
+
+def _meminfo(key: str, proc: Path) -> int:
+    return _kibibytes(key, proc / "meminfo")
+
+
+def _kibibytes(key: str, path: Path) -> int:
+    (found,) = _search(rf"^{key}:\s+(\d+) kB$", path)
+    return int(found) * 1024
+
+
+def _search(pattern: str, path: Path) -> list[str]:
+    try:
+        return re.findall(pattern, path.read_text(), re.MULTILINE)
+    except OSError:
+        return []
+
+
+def _number(*paths: Path) -> int | None:
+    """The number in the first of the files that holds one."""
+    for path in paths:
+        if (numbers := _numbers(path)) and numbers[0] is not None:
+            return numbers[0]
+    return None
+
+
+def _numbers(path: Path) -> list[int | None]:
+    try:
+        words = path.read_text().split()
+    except OSError:
+        return []
+    return [int(word) if word.lstrip("-").isdigit() else None for word in words]
