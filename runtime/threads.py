@@ -1,9 +1,9 @@
 """How many threads torch computes with: what this process should use, and what one thread uses.
 
 What `torch.set_num_threads(n)` does, by experiment (torch 2.13, OpenMP): it sets the number of the thread that calls
-it, and the default that a thread takes when it first asks for its number or computes, even after setting it. Threads that
-have done so keep theirs. So a number for one thread alone is set there, after asking, and the default is put back from
-a thread made for the purpose.
+it, and the default. A thread takes the default when it first asks for its number or computes, even if it has set one
+before; from then on it keeps its number, whatever others set. So a number for one thread alone is set after asking,
+and the default is put back from a thread made for the purpose.
 """
 
 from __future__ import annotations

@@ -1,0 +1,146 @@
+"""The optimizer step on flat buffers against torch's fused AdamW with the conversions done apart, side by side.
+
+Three settings, all with float32 master and state in host memory: a bfloat16 gradient and a bfloat16 parameter written
+(torch: the gradient converted before, the parameter copied after), a float32 gradient and a bfloat16 parameter written,
+and float32 alone. Torch's converted gradient is once a new tensor every step, as `gradient.to(float32)` makes it, and
+once a tensor that is kept, which takes 4 bytes a parameter for good. Then the cost of the gradient's sum of squares,
+beside torch's norm. Times are medians over rounds in which all run one after the other, so that what else the machine
+does meets all alike.
+
+    python benchmarks/optimizer.py --output benchmarks/results/optimizer.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gs_compile.runtime import kernels
+from gs_compile.runtime.kernels import ADAMW, QUANTUM, sum_of_squares
+
+HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+BOUND = {"bf16 gradient": 1.0, "fp32 gradient": 1.0, "fp32 only": 1.02}  # of torch's time; 1.02: within noise
+
+
+def fused(master: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> None:
+    """torch.optim.AdamW(fused=True) on one parameter, without its bookkeeping."""
+    beta1, beta2 = HYPER["betas"]
+    torch._fused_adamw_(
+        [master],
+        [gradient],
+        [mean],
+        [square],
+        [],
+        [torch.tensor(1.0)],
+        lr=HYPER["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=HYPER["weight_decay"],
+        eps=HYPER["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def variants(num_elements: int) -> dict[str, Callable[[], Any]]:
+    """What is timed, by name; all work on the same buffers."""
+    master, mean, square = torch.randn(num_elements), torch.zeros(num_elements), torch.zeros(num_elements)
+    fp32, kept = torch.randn(num_elements), torch.empty(num_elements)
+    bf16, low = fp32.bfloat16(), master.bfloat16()
+
+    def torch_bf16_kept() -> None:
+        fused(master, kept.copy_(bf16), mean, square)
+        low.copy_(master)
+
+    def torch_bf16() -> None:
+        fused(master, bf16.to(torch.float32), mean, square)
+        low.copy_(master)
+
+    def torch_fp32() -> None:
+        fused(master, fp32, mean, square)
+        low.copy_(master)
+
+    return {
+        "bf16 gradient, torch": torch_bf16,
+        "bf16 gradient, torch, buffer kept": torch_bf16_kept,
+        "bf16 gradient, ours": lambda: ADAMW.update(master, bf16, [mean, square], HYPER, 1, low),
+        "fp32 gradient, torch": torch_fp32,
+        "fp32 gradient, ours": lambda: ADAMW.update(master, fp32, [mean, square], HYPER, 1, low),
+        "fp32 only, torch": lambda: fused(master, fp32, mean, square),
+        "fp32 only, ours": lambda: ADAMW.update(master, fp32, [mean, square], HYPER, 1),
+        "norm of fp32, torch": lambda: torch.linalg.vector_norm(fp32),
+        "norm of fp32, ours": lambda: sum_of_squares(fp32),
+        "norm of bf16, ours": lambda: sum_of_squares(bf16),
+        "fp32 read once": lambda: torch.dot(fp32, fp32),
+    }
+
+
+def measure(timed: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    for _ in range(rounds + 1):
+        for name, run in timed.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: each[1:] for name, each in seconds.items()}  # the first round touches memory for the first time
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--elements", type=int, default=100_000_000)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    num_elements = arguments.elements // QUANTUM * QUANTUM
+
+    load_before = os.getloadavg()[0]
+    seconds = measure(variants(num_elements), arguments.rounds)
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    ratios = {name: medians[f"{name}, ours"] / medians[f"{name}, torch"] for name in BOUND}
+    kept = medians["bf16 gradient, ours"] / medians["bf16 gradient, torch, buffer kept"]
+
+    for name, median in medians.items():
+        print(f"{name:34} {median * 1e3:7.1f} ms   least {min(seconds[name]) * 1e3:7.1f} ms")
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio:.3f} of torch's time (bound {BOUND[name]})")
+    print(f"bf16 gradient: {kept:.3f} of torch's time with the converted gradient's buffer kept")
+
+    result = {
+        "machine": {
+            "processor": processor(),
+            "cores": os.cpu_count(),
+            "threads": arguments.threads,
+            "note": "a shared machine; the load is its one-minute average before the run, which itself adds 2",
+            "load_before": load_before,
+        },
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "setting": {"elements": num_elements, "rounds": arguments.rounds, "chunk_elements": kernels.CHUNK},
+        "seconds": seconds,
+        "median_seconds": medians,
+        "time_ratio": ratios,
+        "time_ratio_buffer_kept": kept,
+        "bound": BOUND,
+    }
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def processor() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return names[0].split(":")[1].strip() if names else platform.processor()
+
+
+if __name__ == "__main__":
+    main()
