@@ -111,7 +111,7 @@ def _node_name(op: Op) -> str:
 
 
 def _identifier(value: Value) -> str:
-    return value.name.replace(".", "_")
+    return value.name.replace(".", "_").replace("[", "_piece").replace("]", "")
 
 
 def _value_meta(value: Value) -> dict[str, Any]:
@@ -121,6 +121,7 @@ def _value_meta(value: Value) -> dict[str, Any]:
         "unit": value.unit,
         "micro_batch": value.micro_batch,
         "tier": value.tier,
+        "part": value.part,
     }
 
 
@@ -137,16 +138,5 @@ def _verb(name: str) -> Callable[..., Any]:
 
 
 # Module attributes, because a graph's generated code and its pickle find a target by its name.
-count = _verb("count")
-embed = _verb("embed")
-forward = _verb("forward")
-head = _verb("head")
-head_backward = _verb("head_backward")
-backward = _verb("backward")
-embed_backward = _verb("embed_backward")
-zeros = _verb("zeros")
-free = _verb("free")
-
-TARGETS: dict[str, Callable[..., Any]] = {
-    verb.__name__: verb for verb in (count, embed, forward, head, head_backward, backward, embed_backward, zeros, free)
-}
+TARGETS: dict[str, Callable[..., Any]] = {name: _verb(name) for name in VERBS}
+globals().update(TARGETS)

@@ -16,12 +16,14 @@ from typing import Literal
 
 from gs_compile.errors import ProgramError
 
-# A unit is what is loaded as a whole: the prologue "e" (embedding), layer 0 ... L-1, the epilogue "h" (head and loss).
-Unit = int | Literal["e", "h"]
+# A unit is what is loaded as a whole: the prologue "e" (embedding), layer 0 ... L-1, the epilogue "h" (head and loss),
+# and "t", the parameters that several of these share (tied embeddings), which has code of no one's.
+Unit = int | Literal["e", "h", "t"]
 Tier = Literal["device", "host", "ssd"]
 
 PROLOGUE: Literal["e"] = "e"
 EPILOGUE: Literal["h"] = "h"
+TIED: Literal["t"] = "t"
 
 KINDS = {
     "batch": "one micro-batch of the user's inputs",
@@ -35,6 +37,9 @@ KINDS = {
     "dy": "gradient that arrives from outside for a unit's outputs, or for x of that layer",
     "dside": "gradient of the side inputs, summed over layers",
     "dw": "gradient of a unit's parameters, summed over micro-batches in fp32",
+    "s": "optimizer state of a unit: fp32 master parameters, where the parameters are narrower, and moments",
+    "norm": "sum of squares of a unit's gradient",
+    "scale": "what clipping multiplies all gradients of a step by",
 }
 
 VERBS = {
@@ -45,12 +50,29 @@ VERBS = {
     "head_backward": "the epilogue again, with its backward for gradients from outside",
     "backward": "one layer again, from its checkpoint, and its backward",
     "embed_backward": "the prologue again, and its backward",
+    "norm": "the sum of squares of a complete gradient",
+    "clip": "the scale of all gradients, from all their norms",
+    "update": "the optimizer, on some parts of a unit",
+    "prefetch": "movement towards the device",
+    "offload": "movement away from the device; with into=, back home",
+    "gather": "a unit's parameters from their parts or pieces",
+    "keep": "the same under another name, for later: no copy where that can be",
+    "empty": "memory that is about to be filled",
     "zeros": "a gradient's accumulator",
     "free": "the end of a value",
 }
 
-# Where a verb is carried out. Zeros and free take no time on any resource of the machine: they happen when issued.
-LANES = dict.fromkeys(VERBS, "compute") | {"zeros": "memory", "free": "memory"}
+# What takes no time on any resource of the machine: it happens when issued.
+MEMORY_VERBS = frozenset({"gather", "keep", "empty", "zeros", "free"})
+
+# The lanes of transfers, by where from and where to. A lane is first-in-first-out; lanes run side by side.
+TRANSFER_LANES = {
+    ("host", "device"): "h2d",
+    ("device", "host"): "d2h",
+    ("ssd", "host"): "ssd_read",
+    ("host", "ssd"): "ssd_write",
+}
+LANES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu", "net")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +83,16 @@ class Value:
     unit: Unit | None = None
     micro_batch: int | None = None
     tier: Tier | None = "device"
+    part: str = ""  # the letter of a part that has a home of its own
+    piece: int | None = None  # of a transfer that goes in pieces
 
     @property
     def name(self) -> str:
         unit = "" if self.unit is None else str(self.unit)
         micro_batch = "" if self.micro_batch is None else f"_{self.micro_batch}"
         tier = "" if self.tier is None else f".{self.tier}"
-        return f"{self.kind}{unit}{micro_batch}{tier}"
+        piece = "" if self.piece is None else f"[{self.piece}]"
+        return f"{self.kind}{unit}{self.part}{micro_batch}{tier}{piece}"
 
     def __str__(self) -> str:
         return self.name
@@ -75,13 +100,20 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The period in which one unit's forward, or recompute and backward, runs for all micro-batches."""
+    """The period in which one unit's forward, or recompute and backward, runs for all micro-batches.
 
-    phase: Literal["forward", "backward"]
-    unit: Unit
+    What comes before the first of these is the stage `FILL`, what comes after the last is `DRAIN`.
+    """
+
+    phase: Literal["fill", "forward", "backward", "drain"]
+    unit: Unit | None = None
 
     def __str__(self) -> str:
-        return f"{self.phase} {self.unit}"
+        return self.phase if self.unit is None else f"{self.phase} {self.unit}"
+
+
+FILL = Stage("fill")
+DRAIN = Stage("drain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +128,19 @@ class Op:
     micro_batch: int | None = None  # of a compute verb; None for verbs that serve the whole unit
 
     @property
+    def unit(self) -> Unit:
+        """The unit whose code a compute verb runs: the stage's."""
+        assert self.stage.unit is not None, f"{self.verb} in {self.stage}"
+        return self.stage.unit
+
+    @property
     def lane(self) -> str:
-        return LANES[self.verb]
+        """Where it is carried out: follows from the verb and, of a transfer, from the tiers."""
+        if self.verb in MEMORY_VERBS:
+            return "memory"
+        if self.verb in ("prefetch", "offload"):
+            return TRANSFER_LANES[self.reads[0].tier or "", (*self.results, *self.into)[0].tier or ""]
+        return "cpu" if self.verb in ("update", "clip") else "compute"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +155,12 @@ class StepShape:
     emits: frozenset[Unit] = frozenset()  # units with other outputs
     outside: frozenset[Unit] = frozenset()  # what gradients arrive for from outside: i for x of layer i, "h"
     frozen: frozenset[Unit] = frozenset()  # units without trainable parameters
+    tied: frozenset[Unit] = frozenset()  # units that read the parameters of "t"
     first_grad: Unit = PROLOGUE  # the lowest unit that needs a gradient: there the backward ends
 
     def __post_init__(self) -> None:
-        if self.training and self.first_grad in self.frozen:
+        shares = self.first_grad in self.tied and TIED not in self.frozen
+        if self.training and self.first_grad in self.frozen and not shares:
             raise ProgramError(f"first_grad is {self.first_grad}, which is frozen: the backward would end at nothing")
         if self.side_gradient and not self.has_side:
             raise ProgramError("side_gradient without has_side: there is nothing to have the gradient")
@@ -127,7 +172,7 @@ class StepShape:
 
 def height(unit: Unit) -> float:
     """The place of a unit on the way from the prologue (lowest) to the epilogue (highest)."""
-    return {PROLOGUE: -1.0, EPILOGUE: float("inf")}[unit] if isinstance(unit, str) else float(unit)
+    return {TIED: -2.0, PROLOGUE: -1.0, EPILOGUE: float("inf")}[unit] if isinstance(unit, str) else float(unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +183,7 @@ class Program:
     num_layers: int
     num_micro_batches: int
     made_by: str  # the last pass that ran
+    peaks: tuple[tuple[str, int], ...] = ()  # the planned peak of each tier in bytes, once `free` has counted it
 
     def with_ops(self, ops: Iterable[Op], made_by: str) -> Program:
         return replace(self, ops=tuple(ops), made_by=made_by)

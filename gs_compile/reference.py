@@ -6,20 +6,20 @@ No overlap, no tiers, no memory to save. Whatever runs a program differently mus
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from gs_compile.program import Op, Program, Unit, Value
+from gs_compile.program import TIED, Op, Program, Unit, Value
 
 
 class Units(Protocol):
-    """The computations of a model's units, one method a verb.
+    """The computations of a model's units, one method a verb; `TieredUnits` adds those of a step with tiers.
 
     `count` and `zeros` are called as written. The others are called as
 
         embed("e", micro_batch, wants=("x", "side"), batch=..., w=...)
 
-    with one keyword for each value read and each accumulator to add to in place (`dw`, `dside`), by its kind, and
-    return a tuple with one entry for each kind in `wants`, in that order.
+    with one keyword for each value read and each accumulator to add to in place (`dw`, `dside`), by its kind (`wt` and
+    `dwt` are those of the unit "t"), and return a tuple with one entry for each kind in `wants`, in that order.
     """
 
     def count(self, batches: list[Any]) -> Any: ...
@@ -37,6 +37,25 @@ class Units(Protocol):
     def backward(self, unit: Unit, micro_batch: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
 
     def embed_backward(self, unit: Unit, micro_batch: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
+
+
+class TieredUnits(Units, Protocol):
+    """What a step with tiers needs beside its computations. Parts are flat; how, is the units' own affair."""
+
+    def gather(self, value: Value, parts: Mapping[str, Any]) -> Any:
+        """A unit's parameters from its parts, by letter."""
+
+    def split(self, value: Value, gradient: Any) -> Any:
+        """The part `value` of a unit's gradient."""
+
+    def empty(self, value: Value) -> Any: ...
+
+    def norm(self, gradient: Any) -> Any: ...
+
+    def clip(self, norms: Sequence[Any]) -> Any: ...
+
+    def update(self, reads: Mapping[Value, Any], into: Mapping[Value, Any]) -> None:
+        """The optimizer on the parts in `into`, in place; a gradient read is the unit's whole one or a part."""
 
 
 def reference(program: Program, units: Units, inputs: Mapping[Value, Any]) -> dict[Value, Any]:
@@ -59,11 +78,45 @@ def perform(op: Op, units: Units, reads: Sequence[Any], into: Sequence[Any]) -> 
             return (units.zeros(op.results[0]),)
         case "count":
             return (units.count(list(reads)),)
+        case "prefetch" | "offload" | "gather" | "keep" | "empty" | "norm" | "clip" | "update":
+            return _perform_on_tiers(op, cast(TieredUnits, units), reads, into)
     contents = zip((*op.reads, *op.into), (*reads, *into), strict=True)
     results: tuple[Any, ...] = getattr(units, op.verb)(
-        op.stage.unit,
+        op.unit,
         op.micro_batch,
         wants=tuple(value.kind for value in op.results),
-        **{value.kind: content for value, content in contents},
+        **{value.kind + ("t" if value.unit == TIED else ""): content for value, content in contents},
     )
     return results
+
+
+def _perform_on_tiers(op: Op, units: TieredUnits, reads: Sequence[Any], into: Sequence[Any]) -> tuple[Any, ...]:
+    match op.verb:
+        case "empty":
+            return (units.empty(op.results[0]),)
+        case "norm":
+            return (units.norm(reads[0]),)
+        case "clip":
+            return (units.clip(reads),)
+        case "update":
+            units.update(dict(zip(op.reads, reads, strict=True)), dict(zip(op.into, into, strict=True)))
+            return ()
+        case "gather" if op.reads[0].piece is None:
+            return (units.gather(op.results[0], _by_letter(op.reads, reads)),)
+        case "gather":
+            return (units.gather(op.results[0], reads[0]),)
+    if op.reads[0].kind == "dw":
+        return tuple(units.split(value, reads[0]) for value in op.results)
+    if op.results and op.results[0].piece is not None:
+        return (_by_letter(op.reads, reads),)  # a piece of every part; what they are is known once they are together
+    for target, content in zip(into, reads, strict=False):
+        target.copy_(content)
+    return tuple(content if op.verb == "keep" else _copied(content) for content in reads[: len(op.results)])
+
+
+def _by_letter(values: Sequence[Value], contents: Sequence[Any]) -> dict[str, Any]:
+    return {value.part: _copied(content) for value, content in zip(values, contents, strict=True)}
+
+
+def _copied(content: Any) -> Any:
+    return content.clone() if hasattr(content, "clone") else content

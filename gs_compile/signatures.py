@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gs_compile.program import EPILOGUE, PROLOGUE, Tier, Unit, Value
+from gs_compile.program import EPILOGUE, PROLOGUE, TIED, Tier, Unit, Value
 
 Role = Literal["reads", "results", "into"]
 
@@ -20,6 +20,7 @@ class Slot:
     kind: str
     role: Role
     optional: bool
+    tied: bool = False  # of the unit "t", whatever unit the operation is of
 
     def value(self, unit: Unit, micro_batch: int, num_layers: int) -> Value:
         shared = self.kind in SHARED_KINDS
@@ -28,6 +29,8 @@ class Slot:
 
     def _unit(self, unit: Unit, num_layers: int) -> Unit | None:
         """A unit stands between two boundaries: it takes x from below and hands x on above; gradients come back."""
+        if self.tied:
+            return TIED
         match self.kind, self.role:
             case ("x", "reads") | ("dx", "results"):
                 return num_layers if unit == EPILOGUE else unit
@@ -55,18 +58,18 @@ SHARED_KINDS = frozenset({"total", "w", "dw"})
 # The boundaries' x and dx are read and defined by neighbours; a question mark: only if the model has it.
 # verb            stages                    reads                                results          into
 _TABLE = """
-  embed          | forward e               | batch w                            | x side? y?     |
-  forward        | forward layer           | x side? w                          | x y?           |
-  head           | forward h, backward h   | x side? batch total? w             | loss? dx? y?   | dw? dside?
-  head_backward  | backward h              | x side? batch total? dy w          | dx?            | dw? dside?
-  backward       | backward layer          | x dx? dy? side? w                  | dx?            | dw? dside?
-  embed_backward | backward e              | batch dx? dy? dside? w             |                | dw
+  embed          | forward e               | batch w wt?                        | x side? y?     |
+  forward        | forward layer           | x side? w wt?                      | x y?           |
+  head           | forward h, backward h   | x side? batch total? w wt?         | loss? dx? y?   | dw? dwt? dside?
+  head_backward  | backward h              | x side? batch total? dy w wt?      | dx?            | dw? dwt? dside?
+  backward       | backward layer          | x dx? dy? side? w wt?              | dx?            | dw? dwt? dside?
+  embed_backward | backward e              | batch dx? dy? dside? w wt?         |                | dw? dwt?
 """
 
 
-def stage_class(unit: Unit) -> str:
+def stage_class(unit: Unit | None) -> str:
     """The word of the table for a unit: "e", "h" or "layer"."""
-    return unit if isinstance(unit, str) else "layer"
+    return "" if unit is None else unit if isinstance(unit, str) else "layer"
 
 
 def _above(unit: Unit) -> Unit:
@@ -76,9 +79,14 @@ def _above(unit: Unit) -> Unit:
     return 0 if unit == PROLOGUE else EPILOGUE
 
 
+def _slot(word: str, role: Role, optional: bool) -> Slot:
+    tied = word in ("wt", "dwt")
+    return Slot(word[:-1] if tied else word, role, optional, tied)
+
+
 def _signature(stages: str, reads: str, results: str, into: str) -> Signature:
     def slots(words: str, role: Role) -> tuple[Slot, ...]:
-        return tuple(Slot(word.rstrip("?"), role, word.endswith("?")) for word in words.split())
+        return tuple(_slot(word.rstrip("?"), role, word.endswith("?")) for word in words.split())
 
     pairs = (stage.split() for stage in stages.split(","))
     return Signature(

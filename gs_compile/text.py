@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import get_args
 
 from gs_compile.errors import ProgramError
-from gs_compile.program import KINDS, VERBS, Op, Program, Stage, Tier, Unit, Value
+from gs_compile.program import DRAIN, FILL, KINDS, VERBS, Op, Program, Stage, Tier, Unit, Value
 from gs_compile.signatures import SIGNATURES
 
 VERSION = "0.1"  # of the text: a new one when old text no longer parses
@@ -27,10 +27,10 @@ PERIODS = (1, 2)  # two, because `snake` turns every second stage round
 _Stages = list[tuple[Stage, tuple[Op, ...]]]
 
 _TIERS: dict[str, Tier] = {tier: tier for tier in get_args(Tier)}
-_HEADER = re.compile(r"# gs_compile (\S+) +after (\S+) +(\d+) layers x (\d+) micro-batches")
-_STAGE = re.compile(r"# (forward|backward) (e|h|\d+)( +micro-batches.*)?")
+_HEADER = re.compile(r"# gs_compile (\S+) +after (\S+) +(\d+) layers x (\d+) micro-batches(?: +peak(.*) bytes)?")
+_STAGE = re.compile(r"# (fill|drain|(?:forward|backward) (?:e|h|\d+))( +micro-batches.*)?")
 _FOLDED = re.compile(r"# (forward|backward) (\d+) \.\. (\d+) +repeat \1 (\d+)( \d+)?")
-_VALUE = re.compile(rf"({'|'.join(KINDS)})(e|h|\d+)?(?:_(\d+))?(?:\.({'|'.join(_TIERS)}))?")
+_VALUE = re.compile(rf"({'|'.join(KINDS)})(?:(e|h|t|\d+)([a-z]*))?(?:_(\d+))?(?:\.({'|'.join(_TIERS)}))?(?:\[(\d+)\])?")
 
 
 def format_program(program: Program, fold: bool = True) -> str:
@@ -42,6 +42,7 @@ def format_program(program: Program, fold: bool = True) -> str:
     lines = [
         f"# gs_compile {VERSION}   after {program.made_by}   "
         f"{program.num_layers} layers x {program.num_micro_batches} micro-batches"
+        + (f"   peak {', '.join(f'{tier} {nbytes}' for tier, nbytes in program.peaks)} bytes" if program.peaks else "")
     ]
     at = 0
     while at < len(stages):
@@ -94,8 +95,10 @@ def parse(text: str) -> Program:
             _read_line(line, stages)
         except (ProgramError, SyntaxError) as error:
             raise ProgramError(f"line {number}: {line}: {error}") from error
-    _, made_by, num_layers, num_micro_batches = header.groups()
-    return Program(tuple(op for _, ops in stages for op in ops), int(num_layers), int(num_micro_batches), made_by)
+    _, made_by, num_layers, num_micro_batches, peaks = header.groups()
+    planned = tuple((tier, int(nbytes)) for tier, nbytes in (peak.split() for peak in (peaks or "").split(",") if peak))
+    ops = tuple(op for _, ops in stages for op in ops)
+    return Program(ops, int(num_layers), int(num_micro_batches), made_by, planned)
 
 
 def parse_value(name: str) -> Value:
@@ -103,8 +106,15 @@ def parse_value(name: str) -> Value:
     match = _VALUE.fullmatch(name)
     if not match:
         raise ProgramError(f"{name} is not the name of a value")
-    kind, unit, micro_batch, tier = match.groups()
-    return Value(kind, _unit(unit) if unit else None, int(micro_batch) if micro_batch else None, _TIERS.get(tier))
+    kind, unit, part, micro_batch, tier, piece = match.groups()
+    return Value(
+        kind,
+        _unit(unit) if unit else None,
+        int(micro_batch) if micro_batch else None,
+        _TIERS.get(tier),
+        part or "",
+        int(piece) if piece else None,
+    )
 
 
 def timetable(program: Program) -> str:
@@ -177,7 +187,7 @@ def _read_line(line: str, stages: list[tuple[Stage, list[Op]]]) -> None:
             stage, moved = _moved(*stages[-period], step * period)
             stages.append((stage, list(moved)))
     elif match := _STAGE.fullmatch(line):
-        stages.append((_stage(match[1], match[2]), []))
+        stages.append((_stage(match[1]), []))
     elif not stages:
         raise ProgramError("an operation before the first stage heading")
     else:
@@ -185,12 +195,18 @@ def _read_line(line: str, stages: list[tuple[Stage, list[Op]]]) -> None:
         ops.append(_parse_op(line, stage))
 
 
-def _stage(phase: str, unit: str) -> Stage:
-    return Stage("forward" if phase == "forward" else "backward", _unit(unit))
+def _stage(name: str) -> Stage:
+    match name.split():
+        case ["forward", unit]:
+            return Stage("forward", _unit(unit))
+        case ["backward", unit]:
+            return Stage("backward", _unit(unit))
+        case _:
+            return FILL if name == "fill" else DRAIN
 
 
 def _unit(text: str) -> Unit:
-    return "e" if text == "e" else "h" if text == "h" else int(text)
+    return "e" if text == "e" else "h" if text == "h" else "t" if text == "t" else int(text)
 
 
 def _parse_op(line: str, stage: Stage) -> Op:

@@ -3,35 +3,59 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from gs_compile.errors import ProgramError
-from gs_compile.program import EPILOGUE, KINDS, PROLOGUE, Op, Program, Stage, Value, height
+from gs_compile.placement import Placement
+from gs_compile.program import (
+    DRAIN,
+    EPILOGUE,
+    FILL,
+    KINDS,
+    PROLOGUE,
+    TRANSFER_LANES,
+    Op,
+    Program,
+    Stage,
+    Value,
+    height,
+)
 from gs_compile.signatures import SIGNATURES, Slot, stage_class
 from gs_compile.text import format_op, line_of
 
 INPUT_KINDS = frozenset({"batch", "w", "dy"})  # defined before the step begins
 ACCUMULATOR_KINDS = frozenset({"dw", "dside"})  # what zeros makes, and no other verb: so all that `into` may name
+MOVEMENTS = frozenset({"prefetch", "offload", "keep", "gather", "empty"})  # may bring back what has been there before
+CHANGED_KINDS = frozenset({"w", "s"})  # what an update changes in place, and an offload brings home
 
 
-def verify(program: Program) -> None:
+def verify(program: Program, placement: Placement | None = None, *, late: bool = False) -> None:
     """Raise ProgramError unless `program` is well-formed; the error says pass, line, operation and value:
 
         after snake, line 19: x2_0.device = forward(x1_0.device, w1.device): x1_0.device was freed
 
     The line is that of the unfolded text. One walk over the operations, so checking is as cheap as printing.
+    With a `placement`, what it says of homes and of late updates (`late`: the step before has left gradients) holds
+    too: what is there at the start and at the end, each part of a unit updated once, before its forward or after its
+    gradient, and planned peaks that are true.
     """
-    _Walk(program).run()
+    _Walk(program, placement, late).run()
 
 
 class _Walk:
     """What is known about each value and stage at one point of the program."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, placement: Placement | None, late: bool) -> None:
         self.program = program
+        self.placement = placement
+        self.present = placement.homes(late=late) if placement else frozenset()
+        self.waiting = _late_parts(placement) if placement and late else set()  # parts, until their late update
+        self.updated: set[Value] = set()
         self.defined: set[Value] = set()
         self.freed: set[Value] = set()
         self.additions: Counter[Value] = Counter()  # how many operations have added to an accumulator
+        self.all_additions = Counter(value for op in program.ops for value in op.into if value.kind == "dw")
         self.stages: list[Stage] = []
         self.done: Counter[tuple[str, int | None]] = Counter()  # operations of the stage, by verb and micro-batch
 
@@ -43,12 +67,15 @@ class _Walk:
             raise self._error(len(self.program.ops) - 1, complaint)
         for stage in self._missing_stages():
             raise ProgramError(f"after {self.program.made_by}: stage {stage} is missing")
+        for complaint in self._breaks_homes():
+            raise ProgramError(f"after {self.program.made_by}: at the end, {complaint}")
 
     def _complaints(self, op: Op) -> Iterator[str]:
         """What is wrong with one operation; each law sees what the ones before it have let pass."""
         yield from self._breaks_stages(op)
         yield from self._breaks_numbers(op)
         yield from self._breaks_signature(op)
+        yield from self._breaks_updates(op)
         yield from self._breaks_lifetimes(op)
 
     def _breaks_stages(self, op: Op) -> Iterator[str]:
@@ -73,8 +100,10 @@ class _Walk:
                     yield f"stage {self.stages[-1]} has ended without micro-batch {j}"
 
     def _missing_stages(self) -> Iterator[str]:
-        """Every unit runs forward; the head may do so as part of the backward."""
+        """Every unit runs forward, unless all there is are updates; the head may do so as part of the backward."""
         present = {str(stage) for stage in self.stages}
+        if present and present <= {str(FILL), str(DRAIN)}:
+            return
         for unit in (PROLOGUE, *range(self.program.num_layers)):
             if f"forward {unit}" not in present:
                 yield f"forward {unit}"
@@ -103,6 +132,8 @@ class _Walk:
                 yield f"{op.verb} does not belong in stage {op.stage}"
             if op.micro_batch is None:
                 yield f"{op.verb} works on one micro-batch, and none is named"
+            if op.stage.unit is None:
+                return
             yield from self._misfits(op, signature.reads, op.reads, "reads")
             yield from self._misfits(op, signature.results, op.results, "defines")
             yield from self._misfits(op, signature.into, op.into, "changes")
@@ -117,13 +148,16 @@ class _Walk:
         elif op.verb == "free":
             if op.results or op.into or len(op.reads) != 1:
                 yield "free takes one value and defines nothing"
+        elif op.verb in MOVING:
+            if not MOVING[op.verb](op):
+                yield f"{op.verb} takes {FORMS[op.verb]}"
         else:
             yield f"no verb is called {op.verb}"
 
     def _misfits(self, op: Op, slots: tuple[Slot, ...], values: tuple[Value, ...], doing: str) -> Iterator[str]:
         rest = list(values)
         for slot in slots:
-            expected = slot.value(op.stage.unit, op.micro_batch or 0, self.program.num_layers)
+            expected = slot.value(op.unit, op.micro_batch or 0, self.program.num_layers)
             if rest and rest[0] == expected:
                 rest.pop(0)
             elif not slot.optional:
@@ -131,31 +165,137 @@ class _Walk:
         if rest:
             yield f"{op.verb} {doing} no {rest[0]} here"
 
+    def _breaks_updates(self, op: Op) -> Iterator[str]:
+        """A part is updated once, and a unit is not gathered while a late update of it is still to come."""
+        if op.verb == "update":
+            for value in op.into:
+                part = replace(value, tier=None)
+                if part in self.updated:
+                    yield f"{value} is updated twice"
+                self.updated.add(part)
+                self.waiting.discard(part)
+        elif op.verb == "gather":
+            for value in op.reads:
+                if replace(value, tier=None) in self.waiting:
+                    yield f"{value} is used before its late update"
+
     def _breaks_lifetimes(self, op: Op) -> Iterator[str]:
-        """Defined once before all uses, freed at most once after them; accumulators are complete when read."""
+        """Defined before all uses, freed after them, and not defined again but by a movement; sums complete when read.
+
+        A movement may bring a value back, freed before or not.
+        """
         for value in (*op.reads, *op.into):
             if value in self.freed:
                 yield f"{value} was freed"
-            if value not in self.defined and value.kind not in INPUT_KINDS:
+            if value not in self.defined and not self._is_input(value):
                 yield f"{value} is not defined"
         for value in op.reads:
-            if value.kind == "dw" and self.additions[value] != self.program.num_micro_batches:
-                yield f"{value} is read after {self.additions[value]} of {self.program.num_micro_batches} micro-batches"
+            if value in self.all_additions and self.additions[value] != self.all_additions[value]:
+                yield f"{value} is read after {self.additions[value]} of {self.all_additions[value]} micro-batches"
         for value in op.into:
             self.additions[value] += 1
         for value in op.results:
-            if value in self.defined:
+            if value in self.defined and op.verb not in MOVEMENTS:
                 yield f"{value} is defined twice"
             self.defined.add(value)
+            self.freed.discard(value)
         if op.verb == "free":
             self.freed.update(op.reads)
+
+    def _is_input(self, value: Value) -> bool:
+        """Whether a value is there before the step begins."""
+        placed = self.placement is not None and (value.unit in self.placement.by_unit or value.kind == "scale")
+        if not placed or value.kind not in ("w", "s", "dw", "scale"):
+            return value.kind in INPUT_KINDS
+        if self.program.made_by == "overlap":  # all on the device still
+            return bool(value.part) or value.kind == "scale"
+        return value in self.present
+
+    def _breaks_homes(self) -> Iterator[str]:
+        """What must outlive the step does, nothing else is left behind, and the planned peaks are true."""
+        if self.placement is None or self.program.made_by != "free":
+            return
+        late = self.placement.has_late and any(op.verb == "norm" for op in self.program.ops)
+        homes = self.placement.homes(late=late)
+        for value in sorted(homes, key=str):
+            if value in self.freed or (value not in self.defined and value not in self.present):
+                yield f"{value} is not at home"
+        for value in sorted(self.defined - self.freed - homes - self.present, key=str):
+            if value.tier in ("host", "ssd") and not self._is_view(value):
+                yield f"{value} is left behind"
+        if self.program.peaks and self.program.peaks != self.placement.peaks(self.program.ops):
+            yield f"the peaks are not {self.program.peaks}"
+
+    def _is_view(self, value: Value) -> bool:
+        return value.kind == "x" and value.unit == self.program.num_layers
 
     def _error(self, index: int, complaint: str) -> ProgramError:
         where = f"after {self.program.made_by}, line {line_of(self.program, index)}"
         return ProgramError(f"{where}: {format_op(self.program.ops[index])}: {complaint}")
 
 
-def _place(stage: Stage) -> tuple[bool, float]:
+def _place(stage: Stage) -> tuple[int, float]:
     """Up through the forward, down through the backward."""
-    backward = stage.phase == "backward"
-    return backward, -height(stage.unit) if backward else height(stage.unit)
+    if stage.unit is None:
+        return (0, 0.0) if stage == FILL else (3, 0.0)
+    return (2, -height(stage.unit)) if stage.phase == "backward" else (1, height(stage.unit))
+
+
+def _late_parts(placement: Placement) -> set[Value]:
+    parts = ((unit, part) for unit in placement.units for group in unit.trained("late") for part in group.w)
+    return {replace(unit.value("w", part), tier=None) for unit, part in parts}
+
+
+# The forms of the verbs that move and update; what they are called with on each line of FORMS.
+
+
+def _is_transfer(op: Op) -> bool:
+    """All from one tier to the next, towards the device or away from it; of one kind."""
+    to = (*op.results, *op.into)
+    tiers = {value.tier for value in op.reads}, {value.tier for value in to}
+    if not (op.reads and to) or bool(op.results) == bool(op.into) or any(len(side) != 1 for side in tiers):
+        return False
+    if len({(value.kind, value.unit) for value in (*op.reads, *to)}) != 1:
+        return False
+    route = (op.reads[0].tier or "", to[0].tier or "")
+    return route in TRANSFER_LANES and (op.verb == "prefetch") == (route in (("ssd", "host"), ("host", "device")))
+
+
+def _is_gather(op: Op) -> bool:
+    whole = Value("w", op.results[0].unit) if len(op.results) == 1 else None
+    parts = all((v.kind, v.unit) == ("w", op.results[0].unit) and v != whole for v in op.reads)
+    return op.results == (whole,) and not op.into and bool(op.reads) and parts
+
+
+def _is_keep(op: Op) -> bool:
+    same = {(value.kind, value.unit, value.micro_batch) for value in (*op.reads, *op.results)}
+    return len(op.reads) == 1 and bool(op.results) and not op.into and len(same) == 1
+
+
+def _is_update(op: Op) -> bool:
+    kinds = [value.kind for value in op.reads]
+    units = {value.unit for value in (op.reads[:1] + op.into)}
+    changed = {value.kind for value in op.into}
+    return kinds in (["dw"], ["dw", "scale"]) and len(units) == 1 and {"w"} <= changed <= CHANGED_KINDS
+
+
+MOVING: dict[str, Callable[[Op], bool]] = {
+    "prefetch": _is_transfer,
+    "offload": _is_transfer,
+    "gather": _is_gather,
+    "keep": _is_keep,
+    "empty": lambda op: not op.reads and not op.into and [value.kind for value in op.results] == ["w"],
+    "norm": lambda op: [v.kind for v in op.reads] == ["dw"] and op.results == (Value("norm", op.reads[0].unit),),
+    "clip": lambda op: {v.kind for v in op.reads} == {"norm"} and [v.kind for v in op.results] == ["scale"],
+    "update": _is_update,
+}
+FORMS = {
+    "prefetch": "values of one kind and unit from ssd to host, or from host to device",
+    "offload": "values of one kind and unit from device to host, or from host to ssd",
+    "gather": "all parts or pieces of one unit's parameters, and defines the whole on the device",
+    "keep": "one value, and defines it under another name",
+    "empty": "nothing, and defines a part of a unit's parameters",
+    "norm": "one gradient, and defines its norm",
+    "clip": "the norms, and defines the scale",
+    "update": "a gradient and, where gradients are clipped, the scale; changes parameters and state of the same unit",
+}

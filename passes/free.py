@@ -3,31 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
+from gs_compile.placement import Placement
 from gs_compile.program import Op, Program, Value
 
 # What a step makes for itself. Inputs (batch, w) are not its to end; results (loss, y, dw) are what it is run for.
 TRANSIENT_KINDS = frozenset({"x", "side", "total", "dx", "dy", "dside"})
+PLACED_KINDS = frozenset({"w", "s", "dw", "scale"})  # of placed units these come and go too, but for their homes
 
 
-def free(program: Program, *, keep: Iterable[Value] = ()) -> Program:
-    """The same program with `free(value)` right after the last operation that uses the value.
+def free(
+    program: Program, *, keep: Iterable[Value] = (), placement: Placement | None = None, late: bool = True
+) -> Program:
+    """The same program with `free(value)` right after the last operation that uses the value, and its planned peaks.
 
-    A value that nothing uses ends where it is defined. Values in `keep` are never freed in this program: they are
-    results too, such as the hidden states that a model returns.
+    A value that nothing uses ends where it is defined. One that is defined again, as what is fetched twice is, ends
+    after the last use before that. Values in `keep` are never freed in this program: they are results too, such as the
+    hidden states that a model returns. With `placement` all tiers are freed, but for what lives on from step to step;
+    `late` says whether gradients are left for the next step.
     """
-    kept = frozenset(keep)
-    last_use = {value: index for index, op in enumerate(program.ops) for value in _values(op)}
-    return program.with_ops(_with_frees(program, last_use, kept), made_by="free")
+    placement = placement or Placement()
+    kept = frozenset(keep) | placement.homes(late=late)
+    ends = _ends(program.ops, kept, placement)
+    ops = tuple(_with_frees(program.ops, ends))
+    peaks = placement.peaks(ops) if placement.x_nbytes else ()
+    return replace(program.with_ops(ops, made_by="free"), peaks=peaks)
 
 
-def _with_frees(program: Program, last_use: dict[Value, int], kept: frozenset[Value]) -> Iterator[Op]:
-    for index, op in enumerate(program.ops):
+def _ends(ops: tuple[Op, ...], kept: frozenset[Value], placement: Placement) -> dict[int, list[Value]]:
+    """The values that end after each operation."""
+    last_use: dict[Value, int] = {}
+    ends: dict[int, list[Value]] = {}
+    for index, op in enumerate(ops):
+        for value in op.results:
+            if value in last_use and _is_transient(value, placement):
+                ends.setdefault(last_use[value], []).append(value)
+        for value in (*op.reads, *op.into, *op.results):
+            last_use[value] = index
+    for value, index in last_use.items():
+        if value not in kept and _is_transient(value, placement):
+            ends.setdefault(index, []).append(value)
+    return ends
+
+
+def _with_frees(ops: tuple[Op, ...], ends: dict[int, list[Value]]) -> Iterator[Op]:
+    for index, op in enumerate(ops):
         yield op
-        for value in dict.fromkeys(_values(op)):
-            if last_use[value] == index and value.kind in TRANSIENT_KINDS and value not in kept:
+        ending = ends.get(index, ())
+        for value in dict.fromkeys((*op.reads, *op.into, *op.results)):
+            if value in ending:
                 yield Op("free", (value,), op.stage)
 
 
-def _values(op: Op) -> Iterable[Value]:
-    return (*op.reads, *op.into, *op.results)
+def _is_transient(value: Value, placement: Placement) -> bool:
+    placed = value.kind == "scale" or value.unit in placement.by_unit
+    return value.kind in TRANSIENT_KINDS or (value.kind in PLACED_KINDS and placed)

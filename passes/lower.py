@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from gs_compile.placement import Placement
 from gs_compile.program import Program, StepShape, Value
 from gs_compile.verify import verify
 
 from .free import free
+from .offload import offload
+from .overlap import overlap
+from .pipeline import pipeline
 from .snake import snake
 from .vertical import vertical
 
 # In this order, each with its reason. A pass keeps the meaning of the program: same loss, gradients and outputs.
 PASSES: tuple[Callable[..., Program], ...] = (
     snake,  # one micro-batch stays on the device from layer to layer
+    overlap,  # the optimizer beside the backward, its late part before the next forward
+    offload,  # every value to its home and back, just in time
+    pipeline,  # each transfer in the latest stage that still hides it
     free,  # last: lifetimes follow from the reads that all passes before it have left
 )
 
@@ -26,17 +33,52 @@ def lower(
     shape: StepShape | None = None,
     snake: bool = True,
     keep: Iterable[Value] = (),
+    placement: Placement | None = None,
+    late: bool = False,
 ) -> list[Program]:
     """Every snapshot from `vertical` to the program that runs, which is the last; `made_by` names each.
 
-    All are verified. `snake=False` leaves that pass out; values in `keep` are not freed.
+    All are verified. `snake=False` leaves that pass out; values in `keep` are not freed. Without a `placement`
+    everything stays on the device. `late`: the step before has left gradients that wait for their update.
     """
-    options: dict[str, dict[str, Any]] = {"free": {"keep": frozenset(keep)}}
+    kept = frozenset(keep)
+    leaves_late = placement is not None and placement.has_late and (shape is None or shape.training)
+    options: dict[str, dict[str, Any]] = {
+        "overlap": {"placement": placement, "late": late},
+        "offload": {"placement": placement, "keep": kept},
+        "pipeline": {"placement": placement},
+        "free": {"keep": kept, "placement": placement, "late": leaves_late},
+    }
     left_out = set() if snake else {"snake"}
-    snapshots = [vertical(num_layers, num_micro_batches, shape=shape)]
-    verify(snapshots[0])
+    if placement is None:
+        left_out |= {"overlap", "offload", "pipeline"}
+    return rewrite(vertical(num_layers, num_micro_batches, shape=shape), left_out, options, placement, late)
+
+
+def flush(num_layers: int, placement: Placement) -> list[Program]:
+    """The late updates alone: what brings all parameters up to date between two steps."""
+    options: dict[str, dict[str, Any]] = {
+        "overlap": {"placement": placement, "late": True},
+        "offload": {"placement": placement},
+        "pipeline": {"placement": placement},
+        "free": {"placement": placement, "late": False},
+    }
+    return rewrite(Program((), num_layers, 1, made_by="vertical"), {"snake"}, options, placement, late=True)
+
+
+def rewrite(
+    program: Program,
+    left_out: set[str],
+    options: dict[str, dict[str, Any]],
+    placement: Placement | None,
+    late: bool,
+) -> list[Program]:
+    """`program` and what each pass makes of it, all verified."""
+    snapshots = [program]
+    if program.ops:
+        verify(program)
     for run in PASSES:
         if run.__name__ not in left_out:
             snapshots.append(run(snapshots[-1], **options.get(run.__name__, {})))
-            verify(snapshots[-1])
+            verify(snapshots[-1], placement if placement and run.__name__ != "snake" else None, late=late)
     return snapshots

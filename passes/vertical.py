@@ -10,8 +10,9 @@ head              v   v   v
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
-from gs_compile.program import EPILOGUE, PROLOGUE, Op, Program, Stage, StepShape, Value
+from gs_compile.program import EPILOGUE, PROLOGUE, TIED, Op, Program, Stage, StepShape, Unit, Value
 from gs_compile.signatures import SIGNATURES, Slot
 
 
@@ -38,65 +39,68 @@ class _Builder:
         if self.shape.has_total:
             batches = tuple(Value("batch", micro_batch=j, tier=None) for j in self.micro_batches)
             yield Op("count", batches, Stage("forward", PROLOGUE), (Value("total"),))
-        yield from self._stage("embed", Stage("forward", PROLOGUE))
+        yield from self._stage("embed", "forward", PROLOGUE)
         for i in range(self.num_layers):
-            yield from self._stage("forward", Stage("forward", i))
+            yield from self._stage("forward", "forward", i)
         if not self.shape.training:
-            yield from self._stage("head", Stage("forward", EPILOGUE))
+            yield from self._stage("head", "forward", EPILOGUE)
         else:
             yield from self._head_and_backward()
 
     def _head_and_backward(self) -> Iterator[Op]:
         if EPILOGUE in self.shape.outside:
-            yield from self._stage("head", Stage("forward", EPILOGUE))
-            yield from self._stage("head_backward", Stage("backward", EPILOGUE))
+            yield from self._stage("head", "forward", EPILOGUE)
+            yield from self._stage("head_backward", "backward", EPILOGUE)
         else:
-            yield from self._stage("head", Stage("backward" if self.shape.has_loss else "forward", EPILOGUE))
+            yield from self._stage("head", "backward" if self.shape.has_loss else "forward", EPILOGUE)
         for i in reversed(range(self.num_layers)):
-            yield from self._stage("backward", Stage("backward", i))
-        yield from self._stage("embed_backward", Stage("backward", PROLOGUE))
+            yield from self._stage("backward", "backward", i)
+        yield from self._stage("embed_backward", "backward", PROLOGUE)
 
-    def _stage(self, verb: str, stage: Stage) -> list[Op]:
+    def _stage(self, verb: str, phase: Literal["forward", "backward"], unit: Unit) -> list[Op]:
         """One verb for all micro-batches, after the accumulators it is the first to need."""
-        if stage.phase == "backward" and not self._has_gradient(verb, stage):
+        stage = Stage(phase, unit)
+        if phase == "backward" and not self._has_gradient(verb, stage, unit):
             return []
-        ops = [self._op(verb, stage, j) for j in self.micro_batches]
+        ops = [self._op(verb, stage, unit, j) for j in self.micro_batches]
         needed = [value for op in ops for value in op.into]
         zeros = [Op("zeros", (), stage, (value,)) for value in dict.fromkeys(needed) if value not in self.gradients]
         self.gradients.update(needed, (value for op in ops for value in op.results if value.kind == "dx"))
         return zeros + ops
 
-    def _has_gradient(self, verb: str, stage: Stage) -> bool:
+    def _has_gradient(self, verb: str, stage: Stage, unit: Unit) -> bool:
         """Whether a gradient arrives, the head's own loss included, and there is still someone who wants it."""
-        wanted = self.shape.first_grad == stage.unit or self.shape.needs_grad_below(stage.unit)
+        wanted = self.shape.first_grad == unit or self.shape.needs_grad_below(unit)
         sources = {slot.kind for slot in SIGNATURES[verb].reads} & {"dx", "dy", "dside"}
-        arrives = any(value.kind in sources for value in self._op(verb, stage, 0).reads)
+        arrives = any(value.kind in sources for value in self._op(verb, stage, unit, 0).reads)
         return wanted and (arrives or verb == "head")
 
-    def _op(self, verb: str, stage: Stage, micro_batch: int) -> Op:
+    def _op(self, verb: str, stage: Stage, unit: Unit, micro_batch: int) -> Op:
         def present(slots: tuple[Slot, ...]) -> tuple[Value, ...]:
-            values = (slot.value(stage.unit, micro_batch, self.num_layers) for slot in slots)
-            return tuple(v for slot, v in zip(slots, values, strict=True) if self._is_present(slot, v, stage))
+            values = ((slot, slot.value(unit, micro_batch, self.num_layers)) for slot in slots)
+            return tuple(value for slot, value in values if self._is_present(slot, value, stage.phase, unit))
 
         signature = SIGNATURES[verb]
-        return Op(
-            verb, present(signature.reads), stage, present(signature.results), present(signature.into), micro_batch
-        )
+        reads, results, into = present(signature.reads), present(signature.results), present(signature.into)
+        return Op(verb, reads, stage, results, into, micro_batch)
 
-    def _is_present(self, slot: Slot, value: Value, stage: Stage) -> bool:
+    def _is_present(self, slot: Slot, value: Value, phase: str, unit: Unit) -> bool:
         """Whether this model's step has what a slot of the table leaves open."""
         shape = self.shape
         match slot.kind, slot.role:
             case (("dx" | "dside"), "reads"):
                 return value in self.gradients
             case "dx", "results":
-                return stage.phase == "backward" and shape.needs_grad_below(stage.unit)
+                return phase == "backward" and shape.needs_grad_below(unit)
             case "dy", _:
                 return value.unit in shape.outside
+            case "w", _:
+                return not slot.tied or unit in shape.tied
             case "dw", _:
-                return stage.phase == "backward" and stage.unit not in shape.frozen
+                owner = TIED if slot.tied else unit
+                return phase == "backward" and owner not in shape.frozen and (not slot.tied or unit in shape.tied)
             case "dside", "into":
-                return stage.phase == "backward" and shape.side_gradient and shape.first_grad == PROLOGUE
+                return phase == "backward" and shape.side_gradient and shape.first_grad == PROLOGUE
             case _:
                 has = {"loss": shape.has_loss, "total": shape.has_total, "side": shape.has_side}
-                return has.get(slot.kind, True) and (slot.kind != "y" or stage.unit in shape.emits)
+                return has.get(slot.kind, True) and (slot.kind != "y" or unit in shape.emits)

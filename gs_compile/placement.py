@@ -1,0 +1,254 @@
+"""Where the data of a step lives: the parts of every unit, each with one home, and what each value takes.
+
+A unit's parameters stand one after the other in one flat space, trained ones first, every tensor at a multiple of
+QUANTUM elements. A ratio cuts the space into a host zone and an SSD zone; alpha, and the size of one update, cut both
+into groups. A group is what one update changes. Its parameter parts are its pieces of the two zones; its state is cut
+by a ratio of its own.
+
+      host zone         SSD zone
+    [ a    | c    ] [ b      | d      ]     w: group 0 is a and b, group 1 (late, say) is c and d
+    [ group 0             | group 1   ]     dw, s: the same elements, group after group
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from gs_compile.program import Op, Tier, Unit, Value
+
+# Elements. Cuts are at multiples, so that a part begins on a 4 KiB page in 16 bits and in 32, and that the optimizer's
+# vector code takes every element the same way wherever a unit is cut.
+QUANTUM = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a unit's parameters or of a group's state, `start` to `stop` in elements, and its home."""
+
+    letter: str
+    tier: Tier
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The elements that one update changes; frozen ones are a group that none does."""
+
+    letter: str  # of its gradient
+    when: str  # "early", "late" or "never"
+    w: tuple[Part, ...]  # in the unit's space: the piece of the host zone, then that of the SSD zone
+    s: tuple[Part, ...]  # in the group's own space, which is its w parts end to end
+
+    @property
+    def numel(self) -> int:
+        return sum(part.numel for part in self.w)
+
+
+@dataclass(frozen=True)
+class UnitPlacement:
+    """One unit's groups. `state_itemsize` counts all components of the state, of one element."""
+
+    unit: Unit
+    groups: tuple[Group, ...]
+    itemsize: int
+    gradient_itemsize: int
+    state_itemsize: int
+    has_master: bool  # the parameters are narrow copies of a master in the state
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(group.numel for group in self.groups)
+
+    @cached_property
+    def num_trained(self) -> int:
+        return sum(group.numel for group in self.groups if group.when != "never")
+
+    @cached_property
+    def w(self) -> dict[str, Part]:
+        return {part.letter: part for group in self.groups for part in group.w}
+
+    @cached_property
+    def s(self) -> dict[str, Part]:
+        return {part.letter: part for group in self.groups for part in group.s}
+
+    @cached_property
+    def dw(self) -> dict[str, Group]:
+        return {group.letter: group for group in self.groups}
+
+    @cached_property
+    def ssd_zone(self) -> tuple[int, int]:
+        """Where the parameters on SSD begin and end in the unit's space: one request moves them."""
+        parts = [part for part in self.w.values() if part.tier == "ssd"]
+        return (min(p.start for p in parts), max(p.stop for p in parts)) if parts else (0, 0)
+
+    def trained(self, *when: str) -> tuple[Group, ...]:
+        return tuple(group for group in self.groups if group.when in (when or ("early", "late")))
+
+    def value(self, kind: str, part: Part, tier: Tier | None = None) -> Value:
+        """The value that a part is, at its home or on another tier."""
+        return Value(kind, self.unit, tier=tier or part.tier, part=part.letter)
+
+    def gradient(self, group: Group) -> Value:
+        return Value("dw", self.unit, tier="host", part=group.letter)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Homes and sizes for one model. Without `units` the parameters are the user's and only checkpoints move.
+
+    separate: the device has memory of its own; otherwise it is the host's, and nothing is copied between them but
+        what has to be collected for the SSD.
+    clip: updates wait for the scale that follows from all gradients' norms.
+    x_nbytes, side_nbytes: of the checkpoint, and of the side inputs, of each micro-batch.
+    """
+
+    units: tuple[UnitPlacement, ...] = ()
+    separate: bool = False
+    clip: bool = False
+    checkpoint_ratio: float = 1.0
+    x_nbytes: tuple[int, ...] = ()
+    side_nbytes: tuple[int, ...] = ()
+    num_layers: int = 0
+
+    @cached_property
+    def by_unit(self) -> Mapping[Unit, UnitPlacement]:
+        return {unit.unit: unit for unit in self.units}
+
+    @cached_property
+    def has_late(self) -> bool:
+        return any(unit.trained("late") for unit in self.units)
+
+    def checkpoint_home(self, value: Value) -> Tier:
+        """Host or SSD, for the input of a layer: the ratio's share of all of them, spread evenly."""
+        assert isinstance(value.unit, int)
+        assert value.micro_batch is not None
+        at = value.unit * len(self.x_nbytes) + value.micro_batch
+        on_host = int((at + 1) * self.checkpoint_ratio + 1e-9) > int(at * self.checkpoint_ratio + 1e-9)
+        return "host" if on_host else "ssd"
+
+    def homes(self, *, late: bool) -> frozenset[Value]:
+        """What lives on between steps; `late`: gradients wait for their update."""
+        found = set()
+        for unit in self.units:
+            for group in unit.groups:
+                waits = late and group.when == "late"
+                if waits:
+                    found.add(unit.gradient(group))
+                found |= {unit.value("s", part) for part in group.s}
+                found |= {unit.value("w", part) for part in group.w if not (waits and self.reclaims(unit, part))}
+        if late and self.clip:
+            found.add(Value("scale", tier="host"))
+        return frozenset(found)
+
+    def reclaims(self, unit: UnitPlacement, part: Part) -> bool:
+        """Whether a late part's host memory is free between backward and update (paper, section 4.3).
+
+        The parameter is then stale, and its update can do without it: the master is elsewhere. Where the device reads
+        host memory itself, a unit's host zone stays in one piece.
+        """
+        return self.separate and unit.has_master and part.tier == "host"
+
+    # Bytes -----------------------------------------------------------------------------------------------------------
+
+    def slot(self, value: Value) -> tuple[object, int]:
+        """The memory a value is in, and its bytes; values of one slot share it, and it lasts as long as any of them."""
+        if value.kind in ("x", "dx"):
+            return self._activation_slot(value)
+        unit = self.by_unit.get(value.unit) if value.unit is not None else None
+        if unit is None:
+            return value, self._other_nbytes(value)
+        match value.kind, value.tier:
+            case "w", "device" if self.separate:
+                return (value.unit, "w.device"), unit.numel * unit.itemsize
+            case "w", "device" | "host" if value.tier == "device" or unit.w[value.part].tier == "ssd":
+                start, stop = unit.ssd_zone
+                return (value.unit, "w.host"), (stop - start) * unit.itemsize
+            case "w", _:
+                return value, unit.w[value.part].numel * unit.itemsize
+            case "s", _:
+                return value, unit.s[value.part].numel * unit.state_itemsize
+            case "dw", "device":
+                return (value.unit, "dw"), unit.num_trained * unit.gradient_itemsize
+            case "dw", _ if self.keeps_gradient(unit):
+                return (value.unit, "dw"), unit.num_trained * unit.gradient_itemsize
+            case "dw", _:
+                return value, unit.dw[value.part].numel * unit.gradient_itemsize
+        return value, 0
+
+    def keeps_gradient(self, unit: UnitPlacement) -> bool:
+        """Whether late gradients stay where they were summed: in one memory, if all of the unit's are late."""
+        return not self.separate and not unit.trained("early")
+
+    def _activation_slot(self, value: Value) -> tuple[object, int]:
+        assert value.micro_batch is not None
+        on_ssd = value.kind == "x" and value.unit != self.num_layers and self.checkpoint_home(value) == "ssd"
+        if value.tier == "host" and on_ssd:
+            there = [j for j in range(len(self.x_nbytes)) if self._is_on_ssd(value, j)]
+            return (value.unit, "x.host"), sum(self.x_nbytes[j] for j in there)
+        return value, self.x_nbytes[value.micro_batch] if value.micro_batch < len(self.x_nbytes) else 0
+
+    def _is_on_ssd(self, value: Value, micro_batch: int) -> bool:
+        return self.checkpoint_home(Value("x", value.unit, micro_batch)) == "ssd"
+
+    def _other_nbytes(self, value: Value) -> int:
+        if value.kind == "side" and value.micro_batch is not None and self.side_nbytes:
+            return self.side_nbytes[value.micro_batch]
+        return 0
+
+    def peaks(self, ops: Iterable[Op]) -> tuple[tuple[str, int], ...]:
+        """The most bytes alive at a time on each tier while `ops` run in order.
+
+        Where the device reads host memory as it is, parameters and gradients count there.
+        """
+        return _Count(self).peaks(ops)
+
+
+class _Count:
+    """Slots alive, and bytes by tier, at one point of a program."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.alive: dict[object, tuple[str, int, set[Value]]] = {}
+        self.now = dict.fromkeys(("device", "host", "ssd"), 0)
+        self.most = dict(self.now)
+
+    def peaks(self, ops: Iterable[Op]) -> tuple[tuple[str, int], ...]:
+        ops = tuple(ops)
+        defined: set[Value] = set()
+        for op in ops:  # what is there before the first operation
+            for value in (*op.reads, *op.into):
+                if value not in defined and value.kind in ("w", "s", "dw"):
+                    self._begin(value)
+            defined.update(op.reads, op.into, op.results)
+        for op in ops:
+            for value in op.results:
+                self._begin(value)
+            if op.verb == "free":
+                self._end(op.reads[0])
+        return tuple(self.most.items())
+
+    def _begin(self, value: Value) -> None:
+        key, nbytes = self.placement.slot(value)
+        in_host = not self.placement.separate and value.kind in ("w", "dw") and value.tier == "device"
+        tier = "host" if in_host else value.tier or "device"
+        if key not in self.alive:
+            self.alive[key] = (tier, nbytes, set())
+            self.now[tier] += nbytes
+            self.most[tier] = max(self.most[tier], self.now[tier])
+        self.alive[key][2].add(value)
+
+    def _end(self, value: Value) -> None:
+        key, _ = self.placement.slot(value)
+        if key in self.alive:
+            tier, nbytes, values = self.alive[key]
+            values.discard(value)
+            if not values:
+                self.now[tier] -= nbytes
+                del self.alive[key]

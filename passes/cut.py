@@ -1,0 +1,85 @@
+"""cut: the parts of one unit, from ratios, alpha and the size of one update."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, count
+from math import ceil
+
+from gs_compile.placement import QUANTUM, Group, Part, UnitPlacement
+from gs_compile.program import Tier, Unit
+
+
+def cut(
+    unit: Unit,
+    trained: Sequence[int],
+    frozen: Sequence[int] = (),
+    *,
+    parameter_ratio: float,
+    optimizer_ratio: float,
+    alpha: float,
+    most_numel: int,
+    separate: bool,
+    itemsize: int,
+    gradient_itemsize: int,
+    state_itemsize: int,
+    has_master: bool,
+) -> UnitPlacement:
+    """Where the parts of a unit live whose tensors have `trained` and `frozen` elements (multiples of QUANTUM).
+
+    The ratios are the shares of parameters and of optimizer state in host memory, `alpha` the share of the update that
+    is late, `most_numel` the most elements that one update takes at a time. Without a separate device the code reads
+    host memory as it is, so no tensor may straddle the cut between host and SSD: the parameter ratio is rounded down
+    to the end of a tensor.
+    """
+    num_trained, numel = sum(trained), sum(trained) + sum(frozen)
+    ends = range(0, numel + 1, QUANTUM) if separate else [0, *accumulate((*trained, *frozen))]
+    host = max(end for end in ends if end <= parameter_ratio * numel + 1e-9)
+    fractions = _fractions(num_trained, alpha, most_numel)
+    on_host = _cuts(0, min(host, num_trained), fractions)
+    on_ssd = _cuts(min(host, num_trained), num_trained, fractions)
+    zones: list[tuple[str, list[tuple[Tier, int, int]]]] = [
+        (when, [("host", *a), ("ssd", *b)]) for (when, _), a, b in zip(fractions, on_host, on_ssd, strict=True)
+    ]
+    rest = max(host, num_trained)
+    zones.append(("never", [("host", num_trained, rest), ("ssd", rest, numel)]))
+
+    w_letters, s_letters, dw_letters = _letters(), _letters(), _letters()
+    groups = []
+    for when, pieces in zones:
+        w = tuple(Part(next(w_letters), tier, start, stop) for tier, start, stop in pieces if start < stop)
+        size = sum(part.numel for part in w)
+        if size:
+            resident = int(optimizer_ratio * size + 1e-9) // QUANTUM * QUANTUM
+            homes: list[tuple[Tier, int, int]] = [("host", 0, resident), ("ssd", resident, size)]
+            has_state = when != "never" and state_itemsize
+            s = tuple(Part(next(s_letters), tier, a, b) for tier, a, b in homes if a < b) if has_state else ()
+            groups.append(Group(next(dw_letters), when, w, s))
+    return UnitPlacement(unit, tuple(groups), itemsize, gradient_itemsize, state_itemsize, has_master)
+
+
+def _fractions(numel: int, alpha: float, most_numel: int) -> list[tuple[str, float]]:
+    """When each group is updated, and where it ends as a fraction of the unit: early groups first."""
+    groups: list[tuple[str, float]] = []
+    for when, start, share in (("early", 0.0, 1 - alpha), ("late", 1 - alpha, alpha)):
+        number = ceil(share * numel / most_numel)
+        groups += [(when, start + share * (k + 1) / number) for k in range(number)]
+    return groups
+
+
+def _cuts(start: int, stop: int, fractions: Sequence[tuple[str, float]]) -> list[tuple[int, int]]:
+    """A zone cut at fractions of its length, to the nearest quantum."""
+    ends = [start + round((stop - start) * end / QUANTUM) * QUANTUM for _, end in fractions]
+    ends[-1:] = [stop] if ends else []
+    return list(zip([start, *ends[:-1]], ends, strict=True)) if ends else []
+
+
+def _letters() -> Iterator[str]:
+    """a, b ... z, ba, bb ..."""
+    alphabet = string.ascii_lowercase
+
+    def name(number: int) -> str:
+        return (name(number // 26) if number >= 26 else "") + alphabet[number % 26]
+
+    return map(name, count())

@@ -1,0 +1,216 @@
+"""Give every value the home its placement says, and bring it to where it is used and back, just in time.
+
+    w1b.host = prefetch(w1b.ssd)                    parameters, from SSD to host: all parts of a unit at once
+    w1.device[0] = prefetch(w1a.host, w1b.host)     from host to device, in as many pieces as there are micro-batches
+    x2_0.host = offload(x2_0.device)                a layer's output, as soon as it is there
+    x2_0.ssd, x2_1.ssd = offload(x2_0.host, x2_1.host)      checkpoints of a layer, all at once
+
+Where the device has no memory of its own the second kind vanishes, and of the third only what has to be collected for
+the SSD is copied. Nothing overlaps yet: `pipeline` gives each transfer its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+from gs_compile.placement import Group, Part, Placement, UnitPlacement
+from gs_compile.program import FILL, Op, Program, Stage, Tier, Value
+
+
+def offload(program: Program, *, placement: Placement, keep: Iterable[Value] = ()) -> Program:
+    """The same step with its data on the tiers. Values in `keep` stay on the device: they are results too."""
+    ops = list(_Units(program, placement).ops())
+    ops = list(_Activations(program.with_ops(ops, "offload"), placement, frozenset(keep)).ops())
+    return program.with_ops(ops, made_by="offload")
+
+
+class _Units:
+    """Parameters, gradients and optimizer states."""
+
+    def __init__(self, program: Program, placement: Placement) -> None:
+        self.program = program
+        self.placement = placement
+        self.updated_late = {
+            value.unit for op in program.ops if op.verb == "update" and op.stage == FILL for value in op.into
+        }
+        self.gathered: set[object] = set()  # units gathered before
+
+    def ops(self) -> Iterator[Op]:
+        for op in self.program.ops:
+            unit = self._unit(op)
+            if op.verb == "clip":
+                yield replace(op, results=(Value("scale", tier="host"),))
+            elif unit is None:
+                yield op
+            elif op.verb == "gather":
+                yield from self._gather(op, unit)
+            elif op.verb == "keep":
+                yield from self._keep(op, unit)
+            elif op.verb == "update":
+                yield from self._update(op, unit)
+            else:
+                yield op
+
+    def _unit(self, op: Op) -> UnitPlacement | None:
+        values = (*op.results, *op.into, *op.reads)
+        return self.placement.by_unit.get(values[0].unit) if values and values[0].unit is not None else None
+
+    def _gather(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
+        whole, stage = op.results[0], op.stage
+        fresh = unit.unit in self.updated_late and unit.unit not in self.gathered  # the late update has made some parts
+        late = {part.letter for group in unit.trained("late") for part in group.w} if fresh else set()
+        self.gathered.add(unit.unit)
+        away = [part for part in unit.w.values() if part.tier == "ssd" and part.letter not in late]
+        yield from self._move("prefetch", "w", unit, away, stage)
+        parts = tuple(unit.value("w", part, "host") for part in unit.w.values())
+        if not self.placement.separate:
+            yield Op("gather", parts, stage, (whole,))
+            return
+        pieces = tuple(replace(whole, piece=k) for k in range(self.program.num_micro_batches))
+        for piece in pieces:
+            yield Op("prefetch", parts, stage, (piece,))
+        yield Op("gather", pieces, stage, (whole,))
+
+    def _keep(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
+        """The gradient leaves the device, once; early parts where there is a way to go."""
+        late = tuple(unit.gradient(group) for group in unit.trained("late"))
+        early = tuple(unit.gradient(group) for group in unit.trained("early"))
+        if self.placement.keeps_gradient(unit):
+            yield Op("keep", op.reads, op.stage, late)
+        else:
+            yield Op("offload", op.reads, op.stage, (*early, *late) if self.placement.separate else late)
+
+    def _update(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
+        group = next(g for g in unit.groups if unit.value("w", g.w[0], "device") in op.into)
+        whole, stage = Value("dw", unit.unit), op.stage
+        gradient = unit.gradient(group)
+        if group.when == "early" and not self.placement.separate:
+            gradient = whole
+        elif group.when == "early" and group is unit.trained("early")[0] and not unit.trained("late"):
+            yield Op("offload", (whole,), stage, tuple(unit.gradient(g) for g in unit.trained("early")))
+        on_ssd = [part for part in group.w if part.tier == "ssd"]
+        if unit.has_master:
+            filled = on_ssd + [p for p in group.w if group.when == "late" and self.placement.reclaims(unit, p)]
+            for part in filled:
+                yield Op("empty", (), stage, (unit.value("w", part, "host"),))
+        elif group.when == "late":
+            yield from self._move("prefetch", "w", unit, on_ssd, stage)
+        yield from self._move("prefetch", "s", unit, [part for part in group.s if part.tier == "ssd"], stage)
+        scale = (Value("scale", tier="host"),) if self.placement.clip else ()
+        yield Op("update", (gradient, *scale), stage, into=self._changed(unit, group))
+        for kind, parts in (("w", on_ssd), ("s", [part for part in group.s if part.tier == "ssd"])):
+            yield from self._move("offload", kind, unit, parts, stage)
+
+    def _changed(self, unit: UnitPlacement, group: Group) -> tuple[Value, ...]:
+        parts = [unit.value("w", part, "host") for part in group.w]
+        return (*parts, *(unit.value("s", part, "host") for part in group.s))
+
+    def _move(self, verb: str, kind: str, unit: UnitPlacement, parts: list[Part], stage: Stage) -> Iterator[Op]:
+        """One transfer of `parts` between SSD and host."""
+        if not parts:
+            return
+        on_host = tuple(unit.value(kind, part, "host") for part in parts)
+        on_ssd = tuple(unit.value(kind, part, "ssd") for part in parts)
+        if verb == "prefetch":
+            yield Op(verb, on_ssd, stage, on_host)
+        else:
+            yield Op(verb, on_host, stage, into=on_ssd)
+
+
+class _Activations:
+    """Checkpoints and inter-layer gradients."""
+
+    def __init__(self, program: Program, placement: Placement, keep: frozenset[Value]) -> None:
+        self.program = program
+        self.placement = placement
+        self.keep = keep
+        self.stages = [op.stage for op in program.ops]
+        self.users: dict[Value, list[int]] = {}
+        for index, op in enumerate(program.ops):
+            for value in op.reads:
+                if value.kind in ("x", "dx"):
+                    self.users.setdefault(value, []).append(index)
+        compute = [index for index, op in enumerate(program.ops) if op.micro_batch is not None]
+        self.next_compute = dict(pairwise(compute))
+        self.definitions = {value: index for index, op in enumerate(program.ops) for value in op.results}
+
+    def ops(self) -> Iterator[Op]:
+        for stage, indices in self._by_stage():
+            yield from self._from_ssd(indices, stage)
+            outputs: list[Value] = []
+            for index in indices:
+                op = self.program.ops[index]
+                yield from (self._prefetch(value, stage) for value in op.reads if self._comes_back(value, index))
+                yield op
+                for value in op.results:
+                    if self._leaves(value, index):
+                        outputs.append(value)
+                        yield self._offload(value, stage)
+            yield from self._to_ssd([value for value in outputs if self._on_ssd(value)], stage)
+
+    def _by_stage(self) -> Iterator[tuple[Stage, list[int]]]:
+        groups: dict[Stage, list[int]] = {}
+        for index, stage in enumerate(self.stages):
+            groups.setdefault(stage, []).append(index)
+        yield from groups.items()
+
+    # Which values travel ---------------------------------------------------------------------------------------------
+
+    def _far_uses(self, value: Value, index: int) -> list[int]:
+        """Uses after `index` that are not the very next computation."""
+        near = self.next_compute.get(index)
+        return [use for use in self.users.get(value, ()) if use > index and use != near]
+
+    def _recomputed_from(self, value: Value) -> bool:
+        """Whether it is a checkpoint: read again in the backward of the layer it goes into."""
+        return value.kind == "x" and len(self.users.get(value, ())) > 1
+
+    def _leaves(self, value: Value, index: int) -> bool:
+        if value.kind not in ("x", "dx") or value in self.keep or not self.users.get(value):
+            return False
+        if self.placement.separate:
+            return bool(self._far_uses(value, index))
+        return self._recomputed_from(value)
+
+    def _comes_back(self, value: Value, index: int) -> bool:
+        """Whether it is read at `index` and not on the device any more."""
+        if value.kind not in ("x", "dx") or value in self.keep:
+            return False
+        first = self.users[value][0]
+        if not self.placement.separate:
+            return index != first and self._recomputed_from(value)
+        return index != first or self.next_compute.get(self.definitions[value]) != index
+
+    def _on_ssd(self, value: Value) -> bool:
+        stays_near = value.unit == self.program.num_layers  # what the head reads is needed again at once
+        return self._recomputed_from(value) and not stays_near and self.placement.checkpoint_home(value) == "ssd"
+
+    # How they travel -------------------------------------------------------------------------------------------------
+
+    def _offload(self, value: Value, stage: Stage) -> Op:
+        copied = self.placement.separate or self._on_ssd(value)
+        return Op("offload" if copied else "keep", (value,), stage, (_on(value, "host"),))
+
+    def _prefetch(self, value: Value, stage: Stage) -> Op:
+        return Op("prefetch" if self.placement.separate else "keep", (_on(value, "host"),), stage, (value,))
+
+    def _to_ssd(self, values: list[Value], stage: Stage) -> Iterator[Op]:
+        if values:
+            values = sorted(values, key=lambda value: value.micro_batch or 0)
+            on_host, on_ssd = (tuple(_on(value, tier) for value in values) for tier in ("host", "ssd"))
+            yield Op("offload", on_host, stage, on_ssd)
+
+    def _from_ssd(self, indices: list[int], stage: Stage) -> Iterator[Op]:
+        read = [value for index in indices for value in self.program.ops[index].reads]
+        values = [v for v in dict.fromkeys(read) if v.kind == "x" and v not in self.keep and self._on_ssd(v)]
+        values = [value for value in values if stage.phase == "backward"]
+        if values:
+            values.sort(key=lambda value: value.micro_batch or 0)
+            on_host, on_ssd = (tuple(_on(value, tier) for value in values) for tier in ("host", "ssd"))
+            yield Op("prefetch", on_ssd, stage, on_host)
+
+
+def _on(value: Value, tier: Tier) -> Value:
+    return replace(value, tier=tier)
