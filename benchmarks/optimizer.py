@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -86,12 +87,14 @@ def variants(num_elements: int) -> dict[str, Callable[[], Any]]:
 
 
 def measure(timed: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round. The order is drawn anew every round, so that nothing always runs after the same."""
     seconds: dict[str, list[float]] = {name: [] for name in timed}
+    order = random.Random(0)
     for _ in range(rounds + 1):
-        for name, run in timed.items():
+        for name in order.sample(list(timed), len(timed)):
             start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
+            timed[name]()
+            seconds[name].append(round(time.perf_counter() - start, 6))
     return {name: each[1:] for name, each in seconds.items()}  # the first round touches memory for the first time
 
 

@@ -80,34 +80,35 @@ class Rule:
 
 
 def sum_of_squares(*parts: Tensor) -> float:
-    """The sum of the squares of all elements; the same bits however they are cut into parts. Not finite iff one is not.
+    """The sum of the squares of all elements, the same bits however they are cut into parts; inf iff one is not finite.
 
     The elements of a quantum are summed in float32 (float64 in float64), quanta in float64: as exact as a float32 norm
     can be, at the cost of reading memory once, where float64 throughout takes two and a half times as long. Where a
     quantum leaves float32's range it is summed again in float64. Elements below 1e-19, whose squares vanish in float32,
     may count as zero; float64 elements above 1e150, as infinite.
     """
-    return _exact_sum([square for part in parts for square in _squares(part)])
-
-
-def _exact_sum(values: Sequence[float]) -> float:
     try:
-        return math.fsum(values)
-    except OverflowError:  # finite values whose sum is not
+        total = math.fsum(square for part in parts for square in _squares(part))
+    except OverflowError:  # finite quanta whose sum is not
         return math.inf
+    return total if math.isfinite(total) else math.inf
 
 
 def _squares(flat: Tensor) -> list[float]:
-    """The sum of squares of each quantum."""
+    """The sum of squares of each quantum; [inf] where an element is not finite."""
     _check(flat)
     wide = torch.promote_types(flat.dtype, torch.float32)
     size = max(len(flat), 1) if flat.dtype == wide else _chunk()
     with torch.no_grad():
         norms = [torch.linalg.vector_norm(_prepared(part, wide).view(-1, QUANTUM), dim=1) for part in flat.split(size)]
-        squares = torch.cat(norms).double().square_()
-        for index in (~squares.isfinite()).nonzero().flatten().tolist():
-            squares[index] = flat[index * QUANTUM : (index + 1) * QUANTUM].double().square_().sum()
-    return squares.tolist()
+        squares: list[float] = torch.cat(norms).double().square_().tolist()
+        for index, square in enumerate(squares):
+            if not math.isfinite(square):
+                again = flat[index * QUANTUM : (index + 1) * QUANTUM].double().square_().sum().item()
+                if not math.isfinite(again):
+                    return [math.inf]  # nothing that follows can change it
+                squares[index] = again
+    return squares
 
 
 def _adamw(master: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hyper, step: int) -> None:
@@ -123,14 +124,14 @@ def _fused_adam(
 ) -> None:
     mean, square = state
     beta1, beta2 = hyper["betas"]
-    assert torch.tensor(hyper["eps"], dtype=master.dtype) > 0, "padding, and gradients never seen, would be 0 / 0"
+    assert hyper["eps"] >= torch.finfo(master.dtype).tiny, "padding, and gradients that are always zero, would be 0 / 0"
     kernel(
         [master],
         [gradient],
         [mean],
         [square],
         [],
-        [torch.tensor(float(step), dtype=torch.float64)],
+        [torch.scalar_tensor(step, dtype=torch.float64)],
         lr=hyper["lr"],
         beta1=beta1,
         beta2=beta2,

@@ -226,6 +226,13 @@ def test_an_empty_part_is_no_work(rule: Rule):
     rule.update(empty, empty, states(rule, HYPER[rule.name], empty), HYPER[rule.name], 1, empty.bfloat16())
 
 
+@pytest.mark.parametrize("rule", [ADAM, ADAMW])
+def test_refuses_an_eps_that_would_spoil_the_padding(rule: Rule):
+    master = torch.zeros(QUANTUM)
+    with pytest.raises(AssertionError, match="0 / 0"):
+        rule.update(master, master.clone(), states(rule, ADAM_HYPER, master), ADAM_HYPER | {"eps": 0.0}, 1)
+
+
 def test_refuses_what_is_not_whole_quanta():
     short = torch.zeros(QUANTUM - 1)
     with pytest.raises(AssertionError, match="multiple of 2048"):
@@ -266,7 +273,8 @@ def test_sum_of_squares_beyond_float32():
 def test_sum_of_squares_sees_one_bad_element(value: float, place: int, dtype: torch.dtype):
     flat = random(3, dtype)
     flat[place] = value
-    assert not math.isfinite(sum_of_squares(flat))
+    assert sum_of_squares(flat) == math.inf
+    assert sum_of_squares(flat[:QUANTUM], flat[QUANTUM:]) == math.inf
 
 
 def test_sum_of_squares_of_float64_that_overflow():
