@@ -24,7 +24,8 @@ import tempfile
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from itertools import pairwise
+from itertools import combinations, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,11 @@ class _Births(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [each for each in tree_leaves((args, kwargs)) if _is_plain(each)]
         self._refuse_resize(operation, args)
+        self._touch(given)  # and make room, before the operation needs more
         results = operation(*args, **kwargs)
         # `lift_fresh` is how torch.tensor() shows what it has just made.
         old = set() if operation is aten.lift_fresh.default else {_address(each) for each in given}
+        old |= {each._cdata for each in args if isinstance(each, torch.UntypedStorage)}
         files: dict[int, torch.UntypedStorage] = {}
 
         def at_home(result: torch.Tensor) -> torch.Tensor:
@@ -138,8 +141,7 @@ class _Births(TorchDispatchMode):
             return _alias(result, files[storage._cdata])
 
         results = tree_map_only(torch.Tensor, at_home, results)
-        self._touch([*given, *(each for each in tree_leaves(results) if _is_plain(each))])
-        self.drop_pages(down_to_nbytes=CACHE_NBYTES)
+        self._touch(each for each in tree_leaves(results) if _is_plain(each))
         return results
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -166,10 +168,12 @@ class _Births(TorchDispatchMode):
         return storage
 
     def _touch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that they are used; what was used longest ago makes room."""
         for tensor in tensors:
             if self.holds(tensor):
                 self.resident[_address(tensor)] = tensor.untyped_storage().nbytes()
                 self.resident.move_to_end(_address(tensor))
+        self.drop_pages(down_to_nbytes=CACHE_NBYTES)
 
     def _refuse_resize(self, operation: Any, args: tuple[Any, ...]) -> None:
         if operation is not aten.resize_.default or not self.holds(args[0]):
@@ -223,12 +227,13 @@ def _check_apart(parameters: dict[str, nn.Parameter], buffers: dict[str, torch.T
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             first = tensor.storage_offset() * tensor.element_size()
             spans.append((_address(tensor), first, first + (last + 1) * tensor.element_size(), name))
-    for (storage, _, end, name), (other_storage, start, _, other) in pairwise(sorted(spans)):
-        if storage == other_storage and start < end and {name, other} & parameters.keys():
-            raise InitialisationError(
-                f"{name} and {other} are two tensors in the same memory, which would part on storage. "
-                "Tie them by assigning the same Parameter to both modules"
-            )
+    for _, together in groupby(sorted(spans), key=itemgetter(0)):
+        for (_, _, end, name), (_, start, _, other) in combinations(together, 2):
+            if start < end and {name, other} & parameters.keys():
+                raise InitialisationError(
+                    f"{name} and {other} are two tensors in the same memory, which would part on storage. "
+                    "Tie them by assigning the same Parameter to both modules"
+                )
 
 
 def _warn_of_resident(parameters: dict[str, nn.Parameter]) -> None:

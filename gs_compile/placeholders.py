@@ -3,7 +3,8 @@
 A placeholder is one NaN seen in every place of the shape: it takes no memory, can be read without a crash, and has the
 device and dtype that Dynamo's guards ask for. Its strides are 0, and Dynamo guards strides too: a model whose
 parameters are released before its first call is compiled once; one that was compiled with its parameters in memory is
-compiled once more when it is first called without them. After that both codes are kept (`tests/test_placeholders.py`).
+compiled once more when it is first called without them, and then both codes are kept. A backend that releases them
+itself, in its first call, and has Dynamo trace again, saves that (`tests/test_placeholders.py`).
 """
 
 from __future__ import annotations

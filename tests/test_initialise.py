@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import os
@@ -114,6 +115,10 @@ class Various(nn.Module):
         self.attention = nn.MultiheadAttention(8, 2)
         self.recurrent = nn.LSTM(4, 4)
         self.norm = nn.BatchNorm1d(6)
+        self.halved = nn.Linear(5, 5).to(torch.float16)
+        layer = nn.TransformerEncoderLayer(8, 2, 16)
+        self.copied = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.again = copy.deepcopy(self.norm)
         self.truncated = nn.Parameter(nn.init.trunc_normal_(torch.empty(7, 9), std=0.02))
         self.far = nn.Parameter(nn.init.trunc_normal_(torch.empty(7, 9), a=1.5, b=3))
         self.orthogonal = nn.Parameter(nn.init.orthogonal_(torch.empty(9, 6), gain=2))
@@ -218,6 +223,11 @@ def shared_with_a_buffer():
     return holding(one=nn.Parameter(base), copy=base)
 
 
+def shared_past_others():
+    base = torch.ones(9)
+    return holding(one=base, other=base[:2], weight=nn.Parameter(base[3:5]))
+
+
 def grown():
     weight = nn.Parameter(torch.ones(4))
     weight.data.resize_(100)
@@ -232,6 +242,7 @@ def grown():
         (lambda: holding(weight=nn.Parameter(torch.eye(4).to_sparse())), r"weight is a Parameter, torch\.sparse_coo"),
         (shared, "one and other are two tensors in the same memory"),
         (shared_with_a_buffer, "one and copy are two tensors in the same memory|copy and one are two"),
+        (shared_past_others, "one and weight are two tensors in the same memory"),
         (grown, r"resize_ of a tensor of shape \(4,\) to \(100,\)"),
     ],
 )

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_  # before any is released
 
 from gs_compile.errors import ReleasedParameterError
@@ -139,6 +140,25 @@ def test_a_model_called_with_its_parameters_in_memory_is_compiled_once_more(comp
         swap(model, values)
         assert torch.equal(call(x), wanted)
     assert len(compilations) == 2
+
+
+def test_a_backend_that_releases_and_has_dynamo_trace_again_makes_one_code():
+    """So strides cost nothing: the guards are those of the second trace, which has seen the placeholders."""
+    torch._dynamo.reset()
+    model, calls = Model(), []
+
+    def backend(graph, inputs):
+        calls.append(graph)
+        if len(calls) == 1:
+            swap(model)
+            raise TensorifyScalarRestartAnalysis(restart_reason="parameters were released")
+        return graph.forward
+
+    call = torch.compile(model, backend=backend, dynamic=False)
+    for _ in range(3):
+        assert call(torch.ones(3, 4)).isnan().all()
+    assert len(calls) == 2
+    torch._dynamo.reset()
 
 
 # Clipping --------------------------------------------------------------------------------------------------------------
