@@ -123,7 +123,8 @@ def blocks(offset: int, nbytes: int, threads: int) -> Iterator[tuple[int, int]]:
     end = offset + nbytes
     first, last = round_up(offset), end - end % PAGE
     if first > last:  # within one page
-        yield offset, end
+        if nbytes:
+            yield offset, end
         return
     if offset < first:
         yield offset, first

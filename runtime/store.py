@@ -74,7 +74,7 @@ class Store:
         self.written_nbytes: Counter[str] = Counter()
         with contextlib.ExitStack() as opened:
             self._drives = [
-                opened.enter_context(contextlib.closing(Drive(Path(directory), threads or ssd.THREADS)))
+                opened.enter_context(contextlib.closing(Drive(Path(directory).absolute(), threads or ssd.THREADS)))
                 for directory in directories
             ]
             if weights is None and len(directories) > 1:

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gs_compile.runtime import ssd
+from gs_compile.runtime.ssd import PAGE, Engine, File, Transfer
+
+NBYTES = 5 * ssd.SMALL_BLOCK
+
+
+@pytest.fixture(params=[True, False], ids=["direct", "buffered"])
+def file(request, tmp_path):
+    flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if request.param else 0)
+    file = File(tmp_path / "w3", os.open(tmp_path / "w3", flags, 0o600), direct=request.param)
+    os.posix_fallocate(file.fd, 0, NBYTES)
+    yield file
+    file.close()
+
+
+@pytest.fixture
+def engine():
+    engine = Engine(threads=3)
+    yield engine
+    engine.close()
+
+
+def aligned(nbytes):
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes]
+
+
+def noise(nbytes, seed=0):
+    memory = aligned(nbytes)
+    memory[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+    return memory
+
+
+@pytest.mark.parametrize("shift", [0, 1, 64], ids="shift-{}".format)
+@pytest.mark.parametrize(
+    ("offset", "nbytes"),
+    [
+        (0, NBYTES),
+        (0, 1),
+        (PAGE, PAGE),
+        (17, 30),
+        (PAGE - 1, 2),
+        (PAGE + 5, 2 * PAGE),
+        (0, 1_000_003),
+        (1, NBYTES - 2),
+        (3 * PAGE, 3 * ssd.SMALL_BLOCK + 7),
+        (NBYTES - 5, 5),
+    ],
+)
+def test_what_is_written_is_read_and_nothing_around_it_changes(file, engine, offset, nbytes, shift):
+    before = noise(NBYTES)
+    Transfer(engine.write(file, before, 0, "w3")).wait()
+    source = noise(nbytes + shift, seed=1)[shift:]
+    Transfer(engine.write(file, source, offset, "w3")).wait()
+    into = aligned(nbytes + shift)[shift:]
+    Transfer(engine.read(file, into, offset, "w3")).wait()
+    assert np.array_equal(into, source)
+    expected = before.copy()
+    expected[offset : offset + nbytes] = source
+    assert file.path.read_bytes() == expected.tobytes()
+
+
+def test_writes_that_share_pages_keep_each_other(file, engine):
+    pieces = [noise(1000, seed) for seed in range(50)]
+    transfers = [Transfer(engine.write(file, piece, 1000 * index, "w3")) for index, piece in enumerate(pieces)]
+    for transfer in transfers:
+        transfer.wait()
+    assert file.path.read_bytes()[:50_000] == b"".join(piece.tobytes() for piece in pieces)
+
+
+def test_aligned_memory_is_moved_without_a_second_copy(file, engine, monkeypatch):
+    monkeypatch.setattr(ssd, "bounce", None)
+    source = noise(NBYTES)
+    Transfer(engine.write(file, source, 0, "w3")).wait()
+    into = aligned(NBYTES)
+    Transfer(engine.read(file, into, 0, "w3")).wait()
+    assert np.array_equal(into, source)
+
+
+def test_nothing_to_move_is_done_at_once(file, engine):
+    transfer = Transfer(engine.read(file, aligned(0), 7, "w3"))
+    assert transfer.done
+    transfer.wait()
+
+
+def test_a_transfer_is_done_when_its_last_block_is(file, engine, monkeypatch):
+    gate = threading.Event()
+    real = ssd._preadv
+
+    def slow(fd, memory, offset):
+        assert gate.wait(10)
+        return real(fd, memory, offset)
+
+    monkeypatch.setattr(ssd, "_preadv", slow)
+    transfer = Transfer(engine.read(file, aligned(NBYTES), 0, "w3"))
+    assert not transfer.done
+    gate.set()
+    transfer.wait()
+    assert transfer.done
+    transfer.wait()
+
+
+@pytest.mark.parametrize("held", ["_preadv", "_pwritev"])
+def test_neither_direction_waits_for_the_other(file, engine, monkeypatch, held):
+    gate = threading.Event()
+    real = getattr(ssd, held)
+
+    def blocked(*arguments):
+        assert gate.wait(10)
+        return real(*arguments)
+
+    monkeypatch.setattr(ssd, held, blocked)
+    reads = [Transfer(engine.read(file, aligned(NBYTES), 0, "w3")) for _ in range(3)]
+    writes = [Transfer(engine.write(file, noise(NBYTES), 0, "s3")) for _ in range(3)]
+    free, stopped = (writes, reads) if held == "_preadv" else (reads, writes)
+    for transfer in free:
+        transfer.wait()
+    assert not any(transfer.done for transfer in stopped)
+    gate.set()
+    for transfer in stopped:
+        transfer.wait()
+
+
+def test_an_engine_ends_its_threads_after_their_work(file):
+    before = set(threading.enumerate())
+    engine = Engine(threads=2)
+    transfer = Transfer(engine.write(file, noise(NBYTES), 0, "w3"))
+    assert all(not thread.daemon for thread in set(threading.enumerate()) - before)
+    engine.close()
+    assert transfer.done
+    assert set(threading.enumerate()) == before
+
+
+@given(st.integers(0, 40 << 20), st.integers(0, 100 << 20), st.integers(1, 16))
+def test_blocks_cover_the_range_in_order(offset, nbytes, threads):
+    cut = list(ssd.blocks(offset, nbytes, threads))
+    ends = [offset, *(end for _, end in cut)]
+    assert ends[-1] == offset + nbytes
+    assert [begin for begin, _ in cut] == ends[:-1]
+    for begin, end in cut:
+        assert 0 < end - begin <= ssd.BLOCK
+        whole = begin % PAGE == 0 and end % PAGE == 0
+        assert whole or begin // PAGE == (end - 1) // PAGE
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.bool])
+def test_a_tensor_is_its_bytes(dtype):
+    tensor = torch.ones(10, dtype=dtype, requires_grad=dtype.is_floating_point)
+    memory = ssd.as_bytes(tensor)
+    assert memory.nbytes == tensor.nbytes
+    assert memory.ctypes.data == tensor.data_ptr()
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(4, 4).t(), torch.ones(4, device="meta")], ids=["strided", "meta"])
+def test_a_tensor_that_is_not_contiguous_memory_is_refused(tensor):
+    with pytest.raises(ValueError, match="contiguous memory"):
+        ssd.as_bytes(tensor)
