@@ -83,7 +83,7 @@ def sum_of_squares(*parts: Tensor) -> float:
     """The sum of the squares of all elements, the same bits however they are cut into parts; inf iff one is not finite.
 
     The elements of a quantum are summed in float32 (float64 in float64), quanta in float64: as exact as a float32 norm
-    can be, at the cost of reading memory once, where float64 throughout takes two and a half times as long. Where a
+    can be, for little more than reading memory once, where float64 throughout takes more than twice that. Where a
     quantum leaves float32's range it is summed again in float64. Elements below 1e-19, whose squares vanish in float32,
     may count as zero; float64 elements above 1e150, as infinite.
     """
@@ -162,7 +162,8 @@ def _sgd(master: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hyper
 def _lion(master: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hyper, step: int) -> None:
     """Chen et al. 2023, algorithm 2: p -= lr (sign(b1 m + (1 - b1) g) + wd p); m = b2 m + (1 - b2) g.
 
-    Each kernel rounds once: a multiplication and an addition in one would round differently in a vector and alone.
+    Each kernel rounds once: a multiplication and an addition in one would round differently in a vector and alone. (One
+    times the learning rate needs no rounding.)
     """
     (momentum,) = state
     beta1, beta2 = hyper["betas"]
@@ -172,8 +173,8 @@ def _lion(master: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hype
 
     torch.mul(momentum, beta1, out=direction)
     torch.mul(gradient, sign * (1 - beta1), out=fresh)
-    direction.add_(fresh).sign_().mul_(hyper["lr"])
-    master.mul_(1 - hyper["lr"] * hyper["weight_decay"]).sub_(direction)
+    direction.add_(fresh).sign_()
+    master.mul_(1 - hyper["lr"] * hyper["weight_decay"]).sub_(direction, alpha=hyper["lr"])
     torch.mul(gradient, sign * (1 - beta2), out=fresh)
     momentum.mul_(beta2).add_(fresh)
 
