@@ -1,0 +1,346 @@
+"""What storage does when the system fails it: the right bytes in the end, or an error that says what and where."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from gs_compile.errors import (
+    LeftoverError,
+    SlowStorageWarning,
+    StorageError,
+    StorageFullError,
+    StorageLockedError,
+)
+from gs_compile.runtime import ssd, store
+from gs_compile.runtime.store import FOLDER, Store
+
+MIB = 1 << 20
+NUM_BLOCKS = 6
+ROOT = Path(__file__).resolve().parent.parent.parent
+CALLS = {"read": "_preadv", "write": "_pwritev"}
+
+
+@pytest.fixture
+def extent(tmp_path):
+    with Store([tmp_path], threads=2) as opened:
+        yield opened.allocate("w3", NUM_BLOCKS * MIB)
+
+
+@pytest.fixture(autouse=True)
+def blocks_of_one_mebibyte(monkeypatch):
+    monkeypatch.setattr(ssd, "BLOCK", MIB)
+
+
+def page_aligned(nbytes):
+    """Memory that is moved without a buffer between, so that system calls and blocks are one to one."""
+    memory = torch.zeros(nbytes + ssd.PAGE, dtype=torch.uint8)
+    begin = -memory.data_ptr() % ssd.PAGE
+    return memory[begin : begin + nbytes]
+
+
+def noise(nbytes):
+    memory = page_aligned(nbytes)
+    return memory.random_(0, 256, generator=torch.Generator().manual_seed(0))
+
+
+def moved(extent):
+    """The extent's content after `noise` is written and read."""
+    source, into = noise(extent.nbytes), page_aligned(extent.nbytes)
+    extent.write(source).wait()
+    extent.read(into).wait()
+    return torch.equal(into, source)
+
+
+def fail(monkeypatch, name, error, when=lambda index: True):
+    """Let the calls of `name` raise `error` whose index, over all threads, is chosen."""
+    real, calls = getattr(ssd, name), count()
+
+    def call(*arguments):
+        if when(next(calls)):
+            raise OSError(error, os.strerror(error))
+        return real(*arguments)
+
+    monkeypatch.setattr(ssd, name, call)
+
+
+def shorten(monkeypatch, name, to):
+    real = getattr(ssd, name)
+    monkeypatch.setattr(ssd, name, lambda fd, memory, offset: real(fd, memory[: to(memory.nbytes)], offset))
+
+
+def another_process(directory, then):
+    """A process that opens a store with one extent, says so, and does `then`."""
+    script = f"""
+import time, torch
+from gs_compile.runtime.store import Store
+store = Store([{str(directory)!r}])
+store.allocate("w3", 1 << 20).write(torch.ones(1 << 20, dtype=torch.uint8)).wait()
+print("ready", flush=True)
+{then}
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("verb", CALLS)
+@pytest.mark.parametrize("index", range(NUM_BLOCKS))
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_a_failed_call_surfaces_at_the_wait(extent, monkeypatch, verb, index, error):
+    fail(monkeypatch, CALLS[verb], error, when=lambda call: call == index)
+    transfer = getattr(extent, verb)(page_aligned(extent.nbytes))
+    with pytest.raises(StorageError, match=rf"{verb} of w3 failed, {MIB} bytes at offset \d+: ") as caught:
+        transfer.wait()
+    assert transfer.done
+    assert caught.value.errno == error
+    assert caught.value.filename == str(extent.files[0].path)
+    assert os.strerror(error) in str(caught.value)
+    with pytest.raises(StorageError):
+        transfer.wait()
+    assert moved(extent)
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_a_dead_drive_is_not_asked_for_every_block(extent, monkeypatch, verb):
+    calls = []
+    begun = threading.Event()
+
+    def dead(*arguments):
+        calls.append(arguments)
+        if len(calls) > 1:
+            begun.wait(1)
+        raise OSError(errno.EIO, "dead")
+
+    monkeypatch.setattr(ssd, CALLS[verb], dead)
+    transfer = getattr(extent, verb)(page_aligned(extent.nbytes))
+    with pytest.raises(StorageError, match="dead"):
+        transfer.wait()
+    assert len(calls) < NUM_BLOCKS
+
+
+@pytest.mark.parametrize("verb", CALLS)
+@pytest.mark.parametrize(
+    "to", [lambda n: (n + 1) // 2, lambda n: min(n, 5000), lambda n: max(n - 1, 1)], ids=["half", "5000", "less-one"]
+)
+def test_short_transfers_are_completed(tmp_path, monkeypatch, verb, to):
+    """In the page cache: a direct file's kernel does not shorten below a page."""
+    fail(monkeypatch, "_open", errno.EINVAL, when=lambda index: index == 1)
+    with pytest.warns(SlowStorageWarning):
+        buffered = Store([tmp_path])
+    with buffered as opened:
+        shorten(monkeypatch, CALLS[verb], to)
+        assert moved(opened.allocate("w3", 3 * MIB + 77))
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_short_direct_transfers_go_on_at_a_page(extent, monkeypatch, verb):
+    real = getattr(ssd, CALLS[verb])
+
+    def short(fd, memory, offset):
+        return min(real(fd, memory, offset), max(ssd.PAGE, memory.nbytes // 2 + 100))
+
+    monkeypatch.setattr(ssd, CALLS[verb], short)
+    assert moved(extent)
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_a_drive_that_moves_less_than_a_page_is_given_up(extent, monkeypatch, verb):
+    monkeypatch.setattr(ssd, "MAX_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(ssd, CALLS[verb], lambda fd, memory, offset: 100)
+    with pytest.raises(StorageError, match=f"{verb} of w3 failed.*less than a page"):
+        getattr(extent, verb)(page_aligned(MIB)).wait()
+
+
+@pytest.mark.parametrize("verb", CALLS)
+@pytest.mark.parametrize("error", [errno.EINTR, errno.EAGAIN])
+def test_interrupted_transfers_are_completed(extent, monkeypatch, verb, error):
+    fail(monkeypatch, CALLS[verb], error, when=lambda index: index % 3 != 2)
+    assert moved(extent)
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_a_drive_that_never_goes_on_is_given_up(extent, monkeypatch, verb):
+    monkeypatch.setattr(ssd, "MAX_PAUSE_SECONDS", 0)
+    fail(monkeypatch, CALLS[verb], errno.EAGAIN)
+    with pytest.raises(StorageError, match=f"{verb} of w3 failed") as caught:
+        getattr(extent, verb)(page_aligned(extent.nbytes)).wait()
+    assert caught.value.errno == errno.EAGAIN
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_nothing_moved_is_an_error(extent, monkeypatch, verb):
+    monkeypatch.setattr(ssd, CALLS[verb], lambda *arguments: 0)
+    with pytest.raises(StorageError, match="the file ended" if verb == "read" else "nothing was written"):
+        getattr(extent, verb)(page_aligned(extent.nbytes)).wait()
+
+
+def test_a_file_cut_short_by_someone_else_is_an_error(extent):
+    os.truncate(extent.files[0].path, MIB)
+    with pytest.raises(StorageError, match=r"read of w3 failed.*the file ended"):
+        extent.read(page_aligned(extent.nbytes)).wait()
+
+
+@pytest.mark.parametrize("part", ["_preadv", "_pwritev"])
+def test_an_error_within_a_shared_page_surfaces_and_frees_the_lock(extent, monkeypatch, part):
+    with monkeypatch.context() as broken:
+        fail(broken, part, errno.EIO)
+        with pytest.raises(StorageError, match="w3"):
+            extent.write(noise(100), offset=50).wait()
+    extent.write(noise(100), offset=50).wait()
+
+
+def test_a_full_disk_is_found_before_the_first_step(tmp_path, monkeypatch):
+    directories = [tmp_path / "a", tmp_path / "b"]
+    with Store(directories, weights=[1, 1]) as opened:
+        opened.allocate("w0", MIB)
+        fail(monkeypatch, "_fallocate", errno.ENOSPC, when=lambda index: index == 1)
+        with pytest.raises(StorageFullError, match=rf"{4 * MIB} bytes are needed and \d+ are free") as caught:
+            opened.allocate("w1", 8 * MIB)
+        assert caught.value.errno == errno.ENOSPC
+        assert caught.value.filename == str(directories[1] / FOLDER)
+        for directory in directories:
+            assert sorted(path.name for path in (directory / FOLDER).iterdir()) == [".lock", "w0"]
+        opened.allocate("w1", 8 * MIB)
+
+
+def test_an_extent_larger_than_the_disk_leaves_nothing(tmp_path):
+    with Store([tmp_path]) as opened:
+        with pytest.raises(StorageError):
+            opened.allocate("w3", 1 << 50)
+        assert [path.name for path in (tmp_path / FOLDER).iterdir()] == [".lock"]
+
+
+def test_a_plan_larger_than_the_disk_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "free_nbytes", lambda folder: 1000)
+    with Store([tmp_path / "a", tmp_path / "b"], weights=[1, 1]) as opened:
+        opened.reserve_check(1000)
+        with pytest.raises(StorageFullError, match="1002 bytes are needed and 1000 are free"):
+            opened.reserve_check(1002)  # both directories are on one filesystem
+
+
+def test_a_failure_while_opening_gives_every_directory_back(tmp_path, monkeypatch):
+    threads = set(threading.enumerate())
+    with Store([tmp_path / "b"]), pytest.raises(StorageLockedError):
+        Store([tmp_path / "a", tmp_path / "b"])
+    with monkeypatch.context() as broken:
+        fail(broken, "_pwritev", errno.EIO)
+        with pytest.raises(StorageError, match="write of"):
+            Store([tmp_path / "a"])
+    assert set(threading.enumerate()) == threads
+    assert not list((tmp_path / "a").iterdir())
+
+
+def test_a_directory_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("theirs")
+    with pytest.raises(StorageError, match="open failed"):
+        Store([tmp_path / "file"])
+
+
+def test_a_directory_has_one_run_in_one_process(tmp_path):
+    with Store([tmp_path]), pytest.raises(StorageLockedError, match=rf"pid {os.getpid()}, started 20\d\d-.*storage="):
+        Store([tmp_path])
+    Store([tmp_path]).close()
+
+
+def test_a_directory_has_one_run_over_processes(tmp_path):
+    process = another_process(tmp_path, "input()")
+    with pytest.raises(StorageLockedError, match=f"pid {process.pid}, started"):
+        Store([tmp_path])
+    process.kill()
+    process.communicate()
+
+
+def test_a_killed_run_leaves_files_that_are_refused_by_name(tmp_path):
+    (tmp_path / "theirs").write_text("kept")
+    process = another_process(tmp_path, "time.sleep(60)")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    for _ in range(2):
+        with pytest.raises(
+            LeftoverError, match=rf"left 1 files, {MIB} bytes, last written 20\d\d-.*delete the folder"
+        ) as caught:
+            Store([tmp_path])
+        assert caught.value.filename == str(tmp_path / FOLDER)
+    assert (tmp_path / FOLDER / "w3").stat().st_size == MIB
+    (tmp_path / FOLDER / "w3").unlink()
+    Store([tmp_path]).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_a_run_killed_before_it_had_files_is_no_obstacle(tmp_path):
+    (tmp_path / FOLDER).mkdir(mode=0o700)
+    for name in (".lock", ".probe"):
+        (tmp_path / FOLDER / name).write_text("pid 1, started long ago")
+    Store([tmp_path]).close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_modes_do_not_depend_on_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        with Store([tmp_path / "a" / "b"]) as opened:
+            opened.allocate("w3", MIB)
+            modes = {path: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    finally:
+        os.umask(before)
+    assert modes == {path: 0o600 if path.suffix or path.name in ("w3", ".lock") else 0o700 for path in modes}
+    assert len(modes) == 5
+
+
+@pytest.mark.parametrize("trap", ["open to others", "a link"])
+def test_a_folder_that_others_may_have_prepared_is_refused(tmp_path, trap):
+    if trap == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / FOLDER).symlink_to(tmp_path / "elsewhere")
+    else:
+        (tmp_path / FOLDER).mkdir()
+        (tmp_path / FOLDER).chmod(0o777)
+    with pytest.raises(StorageError):
+        Store([tmp_path])
+
+
+@pytest.mark.parametrize("refusal", ["_open", "_pwritev"])
+def test_refused_direct_io_is_said_once_and_works(tmp_path, monkeypatch, refusal):
+    real_open, real_write, direct = ssd._open, ssd._pwritev, set()
+
+    def opened(name, flags, folder):
+        if refusal == "_open" and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct I/O")
+        fd = real_open(name, flags, folder)
+        (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
+        return fd
+
+    def written(fd, memory, offset):
+        if refusal == "_pwritev" and fd in direct:
+            raise OSError(errno.EINVAL, "no direct I/O")
+        return real_write(fd, memory, offset)
+
+    monkeypatch.setattr(ssd, "_open", opened)
+    monkeypatch.setattr(ssd, "_pwritev", written)
+    with pytest.warns(SlowStorageWarning, match=f"{tmp_path} refuses direct I/O") as warned:
+        opened_store = Store([tmp_path])
+    with opened_store:
+        assert moved(opened_store.allocate("w3", 3 * MIB + 77))
+        assert moved(opened_store.allocate("w4", 100))
+    assert len(warned) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore::gs_compile.errors.SlowStorageWarning")  # kernels before 6.6 refuse
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs here")
+def test_storage_on_tmpfs_works():
+    directory = Path("/dev/shm") / f"greedysnake-test-{os.getpid()}"
+    with Store([directory]) as opened:
+        assert moved(opened.allocate("w3", 3 * MIB + 77))
+    directory.rmdir()
