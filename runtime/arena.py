@@ -1,0 +1,289 @@
+"""arena: every buffer of host memory, under one budget that is never exceeded.
+
+Buffers are large and few in size, so a released one is kept and handed out again: the first touch of fresh memory
+costs more than a copy does. What is kept counts against the budget as what is in use does.
+
+Memory is unmapped by dropping the last reference to it, never by an address. Every tensor over it holds such a
+reference, so no tensor is ever left over memory that is gone; the ledger counts the memory until it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from gs_compile.errors import MemoryBudgetError
+from gs_compile.machine import format_bytes
+
+from .memory import PAGE_NBYTES, Memory, host_memory, pinned_memory
+
+FREE = "free"  # kept for reuse
+GONE = "released, but a tensor still refers to it"
+PADDING = "padding"  # of blocks that the buffers in them do not fill
+
+
+class Ticket(Protocol):
+    """Somebody's use of a buffer, such as a transfer under way."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+class Ledger:
+    """The bytes that are mapped, by purpose and in total, now and at their peaks."""
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self.total = 0
+        self.peak_total = 0
+
+    def add(self, purpose: str, nbytes: int) -> None:
+        """Counts bytes in, or out if negative."""
+        self.now[purpose] += nbytes
+        assert self.now[purpose] >= 0, f"{purpose}: less than nothing"
+        self.total += nbytes
+        self.peak[purpose] = max(self.peak[purpose], self.now[purpose])
+        self.peak_total = max(self.peak_total, self.total)
+
+    def move(self, source: str, target: str, nbytes: int) -> None:
+        self.add(source, -nbytes)
+        self.add(target, nbytes)
+
+    def __str__(self) -> str:
+        parts = [f"{purpose} {format_bytes(nbytes)}" for purpose, nbytes in self.now.most_common() if nbytes]
+        return ", ".join(parts) or "nothing"
+
+
+class _Block:
+    """What is mapped at once: one buffer's memory, or several buffers' in a block of a size that others chose."""
+
+    def __init__(self, owner: Any, nbytes: int, piece_nbytes: int) -> None:
+        self.owner = owner
+        self.nbytes = nbytes
+        self.num_pieces = nbytes // piece_nbytes
+        self.num_free = 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """One buffer's memory, in use or free."""
+
+    block: _Block
+    offset: int
+    nbytes: int
+    after: tuple[Ticket, ...] = ()
+
+    @property
+    def done(self) -> bool:
+        return all(ticket.done for ticket in self.after)
+
+
+class Buffer:
+    """Memory that is the caller's until it releases it; its size is a multiple of 4 KiB, as its address is."""
+
+    def __init__(self, arena: Arena, piece: _Piece, purpose: str) -> None:
+        self._arena = arena
+        self._piece: _Piece | None = piece
+        self.purpose = purpose
+        self.nbytes = piece.nbytes
+        self._tensor: torch.Tensor | None = torch.frombuffer(
+            piece.block.owner, dtype=torch.uint8, offset=piece.offset, count=piece.nbytes
+        )
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The bytes, as a one-dimensional tensor of uint8."""
+        assert self._tensor is not None, f"buffer of {self.purpose} used after its release"
+        return self._tensor
+
+    def view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The first `numel` elements of `dtype`."""
+        assert numel * dtype.itemsize <= self.nbytes, f"{numel} of {dtype} do not fit in {self.nbytes} bytes"
+        return self.tensor[: numel * dtype.itemsize].view(dtype)
+
+    def release(self, after: Sequence[Ticket] = ()) -> None:
+        """Gives the memory back; nobody else gets it before all of `after` are done."""
+        piece, self._piece, self._tensor = self._piece, None, None  # a released buffer holds no memory
+        assert piece is not None, f"buffer of {self.purpose} released twice"
+        self._arena._give_back(piece, self.purpose, tuple(after))
+
+
+class Arena:
+    """Hands out buffers of host memory within `budget_nbytes`; None: without a bound.
+
+    `take` is called by one thread; `release` by any.
+    """
+
+    def __init__(
+        self, budget_nbytes: int | None, *, name: str = "host", pinned: bool = False, memory: Memory | None = None
+    ) -> None:
+        self.budget_nbytes = budget_nbytes
+        self.name = name
+        self._memory = memory or (pinned_memory() if pinned else host_memory())
+        self._ledger = Ledger()
+        self._free: list[_Piece] = []  # in the order of their release
+        self._in_use: set[_Piece] = set()  # a buffer that is lost and not released stays mapped, and on the ledger
+        self._unmapped: deque[tuple[int, int]] = deque()  # told by destructors, at any time: so without the lock
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def ledger(self) -> Ledger:
+        with self._lock:
+            self._settle()
+            return self._ledger
+
+    def take(self, nbytes: int, purpose: str) -> Buffer:
+        """A buffer of at least `nbytes`, its content undefined; raises `MemoryBudgetError` if it cannot fit.
+
+        [1] a free buffer of this size whose users are done; [2] new memory, if the budget allows it, after unmapping
+        free buffers of other sizes if need be; [3] the same again when the oldest released buffer's users are done.
+        """
+        nbytes = _rounded(nbytes)
+        while True:
+            with self._lock:
+                piece = self._reusable(nbytes)  # [1]
+                if piece is None and self._map(1, nbytes, self._memory.block_sizes(1, nbytes)):  # [2]
+                    piece = self._reusable(nbytes)
+                if piece is not None:
+                    return self._hand_out(piece, purpose)
+                users = self._oldest_users()
+                if not users:
+                    raise self._too_small(nbytes, purpose)
+            _wait(users)  # [3]
+
+    def reserve(self, count: int, nbytes: int) -> None:
+        """Maps `count` buffers of `nbytes` for `take` to hand out; together they waste less of blocks of fixed sizes.
+
+        Raises `MemoryBudgetError` if they cannot fit.
+        """
+        nbytes = _rounded(nbytes)
+        sizes = self._memory.block_sizes(count, nbytes)
+        while True:
+            with self._lock:
+                if self._map(count, nbytes, sizes):
+                    return
+                users = self._oldest_users()
+                if not users:
+                    raise self._too_small(sum(sizes), f"{count} buffers")
+            _wait(users)
+
+    def trim(self) -> None:
+        """Unmaps all free buffers, once their users are done."""
+        with self._lock:
+            pending = [ticket for piece in self._free for ticket in piece.after]
+        with ExitStack() as stack:  # unmaps also when a wait raises
+            stack.callback(self._unmap_free)
+            stack.callback(_wait, pending)
+
+    def close(self) -> None:
+        """Unmaps everything: what is free now, what is in use when it is released."""
+        self._closed = True
+        self.trim()
+
+    def _reusable(self, nbytes: int) -> _Piece | None:
+        return next((piece for piece in self._free if piece.nbytes == nbytes and piece.done), None)
+
+    def _oldest_users(self) -> tuple[Ticket, ...]:
+        """Who is to be waited for; not the memory, so that this thread holds none while it waits."""
+        return next((piece.after for piece in self._free if not piece.done), ())
+
+    def _hand_out(self, piece: _Piece, purpose: str) -> Buffer:
+        self._free.remove(piece)
+        self._in_use.add(piece)
+        piece.block.num_free -= 1
+        self._ledger.move(FREE, purpose, piece.nbytes)
+        return Buffer(self, piece, purpose)
+
+    def _give_back(self, piece: _Piece, purpose: str, after: tuple[Ticket, ...]) -> None:
+        with self._lock:
+            self._in_use.remove(piece)
+            self._ledger.move(purpose, FREE, piece.nbytes)
+            self._free.append(_Piece(piece.block, piece.offset, piece.nbytes, after))
+            piece.block.num_free += 1
+        if self._closed:
+            self._unmap_free()
+
+    def _map(self, count: int, nbytes: int, sizes: Sequence[int]) -> bool:
+        """Maps blocks of `sizes` and cuts `count` free buffers out of them, if the budget allows it."""
+        assert not self._closed, f"{self.name} arena is closed"
+        if not self._make_room(sum(sizes), nbytes):
+            return False
+        for size in sizes:
+            block = _Block(self._memory.map(size), size, nbytes)
+            used = min(block.num_pieces, count)
+            block.num_pieces, count = used, count - used
+            block.num_free = used
+            self._ledger.add(FREE, used * nbytes)
+            self._ledger.add(PADDING, size - used * nbytes)
+            gone = weakref.finalize(block.owner, self._unmapped.append, (used * nbytes, size - used * nbytes))
+            gone.atexit = False  # at exit there is nobody left to count
+            self._free += [_Piece(block, index * nbytes, nbytes) for index in range(used)]
+        assert self.budget_nbytes is None or self._ledger.total <= self.budget_nbytes, f"{self.name}: over the budget"
+        return True
+
+    def _make_room(self, nbytes: int, spared: int) -> bool:
+        """Unmaps free buffers of sizes other than `spared`, oldest first, until `nbytes` more fit."""
+        while True:
+            self._settle()
+            if self.budget_nbytes is None or self._ledger.total + nbytes <= self.budget_nbytes:
+                return True
+            if nbytes > self.budget_nbytes or not self._unmap_one(spared):
+                return False
+
+    def _unmap_one(self, spared: int | None = None) -> bool:
+        """Unmaps the block of the oldest free buffer whose users are done, unless its other buffers are in use."""
+        for oldest in self._free:
+            block = oldest.block
+            if oldest.nbytes == spared or block.num_free < block.num_pieces:
+                continue
+            pieces = [piece for piece in self._free if piece.block is block]
+            if all(piece.done for piece in pieces):
+                self._free = [piece for piece in self._free if piece.block is not block]
+                self._ledger.move(FREE, GONE, oldest.nbytes * block.num_pieces)
+                return True  # the last reference goes with this frame
+        return False
+
+    def _unmap_free(self) -> None:
+        with self._lock:
+            while self._unmap_one():
+                pass
+
+    def _settle(self) -> None:
+        """Counts out what destructors have unmapped."""
+        while self._unmapped:
+            nbytes, padding = self._unmapped.popleft()
+            self._ledger.add(GONE, -nbytes)
+            self._ledger.add(PADDING, -padding)
+
+    def _too_small(self, nbytes: int, purpose: str) -> MemoryBudgetError:
+        assert self.budget_nbytes is not None
+        ledger = self._ledger
+        needed = ledger.total - ledger.now[FREE] + nbytes
+        return MemoryBudgetError(
+            f"{self.name} memory is too small: {format_bytes(nbytes)} for {purpose} would make it "
+            f"{format_bytes(needed)} ({needed} bytes), and the budget is {format_bytes(self.budget_nbytes)} "
+            f"({self.budget_nbytes} bytes); mapped now: {ledger}"
+        )
+
+
+def _rounded(nbytes: int) -> int:
+    assert nbytes > 0, f"a buffer of {nbytes} bytes"
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+
+
+def _wait(tickets: Iterable[Ticket]) -> None:
+    """Waits for all tickets, also when the wait for one raises."""
+    with ExitStack() as stack:
+        for ticket in reversed(list(tickets)):
+            stack.callback(ticket.wait)
