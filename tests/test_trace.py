@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from gs_compile.runtime.trace import LANES, Total, Trace
+
+
+def traced() -> Trace:
+    trace = Trace(events=True)
+    trace.add("ssd_read", "load(w1)", 11.0, 13.0, 400, "parameter", "forward 1")
+    trace.add("compute", "forward(x0_0)", 10.0, 12.0, stage="forward 0")
+    trace.add("compute", "forward(x1_0)", 13.0, 14.0, stage="forward 1")
+    trace.add("ssd_read", "load(s1)", 12.0, 12.5, 100, "state", "forward 1")
+    return trace
+
+
+def test_totals():
+    totals = traced().totals()
+    assert list(totals) == ["compute", "ssd_read"]
+    assert totals["compute"] == Total(3.0)
+    assert totals["ssd_read"] == Total(2.5, 500, {"parameter": 400, "state": 100})
+
+
+def test_totals_are_a_copy():
+    trace = traced()
+    totals = trace.totals()
+    trace.add("ssd_read", "load(w2)", 14.0, 15.0, 400, "parameter")
+    assert totals["ssd_read"].nbytes == totals["ssd_read"].nbytes_by_kind.total() == 500
+
+
+def test_without_events_there_are_sums():
+    trace = Trace()
+    trace.add("h2d", "upload(w1)", 1.0, 2.0, 8, "parameter")
+    assert trace.events() == []
+    assert trace.totals() == {"h2d": Total(1.0, 8, {"parameter": 8})}
+    with pytest.raises(AssertionError, match="busy_share needs"):
+        trace.busy_share("h2d", 0.0, 1.0)
+
+
+def test_reset():
+    trace = traced()
+    trace.reset()
+    assert trace.totals() == {}
+    assert trace.events() == []
+
+
+@pytest.mark.parametrize(
+    ("lane", "since", "until", "share"),
+    [
+        ("compute", 10.0, 14.0, 3 / 4),
+        ("compute", 11.0, 13.0, 1 / 2),
+        ("compute", 12.0, 13.0, 0.0),
+        ("ssd_read", 10.0, 14.0, 2 / 4),  # one lies inside the other
+        ("ssd_read", 12.0, 12.5, 1.0),
+        ("ssd_read", 14.0, 15.0, 0.0),
+        ("ssd_read", 9.0, 10.0, 0.0),
+        ("net", 10.0, 14.0, 0.0),
+    ],
+)
+def test_busy_share(lane, since, until, share):
+    assert traced().busy_share(lane, since, until) == pytest.approx(share)
+
+
+def test_chrome_format(tmp_path):
+    traced().save(tmp_path / "trace.json")
+    loaded = json.loads((tmp_path / "trace.json").read_text())
+    assert set(loaded) == {"traceEvents", "displayTimeUnit"}
+    for event in loaded["traceEvents"]:
+        assert {"ph", "name", "pid", "tid", "args"} <= set(event)
+        assert event["ph"] in ("M", "X")
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+    complete = [event for event in loaded["traceEvents"] if event["ph"] == "X"]
+    assert [event["ts"] for event in complete] == sorted(event["ts"] for event in complete)
+    assert all(event["dur"] >= 0 for event in complete)
+    assert len({event["pid"] for event in loaded["traceEvents"]}) == 1
+    assert complete[1] == {
+        "ph": "X",
+        "name": "load(w1)",
+        "cat": "ssd_read",
+        "pid": 1,
+        "tid": 3001,
+        "ts": 1e6,
+        "dur": 2e6,
+        "args": {"kind": "parameter", "stage": "forward 1", "bytes": 400},
+    }
+
+
+def test_chrome_rows_are_the_lanes_in_their_order():
+    events = Trace(events=True).chrome()["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    order = {event["tid"]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"}
+    assert tuple(names[tid] for tid in sorted(order, key=order.__getitem__)) == LANES
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["greedysnake"]
+
+
+def test_chrome_slices_of_a_row_do_not_overlap():
+    trace = Trace(events=True)
+    for number in range(8):  # three in flight
+        trace.add("ssd_read", f"load({number})", float(number), number + 2.5)
+    events = trace.chrome()["traceEvents"]
+    rows = {}
+    for event in events:
+        if event["ph"] == "X":
+            assert event["ts"] >= rows.get(event["tid"], 0.0)
+            rows[event["tid"]] = event["ts"] + event["dur"]
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name" and event["tid"] in rows]
+    assert names == ["ssd_read", "ssd_read 2", "ssd_read 3"]
+
+
+@pytest.mark.parametrize(
+    ("lane", "end", "message"), [("gpu", 2.0, "no lane gpu"), ("compute", 0.0, "op ends before it starts")]
+)
+def test_our_own_faults(lane, end, message):
+    with pytest.raises(AssertionError, match=message):
+        Trace().add(lane, "op", 1.0, end)
+
+
+def test_any_thread_may_add():
+    trace = Trace(events=True)
+
+    def work(lane: str) -> None:
+        for number in range(1000):
+            trace.add(lane, "op", float(number), number + 0.5, 1, "x")
+
+    threads = [threading.Thread(target=work, args=(lane,)) for lane in ("compute", "compute", "cpu", "net")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(trace.events()) == 4000
+    assert {lane: (total.seconds, total.nbytes) for lane, total in trace.totals().items()} == {
+        "compute": (1000.0, 2000),
+        "cpu": (500.0, 1000),
+        "net": (500.0, 1000),
+    }
