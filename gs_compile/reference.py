@@ -59,14 +59,14 @@ class TieredUnits(Units, Protocol):
 
 
 def reference(program: Program, units: Units, inputs: Mapping[Value, Any]) -> dict[Value, Any]:
-    """What `program` defines and does not free, given its inputs (batch, w, dy)."""
+    """What `program` defines, anew or for the first time, and does not free, given its inputs (batch, w, dy)."""
     env = dict(inputs)
     for op in program.ops:
         results = perform(op, units, [env[value] for value in op.reads], [env[value] for value in op.into])
         env.update(zip(op.results, results, strict=True))
         if op.verb == "free":
             del env[op.reads[0]]
-    return {value: result for value, result in env.items() if value not in inputs}
+    return {value: result for value, result in env.items() if value not in inputs or result is not inputs[value]}
 
 
 def perform(op: Op, units: Units, reads: Sequence[Any], into: Sequence[Any]) -> tuple[Any, ...]:
