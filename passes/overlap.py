@@ -22,6 +22,8 @@ def overlap(program: Program, *, placement: Placement, late: bool = False) -> Pr
 
     The first step after a start, or after all updates were brought to an end, is without late ones.
     """
+    early = any(unit.trained("early") for unit in placement.units)
+    assert not (placement.clip and early), "with clipping all updates are late: they wait for the norm of all gradients"
     return program.with_ops(_ops(program, placement, late), made_by="overlap")
 
 

@@ -23,7 +23,7 @@ from gs_compile.placement import QUANTUM, Group, Placement
 from gs_compile.program import Program, StepShape, Unit, Value
 from gs_compile.reference import reference
 
-LEARNING_RATE, MOMENTUM, MAX_NORM = 0.125, 0.5, 0.25
+LEARNING_RATE, MOMENTUM, MAX_NORM = 0.015625, 0.5, 0.25
 X_NBYTES, SIDE_NBYTES = 1000, 10
 
 
@@ -76,13 +76,13 @@ def tiered_steps(draw: st.DrawFn) -> tuple[int, int, StepShape]:
 def tensors(unit: Unit) -> list[tuple[int, int]]:
     """The tensors of a unit: which of its weights each is added to, and how many quanta it has."""
     if unit == "e":
-        return [(0, 1), (1, 2), (1, 1)]
-    return [(0, 2), (0, 1)] if unit != "h" else [(0, 1), (0, 3)]
+        return [(0, 2), (1, 4), (1, 2)]
+    return [(0, 5), (0, 3)] if unit != "h" else [(0, 1), (0, 7)]
 
 
 def frozen_quanta(unit: Unit) -> list[int]:
     """Odd layers have a tensor that is not trained."""
-    return [1] if isinstance(unit, int) and unit % 2 else []
+    return [2] if isinstance(unit, int) and unit % 2 else []
 
 
 @cache
