@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import stat
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -79,19 +79,23 @@ def shorten(monkeypatch, name, to):
     monkeypatch.setattr(ssd, name, lambda fd, memory, offset: real(fd, memory[: to(memory.nbytes)], offset))
 
 
-def another_process(directory, then):
-    """A process that opens a store with one extent, says so, and does `then`."""
+@contextmanager
+def another_process(directory):
+    """A process that has a store with one extent, until it is killed."""
     script = f"""
 import time, torch
 from gs_compile.runtime.store import Store
 store = Store([{str(directory)!r}])
 store.allocate("w3", 1 << 20).write(torch.ones(1 << 20, dtype=torch.uint8)).wait()
 print("ready", flush=True)
-{then}
+time.sleep(60)
 """
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
-    return process
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("verb", CALLS)
@@ -254,18 +258,17 @@ def test_a_directory_has_one_run_in_one_process(tmp_path):
 
 
 def test_a_directory_has_one_run_over_processes(tmp_path):
-    process = another_process(tmp_path, "input()")
-    with pytest.raises(StorageLockedError, match=f"pid {process.pid}, started"):
+    with (
+        another_process(tmp_path) as process,
+        pytest.raises(StorageLockedError, match=f"pid {process.pid}, started"),
+    ):
         Store([tmp_path])
-    process.kill()
-    process.communicate()
 
 
 def test_a_killed_run_leaves_files_that_are_refused_by_name(tmp_path):
     (tmp_path / "theirs").write_text("kept")
-    process = another_process(tmp_path, "time.sleep(60)")
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    with another_process(tmp_path):
+        pass  # and it is killed
     for _ in range(2):
         with pytest.raises(
             LeftoverError, match=rf"left 1 files, {MIB} bytes, last written 20\d\d-.*delete the folder"

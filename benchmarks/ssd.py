@@ -1,0 +1,180 @@
+"""Bandwidth of the store against fio on the same disk, in the same run: read, write, and both at once.
+
+Ours: whole requests one after the other through `Store`, as a lane issues them; "mixed" is one lane that reads and one
+that writes. fio: libaio with O_DIRECT, one job for each direction, at the best of several block sizes and queue depths,
+which a first sweep finds. Rounds alternate between the two; a figure is the median of its rounds. Both move the same
+bytes of files that were written before. Nothing else should use the disk meanwhile.
+
+    python benchmarks/ssd.py --directory /mnt/nvme0 --output benchmarks/results/ssd.json
+    python benchmarks/ssd.py --directory /mnt/nvme0 --sweep       # why ssd.BLOCK and ssd.THREADS are what they are
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gs_compile.runtime import ssd
+from gs_compile.runtime.store import Store
+
+MIB = 1 << 20
+LOADS = ("read", "write", "mixed")
+FIO_BLOCKS = (1, 4, 16, 64)  # MiB
+FIO_DEPTHS = (1, 4, 16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    parser.add_argument("--request-mib", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=4, help="in each direction; files have as much")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path, help="JSON to write")
+    parser.add_argument("--sweep", action="store_true", help="the store's block sizes and threads instead")
+    arguments = parser.parse_args()
+    result = sweep(arguments) if arguments.sweep else compare(arguments)
+    print(json.dumps(result, indent=1))
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    folder = Path(tempfile.mkdtemp(dir=arguments.directory))
+    try:
+        with Store([folder]) as store:
+            ours = Lanes(store, arguments)
+            fio = Fio(folder, arguments)
+            settings = {load: fio.best(load) for load in LOADS}
+            rates: dict[str, dict[str, list[float]]] = {load: {"store": [], "fio": []} for load in LOADS}
+            for _ in range(arguments.rounds):
+                for load in LOADS:
+                    rates[load]["store"].append(ours.bytes_per_second(load))
+                    rates[load]["fio"].append(fio.bytes_per_second(load, *settings[load]))
+    finally:
+        shutil.rmtree(folder)
+    medians = {load: {who: statistics.median(each) for who, each in rates[load].items()} for load in LOADS}
+    return {
+        **conditions(arguments),
+        "fio_settings": {load: f"{block} MiB x {depth}" for load, (block, depth) in settings.items()},
+        "median_bytes_per_second": medians,
+        "ratio": {load: medians[load]["store"] / medians[load]["fio"] for load in LOADS},
+        "bytes_per_second": rates,
+    }
+
+
+def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Medians over rounds for each block size and number of threads; small blocks stay as small as asked."""
+    cases = [(block, threads) for block in (1, 2, 4, 8, 16) for threads in (1, 2, 4, 8)]
+    rates: dict[str, dict[str, list[float]]] = {load: {} for load in LOADS}
+    for _ in range(arguments.rounds):
+        for block, threads in cases:
+            ssd.BLOCK = block * MIB
+            folder = Path(tempfile.mkdtemp(dir=arguments.directory))
+            with Store([folder], threads=threads) as store:
+                ours = Lanes(store, arguments)
+                for load in LOADS:
+                    each = rates[load].setdefault(f"{block} MiB x {threads}", [])
+                    each.append(ours.bytes_per_second(load))
+            folder.rmdir()
+    medians = {load: {case: statistics.median(each) for case, each in rates[load].items()} for load in LOADS}
+    return {**conditions(arguments), "median_bytes_per_second": medians}
+
+
+class Lanes:
+    """The store as the runtime uses it: a lane that reads and a lane that writes, a request at a time each."""
+
+    def __init__(self, store: Store, arguments: argparse.Namespace) -> None:
+        self.nbytes = arguments.request_mib * MIB
+        self.requests = arguments.requests
+        self.extents = {verb: store.allocate(verb, self.nbytes * self.requests) for verb in ("read", "write")}
+        self.memory = {verb: touched_pages(self.nbytes) for verb in self.extents}
+        for verb, extent in self.extents.items():  # blocks are laid out before anything is timed
+            for index in range(self.requests):
+                extent.write(self.memory[verb], index * self.nbytes).wait()
+
+    def bytes_per_second(self, load: str) -> float:
+        verbs = ("read", "write") if load == "mixed" else (load,)
+        lanes = [threading.Thread(target=self.run, args=(verb, getattr(self.extents[verb], verb))) for verb in verbs]
+        begin = time.perf_counter()
+        for lane in lanes:
+            lane.start()
+        for lane in lanes:
+            lane.join()
+        return len(verbs) * self.requests * self.nbytes / (time.perf_counter() - begin)
+
+    def run(self, verb: str, request: Callable[..., ssd.Transfer]) -> None:
+        for index in range(self.requests):
+            request(self.memory[verb], index * self.nbytes).wait()
+
+
+class Fio:
+    """The same bytes moved by fio, on files of its own."""
+
+    def __init__(self, folder: Path, arguments: argparse.Namespace) -> None:
+        self.files = {"read": folder / "fio-read", "write": folder / "fio-write"}
+        self.nbytes = arguments.request_mib * MIB * arguments.requests
+        for file in self.files.values():
+            self.run([self.job("write", file, 4, 4)])
+
+    def best(self, load: str) -> tuple[int, int]:
+        """The block size, in MiB, and the queue depth of the greatest median of three."""
+        cases = [(block, depth) for block in FIO_BLOCKS for depth in FIO_DEPTHS]
+        rates: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+        for _ in range(3):
+            for case in cases:
+                rates[case].append(self.bytes_per_second(load, *case))
+        return max(cases, key=lambda case: statistics.median(rates[case]))
+
+    def bytes_per_second(self, load: str, block: int, depth: int) -> float:
+        verbs = ("read", "write") if load == "mixed" else (load,)
+        jobs = self.run([self.job(verb, self.files[verb], block, depth) for verb in verbs])
+        seconds = max(job[verb]["runtime"] for job, verb in zip(jobs, verbs, strict=True)) / 1000
+        return len(verbs) * self.nbytes / seconds
+
+    def job(self, verb: str, file: Path, block: int, depth: int) -> list[str]:
+        fixed = ["--direct=1", "--ioengine=libaio", "--overwrite=1", f"--size={self.nbytes}"]
+        return [f"--name={verb}", f"--filename={file}", f"--rw={verb}", f"--bs={block}M", f"--iodepth={depth}", *fixed]
+
+    def run(self, jobs: list[list[str]]) -> list[dict[str, Any]]:
+        command = ["fio", "--output-format=json", *(option for job in jobs for option in job)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        result: list[dict[str, Any]] = json.loads(output)["jobs"]
+        return result
+
+
+def touched_pages(nbytes: int) -> torch.Tensor:
+    """Page-aligned memory that is there, as the runtime's arena is."""
+    memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    return memory.random_()
+
+
+def conditions(arguments: argparse.Namespace) -> dict[str, Any]:
+    fio = subprocess.run(["fio", "--version"], check=True, capture_output=True, text=True).stdout.strip()
+    names = ("request_mib", "requests", "rounds")
+    options = {name: getattr(arguments, name) for name in names}
+    return {
+        "command": "python benchmarks/ssd.py " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in options.items()),
+        "machine": {"cores": os.cpu_count(), "kernel": platform.release().split("-")[0], "disk": "virtual, one"},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "fio": fio},
+        "setting": {**options, "block_bytes": ssd.BLOCK, "threads": ssd.THREADS},
+        "load_before": os.getloadavg()[0],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
