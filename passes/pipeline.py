@@ -55,15 +55,21 @@ class _Clock:
         self.program = program
         self.placement = placement
         stages = [stage for stage, _ in program.stages() if stage not in (FILL, DRAIN)]
-        self.stages = {stage: index for index, stage in enumerate(dict.fromkeys(stages))}
-        self.last = len(self.stages)
+        self.names = tuple(dict.fromkeys(stages))
+        self.stages = {stage: index for index, stage in enumerate(self.names)}
+        self.last = len(self.names)
         self.positions: dict[int, tuple[int, int]] = {}  # of computations: stage and place in it
+        self.makers: dict[Value, int] = {}  # the computation that makes a value, and those that read it
+        self.readers: dict[Value, list[int]] = {}
         self.sizes = [0] * self.last
         for index, op in enumerate(program.ops):
             if op.micro_batch is not None:
                 at = self.stages[op.stage]
                 self.positions[index] = (at, self.sizes[at])
                 self.sizes[at] += 1
+                self.makers.update(dict.fromkeys(op.results, index))
+                for value in op.reads:
+                    self.readers.setdefault(value, []).append(index)
         gathers = [op for op in program.ops if op.verb == "gather"]
         late = dict.fromkeys(op.into[0].unit for op in program.ops if op.verb == "update" and op.stage == FILL)
         self.first_stage = {unit: place for place, unit in enumerate(late)}  # one after the other, if nothing else runs
@@ -83,7 +89,7 @@ class _Clock:
 
     def _stage(self, index: int) -> Stage:
         if 0 <= index < self.last:
-            return list(self.stages)[index]
+            return self.names[index]
         return FILL if index < 0 else DRAIN
 
     # Where each operation belongs ------------------------------------------------------------------------------------
@@ -128,10 +134,8 @@ class _Clock:
     def _beside(self, index: int, op: Op, value: Value, *, ahead: int) -> Slot:
         """Next to the computation that makes the value, or so many micro-batches ahead of the one that reads it."""
         if value.tier == "host":
-            maker = max(i for i in self.positions if i < index and op.reads[0] in self.program.ops[i].results)
-            return Slot(*self.positions[maker], AFTER)
-        reader = min(i for i in self.positions if i > index and value in self.program.ops[i].reads)
-        stage, position = self.positions[reader]
+            return Slot(*self.positions[self.makers[op.reads[0]]], AFTER)
+        stage, position = self.positions[next(reader for reader in self.readers[value] if reader > index)]
         if position < ahead:
             return Slot(stage - 1, self._size(stage - 1) - 1, BEFORE) if stage else Slot(stage - 1)
         return Slot(stage, position - ahead, BEFORE)

@@ -133,7 +133,6 @@ def _without_computation(program) -> str:
 @given(tiered_steps(), options(), st.lists(st.booleans(), min_size=1, max_size=3))
 def test_alpha_changes_no_bit(step, options, modes):
     """After any steps and the late updates of the last, parameters and states are those without late updates."""
-    num_layers, num_micro_batches, shape = step
     resident = replace(options, parameter_ratio=1.0, optimizer_ratio=1.0, alpha=1.0 if options.clip else 0.0)
     expected = train(*step, place(*step, resident), "overlap", modes)
     torch.testing.assert_close(train(*step, place(*step, options), "overlap", modes), expected, rtol=0, atol=0)

@@ -43,6 +43,7 @@ class Options:
 
 
 RESIDENT = Options(parameter_ratio=1.0, optimizer_ratio=1.0, checkpoint_ratio=1.0, separate=False)
+PLAIN = StepShape()
 RATIOS = (0.0, 0.3, 1.0)
 
 
@@ -93,9 +94,7 @@ def with_gradient(num_layers: int, shape: StepShape) -> frozenset[Unit | None]:
 
 
 @cache
-def place(
-    num_layers: int, num_micro_batches: int, shape: StepShape = StepShape(), options: Options = RESIDENT
-) -> Placement:
+def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, options: Options = RESIDENT) -> Placement:
     """The placement of a toy; what gets no gradient is not trained."""
     units: list[Unit] = ["e", *range(num_layers), "h", *(["t"] if shape.tied else [])]
     state = 8 * (options.has_state + options.has_master)
