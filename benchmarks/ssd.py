@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--request-mib", type=int, default=256)
     parser.add_argument("--requests", type=int, default=4, help="in each direction; files have as much")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--disk", default="unsaid", help="what it is, for the record")
     parser.add_argument("--output", type=Path, help="JSON to write")
     parser.add_argument("--sweep", action="store_true", help="the store's block sizes and threads instead")
     arguments = parser.parse_args()
@@ -54,6 +55,7 @@ def main() -> None:
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    before = conditions(arguments)
     folder = Path(tempfile.mkdtemp(dir=arguments.directory))
     try:
         with Store([folder]) as store:
@@ -69,7 +71,8 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
         shutil.rmtree(folder)
     medians = {load: {who: statistics.median(each) for who, each in rates[load].items()} for load in LOADS}
     return {
-        **conditions(arguments),
+        **before,
+        "load_after": os.getloadavg()[0],
         "fio_settings": {load: f"{block} MiB x {depth}" for load, (block, depth) in settings.items()},
         "median_bytes_per_second": medians,
         "ratio": {load: medians[load]["store"] / medians[load]["fio"] for load in LOADS},
@@ -169,7 +172,7 @@ def conditions(arguments: argparse.Namespace) -> dict[str, Any]:
     options = {name: getattr(arguments, name) for name in names}
     return {
         "command": "python benchmarks/ssd.py " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in options.items()),
-        "machine": {"cores": os.cpu_count(), "kernel": platform.release().split("-")[0], "disk": "virtual, one"},
+        "machine": {"cores": os.cpu_count(), "kernel": platform.release().split("-")[0], "disk": arguments.disk},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "fio": fio},
         "setting": {**options, "block_bytes": ssd.BLOCK, "threads": ssd.THREADS},
         "load_before": os.getloadavg()[0],
