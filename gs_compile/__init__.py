@@ -8,23 +8,47 @@ gradients of plain PyTorch.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gs_compile.config import Expert, Options
+from gs_compile.config import Expert, Options, Ratios
 from gs_compile.errors import GreedySnakeError
 
 if TYPE_CHECKING:
+    from gs_compile.initialise import init_on_storage
     from gs_compile.inspection import Inspection, inspect
+    from gs_compile.optim import SGD, Adam, AdamW, Lion
 
 __version__ = "0.1.0"
 
-__all__ = ["Expert", "GreedySnakeError", "Inspection", "Options", "__version__", "inspect"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Expert",
+    "GreedySnakeError",
+    "Inspection",
+    "Lion",
+    "Options",
+    "Ratios",
+    "__version__",
+    "init_on_storage",
+    "inspect",
+]
+
+# Names that need torch come when they are first used: importing this package takes no time.
+_MODULES = {
+    "Inspection": "inspection",
+    "inspect": "inspection",
+    "init_on_storage": "initialise",
+    "AdamW": "optim",
+    "Adam": "optim",
+    "SGD": "optim",
+    "Lion": "optim",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Names that need torch come when they are first used: importing this package takes no time."""
-    if name in ("Inspection", "inspect"):
-        from gs_compile import inspection
-
-        return getattr(inspection, name)
+    if name in _MODULES:
+        return getattr(import_module(f"gs_compile.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

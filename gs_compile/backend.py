@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import fx
 from gs_compile.bridge import Call
 from gs_compile.capture import capture, ignore_logging
 from gs_compile.config import Options
+from gs_compile.engine import claim, engine_for
 from gs_compile.errors import CaptureError, GreedySnakeError, NothingRequiresGradError
 from gs_compile.graph import Captured
 from gs_compile.plan import Layout, Plan, is_float_scalar, plans_of
@@ -32,7 +34,8 @@ def greedysnake(
     own.
     """
     try:
-        return CompiledModel(capture(module, example_inputs), Options.of(options, mode))
+        checked = Options.of(options, mode)
+        return CompiledModel(capture(module, example_inputs, partial(claim, options=checked)), checked)
     except GreedySnakeError as error:
         kind, message = type(error), str(error)  # not the error: its traceback holds the model
 
@@ -63,7 +66,8 @@ class CompiledModel:
         seed = int(torch.randint(2**62, (), device="cpu")) if any(layout.draws_random for layout in layouts) else None
         devices = {arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.device.type == "cuda"}
         units = CompiledUnits(parts, seed, sorted(devices, key=str))
-        return Call(self.plan, layouts[0], layouts, args, units, training).run()
+        engine = engine_for(self.plan, layouts, args)
+        return Call(self.plan, layouts[0], layouts, args, units, training, engine).run()
 
     def _register(self, args: Sequence[Any]) -> None:
         """Make this known for the model that calls: Dynamo runs one capture for all models that are alike."""

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from gs_compile.engine import Engine
 from gs_compile.errors import OutputGradientError
 from gs_compile.graph import OutputSpec
 from gs_compile.plan import Layout, Plan
 from gs_compile.program import EPILOGUE, Program, StepShape, Value
 from gs_compile.report import report
 from gs_compile.runtime.executor import Executor
+from gs_compile.runtime.tiered import TieredExecutor
 from gs_compile.runtime.units import Accumulator, CompiledUnits
 
 Gradients = Sequence[torch.Tensor | None]
@@ -36,8 +38,10 @@ class Call:
     args: Sequence[Any]
     units: CompiledUnits
     training: bool
-    executor: Executor | None = None
+    engine: Engine | None = None  # where the parameters are on the tiers
+    executor: Executor | TieredExecutor | None = None
     program: Program | None = None
+    losses: Sequence[torch.Tensor] = ()
 
     @property
     def num_micro_batches(self) -> int:
@@ -55,14 +59,15 @@ class Call:
 
     def forward(self) -> list[torch.Tensor]:
         """The outputs that the step makes, in the order of `made`."""
-        first = not self.plan.steps
-        self.program = self.plan.program(self.layout, self.num_micro_batches, self._shape())[-1]
-        if first:
-            report(self.plan)
-        self.executor = Executor(self.program, self.units, self._inputs())
+        self.executor = self._executor()
+        self.program = self.executor.program
         with self._device_state():
             self.executor.forward()
+        if isinstance(self.executor, TieredExecutor):
+            assert self.engine is not None
+            self.engine.forwarded(self.executor)
         outputs = [self._output(output) for output in self.made]
+        self.losses = [output for output, made in zip(outputs, self.made, strict=True) if made.combine == "loss"]
         for value in [v for v in self.executor.env if v.kind in ("y", "loss")]:
             del self.executor.env[value]
         return outputs
@@ -74,6 +79,8 @@ class Call:
         """
         executor = self.executor
         assert executor is not None
+        if isinstance(executor, TieredExecutor):
+            return self._backward_on_tiers(executor, gradients, outside)
         with self._device_state():
             if outside:
                 self._backward_from_outside(executor, gradients, outside)
@@ -81,6 +88,46 @@ class Call:
                 self._scale(executor, gradients)
                 executor.backward()
         return self._collect(executor.env)
+
+    def _executor(self) -> Executor | TieredExecutor:
+        first = not self.plan.steps
+        inputs = self._inputs()
+        executor: Executor | TieredExecutor
+        if self.engine is None:
+            program = self.plan.program(self.layout, self.num_micro_batches, self._shape())[-1]
+            executor = Executor(program, self.units, inputs)
+        else:
+            shape = self._shape()
+            executor = self.engine.begin(
+                self.layouts, self.args, self.units, inputs, training=self.training, apart=EPILOGUE in shape.outside
+            )
+            self.plan.remember(self.layout, shape, self.engine.programs)
+        if first:
+            report(self.plan)
+        return executor
+
+    def _backward_on_tiers(
+        self, executor: TieredExecutor, gradients: Gradients, outside: frozenset[Any]
+    ) -> list[torch.Tensor | None]:
+        """The same, where the parameters' gradients go to their updates, and to no one else."""
+        assert self.engine is not None
+        assert self.program is not None
+        apart = any(op.verb == "head_backward" for op in self.program.ops)
+        if outside - {EPILOGUE} or (outside and not apart):
+            raise OutputGradientError(
+                "a gradient arrived for another output than the loss; with parameters on the tiers greedysnake "
+                "differentiates the loss that the model itself computes (give it labels)"
+            )
+        self.engine.backward(executor, self.losses)
+        with self._device_state():
+            if outside:
+                for value, content in self._dy(gradients, outside).items():
+                    executor.board.define(value, content)
+            else:
+                self._scale(executor, gradients)
+            executor.backward()
+        self.engine.open = None
+        return [None for arg in self.args if isinstance(arg, torch.Tensor) and arg.requires_grad]
 
     def _shape(self) -> StepShape:
         shape = self.layout.shape
@@ -107,17 +154,13 @@ class Call:
             return frozenset()
         return frozenset({EPILOGUE}) | {output.unit for output in arrived if output.is_layer_input}
 
-    def _scale(self, executor: Executor, gradients: Gradients) -> None:
+    def _scale(self, executor: Executor | TieredExecutor, gradients: Gradients) -> None:
         """The head's backward assumed a gradient of one for the loss."""
         scale = next(g for output, g in zip(self.made, gradients, strict=True) if output.combine == "loss")
         assert scale is not None
         if scale.device.type == "cpu" and scale.item() == 1.0:
             return
-        for value, content in list(executor.env.items()):
-            if value.kind == "dx":
-                executor.env[value] = content * scale  # not in place: it may be expanded, or be another's memory
-            elif value.kind in ("dw", "dside"):
-                content.scale(scale)
+        executor.scale(scale)
 
     def _backward_from_outside(self, executor: Executor, gradients: Gradients, outside: frozenset[Any]) -> None:
         shape = replace(self.layout.shape, outside=outside)
@@ -140,8 +183,9 @@ class Call:
         }
         batch = self.units.micro_batches[0].inputs
         for unit in self.layout.split.units:
-            indices = [source.index for source in unit.sources if source.kind == "input"]
-            inputs[Value("w", unit.unit)] = {index: self.args[index] for index in indices if index not in batch}
+            if self.engine is None or unit.unit not in self.engine.placement.by_unit:
+                indices = [source.index for source in unit.sources if source.kind == "input"]
+                inputs[Value("w", unit.unit)] = {index: self.args[index] for index in indices if index not in batch}
         return inputs
 
     # Outputs ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import linecache
 import logging
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -60,13 +60,19 @@ class _TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
     """The first base passes through Dynamo's backend call; the second makes Dynamo forget earlier graph breaks."""
 
 
-def capture(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
+def capture(
+    module: fx.GraphModule, example_inputs: Sequence[Any], claim: Callable[[Sequence[Any]], bool] = lambda _: False
+) -> Captured:
     """The captured graph with its inputs named and its batch dimension free.
+
+    `claim` gets the parameters, and returns whether it changed what is in their place: then Dynamo traces again.
 
     Raises an exception of Dynamo's when the frame has to be traced again, and `CaptureError` (graph break, no batch
     input, inputs on several devices) when the graph cannot be used.
     """
     inputs = tuple(_input(node, example) for node, example in _placeholders(module, example_inputs))
+    if claim([example for entry, example in zip(inputs, example_inputs, strict=True) if entry.role == "parameter"]):
+        raise _TraceAgain(restart_reason="greedysnake: parameters moved to the tiers")
     _refuse_graph_break(module)
     _refuse_mixed_devices(inputs, example_inputs)
     inputs = _with_batch(inputs, _placeholders(module, example_inputs))

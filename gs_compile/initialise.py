@@ -102,6 +102,18 @@ def discard(parameter: torch.Tensor) -> None:
     _initial.pop(parameter, None)
 
 
+def set_aside(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """Release a parameter, its values kept in memory until they are taken; the placeholder may have another dtype."""
+    if not is_released(parameter):
+        _initial[parameter] = parameter.data
+    release(parameter, dtype)
+
+
+def values_of(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's values wherever they are, handed over if they were set aside."""
+    return take(parameter) if is_released(parameter) else parameter.data
+
+
 # While the factory runs -----------------------------------------------------------------------------------------------
 
 

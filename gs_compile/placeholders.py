@@ -24,9 +24,10 @@ from .errors import ReleasedParameterError
 _placeholders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def release(parameter: torch.Tensor) -> None:
-    """Let go of the parameter's values: it keeps dtype, shape, device and requires_grad, and reads as NaN."""
-    placeholder = torch.full((), _unreal(parameter.dtype), dtype=parameter.dtype, device=parameter.device)
+def release(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """Let go of the parameter's values: it keeps shape, device and requires_grad, takes `dtype`, and reads as NaN."""
+    dtype = dtype or parameter.dtype
+    placeholder = torch.full((), _unreal(dtype), dtype=dtype, device=parameter.device)
     parameter.data = placeholder.expand(parameter.shape)
     _placeholders[parameter] = placeholder
     _watch_clipping()

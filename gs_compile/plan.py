@@ -124,13 +124,14 @@ class Plan:
                 layout.split.num_layers, num_micro_batches, shape=shape, snake=self.options.expert.snake, keep=keep
             )
             self.seconds += time.perf_counter() - start
-        self._remember(layout, shape, key)
+        self.remember(layout, shape, self.programs[key])
         return self.programs[key]
 
-    def _remember(self, layout: Layout, shape: StepShape, key: Hashable) -> None:
+    def remember(self, layout: Layout, shape: StepShape, programs: Sequence[Program]) -> None:
         """Keep this kind of step as the latest."""
-        known = self.steps.pop((id(layout), key), None)
-        self.steps[id(layout), key] = known or Step(layout, shape, tuple(self.programs[key]))
+        key = (id(layout), shape, id(programs[-1]))
+        known = self.steps.pop(key, None)
+        self.steps[key] = known or Step(layout, shape, tuple(programs))
 
     def _kept(self, layout: Layout, num_micro_batches: int) -> frozenset[Value]:
         """What the head needs once more where gradients may come for other outputs than the loss."""

@@ -140,7 +140,7 @@ class Op:
             return "memory"
         if self.verb in ("prefetch", "offload"):
             return TRANSFER_LANES[self.reads[0].tier or "", (*self.results, *self.into)[0].tier or ""]
-        return "cpu" if self.verb in ("update", "clip") else "compute"
+        return "cpu" if self.verb == "update" else "compute"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from gs_compile.program import Program, Value
 from gs_compile.reference import Units, perform
 
@@ -37,6 +39,14 @@ class Executor:
 
     def backward(self) -> None:
         self._run(turn(self.program), len(self.program.ops))
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply all gradients there are: between forward and backward, the head's own."""
+        for value, content in list(self.env.items()):
+            if value.kind == "dx":
+                self.env[value] = content * factor  # not in place: it may be expanded, or be another's memory
+            elif value.kind in ("dw", "dside"):
+                content.scale(factor)
 
     def _run(self, start: int, stop: int) -> None:
         env = self.env

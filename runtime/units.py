@@ -99,7 +99,7 @@ class CompiledUnits:
 
     def head(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
         """The epilogue; together with its backward where a gradient is asked for."""
-        if "dx" not in wants and "dw" not in reads and "dside" not in reads:
+        if "dx" not in wants and not {"dw", "dwt", "dside"} & reads.keys():
             return self._forward(unit, micro_batch, wants, reads)
         part = self.micro_batches[micro_batch]
         graph = part.sized.units[unit]
@@ -174,8 +174,8 @@ class CompiledUnits:
             case "fraction":
                 tensor = part.fraction
             case "input":
-                batch = reads.get("batch", {})
-                tensor = batch[source.index] if source.index in batch else reads["w"][source.index]
+                found = (reads[kind] for kind in ("batch", "w", "wt") if source.index in reads.get(kind, ()))
+                tensor = next(found)[source.index]
         assert isinstance(tensor, torch.Tensor)
         return tensor
 
@@ -198,6 +198,9 @@ class CompiledUnits:
                 parameters[source.index, micro_batch] = gradient
             else:
                 parameters[source.index] = gradient
+        if "dwt" in reads:  # the unit's own, and those that it shares with others
+            shared = {key: parameters.pop(key) for key in list(parameters) if key in reads["dwt"].views}
+            reads["dwt"].add(shared, among=(*gradients, *held))
         if "dw" in reads:
             reads["dw"].add(parameters, among=(*gradients, *held))
         if "dside" in reads:

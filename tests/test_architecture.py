@@ -19,8 +19,19 @@ MAX_LINES = 400
 
 # A new file in gs_compile/ takes its place in one of these three.
 FOUNDATION = {"program", "config", "errors", "machine"}
-GROUND = {"fx", "graph", "initialise", "placeholders", "placement", "reference", "signatures", "text", "verify"}
-ROOF = {"__init__", "__main__", "backend", "bridge", "capture", "inspection", "plan", "report"}
+GROUND = {
+    "fx",
+    "graph",
+    "initialise",
+    "placeholders",
+    "placement",
+    "reference",
+    "signatures",
+    "text",
+    "traffic",
+    "verify",
+}
+ROOF = {"__init__", "__main__", "backend", "bridge", "capture", "engine", "inspection", "optim", "plan", "report"}
 
 # What each part may import of this package.
 MAY_IMPORT = {

@@ -1,0 +1,129 @@
+"""contents: what the values of a placed unit hold, on each tier.
+
+Flat      elements in memory, one dimension; the host's or the device's
+Region    a range of an extent on SSD
+Gradient  a unit's gradient sums, one flat tensor with a view for each parameter
+Kept      a checkpoint or inter-layer gradient in host memory or on SSD, with what it takes to make it again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .arena import Buffer
+from .lanes import Ticket
+from .store import Extent
+
+
+class Hold:
+    """A share in a buffer: it goes back when the last share is released, and all who used it are done."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.shares = 0
+        self.users: list[Ticket] = []
+
+    def share(self) -> Hold:
+        self.shares += 1
+        return self
+
+    def release(self, after: Iterable[Ticket]) -> None:
+        self.users += (ticket for ticket in after if not ticket.done)
+        self.shares -= 1
+        if self.shares == 0:
+            self.buffer.release(self.users)
+
+
+@dataclass(slots=True)
+class Flat:
+    """A part in memory."""
+
+    tensor: torch.Tensor
+    holds: tuple[Hold, ...] = ()
+
+    def release(self, after: Iterable[Ticket]) -> None:
+        for hold in self.holds:
+            hold.release(after)
+
+
+@dataclass(slots=True)
+class Gathered:
+    """A unit's parameters (and buffers) by input index, as its code takes them."""
+
+    tensors: Mapping[int, torch.Tensor]
+    holds: tuple[Hold, ...] = ()
+
+    def release(self, after: Iterable[Ticket]) -> None:
+        for hold in self.holds:
+            hold.release(after)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """`nbytes` of an extent from `offset` on."""
+
+    extent: Extent
+    offset: int
+    nbytes: int
+
+    def read(self, into: torch.Tensor) -> None:
+        self.extent.read(into, self.offset).wait()
+
+    def write(self, source: torch.Tensor) -> None:
+        self.extent.write(source, self.offset).wait()
+
+
+class Gradient:
+    """Sums of a unit's gradients over micro-batches, as `units.Accumulator`, in one flat tensor.
+
+    What is between the parameters, and parameters that get no gradient, are zero.
+    """
+
+    def __init__(self, flat: torch.Tensor, views: Mapping[Any, torch.Tensor], hold: Hold | None) -> None:
+        self.flat = flat
+        self.views = views
+        self.holds = (hold.share(),) if hold else ()
+        self._added: set[Any] = set()
+
+    def add(self, gradients: Mapping[Any, torch.Tensor], among: Sequence[torch.Tensor]) -> None:
+        for key in gradients.keys() & self._added:
+            self.views[key].add_(gradients[key])
+        for key in gradients.keys() - self._added:
+            self.views[key].copy_(gradients[key])
+        self._added |= gradients.keys()
+
+    def scale(self, factor: torch.Tensor) -> None:
+        for key in self._added:
+            self.views[key].mul_(factor)
+
+    def complete(self) -> None:
+        """Make zero what was not added to."""
+        for key in self.views.keys() - self._added:
+            self.views[key].zero_()
+
+    def release(self, after: Iterable[Ticket]) -> None:
+        for hold in self.holds:
+            hold.release(after)
+
+
+@dataclass(slots=True)
+class Kept:
+    """An activation away from the device: `flat` in host memory or `region` on SSD, and its shape and strides."""
+
+    like: torch.Tensor  # on the meta device
+    flat: torch.Tensor | None = None
+    region: Region | None = None
+    holds: tuple[Hold, ...] = field(default=())
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        assert self.flat is not None
+        return self.flat.as_strided(self.like.shape, self.like.stride())
+
+    def release(self, after: Iterable[Ticket]) -> None:
+        for hold in self.holds:
+            hold.release(after)

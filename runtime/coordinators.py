@@ -1,0 +1,233 @@
+"""coordinators: who owns which buffers, and what the operations on them do (arXiv 2512.17570, section 5).
+
+    InterLayerTensors   checkpoints in the forward, inter-layer gradients in the backward
+    Parameters          a unit's parameters, from their homes to the device
+    OptimizerStep       gradients, optimizer states and the update (optimizer_step.py)
+
+The executor asks for memory (`allocate`) when it issues an operation, and has the operation carried out (`carry_out`)
+on its lane, later. Each coordinator is the only one to take and give back the buffers of its kinds of values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from gs_compile.placement import Part, Placement, UnitPlacement
+from gs_compile.program import Op, Unit, Value
+
+from .arena import Arena
+from .contents import Flat, Gathered, Hold, Kept, Region
+from .store import Extent, Store
+
+Tensor = torch.Tensor
+
+
+class Binding(NamedTuple):
+    """A parameter in its unit's flat space, and its place among the inputs of a captured graph."""
+
+    input: int
+    offset: int
+    shape: tuple[int, ...]
+    trained: bool
+
+    def view(self, flat: Tensor, start: int = 0) -> Tensor:
+        begin = self.offset - start
+        return flat[begin : begin + math.prod(self.shape)].view(self.shape)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the coordinators of a run share."""
+
+    placement: Placement
+    dtypes: Mapping[Unit, torch.dtype]  # of the parameters of each unit
+    arena: Arena
+    store: Store | None  # None: everything is in host memory
+    device: torch.device
+
+    def unit(self, value: Value) -> UnitPlacement:
+        assert value.unit is not None
+        return self.placement.by_unit[value.unit]
+
+    def flat(self, numel: int, dtype: torch.dtype, purpose: str) -> Flat:
+        """Host memory of its own."""
+        hold = Hold(self.arena.take(numel * dtype.itemsize, purpose))
+        return Flat(hold.buffer.view(dtype, numel), (hold.share(),))
+
+    def extent(self, label: str, nbytes: int) -> Extent:
+        assert self.store is not None, f"{label} is on SSD, and there is no storage"
+        return self.store.allocate(label, nbytes)
+
+
+class Parameters:
+    """The parameters of every unit: at home, and on their way."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.extents: dict[Unit, Extent] = {}
+        self.zones: dict[Unit, Flat] = {}  # the host zone of a unit, where it is in one piece
+        self._slots: dict[Unit, Hold] = {}  # where the SSD zone of a unit is brought together
+        self._device: dict[Unit, Tensor] = {}
+
+    def home(self, unit: UnitPlacement, part: Part) -> Flat | Region:
+        """What a part is where it lives; made on the first call, in memory that is not written yet."""
+        dtype = self.setting.dtypes[unit.unit]
+        if part.tier == "ssd":
+            start, stop = unit.ssd_zone
+            if unit.unit not in self.extents:
+                self.extents[unit.unit] = self.setting.extent(f"w{unit.unit}", (stop - start) * unit.itemsize)
+            offset = (part.start - start) * unit.itemsize
+            return Region(self.extents[unit.unit], offset, part.numel * unit.itemsize)
+        if self.setting.placement.separate:
+            return self.setting.flat(part.numel, dtype, "parameters")
+        if unit.unit not in self.zones:
+            numel = max(p.stop for p in unit.w.values() if p.tier == "host")
+            self.zones[unit.unit] = self.setting.flat(numel, dtype, "parameters")
+        return Flat(self.zones[unit.unit].tensor[part.start : part.stop])
+
+    def allocate(self, value: Value) -> Flat:
+        unit = self.setting.unit(value)
+        dtype = self.setting.dtypes[unit.unit]
+        if value.tier == "device":
+            if value.piece == 0:
+                self._device[unit.unit] = torch.empty(unit.numel, dtype=dtype, device=self.setting.device)
+            return Flat(self._device[unit.unit])
+        part = unit.w[value.part]
+        if part.tier == "host":
+            return self.setting.flat(part.numel, dtype, "parameters")
+        start, stop = unit.ssd_zone
+        slot = self._slots.get(unit.unit)
+        if slot is None or not slot.shares:
+            nbytes = (stop - start) * unit.itemsize
+            slot = self._slots[unit.unit] = Hold(self.setting.arena.take(nbytes, "parameters on their way"))
+        whole = slot.buffer.view(dtype, stop - start)
+        return Flat(whole[part.start - start : part.stop - start], (slot.share(),))
+
+    def gather(
+        self, op: Op, reads: Sequence[Flat], bindings: Sequence[Binding], others: Mapping[int, Tensor]
+    ) -> Gathered:
+        """A unit's parameters as its code takes them: views, nothing is moved."""
+        unit = self.setting.unit(op.results[0])
+        if self.setting.placement.separate:
+            return Gathered({b.input: b.view(reads[0].tensor) for b in bindings} | dict(others))
+        zone, slot, start = self.zones.get(unit.unit), self._slots.get(unit.unit), unit.ssd_zone[0]
+        dtype, tensors = self.setting.dtypes[unit.unit], dict(others)
+        for binding in bindings:
+            if zone is not None and binding.offset < len(zone.tensor):
+                tensors[binding.input] = binding.view(zone.tensor)
+            else:
+                assert slot is not None
+                numel = unit.ssd_zone[1] - start
+                tensors[binding.input] = binding.view(slot.buffer.view(dtype, numel), start)
+        return Gathered(tensors, (slot.share(),) if slot is not None and slot.shares else ())
+
+    def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any]) -> None:
+        if op.results and op.results[0].piece is not None:
+            self._send_piece(op, reads, targets[0].tensor)
+        else:
+            transfer(reads, targets)
+
+    def _send_piece(self, op: Op, reads: Sequence[Flat], whole: Tensor) -> None:
+        """Copy the k-th of n equal shares of a unit from its parts to the device."""
+        unit, (start, stop) = self.setting.unit(op.results[0]), self.share(op.results[0])
+        for value, content in zip(op.reads, reads, strict=True):
+            part = unit.w[value.part]
+            begin, end = max(start, part.start), min(stop, part.stop)
+            if begin < end:
+                source = content.tensor[begin - part.start : end - part.start]
+                whole[begin:end].copy_(source, non_blocking=True)
+        on_this_stream(whole)
+
+    def share(self, piece: Value) -> tuple[int, int]:
+        """The elements of one of as many pieces as there are micro-batches."""
+        unit, number = self.setting.unit(piece), len(self.setting.placement.x_nbytes)
+        k = piece.piece or 0
+        return unit.numel * k // number, unit.numel * (k + 1) // number
+
+
+class InterLayerTensors:
+    """Checkpoints and inter-layer gradients away from the device."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._extents: dict[tuple[Value, int], Extent] = {}
+        self._slots: dict[object, Hold] = {}
+
+    def allocate(self, value: Value, source: Any, placement: Placement) -> Any:
+        """Memory like `source`, which is to be moved into it: a tensor on the device, or what `Kept` describes."""
+        like = source.like if isinstance(source, Kept) else torch.empty_like(source, device="meta")
+        nbytes = like.untyped_storage().nbytes()
+        if value.tier == "device":
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.setting.device)
+        if value.tier == "ssd":
+            return Kept(like, region=Region(self._extent(value, nbytes), 0, nbytes))
+        key, size = placement.slot(value)
+        if key is value:
+            hold, offset = Hold(self.setting.arena.take(nbytes, "checkpoints")), 0
+        else:
+            hold, offset = self._slot(key, size), self._offset(value, placement)
+        flat = hold.buffer.tensor[offset : offset + nbytes].view(like.dtype)
+        return Kept(like, flat=flat, holds=(hold.share(),))
+
+    def keep(self, value: Value, source: Any) -> Any:
+        """The same memory under another name: the device's is the host's."""
+        if value.tier == "device":
+            return source.tensor
+        memory = source.as_strided((source.untyped_storage().nbytes() // source.itemsize,), (1,), 0)
+        whole = source if source.is_contiguous() else memory
+        return Kept(torch.empty_like(source, device="meta"), flat=whole.reshape(-1))
+
+    def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any]) -> None:
+        for source, target in zip(reads, targets, strict=True):
+            if isinstance(source, Kept) and source.region is not None:
+                source.region.read(target.flat)
+            elif isinstance(target, Kept) and target.region is not None:
+                target.region.write(source.flat)
+            elif isinstance(target, Kept):
+                target.tensor.copy_(source, non_blocking=True)
+                on_this_stream(source)
+            else:
+                target.copy_(source.tensor, non_blocking=True)
+                on_this_stream(target)
+
+    def _extent(self, value: Value, nbytes: int) -> Extent:
+        """Where a checkpoint lives on SSD; steps of one size use the same."""
+        if (value, nbytes) not in self._extents:
+            label = f"x{value.unit}_{value.micro_batch}-{nbytes}"
+            self._extents[value, nbytes] = self.setting.extent(label, nbytes)
+        return self._extents[value, nbytes]
+
+    def _slot(self, key: object, nbytes: int) -> Hold:
+        slot = self._slots.get(key)
+        if slot is None or not slot.shares:
+            slot = self._slots[key] = Hold(self.setting.arena.take(nbytes, "checkpoints on their way"))
+        return slot
+
+    def _offset(self, value: Value, placement: Placement) -> int:
+        """Where in its layer's slot a checkpoint stands: those on SSD one after the other."""
+        before = (replace(value, micro_batch=j) for j in range(value.micro_batch or 0))
+        there = (v for v in before if placement.checkpoint_home(v) == "ssd")
+        return sum(placement.x_nbytes[v.micro_batch or 0] for v in there)
+
+
+def transfer(reads: Sequence[Any], targets: Sequence[Any]) -> None:
+    """Between host memory and SSD: all at once, and back when all is done."""
+    moves = []
+    for source, target in zip(reads, targets, strict=True):
+        if isinstance(source, Region):
+            moves.append(source.extent.read(target.tensor, source.offset))
+        else:
+            moves.append(target.extent.write(source.tensor, target.offset))
+    for move in moves:
+        move.wait()
+
+
+def on_this_stream(tensor: Tensor) -> None:
+    """Keep the memory of a device's tensor until the present stream has come past here."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream())

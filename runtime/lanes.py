@@ -1,0 +1,144 @@
+"""lanes: where operations are carried out, one after the other on a lane, lanes side by side.
+
+A lane is first-in-first-out. Its next operation starts when what it needs is done, which a `Ticket` tells. Transfers
+and updates have threads of their own; the computation runs on the thread that walks through the program.
+
+    walk       x2_0 = forward(x1_0, w1)      x2_1 = forward(x1_1, w1)         the thread that issues, and computes
+    ssd_read       w3b.host = prefetch(...)        s1a.host = prefetch(...)   threads that wait for the drives
+    cpu                      update(dw2a.host ...)                            a thread that computes a little
+
+On a CUDA device the two directions of the link are streams as well: the thread launches a copy on its lane's stream,
+and a ticket carries the event by which other streams and threads know that it has ended (`Ticket.join`).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from gs_compile.errors import LaneError
+
+from .threads import limit_threads
+from .trace import Trace
+
+
+class Ticket:
+    """Tells when one operation is done, and raises its error."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.error: BaseException | None = None
+        self.event: Any = None  # a CUDA event, where the operation was launched on a stream
+        self._launched = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        return self._launched.is_set() and (self.event is None or self.event.query())
+
+    def wait(self) -> None:
+        """Return when the operation is done; raises `LaneError` from its error."""
+        self._launched.wait()
+        if self.error is not None:
+            raise LaneError(f"{self.name}: {self.error}") from self.error
+        if self.event is not None:
+            self.event.synchronize()
+
+    def join(self, stream: Any) -> None:
+        """Let `stream` go on only after the operation: without a wait of the thread, where a stream runs it."""
+        if self.event is None or stream is None:
+            self.wait()
+        else:
+            self._launched.wait()
+            stream.wait_event(self.event)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self._launched.set()
+
+
+class Failure:
+    """The first error on any lane of a run. After it nothing more is carried out."""
+
+    def __init__(self) -> None:
+        self.first: Ticket | None = None
+        self._guard = threading.Lock()
+
+    def note(self, ticket: Ticket) -> None:
+        with self._guard:
+            self.first = self.first or ticket
+
+    def check(self) -> None:
+        """Raise the error, if there is one."""
+        if self.first is not None:
+            self.first.wait()
+
+
+class _Task(NamedTuple):
+    ticket: Ticket
+    run: Callable[[], None]
+    after: Sequence[Ticket]
+    nbytes: int
+    kind: str
+    stage: str
+
+
+class Lane:
+    """A lane with a thread of its own, and on a CUDA device a stream."""
+
+    def __init__(
+        self, name: str, failure: Failure, trace: Trace, *, stream: Any = None, num_threads: int | None = None
+    ) -> None:
+        self.name = name
+        self.stream = stream
+        self._failure = failure
+        self._trace = trace
+        self._num_threads = num_threads
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"greedysnake {name}", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, name: str, run: Callable[[], None], after: Sequence[Ticket], *, nbytes: int, kind: str, stage: str
+    ) -> Ticket:
+        """Carry `run` out once all before it on this lane and all of `after` are done."""
+        ticket = Ticket(name)
+        self._tasks.put(_Task(ticket, run, after, nbytes, kind, stage))
+        return ticket
+
+    def close(self) -> None:
+        """Finish what was submitted, and end the thread."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        if self._num_threads:
+            limit_threads(self._num_threads)
+        while (task := self._tasks.get()) is not None:
+            try:
+                self._carry_out(task)
+            except BaseException as error:  # noqa: BLE001  it is raised where the ticket is waited for
+                task.ticket.finish(error)
+                self._failure.note(task.ticket)
+            del task  # holds the buffers of its operation
+
+    def _carry_out(self, task: _Task) -> None:
+        for ticket in task.after:
+            ticket.join(self.stream)
+        self._failure.check()
+        start = time.perf_counter()
+        if self.stream is None:
+            task.run()
+        else:
+            with torch.cuda.stream(self.stream):
+                task.run()
+                task.ticket.event = torch.cuda.Event(blocking=True)
+                task.ticket.event.record(self.stream)
+        end = time.perf_counter()
+        name = task.ticket.name
+        task.ticket.finish()
+        self._trace.add(self.name, name, start, end, task.nbytes, task.kind, task.stage)

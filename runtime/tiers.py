@@ -1,0 +1,263 @@
+"""tiers: what lives on from step to step: homes, lanes, and the coordinators' buffers.
+
+fill      a parameter's values, into its home on host or SSD
+read      the values, from there
+board     what is where, and who still works on it
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gs_compile.placement import Placement, UnitPlacement
+from gs_compile.program import LANES, Op, Unit, Value
+
+from .arena import Arena
+from .contents import Flat, Region
+from .coordinators import InterLayerTensors, Parameters, Setting
+from .lanes import Failure, Lane, Ticket
+from .optimizer_step import OptimizerStep, Recipe, StepRecord
+from .store import Store
+from .trace import Trace
+
+Tensor = torch.Tensor
+
+
+class Board:
+    """Contents of values, and the tickets of those who made, read or change them."""
+
+    def __init__(self) -> None:
+        self.contents: dict[Value, Any] = {}
+        self._made: dict[Value, Ticket] = {}
+        self._used: dict[Value, list[Ticket]] = {}
+
+    def define(self, value: Value, content: Any, ticket: Ticket | None = None) -> None:
+        self.contents[value] = content
+        self._made.pop(value, None)
+        self._used.pop(value, None)
+        if ticket is not None:
+            self._made[value] = ticket
+
+    def ready(self, value: Value) -> list[Ticket]:
+        """What a reader waits for."""
+        return [self._made[value]] if value in self._made else []
+
+    def idle(self, value: Value) -> list[Ticket]:
+        """What one who changes it, or takes its memory, waits for."""
+        return self.ready(value) + self._used.get(value, [])
+
+    def use(self, value: Value, ticket: Ticket) -> None:
+        self._used[value] = [each for each in self._used.get(value, ()) if not each.done] + [ticket]
+
+    def change(self, value: Value, ticket: Ticket) -> None:
+        self._made[value] = ticket
+        self._used.pop(value, None)
+
+    def free(self, value: Value) -> None:
+        content, after = self.contents.pop(value), self.idle(value)
+        self._made.pop(value, None)
+        self._used.pop(value, None)
+        if hasattr(content, "release"):
+            content.release(after)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Where a parameter is: a unit, and the offset in its flat space."""
+
+    unit: Unit
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Tiers:
+    """The homes of a model's parameters and optimizer states, and everything that moves them."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        dtypes: Mapping[Unit, torch.dtype],
+        recipe: Recipe,
+        arena: Arena,
+        store: Store | None,
+        device: torch.device,
+        *,
+        trace: Trace,
+        num_threads: int | None = None,
+    ) -> None:
+        setting = Setting(placement, dtypes, arena, store, device)
+        self.setting = setting
+        self.trace = trace
+        self.failure = Failure()
+        self.parameters = Parameters(setting)
+        self.inter_layer = InterLayerTensors(setting)
+        self.optimizer = OptimizerStep(setting, recipe)
+        self.board = Board()
+        self.homes = placement.homes(late=False) | placement.homes(late=True)
+        self.pending: StepRecord | None = None  # of the step whose late updates are still to come
+        self._lanes: dict[str, Lane] = {}
+        self._num_threads = num_threads
+        self._make_homes()
+        self._finalizer = weakref.finalize(self, _close, self._lanes, store, arena)
+
+    @property
+    def placement(self) -> Placement:
+        return self.setting.placement
+
+    def _make_homes(self) -> None:
+        for unit in self.placement.units:
+            for group in unit.groups:
+                for part in group.w:
+                    self.board.define(unit.value("w", part), self.parameters.home(unit, part))
+                for part in group.s:
+                    self.board.define(unit.value("s", part), self.optimizer.home(unit, part))
+
+    # Values in and out -----------------------------------------------------------------------------------------------
+
+    def fill(self, place: Slice, values: Tensor) -> None:
+        """Bring a parameter's values home, to its master as well; waits until they are there."""
+        for kind, content, start, stop, at in self._pieces(place):
+            self._settle(content)
+            part = values.reshape(-1)[at : at + stop - start]
+            whole, _ = self._span(place, kind, part)
+            _write(self.setting, content, start, whole)
+
+    def read(self, place: Slice, *, master: bool = False) -> Tensor:
+        """A parameter's values as they are at home, in its dtype, or its master's."""
+        unit = self.placement.by_unit[place.unit]
+        kind = "s" if master and unit.has_master else "w"
+        dtype = self.optimizer.state_dtype(place.unit) if kind == "s" else self.setting.dtypes[place.unit]
+        flat = torch.empty(place.numel, dtype=dtype)
+        for which, content, start, stop, at in self._pieces(place):
+            if which == kind:
+                self._settle(content)
+                flat[at : at + stop - start] = _read(content, start, stop, dtype)
+        return flat.view(place.shape)
+
+    def read_state(self, place: Slice, component: int) -> Tensor:
+        """One component of a parameter's optimizer state; the master, where there is one, is the first."""
+        flat = torch.empty(place.numel, dtype=self.optimizer.state_dtype(place.unit))
+        for content, start, stop, at in self._state_pieces(place, component):
+            self._settle(content)
+            flat[at : at + stop - start] = _read(content, start, stop, flat.dtype)
+        return flat.view(place.shape)
+
+    def write_state(self, place: Slice, component: int, values: Tensor) -> None:
+        flat = values.reshape(-1).to(self.optimizer.state_dtype(place.unit))
+        for content, start, stop, at in self._state_pieces(place, component):
+            self._settle(content)
+            _write(self.setting, content, start, flat[at : at + stop - start])
+
+    def _span(self, place: Slice, kind: str, part: Tensor) -> tuple[Tensor, torch.dtype]:
+        dtype = self.optimizer.state_dtype(place.unit) if kind == "s" else self.setting.dtypes[place.unit]
+        return part.to(dtype), dtype
+
+    def _pieces(self, place: Slice) -> Iterable[tuple[str, Any, int, int, int]]:
+        """Kind, home, elements from and to in it, and the place in the parameter: of parameter and master."""
+        unit = self.placement.by_unit[place.unit]
+        for part in unit.w.values():
+            begin, end = max(place.offset, part.start), min(place.offset + place.numel, part.stop)
+            if begin < end:
+                content = self.board.contents[unit.value("w", part)]
+                yield "w", content, begin - part.start, end - part.start, begin - place.offset
+        if unit.has_master:
+            yield from (("s", *piece) for piece in self._state_pieces(place, 0))
+
+    def _state_pieces(self, place: Slice, component: int) -> Iterable[tuple[Any, int, int, int]]:
+        unit = self.placement.by_unit[place.unit]
+        for group in unit.groups:
+            at = 0  # in the group's space
+            for w in group.w:
+                begin, end = max(place.offset, w.start), min(place.offset + place.numel, w.stop)
+                for s in group.s:
+                    first, last = max(at + begin - w.start, s.start), min(at + end - w.start, s.stop)
+                    if begin < end and first < last:
+                        base = component * s.numel - s.start
+                        content = self.board.contents[unit.value("s", s)]
+                        yield content, base + first, base + last, first - at + w.start - place.offset
+                at += w.numel
+
+    def _settle(self, content: Any) -> None:
+        """Wait for whoever still works on a home."""
+        for value, known in self.board.contents.items():
+            if known is content:
+                for ticket in self.board.idle(value):
+                    ticket.wait()
+                return
+
+    # Running ---------------------------------------------------------------------------------------------------------
+
+    def lane(self, name: str) -> Lane:
+        """The lane of that name; its thread starts with its first operation."""
+        assert name in LANES, name
+        if name not in self._lanes:
+            on_cuda = self.setting.device.type == "cuda" and name in ("h2d", "d2h")
+            stream = torch.cuda.Stream(self.setting.device) if on_cuda else None
+            threads = self._num_threads if name == "cpu" else None
+            self._lanes[name] = Lane(name, self.failure, self.trace, stream=stream, num_threads=threads)
+        return self._lanes[name]
+
+    def synchronize(self) -> None:
+        """Wait until all lanes are idle; raises what failed on them."""
+        for ticket in [
+            lane.submit("synchronize", _nothing, (), nbytes=0, kind="", stage="") for lane in self._lanes.values()
+        ]:
+            ticket.wait()
+        self.failure.check()
+
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """End all threads, remove all files, give back all memory; once is enough."""
+        self.board = Board()
+        self._finalizer()
+
+    def fail(self, error: BaseException) -> None:
+        """After an error nothing goes on: threads end, files go."""
+        ticket = Ticket("the step")
+        ticket.finish(error)
+        self.failure.note(ticket)
+        self.close()
+
+    def unit_of(self, op: Op) -> UnitPlacement:
+        return self.setting.unit((*op.results, *op.into, *op.reads)[0])
+
+
+def _nothing() -> None:
+    pass
+
+
+def _close(lanes: dict[str, Lane], store: Store | None, arena: Arena) -> None:
+    for lane in lanes.values():
+        lane.close()
+    lanes.clear()
+    if store is not None:
+        store.close()
+    arena.close()
+
+
+def _read(content: Flat | Region, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    if isinstance(content, Flat):
+        return content.tensor[start:stop]
+    flat = torch.empty(stop - start, dtype=dtype)
+    content.extent.read(flat, content.offset + start * dtype.itemsize).wait()
+    return flat
+
+
+def _write(setting: Setting, content: Flat | Region, start: int, values: Tensor) -> None:
+    if isinstance(content, Flat):
+        content.tensor[start : start + len(values)].copy_(values)
+    else:
+        content.extent.write(values.contiguous(), content.offset + start * values.dtype.itemsize).wait()
