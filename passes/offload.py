@@ -133,7 +133,7 @@ class _Activations:
                 if value.kind in ("x", "dx"):
                     self.users.setdefault(value, []).append(index)
         compute = [index for index, op in enumerate(program.ops) if op.micro_batch is not None]
-        self.next_compute = dict(pairwise(compute))
+        self.computation_before = {after: before for before, after in pairwise(compute)}
         self.definitions = {value: index for index, op in enumerate(program.ops) for value in op.results}
 
     def ops(self) -> Iterator[Op]:
@@ -145,7 +145,7 @@ class _Activations:
                 yield from (self._prefetch(value, stage) for value in op.reads if self._comes_back(value, index))
                 yield op
                 for value in op.results:
-                    if self._leaves(value, index):
+                    if self._leaves(value):
                         outputs.append(value)
                         yield self._offload(value, stage)
             yield from self._to_ssd([value for value in outputs if self._on_ssd(value)], stage)
@@ -158,30 +158,25 @@ class _Activations:
 
     # Which values travel ---------------------------------------------------------------------------------------------
 
-    def _far_uses(self, value: Value, index: int) -> list[int]:
-        """Uses after `index` that are not the very next computation."""
-        near = self.next_compute.get(index)
-        return [use for use in self.users.get(value, ()) if use > index and use != near]
-
     def _recomputed_from(self, value: Value) -> bool:
         """Whether it is a checkpoint: read again in the backward of the layer it goes into."""
         return value.kind == "x" and len(self.users.get(value, ())) > 1
 
-    def _leaves(self, value: Value, index: int) -> bool:
+    def _leaves(self, value: Value) -> bool:
         if value.kind not in ("x", "dx") or value in self.keep or not self.users.get(value):
             return False
         if self.placement.separate:
-            return bool(self._far_uses(value, index))
+            return any(self._comes_back(value, use) for use in self.users[value])
         return self._recomputed_from(value)
 
     def _comes_back(self, value: Value, index: int) -> bool:
         """Whether it is read at `index` and not on the device any more."""
         if value.kind not in ("x", "dx") or value in self.keep:
             return False
-        first = self.users[value][0]
         if not self.placement.separate:
-            return index != first and self._recomputed_from(value)
-        return index != first or self.next_compute.get(self.definitions[value]) != index
+            return index != self.users[value][0] and self._recomputed_from(value)
+        before = self.computation_before.get(index)  # what it has made or read is still there
+        return before not in (self.definitions[value], *self.users[value])
 
     def _on_ssd(self, value: Value) -> bool:
         stays_near = value.unit == self.program.num_layers  # what the head reads is needed again at once
