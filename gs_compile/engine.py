@@ -334,6 +334,31 @@ class Engine:
         self.flush()
         self.tiers.synchronize()
 
+    def describe(self, program: Program) -> str:
+        """For people: each class of data by tier, and the planned peaks of a program."""
+        placement = self.placement
+        bytes_of: dict[tuple[str, str], int] = {}
+        for unit in placement.units:
+            for kind, parts, itemsize in (
+                ("parameters", unit.w, unit.itemsize),
+                ("states", unit.s, unit.state_itemsize),
+            ):
+                for part in parts.values():
+                    key = (kind, part.tier)
+                    bytes_of[key] = bytes_of.get(key, 0) + part.numel * itemsize
+        checkpoints = sum(placement.x_nbytes) * placement.num_layers
+        bytes_of["checkpoints", "host"] = int(checkpoints * placement.checkpoint_ratio)
+        bytes_of["checkpoints", "ssd"] = checkpoints - bytes_of["checkpoints", "host"]
+        late, all_ = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
+        lines = [
+            f"{kind + ':':<12} {format_bytes(bytes_of.get((kind, 'host'), 0))} on host, "
+            f"{format_bytes(bytes_of.get((kind, 'ssd'), 0))} on SSD"
+            for kind in ("parameters", "states", "checkpoints")
+        ]
+        lines.append(f"updates:     {late / max(all_, 1):.0%} late, in the next forward")
+        peaks = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in program.peaks)
+        return "\n".join([*lines, f"peaks:       {peaks}; host budget {format_bytes(self.host_nbytes)}"])
+
     # Reading ---------------------------------------------------------------------------------------------------------
 
     def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:

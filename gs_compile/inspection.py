@@ -173,6 +173,11 @@ class Inspection:
         """The step program for tools that read torch.fx."""
         return graph_module(self.program(after))
 
+    @property
+    def tiers(self) -> str:
+        """What lives where, with the planned peaks; "everything is on the device" without an optimizer of ours."""
+        return self.plan.tiers or "everything is on the device"
+
     # Sizes -----------------------------------------------------------------------------------------------------------
 
     @property
@@ -250,6 +255,8 @@ class Inspection:
                 "loss of the whole batch:",
                 *(f"  {line}" for line in self.derivation.splitlines()),
                 f"seconds: {self.seconds_in_passes:.2f} in passes, {self.seconds_in_code:.2f} in compiling code",
+                "tiers:",
+                *(f"  {line}" for line in self.tiers.splitlines()),
                 "",
                 str(self.program(after)),
             ]

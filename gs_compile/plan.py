@@ -98,6 +98,7 @@ class Plan:
     layouts: dict[Hashable, Layout] = field(default_factory=dict)
     programs: dict[Hashable, list[Program]] = field(default_factory=dict)
     steps: dict[Hashable, Step] = field(default_factory=dict)  # the latest last
+    tiers: str = ""  # where everything lives, once it is on tiers
     seconds: float = 0.0  # spent in the passes
     compile_id: CompileId | None = field(default_factory=CompileContext.current_compile_id)  # for traces
     _warned: bool = False

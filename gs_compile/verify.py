@@ -50,8 +50,10 @@ class _Walk:
         self.program = program
         self.placement = placement
         self.present = placement.homes(late=late) if placement else frozenset()
-        self.waiting = _late_parts(placement) if placement and late else set()  # parts, until their late update
+        self.waiting = _parts(placement, "late") if placement and late else set()  # parts, until their late update
         self.updated: set[Value] = set()
+        self.empty: set[Value] = set()  # parts on their way to an update that fills them
+        self.changed: set[Value] = set()  # parts that an update has changed in host memory, and whose home is the SSD
         self.defined: set[Value] = set()
         self.freed: set[Value] = set()
         self.additions: Counter[Value] = Counter()  # how many operations have added to an accumulator
@@ -166,7 +168,7 @@ class _Walk:
             yield f"{op.verb} {doing} no {rest[0]} here"
 
     def _breaks_updates(self, op: Op) -> Iterator[str]:
-        """A part is updated once, and a unit is not gathered while a late update of it is still to come."""
+        """A part is updated once, used neither before its late update nor without contents, and goes home changed."""
         if op.verb == "update":
             for value in op.into:
                 part = replace(value, tier=None)
@@ -174,10 +176,35 @@ class _Walk:
                     yield f"{value} is updated twice"
                 self.updated.add(part)
                 self.waiting.discard(part)
-        elif op.verb == "gather":
-            for value in op.reads:
-                if replace(value, tier=None) in self.waiting:
-                    yield f"{value} is used before its late update"
+                self.empty.discard(part)
+                if value.tier == "host" and self._home(value) == "ssd":
+                    self.changed.add(part)
+        elif op.verb in MOVEMENTS:
+            yield from self._breaks_contents(op)
+
+    def _breaks_contents(self, op: Op) -> Iterator[str]:
+        """What a movement reads is what it should be, and what it overwrites is needed no more."""
+        to_device = (*op.results, *op.into)[0].tier == "device"
+        for value in op.reads:
+            part = replace(value, tier=None)
+            if to_device and part in self.waiting:
+                yield f"{value} is used before its late update"
+            if part in self.empty:
+                yield f"{value} is empty until its update"
+            if value.tier == "ssd" and part in self.changed:
+                yield f"{value} is not what the update has made"
+        for value in op.results:
+            part = replace(value, tier=None)
+            if value.tier == "host" and (part in self.changed or (op.verb == "empty" and part in self.updated)):
+                yield f"{value} would lose what the update has made"
+            if op.verb == "empty":
+                self.empty.add(part)
+        self.changed.difference_update(replace(value, tier=None) for value in op.into)
+
+    def _home(self, value: Value) -> str | None:
+        unit = self.placement.by_unit.get(value.unit) if self.placement and value.unit is not None else None
+        parts = unit and (unit.w if value.kind == "w" else unit.s)
+        return parts[value.part].tier if parts and value.part in parts else None
 
     def _breaks_lifetimes(self, op: Op) -> Iterator[str]:
         """Defined before all uses, freed after them, and not defined again but by a movement; sums complete when read.
@@ -217,17 +244,22 @@ class _Walk:
             return
         late = self.placement.has_late and any(op.verb == "norm" for op in self.program.ops)
         homes = self.placement.homes(late=late)
+        for value in sorted(self.waiting, key=str):
+            yield f"{value} has not had its late update"
+        complete = {value.unit for value in self.all_additions}
+        for value in sorted(_parts(self.placement, "early"), key=str):
+            if value.unit in complete and value not in self.updated:
+                yield f"{value} has not had its update"
         for value in sorted(homes, key=str):
+            if replace(value, tier=None) in self.changed:
+                yield f"{value} is not what the update has made"
             if value in self.freed or (value not in self.defined and value not in self.present):
                 yield f"{value} is not at home"
         for value in sorted(self.defined - self.freed - homes - self.present, key=str):
-            if value.tier in ("host", "ssd") and not self._is_view(value):
+            if value.tier != "device" or (value.kind in ("w", "dw") and value.unit in self.placement.by_unit):
                 yield f"{value} is left behind"
         if self.program.peaks and self.program.peaks != self.placement.peaks(self.program.ops):
             yield f"the peaks are not {self.program.peaks}"
-
-    def _is_view(self, value: Value) -> bool:
-        return value.kind == "x" and value.unit == self.program.num_layers
 
     def _error(self, index: int, complaint: str) -> ProgramError:
         where = f"after {self.program.made_by}, line {line_of(self.program, index)}"
@@ -241,8 +273,9 @@ def _place(stage: Stage) -> tuple[int, float]:
     return (2, -height(stage.unit)) if stage.phase == "backward" else (1, height(stage.unit))
 
 
-def _late_parts(placement: Placement) -> set[Value]:
-    parts = ((unit, part) for unit in placement.units for group in unit.trained("late") for part in group.w)
+def _parts(placement: Placement, when: str) -> set[Value]:
+    """The parts of parameters that are updated early, or late, wherever they are."""
+    parts = ((unit, part) for unit in placement.units for group in unit.trained(when) for part in group.w)
     return {replace(unit.value("w", part), tier=None) for unit, part in parts}
 
 

@@ -15,6 +15,9 @@ With S the stage of the layer itself, in the forward or the backward:
     update, late part                           S - 2
     parameters and state, late, host to SSD     S - 1
 
+Where the device reads host memory itself, the second row vanishes, so the first is as late as the third: S - 1.
+A unit that is updated in several groups, as it is larger than a layer, takes one stage more for each.
+
 What would come before the first stage stands in `fill`, what would come after the last in `drain`.
 """
 
@@ -122,10 +125,21 @@ class _Clock:
     def _optimizer(self, here: int, op: Op, value: Value) -> Slot:
         what = op.verb if op.verb == "update" else f"{op.verb} {value.kind}"
         rank = READS_FIRST[value.kind] if op.verb == "prefetch" else 3
+        before, after = self._turn(op)
         if here < 0:
             unit = (*op.into, *op.results, *op.reads)[0].unit
-            return Slot(self.first_stage[unit] + LATE[what], rank=rank)
-        return Slot(here + EARLY.get(what, -2), rank=rank)  # -2: parameters for the next forward or backward
+            return Slot(self.first_stage[unit] + LATE[what] - after, rank=rank)
+        if what not in EARLY:
+            return Slot(here - (2 if self.placement.separate else 1), rank=rank)  # parameters, for their stage
+        return Slot(here + EARLY[what] + before, rank=rank)
+
+    def _turn(self, op: Op) -> tuple[int, int]:
+        """How many groups of its unit come before and after an update: a unit of many takes as many stages."""
+        value = next(value for value in (*op.into, *op.results) if value.kind in ("w", "s"))
+        unit = self.placement.by_unit[value.unit or 0]
+        group = next(g for g in unit.groups if value.part in {part.letter for part in getattr(g, value.kind)})
+        groups = unit.trained(group.when)
+        return (groups.index(group), len(groups) - 1 - groups.index(group)) if groups else (0, 0)
 
     def _piece(self, stage: int, piece: int) -> Slot:
         """Piece k goes beside the k-th micro-batch, so that it shares the link with that one's checkpoint."""

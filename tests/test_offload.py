@@ -8,10 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import X_NBYTES, Options, after, options, place, tiered_steps, train, with_gradient
+from toy import Toy
 
 from gs_compile.passes.lower import lower
 from gs_compile.passes.vertical import vertical
 from gs_compile.program import Value
+from gs_compile.reference import reference
 from gs_compile.traffic import traffic
 
 SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
@@ -224,6 +226,24 @@ def test_kept_values_stay_on_the_device():
     moved = [{(v.kind, v.unit, v.micro_batch) for op in p.ops if op.lane == "d2h" for v in op.reads} for p in programs]
     assert moved[0] - moved[1] == {("x", 1, 0)}
     assert kept not in {op.reads[0] for op in programs[1].ops if op.verb == "free"}
+
+
+@settings(deadline=None, max_examples=60)
+@given(tiered_steps(), options())
+def test_checkpoints_alone(step, options):
+    """Parameters may be the user's: then activations move, and gradients stay as results."""
+    num_layers, num_micro_batches, shape = step
+    whole = replace(shape, tied=frozenset(), frozen=shape.frozen - {"t"}, first_grad=_first(num_layers, shape))
+    placement = replace(place(num_layers, num_micro_batches, whole, options), units=(), clip=False)
+    toy = Toy(num_layers, num_micro_batches, whole)
+    resident = reference(lower(num_layers, num_micro_batches, shape=whole)[-1], toy, toy.inputs())
+    for program in lower(num_layers, num_micro_batches, shape=whole, placement=placement)[2:]:
+        found = reference(program, toy, toy.inputs())
+        torch.testing.assert_close({v: found[v] for v in resident}, resident, rtol=0, atol=0)
+
+
+def _first(num_layers, shape):
+    return next(unit for unit in ("e", *range(num_layers), "h") if unit not in shape.frozen)
 
 
 def test_gradients_of_layers_never_go_to_ssd():
