@@ -1,0 +1,172 @@
+"""Tiny models trained on the tiers: captured once, then trained anew under any options."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import gs_compile
+from gs_compile.config import Options
+from gs_compile.initialise import set_aside
+from gs_compile.optim import TieredOptimizer
+from gs_compile.placeholders import restore
+from gs_compile.plan import Plan, plans_of
+
+VOCABULARY, LENGTH = 70, 8
+BATCH = 5  # in micro-batches of 2 the last is smaller
+
+
+def gpt2(num_layers: int = 2, width: int = 32, dropout: float = 0.0, seed: int = 0, **others: Any) -> torch.nn.Module:
+    """Tied embeddings; every tensor of some quanta, so that ratios and alpha cut it."""
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=others.pop("vocab_size", VOCABULARY),
+        n_positions=LENGTH,
+        n_embd=width,
+        n_layer=num_layers,
+        n_head=others.pop("n_head", 2),
+        use_cache=False,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+        loss_type="ForCausalLM",
+        **others,
+    )
+    return GPT2LMHeadModel(config).train()
+
+
+def two_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """As people have them: no decay on biases and norms."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def tokens(step: int, batch_size: int = BATCH) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (batch_size, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def options(storage: Path | Sequence[Path], **changes: Any) -> dict[str, Any]:
+    """Options for tests: everything on SSD, layers' code as it is; changes of `expert` by name."""
+    known = {"micro_batch_size", "outputs", "host_memory", "device_memory", "precision"}
+    ratios = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0} | changes.pop("ratios", {})
+    expert = {key: value for key, value in changes.items() if key not in known}
+    return {
+        "micro_batch_size": 2,
+        "outputs": "loss",
+        "storage": storage,
+        "host_memory": "100MiB",
+        **{key: value for key, value in changes.items() if key in known},
+        "expert": {"compiler": "eager", "ratios": ratios, **expert},
+    }
+
+
+@dataclass
+class Outcome:
+    """What training has come to."""
+
+    losses: list[float]
+    norms: list[float]
+    values: dict[str, torch.Tensor]  # masters and optimizer states, by name
+
+    def differences(self, other: Outcome) -> list[str]:
+        """Where two are not bitwise the same."""
+        assert self.values.keys() == other.values.keys()
+        found = [name for name in ("losses", "norms") if getattr(self, name) != getattr(other, name)]
+        return found + [name for name, value in self.values.items() if not torch.equal(value, other.values[name])]
+
+
+Make = Callable[[list[dict[str, Any]]], TieredOptimizer]
+
+
+def adamw(groups: list[dict[str, Any]], **settings: Any) -> TieredOptimizer:
+    return gs_compile.AdamW(groups, lr=1e-2, **settings)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> float:
+    """One step as users write it."""
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def outcome(model: torch.nn.Module, optimizer: TieredOptimizer, losses: list[float], norms: list[float]) -> Outcome:
+    optimizer.synchronize()
+    engine = optimizer.engine
+    assert engine is not None
+    values = {}
+    for name, parameter in model.named_parameters():
+        values[name] = engine.tiers.read(engine.slices[id(parameter)], master=True).clone()
+        values |= {f"{name}.{key}": value.clone() for key, value in engine.state_of(parameter).items()}
+    return Outcome(losses, norms, values)
+
+
+class Rig:
+    """A model that is captured once: each run begins from the same values, whatever its placement.
+
+    It outlives a test only where Dynamo is not reset between tests.
+    """
+
+    def __init__(self, build: Callable[[], torch.nn.Module], precision: str = "model") -> None:
+        self.model = build()
+        self.precision = precision
+        self.initial = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.plan: Plan | None = None
+
+    @contextmanager
+    def fresh(self, make: Make, given: Mapping[str, Any]) -> Iterator[TieredOptimizer]:
+        """The model as it was built, with an optimizer and options of its own, for as long as the context lasts."""
+        optimizer = make(two_groups(self.model))
+        given = {**given, "precision": self.precision}
+        if self.plan is None:
+            self.model.compile(backend="greedysnake", options=given)
+        else:
+            self.plan.options = Options.of(given)
+            dtype = torch.bfloat16 if self.precision == "bf16" else None
+            for parameter in self.model.parameters():
+                set_aside(parameter, dtype)
+        try:
+            yield optimizer
+        finally:
+            plans = plans_of.get(next(self.model.parameters()), [])
+            assert len(plans) <= 1, "captured once more: these options did not count"
+            self.plan = plans[0] if plans else None
+            if optimizer.engine is not None:
+                optimizer.engine.tiers.close()
+                optimizer.engine = None
+            for parameter, values in zip(self.model.parameters(), self.initial, strict=True):
+                parameter.data = values.clone()
+                restore(parameter, parameter.data)
+
+    def train(self, make: Make, given: Mapping[str, Any], num_steps: int = 6, batch_size: int = BATCH) -> Outcome:
+        """Steps on batches that are always the same."""
+        torch.manual_seed(1)
+        losses, norms = [], []
+        with self.fresh(make, given) as optimizer:
+            for number in range(num_steps):
+                losses.append(step(self.model, optimizer, tokens(number, batch_size)))
+                assert optimizer.last_step is not None
+                norms.append(optimizer.last_step.grad_norm)
+            return outcome(self.model, optimizer, losses, norms)
+
+
+def our_threads() -> list[str]:
+    """The names of the threads that this package has started and not ended."""
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("greedysnake"))
+
+
+def files_in(*directories: Path) -> list[str]:
+    return sorted(str(path.relative_to(each)) for each in directories for path in each.rglob("*"))
