@@ -203,7 +203,7 @@ class Placement:
         return 0
 
     def peaks(self, ops: Iterable[Op]) -> tuple[tuple[str, int], ...]:
-        """The most bytes alive at a time on each tier while `ops` run in order.
+        """The most bytes alive at a time on each tier while `ops` run in order, what stays at home included.
 
         Where the device reads host memory as it is, parameters and gradients count there.
         """
@@ -222,11 +222,12 @@ class _Count:
     def peaks(self, ops: Iterable[Op]) -> tuple[tuple[str, int], ...]:
         ops = tuple(ops)
         defined: set[Value] = set()
-        for op in ops:  # what is there before the first operation
-            for value in (*op.reads, *op.into):
-                if value not in defined and value.kind in ("w", "s", "dw"):
-                    self._begin(value)
-            defined.update(op.reads, op.into, op.results)
+        late = False  # whether there are gradients of the step before
+        for op in ops:
+            late = late or any(value.kind == "dw" and value not in defined for value in op.reads)
+            defined.update(op.results)
+        for value in self.placement.homes(late=late):
+            self._begin(value)
         for op in ops:
             for value in op.results:
                 self._begin(value)
