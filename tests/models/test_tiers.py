@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiered import Outcome, Rig, adamw, gpt2, options
+from tiered import Outcome, Rig, adamw, gpt2, one_thread, options
 
 import gs_compile
 
@@ -84,6 +84,8 @@ class Laboratory:
 def fresh_dynamo():
     """Captures are kept from test to test."""
     torch._dynamo.reset()
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
