@@ -9,18 +9,11 @@ Nothing is recorded and replayed: each random number is drawn by torch's own cod
 tensor it was meant for. So the values are those of ordinary construction bit for bit, whatever the initialiser does:
 views, copies, arithmetic, reading a value, even numpy. A mapped tensor is an ordinary tensor of which the kernel holds
 as much in memory as it is used.
-
-The files are unnamed (O_TMPFILE): the kernel frees each when its tensor ends, however the process ends. Their space is
-reserved at birth, so a full disk is an error there and not a fault later.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import mmap
 import os
-import tempfile
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -37,11 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .errors import InitialisationError, ReleasedParameterError, StorageError, StorageFullError
+from .errors import InitialisationError, ReleasedParameterError
+from .mapped import SMALL_NBYTES, directory, leave_memory, map_file
 from .placeholders import is_released, release
 
 CACHE_NBYTES = 256 << 20  # of mapped tensors in memory: a layer's usual weights are drawn, scaled and copied in it
-SMALL_NBYTES = 64 << 10  # below, a tensor stays in memory: norms and biases, too little to be worth a file each
 
 # Parameter -> its initial values, mapped from a file (or in memory, if small). An entry ends with its parameter.
 _initial: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -61,7 +54,7 @@ def init_on_storage(factory: Callable[[], nn.Module], *, storage: str | os.PathL
     Warns of parameters whose values were not made by torch operations in this thread, as those from numpy: their
     values are right, but they were in memory until all was built.
     """
-    folder = _folder(storage)
+    folder = directory(storage)
     with _Births(folder) as births:
         model = factory()
     parameters = {name: each for name, each in model.named_parameters() if not is_released(each)}
@@ -169,13 +162,13 @@ class _Births(TorchDispatchMode):
             address, _ = self.resident.popitem(last=False)
             storage = torch.UntypedStorage._new_with_weak_ptr(self.mapped[address].cdata)
             if storage is not None:
-                _leave_memory(storage)
+                leave_memory(storage)
 
     def _file(self, nbytes: int) -> torch.UntypedStorage:
         for address in [address for address, reference in self.mapped.items() if reference.expired()]:
             self.resident.pop(address, None)
             del self.mapped[address]
-        storage = _map_file(self.folder, nbytes)
+        storage = map_file(self.folder, nbytes)
         self.mapped[storage._cdata] = StorageWeakRef(storage)
         return storage
 
@@ -261,10 +254,10 @@ def _warn_of_resident(parameters: dict[str, nn.Parameter]) -> None:
 def _moved(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
     """A copy in a file, of the strides a clone has."""
     layout = torch.empty_like(tensor, device="meta")
-    storage = _map_file(folder, layout.numel() * layout.element_size())
+    storage = map_file(folder, layout.numel() * layout.element_size())
     with torch.no_grad():
         copy = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, layout.size(), layout.stride()).copy_(tensor)
-    _leave_memory(storage)
+    leave_memory(storage)
     return copy
 
 
@@ -276,49 +269,3 @@ def _into_memory(buffers: Iterable[torch.Tensor]) -> None:
         if storage._cdata not in copies:
             copies[storage._cdata] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
         buffer.data = _alias(buffer, copies[storage._cdata])
-
-
-# Files ----------------------------------------------------------------------------------------------------------------
-
-
-def _folder(storage: str | os.PathLike[str] | None) -> Path:
-    """The directory of the files; made for this user alone if it is not there."""
-    if storage is None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "greedysnake"
-    else:
-        folder = Path(storage)
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{folder}: the storage directory cannot be made: {error}") from error
-    return folder
-
-
-def _map_file(folder: Path, nbytes: int) -> torch.UntypedStorage:
-    """Zeros in an unnamed file under `folder`, mapped; the file ends with the storage."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-            storage = torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", shared=True, nbytes=nbytes)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            status = os.statvfs(folder)
-            free_nbytes = status.f_bavail * status.f_frsize
-            raise StorageFullError(
-                f"{folder} has no room for the next initial values: {nbytes} bytes needed, {free_nbytes} free. "
-                "Give another directory as storage="
-            ) from error
-        raise StorageError(f"{folder}: cannot make a file of {nbytes} bytes: {error}") from error
-    except RuntimeError as error:
-        raise StorageError(f"{folder}: cannot map a file of {nbytes} bytes: {error}") from error
-    assert isinstance(storage, torch.UntypedStorage)
-    return storage
-
-
-_madvise = ctypes.CDLL(None, use_errno=True).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-def _leave_memory(storage: torch.UntypedStorage) -> None:
-    """Unmap the pages of a mapped file; they come back as they were when they are next used."""
-    assert _madvise(storage.data_ptr(), storage.nbytes(), mmap.MADV_DONTNEED) == 0, os.strerror(ctypes.get_errno())

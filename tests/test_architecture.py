@@ -23,6 +23,8 @@ GROUND = {
     "fx",
     "graph",
     "initialise",
+    "mapped",
+    "materialize",
     "placeholders",
     "placement",
     "reference",
@@ -31,7 +33,19 @@ GROUND = {
     "traffic",
     "verify",
 }
-ROOF = {"__init__", "__main__", "backend", "bridge", "capture", "engine", "inspection", "optim", "plan", "report"}
+ROOF = {
+    "__init__",
+    "__main__",
+    "backend",
+    "bridge",
+    "capture",
+    "engine",
+    "inspection",
+    "keeper",
+    "optim",
+    "plan",
+    "report",
+}
 
 # What each part may import of this package.
 MAY_IMPORT = {

@@ -294,7 +294,7 @@ def high_water_nbytes():
 torch.set_num_threads(1)
 width, num_layers, initialise.CACHE_NBYTES = map(int, sys.argv[2:])
 nn.Sequential(nn.Linear(8, 8))(torch.ones(8)).sum().backward()
-with initialise._Births(initialise._folder(sys.argv[1])):
+with initialise._Births(initialise.directory(sys.argv[1])):
     nn.init.trunc_normal_(nn.Linear(300, 300).weight)
 before_nbytes = high_water_nbytes()
 
