@@ -20,7 +20,7 @@ from gs_compile.text import parse_value
 
 
 def graph_module(program: Program) -> GraphModule:
-    """`program` as a graph whose inputs are its batches, parameters and outside gradients.
+    """`program` as a graph whose inputs are its batches, parameters and outside gradients, and what else is at home.
 
     Nodes are named as the values are (x1_0_device), call verbs with the keywords `unit=`, `micro_batch=` and
     `into=`, and carry verb, kind, unit, micro_batch, tier and stage in `meta`, next to the whole operation (`op`) and
@@ -31,12 +31,12 @@ def graph_module(program: Program) -> GraphModule:
     for value in _inputs(program):
         env[value] = graph.placeholder(_identifier(value))
         env[value].meta.update(_value_meta(value))
-    inputs = set(env)
+    inputs = set(env.values())
     for op in program.ops:
         env.update(zip(op.results, _call(graph, op, env), strict=True))
         if op.verb == "free":
             del env[op.reads[0]]
-    graph.output({value.name: node for value, node in env.items() if value not in inputs})
+    graph.output({value.name: node for value, node in env.items() if node not in inputs})
     graph.lint()
     return GraphModule(torch.nn.Module(), graph, class_name="Step")
 
@@ -68,10 +68,10 @@ def _inputs(program: Program) -> Iterator[Value]:
     """What is read and never defined, in the order of first use."""
     known: set[Value] = set()
     for op in program.ops:
-        for value in op.reads:
+        for value in dict.fromkeys((*op.reads, *op.into)):
             if value not in known:
                 yield value
-        known.update(op.reads, op.results)
+        known.update(op.reads, op.into, op.results)
 
 
 def _call(graph: Graph, op: Op, env: Mapping[Value, Node]) -> list[Node]:

@@ -102,9 +102,9 @@ class _Walk:
                     yield f"stage {self.stages[-1]} has ended without micro-batch {j}"
 
     def _missing_stages(self) -> Iterator[str]:
-        """Every unit runs forward, unless all there is are updates; the head may do so as part of the backward."""
+        """Every unit runs forward, unless all there is are updates, if any; the head may do so in the backward."""
         present = {str(stage) for stage in self.stages}
-        if present and present <= {str(FILL), str(DRAIN)}:
+        if self.placement is not None and present <= {str(FILL), str(DRAIN)}:
             return
         for unit in (PROLOGUE, *range(self.program.num_layers)):
             if f"forward {unit}" not in present:

@@ -6,6 +6,7 @@ import expecttest
 import pytest
 import torch
 from hypothesis import given, settings
+from tiers import Options, TieredToy, options, place, tiered_steps
 from toy import Toy, steps
 
 from gs_compile import fx
@@ -63,6 +64,32 @@ def test_run_equals_the_reference(step):
         module.graph.lint()
         expected = reference(program, toy, toy.inputs())
         torch.testing.assert_close(run(module, toy, toy.inputs()), expected, rtol=0, atol=0)
+
+
+@settings(deadline=None, max_examples=30)
+@given(tiered_steps(), options())
+def test_run_on_tiers_equals_the_reference(step, options):
+    """Updates and transfers change their inputs in place there too."""
+    num_layers, num_micro_batches, shape = step
+    placement = place(*step, options)
+    for program in lower(num_layers, num_micro_batches, shape=shape, placement=placement)[3:]:
+        toy = TieredToy(*step, placement=placement)
+        homes = [toy.home(), toy.home()]
+        expected = reference(program, toy, homes[0] | toy.given())
+        module = graph_module(program)
+        module.graph.lint()
+        inputs = toy.given() | homes[1]
+        torch.testing.assert_close(run(module, toy, inputs), expected, rtol=0, atol=0)
+        torch.testing.assert_close(homes[1], homes[0], rtol=0, atol=0)
+
+
+def test_parts_and_pieces_have_names_too():
+    placement = place(1, 2, options=Options(parameter_ratio=0.5, alpha=0.25))
+    graph = graph_module(lower(1, 2, placement=placement, late=True)[-1]).graph
+    nodes = {node.name: node for node in graph.nodes}
+    assert nodes["w0_device_piece1"].meta["verb"] == "prefetch"
+    assert nodes["w0c_host"].meta["part"] == "c"
+    assert nodes["dw0b_host"].op == "placeholder"
 
 
 def test_a_copy_without_dead_code_is_the_same_step():

@@ -3,10 +3,11 @@ from __future__ import annotations
 import time
 
 import pytest
+from tiers import Options, place
 
 from gs_compile.errors import ProgramError
 from gs_compile.passes import lower as lower_module
-from gs_compile.passes.lower import lower
+from gs_compile.passes.lower import flush, lower
 from gs_compile.program import StepShape, Value
 
 SECONDS = 10.0  # for the largest program of the paper's models; it takes well under one
@@ -46,3 +47,25 @@ def test_a_large_program_takes_little_time():
     last = lower(96, 16, shape=shape)[-1]
     assert time.perf_counter() - start < SECONDS
     assert sum(op.verb == "backward" for op in last.ops) == 96 * 16
+
+
+def test_a_large_program_on_tiers_takes_little_time():
+    options = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.3, alpha=0.25)
+    shape = StepShape(has_side=True, side_gradient=True, has_total=True, tied=frozenset("eh"))
+    placement = place(96, 16, shape, options)
+    start = time.perf_counter()
+    last = lower(96, 16, shape=shape, placement=placement, late=True)[-1]
+    assert time.perf_counter() - start < SECONDS
+    assert sum(op.verb == "backward" for op in last.ops) == 96 * 16
+
+
+def test_every_snapshot_on_tiers_is_there():
+    placement = place(3, 2)
+    names = ["vertical", "snake", "overlap", "offload", "pipeline", "free"]
+    assert [program.made_by for program in lower(3, 2, placement=placement)] == names
+    assert [program.made_by for program in lower(3, 2, placement=placement, snake=False)] == names[:1] + names[2:]
+    assert [program.made_by for program in flush(3, placement)] == names[:1] + names[2:]
+
+
+def test_nothing_to_flush_is_an_empty_program():
+    assert flush(3, place(3, 2))[-1].ops == ()

@@ -7,11 +7,12 @@ import expecttest
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import Options, options, place, tiered_steps
 from toy import steps
 
 from gs_compile.errors import ProgramError
 from gs_compile.passes.free import free
-from gs_compile.passes.lower import lower
+from gs_compile.passes.lower import flush, lower
 from gs_compile.passes.snake import snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.program import Op, Stage, StepShape, Value
@@ -155,6 +156,30 @@ def test_parse_is_the_inverse(step, snaked, freed):
     assert parse(format_program(program, fold=False)) == program
 
 
+@settings(deadline=None, max_examples=60)
+@given(tiered_steps(), options(), st.booleans())
+def test_parse_is_the_inverse_on_tiers(step, options, late):
+    num_layers, num_micro_batches, shape = step
+    placement = place(*step, options)
+    for program in lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late):
+        assert parse(str(program)) == program
+        assert parse(format_program(program, fold=False)) == program
+    updates = flush(num_layers, placement)[-1]
+    assert parse(str(updates)) == updates
+
+
+def test_programs_on_tiers_fold():
+    """All layers of one placement look alike, but for those at the ends of the pipeline."""
+
+    def size(num_layers):
+        options = Options(parameter_ratio=0.5, checkpoint_ratio=1.0, alpha=0.25)
+        placement = place(num_layers, 2, StepShape(frozen=frozenset(range(num_layers))), options)
+        shape = StepShape(frozen=frozenset(range(num_layers)))
+        return len(str(lower(num_layers, 2, shape=shape, placement=placement, late=True)[-1]).splitlines())
+
+    assert size(96) == size(48)
+
+
 @settings(deadline=None, max_examples=30)
 @given(steps())
 def test_text_is_python_one_operation_a_line(step):
@@ -209,6 +234,15 @@ def test_the_size_of_the_text_does_not_grow_with_the_layers():
         ("dside_3.device", Value("dside", None, 3)),
         ("batch_2", Value("batch", None, 2, None)),
         ("total.device", Value("total")),
+        ("w12b.ssd", Value("w", 12, tier="ssd", part="b")),
+        ("wtba.host", Value("w", "t", tier="host", part="ba")),
+        ("we.device[3]", Value("w", "e", piece=3)),
+        ("whh.host", Value("w", "h", tier="host", part="h")),
+        ("dwea.host", Value("dw", "e", tier="host", part="a")),
+        ("s0e.ssd", Value("s", 0, tier="ssd", part="e")),
+        ("side_1.device", Value("side", None, 1)),
+        ("scale.host", Value("scale", tier="host")),
+        ("normt.device", Value("norm", "t")),
     ],
 )
 def test_a_name_and_its_value(name, value):

@@ -3,11 +3,12 @@ from __future__ import annotations
 import expecttest
 import pytest
 from hypothesis import given, settings
+from tiers import tiered_steps
 from toy import steps
 
 from gs_compile.errors import ProgramError
 from gs_compile.passes.vertical import vertical
-from gs_compile.program import StepShape
+from gs_compile.program import StepShape, Value
 from gs_compile.text import format_program
 from gs_compile.verify import verify
 
@@ -125,6 +126,46 @@ backward(x1_0.device, dx2_0.device, side_0.device, w1.device, into=dw1.device)
 """,
         )
 
+    def test_tied_parameters(self):
+        """Read by both; one sum, from the head's stage to the prologue's."""
+        self.assertExpectedInline(
+            str(vertical(1, 1, shape=StepShape(tied=frozenset("eh")))),
+            """\
+# gs_compile 0.1   after vertical   1 layers x 1 micro-batches
+# forward e   micro-batches 0
+x0_0.device = embed(batch_0, we.device, wt.device)
+# forward 0   micro-batches 0
+x1_0.device = forward(x0_0.device, w0.device)
+# backward h   micro-batches 0
+dwh.device = zeros()
+dwt.device = zeros()
+loss_0.device, dx1_0.device = head(x1_0.device, batch_0, wh.device, wt.device, into=(dwh.device, dwt.device))
+# backward 0   micro-batches 0
+dw0.device = zeros()
+dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
+# backward e   micro-batches 0
+dwe.device = zeros()
+embed_backward(batch_0, dx0_0.device, we.device, wt.device, into=(dwe.device, dwt.device))
+""",
+        )
+
+    def test_tied_parameters_of_frozen_units(self):
+        """The backward ends at the prologue for the sake of what it shares."""
+        shape = StepShape(tied=frozenset("eh"), frozen=frozenset({"e", 0, "h"}))
+        text = str(vertical(1, 1, shape=shape))
+        self.assertExpectedInline(
+            text[text.index("# backward h") :],
+            """\
+# backward h   micro-batches 0
+dwt.device = zeros()
+loss_0.device, dx1_0.device = head(x1_0.device, batch_0, wh.device, wt.device, into=dwt.device)
+# backward 0   micro-batches 0
+dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device)
+# backward e   micro-batches 0
+embed_backward(batch_0, dx0_0.device, we.device, wt.device, into=dwt.device)
+""",
+        )
+
     def test_backward_starts_where_gradients_arrive(self):
         text = str(vertical(3, 1, shape=StepShape(has_loss=False, outside=frozenset({1}))))
         self.assertExpectedInline(
@@ -147,6 +188,17 @@ embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
 def test_is_well_formed(step):
     num_layers, num_micro_batches, shape = step
     verify(vertical(num_layers, num_micro_batches, shape=shape))
+
+
+@settings(deadline=None)
+@given(tiered_steps())
+def test_is_well_formed_with_tied_parameters(step):
+    num_layers, num_micro_batches, shape = step
+    program = vertical(num_layers, num_micro_batches, shape=shape)
+    verify(program)
+    readers = {op.unit for op in program.ops if Value("w", "t") in op.reads}
+    assert readers - {"e", "h"} == set()
+    assert readers == shape.tied
 
 
 def test_micro_batches_keep_their_natural_order():
