@@ -54,6 +54,7 @@ class _Walk:
         self.updated: set[Value] = set()
         self.empty: set[Value] = set()  # parts on their way to an update that fills them
         self.changed: set[Value] = set()  # parts that an update has changed in host memory, and whose home is the SSD
+        self.gathered: set[Value] = set()  # wholes in the memory of their parts
         self.defined: set[Value] = set()
         self.freed: set[Value] = set()
         self.additions: Counter[Value] = Counter()  # how many operations have added to an accumulator
@@ -78,6 +79,7 @@ class _Walk:
         yield from self._breaks_numbers(op)
         yield from self._breaks_signature(op)
         yield from self._breaks_updates(op)
+        yield from self._breaks_gathered(op)
         yield from self._breaks_lifetimes(op)
 
     def _breaks_stages(self, op: Op) -> Iterator[str]:
@@ -200,6 +202,18 @@ class _Walk:
             if op.verb == "empty":
                 self.empty.add(part)
         self.changed.difference_update(replace(value, tier=None) for value in op.into)
+
+    def _breaks_gathered(self, op: Op) -> Iterator[str]:
+        """Where the device reads host memory itself, a unit's parts do not change while it is gathered."""
+        if self.placement is None or self.placement.separate or self.program.made_by != "free":
+            return
+        for value in (*op.results, *op.into):
+            if value.tier == "host" and value.kind == "w" and Value("w", value.unit) in self.gathered:
+                yield f"{value} changes while {Value('w', value.unit)} is in use"
+        if op.verb == "gather":
+            self.gathered.update(op.results)
+        elif op.verb == "free":
+            self.gathered.difference_update(op.reads)
 
     def _home(self, value: Value) -> str | None:
         unit = self.placement.by_unit.get(value.unit) if self.placement and value.unit is not None else None

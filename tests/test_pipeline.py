@@ -6,14 +6,13 @@ from collections import defaultdict
 from dataclasses import replace
 
 import expecttest
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import Options, after, options, place, tiered_steps, train
 
 from gs_compile.passes.lower import flush, lower
-from gs_compile.program import DRAIN, FILL, StepShape, Value
+from gs_compile.program import DRAIN, FILL
 
 SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
 
@@ -209,21 +208,21 @@ def test_outputs_leave_as_soon_as_they_are_made():
             assert op.reads[0] in before.results
 
 
-@pytest.mark.parametrize("separate", [True, False])
-def test_a_unit_is_not_changed_while_it_is_used(separate):
-    """In one memory the whole is its parts; with two, pieces of one load must be of one state."""
-    shape = StepShape(tied=frozenset("eh"))
-    placement = place(3, 2, shape, replace(SMALL, separate=separate))
-    program = lower(3, 2, shape=shape, placement=placement, late=True)[-1]
-    in_use = set()
+@settings(deadline=None, max_examples=60)
+@given(tiered_steps(), options(), st.booleans())
+def test_a_unit_is_not_changed_while_it_is_loaded(step, options, late):
+    """All pieces of one load are of one state. (In one memory the whole is its parts, and `verify` has a law.)"""
+    num_layers, num_micro_batches, shape = step
+    placement = place(*step, replace(options, separate=True))
+    program = lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late)[-1]
+    loading = set()
     for op in program.ops:
-        for value in (*op.results, *op.into):
-            if value.kind == "w" and value.part and value.tier == "host" and (not separate or op.verb != "prefetch"):
-                assert value.unit not in in_use, str(op)
-        if (not separate and op.verb == "gather") or (separate and op.results and op.results[0].piece is not None):
-            in_use.add(op.results[0].unit)
-        if (separate and op.verb == "gather") or (op.verb == "free" and op.reads[0] == Value("w", op.reads[0].unit)):
-            in_use.discard((*op.results, *op.reads)[0].unit)
+        if op.verb in ("update", "empty"):
+            assert not loading & {value.unit for value in (*op.results, *op.into)}
+        elif op.verb == "gather":
+            loading.discard(op.results[0].unit)
+        elif op.results and op.results[0].piece is not None:
+            loading.add(op.results[0].unit)
 
 
 def test_updates_alone_follow_each_other():

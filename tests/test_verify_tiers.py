@@ -162,6 +162,16 @@ def test_broken_with_clipping(law):
     assert complaint in _complaint(GOOD_CLIPPED.replace(old, new, 1), CLIPPED)
 
 
+def test_changed_while_in_use():
+    """In one memory, what the code reads is the parts themselves."""
+    placement = place(3, 2, options=replace(SMALL, separate=False))
+    text = format_program(lower(3, 2, placement=placement, late=True)[-1], fold=False)
+    old = "dx1_0.device = backward("
+    assert "w1a.host changes while w1.device is in use" in _complaint(
+        text.replace(old, f"w1a.host = empty()\n{old}", 1), placement
+    )
+
+
 def test_updates_left_out_together_with_their_memory():
     """Nothing is undefined or empty then, but parts are not what they should be."""
     late = GOOD.replace("whc.host = empty()\nupdate(dwhb.host, into=(whc.host, shc.host))\n", "")
