@@ -10,6 +10,7 @@ reference, so no tensor is ever left over memory that is gone; the ledger counts
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,7 @@ from .memory import PAGE_NBYTES, Memory, host_memory, pinned_memory
 
 FREE = "free"  # kept for reuse
 GONE = "released, but a tensor still refers to it"
+MOST_SECONDS_GONE = 0.5  # a thread that is done lets go within microseconds; a tensor that someone keeps never does
 PADDING = "padding"  # of blocks that the buffers in them do not fill
 
 
@@ -118,6 +120,21 @@ class Buffer:
         self._arena._give_back(piece, self.purpose, tuple(after))
 
 
+class Charge:
+    """Memory of someone else's that counts against the budget until it is released."""
+
+    def __init__(self, arena: Arena, nbytes: int, purpose: str) -> None:
+        self._arena: Arena | None = arena
+        self.purpose = purpose
+        self.nbytes = nbytes
+
+    def release(self, after: Iterable[Ticket] = ()) -> None:
+        """Counts it out; `after` is as a buffer has it, but who owns the memory keeps it as long as it is used."""
+        arena, self._arena = self._arena, None
+        assert arena is not None, f"charge for {self.purpose} released twice"
+        arena._count(self.purpose, -self.nbytes)
+
+
 class Arena:
     """Hands out buffers of host memory within `budget_nbytes`; None: without a bound.
 
@@ -149,7 +166,7 @@ class Arena:
         [1] a free buffer of this size whose users are done; [2] new memory, if the budget allows it, after unmapping
         free buffers of other sizes if need be; [3] the same again when the oldest released buffer's users are done.
         """
-        nbytes = _rounded(nbytes)
+        nbytes, deadline = _rounded(nbytes), _Deadline()
         while True:
             with self._lock:
                 piece = self._reusable(nbytes)  # [1]
@@ -157,10 +174,26 @@ class Arena:
                     piece = self._reusable(nbytes)
                 if piece is not None:
                     return self._hand_out(piece, purpose)
-                users = self._oldest_users()
+                users = self._users(deadline)
                 if not users:
                     raise self._too_small(nbytes, purpose)
             _wait(users)  # [3]
+
+    def charge(self, nbytes: int, purpose: str) -> Charge:
+        """Counts memory that is not the arena's, such as a tensor of torch's, as its own is counted.
+
+        Raises `MemoryBudgetError` if it cannot fit.
+        """
+        deadline = _Deadline()
+        while True:
+            with self._lock:
+                if self._make_room(nbytes, spared=0):
+                    self._ledger.add(purpose, nbytes)
+                    return Charge(self, nbytes, purpose)
+                users = self._users(deadline)
+                if not users:
+                    raise self._too_small(nbytes, purpose)
+            _wait(users)
 
     def reserve(self, count: int, nbytes: int) -> None:
         """Maps `count` buffers of `nbytes` for `take` to hand out; together they waste less of blocks of fixed sizes.
@@ -168,12 +201,12 @@ class Arena:
         Raises `MemoryBudgetError` if they cannot fit.
         """
         nbytes = _rounded(nbytes)
-        sizes = self._memory.block_sizes(count, nbytes)
+        sizes, deadline = self._memory.block_sizes(count, nbytes), _Deadline()
         while True:
             with self._lock:
                 if self._map(count, nbytes, sizes):
                     return
-                users = self._oldest_users()
+                users = self._users(deadline)
                 if not users:
                     raise self._too_small(sum(sizes), f"{count} buffers")
             _wait(users)
@@ -194,9 +227,18 @@ class Arena:
     def _reusable(self, nbytes: int) -> _Piece | None:
         return next((piece for piece in self._free if piece.nbytes == nbytes and piece.done), None)
 
-    def _oldest_users(self) -> tuple[Ticket, ...]:
-        """Who is to be waited for; not the memory, so that this thread holds none while it waits."""
-        return next((piece.after for piece in self._free if not piece.done), ())
+    def _users(self, deadline: _Deadline) -> Sequence[Ticket]:
+        """Who is to be waited for: the oldest users; without any, the tensors over memory that is gone already.
+
+        Not the memory, so that this thread holds none while it waits.
+        """
+        if users := next((piece.after for piece in self._free if not piece.done), ()):
+            return users
+        return [deadline] if self._ledger.now[GONE] and not deadline.done else ()
+
+    def _count(self, purpose: str, nbytes: int) -> None:
+        with self._lock:
+            self._ledger.add(purpose, nbytes)
 
     def _hand_out(self, piece: _Piece, purpose: str) -> Buffer:
         self._free.remove(piece)
@@ -275,6 +317,20 @@ class Arena:
             f"{format_bytes(needed)} ({needed} bytes), and the budget is {format_bytes(self.budget_nbytes)} "
             f"({self.budget_nbytes} bytes); mapped now: {ledger}"
         )
+
+
+class _Deadline:
+    """How long memory may take to go: a thread that is just done with it holds it a moment longer."""
+
+    def __init__(self) -> None:
+        self._end = time.monotonic() + MOST_SECONDS_GONE
+
+    @property
+    def done(self) -> bool:
+        return time.monotonic() > self._end
+
+    def wait(self) -> None:
+        time.sleep(0.001)
 
 
 def _rounded(nbytes: int) -> int:

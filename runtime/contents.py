@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .arena import Buffer
+from .arena import Buffer, Charge
 from .lanes import Ticket
 from .store import Extent
 
@@ -117,7 +117,7 @@ class Kept:
     like: torch.Tensor  # on the meta device
     flat: torch.Tensor | None = None
     region: Region | None = None
-    holds: tuple[Hold, ...] = field(default=())
+    holds: tuple[Hold | Charge, ...] = field(default=())
 
     @property
     def tensor(self) -> torch.Tensor:

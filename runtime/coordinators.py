@@ -178,9 +178,11 @@ class InterLayerTensors:
         """The same memory under another name: the device's is the host's."""
         if value.tier == "device":
             return source.tensor
-        memory = source.as_strided((source.untyped_storage().nbytes() // source.itemsize,), (1,), 0)
+        nbytes = source.untyped_storage().nbytes()
+        memory = source.as_strided((nbytes // source.itemsize,), (1,), 0)
         whole = source if source.is_contiguous() else memory
-        return Kept(torch.empty_like(source, device="meta"), flat=whole.reshape(-1))
+        charge = self.setting.arena.charge(nbytes, "checkpoints")
+        return Kept(torch.empty_like(source, device="meta"), flat=whole.reshape(-1), holds=(charge,))
 
     def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any]) -> None:
         for source, target in zip(reads, targets, strict=True):

@@ -44,7 +44,7 @@ class Ticket:
         """Return when the operation is done; raises `LaneError` from its error."""
         self._launched.wait()
         if self.error is not None:
-            raise LaneError(f"{self.name}: {self.error}") from self.error
+            raise LaneError(f"{self.name}: {str(self.error) or type(self.error).__name__}") from self.error
         if self.event is not None:
             self.event.synchronize()
 
@@ -119,12 +119,15 @@ class Lane:
         if self._num_threads:
             limit_threads(self._num_threads)
         while (task := self._tasks.get()) is not None:
+            ticket, failed = task.ticket, None
             try:
                 self._carry_out(task)
             except BaseException as error:  # noqa: BLE001  it is raised where the ticket is waited for
-                task.ticket.finish(error)
-                self._failure.note(task.ticket)
-            del task  # holds the buffers of its operation
+                failed = error
+            del task  # holds the buffers of its operation: whoever waits for the ticket may take their memory
+            if failed is not None:
+                self._failure.note(ticket)  # before any that fails because of it
+            ticket.finish(failed)
 
     def _carry_out(self, task: _Task) -> None:
         for ticket in task.after:
@@ -139,6 +142,4 @@ class Lane:
                 task.ticket.event = torch.cuda.Event(blocking=True)
                 task.ticket.event.record(self.stream)
         end = time.perf_counter()
-        name = task.ticket.name
-        task.ticket.finish()
-        self._trace.add(self.name, name, start, end, task.nbytes, task.kind, task.stage)
+        self._trace.add(self.name, task.ticket.name, start, end, task.nbytes, task.kind, task.stage)

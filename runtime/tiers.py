@@ -7,7 +7,9 @@ board     what is where, and who still works on it
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gs_compile.errors import LaneError
 from gs_compile.placement import Placement, UnitPlacement
 from gs_compile.program import LANES, Op, Unit, Value
 
@@ -107,8 +110,12 @@ class Tiers:
         self.pending: StepRecord | None = None  # of the step whose late updates are still to come
         self._lanes: dict[str, Lane] = {}
         self._num_threads = num_threads
-        self._make_homes()
         self._finalizer = weakref.finalize(self, _close, self._lanes, store, arena)
+        try:
+            self._make_homes()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def placement(self) -> Placement:
@@ -168,7 +175,7 @@ class Tiers:
         for part in unit.w.values():
             begin, end = max(place.offset, part.start), min(place.offset + place.numel, part.stop)
             if begin < end:
-                content = self.board.contents[unit.value("w", part)]
+                content = self._home(unit.value("w", part))
                 yield "w", content, begin - part.start, end - part.start, begin - place.offset
         if unit.has_master:
             yield from (("s", *piece) for piece in self._state_pieces(place, 0))
@@ -183,9 +190,14 @@ class Tiers:
                     first, last = max(at + begin - w.start, s.start), min(at + end - w.start, s.stop)
                     if begin < end and first < last:
                         base = component * s.numel - s.start
-                        content = self.board.contents[unit.value("s", s)]
+                        content = self._home(unit.value("s", s))
                         yield content, base + first, base + last, first - at + w.start - place.offset
                 at += w.numel
+
+    def _home(self, value: Value) -> Any:
+        self.failure.check()
+        assert not self.closed, f"{value}: the tiers are closed"
+        return self.board.contents[value]
 
     def _settle(self, content: Any) -> None:
         """Wait for whoever still works on a home."""
@@ -208,11 +220,14 @@ class Tiers:
         return self._lanes[name]
 
     def synchronize(self) -> None:
-        """Wait until all lanes are idle; raises what failed on them."""
+        """Wait until all lanes are idle; raises what failed on them, and then it is over."""
         for ticket in [
             lane.submit("synchronize", _nothing, (), nbytes=0, kind="", stage="") for lane in self._lanes.values()
         ]:
-            ticket.wait()
+            with contextlib.suppress(LaneError):  # what failed first is raised below
+                ticket.wait()
+        if self.failure.first is not None:
+            self.close()
         self.failure.check()
 
     @property
@@ -225,11 +240,13 @@ class Tiers:
         self._finalizer()
 
     def fail(self, error: BaseException) -> None:
-        """After an error nothing goes on: threads end, files go."""
+        """After an error nothing goes on: threads end, files go. Raises what failed first, where that is the cause."""
         ticket = Ticket("the step")
         ticket.finish(error)
         self.failure.note(ticket)
         self.close()
+        if isinstance(error, LaneError):
+            self.failure.check()
 
     def unit_of(self, op: Op) -> UnitPlacement:
         return self.setting.unit((*op.results, *op.into, *op.reads)[0])
@@ -240,6 +257,10 @@ def _nothing() -> None:
 
 
 def _close(lanes: dict[str, Lane], store: Store | None, arena: Arena) -> None:
+    """End what moves data. Garbage is collected on any thread: one of ours cannot wait for itself, so another does."""
+    if threading.current_thread().name.startswith("greedysnake"):
+        threading.Thread(target=_close, args=(lanes, store, arena), name="closing greedysnake").start()
+        return
     for lane in lanes.values():
         lane.close()
     lanes.clear()

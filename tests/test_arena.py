@@ -152,6 +152,43 @@ def test_memory_counts_until_no_tensor_refers_to_it():
     arena.take(2 * KiB4, "b")
 
 
+def test_what_is_charged_counts_as_what_is_taken():
+    arena = Arena(4 * KiB4)
+    charge = arena.charge(2 * KiB4 + 1, "checkpoints")
+    assert arena.ledger.now["checkpoints"] == arena.ledger.total == 2 * KiB4 + 1
+    arena.take(KiB4, "a")
+    with pytest.raises(MemoryBudgetError):
+        arena.take(KiB4, "a")
+    with pytest.raises(MemoryBudgetError):
+        arena.charge(KiB4, "checkpoints")
+    charge.release()
+    arena.take(2 * KiB4, "a")
+    assert arena.ledger.peak["checkpoints"] == 2 * KiB4 + 1
+    with pytest.raises(AssertionError, match="charge for checkpoints released twice"):
+        charge.release()
+
+
+def test_a_charge_makes_room_and_waits_for_users():
+    arena, transfer = Arena(2 * KiB4), Transfer()
+    other = arena.take(KiB4, "a")
+    arena.take(KiB4, "a").release([transfer])
+    other.release()
+    arena.charge(2 * KiB4, "checkpoints")
+    assert transfer.waits == 1
+    assert arena.ledger.total == 2 * KiB4
+
+
+def test_memory_that_a_thread_holds_a_moment_longer_is_waited_for():
+    arena = Arena(2 * KiB4)
+    buffer = arena.take(KiB4, "a")
+    held = [buffer.tensor]
+    buffer.release()
+    later = threading.Timer(0.05, held.clear)
+    later.start()
+    arena.take(2 * KiB4, "b")
+    later.join()
+
+
 def test_trim_waits_for_users_and_unmaps():
     arena, transfer = Arena(None), Transfer()
     kept = arena.take(KiB4, "kept")
