@@ -17,6 +17,7 @@ from gs_compile.errors import GreedySnakeError
 if TYPE_CHECKING:
     from gs_compile.initialise import init_on_storage
     from gs_compile.inspection import Inspection, inspect
+    from gs_compile.materialized import materialize
     from gs_compile.optim import SGD, Adam, AdamW, Lion
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ __all__ = [
     "__version__",
     "init_on_storage",
     "inspect",
+    "materialize",
 ]
 
 # Names that need torch come when they are first used: importing this package takes no time.
@@ -41,6 +43,7 @@ _MODULES = {
     "Inspection": "inspection",
     "inspect": "inspection",
     "init_on_storage": "initialise",
+    "materialize": "materialized",
     "AdamW": "optim",
     "Adam": "optim",
     "SGD": "optim",

@@ -20,7 +20,9 @@ from gs_compile.config import Options, parse_bytes
 from gs_compile.errors import MemoryBudgetError, OptimizerError, OptionError, StepOrderError
 from gs_compile.graph import TensorSpec
 from gs_compile.initialise import set_aside, values_of
+from gs_compile.keeper import Keeper
 from gs_compile.machine import available_memory, format_bytes, usable_memory
+from gs_compile.materialized import is_materialized, keep, keeper_of, watch_callers
 from gs_compile.optim import TieredOptimizer, optimizer_of
 from gs_compile.passes.fit import UnitSize, fit, most_alpha, peak, place
 from gs_compile.passes.lower import flush, lower
@@ -50,11 +52,12 @@ class Fit:
     shape: StepShape
 
 
-class Engine:
+class Engine(Keeper):
     """One model's parameters, and the optimizer that updates them."""
 
     def __init__(self, optimizer: TieredOptimizer, plan: Plan, layouts: Sequence[Layout], args: Sequence[Any]) -> None:
         self.optimizer = optimizer
+        self.components = optimizer.components
         self.options: Options = plan.options
         self.slices: dict[int, Slice] = {}  # by the id of a parameter
         self.parameters: dict[int, torch.nn.Parameter] = {}
@@ -73,6 +76,8 @@ class Engine:
         self.tiers = self._make_tiers(members)
         for found in members.values():
             self._take_over(found)
+        keep(self.parameters.values(), self)
+        watch_callers(self.parameters.values())
 
     # Taking over -----------------------------------------------------------------------------------------------------
 
@@ -106,7 +111,7 @@ class Engine:
     def _size(self, unit: Unit, members: Sequence[torch.nn.Parameter]) -> UnitSize:
         dtype = _kept_dtype(members[0], self.options)
         wide = torch.promote_types(dtype, torch.float32)
-        components = len(self.optimizer.components) + (dtype != wide)
+        components = len(self.components) + (dtype != wide)
         return UnitSize(
             unit,
             tuple(_padded(p.numel()) for p in members if p.requires_grad),
@@ -134,7 +139,7 @@ class Engine:
         dtypes = {unit: _kept_dtype(found[0], self.options) for unit, found in members.items()}
         runs = {unit: tuple(self._runs(found)) for unit, found in members.items()}
         masters = {size.unit: size.has_master for size in self.sizes}
-        number = len(self.optimizer.components)
+        number = len(self.components)
         recipe = Recipe(self.optimizer.rule, runs, {unit: number + has for unit, has in masters.items()})
         arena = Arena(self.host_nbytes, pinned=self.device.type == "cuda")
         threads = expert.threads or max(1, correct_thread_count() // 2)
@@ -273,9 +278,8 @@ class Engine:
     ) -> TieredExecutor:
         """The executor of one call, its program chosen; raises `StepOrderError` where a step is still to be closed."""
         self._refuse_unfinished()
-        if training and self.open is not None:
-            self.open.close()  # its loss was never differentiated
-            self.open = None
+        if training:
+            self.abandon()  # its loss was never differentiated
         if not training:
             self.flush()
         shape = self.shape(layouts[0], training=training)
@@ -303,11 +307,16 @@ class Engine:
                 "this loss belongs to a step that was given up when the model was called again: call backward before "
                 "the next forward (greedysnake holds the checkpoints of one step)"
             )
-        hypers = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        record = StepRecord(self.optimizer.num_steps + 1, hypers, self.optimizer.max_grad_norm)
+        record = StepRecord(self.optimizer.num_steps + 1, self.optimizer.settings(), self.optimizer.max_grad_norm)
         record.skipped = not all(bool(torch.isfinite(loss).all()) for loss in losses)
         executor.record = self.record = record
         return record
+
+    def abandon(self) -> None:
+        """Let go of a step whose backward has not begun; its loss cannot be differentiated any more."""
+        if self.open is not None and self.record is None:
+            self.open.close()
+            self.open = None
 
     def finish(self) -> StepRecord | None:
         """Close the step whose backward has run; late updates may follow. None: there was no backward."""
@@ -358,24 +367,6 @@ class Engine:
         lines.append(f"updates:     {late / max(all_, 1):.0%} late, in the next forward")
         peaks = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in program.peaks)
         return "\n".join([*lines, f"peaks:       {peaks}; host budget {format_bytes(self.host_nbytes)}"])
-
-    # Reading ---------------------------------------------------------------------------------------------------------
-
-    def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
-        """A parameter's optimizer state as torch has it; its tensors are mapped from files."""
-        place_ = self.slices[id(parameter)]
-        has_master = self.placement.by_unit[place_.unit].has_master
-        state: dict[str, Any] = {"step": torch.tensor(float(self.optimizer.num_steps))}
-        for component, name in enumerate(self.optimizer.components, start=has_master):
-            state[name] = self.tiers.read_state(place_, component)
-        return state
-
-    def load_state(self, parameter: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_of`."""
-        place_ = self.slices[id(parameter)]
-        has_master = self.placement.by_unit[place_.unit].has_master
-        for component, name in enumerate(self.optimizer.components, start=has_master):
-            self.tiers.write_state(place_, component, state[name])
 
     def _refuse_unfinished(self) -> None:
         if self.record is not None:
@@ -447,6 +438,8 @@ def claim(parameters: Sequence[Any], *, options: Options) -> bool:
     So the model is captured once, not once more when its parameters have left. Returns whether there were any.
     """
     claimed = False
+    if any(is_materialized(parameter) for parameter in parameters):
+        return False  # its call will be refused
     if any(optimizer_of(parameter) is not None for parameter in parameters):
         for parameter in parameters:
             dtype = _kept_dtype(parameter, options)
@@ -464,6 +457,7 @@ def engine_for(plan: Plan, layouts: Sequence[Layout], args: Sequence[Any]) -> En
     """The engine of the parameters that a call reads, made at the first call; None where they are the user's."""
     parameters = [arg for arg in args if isinstance(arg, torch.nn.Parameter)]
     found = {id(o): o for p in parameters if (o := optimizer_of(p)) is not None}
+    _refuse_in_memory(parameters)
     if not any(is_released(parameter) for parameter in parameters):
         return None
     if len(found) != 1:
@@ -476,6 +470,21 @@ def engine_for(plan: Plan, layouts: Sequence[Layout], args: Sequence[Any]) -> En
         optimizer.engine = Engine(optimizer, plan, layouts, args)
         optimizer.load_into(optimizer.engine)
     return optimizer.engine
+
+
+def _refuse_in_memory(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Parameters that are on the tiers must not have other values beside."""
+    if any(is_materialized(parameter) for parameter in parameters):
+        raise StepOrderError(
+            "inside gs_compile.materialize() the compiled model does not run: leave the block, or call the module that "
+            "was materialized under torch.no_grad()"
+        )
+    for parameter in parameters:
+        if not is_released(parameter) and keeper_of(parameter) is not None:
+            raise OptimizerError(
+                f"a parameter of shape {tuple(parameter.shape)} lives on the tiers, but was given other values (.data, "
+                "or .to() another dtype or device): change it in `with gs_compile.materialize(model, write=True):`"
+            )
 
 
 def owners_of(layout: Layout, plan: Plan) -> dict[int, Unit]:

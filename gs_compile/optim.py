@@ -10,9 +10,12 @@ the next one.
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,12 +29,17 @@ if TYPE_CHECKING:
     from gs_compile.engine import Engine
     from gs_compile.runtime.trace import Total
 
-_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> its optimizer
+# An optimizer is held by its parameters, as an attribute: a model whose optimizer nobody holds any more still has its
+# values, and both end together.
+_OWNER = "_greedysnake_optimizer"
+
+# Settings of torch's optimizers that say how they compute; they come with torch's state dicts, and mean nothing here.
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay"}
 
 
 def optimizer_of(parameter: torch.Tensor) -> TieredOptimizer | None:
     """The gs_compile optimizer that was made for a parameter."""
-    found = _owners.get(parameter)
+    found = getattr(parameter, _OWNER, None)
     assert found is None or isinstance(found, TieredOptimizer)
     return found
 
@@ -64,23 +72,35 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.num_steps = 0
         self.num_skipped = 0
         self.last_step: StepInfo | None = None
-        self._loaded: Mapping[str, Any] | None = None  # a state dict that waits for the model's first call
         super().__init__(params, defaults)
-        self.components = self.rule.components(defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, before the first step."""
-        if self.engine is not None:
+        if getattr(self, "engine", None) is not None:
             raise OptimizerError("parameters cannot be added once the model has run: add_param_group before that")
         super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
+        group = self.param_groups[-1]
+        self._check(group)
+        for parameter in group["params"]:
             known = optimizer_of(parameter)
-            if known is not None and known is not self and known.engine is not None:
+            if known is not None and known is not self and known.engine is not None and not known.engine.closed:
                 raise OptimizerError("another gs_compile optimizer trains this parameter already")
-            _owners[parameter] = self
-        for key, value in self.param_groups[-1].items():
-            if isinstance(value, torch.Tensor):
-                raise OptimizerError(f"{key} must be a number, not a tensor")
+            setattr(parameter, _OWNER, self)
+            self._show_state(parameter)
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of the tensors of a parameter's state; all parameters have them if any param group needs them."""
+        found = [self.rule.components(group) for group in self.param_groups]
+        return max(found, key=len, default=())
+
+    def settings(self) -> list[dict[str, Any]]:
+        """The param groups as they are set now, without their parameters."""
+        for group in self.param_groups:
+            self._check(group)
+        if self.engine is not None and self.components != self.engine.components:
+            raise OptimizerError("momentum was 0 when the model first ran, so there is no state for it: set it before")
+        return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
 
     @property
     def group_of(self) -> Mapping[torch.Tensor, int]:
@@ -105,6 +125,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if record is not None:
             self.num_skipped += record.skipped
             self.num_steps += not record.skipped
+            self._count()
             if record.skipped:
                 self._warn(record.updated)
             lanes = self.engine.tiers.trace.totals()
@@ -134,62 +155,109 @@ class TieredOptimizer(torch.optim.Optimizer):
         )
 
     # State -----------------------------------------------------------------------------------------------------------
+    #
+    # `state` shows what there is, as tensors on the meta device: they take no memory, and tell others, such as
+    # torch.distributed.checkpoint, that the state has been made. Values are put there for as long as a state dict is
+    # made of them, and from `load_state_dict` to the model's first call.
 
+    @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """As torch's optimizers have it; tensors are mapped from files, so they take no memory until they are used."""
-        packed = super().state_dict()
-        packed["state"] = {}
-        if self.engine is None:
-            return dict(self._loaded) if self._loaded is not None else packed
-        self.engine.synchronize()
-        number = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if self.num_steps and id(parameter) in self.engine.slices and parameter.requires_grad:
-                    packed["state"][number] = self.engine.state_of(parameter)
-                number += 1
-        return packed
+        shown, found = self.state, defaultdict[torch.Tensor, Any](dict)
+        if self.num_steps:
+            if self.engine is None:
+                found.update(shown)
+            else:
+                found.update({p: self.engine.state_of(p) for p in self._parameters if self.engine.trains(p)})
+        self.state = found
+        try:
+            return super().state_dict()
+        finally:
+            self.state = shown
 
+    @torch._disable_dynamo
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up the state of one of these or of a torch optimizer of the same kind; masters are not part of it."""
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise OptimizerError("the state dict has other param groups than this optimizer")
         for mine, theirs in zip(self.param_groups, groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key in mine and key != "params"})
-        self._loaded = state_dict
-        steps = [int(entry["step"]) for entry in state_dict["state"].values() if "step" in entry]
-        self.num_steps = max(steps, default=0)
+            taken = {key: value for key, value in theirs.items() if key not in _IMPLEMENTATION | {"params"}}
+            self._check({**mine, **taken, "amsgrad": theirs.get("amsgrad", False)})
+            mine.update(taken)
+        numbers = chain.from_iterable(group["params"] for group in groups)
+        states = {
+            p: state_dict["state"][n]
+            for p, n in zip(self._parameters, numbers, strict=True)
+            if n in state_dict["state"]
+        }
+        self.num_steps = _num_steps(states.values())
+        self._count()
+        self.state.update({parameter: dict(state) for parameter, state in states.items()})
         if self.engine is not None:
             self.load_into(self.engine)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def load_into(self, engine: Engine) -> None:
         """Bring a loaded state home."""
-        if self._loaded is None:
-            return
-        engine.synchronize()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        numbers = [number for group in self._loaded["param_groups"] for number in group["params"]]
-        for parameter, number in zip(parameters, numbers, strict=True):
-            if number in self._loaded["state"]:
-                engine.load_state(parameter, self._loaded["state"][number])
-        self._loaded = None
+        for parameter, state in list(self.state.items()):
+            if engine.trains(parameter):
+                if not all(
+                    isinstance(value, torch.Tensor) and value.is_meta for key, value in state.items() if key != "step"
+                ):
+                    engine.load_state(parameter, state)
+                self._show_state(parameter)
+
+    def _show_state(self, parameter: torch.Tensor) -> None:
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        like = torch.empty(parameter.shape, dtype=wide, device="meta")
+        self.state[parameter] = {"step": torch.tensor(float(self.num_steps)), **dict.fromkeys(self.components, like)}
+
+    def _count(self) -> None:
+        for state in self.state.values():
+            state["step"] = torch.tensor(float(self.num_steps))
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        """In the order in which state dicts number them."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        """Raise OptimizerError for settings that are no numbers, or out of range."""
+        name = type(self).__name__
+        if group.get("amsgrad"):
+            raise OptimizerError(f"{name}: amsgrad is not among what greedysnake's optimizers do; leave it out")
+        for key in self.defaults:
+            for number in group[key] if isinstance(group[key], tuple | list) else (group[key],):
+                if not isinstance(number, int | float):
+                    raise OptimizerError(f"{name}: {key} must be a number, not {type(number).__name__}")
+                if not 0 <= number < math.inf:
+                    raise OptimizerError(f"{name}: {key} must not be negative, and finite; got {group[key]}")
+                if key == "betas" and number >= 1:
+                    raise OptimizerError(f"{name}: betas must be in [0, 1); got {group[key]}")
+                if key == "eps" and number < torch.finfo(torch.float32).tiny:
+                    raise OptimizerError(f"{name}: eps must be more than 0, or zero gradients would divide by it")
+        if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise OptimizerError(f"{name}: nesterov needs momentum, and no dampening")
 
     def __getstate__(self) -> dict[str, Any]:
-        raise ReleasedParameterError("a gs_compile optimizer cannot be pickled; use its state_dict()")
+        raise ReleasedParameterError("a gs_compile optimizer cannot be copied or pickled; use its state_dict()")
 
 
-def _checked(name: str, **numbers: Any) -> dict[str, Any]:
-    for key, value in numbers.items():
-        values: Iterable[Any] = value if isinstance(value, tuple | list) else (value,)
-        for number in values:
-            if isinstance(number, torch.Tensor):
-                raise OptimizerError(f"{name}: {key} must be a number, not a tensor")
-            if number is not None and not isinstance(number, bool) and not number >= 0:
-                raise OptimizerError(f"{name}: {key} must not be negative; got {value}")
-        if key == "betas" and not all(0 <= beta < 1 for beta in values):
-            raise OptimizerError(f"{name}: betas must be in [0, 1); got {value}")
-    return numbers
+def _num_steps(states: Iterable[Mapping[str, Any]]) -> int:
+    """The steps taken so far. torch's SGD does not count: with a momentum, there was one."""
+    states = list(states)
+    steps = {int(state["step"]) for state in states if "step" in state}
+    if len(steps) > 1:
+        raise OptimizerError(
+            f"the state dict has parameters after {min(steps)} steps and others after {max(steps)}; greedysnake counts "
+            "for all of them together"
+        )
+    return steps.pop() if steps else int(any(state.get("momentum_buffer") is not None for state in states))
 
 
 class AdamW(TieredOptimizer):
@@ -208,7 +276,7 @@ class AdamW(TieredOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        numbers = _checked("AdamW", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**numbers, "maximize": maximize}, max_grad_norm)
 
 
@@ -228,7 +296,7 @@ class Adam(TieredOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        numbers = _checked("Adam", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**numbers, "maximize": maximize}, max_grad_norm)
 
 
@@ -249,9 +317,7 @@ class SGD(TieredOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        numbers = _checked("SGD", lr=lr, momentum=momentum, weight_decay=weight_decay)
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise OptimizerError("SGD: nesterov needs momentum, and no dampening")
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         rest = {"dampening": dampening, "nesterov": nesterov, "maximize": maximize}
         super().__init__(params, {**numbers, **rest}, max_grad_norm)
 
@@ -271,5 +337,5 @@ class Lion(TieredOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        numbers = _checked("Lion", lr=lr, betas=betas, weight_decay=weight_decay)
+        numbers = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, {**numbers, "maximize": maximize}, max_grad_norm)

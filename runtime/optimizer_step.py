@@ -129,7 +129,7 @@ class OptimizerStep:
             transfer(reads, targets)
 
     def norm(self, unit: Unit, gradient: Gradient, record: StepRecord) -> float:
-        """The sum of squares of a complete gradient; infinite where an element is not finite."""
+        """The sum of squares of a complete gradient; infinite where an element is not: nothing is updated from then."""
         gradient.complete()
         if gradient.flat.device.type == "cpu":
             square = sum_of_squares(gradient.flat)
@@ -137,6 +137,7 @@ class OptimizerStep:
             square = float(torch.linalg.vector_norm(gradient.flat, dtype=torch.float64).square())
             square = square if math.isfinite(square) else math.inf
         record.squares[unit] = square
+        record.skipped = record.skipped or not math.isfinite(square)
         return square
 
     def _segments(self, group: Group, flat: Tensor) -> Iterator[Tensor]:

@@ -139,11 +139,19 @@ class Tiers:
             whole, _ = self._span(place, kind, part)
             _write(self.setting, content, start, whole)
 
-    def read(self, place: Slice, *, master: bool = False) -> Tensor:
-        """A parameter's values as they are at home, in its dtype, or its master's."""
+    def has_master(self, place: Slice) -> bool:
+        """Whether a parameter is a narrow copy of a master in its state; a frozen one is not."""
         unit = self.placement.by_unit[place.unit]
-        kind = "s" if master and unit.has_master else "w"
-        dtype = self.optimizer.state_dtype(place.unit) if kind == "s" else self.setting.dtypes[place.unit]
+        return unit.has_master and place.offset < unit.num_trained
+
+    def dtype(self, place: Slice, *, master: bool = False) -> torch.dtype:
+        """Of a parameter at home, or of its master if it has one."""
+        wide = master and self.has_master(place)
+        return self.optimizer.state_dtype(place.unit) if wide else self.setting.dtypes[place.unit]
+
+    def read(self, place: Slice, *, master: bool = False) -> Tensor:
+        """A parameter's values as they are at home, or its master's if it has one."""
+        kind, dtype = "s" if master and self.has_master(place) else "w", self.dtype(place, master=master)
         flat = torch.empty(place.numel, dtype=dtype)
         for which, content, start, stop, at in self._pieces(place):
             if which == kind:

@@ -24,7 +24,7 @@ GROUND = {
     "graph",
     "initialise",
     "mapped",
-    "materialize",
+    "materialized",
     "placeholders",
     "placement",
     "reference",
