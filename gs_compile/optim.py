@@ -163,6 +163,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """As torch's optimizers have it; tensors are mapped from files, so they take no memory until they are used."""
+        self.synchronize()
         shown, found = self.state, defaultdict[torch.Tensor, Any](dict)
         if self.num_steps:
             if self.engine is None:

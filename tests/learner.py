@@ -1,0 +1,91 @@
+"""One tiny model with an optimizer of this package, trained on the tiers until the test ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiered import Make, adamw, gpt2, one_thread, options, step, tokens, two_groups
+
+from gs_compile.optim import TieredOptimizer
+
+
+@dataclass
+class Learner:
+    """A model and its optimizer."""
+
+    model: torch.nn.Module
+    optimizer: TieredOptimizer
+
+    def train(self, *numbers: int) -> list[float]:
+        """The losses of a step on each of these batches."""
+        return [step(self.model, self.optimizer, tokens(number)) for number in numbers]
+
+    def loss(self, number: int) -> torch.Tensor:
+        return self.model(input_ids=tokens(number), labels=tokens(number)).loss
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """All parameters' masters and states, copied."""
+        self.optimizer.synchronize()
+        engine, found = self.optimizer.engine, {}
+        assert engine is not None
+        for name, parameter in self.model.named_parameters():
+            found[name] = engine.read(parameter, master=True).clone()
+            if engine.trains(parameter):
+                found |= {f"{name}.{key}": value.clone() for key, value in engine.state_of(parameter).items()}
+        return found
+
+
+@contextmanager
+def learner(
+    folder: Path, make: Make = adamw, build: Callable[[], torch.nn.Module] = gpt2, **changes: Any
+) -> Iterator[Learner]:
+    """A learner with its storage in `folder`; `changes` are those of `tiered.options`."""
+    torch._dynamo.reset()
+    with one_thread():
+        torch.manual_seed(1)
+        model = build()
+        optimizer = make(two_groups(model))
+        model.compile(backend="greedysnake", options=options(folder, **changes))
+        try:
+            yield Learner(model, optimizer)
+        finally:
+            if optimizer.engine is not None:
+                optimizer.engine.tiers.close()
+
+
+def plain(
+    num_steps: int,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    max_norm: float | None = None,
+    **settings: Any,
+) -> tuple[list[float], list[float], torch.nn.Module, torch.optim.Optimizer]:
+    """Losses, gradient norms, the model and the optimizer of the same training with plain PyTorch."""
+    model = gpt2()
+    made = optimizer(two_groups(model), **settings)
+    losses, norms = [], []
+    for number in range(num_steps):
+        loss = model(input_ids=tokens(number), labels=tokens(number)).loss
+        loss.backward()
+        bound = torch.inf if max_norm is None else max_norm
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), bound).item())
+        made.step()
+        made.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, model, made
+
+
+def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """The relative error over all tensors together, in the 2-norm."""
+    difference = sum((found[name] - wanted[name]).double().square().sum() for name in wanted)
+    return float((difference / sum(value.double().square().sum() for value in wanted.values())).sqrt())
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
