@@ -15,7 +15,8 @@ With S the stage of the layer itself, in the forward or the backward:
     update, late part                           S - 2
     parameters and state, late, host to SSD     S - 1
 
-Where the device reads host memory itself, the second row vanishes, so the first is as late as the third: S - 1.
+Where the device reads host memory itself, no stage is spent on the way between them: parameters come from SSD at S - 1,
+and all of the early update is one stage earlier.
 A unit that is updated in several groups, as it is larger than a layer, takes one stage more for each.
 
 What would come before the first stage stands in `fill`, what would come after the last in `drain`.
@@ -131,7 +132,7 @@ class _Clock:
             return Slot(self.first_stage[unit] + LATE[what] - after, rank=rank)
         if what not in EARLY:
             return Slot(here - (2 if self.placement.separate else 1), rank=rank)  # parameters, for their stage
-        return Slot(here + EARLY[what] + before, rank=rank)
+        return Slot(here + EARLY[what] + before - (not self.placement.separate), rank=rank)
 
     def _turn(self, op: Op) -> tuple[int, int]:
         """How many groups of its unit come before and after an update: a unit of many takes as many stages."""
