@@ -274,7 +274,8 @@ def _close(lanes: dict[str, Lane], store: Store | None, arena: Arena) -> None:
     lanes.clear()
     if store is not None:
         store.close()
-    arena.close()
+    with contextlib.suppress(LaneError):  # memory goes also where its last user has failed, which is told elsewhere
+        arena.close()
 
 
 def _read(content: Flat | Region, start: int, stop: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,78 @@
+"""Models on the tiers come, live side by side and go: each with its threads and files, and nothing is left of any."""
+
+from __future__ import annotations
+
+import gc
+import time
+from functools import partial
+
+import pytest
+import torch
+from tiered import Rig, adamw, files_in, gpt2, one_thread, options, our_threads, outcome, step, tokens, two_groups
+
+from gs_compile.placeholders import is_released
+
+SECONDS = 5  # what is garbage is gone at once; what is more is a loaded machine
+
+
+@pytest.fixture(autouse=True)
+def calm():
+    with one_thread():
+        yield
+
+
+def test_two_models_train_side_by_side(tmp_path):
+    def made(seed, directory):
+        model = gpt2(seed=seed)
+        optimizer = adamw(two_groups(model))
+        model.compile(backend="greedysnake", options=options(directory, alpha=0.5))
+        return model, optimizer
+
+    def trained(*pairs):
+        losses = [[] for _ in pairs]
+        for number in range(3):
+            for (model, optimizer), found in zip(pairs, losses, strict=True):
+                found.append(step(model, optimizer, tokens(number)))
+        found = [outcome(*pair, each, []) for pair, each in zip(pairs, losses, strict=True)]
+        for _, optimizer in pairs:
+            optimizer.engine.tiers.close()
+        return found
+
+    alone = [*trained(made(1, tmp_path / "a")), *trained(made(2, tmp_path / "b"))]
+    together = trained(made(1, tmp_path / "a"), made(2, tmp_path / "b"))
+    assert [a.differences(b) for a, b in zip(alone, together, strict=True)] == [[], []]
+    assert alone[0].losses != alone[1].losses
+
+
+@pytest.mark.parametrize("when", ["idle", "busy"])
+def test_what_nobody_refers_to_ends(tmp_path, when):
+    def train():  # a frame of its own: Dynamo looks at the locals of its callers, and Python keeps what it has seen
+        model = gpt2()
+        optimizer = adamw(two_groups(model))
+        model.compile(backend="greedysnake", options=options(tmp_path, alpha=0.5))
+        step(model, optimizer, tokens(0))
+        if when == "idle":
+            optimizer.synchronize()
+        assert our_threads()
+        assert files_in(tmp_path)
+        assert all(is_released(parameter) for parameter in model.parameters())
+
+    train()
+    gc.collect()
+    deadline = time.monotonic() + SECONDS
+    while our_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert our_threads() == []
+    assert files_in(tmp_path) == []
+
+
+def test_widths_that_align_with_nothing(tmp_path):
+    build = partial(gpt2, width=33, n_head=3, vocab_size=301)
+    rig = Rig(build)
+    somewhere = rig.train(adamw, options(tmp_path, alpha=0.25, ratios={"parameter": 0.3, "optimizer": 0.3}))
+    for chosen in ({"separate_device": True, "alpha": 1.0}, {"ratios": {"parameter": 1.0, "checkpoint": 1.0}}):
+        assert not rig.train(adamw, options(tmp_path, **chosen)).differences(somewhere)
+    model = build()
+    optimizer = torch.optim.AdamW(two_groups(model), lr=1e-2)
+    losses = [step(model, optimizer, tokens(number)) for number in range(6)]
+    assert losses == pytest.approx(somewhere.losses, rel=1e-4)

@@ -1,0 +1,318 @@
+"""What a training step does when something fails under it: it says what and where, ends, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import signal
+import threading
+import time
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from tiered import Rig, adamw, files_in, gpt2, one_thread, options, our_threads, outcome, step, tokens
+
+from gs_compile.errors import (
+    GreedySnakeError,
+    LaneError,
+    MemoryBudgetError,
+    SlowStorageWarning,
+    StorageError,
+    StorageFullError,
+    StorageLockedError,
+)
+from gs_compile.runtime import coordinators, ssd
+from gs_compile.runtime.coordinators import Parameters
+from gs_compile.runtime.optimizer_step import OptimizerStep
+from gs_compile.runtime.store import Store
+
+CALLS = ("_preadv", "_pwritev")
+SECONDS = 5  # an error surfaces at once; what is more is a loaded machine
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_dynamo():
+    """Captures are kept from test to test."""
+    torch._dynamo.reset()
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def rig():
+    return Rig(gpt2)
+
+
+@pytest.fixture(scope="module")
+def reference(rig, tmp_path_factory):
+    """What three steps come to."""
+    return rig.train(adamw, options(tmp_path_factory.mktemp("reference")), num_steps=3)
+
+
+class Counted:
+    """Calls of the system, over all threads; the one that is armed fails, and those after it do not."""
+
+    def __init__(self, monkeypatch, *names):
+        self.number = 0
+        self.armed = None
+        self.failed_at = None
+        self._lock = threading.Lock()
+        for name in names:
+            monkeypatch.setattr(ssd, name, partial(self._call, getattr(ssd, name)))
+
+    def arm(self, index):
+        self.number, self.armed = 0, index
+
+    def _call(self, real, *arguments):
+        with self._lock:
+            index, self.number = self.number, self.number + 1
+        if index == self.armed:
+            self.failed_at = time.monotonic()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*arguments)
+
+
+def whole_steps(model, optimizer, num_steps):
+    """Steps and all that belongs to them."""
+    for number in range(num_steps):
+        step(model, optimizer, tokens(number))
+    optimizer.synchronize()
+
+
+def assert_over(model, optimizer, *directories):
+    """Nothing is left of the run, and who goes on is told why that cannot be."""
+    assert our_threads() == []
+    assert files_in(*directories) == []
+    for use in (lambda: step(model, optimizer, tokens(9)), optimizer.synchronize, optimizer.state_dict):
+        with pytest.raises(GreedySnakeError):
+            use()
+
+
+def break_call(rig, monkeypatch, directory, index, **chosen):
+    """Let the index-th call of the second step fail; returns the error."""
+    with monkeypatch.context() as patched, rig.fresh(adamw, options(directory, **chosen)) as optimizer:
+        calls = Counted(patched, *CALLS)
+        step(rig.model, optimizer, tokens(0))
+        optimizer.synchronize()
+        calls.arm(index)
+        with pytest.raises((LaneError, StorageError)) as caught:
+            whole_steps(rig.model, optimizer, 1)
+        assert calls.failed_at is not None
+        assert time.monotonic() - calls.failed_at < SECONDS
+        assert_over(rig.model, optimizer, directory)
+    return caught.value
+
+
+def num_calls(rig, monkeypatch, directory, **chosen):
+    """The reads and writes of one step."""
+    with monkeypatch.context() as patched, rig.fresh(adamw, options(directory, **chosen)) as optimizer:
+        calls = Counted(patched, *CALLS)
+        step(rig.model, optimizer, tokens(0))
+        optimizer.synchronize()
+        calls.arm(None)
+        step(rig.model, optimizer, tokens(1))
+        optimizer.synchronize()
+        return calls.number
+
+
+WAYS = ({"alpha": 0.5}, {"alpha": 1.0, "separate_device": True})
+
+
+def check_calls(rig, monkeypatch, directory, chosen, stride):
+    total = num_calls(rig, monkeypatch, directory, **chosen)
+    assert total > 40
+    for index in range(0, total, stride):
+        error = break_call(rig, monkeypatch, directory, index, **chosen)
+        what = re.search(
+            r"(?P<verb>read|write) of (?P<kind>[wsx])(?P<unit>[eht0-9]).* failed, \d+ bytes at offset \d+", str(error)
+        )
+        assert what, error
+        assert os.strerror(errno.EIO) in str(error)
+        assert str(directory) in str(error)
+        causes = [error]
+        while causes[-1].__cause__ is not None:
+            causes.append(causes[-1].__cause__)
+        assert any(isinstance(cause, OSError) and cause.errno == errno.EIO for cause in causes)
+
+
+@pytest.mark.parametrize("chosen", WAYS, ids=str)
+def test_a_failed_call_ends_the_run_and_says_where(rig, monkeypatch, tmp_path, chosen):
+    check_calls(rig, monkeypatch, tmp_path, chosen, stride=13)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("chosen", WAYS, ids=str)
+def test_any_failed_call_ends_the_run_and_says_where(rig, monkeypatch, tmp_path, chosen):
+    check_calls(rig, monkeypatch, tmp_path, chosen, stride=1)
+
+
+@pytest.mark.parametrize("fault", ["short", "interrupted"])
+def test_short_and_interrupted_calls_change_nothing(rig, reference, monkeypatch, tmp_path, fault):
+    for name in CALLS:
+        real, number = getattr(ssd, name), count()
+
+        def call(fd, memory, offset, real=real, number=number):
+            if fault == "interrupted" and next(number) % 3:
+                raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+            short = max(ssd.PAGE, memory.nbytes // 2 + 100) if fault == "short" else memory.nbytes
+            return min(real(fd, memory, offset), short)
+
+        monkeypatch.setattr(ssd, name, call)
+    assert not rig.train(adamw, options(tmp_path), num_steps=3).differences(reference)
+
+
+def broken(*_, **__):
+    raise ZeroDivisionError("broken on purpose")
+
+
+PLACES = {
+    "an update": (OptimizerStep, "_update", {}),
+    "a late update": (OptimizerStep, "_update", {"alpha": 1.0}),
+    "a copy to the device": (Parameters, "_send_piece", {"separate_device": True}),
+    "a transfer": (coordinators, "transfer", {}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_on_a_lane_ends_the_run(rig, monkeypatch, tmp_path, place):
+    owner, name, chosen = PLACES[place]
+    with rig.fresh(adamw, options(tmp_path, **chosen)) as optimizer:
+        step(rig.model, optimizer, tokens(0))
+        optimizer.synchronize()
+        monkeypatch.setattr(owner, name, broken)
+        with pytest.raises(LaneError, match="broken on purpose") as caught:
+            whole_steps(rig.model, optimizer, 1)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert_over(rig.model, optimizer, tmp_path)
+
+
+def test_a_failure_of_the_walker_ends_the_run(rig, monkeypatch, tmp_path):
+    with rig.fresh(adamw, options(tmp_path)) as optimizer:
+        step(rig.model, optimizer, tokens(0))
+        monkeypatch.setattr(OptimizerStep, "zeros", broken)
+        with pytest.raises(ZeroDivisionError):
+            step(rig.model, optimizer, tokens(1))
+        assert_over(rig.model, optimizer, tmp_path)
+
+
+def test_an_interrupt_in_a_wait_ends_the_run(rig, monkeypatch, tmp_path):
+    real = ssd._preadv
+    with rig.fresh(adamw, options(tmp_path)) as optimizer:
+        step(rig.model, optimizer, tokens(0))
+        optimizer.synchronize()
+
+        def slow(*arguments):
+            time.sleep(0.05)
+            return real(*arguments)
+
+        monkeypatch.setattr(ssd, "_preadv", slow)
+        threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            whole_steps(rig.model, optimizer, 20)
+        assert_over(rig.model, optimizer, tmp_path)
+
+
+# Before the first step ------------------------------------------------------------------------------------------------
+
+
+def assert_goes_on(rig, optimizer, reference):
+    """The run that could not begin begins now, with the values the model had."""
+    losses, norms = [], []
+    for number in range(3):
+        losses.append(step(rig.model, optimizer, tokens(number)))
+        norms.append(optimizer.last_step.grad_norm)
+    assert not outcome(rig.model, optimizer, losses, norms).differences(reference)
+
+
+@pytest.mark.parametrize("index", [0, 1, 4, 9])
+def test_a_full_disk_is_an_error_before_the_first_step(rig, reference, monkeypatch, tmp_path, index):
+    calls = count()
+
+    def full(fd, nbytes):
+        if next(calls) >= index:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(fd, 0, nbytes)
+
+    with rig.fresh(adamw, options(tmp_path)) as optimizer:
+        with monkeypatch.context() as patched:
+            patched.setattr(ssd, "_fallocate", full)
+            with pytest.raises(StorageFullError, match=r"\d+ bytes are needed and \d+ are free"):
+                step(rig.model, optimizer, tokens(0))
+        assert our_threads() == []
+        assert files_in(tmp_path) == []
+        assert_goes_on(rig, optimizer, reference)
+
+
+def test_storage_of_another_run_is_refused_until_that_ends(rig, reference, tmp_path):
+    with rig.fresh(adamw, options(tmp_path)) as optimizer:
+        with Store([tmp_path]), pytest.raises(StorageLockedError, match=f"pid {os.getpid()}"):
+            step(rig.model, optimizer, tokens(0))
+        assert_goes_on(rig, optimizer, reference)
+
+
+def test_a_budget_too_small_says_what_is_enough(rig, reference, tmp_path):
+    with (
+        rig.fresh(adamw, options(tmp_path, host_memory="100KiB")) as optimizer,
+        pytest.raises(MemoryBudgetError, match="host_memory is 100\\.0 KiB; this step needs") as caught,
+    ):
+        step(rig.model, optimizer, tokens(0))
+    enough = float(re.search(r"needs (\S+) MiB of it", str(caught.value))[1]) + 0.05  # it is rounded
+    found = rig.train(adamw, options(tmp_path, host_memory=f"{enough} MiB"), num_steps=3)
+    assert not found.differences(reference)
+
+
+def test_too_large_an_alpha_is_told_the_largest(rig, reference, monkeypatch, tmp_path):
+    monkeypatch.setattr("gs_compile.passes.fit.format_bytes", str)
+
+    def needed(alpha):
+        with (
+            rig.fresh(adamw, options(tmp_path, host_memory="100KiB", alpha=alpha)) as optimizer,
+            pytest.raises(MemoryBudgetError) as caught,
+        ):
+            step(rig.model, optimizer, tokens(0))
+        return int(re.search(r"needs (\d+) of it", str(caught.value))[1])
+
+    budget = (needed(0.0) + needed(1.0)) // 2
+    with (
+        rig.fresh(adamw, options(tmp_path, host_memory=budget, alpha=1.0)) as optimizer,
+        pytest.raises(MemoryBudgetError, match="the largest alpha possible here is") as caught,
+    ):
+        step(rig.model, optimizer, tokens(0))
+    largest = float(re.search(r"possible here is (0\.\d\d), not 1", str(caught.value))[1])
+    found = rig.train(adamw, options(tmp_path, host_memory=budget, alpha=largest), num_steps=3)
+    assert not found.differences(reference)
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs here")
+def test_storage_in_memory_works(rig, reference):
+    directory = Path("/dev/shm") / f"greedysnake-test-{os.getpid()}"
+    with contextlib.ExitStack() as warned:
+        try:
+            with Store([directory]):
+                pass
+        except SlowStorageWarning:  # kernels from 6.6 on take direct I/O there
+            found = warned.enter_context(pytest.warns(SlowStorageWarning))
+        assert not rig.train(adamw, options(directory), num_steps=3).differences(reference)
+    assert "found" not in locals() or len(found) == 1
+    directory.rmdir()
+
+
+# What users do --------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_user_between_forward_and_backward_costs_that_step_only(rig, reference, tmp_path):
+    with rig.fresh(adamw, options(tmp_path, alpha=0.5)) as optimizer:
+        losses, norms = [], []
+        ids = tokens(7)
+        for number in range(3):
+            abandoned = rig.model(input_ids=ids, labels=ids).loss
+            losses.append(step(rig.model, optimizer, tokens(number)))
+            norms.append(optimizer.last_step.grad_norm)
+            del abandoned
+        assert not outcome(rig.model, optimizer, losses, norms).differences(reference)
