@@ -438,8 +438,8 @@ def claim(parameters: Sequence[Any], *, options: Options) -> bool:
     So the model is captured once, not once more when its parameters have left. Returns whether there were any.
     """
     claimed = False
-    if any(is_materialized(parameter) for parameter in parameters):
-        return False  # its call will be refused
+    if any(not is_released(parameter) and keeper_of(parameter) is not None for parameter in parameters):
+        return False  # their call will be refused
     if any(optimizer_of(parameter) is not None for parameter in parameters):
         for parameter in parameters:
             dtype = _kept_dtype(parameter, options)

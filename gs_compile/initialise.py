@@ -54,6 +54,8 @@ def init_on_storage(factory: Callable[[], nn.Module], *, storage: str | os.PathL
     Warns of parameters whose values were not made by torch operations in this thread, as those from numpy: their
     values are right, but they were in memory until all was built.
     """
+    from .materialized import watch  # it reads what is kept here
+
     folder = directory(storage)
     with _Births(folder) as births:
         model = factory()
@@ -68,6 +70,7 @@ def init_on_storage(factory: Callable[[], nn.Module], *, storage: str | os.PathL
         release(parameter)
     _into_memory(each for each in buffers.values() if births.holds(each))
     births.drop_pages(down_to_nbytes=0)
+    watch(model)
     return model
 
 
