@@ -61,7 +61,7 @@ class Setting:
 
     def extent(self, label: str, nbytes: int) -> Extent:
         assert self.store is not None, f"{label} is on SSD, and there is no storage"
-        return self.store.allocate(label, nbytes)
+        return self.store.allocate(label, nbytes, kind=label[0])
 
 
 class Parameters:
