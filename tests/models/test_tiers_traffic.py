@@ -47,15 +47,15 @@ def measured(rig, directory, num_micro_batches, **chosen):
         store = engine.tiers.setting.store
         before = [store.read_nbytes.copy(), store.written_nbytes.copy()]
         engine.tiers.trace.reset()
-        step(rig.model, optimizer, tokens(3, MICRO_BATCH * num_micro_batches))
-        engine.tiers.synchronize()
-        closed = optimizer.last_step.lanes
-        under_way = engine.tiers.trace.totals()  # when the step was closed
-        found = {}
-        for totals in (closed, under_way):
-            for lane, total in totals.items():
-                for kind, nbytes in total.nbytes_by_kind.items():
-                    found[lane, kind] = found.get((lane, kind), 0) + nbytes
+        ids = tokens(3, MICRO_BATCH * num_micro_batches)
+        rig.model(input_ids=ids, labels=ids).loss.backward()
+        engine.tiers.synchronize()  # what is under way belongs to this step
+        optimizer.step()
+        found = {
+            (lane, kind): nbytes
+            for lane, total in optimizer.last_step.lanes.items()
+            for kind, nbytes in total.nbytes_by_kind.items()
+        }
         asked = {
             (lane, kind): nbytes
             for lane, old, new in (
