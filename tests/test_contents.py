@@ -1,0 +1,82 @@
+"""What values hold: memory goes back once, after its last user, and gradients are what was added."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gs_compile.runtime.arena import FREE, Arena
+from gs_compile.runtime.contents import Flat, Gradient, Hold, Kept
+from gs_compile.runtime.lanes import Ticket
+
+PAGE = 4096
+
+
+def test_memory_goes_back_with_the_last_share():
+    arena = Arena(PAGE)
+    hold = Hold(arena.take(PAGE, "parameters"))
+    first, second = (Flat(hold.buffer.tensor, (hold.share(),)) for _ in range(2))
+    first.release([])
+    assert arena.ledger.now["parameters"] == PAGE
+    second.release([])
+    assert arena.ledger.now["parameters"] == 0
+    assert arena.ledger.now[FREE] == PAGE
+
+
+def test_memory_is_not_given_on_before_the_users_of_every_share_are_done():
+    arena = Arena(None)
+    hold = Hold(arena.take(PAGE, "parameters"))
+    shares = [Flat(hold.buffer.tensor, (hold.share(),)) for _ in range(2)]
+    address, reading = hold.buffer.tensor.data_ptr(), Ticket("reading")
+    shares[0].release([reading])
+    shares[1].release([])
+    assert arena.take(PAGE, "gradients").tensor.data_ptr() != address
+    reading.finish()
+    assert arena.take(PAGE, "gradients").tensor.data_ptr() == address
+
+
+@pytest.fixture
+def gradient():
+    flat = torch.full((6,), torch.nan)
+    return Gradient(flat, {0: flat[:2], 1: flat[2:4], 2: flat[4:]}, None)
+
+
+def ones(number):
+    return torch.full((2,), float(number))
+
+
+def test_the_first_gradient_is_kept_and_others_are_added(gradient):
+    gradient.add({0: ones(1), 1: ones(2)}, ())
+    gradient.add({0: ones(3)}, ())
+    gradient.complete()
+    assert gradient.flat.tolist() == [4, 4, 2, 2, 0, 0]
+
+
+def test_only_what_was_added_is_scaled(gradient):
+    gradient.add({0: ones(1)}, ())
+    gradient.scale(torch.tensor(2.0))
+    gradient.complete()
+    assert gradient.flat.tolist() == [2, 2, 0, 0, 0, 0]
+
+
+def test_gradients_are_summed_in_their_own_type(gradient):
+    for _ in range(257):
+        gradient.add({0: ones(1).bfloat16()}, ())
+    assert gradient.views[0].tolist() == [257, 257]  # which bf16 does not have
+
+
+def test_an_activation_comes_back_as_it_was():
+    activation = torch.arange(12.0).view(3, 4).t()
+    flat = torch.empty(12)
+    kept = Kept(torch.empty_like(activation, device="meta"), flat=flat)
+    kept.tensor.copy_(activation)
+    assert torch.equal(kept.tensor, activation)
+    assert kept.tensor.stride() == activation.stride()
+
+
+def test_a_charge_ends_with_what_was_kept():
+    arena = Arena(PAGE)
+    kept = Kept(torch.empty(8, device="meta"), flat=torch.zeros(8), holds=(arena.charge(32, "checkpoints"),))
+    assert arena.ledger.now["checkpoints"] == 32
+    kept.release([])
+    assert arena.ledger.total == 0
