@@ -186,8 +186,14 @@ class Call:
         for unit in self.layout.split.units:
             if self.engine is None or unit.unit not in self.engine.placement.by_unit:
                 indices = [source.index for source in unit.sources if source.kind == "input"]
-                inputs[Value("w", unit.unit)] = {index: self.args[index] for index in indices if index not in batch}
+                inputs[Value("w", unit.unit)] = {
+                    i: self.args[i] for i in indices if i not in batch and not self._is_on_tiers(i)
+                }
         return inputs
+
+    def _is_on_tiers(self, index: int) -> bool:
+        """Whether an argument is a parameter on the tiers: what stands for it here has no values."""
+        return self.engine is not None and isinstance(self.args[index], torch.nn.Parameter)
 
     # Outputs ---------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -42,8 +43,18 @@ def specialize(captured: Captured, micro_batch_size: int, sizes: Mapping[str, in
     fold = _Fold(numbers, captured.batch_symbols)
     result = fx.GraphModule(torch.nn.Module(), fx.Graph())
     result.graph.output(_Copy(result, fold, captured.autocast).copy(captured.module, {}))
+    for node in result.graph.nodes:
+        if node.name in captured.names("parameter"):
+            node.meta["spec"] = _as_computed_with(node.meta["spec"])
     result.graph.lint()
     return result
+
+
+def _as_computed_with(spec: TensorSpec) -> TensorSpec:
+    """A placeholder of a released parameter has strides 0; the values that come in its place are contiguous."""
+    if any(spec.stride):
+        return spec
+    return replace(spec, stride=tuple(torch.empty(spec.shape, device="meta").stride()))
 
 
 def _symbol(node: fx.Node) -> sympy.Symbol | None:
