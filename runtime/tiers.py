@@ -223,7 +223,7 @@ class Tiers:
         if name not in self._lanes:
             on_cuda = self.setting.device.type == "cuda" and name in ("h2d", "d2h")
             stream = torch.cuda.Stream(self.setting.device) if on_cuda else None
-            threads = self._num_threads if name == "cpu" else None
+            threads = self._num_threads if name == "cpu" else 1  # a copy's team of threads would spin beside compute
             self._lanes[name] = Lane(name, self.failure, self.trace, stream=stream, num_threads=threads)
         return self._lanes[name]
 
