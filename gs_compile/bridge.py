@@ -67,7 +67,9 @@ class Call:
             assert self.engine is not None
             self.engine.forwarded(self.executor)
         outputs = [self._output(output) for output in self.made]
-        self.losses = [output for output, made in zip(outputs, self.made, strict=True) if made.combine == "loss"]
+        # Detached: an output leads to the autograd node, which leads to this call, and nobody would collect the three.
+        pairs = zip(outputs, self.made, strict=True)
+        self.losses = [output.detach() for output, made in pairs if made.combine == "loss"]
         for value in [v for v in self.executor.env if v.kind in ("y", "loss")]:
             del self.executor.env[value]
         return outputs

@@ -19,7 +19,7 @@ import torch
 from gs_compile.config import Options, parse_bytes
 from gs_compile.errors import MemoryBudgetError, OptimizerError, OptionError, StepOrderError
 from gs_compile.graph import TensorSpec
-from gs_compile.initialise import set_aside, values_of
+from gs_compile.initialise import contents_of, discard, set_aside
 from gs_compile.keeper import Keeper
 from gs_compile.machine import available_memory, format_bytes, usable_memory
 from gs_compile.materialized import is_materialized, keep, keeper_of, watch_callers
@@ -74,8 +74,13 @@ class Engine(Keeper):
         self.host_nbytes = self._budget()
         self.placement = self._place(layouts, plan)
         self.tiers = self._make_tiers(members)
-        for found in members.values():
-            self._take_over(found)
+        taken: list[torch.nn.Parameter] = []
+        try:
+            for found in members.values():
+                self._take_over(found, taken)
+        except BaseException:
+            self._hand_back(taken)
+            raise
         keep(self.parameters.values(), self)
         watch_callers(self.parameters.values())
 
@@ -135,7 +140,11 @@ class Engine(Keeper):
         uses_ssd = uses_ssd or self.placement.checkpoint_ratio < 1
         store = Store(self.options.storage) if uses_ssd else None
         if store is not None:
-            store.reserve_check(self.ssd_nbytes)
+            try:
+                store.reserve_check(self.ssd_nbytes)
+            except BaseException:
+                store.close()
+                raise
         dtypes = {unit: _kept_dtype(found[0], self.options) for unit, found in members.items()}
         runs = {unit: tuple(self._runs(found)) for unit, found in members.items()}
         masters = {size.unit: size.has_master for size in self.sizes}
@@ -170,11 +179,23 @@ class Engine(Keeper):
                 runs.append((offset, stop, group))
         return runs
 
-    def _take_over(self, members: Sequence[torch.nn.Parameter]) -> None:
-        """Move values home, and leave placeholders."""
+    def _take_over(self, members: Sequence[torch.nn.Parameter], taken: list[torch.nn.Parameter]) -> None:
+        """Move values home, and leave placeholders; `taken` grows by every parameter that has arrived."""
         for parameter in members:
-            self.tiers.fill(self.slices[id(parameter)], values_of(parameter))
+            values = contents_of(parameter) if is_released(parameter) else parameter.data
+            self.tiers.fill(self.slices[id(parameter)], values)
+            discard(parameter)
             release(parameter, _kept_dtype(parameter, self.options))
+            taken.append(parameter)
+
+    def _hand_back(self, taken: Sequence[torch.nn.Parameter]) -> None:
+        """Set values aside again and end the tiers: no model is lost because its storage failed at the start."""
+        try:
+            for parameter in taken:
+                parameter.data = self.tiers.read(self.slices[id(parameter)], master=True)
+                set_aside(parameter, _kept_dtype(parameter, self.options))
+        finally:
+            self.tiers.close()
 
     # Planning --------------------------------------------------------------------------------------------------------
 
@@ -320,6 +341,7 @@ class Engine(Keeper):
 
     def finish(self) -> StepRecord | None:
         """Close the step whose backward has run; late updates may follow. None: there was no backward."""
+        self.tiers.failure.check()
         record, self.record = self.record, None
         if record is not None and self.placement.has_late:
             self.tiers.pending = record
@@ -369,6 +391,7 @@ class Engine(Keeper):
         return "\n".join([*lines, f"peaks:       {peaks}; host budget {format_bytes(self.host_nbytes)}"])
 
     def _refuse_unfinished(self) -> None:
+        self.tiers.failure.check()
         if self.record is not None:
             raise StepOrderError(
                 "a backward has run and optimizer.step() has not: some parameters are updated and some are not. Call "

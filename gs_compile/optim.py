@@ -128,8 +128,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._count()
             if record.skipped:
                 self._warn(record.updated)
-            lanes = self.engine.tiers.trace.totals()
-            self.engine.tiers.trace.reset()
+            lanes = self.engine.tiers.trace.totals(reset=True)
             self.last_step = StepInfo(self.num_steps, record.grad_norm, record.skipped, self.num_skipped, lanes)
         return loss
 

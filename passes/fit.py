@@ -80,8 +80,9 @@ def fit(
     needed = peak(lower(make(ratios)), "host") + MARGIN
     if needed > host_nbytes:
         raise MemoryBudgetError(
-            f"host_memory is {format_bytes(host_nbytes)}; this step needs {format_bytes(needed)} of it at least, with "
-            f"ratios {_words(ratios)}: give it more, lower ratios, a lower alpha, or a smaller micro_batch_size"
+            f"host_memory is {format_bytes(host_nbytes)}; this step needs {format_bytes(needed)} ({needed} bytes) of "
+            f"it at least, with ratios {_words(ratios)}: give it more, lower ratios, a lower alpha, or a smaller "
+            "micro_batch_size"
         )
     for name in CLASSES:
         if name not in given:

@@ -75,13 +75,19 @@ class Trace:
             if self.enabled:
                 self._events.append(Event(start_seconds, end_seconds, lane, name, nbytes, kind, stage))
 
-    def totals(self) -> dict[str, Total]:
-        """By lane, those that did something, in the order of `LANES`; later operations do not change it."""
+    def totals(self, *, reset: bool = False) -> dict[str, Total]:
+        """By lane, those that did something, in the order of `LANES`; later operations do not change it.
+
+        `reset` forgets all in the same moment: what a lane adds meanwhile counts for what follows.
+        """
         with self._lock:
+            found, kept = self._totals, self._events
+            self._totals = {} if reset else found
+            self._events = [] if reset else kept
             return {
                 lane: Total(total.seconds, total.nbytes, Counter(total.nbytes_by_kind))
                 for lane in LANES
-                if (total := self._totals.get(lane))
+                if (total := found.get(lane))
             }
 
     def events(self) -> list[Event]:

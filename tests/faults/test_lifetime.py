@@ -45,7 +45,7 @@ def test_two_models_train_side_by_side(tmp_path):
     assert alone[0].losses != alone[1].losses
 
 
-@pytest.mark.parametrize("when", ["idle", "busy"])
+@pytest.mark.parametrize("when", ["idle", "busy", "between forward and backward"])
 def test_what_nobody_refers_to_ends(tmp_path, when):
     def train():  # a frame of its own: Dynamo looks at the locals of its callers, and Python keeps what it has seen
         model = gpt2()
@@ -54,11 +54,16 @@ def test_what_nobody_refers_to_ends(tmp_path, when):
         step(model, optimizer, tokens(0))
         if when == "idle":
             optimizer.synchronize()
+        if when == "between forward and backward":
+            ids = tokens(1)
+            return model(input_ids=ids, labels=ids).loss
         assert our_threads()
         assert files_in(tmp_path)
         assert all(is_released(parameter) for parameter in model.parameters())
+        return None
 
-    train()
+    loss = train()
+    del loss
     gc.collect()
     deadline = time.monotonic() + SECONDS
     while our_threads() and time.monotonic() < deadline:
