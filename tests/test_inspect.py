@@ -91,6 +91,8 @@ loss of the whole batch:
     cross_entropy: sum: cross_entropy(mean) = cross_entropy(sum) / total, the counted labels of the whole batch
     div: sum: micro-batches add
 seconds: _ in passes, _ in compiling code
+tiers:
+  everything is on the device
 
 # gs_compile 0.1   after free   3 layers x 2 micro-batches
 # forward e   micro-batches 1 0
