@@ -15,7 +15,7 @@ help: ## list the targets
 	@echo
 	@echo "  PYTHON=python3.12 chooses the interpreter; PYTEST_ARGS='-n 2 -k snake' goes to pytest."
 
-demo: $(STAMP) ## train a small GPT-2 and check it against plain PyTorch
+demo: $(STAMP) ## train a small GPT-2 from SSD, checked against plain PyTorch
 	$(BIN)/python examples/train_gpt2.py --check
 
 test: $(STAMP) ## run the tests
