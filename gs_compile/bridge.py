@@ -104,7 +104,7 @@ class Call:
                 self.layouts, self.args, self.units, inputs, training=self.training, apart=EPILOGUE in shape.outside
             )
             self.plan.remember(self.layout, shape, self.engine.programs)
-            self.plan.tiers = self.engine.describe(self.engine.programs[-1])
+            self.plan.tiers = self.engine.describe()
         if first:
             report(self.plan)
         return executor

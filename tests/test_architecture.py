@@ -42,8 +42,10 @@ ROOF = {
     "engine",
     "inspection",
     "keeper",
+    "members",
     "optim",
     "plan",
+    "planning",
     "report",
 }
 
