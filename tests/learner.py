@@ -5,13 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiered import Make, adamw, gpt2, one_thread, options, step, tokens, two_groups
 
+import gs_compile
 from gs_compile.optim import TieredOptimizer
+
+EVERY = {
+    "AdamW": gs_compile.AdamW,
+    "Adam": gs_compile.Adam,
+    "SGD": partial(gs_compile.SGD, momentum=0.9),
+    "Lion": gs_compile.Lion,
+}
+
+# Where values and states are when they are read and written, and how late the updates are.
+PLACES = [
+    pytest.param({"alpha": 0.0}, id="early"),
+    pytest.param({"alpha": 0.5}, id="half"),
+    pytest.param({"alpha": 1.0, "separate_device": True}, id="late"),
+    pytest.param({"alpha": 0.5, "precision": "bf16", "separate_device": True}, id="bf16"),
+]
 
 
 @dataclass
@@ -89,3 +107,22 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     """Bit for bit."""
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Bit for bit, in the same types, with the name of the first that is not."""
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What the parameters hold now, copied."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def inside(learner: Learner, **given: Any) -> dict[str, torch.Tensor]:
+    """What they hold while they are materialized."""
+    with gs_compile.materialize(learner.model, **given):
+        return values(learner.model)

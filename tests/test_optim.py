@@ -11,30 +11,16 @@ from functools import partial
 
 import pytest
 import torch
-from learner import assert_same, distance, learner, plain
+from learner import EVERY, assert_same, distance, learner, plain, values
 from tiered import adamw, gpt2, options, our_threads, step, tokens, two_groups
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from zoo import GPT, VOCAB
 
 import gs_compile
-from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParameterError, StepOrderError
-
-EVERY = {
-    "AdamW": gs_compile.AdamW,
-    "Adam": gs_compile.Adam,
-    "SGD": partial(gs_compile.SGD, momentum=0.9),
-    "Lion": gs_compile.Lion,
-}
+from gs_compile.errors import OptimizerError, ReleasedParameterError, StepOrderError
 
 
 def weights(learner):
     return {name: learner.optimizer.engine.read(p).clone() for name, p in learner.model.named_parameters()}
-
-
-def masters(model):
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 # A torch optimizer ----------------------------------------------------------------------------------------------------
@@ -69,7 +55,7 @@ def test_it_learns_as_torchs_does(ours, theirs, settings, tmp_path):
             torch.testing.assert_close(one.train(number), losses[number : number + 1], rtol=1e-5, atol=0)
             found.append(one.optimizer.last_step.grad_norm)
         torch.testing.assert_close(found, norms, rtol=1e-6, atol=0)
-        assert distance(weights(one), masters(reference)) < 1e-6
+        assert distance(weights(one), values(reference)) < 1e-6
 
 
 def test_param_groups_cut_a_unit(tmp_path):
@@ -87,7 +73,7 @@ def test_param_groups_cut_a_unit(tmp_path):
         tmp_path, lambda given: gs_compile.AdamW([{**g, **s} for g, s in zip(given, settings, strict=True)])
     ) as one:
         one.train(0, 1, 2)
-        assert distance(weights(one), masters(model)) < 1e-6
+        assert distance(weights(one), values(model)) < 1e-6
 
 
 settings = [{"lr": 3e-3}, {"lr": 1e-4, "betas": (0.5, 0.9)}]
@@ -165,7 +151,7 @@ def test_a_late_update_has_the_settings_of_its_own_step(scheduler, alpha, tmp_pa
             return one.values()
 
     found = trained(alpha)
-    assert distance({name: found[name] for name in masters(model)}, masters(model)) < 1e-6
+    assert distance({name: found[name] for name in values(model)}, values(model)) < 1e-6
     if alpha:
         assert_same(found, trained(0.0))
 
@@ -325,7 +311,7 @@ def test_with_a_torch_optimizer_parameters_stay_in_memory(tmp_path):
     model.compile(backend="greedysnake", options=options(tmp_path / "storage"))
     losses, _, reference, _ = plain(3, lr=1e-3)
     torch.testing.assert_close([step(model, optimizer, tokens(n)) for n in range(3)], losses, rtol=1e-5, atol=0)
-    assert distance(masters(model), masters(reference)) < 1e-6
+    assert distance(values(model), values(reference)) < 1e-6
     assert not (tmp_path / "storage").exists()
 
 
@@ -352,235 +338,3 @@ def test_it_lives_as_long_as_its_model(tmp_path):
     gc.collect()
     assert optimizer() is None
     assert our_threads() == []
-
-
-# Clipping -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bound", [1e6, 2.0, 0.3], ids=["never", "sometimes", "always"])
-def test_clipping_is_exact(bound, tmp_path):
-    losses, norms, reference, _ = plain(5, max_norm=bound, lr=3e-4)
-    assert sum(norm > bound for norm in norms) in {1e6: (0,), 2.0: (1, 2, 3, 4), 0.3: (5,)}[bound]
-
-    def trained(**changes):
-        found = []
-        with learner(tmp_path, partial(gs_compile.AdamW, lr=3e-4, max_grad_norm=bound), **changes) as one:
-            for number in range(5):
-                torch.testing.assert_close(one.train(number), losses[number : number + 1], rtol=1e-5, atol=0)
-                found.append(one.optimizer.last_step.grad_norm)
-            torch.testing.assert_close(found, norms, rtol=1e-6, atol=0)
-            return one.values()
-
-    first = trained()
-    assert distance({name: first[name] for name in masters(reference)}, masters(reference)) < 1e-6
-    assert_same(trained(separate_device=True, ratios={"parameter": 0.5, "optimizer": 0.3, "checkpoint": 1.0}), first)
-
-
-# Gradients that are not finite ----------------------------------------------------------------------------------------
-
-
-def spoil(learner, number, factor):
-    """A step whose loss, and with it every gradient, is multiplied."""
-    (learner.loss(number) * factor).backward()
-    learner.optimizer.step()
-
-
-@pytest.mark.parametrize("factor", [math.inf, math.nan], ids=str)
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"separate_device": True}], ids=str)
-def test_a_bad_step_is_skipped_as_a_whole(factor, changes, tmp_path):
-    make = partial(gs_compile.AdamW, lr=1e-3, max_grad_norm=1.0)
-    with learner(tmp_path, make, **changes) as one:
-        one.train(0, 1)
-        before = one.values()
-        with pytest.warns(NonFiniteWarning, match="step 3 was skipped$"):
-            spoil(one, 7, factor)
-        info = one.optimizer.last_step
-        assert (info.number, info.skipped, info.num_skipped) == (2, True, 1)
-        assert_same(one.values(), before)
-        one.train(2)
-        found = one.values()
-        assert one.optimizer.last_step.num_skipped == 1
-    with learner(tmp_path, make, **changes) as one:
-        one.train(0, 1, 2)
-        assert_same(found, one.values())
-
-
-def test_a_bad_step_whose_late_updates_meet_the_next_forward(tmp_path):
-    """Nothing is looked at in between."""
-    make = partial(gs_compile.AdamW, lr=1e-3, max_grad_norm=math.inf)
-    with learner(tmp_path, make) as one:
-        one.train(0)
-        with pytest.warns(NonFiniteWarning):
-            spoil(one, 7, math.inf)
-        one.train(1)
-        found = one.values()
-    with learner(tmp_path, make) as one:
-        one.train(0, 1)
-        assert_same(found, one.values())
-
-
-class Steep(GPT):
-    """The embedding's gradient is larger by far than all others, so it alone leaves the range of numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding.weight.data *= 1e-30
-
-    def forward(self, ids, labels):
-        x_BTD = self.embedding(ids) * 1e30
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        return functional.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1), labels.flatten())
-
-
-def test_without_a_norm_to_wait_for_the_warning_says_what_was_updated(tmp_path):
-    make = partial(gs_compile.SGD, lr=1e-12)
-    with learner(tmp_path, make, Steep, alpha=0.0) as one:
-        ids = tokens(0) % VOCAB
-        with torch.no_grad():
-            one.model(ids, ids)
-        before = one.values()
-        (one.model(ids, ids) * 1e15).backward()
-        with pytest.warns(NonFiniteWarning, match="step 1 was skipped; units h, 2, .*were updated before it showed"):
-            one.optimizer.step()
-        changed = {name for name, value in one.values().items() if not torch.equal(value, before[name])}
-        assert "embedding.weight" not in changed
-        assert {"head.weight", "blocks.2.up.weight"} <= changed
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_without_a_norm_to_wait_for_nothing_bad_is_taken_in(alpha, tmp_path):
-    with learner(tmp_path, alpha=alpha) as one:
-        one.train(0)
-        before = one.values()
-        with pytest.warns(NonFiniteWarning, match="step 2 was skipped$"):
-            spoil(one, 7, math.inf)  # all gradients are bad, and the first of them shows it
-        assert_same(one.values(), before)
-        one.train(1)
-        found = one.values()
-    with learner(tmp_path, alpha=alpha) as one:
-        one.train(0, 1)
-        assert_same(found, one.values())
-
-
-# State ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_the_state_goes_round(name, tmp_path):
-    make = partial(EVERY[name], lr=1e-3)
-    with learner(tmp_path, make, alpha=0.5) as one:
-        one.train(0, 1)
-        state, model = copy.deepcopy(one.optimizer.state_dict()), copy.deepcopy(one.model.state_dict())
-        one.train(2, 3)
-        wanted = one.values()
-    with learner(tmp_path, make, alpha=0.0) as one:  # before the first call, and after it
-        one.model.load_state_dict(model)
-        one.optimizer.load_state_dict(state)
-        assert one.optimizer.num_steps == 2
-        one.train(2)
-        one.optimizer.load_state_dict(state)
-        one.model.load_state_dict(model)
-        one.train(2, 3)
-        assert_same(one.values(), wanted)
-
-
-def test_a_state_that_waits_for_the_first_call_is_still_there():
-    model = gpt2()
-    reference = torch.optim.AdamW(model.parameters())
-    step(model, reference, tokens(0))
-    optimizer = gs_compile.AdamW(model.parameters())
-    assert optimizer.state_dict()["state"] == {}
-    optimizer.load_state_dict(reference.state_dict())
-    optimizer.param_groups[0]["lr"] = 0.5
-    found = optimizer.state_dict()
-    assert found["param_groups"][0]["lr"] == 0.5
-    for number, state in reference.state_dict()["state"].items():
-        assert all(torch.equal(found["state"][number][key], value) for key, value in state.items())
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "chosen"),
-    [
-        (gs_compile.AdamW, torch.optim.AdamW, {"lr": 1e-3}),
-        (gs_compile.Adam, torch.optim.Adam, {"lr": 1e-3}),
-        (gs_compile.SGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}),
-    ],
-)
-def test_training_moves_from_torch_to_here_and_back(ours, theirs, chosen, tmp_path):
-    _, _, wanted, _ = plain(6, theirs, **chosen)
-    _, _, begun, optimizer = plain(2, theirs, **chosen)
-    with learner(tmp_path, partial(ours, lr=0.9), lambda: begun, alpha=0.5) as one:  # settings come with the state
-        one.optimizer.load_state_dict(optimizer.state_dict())
-        one.train(2, 3)
-        model = gpt2()
-        model.load_state_dict(one.model.state_dict())
-        last = theirs(two_groups(model))
-        last.load_state_dict(one.optimizer.state_dict())
-    for number in (4, 5):
-        step(model, last, tokens(number))
-    assert distance(masters(model), masters(wanted)) < 1e-6
-
-
-def test_states_that_do_not_fit_are_refused(tmp_path):
-    _, _, model, reference = plain(1, lr=1e-3)
-    state = reference.state_dict()
-    optimizer = gs_compile.AdamW(model.parameters())
-    with pytest.raises(OptimizerError, match="other param groups"):
-        optimizer.load_state_dict(state)
-    optimizer = gs_compile.AdamW(two_groups(model))
-    other = copy.deepcopy(state)
-    other["state"][0]["step"] += 1
-    with pytest.raises(OptimizerError, match="after 1 steps and others after 2"):
-        optimizer.load_state_dict(other)
-    other = copy.deepcopy(state)
-    other["param_groups"][0]["amsgrad"] = True
-    with pytest.raises(OptimizerError, match="amsgrad is not among"):
-        optimizer.load_state_dict(other)
-    with learner(tmp_path, gs_compile.SGD, lambda: model) as one:
-        one.train(0)
-    with learner(tmp_path) as one:
-        one.train(0)
-        other = copy.deepcopy(state)
-        del other["state"][0]["exp_avg"]
-        with pytest.raises(OptimizerError, match="has exp_avg None"):
-            one.optimizer.load_state_dict(other)
-
-
-def test_hooks_of_state_dicts_run(tmp_path):
-    calls = []
-    with learner(tmp_path) as one:
-        optimizer = one.optimizer
-        optimizer.register_state_dict_pre_hook(lambda *_: calls.append("before"))
-        optimizer.register_state_dict_post_hook(lambda _, found: calls.append(len(found["state"])))
-        optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("before load"))
-        optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("after load"))
-        one.train(0)
-        optimizer.load_state_dict(optimizer.state_dict())
-    number = sum(len(group["params"]) for group in optimizer.param_groups)
-    assert calls == ["before", number, "before load", "after load"]
-
-
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_the_state_shows_without_memory(alpha, tmp_path):
-    with learner(tmp_path, alpha=alpha) as one:
-        for num_steps in range(2):
-            assert len(one.optimizer.state) == len(list(one.model.parameters()))
-            for parameter, state in one.optimizer.state.items():
-                assert state["step"] == num_steps
-                assert all(
-                    state[name].is_meta and state[name].shape == parameter.shape for name in ("exp_avg", "exp_avg_sq")
-                )
-            one.train(num_steps)
-        assert repr(one.optimizer).startswith("AdamW (\nParameter Group 0")
-
-
-def test_distributed_checkpoint_takes_no_step(tmp_path):
-    with learner(tmp_path) as one:
-        assert not get_optimizer_state_dict(one.model, one.optimizer)["state"]
-        one.train(0)
-        before = one.values()
-        found = get_optimizer_state_dict(one.model, one.optimizer)["state"]
-        assert one.optimizer.num_steps == 1
-        assert_same(one.values(), before)
-        assert torch.equal(found["transformer.wpe.weight"]["exp_avg"], before["transformer.wpe.weight.exp_avg"])

@@ -1,0 +1,124 @@
+"""Gradients that are clipped, and those that are not finite: a step is done or skipped as a whole."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from learner import assert_same, distance, learner, plain, values
+from tiered import tokens
+from torch.nn import functional
+from zoo import GPT, VOCAB
+
+import gs_compile
+from gs_compile.errors import NonFiniteWarning
+
+# Clipping -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", [1e6, 2.0, 0.3], ids=["never", "sometimes", "always"])
+def test_clipping_is_exact(bound, tmp_path):
+    losses, norms, reference, _ = plain(5, max_norm=bound, lr=3e-4)
+    assert sum(norm > bound for norm in norms) in {1e6: (0,), 2.0: (1, 2, 3, 4), 0.3: (5,)}[bound]
+
+    def trained(**changes):
+        found = []
+        with learner(tmp_path, partial(gs_compile.AdamW, lr=3e-4, max_grad_norm=bound), **changes) as one:
+            for number in range(5):
+                torch.testing.assert_close(one.train(number), losses[number : number + 1], rtol=1e-5, atol=0)
+                found.append(one.optimizer.last_step.grad_norm)
+            torch.testing.assert_close(found, norms, rtol=1e-6, atol=0)
+            return one.values()
+
+    first = trained()
+    assert distance({name: first[name] for name in values(reference)}, values(reference)) < 1e-6
+    assert_same(trained(separate_device=True, ratios={"parameter": 0.5, "optimizer": 0.3, "checkpoint": 1.0}), first)
+
+
+# Gradients that are not finite ----------------------------------------------------------------------------------------
+
+
+def spoil(learner, number, factor):
+    """A step whose loss, and with it every gradient, is multiplied."""
+    (learner.loss(number) * factor).backward()
+    learner.optimizer.step()
+
+
+@pytest.mark.parametrize("factor", [math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"separate_device": True}], ids=str)
+def test_a_bad_step_is_skipped_as_a_whole(factor, changes, tmp_path):
+    make = partial(gs_compile.AdamW, lr=1e-3, max_grad_norm=1.0)
+    with learner(tmp_path, make, **changes) as one:
+        one.train(0, 1)
+        before = one.values()
+        with pytest.warns(NonFiniteWarning, match="step 3 was skipped$"):
+            spoil(one, 7, factor)
+        info = one.optimizer.last_step
+        assert (info.number, info.skipped, info.num_skipped) == (2, True, 1)
+        assert_same(one.values(), before)
+        one.train(2)
+        found = one.values()
+        assert one.optimizer.last_step.num_skipped == 1
+    with learner(tmp_path, make, **changes) as one:
+        one.train(0, 1, 2)
+        assert_same(found, one.values())
+
+
+def test_a_bad_step_whose_late_updates_meet_the_next_forward(tmp_path):
+    """Nothing is looked at in between."""
+    make = partial(gs_compile.AdamW, lr=1e-3, max_grad_norm=math.inf)
+    with learner(tmp_path, make) as one:
+        one.train(0)
+        with pytest.warns(NonFiniteWarning):
+            spoil(one, 7, math.inf)
+        one.train(1)
+        found = one.values()
+    with learner(tmp_path, make) as one:
+        one.train(0, 1)
+        assert_same(found, one.values())
+
+
+class Steep(GPT):
+    """The embedding's gradient is larger by far than all others, so it alone leaves the range of numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding.weight.data *= 1e-30
+
+    def forward(self, ids, labels):
+        x_BTD = self.embedding(ids) * 1e30
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return functional.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1), labels.flatten())
+
+
+def test_without_a_norm_to_wait_for_the_warning_says_what_was_updated(tmp_path):
+    make = partial(gs_compile.SGD, lr=1e-12)
+    with learner(tmp_path, make, Steep, alpha=0.0) as one:
+        ids = tokens(0) % VOCAB
+        with torch.no_grad():
+            one.model(ids, ids)
+        before = one.values()
+        (one.model(ids, ids) * 1e15).backward()
+        with pytest.warns(NonFiniteWarning, match="step 1 was skipped; units h, 2, .*were updated before it showed"):
+            one.optimizer.step()
+        changed = {name for name, value in one.values().items() if not torch.equal(value, before[name])}
+        assert "embedding.weight" not in changed
+        assert {"head.weight", "blocks.2.up.weight"} <= changed
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_without_a_norm_to_wait_for_nothing_bad_is_taken_in(alpha, tmp_path):
+    with learner(tmp_path, alpha=alpha) as one:
+        one.train(0)
+        before = one.values()
+        with pytest.warns(NonFiniteWarning, match="step 2 was skipped$"):
+            spoil(one, 7, math.inf)  # all gradients are bad, and the first of them shows it
+        assert_same(one.values(), before)
+        one.train(1)
+        found = one.values()
+    with learner(tmp_path, alpha=alpha) as one:
+        one.train(0, 1)
+        assert_same(found, one.values())

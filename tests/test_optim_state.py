@@ -1,0 +1,135 @@
+"""The state of optimizers whose states are on the tiers goes out, comes back, and moves to torch's and from there."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from learner import EVERY, assert_same, distance, learner, plain, values
+from tiered import gpt2, step, tokens, two_groups
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import gs_compile
+from gs_compile.errors import OptimizerError
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_state_goes_round(name, tmp_path):
+    make = partial(EVERY[name], lr=1e-3)
+    with learner(tmp_path, make, alpha=0.5) as one:
+        one.train(0, 1)
+        state, model = copy.deepcopy(one.optimizer.state_dict()), copy.deepcopy(one.model.state_dict())
+        one.train(2, 3)
+        wanted = one.values()
+    with learner(tmp_path, make, alpha=0.0) as one:  # before the first call, and after it
+        one.model.load_state_dict(model)
+        one.optimizer.load_state_dict(state)
+        assert one.optimizer.num_steps == 2
+        one.train(2)
+        one.optimizer.load_state_dict(state)
+        one.model.load_state_dict(model)
+        one.train(2, 3)
+        assert_same(one.values(), wanted)
+
+
+def test_a_state_that_waits_for_the_first_call_is_still_there():
+    model = gpt2()
+    reference = torch.optim.AdamW(model.parameters())
+    step(model, reference, tokens(0))
+    optimizer = gs_compile.AdamW(model.parameters())
+    assert optimizer.state_dict()["state"] == {}
+    optimizer.load_state_dict(reference.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.5
+    found = optimizer.state_dict()
+    assert found["param_groups"][0]["lr"] == 0.5
+    for number, state in reference.state_dict()["state"].items():
+        assert all(torch.equal(found["state"][number][key], value) for key, value in state.items())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "chosen"),
+    [
+        (gs_compile.AdamW, torch.optim.AdamW, {"lr": 1e-3}),
+        (gs_compile.Adam, torch.optim.Adam, {"lr": 1e-3}),
+        (gs_compile.SGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}),
+    ],
+)
+def test_training_moves_from_torch_to_here_and_back(ours, theirs, chosen, tmp_path):
+    _, _, wanted, _ = plain(6, theirs, **chosen)
+    _, _, begun, optimizer = plain(2, theirs, **chosen)
+    with learner(tmp_path, partial(ours, lr=0.9), lambda: begun, alpha=0.5) as one:  # settings come with the state
+        one.optimizer.load_state_dict(optimizer.state_dict())
+        one.train(2, 3)
+        model = gpt2()
+        model.load_state_dict(one.model.state_dict())
+        last = theirs(two_groups(model))
+        last.load_state_dict(one.optimizer.state_dict())
+    for number in (4, 5):
+        step(model, last, tokens(number))
+    assert distance(values(model), values(wanted)) < 1e-6
+
+
+def test_states_that_do_not_fit_are_refused(tmp_path):
+    _, _, model, reference = plain(1, lr=1e-3)
+    state = reference.state_dict()
+    optimizer = gs_compile.AdamW(model.parameters())
+    with pytest.raises(OptimizerError, match="other param groups"):
+        optimizer.load_state_dict(state)
+    optimizer = gs_compile.AdamW(two_groups(model))
+    other = copy.deepcopy(state)
+    other["state"][0]["step"] += 1
+    with pytest.raises(OptimizerError, match="after 1 steps and others after 2"):
+        optimizer.load_state_dict(other)
+    other = copy.deepcopy(state)
+    other["param_groups"][0]["amsgrad"] = True
+    with pytest.raises(OptimizerError, match="amsgrad is not among"):
+        optimizer.load_state_dict(other)
+    with learner(tmp_path, gs_compile.SGD, lambda: model) as one:
+        one.train(0)
+    with learner(tmp_path) as one:
+        one.train(0)
+        other = copy.deepcopy(state)
+        del other["state"][0]["exp_avg"]
+        with pytest.raises(OptimizerError, match="has exp_avg None"):
+            one.optimizer.load_state_dict(other)
+
+
+def test_hooks_of_state_dicts_run(tmp_path):
+    calls = []
+    with learner(tmp_path) as one:
+        optimizer = one.optimizer
+        optimizer.register_state_dict_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_state_dict_post_hook(lambda _, found: calls.append(len(found["state"])))
+        optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("before load"))
+        optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("after load"))
+        one.train(0)
+        optimizer.load_state_dict(optimizer.state_dict())
+    number = sum(len(group["params"]) for group in optimizer.param_groups)
+    assert calls == ["before", number, "before load", "after load"]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_the_state_shows_without_memory(alpha, tmp_path):
+    with learner(tmp_path, alpha=alpha) as one:
+        for num_steps in range(2):
+            assert len(one.optimizer.state) == len(list(one.model.parameters()))
+            for parameter, state in one.optimizer.state.items():
+                assert state["step"] == num_steps
+                assert all(
+                    state[name].is_meta and state[name].shape == parameter.shape for name in ("exp_avg", "exp_avg_sq")
+                )
+            one.train(num_steps)
+        assert repr(one.optimizer).startswith("AdamW (\nParameter Group 0")
+
+
+def test_distributed_checkpoint_takes_no_step(tmp_path):
+    with learner(tmp_path) as one:
+        assert not get_optimizer_state_dict(one.model, one.optimizer)["state"]
+        one.train(0)
+        before = one.values()
+        found = get_optimizer_state_dict(one.model, one.optimizer)["state"]
+        assert one.optimizer.num_steps == 1
+        assert_same(one.values(), before)
+        assert torch.equal(found["transformer.wpe.weight"]["exp_avg"], before["transformer.wpe.weight.exp_avg"])
