@@ -67,7 +67,7 @@ def step(model: GPT2LMHeadModel, optimizer: torch.optim.Optimizer, ids: torch.Te
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
+    return float(loss.detach())
 
 
 def check(model: GPT2LMHeadModel, storage: Path, batches: list[torch.Tensor]) -> tuple[float, float]:
