@@ -25,9 +25,9 @@ EVERY = {
 
 # Where values and states are when they are read and written, and how late the updates are.
 PLACES = [
-    pytest.param({"alpha": 0.0}, id="early"),
+    pytest.param({"alpha": 0.0}, id="early", marks=pytest.mark.slow),
     pytest.param({"alpha": 0.5}, id="half"),
-    pytest.param({"alpha": 1.0, "separate_device": True}, id="late"),
+    pytest.param({"alpha": 1.0, "separate_device": True}, id="late", marks=pytest.mark.slow),
     pytest.param({"alpha": 0.5, "precision": "bf16", "separate_device": True}, id="bf16"),
 ]
 

@@ -73,7 +73,7 @@ def test_it_computes_what_the_compiled_model_does(tmp_path):
         torch.testing.assert_close(eager, compiled, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize("alpha", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_training_and_evaluation_alternate(alpha, tmp_path):
     reference = gpt2()
     optimizer = torch.optim.AdamW(two_groups(reference), lr=1e-3)

@@ -131,7 +131,9 @@ def test_what_the_last_step_did(tmp_path):
     ],
     ids=["lambda", "one cycle"],
 )
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "alpha", [pytest.param(0.0, marks=pytest.mark.slow), pytest.param(0.5, marks=pytest.mark.slow), 1.0]
+)
 def test_a_late_update_has_the_settings_of_its_own_step(scheduler, alpha, tmp_path):
     """A scheduler changes them between the backward and the update in the next forward."""
     model = gpt2()
@@ -258,7 +260,7 @@ def test_a_second_backward_of_the_same_loss_is_refused(tmp_path):
         one.optimizer.step()
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@pytest.mark.parametrize("alpha", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_a_loss_that_is_dropped_leaves_nothing(alpha, tmp_path):
     with learner(tmp_path, alpha=alpha) as one:
         one.train(0, 1)

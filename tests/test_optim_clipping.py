@@ -18,7 +18,14 @@ from gs_compile.errors import NonFiniteWarning
 # Clipping -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bound", [1e6, 2.0, 0.3], ids=["never", "sometimes", "always"])
+@pytest.mark.parametrize(
+    "bound",
+    [
+        pytest.param(1e6, id="never", marks=pytest.mark.slow),
+        pytest.param(2.0, id="sometimes"),
+        pytest.param(0.3, id="always", marks=pytest.mark.slow),
+    ],
+)
 def test_clipping_is_exact(bound, tmp_path):
     losses, norms, reference, _ = plain(5, max_norm=bound, lr=3e-4)
     assert sum(norm > bound for norm in norms) in {1e6: (0,), 2.0: (1, 2, 3, 4), 0.3: (5,)}[bound]
@@ -46,9 +53,19 @@ def spoil(learner, number, factor):
     learner.optimizer.step()
 
 
-@pytest.mark.parametrize("factor", [math.inf, math.nan], ids=str)
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"separate_device": True}], ids=str)
-def test_a_bad_step_is_skipped_as_a_whole(factor, changes, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        pytest.param({}, math.inf),
+        pytest.param({}, math.nan, marks=pytest.mark.slow),
+        pytest.param({"precision": "bf16"}, math.inf, marks=pytest.mark.slow),
+        pytest.param({"precision": "bf16"}, math.nan),
+        pytest.param({"separate_device": True}, math.inf),
+        pytest.param({"separate_device": True}, math.nan, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_bad_step_is_skipped_as_a_whole(changes, factor, tmp_path):
     make = partial(gs_compile.AdamW, lr=1e-3, max_grad_norm=1.0)
     with learner(tmp_path, make, **changes) as one:
         one.train(0, 1)
@@ -109,7 +126,7 @@ def test_without_a_norm_to_wait_for_the_warning_says_what_was_updated(tmp_path):
         assert {"head.weight", "blocks.2.up.weight"} <= changed
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize("alpha", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_without_a_norm_to_wait_for_nothing_bad_is_taken_in(alpha, tmp_path):
     with learner(tmp_path, alpha=alpha) as one:
         one.train(0)

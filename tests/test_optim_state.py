@@ -15,7 +15,9 @@ import gs_compile
 from gs_compile.errors import OptimizerError
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    "name", ["AdamW", pytest.param("Adam", marks=pytest.mark.slow), pytest.param("SGD", marks=pytest.mark.slow), "Lion"]
+)
 def test_the_state_goes_round(name, tmp_path):
     make = partial(EVERY[name], lr=1e-3)
     with learner(tmp_path, make, alpha=0.5) as one:
