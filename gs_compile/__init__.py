@@ -1,4 +1,4 @@
-"""GreedySnake: train models larger than the accelerator, as a torch.compile backend.
+"""GreedySnake: train models larger than the accelerator and than host memory, as a torch.compile backend.
 
     model.compile(backend="greedysnake", options={"micro_batch_size": 2})
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gs_compile.materialized import materialize
     from gs_compile.optim import SGD, Adam, AdamW, Lion
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "SGD",

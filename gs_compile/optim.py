@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,6 +137,17 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Return when all updates are done and written; `step` alone leaves some to the next forward."""
         if self.engine is not None:
             self.engine.synchronize()
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write what ran when, on which lane, as JSON that Perfetto and chrome://tracing open.
+
+        Needs ``expert={"trace": True}`` among the options of the backend.
+        """
+        if self.engine is None or not self.engine.tiers.trace.enabled:
+            raise OptimizerError(
+                'there is no trace: compile the model with options={"expert": {"trace": True}}, and take a step'
+            )
+        self.engine.tiers.trace.save(path)
 
     def _refuse_gradients(self) -> None:
         if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +39,9 @@ class Total:
     nbytes_by_kind: Counter[str] = field(default_factory=Counter)
 
 
+MOST_EVENTS = 500_000  # the latest are kept: hundreds of steps of a small model, a few of a large one, 100 MB
+
+
 class Trace:
     """The record of a run; any thread may add to it."""
 
@@ -50,7 +53,7 @@ class Trace:
     def reset(self) -> None:
         """Forgets all."""
         with self._lock:
-            self._events: list[Event] = []
+            self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
             self._totals: dict[str, Total] = {}
 
     def add(
@@ -78,12 +81,11 @@ class Trace:
     def totals(self, *, reset: bool = False) -> dict[str, Total]:
         """By lane, those that did something, in the order of `LANES`; later operations do not change it.
 
-        `reset` forgets all in the same moment: what a lane adds meanwhile counts for what follows.
+        `reset` begins the sums anew in the same moment: what a lane adds meanwhile counts for later. Events stay.
         """
         with self._lock:
-            found, kept = self._totals, self._events
+            found = self._totals
             self._totals = {} if reset else found
-            self._events = [] if reset else kept
             return {
                 lane: Total(total.seconds, total.nbytes, Counter(total.nbytes_by_kind))
                 for lane in LANES

@@ -1,0 +1,112 @@
+"""Peak memory of training within a budget of host memory, against the process before the model.
+
+The budget bounds what is on the host tier: parameters, gradients, states and checkpoints. On top come what the process
+takes before the model (torch, transformers), and what a layer computes with: activations, and the gradient of one unit
+for one micro-batch, which for the embedding is as large as the embedding. Peaks are those of the kernel (VmHWM), reset
+after the first step, which traces and moves the parameters home.
+
+    python benchmarks/memory.py --size gpt2-medium --host-memory 1GiB --precision model --storage /path/on/a/drive
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import gs_compile
+from gs_compile.config import parse_bytes
+from gs_compile.machine import format_bytes, peak_resident_bytes, resident_bytes
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from bigger_than_memory import SIZES, build
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    idle = resident_bytes()
+    torch.manual_seed(0)
+    model = gs_compile.init_on_storage(lambda: build(arguments.size, arguments.sequence), storage=arguments.storage)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    after_building = peak_resident_bytes()
+    options = {
+        "micro_batch_size": 1,
+        "outputs": "loss",
+        "storage": arguments.storage,
+        "host_memory": arguments.host_memory,
+        "precision": arguments.precision,
+        "expert": {"compiler": arguments.compiler},
+    }
+    model.compile(backend="greedysnake", options=options)
+    optimizer = gs_compile.AdamW(model.parameters(), lr=1e-4)
+    generator = torch.Generator().manual_seed(0)
+    seconds, losses = [], []
+    for step in range(arguments.steps):
+        ids = torch.randint(50257, (arguments.micro_batches, arguments.sequence), generator=generator)
+        start = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - start)
+        losses.append(float(loss))
+        if step == 0:
+            first_step = peak_resident_bytes()
+            gc.collect()
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present
+    peak = peak_resident_bytes()
+    assert optimizer.engine is not None
+    assert optimizer.last_step is not None
+    ledger = optimizer.engine.tiers.setting.arena.ledger
+    lanes = {lane: {"seconds": t.seconds, "bytes": t.nbytes} for lane, t in optimizer.last_step.lanes.items()}
+    return {
+        "parameters": numel,
+        "budget_bytes": parse_bytes(arguments.host_memory),
+        "idle_bytes": idle,
+        "peak_while_building_bytes": after_building,
+        "peak_with_first_step_bytes": first_step,
+        "peak_of_later_steps_bytes": peak,
+        "host_tier_peak_bytes": ledger.peak_total,
+        "compute_workspace_bytes": peak - idle - ledger.peak_total,
+        "fp32_adamw_in_memory_bytes": 16 * numel,
+        "tiers": gs_compile.inspect(model).tiers.splitlines(),
+        "step_seconds": seconds,
+        "losses": losses,
+        "lanes_of_the_last_step": lanes,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), default="gpt2-medium")
+    parser.add_argument("--host-memory", default="1GiB")
+    parser.add_argument("--precision", choices=("model", "bf16"), default="model")
+    parser.add_argument("--compiler", choices=("auto", "inductor", "eager"), default="eager")
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--storage", type=Path, default=Path.home() / ".cache/greedysnake")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    result = {
+        "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "setting": {key: str(value) for key, value in vars(arguments).items() if key not in ("output", "storage")},
+        **measure(arguments),
+    }
+    for key, value in result.items():
+        print(f"{key}: {format_bytes(value) if key.endswith('_bytes') else value}")
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

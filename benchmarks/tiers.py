@@ -1,0 +1,160 @@
+"""Step time over the number of micro-batches, all data on SSD against all data in host memory, side by side in one run.
+
+Both run the same program but for its transfers; steps alternate, and medians are compared. With few micro-batches the
+drives are the limit, and a step takes as long as its bytes; with many, the computation is. The share of the time in
+which the busier SSD lane works is read from the trace of consecutive steps.
+
+    python benchmarks/tiers.py --storage /path/on/an/nvme/drive --output benchmarks/results/tiers.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import gs_compile
+from gs_compile.backend import greedysnake
+
+RATIOS = {"ssd": 0.0, "host": 1.0}
+
+
+class Run:
+    """One model with its data on one tier."""
+
+    def __init__(self, arguments: argparse.Namespace, tier: str, micro_batches: int, storage: str) -> None:
+        torch.manual_seed(0)
+        config = GPT2Config(
+            n_layer=arguments.layers,
+            n_embd=arguments.hidden,
+            n_head=arguments.hidden // 64,
+            n_positions=arguments.sequence,
+            vocab_size=arguments.vocabulary,
+            use_cache=False,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        self.model = GPT2LMHeadModel(config).train()
+        ratio = RATIOS[tier]
+        options = {
+            "micro_batch_size": arguments.micro_batch_size,
+            "outputs": "loss",
+            "storage": f"{storage}/{tier}",
+            "precision": arguments.precision,
+            "expert": {
+                "compiler": arguments.compiler,
+                "alpha": arguments.alpha,
+                "ratios": {"parameter": ratio, "checkpoint": ratio, "optimizer": ratio},
+                "trace": True,
+            },
+        }
+        self.model.compile(backend=greedysnake, options=options)
+        self.optimizer = gs_compile.AdamW(self.model.parameters(), lr=1e-4)
+        size = arguments.micro_batch_size * micro_batches
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(arguments.vocabulary, (size, arguments.sequence), generator=generator)
+
+    def step(self) -> None:
+        loss = self.model(input_ids=self.ids, labels=self.ids).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def timed(self, steps: int) -> float:
+        """Seconds of one of several consecutive steps, all of their transfers included."""
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self.optimizer.synchronize()
+        return (time.perf_counter() - start) / steps
+
+    def traced(self, steps: int) -> dict[str, float]:
+        """The share of the time of consecutive steps in which each lane works."""
+        assert self.optimizer.engine is not None
+        trace = self.optimizer.engine.tiers.trace
+        self.step()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        stop = time.perf_counter()
+        self.optimizer.synchronize()
+        return {lane: trace.busy_share(lane, start, stop) for lane in ("compute", "ssd_read", "ssd_write", "cpu")}
+
+    def close(self) -> None:
+        self.optimizer.engine.tiers.close()
+
+
+def measure(arguments: argparse.Namespace, micro_batches: int, storage: str) -> dict[str, Any]:
+    torch._dynamo.reset()
+    runs = {tier: Run(arguments, tier, micro_batches, storage) for tier in RATIOS}
+    for run in runs.values():
+        run.timed(2)
+    seconds: dict[str, list[float]] = {tier: [] for tier in runs}
+    for _ in range(arguments.rounds):
+        for tier, run in runs.items():
+            gc.collect()
+            seconds[tier].append(run.timed(arguments.steps))
+    last = runs["ssd"].optimizer.last_step
+    assert last is not None
+    nbytes = {lane: total.nbytes for lane, total in last.lanes.items() if total.nbytes}
+    shares = runs["ssd"].traced(arguments.steps)
+    for run in runs.values():
+        run.close()
+    medians = {tier: statistics.median(values) for tier, values in seconds.items()}
+    return {
+        "micro_batches": micro_batches,
+        "seconds": seconds,
+        "median_seconds": medians,
+        "ratio": medians["ssd"] / medians["host"],
+        "bytes_per_step": nbytes,
+        "busy_share": shares,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--alpha", type=float, default=0.0)
+    parser.add_argument("--precision", default="model")
+    parser.add_argument("--compiler", default="eager")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--storage", type=Path)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    rows = []
+    for micro_batches in arguments.micro_batches:
+        with tempfile.TemporaryDirectory(dir=arguments.storage) as storage:
+            rows.append(measure(arguments, micro_batches, storage))
+        row = rows[-1]
+        shares = {lane: round(share, 2) for lane, share in row["busy_share"].items()}
+        print(f"n={micro_batches}: {row['median_seconds']} ratio {row['ratio']:.3f}, busy {shares}", flush=True)
+    if arguments.output:
+        setting = {k: v for k, v in vars(arguments).items() if k not in ("output", "storage")}
+        result = {
+            "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "setting": setting,
+            "rows": rows,
+        }
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Train a model the size of GPT-2 XL (1.5 B parameters) within 6 GiB of host memory.
+
+In fp32 with AdamW, parameters, gradients and moments take 16 bytes a parameter, 25 GB in all. Here parameters are bf16
+with fp32 masters, most of it on SSD; about 22 GB of free disk are needed. The weights are random: this shows memory
+and time, not learning.
+
+    python examples/bigger_than_memory.py --storage /path/on/an/nvme/drive
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import gs_compile
+from gs_compile.machine import format_bytes, peak_resident_bytes, resident_bytes
+
+SIZES = {  # layers, width, heads
+    "gpt2": (12, 768, 12),
+    "gpt2-medium": (24, 1024, 16),
+    "gpt2-large": (36, 1280, 20),
+    "gpt2-xl": (48, 1600, 25),
+}
+
+
+def build(size: str, sequence: int) -> GPT2LMHeadModel:
+    layers, width, heads = SIZES[size]
+    config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, n_positions=max(1024, sequence), use_cache=False)
+    return GPT2LMHeadModel(config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), default="gpt2-xl")
+    parser.add_argument("--host-memory", default="6GiB")
+    parser.add_argument("--precision", choices=("model", "bf16"), default="bf16")
+    parser.add_argument("--storage", type=Path, default=Path.home() / ".cache/greedysnake")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--compiler", choices=("auto", "inductor", "eager"), default="auto")
+    arguments = parser.parse_args()
+
+    idle = resident_bytes()
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    model = gs_compile.init_on_storage(lambda: build(arguments.size, arguments.sequence), storage=arguments.storage)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{count / 1e6:.0f} M parameters built on storage in {time.perf_counter() - start:.0f} s")
+    print(f"fp32 AdamW in memory would take {format_bytes(16 * count)}")
+
+    options = {
+        "micro_batch_size": 1,
+        "outputs": "loss",
+        "storage": arguments.storage,
+        "host_memory": arguments.host_memory,
+        "precision": arguments.precision,
+        "expert": {"compiler": arguments.compiler},
+    }
+    model.compile(backend="greedysnake", options=options)
+    optimizer = gs_compile.AdamW(model.parameters(), lr=1e-4)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(arguments.steps):
+        ids = torch.randint(50257, (arguments.micro_batches, arguments.sequence), generator=generator)
+        start = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step}: loss {loss.item():.3f}, {time.perf_counter() - start:.1f} s")
+        if step == 0:
+            print(gs_compile.inspect(model).tiers)
+    optimizer.synchronize()
+
+    assert optimizer.last_step is not None
+    print("seconds and bytes of each lane in the last step:")
+    for lane, total in optimizer.last_step.lanes.items():
+        print(f"  {lane:<9} {total.seconds:6.1f} s busy, {format_bytes(total.nbytes)}")
+    print(f"peak memory {format_bytes(peak_resident_bytes())}, {format_bytes(idle)} of it before the model")
+
+
+if __name__ == "__main__":
+    main()
