@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from learner import PLACES, assert_same, distance, inside, learner, plain, same_tensors, values
-from tiered import gpt2, options, step, tokens, two_groups
+from learner import PLACES, assert_same, distance, gpt2, inside, learner, plain, same_tensors, values
+from tiered import options, step, tokens, two_groups
 
 import gs_compile
 from gs_compile.errors import OptimizerError, ReleasedParameterError, StepOrderError

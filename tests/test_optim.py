@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 import torch
-from learner import EVERY, assert_same, distance, learner, plain, values
-from tiered import adamw, gpt2, options, our_threads, step, tokens, two_groups
+from learner import EVERY, assert_same, distance, gpt2, learner, plain, values
+from tiered import adamw, options, our_threads, step, tokens, two_groups
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import gs_compile

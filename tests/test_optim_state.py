@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from learner import EVERY, assert_same, distance, learner, plain, values
-from tiered import gpt2, step, tokens, two_groups
+from learner import EVERY, assert_same, distance, gpt2, learner, plain, values
+from tiered import step, tokens, two_groups
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import gs_compile
