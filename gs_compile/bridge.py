@@ -61,11 +61,13 @@ class Call:
         """The outputs that the step makes, in the order of `made`."""
         self.executor = self._executor()
         self.program = self.executor.program
-        with self._device_state():
-            self.executor.forward()
-        if isinstance(self.executor, TieredExecutor):
-            assert self.engine is not None
-            self.engine.forwarded(self.executor)
+        try:
+            with self._device_state():
+                self.executor.forward()
+        except BaseException:
+            self._forwarded(failed=True)
+            raise
+        self._forwarded()
         outputs = [self._output(output) for output in self.made]
         # Detached: an output leads to the autograd node, which leads to this call, and nobody would collect the three.
         pairs = zip(outputs, self.made, strict=True)
@@ -90,6 +92,10 @@ class Call:
                 self._scale(executor, gradients)
                 executor.backward()
         return self._collect(executor.env)
+
+    def _forwarded(self, *, failed: bool = False) -> None:
+        if isinstance(self.executor, TieredExecutor) and self.engine is not None:
+            self.engine.forwarded(self.executor, failed=failed)
 
     def _executor(self) -> Executor | TieredExecutor:
         first = not self.plan.steps

@@ -9,6 +9,7 @@ flush        all updates brought to an end: before evaluation, saving, reading
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gs_compile.config import Options
-from gs_compile.errors import OptimizerError, OptionError, StepOrderError
+from gs_compile.errors import OptimizerError, OptionError, StepOrderError, StorageLockedError
 from gs_compile.initialise import contents_of, discard, set_aside
 from gs_compile.keeper import Keeper
 from gs_compile.materialized import is_materialized, keep, keeper_of, watch_callers
@@ -75,7 +76,7 @@ class Engine(Keeper):
 
     def _make_tiers(self) -> Tiers:
         planning, expert = self.planning, self.options.expert
-        store = Store(self.options.storage) if planning.uses_ssd else None
+        store = self._open_store() if planning.uses_ssd else None
         if store is not None:
             try:
                 store.reserve_check(planning.ssd_nbytes)
@@ -93,6 +94,14 @@ class Engine(Keeper):
             trace=Trace(events=expert.trace),
             num_threads=expert.threads or max(1, correct_thread_count() // 2),
         )
+
+    def _open_store(self) -> Store:
+        """The storage, once the garbage of models before this one has let go of it."""
+        try:
+            return Store(self.options.storage)
+        except StorageLockedError:
+            gc.collect()
+            return Store(self.options.storage)
 
     def _take_over(self) -> None:
         """Move values home, and leave placeholders. What fails midway gives back what it has moved."""
@@ -137,6 +146,7 @@ class Engine(Keeper):
         """The executor of one call, its program chosen; raises `StepOrderError` where a step is still to be closed."""
         self._refuse_unfinished()
         if training:
+            self.members.check(args)
             self.abandon()  # its loss was never differentiated
         else:
             self.flush()
@@ -152,10 +162,11 @@ class Engine(Keeper):
             self.open = executor
         return executor
 
-    def forwarded(self, executor: TieredExecutor) -> None:
-        """The forward half is issued, and all late updates with it."""
+    def forwarded(self, executor: TieredExecutor, *, failed: bool = False) -> None:
+        """The forward half is issued, and all late updates with it, also where the model's own code has failed."""
         if executor is self.open:
             self.tiers.pending = None
+            self.open = None if failed else executor
 
     def backward(self, executor: TieredExecutor, losses: Sequence[torch.Tensor]) -> StepRecord:
         """What the backward half needs of the optimizer, as it is set now."""
@@ -243,8 +254,9 @@ def engine_for(plan: Plan, layouts: Sequence[Layout], args: Sequence[Any]) -> En
         )
     optimizer = next(iter(found.values()))
     if optimizer.engine is None:
-        optimizer.engine = Engine(optimizer, plan, layouts, args)
-        optimizer.load_into(optimizer.engine)
+        with torch.inference_mode(False):  # homes outlive this call
+            optimizer.engine = Engine(optimizer, plan, layouts, args)
+            optimizer.load_into(optimizer.engine)
     return optimizer.engine
 
 

@@ -80,7 +80,7 @@ def contents_of(parameter: torch.Tensor) -> torch.Tensor:
     if values is None:
         raise ReleasedParameterError(
             f"a parameter of shape {tuple(parameter.shape)} has no initial values on storage: "
-            "they were taken already, or it was not built by init_on_storage"
+            "they were taken already (a run that failed keeps none), or it was not built by init_on_storage"
         )
     assert isinstance(values, torch.Tensor)
     return values

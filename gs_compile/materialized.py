@@ -10,6 +10,7 @@ the values are (the keeper of each parameter knows).
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -106,7 +107,11 @@ def watch_callers(parameters: Iterable[Tensor]) -> None:
     wanted, seen = {id(parameter) for parameter in parameters}, set()
     frame = sys._getframe(1)
     while frame is not None:
-        for value in list(frame.f_locals.values()):
+        found = frame.f_locals
+        values = list(found.values())
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(found) is dict:
+            found.clear()  # a copy that Python up to 3.12 keeps with the frame, and with it all that was in it
+        for value in values:
             if isinstance(value, nn.Module) and id(value) not in seen:
                 seen.add(id(value))
                 if any(id(parameter) in wanted for parameter in value.parameters()):

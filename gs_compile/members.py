@@ -44,6 +44,7 @@ class Members:
         for unit, members in self.by_unit.items():
             self._arrange(unit, members)
         self.parameters = [parameter for members in self.by_unit.values() for parameter in members]
+        self._trained = {id(parameter) for parameter in self.parameters if parameter.requires_grad}
 
     def _arrange(self, unit: Unit, members: list[torch.nn.Parameter]) -> None:
         members.sort(key=lambda p: self._groups[p] if p.requires_grad else math.inf)  # stable
@@ -97,6 +98,23 @@ class Members:
                         )
                     owners[source.index] = place.unit
         return owners
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Raise `OptimizerError` where a training call asks for other gradients than the first call did."""
+        for arg in args:
+            if not isinstance(arg, torch.Tensor):
+                continue
+            known = id(arg) in self.slices
+            if known and arg.requires_grad != (id(arg) in self._trained):
+                raise OptimizerError(
+                    f"requires_grad of a parameter of shape {tuple(arg.shape)} has changed since the first call: what "
+                    "is trained is settled there. Make the model and the optimizer anew (state_dict() has the values)"
+                )
+            if not known and arg.requires_grad:
+                raise OptimizerError(
+                    f"an input of shape {tuple(arg.shape)} requires a gradient; with parameters on the tiers only they "
+                    "get gradients: detach it, or use a torch.optim optimizer, which leaves parameters in memory"
+                )
 
     def _size(self, unit: Unit, members: Sequence[torch.nn.Parameter], num_components: int) -> UnitSize:
         dtype = kept_dtype(members[0], self.options)

@@ -152,8 +152,9 @@ class TieredOptimizer(torch.optim.Optimizer):
     def _refuse_gradients(self) -> None:
         if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
             raise OptimizerError(
-                "gradients have arrived in p.grad: the model did not run with the greedysnake backend. Compile it, "
-                'model.compile(backend="greedysnake"), or use a torch.optim optimizer'
+                "gradients have arrived in p.grad: the model did not run with the greedysnake backend, or was called "
+                'before this optimizer was made. Compile it, model.compile(backend="greedysnake"), make the optimizer '
+                "before the first call, or use a torch.optim optimizer"
             )
 
     def _warn(self, updated: list[Any]) -> None:

@@ -126,15 +126,15 @@ class Parameters:
                 tensors[binding.input] = binding.view(slot.buffer.view(dtype, numel), start)
         return Gathered(tensors, (slot.share(),) if slot is not None and slot.shares else ())
 
-    def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any]) -> None:
+    def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any], number: int) -> None:
         if op.results and op.results[0].piece is not None:
-            self._send_piece(op, reads, targets[0].tensor)
+            self._send_piece(op, reads, targets[0].tensor, number)
         else:
             transfer(reads, targets)
 
-    def _send_piece(self, op: Op, reads: Sequence[Flat], whole: Tensor) -> None:
+    def _send_piece(self, op: Op, reads: Sequence[Flat], whole: Tensor, number: int) -> None:
         """Copy the k-th of n equal shares of a unit from its parts to the device."""
-        unit, (start, stop) = self.setting.unit(op.results[0]), self.share(op.results[0])
+        unit, (start, stop) = self.setting.unit(op.results[0]), self.share(op.results[0], number)
         for value, content in zip(op.reads, reads, strict=True):
             part = unit.w[value.part]
             begin, end = max(start, part.start), min(stop, part.stop)
@@ -143,9 +143,9 @@ class Parameters:
                 whole[begin:end].copy_(source, non_blocking=True)
         on_this_stream(whole)
 
-    def share(self, piece: Value) -> tuple[int, int]:
+    def share(self, piece: Value, number: int) -> tuple[int, int]:
         """The elements of one of as many pieces as there are micro-batches."""
-        unit, number = self.setting.unit(piece), len(self.setting.placement.x_nbytes)
+        unit = self.setting.unit(piece)
         k = piece.piece or 0
         return unit.numel * k // number, unit.numel * (k + 1) // number
 

@@ -25,6 +25,8 @@ from .lanes import Ticket
 from .optimizer_step import StepRecord
 from .tiers import Board, Tiers
 
+UNIT_KINDS = frozenset({"w", "s", "dw", "scale"})  # of units, not of micro-batches
+
 
 @dataclass(frozen=True)
 class Bindings:
@@ -91,13 +93,28 @@ class TieredExecutor:
     # Issuing ---------------------------------------------------------------------------------------------------------
 
     def _run(self, start: int, stop: int) -> None:
+        self._computing = False
+        at = start
         try:
-            for op in self.program.ops[start:stop]:
+            for at in range(start, stop):
                 self.tiers.failure.check()
-                self._issue(op)
+                self._issue(self.program.ops[at])
         except BaseException as error:
-            self.tiers.fail(error)
+            forward = self._computing and stop == turn(self.program)
+            if forward and self.tiers.failure.first is None:  # the model's own error: nothing of the run is lost
+                self._give_up(at)
+            else:
+                self.tiers.fail(error)
             raise
+
+    def _give_up(self, at: int) -> None:
+        """End a forward that has failed: late updates still run, the rest is let go of."""
+        for op in self.program.ops[at : turn(self.program)]:
+            values = (*op.reads, *op.into, *op.results)
+            is_gone = op.verb == "free" and op.reads[0] not in self._on(op.reads[0]).contents
+            if all(value.kind in UNIT_KINDS for value in values) and not is_gone:
+                self._issue(op)
+        self.close()
 
     def _issue(self, op: Op) -> None:
         match op.lane:
@@ -144,6 +161,7 @@ class TieredExecutor:
             self._on(value).define(value, content, _joined(op, ready))
 
     def _compute(self, op: Op) -> None:
+        self._computing = True
         stream = torch.cuda.current_stream(self.tiers.setting.device) if self._is_cuda else None
         for value in (*op.reads, *op.into):
             for ticket in self._on(value).ready(value):
@@ -162,6 +180,7 @@ class TieredExecutor:
                 self._on(value).use(value, launched)
             for value in op.into:
                 self._on(value).change(value, launched)
+        self._computing = False
 
     def _result(self, op: Op) -> tuple[Any, ...]:
         match op.verb:
@@ -201,7 +220,7 @@ class TieredExecutor:
             if kind in ("x", "dx"):
                 self.tiers.inter_layer.carry_out(op, reads, targets)
             elif kind == "w" and op.verb != "update":
-                self.tiers.parameters.carry_out(op, reads, targets)
+                self.tiers.parameters.carry_out(op, reads, targets, len(self.placement.x_nbytes))
             else:
                 self.tiers.optimizer.carry_out(op, reads, targets, record)
 
@@ -242,7 +261,7 @@ class TieredExecutor:
         if op.verb == "update":
             return 0
         if op.results and op.results[0].piece is not None:
-            start, stop = self.tiers.parameters.share(op.results[0])
+            start, stop = self.tiers.parameters.share(op.results[0], len(self.placement.x_nbytes))
             return (stop - start) * self.tiers.setting.unit(op.results[0]).itemsize
         return sum(_size(target) for target in targets)
 
