@@ -15,14 +15,14 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from gs_compile.errors import GreedySnakeError, InspectionError
-from gs_compile.passes.lower import PASSES
+from gs_compile.passes.lower import PASSES, TIERED
 
 if TYPE_CHECKING:
     from torch import fx, nn
 
     from gs_compile.inspection import Inspection, UnitClass
 
-PROGRAM_PASSES = ("vertical", *(run.__name__ for run in PASSES))
+PROGRAM_PASSES = ("vertical", *(run.__name__ for run in PASSES if run not in TIERED))
 
 
 class UsageError(Exception):

@@ -25,6 +25,8 @@ PASSES: tuple[Callable[..., Program], ...] = (
     free,  # last: lifetimes follow from the reads that all passes before it have left
 )
 
+TIERED = (overlap, offload, pipeline)  # of no use where everything stays on the device
+
 
 def lower(
     num_layers: int,
@@ -51,7 +53,7 @@ def lower(
     }
     left_out = set() if snake else {"snake"}
     if placement is None:
-        left_out |= {"overlap", "offload", "pipeline"}
+        left_out |= {run.__name__ for run in TIERED}
     return rewrite(vertical(num_layers, num_micro_batches, shape=shape), left_out, options, placement, late)
 
 

@@ -344,8 +344,8 @@ def lock(folder: Path) -> tuple[int, int]:
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 holder = os.pread(lock_fd, 200, 0).decode(errors="replace") or "a process that is just starting"
-                who = "another model of this process" if f"pid {os.getpid()}," in holder else f"another run, {holder}"
-                what = f"{who}, uses this folder: wait for its end or choose another storage="
+                who = "another model of this process" if f"pid {os.getpid()}," in holder else "another run"
+                what = f"{who} uses this folder, {holder}: wait for its end or choose another storage="
                 raise StorageLockedError(errno.EAGAIN, what, str(folder)) from error
             if os.fstat(lock_fd).st_nlink == 0:
                 continue  # that was the lock of the run before, just removed
