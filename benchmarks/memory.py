@@ -56,7 +56,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
-        losses.append(float(loss))
+        losses.append(loss.item())
         if step == 0:
             first_step = peak_resident_bytes()
             gc.collect()
