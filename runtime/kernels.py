@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-QUANTUM = 2048  # elements: a page of two-byte elements, and whole vectors and cache lines of any machine
+from gs_compile.placement import QUANTUM
+
 CHUNK = 64 * 1024  # elements a thread: 1 MB with scratch and two states. Half is slower by calls, twice by L2 misses
 
 Hyper = Mapping[str, Any]  # a param group's options, by torch's names
