@@ -88,6 +88,11 @@ class UnitPlacement:
         parts = [part for part in self.w.values() if part.tier == "ssd"]
         return (min(p.start for p in parts), max(p.stop for p in parts)) if parts else (0, 0)
 
+    def group_of(self, value: Value) -> Group:
+        """The group that a part of the parameters or of the state belongs to."""
+        part = (self.w if value.kind == "w" else self.s)[value.part]
+        return next(group for group in self.groups if part in (group.w if value.kind == "w" else group.s))
+
     def trained(self, *when: str) -> tuple[Group, ...]:
         return tuple(group for group in self.groups if group.when in (when or ("early", "late")))
 

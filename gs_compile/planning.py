@@ -65,10 +65,12 @@ class Planning:
         """Every snapshot of a step; `late`: the step before has left updates."""
         key = (placement, shape, late)
         if key not in self._programs:
-            number, snake = len(placement.x_nbytes), self.options.expert.snake
-            snapshots = lower(placement.num_layers, number, shape=shape, snake=snake, placement=placement, late=late)
-            self._programs[key] = tuple(snapshots)
+            self._programs[key] = self._snapshots(placement, shape, late)
         return self._programs[key]
+
+    def _snapshots(self, placement: Placement, shape: StepShape, late: bool) -> tuple[Program, ...]:
+        number, snake = len(placement.x_nbytes), self.options.expert.snake
+        return tuple(lower(placement.num_layers, number, shape=shape, snake=snake, placement=placement, late=late))
 
     def flush(self) -> Program:
         """The late updates alone."""
@@ -181,7 +183,8 @@ class Planning:
         return given if given is not None else float(self.clip)
 
     def _lowered(self, placement: Placement, shape: StepShape) -> Program:
-        return self.programs(placement, shape, late=placement.has_late and shape.training)[-1]
+        """The program of a candidate, which is not kept: there are many, and they are large."""
+        return self._snapshots(placement, shape, placement.has_late and shape.training)[-1]
 
     def _fits(self, placement: Placement, shape: StepShape) -> bool:
         return peak(self._lowered(placement, shape), "host") + MARGIN <= self.host_nbytes

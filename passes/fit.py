@@ -7,7 +7,7 @@ move twice. What a class takes is counted by lowering the step and reading its p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
@@ -129,8 +129,3 @@ def most_alpha(fits: Callable[[float], bool]) -> float | None:
 
 def _words(ratios: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {ratio:g}" for name, ratio in ratios.items())
-
-
-def with_activations(placement: Placement, x_nbytes: tuple[int, ...], side_nbytes: tuple[int, ...]) -> Placement:
-    """The same homes for a step of another size."""
-    return replace(placement, x_nbytes=x_nbytes, side_nbytes=side_nbytes)

@@ -83,7 +83,7 @@ class _Units:
             yield Op("offload", op.reads, op.stage, (*early, *late) if self.placement.separate else late)
 
     def _update(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
-        group = next(g for g in unit.groups if unit.value("w", g.w[0], "device") in op.into)
+        group = unit.group_of(op.into[0])
         whole, stage = Value("dw", unit.unit), op.stage
         gradient = unit.gradient(group)
         if group.when == "early" and not self.placement.separate:

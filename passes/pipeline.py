@@ -138,7 +138,7 @@ class _Clock:
         """How many groups of its unit come before and after an update: a unit of many takes as many stages."""
         value = next(value for value in (*op.into, *op.results) if value.kind in ("w", "s"))
         unit = self.placement.by_unit[value.unit or 0]
-        group = next(g for g in unit.groups if value.part in {part.letter for part in getattr(g, value.kind)})
+        group = unit.group_of(value)
         groups = unit.trained(group.when)
         return (groups.index(group), len(groups) - 1 - groups.index(group)) if groups else (0, 0)
 

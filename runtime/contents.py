@@ -38,28 +38,30 @@ class Hold:
             self.buffer.release(self.users)
 
 
-@dataclass(slots=True)
-class Flat:
+class Held:
+    """What is in memory that it has shares in."""
+
+    holds: tuple[Hold | Charge, ...]
+
+    def release(self, after: Iterable[Ticket]) -> None:
+        for hold in self.holds:
+            hold.release(after)
+
+
+@dataclass
+class Flat(Held):
     """A part in memory."""
 
     tensor: torch.Tensor
-    holds: tuple[Hold, ...] = ()
-
-    def release(self, after: Iterable[Ticket]) -> None:
-        for hold in self.holds:
-            hold.release(after)
+    holds: tuple[Hold | Charge, ...] = ()
 
 
-@dataclass(slots=True)
-class Gathered:
+@dataclass
+class Gathered(Held):
     """A unit's parameters (and buffers) by input index, as its code takes them."""
 
     tensors: Mapping[int, torch.Tensor]
-    holds: tuple[Hold, ...] = ()
-
-    def release(self, after: Iterable[Ticket]) -> None:
-        for hold in self.holds:
-            hold.release(after)
+    holds: tuple[Hold | Charge, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Region:
         self.extent.write(source, self.offset).wait()
 
 
-class Gradient:
+class Gradient(Held):
     """Sums of a unit's gradients over micro-batches, as `units.Accumulator`, in one flat tensor.
 
     What is between the parameters, and parameters that get no gradient, are zero.
@@ -105,13 +107,9 @@ class Gradient:
         for key in self.views.keys() - self._added:
             self.views[key].zero_()
 
-    def release(self, after: Iterable[Ticket]) -> None:
-        for hold in self.holds:
-            hold.release(after)
 
-
-@dataclass(slots=True)
-class Kept:
+@dataclass
+class Kept(Held):
     """An activation away from the device: `flat` in host memory or `region` on SSD, and its shape and strides."""
 
     like: torch.Tensor  # on the meta device
@@ -123,7 +121,3 @@ class Kept:
     def tensor(self) -> torch.Tensor:
         assert self.flat is not None
         return self.flat.as_strided(self.like.shape, self.like.stride())
-
-    def release(self, after: Iterable[Ticket]) -> None:
-        for hold in self.holds:
-            hold.release(after)

@@ -110,9 +110,7 @@ class OptimizerStep:
 
     def keep(self, value: Value, gradient: Gradient) -> Flat:
         """A late part that stays where it was summed."""
-        for hold in gradient.holds:
-            hold.share()
-        return Flat(gradient.flat, gradient.holds)
+        return Flat(gradient.flat, tuple(hold.share() for hold in gradient.holds if isinstance(hold, Hold)))
 
     def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any], record: StepRecord | None) -> None:
         if op.verb == "update":
@@ -146,8 +144,7 @@ class OptimizerStep:
 
     def _update(self, op: Op, gradient: Any, targets: Sequence[Flat], record: StepRecord) -> None:
         unit = self.setting.unit(op.into[0])
-        letters = {value.part for value in op.into if value.kind == "w"}
-        group = next(group for group in unit.groups if group.w[0].letter in letters)
+        group = unit.group_of(op.into[0])
         flats = {(value.kind, value.part): flat.tensor for value, flat in zip(op.into, targets, strict=True)}
         is_whole = isinstance(gradient, Gradient) or self.setting.placement.keeps_gradient(unit)
         sums = gradient.flat if isinstance(gradient, Gradient) else gradient.tensor

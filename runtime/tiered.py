@@ -246,8 +246,7 @@ class TieredExecutor:
         if op.verb != "update":
             return None
         unit = self.tiers.unit_of(op)
-        letters = {value.part for value in op.into if value.kind == "w"}
-        group = next(group for group in unit.groups if group.w[0].letter in letters)
+        group = unit.group_of(op.into[0])
         record = self._before if group.when == "late" else self.record
         assert record is not None, f"{_name(op)}: no step has left this update"
         if group.when == "late":

@@ -134,10 +134,8 @@ class Tiers:
     def fill(self, place: Slice, values: Tensor) -> None:
         """Bring a parameter's values home, to its master as well; waits until they are there."""
         for kind, content, start, stop, at in self._pieces(place):
-            self._settle(content)
-            part = values.reshape(-1)[at : at + stop - start]
-            whole, _ = self._span(place, kind, part)
-            _write(self.setting, content, start, whole)
+            dtype = self.optimizer.state_dtype(place.unit) if kind == "s" else self.setting.dtypes[place.unit]
+            _write(content, start, values.reshape(-1)[at : at + stop - start].to(dtype))
 
     def has_master(self, place: Slice) -> bool:
         """Whether a parameter is a narrow copy of a master in its state; a frozen one is not."""
@@ -155,7 +153,6 @@ class Tiers:
         flat = torch.empty(place.numel, dtype=dtype)
         for which, content, start, stop, at in self._pieces(place):
             if which == kind:
-                self._settle(content)
                 flat[at : at + stop - start] = _read(content, start, stop, dtype)
         return flat.view(place.shape)
 
@@ -163,19 +160,13 @@ class Tiers:
         """One component of a parameter's optimizer state; the master, where there is one, is the first."""
         flat = torch.empty(place.numel, dtype=self.optimizer.state_dtype(place.unit))
         for content, start, stop, at in self._state_pieces(place, component):
-            self._settle(content)
             flat[at : at + stop - start] = _read(content, start, stop, flat.dtype)
         return flat.view(place.shape)
 
     def write_state(self, place: Slice, component: int, values: Tensor) -> None:
         flat = values.reshape(-1).to(self.optimizer.state_dtype(place.unit))
         for content, start, stop, at in self._state_pieces(place, component):
-            self._settle(content)
-            _write(self.setting, content, start, flat[at : at + stop - start])
-
-    def _span(self, place: Slice, kind: str, part: Tensor) -> tuple[Tensor, torch.dtype]:
-        dtype = self.optimizer.state_dtype(place.unit) if kind == "s" else self.setting.dtypes[place.unit]
-        return part.to(dtype), dtype
+            _write(content, start, flat[at : at + stop - start])
 
     def _pieces(self, place: Slice) -> Iterable[tuple[str, Any, int, int, int]]:
         """Kind, home, elements from and to in it, and the place in the parameter: of parameter and master."""
@@ -203,17 +194,12 @@ class Tiers:
                 at += w.numel
 
     def _home(self, value: Value) -> Any:
+        """What is at home, once nobody works on it any more."""
         self.failure.check()
         assert not self.closed, f"{value}: the tiers are closed"
+        for ticket in self.board.idle(value):
+            ticket.wait()
         return self.board.contents[value]
-
-    def _settle(self, content: Any) -> None:
-        """Wait for whoever still works on a home."""
-        for value, known in self.board.contents.items():
-            if known is content:
-                for ticket in self.board.idle(value):
-                    ticket.wait()
-                return
 
     # Running ---------------------------------------------------------------------------------------------------------
 
@@ -286,7 +272,7 @@ def _read(content: Flat | Region, start: int, stop: int, dtype: torch.dtype) -> 
     return flat
 
 
-def _write(setting: Setting, content: Flat | Region, start: int, values: Tensor) -> None:
+def _write(content: Flat | Region, start: int, values: Tensor) -> None:
     if isinstance(content, Flat):
         content.tensor[start : start + len(values)].copy_(values)
     else:
