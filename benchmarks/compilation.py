@@ -23,7 +23,7 @@ import transformers
 
 def measure(layers: int, compiler: str) -> dict[str, float]:
     from gs_compile.backend import greedysnake
-    from gs_compile.plan import plans_of
+    from gs_compile.compilation import compilations_of
 
     transformers.logging.set_verbosity_error()
     config = transformers.GPT2Config(n_layer=layers, n_embd=256, n_head=4, n_positions=128, vocab_size=1024)
@@ -35,11 +35,11 @@ def measure(layers: int, compiler: str) -> dict[str, float]:
     start = time.perf_counter()
     model(input_ids=ids, labels=ids).loss.backward()
     whole = time.perf_counter() - start
-    plan = plans_of[next(model.parameters())][0]
-    layout = next(iter(plan.layouts.values()))
+    compilation = compilations_of[next(model.parameters())][0]
+    layout = next(iter(compilation.layouts.values()))
     codes = {id(code): code for code in layout.sized.codes.values()}
     compiled = sum(code.seconds for code in codes.values())
-    return {"first_step": whole, "passes": plan.seconds, "layer_code": compiled, "num_codes": len(codes)}
+    return {"first_step": whole, "passes": compilation.seconds, "layer_code": compiled, "num_codes": len(codes)}
 
 
 def main() -> None:

@@ -11,11 +11,11 @@ from torch import fx
 
 from gs_compile.bridge import Call
 from gs_compile.capture import capture, ignore_logging
+from gs_compile.compilation import Compilation, Layout, compilations_of, is_float_scalar
 from gs_compile.config import Options
 from gs_compile.engine import claim, engine_for
 from gs_compile.errors import CaptureError, GreedySnakeError, NothingRequiresGradError
 from gs_compile.graph import Captured
-from gs_compile.plan import Layout, Plan, is_float_scalar, plans_of
 from gs_compile.runtime.units import CompiledUnits, MicroBatch
 
 ignore_logging()
@@ -49,16 +49,16 @@ class CompiledModel:
     """A captured model that runs layer-major; one for each graph that Dynamo captures."""
 
     def __init__(self, captured: Captured, options: Options) -> None:
-        self.plan = Plan(captured, options)
+        self.compilation = Compilation(captured, options)
 
     def __call__(self, *args: Any) -> list[Any]:
         """The model's outputs for the arguments of the captured graph."""
         self._register(args)
-        inputs = self.plan.captured.inputs
+        inputs = self.compilation.captured.inputs
         batch = [index for index, entry in enumerate(inputs) if entry.role == "batch"]
         sizes = {entry.name: int(arg) for entry, arg in zip(inputs, args, strict=True) if entry.role == "size"}
         lengths = self._micro_batches(int(args[batch[0]].shape[0]))
-        layouts = [self.plan.layout(length, sizes, alone=len(lengths) == 1) for length in lengths]
+        layouts = [self.compilation.layout(length, sizes, alone=len(lengths) == 1) for length in lengths]
         training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         if torch.is_grad_enabled() and not training:
             _refuse_a_loss(layouts[0])
@@ -66,23 +66,23 @@ class CompiledModel:
         seed = int(torch.randint(2**62, (), device="cpu")) if any(layout.draws_random for layout in layouts) else None
         devices = {arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.device.type == "cuda"}
         units = CompiledUnits(parts, seed, sorted(devices, key=str))
-        engine = engine_for(self.plan, layouts, args)
-        return Call(self.plan, layouts[0], layouts, args, units, training, engine).run()
+        engine = engine_for(self.compilation, layouts, args)
+        return Call(self.compilation, layouts[0], layouts, args, units, training, engine).run()
 
     def _register(self, args: Sequence[Any]) -> None:
         """Make this known for the model that calls: Dynamo runs one capture for all models that are alike."""
-        for entry, arg in zip(self.plan.captured.inputs, args, strict=True):
+        for entry, arg in zip(self.compilation.captured.inputs, args, strict=True):
             if entry.role == "parameter":
-                known = plans_of.setdefault(arg, [])
-                if any(plan is self.plan for plan in known):
+                known = compilations_of.setdefault(arg, [])
+                if any(compilation is self.compilation for compilation in known):
                     return
-                known.append(self.plan)
+                known.append(self.compilation)
 
     def _micro_batches(self, batch_size: int) -> list[int]:
-        size = self.plan.options.micro_batch_size
+        size = self.compilation.options.micro_batch_size
         if batch_size <= size:
             return [batch_size]
-        if not self.plan.captured.batch_symbols:
+        if not self.compilation.captured.batch_symbols:
             raise CaptureError(
                 f"the model's code fixes the batch size at {batch_size}, so it cannot run in micro-batches of {size}; "
                 "take the size from the input's shape, or set micro_batch_size to the batch size"

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from gs_compile.compilation import Compilation, Layout
 from gs_compile.engine import Engine
 from gs_compile.errors import OutputGradientError
 from gs_compile.graph import OutputSpec
-from gs_compile.plan import Layout, Plan
 from gs_compile.program import EPILOGUE, Program, StepShape, Value
 from gs_compile.report import report
 from gs_compile.runtime.executor import Executor
@@ -32,7 +32,7 @@ Gradients = Sequence[torch.Tensor | None]
 class Call:
     """One call of the model: its arguments cut into micro-batches, and the step under way."""
 
-    plan: Plan
+    compilation: Compilation
     layout: Layout  # of the first micro-batch, for what all share
     layouts: Sequence[Layout]  # of every micro-batch
     args: Sequence[Any]
@@ -98,21 +98,21 @@ class Call:
             self.engine.forwarded(self.executor, failed=failed)
 
     def _executor(self) -> Executor | TieredExecutor:
-        first = not self.plan.steps
+        first = not self.compilation.steps
         inputs = self._inputs()
         executor: Executor | TieredExecutor
         if self.engine is None:
-            program = self.plan.program(self.layout, self.num_micro_batches, self._shape())[-1]
+            program = self.compilation.program(self.layout, self.num_micro_batches, self._shape())[-1]
             executor = Executor(program, self.units, inputs)
         else:
             shape = self._shape()
             executor = self.engine.begin(
                 self.layouts, self.args, self.units, inputs, training=self.training, apart=EPILOGUE in shape.outside
             )
-            self.plan.remember(self.layout, shape, self.engine.programs)
-            self.plan.tiers = self.engine.describe()
+            self.compilation.remember(self.layout, shape, self.engine.programs)
+            self.compilation.tiers = self.engine.describe()
         if first:
-            report(self.plan)
+            report(self.compilation)
         return executor
 
     def _backward_on_tiers(
@@ -173,7 +173,7 @@ class Call:
 
     def _backward_from_outside(self, executor: Executor, gradients: Gradients, outside: frozenset[Any]) -> None:
         shape = replace(self.layout.shape, outside=outside)
-        program = self.plan.program(self.layout, self.num_micro_batches, shape)[-1]
+        program = self.compilation.program(self.layout, self.num_micro_batches, shape)[-1]
         env = {value: content for value, content in executor.env.items() if value.kind not in ("dx", "dw", "dside")}
         again = Executor(program, self.units, {**env, **self._dy(gradients, outside)})
         again.backward()

@@ -36,20 +36,22 @@ from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Trace
 
 if TYPE_CHECKING:
-    from gs_compile.plan import Layout, Plan
+    from gs_compile.compilation import Compilation, Layout
 
 
 class Engine(Keeper):
     """One model's parameters, and the optimizer that updates them."""
 
-    def __init__(self, optimizer: TieredOptimizer, plan: Plan, layouts: Sequence[Layout], args: Sequence[Any]) -> None:
+    def __init__(
+        self, optimizer: TieredOptimizer, compilation: Compilation, layouts: Sequence[Layout], args: Sequence[Any]
+    ) -> None:
         self.optimizer = optimizer
         self.components = optimizer.components
-        self.options: Options = plan.options
+        self.options: Options = compilation.options
         self.open: TieredExecutor | None = None  # a training step between its forward and the end of its backward
         self.record: StepRecord | None = None  # of a backward that optimizer.step() has not closed yet
         self.programs: tuple[Program, ...] = ()  # of the latest call
-        self.members = Members(optimizer, plan, layouts[0], args)
+        self.members = Members(optimizer, compilation, layouts[0], args)
         self.slices = self.members.slices
         self.planning = Planning(
             self.options,
@@ -240,7 +242,7 @@ def claim(parameters: Sequence[Any], *, options: Options) -> bool:
     return claimed
 
 
-def engine_for(plan: Plan, layouts: Sequence[Layout], args: Sequence[Any]) -> Engine | None:
+def engine_for(compilation: Compilation, layouts: Sequence[Layout], args: Sequence[Any]) -> Engine | None:
     """The engine of the parameters that a call reads, made at the first call; None where they are the user's."""
     parameters = [arg for arg in args if isinstance(arg, torch.nn.Parameter)]
     found = {id(o): o for p in parameters if (o := optimizer_of(p)) is not None}
@@ -255,7 +257,7 @@ def engine_for(plan: Plan, layouts: Sequence[Layout], args: Sequence[Any]) -> En
     optimizer = next(iter(found.values()))
     if optimizer.engine is None:
         with torch.inference_mode(False):  # homes outlive this call
-            optimizer.engine = Engine(optimizer, plan, layouts, args)
+            optimizer.engine = Engine(optimizer, compilation, layouts, args)
             optimizer.load_into(optimizer.engine)
     return optimizer.engine
 

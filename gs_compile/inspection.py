@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from gs_compile.compilation import Compilation, Layout, Step, compilations_of
 from gs_compile.errors import InspectionError
 from gs_compile.fx import graph_module
 from gs_compile.graph import LossTerm, Source, TensorSpec, UnitGraph
 from gs_compile.passes.differentiate import Differentiated
-from gs_compile.plan import Layout, Plan, Step, plans_of
 from gs_compile.program import EPILOGUE, PROLOGUE, Program, StepShape, Unit, height
 from gs_compile.text import timetable
 
@@ -32,16 +32,16 @@ def inspect(model: torch.nn.Module) -> Inspection:
     `model` was compiled in place or is what torch.compile returned. Raises `InspectionError` if it has not been called
     since.
     """
-    known = {id(plan): plan for p in model.parameters() for plan in plans_of.get(p, ())}
-    plans = [plan for plan in reversed(known.values()) if plan.steps]
-    if not plans:
+    known = {id(compilation): compilation for p in model.parameters() for compilation in compilations_of.get(p, ())}
+    compilations = [compilation for compilation in reversed(known.values()) if compilation.steps]
+    if not compilations:
         raise InspectionError(
             f"there is nothing to inspect: this {type(model).__name__} has not run with the greedysnake backend. "
             'Compile it, model.compile(backend="greedysnake"), and call the model once with inputs of the size you '
             "are interested in"
         )
-    plans.sort(key=lambda plan: not _latest(plan).shape.training)
-    return Inspection(plans[0], tuple(plans))
+    compilations.sort(key=lambda compilation: not _latest(compilation).shape.training)
+    return Inspection(compilations[0], tuple(compilations))
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class UnitClass:
 class Inspection:
     """One capture of a model, and the latest step that ran with it."""
 
-    plan: Plan
-    plans: tuple[Plan, ...]  # all captures of the model, in the order of `captures`
+    compilation: Compilation
+    compilations: tuple[Compilation, ...]  # all captures of the model, in the order of `captures`
 
     def __repr__(self) -> str:
         return f"<Inspection: {self.headline}>"
@@ -91,14 +91,14 @@ class Inspection:
     @property
     def captures(self) -> tuple[Inspection, ...]:
         """Every capture of the model (lengths, gradient modes): those that train first, of these the latest first."""
-        return tuple(replace(self, plan=plan) for plan in self.plans)
+        return tuple(replace(self, compilation=compilation) for compilation in self.compilations)
 
     # The model -------------------------------------------------------------------------------------------------------
 
     @property
     def captured(self) -> fx.GraphModule:
         """The model's forward as Dynamo captured it, its batch dimension a symbol."""
-        return self.plan.captured.module
+        return self.compilation.captured.module
 
     @property
     def specialized(self) -> fx.GraphModule:
@@ -176,7 +176,7 @@ class Inspection:
     @property
     def tiers(self) -> str:
         """What lives where, with the planned peaks; "everything is on the device" without an optimizer of ours."""
-        return self.plan.tiers or "everything is on the device"
+        return self.compilation.tiers or "everything is on the device"
 
     # Sizes -----------------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class Inspection:
         """What `units` (without any: the whole model) read of the model's parameters, by index among the captured
         graph's inputs: each once, wherever it is tied to.
         """
-        entries = self.plan.captured.inputs
+        entries = self.compilation.captured.inputs
         return {
             source.index: spec
             for unit in self._layout.split.units
@@ -215,12 +215,12 @@ class Inspection:
     @property
     def seconds_in_passes(self) -> float:
         """Spent so far in the passes over this capture, for all sizes it was called with."""
-        return self.plan.seconds
+        return self.compilation.seconds
 
     @property
     def seconds_in_code(self) -> float:
         """Spent so far in tracing and compiling the units' code, which equal units of all captures share."""
-        codes = {code for layout in self.plan.layouts.values() for code in layout.sized.codes.values()}
+        codes = {code for layout in self.compilation.layouts.values() for code in layout.sized.codes.values()}
         return sum(code.seconds for code in codes if isinstance(code, Differentiated))
 
     # For people ------------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class Inspection:
 
     @property
     def _step(self) -> Step:
-        return _latest(self.plan)
+        return _latest(self.compilation)
 
     @property
     def _layout(self) -> Layout:
@@ -299,7 +299,7 @@ class Inspection:
     def _name(self, source: Source) -> str:
         match source.kind:
             case "input":
-                return self.plan.captured.inputs[source.index].path
+                return self.compilation.captured.inputs[source.index].path
             case "side" | "total":
                 return f"{source.kind} {source.index}"
             case _:
@@ -322,8 +322,8 @@ def _counted(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def _latest(plan: Plan) -> Step:
-    return list(plan.steps.values())[-1]
+def _latest(compilation: Compilation) -> Step:
+    return list(compilation.steps.values())[-1]
 
 
 def _describe(shape: StepShape) -> str:

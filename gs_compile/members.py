@@ -19,7 +19,7 @@ from gs_compile.runtime.tiered import Bindings
 from gs_compile.runtime.tiers import Slice
 
 if TYPE_CHECKING:
-    from gs_compile.plan import Layout, Plan
+    from gs_compile.compilation import Compilation, Layout
 
 
 class Members:
@@ -29,16 +29,18 @@ class Members:
     parameter that several units read is a member of "t".
     """
 
-    def __init__(self, optimizer: TieredOptimizer, plan: Plan, layout: Layout, args: Sequence[Any]) -> None:
-        self.options: Options = plan.options
+    def __init__(
+        self, optimizer: TieredOptimizer, compilation: Compilation, layout: Layout, args: Sequence[Any]
+    ) -> None:
+        self.options: Options = compilation.options
         self.by_unit: dict[Unit, list[torch.nn.Parameter]] = {}
         self.slices: dict[int, Slice] = {}  # by the id of a parameter
         self._groups = optimizer.group_of
-        for index, unit in _owners(layout, plan).items():
+        for index, unit in _owners(layout, compilation).items():
             if args[index].requires_grad and args[index] not in self._groups:
                 raise OptimizerError(
-                    f"{plan.captured.inputs[index].path} is trained, but the gs_compile optimizer does not have it; "
-                    "give the optimizer all parameters that require a gradient, or freeze this one"
+                    f"{compilation.captured.inputs[index].path} is trained, but the gs_compile optimizer does not "
+                    "have it; give the optimizer all parameters that require a gradient, or freeze this one"
                 )
             self.by_unit.setdefault(unit, []).append(args[index])
         for unit, members in self.by_unit.items():
@@ -149,12 +151,12 @@ def kept_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:
     return torch.bfloat16 if narrow else parameter.dtype
 
 
-def _owners(layout: Layout, plan: Plan) -> dict[int, Unit]:
+def _owners(layout: Layout, compilation: Compilation) -> dict[int, Unit]:
     """The unit of each parameter, by input index: "t" for those that several units read."""
     owners: dict[int, Unit] = {}
     for graph in layout.split.units:
         for source in graph.sources:
-            if source.kind == "input" and plan.captured.inputs[source.index].role == "parameter":
+            if source.kind == "input" and compilation.captured.inputs[source.index].role == "parameter":
                 known = owners.setdefault(source.index, graph.unit)
                 if known != graph.unit:
                     owners[source.index] = TIED

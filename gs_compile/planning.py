@@ -18,7 +18,7 @@ from gs_compile.placement import Placement
 from gs_compile.program import PROLOGUE, TIED, Program, StepShape, Unit, height
 
 if TYPE_CHECKING:
-    from gs_compile.plan import Layout
+    from gs_compile.compilation import Layout
 
 DEFAULT_SHARE = 0.8  # of the memory that is free at the start: the rest is for activations and the user's own
 

@@ -11,26 +11,26 @@ import logging
 
 from torch._logging import trace_structured
 
+from gs_compile.compilation import Compilation
 from gs_compile.inspection import Inspection
-from gs_compile.plan import Plan
 
 log = logging.getLogger(__name__)
 
 
-def report(plan: Plan) -> None:
-    """Log the latest step of `plan`, and add its artifacts to torch's structured trace where one is written."""
-    inspection = Inspection(plan, (plan,))
+def report(compilation: Compilation) -> None:
+    """Log the latest step of `compilation`, and add its artifacts to torch's structured trace where one is written."""
+    inspection = Inspection(compilation, (compilation,))
     log.info("%s", inspection.headline)
     log.debug("%s", inspection.program())
-    _artifact(plan, "program", inspection.program())
-    _artifact(plan, "layers", inspection.uniformity)
-    _artifact(plan, "loss", inspection.derivation)
+    _artifact(compilation, "program", inspection.program())
+    _artifact(compilation, "layers", inspection.uniformity)
+    _artifact(compilation, "loss", inspection.derivation)
 
 
-def _artifact(plan: Plan, name: str, content: object) -> None:
+def _artifact(compilation: Compilation, name: str, content: object) -> None:
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"gs_compile_{name}", "encoding": "string"},
         payload_fn=lambda: str(content),
-        compile_id=plan.compile_id,
+        compile_id=compilation.compile_id,
     )

@@ -44,7 +44,7 @@ ROOF = {
     "keeper",
     "members",
     "optim",
-    "plan",
+    "compilation",
     "planning",
     "report",
 }

@@ -17,7 +17,7 @@ from torch.nn import functional
 from zoo import GPT, VOCAB, WIDTH, Block, assert_same_gradients, batch, compile_model, gradients, train
 
 from gs_compile.backend import greedysnake
-from gs_compile.plan import plans_of
+from gs_compile.compilation import compilations_of
 
 OPTIONS = {"micro_batch_size": 2, "expert": {"compiler": "eager"}}
 
@@ -54,8 +54,8 @@ class Spy:
 
 def captured(model):
     """The single capture of a compiled model."""
-    (plan,) = plans_of[next(model.parameters())]
-    return plan.captured
+    (compilation,) = compilations_of[next(model.parameters())]
+    return compilation.captured
 
 
 def roles(model):

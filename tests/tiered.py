@@ -13,11 +13,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import gs_compile
+from gs_compile.compilation import Compilation, compilations_of
 from gs_compile.config import Options
 from gs_compile.initialise import set_aside
 from gs_compile.optim import TieredOptimizer
 from gs_compile.placeholders import restore
-from gs_compile.plan import Plan, plans_of
 
 VOCABULARY, LENGTH = 70, 8
 BATCH = 5  # in micro-batches of 2 the last is smaller
@@ -124,26 +124,26 @@ class Rig:
         self.model = build()
         self.precision = precision
         self.initial = [parameter.detach().clone() for parameter in self.model.parameters()]
-        self.plan: Plan | None = None
+        self.compilation: Compilation | None = None
 
     @contextmanager
     def fresh(self, make: Make, given: Mapping[str, Any]) -> Iterator[TieredOptimizer]:
         """The model as it was built, with an optimizer and options of its own, for as long as the context lasts."""
         optimizer = make(two_groups(self.model))
         given = {**given, "precision": self.precision}
-        if self.plan is None:
+        if self.compilation is None:
             self.model.compile(backend="greedysnake", options=given)
         else:
-            self.plan.options = Options.of(given)
+            self.compilation.options = Options.of(given)
             dtype = torch.bfloat16 if self.precision == "bf16" else None
             for parameter in self.model.parameters():
                 set_aside(parameter, dtype)
         try:
             yield optimizer
         finally:
-            plans = plans_of.get(next(self.model.parameters()), [])
-            assert len(plans) <= 1, "captured once more: these options did not count"
-            self.plan = plans[0] if plans else None
+            compilations = compilations_of.get(next(self.model.parameters()), [])
+            assert len(compilations) <= 1, "captured once more: these options did not count"
+            self.compilation = compilations[0] if compilations else None
             if optimizer.engine is not None:
                 optimizer.engine.tiers.close()
                 optimizer.engine = None

@@ -243,11 +243,16 @@ def test_evaluation(mode):
 
 def spy_on_verbs(model):
     """A function that tells the verbs of all step programs made for `model` so far."""
-    from gs_compile.plan import plans_of
+    from gs_compile.compilation import compilations_of
 
     def verbs():
-        plans = plans_of[next(model.parameters())]
-        return {op.verb for plan in plans for programs in plan.programs.values() for op in programs[-1].ops}
+        compilations = compilations_of[next(model.parameters())]
+        return {
+            op.verb
+            for compilation in compilations
+            for programs in compilation.programs.values()
+            for op in programs[-1].ops
+        }
 
     return verbs
 

@@ -23,7 +23,7 @@ from zoo import (
     train,
 )
 
-from gs_compile.plan import plans_of
+from gs_compile.compilation import compilations_of
 
 
 class Square(torch.autograd.Function):
@@ -129,7 +129,7 @@ def test_gradient_checkpointing_is_absorbed():
     reference = copy.deepcopy(model)
     compile_model(model, 2)
     assert_same_gradients(train(model, *batch())[1], train(reference, *batch())[1])
-    assert len(plans_of[next(model.parameters())]) == 1
+    assert len(compilations_of[next(model.parameters())]) == 1
 
 
 class Autocast(Block):

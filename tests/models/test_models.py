@@ -20,7 +20,7 @@ from zoo import (
     train,
 )
 
-from gs_compile.plan import plans_of
+from gs_compile.compilation import compilations_of
 
 pytestmark = [
     # bloom instantiates an autograd.Function; mamba calls a cached function: Dynamo warns of both, for plain torch too
@@ -89,8 +89,8 @@ def distance(left, right):
 
 
 def layer_classes(model):
-    (plan,) = plans_of[next(model.parameters())]
-    (layout,) = plan.layouts.values()
+    (compilation,) = compilations_of[next(model.parameters())]
+    (layout,) = compilation.layouts.values()
     return layout.uniform.layer_classes
 
 

@@ -31,8 +31,8 @@ from gs_compile.passes.uniform import Uniform, uniform
 from gs_compile.program import EPILOGUE, PROLOGUE, Program, StepShape, Unit, Value
 from gs_compile.runtime.units import Sized
 
-# For inspection: the plans of each parameter's model. By identity: `==` of two tensors is a tensor.
-plans_of: MutableMapping[torch.nn.Parameter, list[Plan]] = WeakTensorKeyDictionary()
+# For inspection: the compilations of each parameter's model. By identity: `==` of two tensors is a tensor.
+compilations_of: MutableMapping[torch.nn.Parameter, list[Compilation]] = WeakTensorKeyDictionary()
 
 _codes: dict[Hashable, Differentiated] = {}  # equal layers of all captures share their code
 MOST_CODES = 512  # a model has three for each size of the micro-batch
@@ -90,7 +90,7 @@ class Step:
 
 
 @dataclass
-class Plan:
+class Compilation:
     """Everything made from one capture; filled as calls of new sizes come."""
 
     captured: Captured
