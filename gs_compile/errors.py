@@ -109,3 +109,11 @@ class SlowStorageWarning(UserWarning):
 
 class InitialisationError(GreedySnakeError, ValueError):
     """A model cannot be built on storage; names the parameter or operation that the initialiser does not allow."""
+
+
+class ProfileError(GreedySnakeError, ValueError):
+    """A machine profile has a missing or impossible number, or is of a newer format; names the entry."""
+
+
+class PlanError(GreedySnakeError, ValueError):
+    """No plan exists: settings contradict each other, or the model fits nowhere; says what is short and what is near."""

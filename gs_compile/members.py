@@ -11,12 +11,12 @@ import torch
 from gs_compile.config import Options
 from gs_compile.errors import OptimizerError
 from gs_compile.optim import TieredOptimizer
-from gs_compile.passes.fit import UnitSize
 from gs_compile.placement import QUANTUM
 from gs_compile.program import TIED, Unit
 from gs_compile.runtime.coordinators import Binding
 from gs_compile.runtime.tiered import Bindings
 from gs_compile.runtime.tiers import Slice
+from gs_compile.workload import UnitSize
 
 if TYPE_CHECKING:
     from gs_compile.compilation import Compilation, Layout

@@ -12,10 +12,12 @@ import torch
 from gs_compile.config import Options, parse_bytes
 from gs_compile.errors import MemoryBudgetError, OptionError
 from gs_compile.machine import available_memory, format_bytes, usable_memory
-from gs_compile.passes.fit import CLASSES, MARGIN, UnitSize, fit, most_alpha, peak, place
+from gs_compile.passes.cut import cut_units
+from gs_compile.passes.fit import CLASSES, MARGIN, fit, most_alpha, peak
 from gs_compile.passes.lower import flush, lower
 from gs_compile.placement import Placement
 from gs_compile.program import PROLOGUE, TIED, Program, StepShape, Unit, height
+from gs_compile.workload import UnitSize
 
 if TYPE_CHECKING:
     from gs_compile.compilation import Layout
@@ -148,7 +150,7 @@ class Planning:
         x_nbytes, side_nbytes = _activations(layouts)
 
         def make(ratios: Mapping[str, float], alpha: float = alpha) -> Placement:
-            return place(
+            return cut_units(
                 self.sizes,
                 ratios,
                 alpha=alpha,

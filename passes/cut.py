@@ -1,14 +1,48 @@
-"""cut: the parts of one unit, from ratios, alpha and the size of one update."""
+"""cut: the parts of every unit, from ratios, alpha and the size of one update."""
 
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, count
 from math import ceil
 
-from gs_compile.placement import QUANTUM, Group, Part, UnitPlacement
+from gs_compile.placement import QUANTUM, Group, Part, Placement, UnitPlacement
 from gs_compile.program import Tier, Unit
+from gs_compile.workload import UnitSize
+
+
+def cut_units(
+    sizes: tuple[UnitSize, ...],
+    ratios: Mapping[str, float],
+    *,
+    alpha: float,
+    clip: bool,
+    separate: bool,
+    num_layers: int,
+    x_nbytes: tuple[int, ...],
+    side_nbytes: tuple[int, ...],
+) -> Placement:
+    """The placement that ratios and alpha describe. No update takes more elements at a time than a whole layer has."""
+    layers = [sum(size.trained) for size in sizes if isinstance(size.unit, int)]
+    units = tuple(
+        cut(
+            size.unit,
+            size.trained,
+            size.frozen,
+            parameter_ratio=ratios["parameter"],
+            optimizer_ratio=ratios["optimizer"],
+            alpha=alpha,
+            most_numel=max(layers, default=0) or max(sum(size.trained) for size in sizes) or 1,
+            separate=separate,
+            itemsize=size.itemsize,
+            gradient_itemsize=size.gradient_itemsize,
+            state_itemsize=size.state_itemsize,
+            has_master=size.has_master,
+        )
+        for size in sizes
+    )
+    return Placement(units, separate, clip, ratios["checkpoint"], x_nbytes, side_nbytes, num_layers)
 
 
 def cut(

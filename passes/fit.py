@@ -7,63 +7,14 @@ move twice. What a class takes is counted by lowering the step and reading its p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.placement import Placement
-from gs_compile.program import Program, Unit
-
-from .cut import cut
+from gs_compile.program import Program
 
 CLASSES = ("parameter", "checkpoint", "optimizer")  # in the order in which they are given host memory
 MARGIN = 1 << 20  # bytes: rounding of buffers to pages
-
-
-@dataclass(frozen=True)
-class UnitSize:
-    """What a unit has to place: elements of its tensors (multiples of the quantum), trained ones first."""
-
-    unit: Unit
-    trained: tuple[int, ...]
-    frozen: tuple[int, ...]
-    itemsize: int
-    gradient_itemsize: int
-    state_itemsize: int
-    has_master: bool
-
-
-def place(
-    sizes: tuple[UnitSize, ...],
-    ratios: Mapping[str, float],
-    *,
-    alpha: float,
-    clip: bool,
-    separate: bool,
-    num_layers: int,
-    x_nbytes: tuple[int, ...],
-    side_nbytes: tuple[int, ...],
-) -> Placement:
-    """The placement that ratios and alpha describe. No update takes more elements at a time than a whole layer has."""
-    layers = [sum(size.trained) for size in sizes if isinstance(size.unit, int)]
-    units = tuple(
-        cut(
-            size.unit,
-            size.trained,
-            size.frozen,
-            parameter_ratio=ratios["parameter"],
-            optimizer_ratio=ratios["optimizer"],
-            alpha=alpha,
-            most_numel=max(layers, default=0) or max(sum(size.trained) for size in sizes) or 1,
-            separate=separate,
-            itemsize=size.itemsize,
-            gradient_itemsize=size.gradient_itemsize,
-            state_itemsize=size.state_itemsize,
-            has_master=size.has_master,
-        )
-        for size in sizes
-    )
-    return Placement(units, separate, clip, ratios["checkpoint"], x_nbytes, side_nbytes, num_layers)
 
 
 def fit(

@@ -27,11 +27,13 @@ GROUND = {
     "materialized",
     "placeholders",
     "placement",
+    "profile",
     "reference",
     "signatures",
     "text",
     "traffic",
     "verify",
+    "workload",
 }
 ROOF = {
     "__init__",

@@ -1,0 +1,185 @@
+"""profile: what a machine can do, in numbers; measured once, or declared in a file that gives each number its source.
+
+A profile is a small JSON file that people may write:
+
+    {"format": 1, "name": "workstation", "device": "cuda", "host_nbytes": 68719476736, ...,
+     "sources": {"host_nbytes": "4 x 16 GiB DDR4"}}
+
+Two lanes that share a resource have two rates each: alone, and beside the other (`mixed`). What a drive reads while it
+writes is neither what it reads alone nor half of that.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from gs_compile.errors import ProfileError
+
+FORMAT = 1  # of the file; a newer one is refused, not guessed at
+DTYPES = ("fp32", "bf16", "fp16")  # those a matrix rate can be given for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """One machine as one rank sees it; rates are what is sustained, not what a data sheet peaks at.
+
+    device: "cuda", with memory of its own, or "cpu", where the device is the host.
+    host_nbytes, device_nbytes, ssd_nbytes: what a run may use of each tier; device_nbytes is 0 without a device memory.
+    matmul_flops_per_second: of large matrix products, by dtype ("fp32", "bf16", "fp16").
+    h2d, d2h, ssd_read, ssd_write: bytes a second of each lane alone, and beside the other direction (`mixed`).
+    update_elements_per_second: AdamW on fp32, alone and beside computation (`mixed`).
+    compute_mixed_speed: of the computation while the optimizer runs, 1.0 where they do not meet.
+    memory_bytes_per_second: of a pass over memory of the device that reads it.
+    op_seconds: what issuing one operation costs.
+    request_seconds: from asking the SSD to the first byte.
+    ssd_rated_nbytes: bytes the drives may be written in their life (their endurance); 0 if unknown.
+    num_ranks: that share host memory and drives; all figures are one rank's share.
+    """
+
+    name: str
+    device: Literal["cuda", "cpu"]
+    host_nbytes: int
+    ssd_nbytes: int
+    device_nbytes: int = 0
+    matmul_flops_per_second: Mapping[str, float]
+    memory_bytes_per_second: float
+    ssd_read_bytes_per_second: float
+    ssd_write_bytes_per_second: float
+    ssd_read_mixed_bytes_per_second: float
+    ssd_write_mixed_bytes_per_second: float
+    h2d_bytes_per_second: float = math.inf
+    d2h_bytes_per_second: float = math.inf
+    h2d_mixed_bytes_per_second: float = math.inf
+    d2h_mixed_bytes_per_second: float = math.inf
+    update_elements_per_second: float
+    update_mixed_elements_per_second: float
+    compute_mixed_speed: float = 1.0
+    op_seconds: float = 0.0
+    request_seconds: float = 0.0
+    ssd_rated_nbytes: int = 0
+    num_ranks: int = 1
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            _check(entry.name, getattr(self, entry.name))
+        for lane in ("h2d", "d2h"):
+            if self.separate and math.isinf(getattr(self, f"{lane}_bytes_per_second")):
+                raise ProfileError(f"{lane}_bytes_per_second is missing: a cuda device has a link to its host")
+        if self.separate and not self.device_nbytes:
+            raise ProfileError("device_nbytes is missing: a cuda device has memory of its own")
+        for alone, mixed in MIXED.items():
+            if getattr(self, mixed) > getattr(self, alone):
+                raise ProfileError(
+                    f"{mixed} is {getattr(self, mixed):g}, more than {alone}, {getattr(self, alone):g}: nothing gets "
+                    "faster because its neighbour works too"
+                )
+
+    @property
+    def separate(self) -> bool:
+        """Whether the device has memory of its own."""
+        return self.device != "cpu"
+
+    def speeds(self) -> dict[tuple[str, str], float]:
+        """How fast the first lane runs while the second does, as a fraction of alone; pairs that are not here do not
+        disturb each other.
+        """
+        pairs = {
+            ("ssd_read", "ssd_write"): "ssd_read",
+            ("ssd_write", "ssd_read"): "ssd_write",
+            ("h2d", "d2h"): "h2d",
+            ("d2h", "h2d"): "d2h",
+        }
+        found = {
+            pair: _ratio(getattr(self, f"{lane}_mixed_bytes_per_second"), getattr(self, f"{lane}_bytes_per_second"))
+            for pair, lane in pairs.items()
+        }
+        found["cpu", "compute"] = self.update_mixed_elements_per_second / self.update_elements_per_second
+        found["compute", "cpu"] = self.compute_mixed_speed
+        return {pair: speed for pair, speed in found.items() if speed < 1}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; rates without a bound are left out."""
+        values = {k: v for k, v in asdict(self).items() if not (isinstance(v, float) and math.isinf(v))}
+        return {"format": FORMAT, **values}
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """The profile in a file; raises `ProfileError` where it is not one, or is of a newer format."""
+        try:
+            given = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ProfileError(f"{path}: no machine profile can be read there: {error}") from error
+        try:
+            return cls.of(given)
+        except ProfileError as error:
+            raise ProfileError(f"{path}: {error}") from None
+
+    @classmethod
+    def of(cls, given: Any) -> Profile:
+        """The profile that a dict describes."""
+        if not isinstance(given, Mapping):
+            raise ProfileError("a machine profile is a JSON object")
+        values = dict(given)
+        version = values.pop("format", None)
+        if version != FORMAT:
+            newer = isinstance(version, int) and version > FORMAT
+            hint = "it is newer than this release reads: update greedysnake" if newer else "probe the machine again"
+            raise ProfileError(f"format is {version!r}, not {FORMAT}; {hint}")
+        known = {entry.name: entry for entry in fields(cls)}
+        for key in values:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), list(known), n=1)
+                raise ProfileError(f"unknown entry {key}" + (f"; did you mean {close[0]}?" if close else ""))
+        for name, entry in known.items():
+            if entry.default is MISSING and entry.default_factory is MISSING and name not in values:
+                raise ProfileError(f"{name} is missing")
+        return cls(**values)
+
+
+MIXED = {
+    f"{lane}_bytes_per_second": f"{lane}_mixed_bytes_per_second" for lane in ("ssd_read", "ssd_write", "h2d", "d2h")
+} | {"update_elements_per_second": "update_mixed_elements_per_second"}
+
+
+def _ratio(mixed: float, alone: float) -> float:
+    return 1.0 if math.isinf(mixed) else mixed / alone
+
+
+def _check(name: str, value: Any) -> None:
+    """Raise `ProfileError` for a number that no machine has."""
+    match name:
+        case "name":
+            valid = isinstance(value, str) and bool(value)
+        case "device":
+            valid = value in ("cuda", "cpu")
+        case "sources":
+            valid = isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values())
+        case "matmul_flops_per_second":
+            valid = isinstance(value, Mapping) and bool(value) and set(value) <= set(DTYPES)
+            valid = valid and all(_is_number(v) and v > 0 and math.isfinite(v) for v in value.values())
+        case "host_nbytes" | "ssd_nbytes" | "num_ranks":
+            valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        case "device_nbytes" | "ssd_rated_nbytes":
+            valid = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        case "compute_mixed_speed":
+            valid = _is_number(value) and 0 < value <= 1
+        case "op_seconds" | "request_seconds":
+            valid = _is_number(value) and 0 <= value < 1
+        case _:
+            valid = _is_number(value) and value > 0 and (math.isfinite(value) or name.startswith(("h2d", "d2h")))
+    if not valid:
+        raise ProfileError(f"{name} is {value!r}, which no machine has")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
