@@ -116,4 +116,4 @@ class ProfileError(GreedySnakeError, ValueError):
 
 
 class PlanError(GreedySnakeError, ValueError):
-    """No plan exists: settings contradict each other, or the model fits nowhere. Says what is short, and what is near."""
+    """No plan exists: settings contradict each other, or the model fits nowhere; says what is short and near."""
