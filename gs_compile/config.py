@@ -53,6 +53,13 @@ def _scaled(number: float, unit: str, value: str, whole: int | None, name: str) 
     raise OptionError(f"{name} has an unknown unit; got {value!r}; known: {', '.join(UNITS)}, %")
 
 
+def default_storage() -> Path:
+    """Where data goes that nobody gave a place: under the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    cache = cache if cache.is_absolute() else Path("~/.cache").expanduser()  # a relative one is to be ignored
+    return cache / DEFAULT_STORAGE
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ratios:
     """The fraction of each class of data that stays in host memory, 0 to 1; the rest is on SSD. None: chosen by us."""
@@ -133,7 +140,7 @@ class Options:
         _whole("micro_batch_size", self.micro_batch_size, "a whole number of samples, 1 or more")
         _one_of("outputs", self.outputs, ("all", "loss"))
         _one_of("precision", self.precision, ("model", "bf16"))
-        object.__setattr__(self, "storage", _directories(self.storage or _default_storage()))
+        object.__setattr__(self, "storage", _directories(self.storage or default_storage()))
         for name in ("host_memory", "device_memory"):
             object.__setattr__(self, name, _budget(name, getattr(self, name)))
         object.__setattr__(self, "expert", _nested("expert", Expert, self.expert))
@@ -179,11 +186,6 @@ def _directories(storage: Any) -> tuple[Path, ...]:
     if len(set(paths)) < len(paths):
         raise OptionError(f"storage names a directory twice; got {storage!r}")
     return paths
-
-
-def _default_storage() -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (cache if cache.is_absolute() else Path("~/.cache")) / DEFAULT_STORAGE  # a relative one is to be ignored
 
 
 def _budget(name: str, value: int | str | None) -> int | str | None:

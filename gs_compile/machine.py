@@ -46,6 +46,12 @@ def usable_cores(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     return max(1, int(min([len(os.sched_getaffinity(0)), *quotas])))
 
 
+def free_storage(folder: Path) -> int:
+    """The bytes this process may still write to the file system of `folder`."""
+    room = os.statvfs(folder)
+    return room.f_bavail * room.f_frsize
+
+
 def resident_bytes(*, proc: Path = PROC) -> int:
     """The bytes of memory this process holds now, its share of files included."""
     return _kibibytes("VmRSS", proc / "self/status")

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import torch
 
+from .config import default_storage
 from .errors import StorageError, StorageFullError
+from .machine import free_storage
 
 SMALL_NBYTES = 64 << 10  # below, a tensor stays in memory: norms and biases, too little to be worth a file each
 CHUNK_NBYTES = 16 << 20  # what is in memory while a file is written: large requests, and a small part of any budget
@@ -42,10 +44,7 @@ def mapped(
 
 def directory(storage: str | os.PathLike[str] | None) -> Path:
     """The directory of the files; made for this user alone if it is not there."""
-    if storage is None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "greedysnake"
-    else:
-        folder = Path(storage)
+    folder = default_storage() if storage is None else Path(storage)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -61,10 +60,8 @@ def map_file(folder: Path, nbytes: int) -> torch.UntypedStorage:
             storage = torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", shared=True, nbytes=nbytes)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            status = os.statvfs(folder)
-            free_nbytes = status.f_bavail * status.f_frsize
             raise StorageFullError(
-                f"{folder} has no room for the next values: {nbytes} bytes needed, {free_nbytes} free. "
+                f"{folder} has no room for the next values: {nbytes} bytes needed, {free_storage(folder)} free. "
                 "Give another directory as storage="
             ) from error
         raise StorageError(f"{folder}: cannot make a file of {nbytes} bytes: {error}") from error

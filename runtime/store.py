@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 from gs_compile.errors import LeftoverError, SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
+from gs_compile.machine import free_storage
 
 from . import ssd
 from .ssd import Engine, File, Memory, Transfer, as_bytes, told
@@ -273,7 +274,7 @@ class Drive:
             os.unlink(file.path.name, dir_fd=self._folder_fd)
 
     def check_room(self, nbytes: int) -> None:
-        if nbytes > free_nbytes(self.folder):
+        if nbytes > free_storage(self.folder):
             raise self._full(nbytes, errno.ENOSPC)
 
     def bytes_per_second(self) -> float:
@@ -310,7 +311,7 @@ class Drive:
 
     def _full(self, nbytes: int, number: int) -> StorageFullError:
         what = (
-            f"{nbytes} bytes are needed and {free_nbytes(self.folder)} are free: make room or choose another storage="
+            f"{nbytes} bytes are needed and {free_storage(self.folder)} are free: make room or choose another storage="
         )
         return StorageFullError(number, what, str(self.folder))
 
@@ -382,11 +383,6 @@ def timed(
         nbytes += memory.nbytes
         seconds = time.perf_counter() - begin
     return nbytes, seconds
-
-
-def free_nbytes(folder: Path) -> int:
-    room = os.statvfs(folder)
-    return room.f_bavail * room.f_frsize
 
 
 def date_of(seconds: float) -> str:

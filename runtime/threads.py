@@ -13,13 +13,13 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
+from gs_compile.machine import usable_cores
+
 log = logging.getLogger(__name__)
 
-CGROUP = Path("/sys/fs/cgroup")
 _default = threading.Lock()  # the default is read, changed and put back as one action
 
 
@@ -58,7 +58,7 @@ def correct_thread_count() -> int:
     if count > 1 or not _set_by_torchrun():
         return count
     processes = int(os.environ["LOCAL_WORLD_SIZE"])
-    share = max(1, int(_usable_cores() / processes))
+    share = max(1, usable_cores() // processes)
     if share > count:
         torch.set_num_threads(share)
         log.warning(
@@ -74,25 +74,6 @@ def _set_by_torchrun() -> bool:
     environment = os.environ
     launched = "TORCHELASTIC_RUN_ID" in environment and environment.get("LOCAL_WORLD_SIZE", "1") != "1"
     return launched and environment.get("OMP_NUM_THREADS") == "1"
-
-
-def _usable_cores() -> float:
-    """Cores this process may use: its affinity, within the quota of its cgroup."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(float(affinity), _cgroup_quota())
-
-
-def _cgroup_quota() -> float:
-    """Cores' worth of time that the container's cgroup grants (version 2, then version 1); infinite where unlimited."""
-    try:
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-    except OSError:
-        try:
-            quota = (CGROUP / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-            period = (CGROUP / "cpu" / "cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return float("inf")
-    return float("inf") if quota in ("max", "-1") else int(quota) / int(period)
 
 
 def _in_new_thread(function: Callable[[], None]) -> None:

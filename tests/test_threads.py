@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,13 +29,13 @@ def own_threads() -> Iterator[None]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """As torchrun starts a process, on a machine of 16 cores; keywords change the environment, None removes."""
 
-    def launch(cores: float = 16.0, **changed: str | None) -> None:
+    def launch(cores: int = 16, **changed: str | None) -> None:
         for name, value in (TORCHRUN | changed).items():
             if value is None:
                 monkeypatch.delenv(name, raising=False)
             else:
                 monkeypatch.setenv(name, value)
-        monkeypatch.setattr(threads, "_usable_cores", lambda: cores)
+        monkeypatch.setattr(threads, "usable_cores", lambda: cores)
         torch.set_num_threads(1)
 
     return launch
@@ -136,23 +134,3 @@ def test_a_number_set_since_stays(launched: Callable[..., None]):
     launched()
     torch.set_num_threads(3)
     assert correct_thread_count() == torch.get_num_threads() == 3
-
-
-@pytest.mark.parametrize(
-    ("files", "cores"),
-    [
-        ({}, 16.0),
-        ({"cpu.max": "max 100000\n"}, 16.0),
-        ({"cpu.max": "350000 100000\n"}, 3.5),
-        ({"cpu.max": "3200000 100000\n"}, 16.0),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 16.0),
-        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.0),
-    ],
-)
-def test_usable_cores(files: dict[str, str], cores: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(threads, "CGROUP", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
-    assert threads._usable_cores() == cores

@@ -1,0 +1,146 @@
+"""step_plan: where everything of a step lives, how it runs, and why: what a plan says, in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from gs_compile.machine import format_bytes
+from gs_compile.passes.place import Budgets, Solution
+from gs_compile.placement import Placement
+from gs_compile.prediction import Prediction
+from gs_compile.profile import Profile
+from gs_compile.program import Program
+from gs_compile.runtime.simulator import Simulation
+from gs_compile.traffic import traffic
+from gs_compile.workload import Workload
+
+SECONDS_PER_DAY = 86400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Another setting near the plan's, by the linear program."""
+
+    label: str
+    num_micro_batches: int
+    micro_batch_size: int
+    alpha: float
+    seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """Where everything lives and how a step runs. Seconds and throughput are simulated; see `explain.report`."""
+
+    workload: Workload
+    profile: Profile
+    budgets: Budgets
+    solution: Solution
+    placement: Placement
+    prediction: Prediction
+    history: tuple[tuple[int, float, float], ...] = ()  # micro-batches, seconds and tokens a second, by the LP
+    binding: tuple[str, ...] = ()  # what limits the step, and what more of it would bring
+    notes: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    schedule: str = "vertical"
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.placement.x_nbytes)
+
+    @property
+    def alpha(self) -> float:
+        return self.solution.alpha
+
+    @property
+    def ratios(self) -> Mapping[str, float]:
+        return self.solution.ratios
+
+    @property
+    def device_ratios(self) -> Mapping[str, float]:
+        return self.solution.device_ratios
+
+    @property
+    def program(self) -> Program:
+        return self.prediction.program
+
+    @property
+    def simulation(self) -> Simulation:
+        return self.prediction.simulation
+
+    @property
+    def seconds(self) -> float:
+        """Of a step among others."""
+        return self.simulation.seconds
+
+    @property
+    def bound_seconds(self) -> float:
+        """What the linear program says: every lane's work spread evenly over its phase."""
+        return self.solution.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_micro_batches * self.workload.tokens / self.seconds
+
+    @property
+    def flops_per_second(self) -> float:
+        """Model FLOPs, 3 x those of the forward: what is recomputed does not count."""
+        return self.num_micro_batches * self.workload.model_flops / self.seconds
+
+    @cached_property
+    def traffic(self) -> Mapping[tuple[str, str], int]:
+        """Bytes of a step, by lane and kind."""
+        return traffic(self.program, self.placement)
+
+    @cached_property
+    def homes(self) -> Mapping[tuple[str, str], int]:
+        """Bytes by class and tier, of what outlives a unit's turn."""
+        return homes(self.placement)
+
+    @property
+    def peaks(self) -> Mapping[str, int]:
+        """The planned peak of each tier."""
+        return dict(self.program.peaks)
+
+    @property
+    def lanes(self) -> Mapping[str, tuple[float, float]]:
+        """Seconds of work and share of the step, by lane."""
+        return {lane: (share * self.seconds, share) for lane, share in self.simulation.busy.items()}
+
+    @property
+    def written_per_day(self) -> float:
+        """Bytes that go to SSD in a day of training."""
+        written = sum(nbytes for (lane, _), nbytes in self.traffic.items() if lane == "ssd_write")
+        return written / self.seconds * SECONDS_PER_DAY
+
+    @property
+    def wear(self) -> str:
+        """For people: what a day of training writes, and how long the drives are rated for that."""
+        if not self.written_per_day:
+            return "nothing is written to SSD"
+        words = f"{format_bytes(int(self.written_per_day))} written to SSD in a day"
+        if self.profile.ssd_rated_nbytes:
+            years = self.profile.ssd_rated_nbytes / self.written_per_day / 365
+            words += (
+                f"; the drives are rated for {format_bytes(self.profile.ssd_rated_nbytes)}, {years:.1f} years of it"
+            )
+        return words
+
+
+def homes(placement: Placement) -> Mapping[tuple[str, str], int]:
+    """Bytes by class and tier of what lives on from one unit's turn to the next: what each ratio has decided."""
+    found: Counter[tuple[str, str]] = Counter()
+    for unit in placement.units:
+        for part in unit.w.values():
+            found["parameters", part.tier] += part.numel * unit.itemsize
+        for part in unit.s.values():
+            found["states", part.tier] += part.numel * unit.state_itemsize
+        found["late gradients", "host"] += sum(g.numel for g in unit.trained("late")) * unit.gradient_itemsize
+    checkpoints = sum(placement.x_nbytes) * placement.num_layers
+    on_host = int(checkpoints * placement.checkpoint_ratio)
+    found["checkpoints", "host"], found["checkpoints", "ssd"] = on_host, checkpoints - on_host
+    return {key: nbytes for key, nbytes in found.items() if nbytes}
