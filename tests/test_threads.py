@@ -125,7 +125,7 @@ def test_another_one_is_not_corrected(
 
 
 def test_a_process_with_one_core_keeps_one_thread(launched: Callable[..., None], caplog: pytest.LogCaptureFixture):
-    launched(cores=3.5)
+    launched(cores=3)
     assert correct_thread_count() == torch.get_num_threads() == 1
     assert not caplog.records
 
