@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
-from contextlib import redirect_stdout
-from io import StringIO
+import time
 from pathlib import Path
 
 import expecttest
 import pytest
+from typer.testing import CliRunner
 
-from gs_compile.__main__ import PROGRAM_PASSES, main
+import gs_compile
+from gs_compile.cli import app
+from gs_compile.command_inspect import PROGRAM_PASSES
+from gs_compile.errors import (
+    InspectionError,
+    MemoryBudgetError,
+    OptionError,
+    PlanError,
+    ProfileError,
+    StorageError,
+    StorageFullError,
+    StorageLockedError,
+)
 from gs_compile.text import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,14 +43,19 @@ FORMS = {
 }
 
 
+def run(*arguments):
+    """What a command prints, and its exit code."""
+    return CliRunner().invoke(app, arguments, prog_name="greedysnake")
+
+
 @pytest.fixture(scope="module")
 def printed() -> dict[str, str]:
     """All that can be printed of one model, which Dynamo captures once."""
     texts = {}
     for form, arguments in FORMS.items():
-        with redirect_stdout(StringIO()) as out:
-            assert main([*GPT2, *arguments]) == 0
-        texts[form] = out.getvalue()
+        result = run(*GPT2, *arguments)
+        assert (result.exit_code, result.stderr, result.exception) == (0, "", None)
+        texts[form] = result.stdout
     return texts
 
 
@@ -130,13 +148,12 @@ def test_json(printed):
     assert json.loads(printed["json with a graph"])["graph"].strip() == printed["backward"].strip()
 
 
-def test_a_config_file_made_narrow_and_shallow(capsys, tmp_path):
+def test_a_config_file_made_narrow_and_shallow(tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 30, "vocab_size": 100} | sizes))
     arguments = ("--layers", "2", "--hidden", "64", "--micro-batch-size", "3", "--sequence", "16", "--json")
-    assert main(["inspect", "--model", str(path), *arguments]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(run("inspect", "--model", str(path), *arguments).stdout)
     assert found["num_layers"] == 2
     assert found["checkpoint"]["spec"] == "float32[3, 16, 64]"
     attention, mlp, norms = 64 * 64 * 2 + 64 * 32 * 2, 64 * 128 * 3, 64 * 2
@@ -149,18 +166,19 @@ def test_a_config_file_made_narrow_and_shallow(capsys, tmp_path):
         (("--model", "gtp2"), "did you mean gpt2?"),
         (("--model", "t5"), "Unrecognized configuration class"),
         (("--model", __file__), "not a JSON file"),
-        (("--model", "gpt2", "--layers", "0"), "--layers: 0 is not 1 or more"),
-        (("--model", "gpt2", "--layers", "many"), "--layers: invalid"),
+        (("--model", "gpt2", "--layers", "0"), "Invalid value for '--layers'"),
+        (("--model", "gpt2", "--layers", "many"), "Invalid value for '--layers'"),
         (("--model", "gpt2", "--sequence", "2000"), "--sequence 2000: the model has 1024 positions"),
         (("--model", "gpt2", "--after", "sneak"), "invalid choice: 'sneak'"),
-        ((), "required: --model"),
+        (("--model", "gpt2", "--graph", "whole"), "Invalid value for '--graph'"),
+        ((), "Missing option '--model'"),
     ],
 )
-def test_wrong_arguments(capsys, arguments, complaint):
-    with pytest.raises(SystemExit) as stopped:
-        main(["inspect", *arguments])
-    assert stopped.value.code == 2
-    assert complaint in capsys.readouterr().err
+def test_wrong_arguments(arguments, complaint):
+    result = run("inspect", *arguments)
+    assert result.exit_code == 2
+    assert complaint in result.stderr
+    assert not result.stdout
 
 
 @pytest.mark.parametrize(
@@ -170,22 +188,97 @@ def test_wrong_arguments(capsys, arguments, complaint):
         ("falcon", "2", "InspectionError: Dynamo cannot capture this model without weights"),
     ],
 )
-def test_a_refusal(capsys, model, layers, complaint):
-    assert main(["inspect", "--model", model, "--layers", layers]) == 1
-    printed = capsys.readouterr()
-    assert printed.err.startswith(complaint)
-    assert not printed.out
+def test_a_refusal(model, layers, complaint):
+    result = run("inspect", "--model", model, "--layers", layers)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(complaint)
+    assert not result.stdout
 
 
-def test_help_needs_no_torch():
-    code = (
-        "import sys, gs_compile.__main__ as cli\n"
-        "try: cli.main(['inspect', '--help'])\n"
-        "except SystemExit as stopped: assert stopped.code == 0\n"
-        "assert 'torch' not in sys.modules"
+# How a command ends ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InspectionError("two\n  lines"), 1),
+        (OptionError("wrong"), 2),
+        (ProfileError("wrong"), 2),
+        (MemoryBudgetError("too large"), 3),
+        (PlanError("too large"), 3),
+        (StorageError(5, "broken"), 5),
+        (StorageFullError(28, "full"), 5),
+        (PermissionError(13, "no"), 5),
+        (StorageLockedError(11, "locked"), 6),
+        (KeyboardInterrupt(), 130),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_exit_codes(monkeypatch, error, code):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("gs_compile.command_inspect.inspect_text", fail)
+    result = run(*GPT2)
+    assert (result.exit_code, result.stdout) == (code, "")
+    message = str(error).replace("\n ", "")
+    assert result.stderr == ("" if code == 130 else f"{type(error).__name__}: {message}\n")
+
+
+def test_an_error_that_is_not_ours_is_not_hidden(monkeypatch):
+    monkeypatch.setattr("gs_compile.command_inspect.inspect_text", lambda *_, **__: 1 / 0)
+    assert isinstance(run(*GPT2).exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_command_and_lets_it_tidy_up(number, code):
+    script = (
+        "import time, gs_compile.cli as cli\n"
+        "@cli.app.command()\n"
+        "def wait():\n"
+        "    try: print('begun', flush=True); time.sleep(60)\n"
+        "    finally: print('tidied', flush=True)\n"
+        "cli.main()"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    assert "--micro-batches" in run.stdout
+    process = subprocess.Popen([sys.executable, "-c", script, "wait"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(number)
+        assert process.stdout.read() == "tidied\n"
+    assert process.returncode == code
+
+
+def test_the_version():
+    assert run("--version").stdout == f"greedysnake {gs_compile.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [(), ("inspect",)], ids=" ".join)
+def test_help_comes_at_once(command):
+    """The command itself, not the interpreter, has 0.3 seconds; the machine may be busy, so the best of five counts."""
+    seconds = min(timed(*command, "--help") for _ in range(5))
+    assert seconds < 0.3
+
+
+def timed(*arguments):
+    begin = time.perf_counter()
+    run = subprocess.run(
+        [sys.executable, "-m", "gs_compile", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "Usage: greedysnake" in run.stdout
+    return time.perf_counter() - begin
+
+
+def test_help_needs_nothing_heavy():
+    script = (
+        "import sys, gs_compile.cli as cli\n"
+        "try: cli.main()\n"
+        "except SystemExit as stopped: assert stopped.code == 0\n"
+        "heavy = {'torch', 'numpy', 'cvxpy', 'transformers', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    for command in ("inspect",):
+        subprocess.run([sys.executable, "-c", script, command, "--help"], cwd=ROOT, capture_output=True, check=True)
 
 
 def test_the_example_runs(tmp_path):

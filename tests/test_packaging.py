@@ -60,7 +60,7 @@ def test_the_wheel_names_the_backend_and_the_command(wheel):
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel.read(name).decode())
     assert dict(entry_points["torch_dynamo_backends"]) == {"greedysnake": "gs_compile.backend:greedysnake"}
-    assert dict(entry_points["console_scripts"]) == {"greedysnake": "gs_compile.__main__:main"}
+    assert dict(entry_points["console_scripts"]) == {"greedysnake": "gs_compile.cli:main"}
 
 
 def test_the_wheel_carries_its_licence(wheel):
