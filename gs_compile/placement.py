@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from gs_compile.program import Op, Tier, Unit, Value
+from gs_compile.program import Op, Schedule, Tier, Unit, Value
 
 # Elements. Cuts are at multiples, so that a part begins on a 4 KiB page in 16 bits and in 32, and that the optimizer's
 # vector code takes every element the same way wherever a unit is cut.
@@ -112,6 +112,9 @@ class Placement:
         what has to be collected for the SSD.
     clip: updates wait for the scale that follows from all gradients' norms.
     x_nbytes, side_nbytes: of the checkpoint, and of the side inputs, of each micro-batch.
+    schedule: the order of a training step.
+    gradient_ratio: of the units, how many have their gradient sums in host memory between two micro-batches of the
+        horizontal order; those of the others go to SSD.
     """
 
     units: tuple[UnitPlacement, ...] = ()
@@ -121,6 +124,8 @@ class Placement:
     x_nbytes: tuple[int, ...] = ()
     side_nbytes: tuple[int, ...] = ()
     num_layers: int = 0
+    schedule: Schedule = "vertical"
+    gradient_ratio: float = 1.0
 
     @cached_property
     def by_unit(self) -> Mapping[Unit, UnitPlacement]:
@@ -134,9 +139,16 @@ class Placement:
         """Host or SSD, for the input of a layer: the ratio's share of all of them, spread evenly."""
         assert isinstance(value.unit, int)
         assert value.micro_batch is not None
-        at = value.unit * len(self.x_nbytes) + value.micro_batch
-        on_host = int((at + 1) * self.checkpoint_ratio + 1e-9) > int(at * self.checkpoint_ratio + 1e-9)
-        return "host" if on_host else "ssd"
+        return _spread(value.unit * len(self.x_nbytes) + value.micro_batch, self.checkpoint_ratio)
+
+    def gradient_home(self, unit: UnitPlacement) -> Tier:
+        """Host or SSD, for a unit's gradient sums between two micro-batches: the ratio's share of all units."""
+        return _spread(self.units.index(unit), self.gradient_ratio)
+
+    @property
+    def num_pieces(self) -> int:
+        """In how many pieces a unit's parameters go to the device: one beside each micro-batch of a stage."""
+        return 1 if self.schedule == "horizontal" else len(self.x_nbytes)
 
     def homes(self, *, late: bool) -> frozenset[Value]:
         """What lives on between steps; `late`: gradients wait for their update."""
@@ -181,6 +193,9 @@ class Placement:
                 return value, unit.s[value.part].numel * unit.state_itemsize
             case "dw", "device":
                 return (value.unit, "dw"), unit.num_trained * unit.gradient_itemsize
+            case "dw", tier if not value.part:  # a sum between two micro-batches
+                key = value if self.separate or tier == "ssd" else (value.unit, "dw")
+                return key, unit.num_trained * unit.gradient_itemsize
             case "dw", _ if self.keeps_gradient(unit):
                 return (value.unit, "dw"), unit.num_trained * unit.gradient_itemsize
             case "dw", _:
@@ -194,7 +209,7 @@ class Placement:
     def _activation_slot(self, value: Value) -> tuple[object, int]:
         assert value.micro_batch is not None
         on_ssd = value.kind == "x" and value.unit != self.num_layers and self.checkpoint_home(value) == "ssd"
-        if value.tier == "host" and on_ssd:
+        if value.tier == "host" and on_ssd and self.schedule == "vertical":
             there = [j for j in range(len(self.x_nbytes)) if self._is_on_ssd(value, j)]
             return (value.unit, "x.host"), sum(self.x_nbytes[j] for j in there)
         return value, self.x_nbytes[value.micro_batch] if value.micro_batch < len(self.x_nbytes) else 0
@@ -213,6 +228,11 @@ class Placement:
         Where the device reads host memory as it is, parameters and gradients count there.
         """
         return _Count(self).peaks(ops)
+
+
+def _spread(at: int, ratio: float) -> Tier:
+    """Where the one at a place among many is, such that the ratio's share of them, spread evenly, is on host."""
+    return "host" if int((at + 1) * ratio + 1e-9) > int(at * ratio + 1e-9) else "ssd"
 
 
 class _Count:

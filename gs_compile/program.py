@@ -20,6 +20,7 @@ from gs_compile.errors import ProgramError
 # and "t", the parameters that several of these share (tied embeddings), which has code of no one's.
 Unit = int | Literal["e", "h", "t"]
 Tier = Literal["device", "host", "ssd"]
+Schedule = Literal["vertical", "horizontal"]
 
 PROLOGUE: Literal["e"] = "e"
 EPILOGUE: Literal["h"] = "h"
@@ -100,16 +101,18 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The period in which one unit's forward, or recompute and backward, runs for all micro-batches.
+    """The period in which one unit's forward, or recompute and backward, runs for all micro-batches, or for one.
 
     What comes before the first of these is the stage `FILL`, what comes after the last is `DRAIN`.
     """
 
     phase: Literal["fill", "forward", "backward", "drain"]
     unit: Unit | None = None
+    micro_batch: int | None = None  # None: all of them, as in the vertical order
 
     def __str__(self) -> str:
-        return self.phase if self.unit is None else f"{self.phase} {self.unit}"
+        of = "" if self.micro_batch is None else f" of {self.micro_batch}"
+        return self.phase if self.unit is None else f"{self.phase} {self.unit}{of}"
 
 
 FILL = Stage("fill")
@@ -184,6 +187,11 @@ class Program:
     num_micro_batches: int
     made_by: str  # the last pass that ran
     peaks: tuple[tuple[str, int], ...] = ()  # the planned peak of each tier in bytes, once `free` has counted it
+
+    @property
+    def schedule(self) -> Schedule:
+        """Which order it is in: its stages say so."""
+        return "horizontal" if any(op.stage.micro_batch is not None for op in self.ops) else "vertical"
 
     def with_ops(self, ops: Iterable[Op], made_by: str) -> Program:
         return replace(self, ops=tuple(ops), made_by=made_by)

@@ -6,6 +6,7 @@ No overlap, no tiers, no memory to save. Whatever runs a program differently mus
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any, Protocol, cast
 
 from gs_compile.program import TIED, Op, Program, Unit, Value
@@ -105,8 +106,10 @@ def _perform_on_tiers(op: Op, units: TieredUnits, reads: Sequence[Any], into: Se
             return (units.gather(op.results[0], _by_letter(op.reads, reads)),)
         case "gather":
             return (units.gather(op.results[0], reads[0]),)
-    if op.reads[0].kind == "dw":
+    if op.reads[0].kind == "dw" and op.results[0].part:
         return tuple(units.split(value, reads[0]) for value in op.results)
+    if op.reads[0].kind == "dw":
+        return (deepcopy(reads[0]),)  # a sum that is still to grow
     if op.results and op.results[0].piece is not None:
         return (_by_letter(op.reads, reads),)  # a piece of every part; what they are is known once they are together
     for target, content in zip(into, reads, strict=False):

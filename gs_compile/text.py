@@ -28,8 +28,8 @@ _Stages = list[tuple[Stage, tuple[Op, ...]]]
 
 _TIERS: dict[str, Tier] = {tier: tier for tier in get_args(Tier)}
 _HEADER = re.compile(r"# gs_compile (\S+) +after (\S+) +(\d+) layers x (\d+) micro-batches(?: +peak(.*) bytes)?")
-_STAGE = re.compile(r"# (fill|drain|(?:forward|backward) (?:e|h|\d+))( +micro-batches.*)?")
-_FOLDED = re.compile(r"# (forward|backward) (\d+) \.\. (\d+) +repeat \1 (\d+)( \d+)?")
+_STAGE = re.compile(r"# (fill|drain|(?:forward|backward) (?:e|h|\d+)(?: of \d+)?)( +micro-batches.*)?")
+_FOLDED = re.compile(r"# (forward|backward) (\d+) \.\. (\d+)(?: of \d+)? +repeat \1 (\d+)( \d+)?")
 _VALUE = re.compile(rf"({'|'.join(KINDS)})(?:(e|h|t|\d+)([a-z]*))?(?:_(\d+))?(?:\.({'|'.join(_TIERS)}))?(?:\[(\d+)\])?")
 
 
@@ -50,7 +50,7 @@ def format_program(program: Program, fold: bool = True) -> str:
         if fold and length >= MIN_FOLDED_STAGES:
             (first, _), (last, _) = stages[at], stages[at + length - 1]
             models = " ".join(str(stage.unit) for stage, _ in stages[at - period : at])
-            lines.append(f"# {first} .. {last.unit}   repeat {first.phase} {models}")
+            lines.append(f"# {replace(first, micro_batch=None)} .. {_end(last)}   repeat {first.phase} {models}")
             at += length
         else:
             lines += _stage_lines(*stages[at])
@@ -143,7 +143,13 @@ def _short(op: Op) -> str:
 def _stage_lines(stage: Stage, ops: Iterable[Op]) -> list[str]:
     ops = tuple(ops)
     order = " ".join(str(op.micro_batch) for op in ops if op.micro_batch is not None)
-    return [f"# {stage}   micro-batches {order}".rstrip(), *map(format_op, ops)]
+    heading = f"# {stage}" if stage.micro_batch is not None else f"# {stage}   micro-batches {order}".rstrip()
+    return [heading, *map(format_op, ops)]
+
+
+def _end(last: Stage) -> str:
+    """Where a run of folded stages ends: the unit, and the micro-batch where its stages are of one."""
+    return str(last).removeprefix(f"{last.phase} ")
 
 
 def _repeats(stages: _Stages, at: int, period: int) -> int:
@@ -197,10 +203,8 @@ def _read_line(line: str, stages: list[tuple[Stage, list[Op]]]) -> None:
 
 def _stage(name: str) -> Stage:
     match name.split():
-        case ["forward", unit]:
-            return Stage("forward", _unit(unit))
-        case ["backward", unit]:
-            return Stage("backward", _unit(unit))
+        case [("forward" | "backward") as phase, unit, *of]:
+            return Stage("forward" if phase == "forward" else "backward", _unit(unit), int(of[1]) if of else None)
         case _:
             return FILL if name == "fill" else DRAIN
 

@@ -31,7 +31,7 @@ def op_nbytes(op: Op, program: Program, placement: Placement) -> int:
     """The bytes that one transfer moves."""
     piece = op.results[0].piece if op.results else None
     if piece is not None:
-        return _piece(sum(part_nbytes(value, placement) for value in op.reads), piece, program.num_micro_batches)
+        return _piece(sum(part_nbytes(value, placement) for value in op.reads), piece, placement.num_pieces)
     # A whole gradient leaves the device as parts, and not always all of them: what arrives is what has moved.
     return sum(part_nbytes(value, placement) for value in (*op.results, *op.into))
 
@@ -42,7 +42,7 @@ def _piece(nbytes: int, piece: int, pieces: int) -> int:
 
 
 def part_nbytes(value: Value, placement: Placement) -> int:
-    """The bytes of a value that is moved: a part, a checkpoint or an inter-layer gradient."""
+    """The bytes of a value that is moved: a part, a gradient sum, a checkpoint or an inter-layer gradient."""
     if value.kind in ("x", "dx"):
         assert value.micro_batch is not None
         return placement.x_nbytes[value.micro_batch]
@@ -54,4 +54,5 @@ def part_nbytes(value: Value, placement: Placement) -> int:
         case "s":
             return unit.s[value.part].numel * unit.state_itemsize
         case _:
-            return unit.dw[value.part].numel * unit.gradient_itemsize
+            numel = unit.dw[value.part].numel if value.part else unit.num_trained
+            return numel * unit.gradient_itemsize

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import get_args
 
 from gs_compile.errors import ProgramError
 from gs_compile.placement import Placement
@@ -18,11 +19,14 @@ from gs_compile.program import (
     Op,
     Program,
     Stage,
+    Tier,
     Value,
     height,
 )
 from gs_compile.signatures import SIGNATURES, Slot, stage_class
 from gs_compile.text import format_op, line_of
+
+_Place = tuple[int, float]
 
 INPUT_KINDS = frozenset({"batch", "w", "dy"})  # defined before the step begins
 ACCUMULATOR_KINDS = frozenset({"dw", "dside"})  # what zeros makes, and no other verb: so all that `into` may name
@@ -59,7 +63,10 @@ class _Walk:
         self.freed: set[Value] = set()
         self.additions: Counter[Value] = Counter()  # how many operations have added to an accumulator
         self.all_additions = Counter(value for op in program.ops for value in op.into if value.kind == "dw")
+        self.schedule = program.schedule
         self.stages: list[Stage] = []
+        self.seen: set[Stage] = set()
+        self.tracks: dict[object, tuple[_Place, Stage]] = {}  # the last place on each line of stages, and its stage
         self.done: Counter[tuple[str, int | None]] = Counter()  # operations of the stage, by verb and micro-batch
 
     def run(self) -> None:
@@ -83,36 +90,49 @@ class _Walk:
         yield from self._breaks_lifetimes(op)
 
     def _breaks_stages(self, op: Op) -> Iterator[str]:
-        """Stages are contiguous and in layer order; each compute verb of a stage runs once per micro-batch."""
+        """Stages are contiguous and in the schedule's order; each compute verb of one runs once per micro-batch."""
         if not self.stages or op.stage != self.stages[-1]:
             yield from self._unfinished_stage()
-            if op.stage in self.stages:
+            if op.stage in self.seen:
                 yield f"stage {op.stage} was left and comes again"
-            if self.stages and _place(op.stage) <= _place(self.stages[-1]):
-                yield f"stage {op.stage} comes after {self.stages[-1]}"
+            if op.stage.unit is not None and (op.stage.micro_batch is None) != (self.schedule == "vertical"):
+                yield f"stage {op.stage} is of another schedule than {self.schedule}"
+            for track, place in _places(op.stage).items():
+                last, before = self.tracks.get(track, (place, op.stage))
+                if place < last:
+                    yield f"stage {op.stage} comes after {before}"
+                self.tracks[track] = place, op.stage
             self.stages.append(op.stage)
+            self.seen.add(op.stage)
             self.done.clear()
         self.done[op.verb, op.micro_batch] += 1
         if op.verb in SIGNATURES and self.done[op.verb, op.micro_batch] > 1:
             yield f"micro-batch {op.micro_batch} a second time in this stage"
+        if op.verb in SIGNATURES and op.stage.micro_batch not in (None, op.micro_batch):
+            yield f"micro-batch {op.micro_batch} in a stage of another"
+
+    def _micro_batches(self, stage: Stage) -> Sequence[int]:
+        """Those that a stage is of."""
+        return range(self.program.num_micro_batches) if stage.micro_batch is None else (stage.micro_batch,)
 
     def _unfinished_stage(self) -> Iterator[str]:
         """Whether the stage that ends here has left a micro-batch out."""
         for verb in {verb for verb, _ in self.done if verb in SIGNATURES}:
-            for j in range(self.program.num_micro_batches):
+            for j in self._micro_batches(self.stages[-1]):
                 if not self.done[verb, j]:
                     yield f"stage {self.stages[-1]} has ended without micro-batch {j}"
 
     def _missing_stages(self) -> Iterator[str]:
         """Every unit runs forward, unless all there is are updates, if any; the head may do so in the backward."""
-        present = {str(stage) for stage in self.stages}
-        if self.placement is not None and present <= {str(FILL), str(DRAIN)}:
+        if self.placement is not None and self.seen <= {FILL, DRAIN}:
             return
-        for unit in (PROLOGUE, *range(self.program.num_layers)):
-            if f"forward {unit}" not in present:
-                yield f"forward {unit}"
-        if not present & {f"forward {EPILOGUE}", f"backward {EPILOGUE}"}:
-            yield f"forward {EPILOGUE}"
+        each = range(self.program.num_micro_batches) if self.schedule == "horizontal" else (None,)
+        for j in each:
+            for unit in (PROLOGUE, *range(self.program.num_layers)):
+                if Stage("forward", unit, j) not in self.seen:
+                    yield str(Stage("forward", unit, j))
+            if not self.seen & {Stage("forward", EPILOGUE, j), Stage("backward", EPILOGUE, j)}:
+                yield str(Stage("forward", EPILOGUE, j))
 
     def _breaks_numbers(self, op: Op) -> Iterator[str]:
         """Kinds are known, layers and micro-batches in range."""
@@ -124,7 +144,11 @@ class _Walk:
                 yield f"{value}: no kind is called {value.kind}"
             if isinstance(value.unit, int) and not 0 <= value.unit <= num_layers:
                 yield f"{value}: no boundary {value.unit} between {num_layers} layers"
-        for j in (op.micro_batch, *(value.micro_batch for value in (*op.reads, *op.into, *op.results))):
+        for j in (
+            op.micro_batch,
+            op.stage.micro_batch,
+            *(value.micro_batch for value in (*op.reads, *op.into, *op.results)),
+        ):
             if j is not None and not 0 <= j < num_micro_batches:
                 yield f"micro-batch {j} is not one of 0 .. {num_micro_batches - 1}"
 
@@ -231,10 +255,14 @@ class _Walk:
             if value not in self.defined and not self._is_input(value):
                 yield f"{value} is not defined"
         for value in op.reads:
-            if value in self.all_additions and self.additions[value] != self.all_additions[value]:
-                yield f"{value} is read after {self.additions[value]} of {self.all_additions[value]} micro-batches"
+            whole = self.all_additions[replace(value, tier="device")] if _is_sum(value) else 0
+            if _is_sum(value) and self.additions[value] != whole and not self._keeps_sum(op, value):
+                yield f"{value} is read after {self.additions[value]} of {whole} micro-batches"
         for value in op.into:
             self.additions[value] += 1
+        for value in op.results:
+            if _is_sum(value):
+                self.additions[value] = self.additions[op.reads[0]] if op.reads else 0
         for value in op.results:
             if value in self.defined and op.verb not in MOVEMENTS:
                 yield f"{value} is defined twice"
@@ -242,6 +270,16 @@ class _Walk:
             self.freed.discard(value)
         if op.verb == "free":
             self.freed.update(op.reads)
+
+    def _keeps_sum(self, op: Op, value: Value) -> bool:
+        """Whether an incomplete sum is only moved, or ends where it has been moved to."""
+        if op.verb != "free":
+            return op.verb in MOVEMENTS and all(replace(value, tier=result.tier) == result for result in op.results)
+        others = (replace(value, tier=tier) for tier in get_args(Tier) if tier != value.tier)
+        return any(
+            other in self.defined and other not in self.freed and self.additions[other] == self.additions[value]
+            for other in others
+        )
 
     def _is_input(self, value: Value) -> bool:
         """Whether a value is there before the step begins."""
@@ -280,11 +318,23 @@ class _Walk:
         return ProgramError(f"{where}: {format_op(self.program.ops[index])}: {complaint}")
 
 
-def _place(stage: Stage) -> tuple[int, float]:
-    """Up through the forward, down through the backward."""
+def _places(stage: Stage) -> dict[object, _Place]:
+    """Where a stage stands on each line of stages that is in order: up through the forward, down through the backward.
+
+    In the vertical order that is one line. In the horizontal order each micro-batch has one, and in each phase the
+    micro-batches follow each other.
+    """
     if stage.unit is None:
-        return (0, 0.0) if stage == FILL else (3, 0.0)
-    return (2, -height(stage.unit)) if stage.phase == "backward" else (1, height(stage.unit))
+        return {"step": (0, 0.0) if stage == FILL else (3, 0.0)}
+    place = (2, -height(stage.unit)) if stage.phase == "backward" else (1, height(stage.unit))
+    if stage.micro_batch is None:
+        return {"step": place}
+    return {"step": (1, 0.0), stage.micro_batch: place, stage.phase: (stage.micro_batch, 0.0)}
+
+
+def _is_sum(value: Value) -> bool:
+    """Whether it is all of a unit's gradient, wherever it is."""
+    return value.kind == "dw" and not value.part
 
 
 def _parts(placement: Placement, when: str) -> set[Value]:

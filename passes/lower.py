@@ -6,15 +6,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gs_compile.placement import Placement
-from gs_compile.program import Program, StepShape, Value
+from gs_compile.program import Program, Schedule, StepShape, Value
 from gs_compile.verify import verify
 
 from .free import free
+from .horizontal import horizontal
 from .offload import offload
 from .overlap import overlap
 from .pipeline import pipeline
 from .snake import snake
 from .vertical import vertical
+
+SCHEDULES: dict[Schedule, Callable[..., Program]] = {"vertical": vertical, "horizontal": horizontal}
 
 # In this order, each with its reason. A pass keeps the meaning of the program: same loss, gradients and outputs.
 PASSES: tuple[Callable[..., Program], ...] = (
@@ -33,15 +36,18 @@ def lower(
     num_micro_batches: int,
     *,
     shape: StepShape | None = None,
+    schedule: Schedule = "vertical",
     snake: bool = True,
     keep: Iterable[Value] = (),
     placement: Placement | None = None,
     late: bool = False,
 ) -> list[Program]:
-    """Every snapshot from `vertical` to the program that runs, which is the last; `made_by` names each.
+    """Every snapshot from the schedule's pass to the program that runs, which is the last; `made_by` names each.
 
-    All are verified. `snake=False` leaves that pass out; values in `keep` are not freed. Without a `placement`
-    everything stays on the device. `late`: the step before has left gradients that wait for their update.
+    All are verified. A `placement` has a schedule of its own, and what does not train is always vertical: each unit is
+    loaded once. `snake=False` leaves that pass out, as the horizontal order does; values in `keep` are not freed.
+    Without a `placement` everything stays on the device. `late`: the step before has left gradients that wait for their
+    update.
     """
     kept = frozenset(keep)
     leaves_late = placement is not None and placement.has_late and (shape is None or shape.training)
@@ -51,10 +57,12 @@ def lower(
         "pipeline": {"placement": placement},
         "free": {"keep": kept, "placement": placement, "late": leaves_late},
     }
-    left_out = set() if snake else {"snake"}
+    trains = shape is None or shape.training
+    lay_out = SCHEDULES[placement.schedule if placement else schedule] if trains else vertical
+    left_out = set() if snake and lay_out is vertical else {"snake"}
     if placement is None:
         left_out |= {run.__name__ for run in TIERED}
-    return rewrite(vertical(num_layers, num_micro_batches, shape=shape), left_out, options, placement, late)
+    return rewrite(lay_out(num_layers, num_micro_batches, shape=shape), left_out, options, placement, late)
 
 
 def flush(num_layers: int, placement: Placement) -> list[Program]:

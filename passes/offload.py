@@ -5,6 +5,11 @@
     x2_0.host = offload(x2_0.device)                a layer's output, as soon as it is there
     x2_0.ssd, x2_1.ssd = offload(x2_0.host, x2_1.host)      checkpoints of a layer, all at once
 
+and in the horizontal order
+
+    dw1.host = offload(dw1.device)                  a gradient sum, after each micro-batch but the last
+    dw1.device = prefetch(dw1.host)                 and back, before each but the first
+
 Where the device has no memory of its own the second kind vanishes, and of the third only what has to be collected for
 the SSD is copied. Nothing overlaps yet: `pipeline` gives each transfer its time.
 """
@@ -22,6 +27,8 @@ from gs_compile.program import FILL, Op, Program, Stage, Tier, Value
 def offload(program: Program, *, placement: Placement, keep: Iterable[Value] = ()) -> Program:
     """The same step with its data on the tiers. Values in `keep` stay on the device: they are results too."""
     ops = list(_Units(program, placement).ops())
+    if placement.schedule == "horizontal":
+        ops = list(_with_sums(ops, placement))
     ops = list(_Activations(program.with_ops(ops, "offload"), placement, frozenset(keep)).ops())
     return program.with_ops(ops, made_by="offload")
 
@@ -68,7 +75,7 @@ class _Units:
         if not self.placement.separate:
             yield Op("gather", parts, stage, (whole,))
             return
-        pieces = tuple(replace(whole, piece=k) for k in range(self.program.num_micro_batches))
+        pieces = tuple(replace(whole, piece=k) for k in range(self.placement.num_pieces))
         for piece in pieces:
             yield Op("prefetch", parts, stage, (piece,))
         yield Op("gather", pieces, stage, (whole,))
@@ -117,6 +124,45 @@ class _Units:
             yield Op(verb, on_ssd, stage, on_host)
         else:
             yield Op(verb, on_host, stage, into=on_ssd)
+
+
+def _with_sums(ops: list[Op], placement: Placement) -> Iterator[Op]:
+    """The same, with gradient sums on their way home and back between two micro-batches.
+
+    In one memory they stay where they are, but for those whose home is the SSD.
+    """
+    turns: dict[Value, dict[int | None, list[int]]] = {}  # the operations that add to a sum, by micro-batch
+    for index, op in enumerate(ops):
+        for value in op.into:
+            unit = placement.by_unit.get(value.unit) if value.kind == "dw" and value.unit is not None else None
+            if unit is not None and (placement.separate or placement.gradient_home(unit) == "ssd"):
+                turns.setdefault(value, {}).setdefault(op.micro_batch, []).append(index)
+    before: dict[int, list[Value]] = {}
+    after: dict[int, list[Value]] = {}
+    for value, by_micro_batch in turns.items():
+        for here, following in pairwise(by_micro_batch.values()):
+            after.setdefault(here[-1], []).append(value)
+            before.setdefault(following[0], []).append(value)
+    for index, op in enumerate(ops):
+        for value in before.get(index, ()):
+            yield from _sum_from_home(value, op.stage, placement)
+        yield op
+        for value in after.get(index, ()):
+            yield from _sum_to_home(value, op.stage, placement)
+
+
+def _sum_to_home(value: Value, stage: Stage, placement: Placement) -> Iterator[Op]:
+    assert value.unit is not None
+    yield Op("offload" if placement.separate else "keep", (value,), stage, (_on(value, "host"),))
+    if placement.gradient_home(placement.by_unit[value.unit]) == "ssd":
+        yield Op("offload", (_on(value, "host"),), stage, (_on(value, "ssd"),))
+
+
+def _sum_from_home(value: Value, stage: Stage, placement: Placement) -> Iterator[Op]:
+    assert value.unit is not None
+    if placement.gradient_home(placement.by_unit[value.unit]) == "ssd":
+        yield Op("prefetch", (_on(value, "ssd"),), stage, (_on(value, "host"),))
+    yield Op("prefetch" if placement.separate else "keep", (_on(value, "host"),), stage, (value,))
 
 
 class _Activations:

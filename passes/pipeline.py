@@ -15,8 +15,15 @@ With S the stage of the layer itself, in the forward or the backward:
     update, late part                           S - 2
     parameters and state, late, host to SSD     S - 1
 
+and for gradient sums in the horizontal order, where a stage is of one micro-batch:
+
+    SSD to host                                 S - 2     as parameters
+    host to device                              S - 1
+    device to host                              S + 1     as complete gradients
+    host to SSD                                 S + 2
+
 Where the device reads host memory itself, no stage is spent on the way between them: parameters come from SSD at S - 1,
-and all of the early update is one stage earlier.
+all of the early update is one stage earlier, and gradient sums come from SSD at S - 1 and go there at S + 1.
 A unit that is updated in several groups, as it is larger than a layer, takes one stage more for each.
 
 What would come before the first stage stands in `fill`, what would come after the last in `drain`.
@@ -34,7 +41,7 @@ from gs_compile.program import DRAIN, FILL, Op, Program, Stage, Value
 # Stages from the unit's own, for what moves between SSD and host; forward and backward alike.
 EARLY = {"prefetch s": 1, "empty w": 2, "update": 2, "offload w": 3, "offload s": 3}
 LATE = {"prefetch w": -3, "prefetch s": -3, "empty w": -2, "update": -2, "offload w": -1, "offload s": -1}
-READS_FIRST = {"x": 0, "w": 1, "s": 2}  # on the SSD's read lane, by how soon they are needed
+READS_FIRST = {"x": 0, "w": 1, "dw": 1, "s": 2}  # on the SSD's read lane, by how soon they are needed
 
 
 class Slot(NamedTuple):
@@ -105,6 +112,8 @@ class _Clock:
         value = (*op.results, *op.into, *op.reads)[0]
         tiers = ((*op.reads, value)[0].tier, (*op.results, *op.into, value)[0].tier)
         match op.verb, value.kind, tiers:
+            case "keep", "dw", ("host", "device"):
+                return Slot(here)
             case (("norm" | "keep" | "clip"), ("norm" | "dw" | "scale"), _):
                 return Slot(here, self._size(here), AFTER)
             case "keep", _, _:
@@ -115,8 +124,14 @@ class _Clock:
                 return Slot(here - 1, rank=READS_FIRST["x"])
             case "offload", "x", _:
                 return Slot(here + 1)
+            case "offload", "dw", ("host", "ssd"):
+                return Slot(here + 1 + self.placement.separate)
             case "offload", "dw", _:
                 return Slot(here + 1)
+            case "prefetch", "dw", ("ssd", "host"):
+                return Slot(here - 1 - self.placement.separate, rank=READS_FIRST["dw"])
+            case "prefetch", "dw", _:
+                return Slot(here - 1)
             case "prefetch", "w", ("host", "device"):
                 return self._piece(here - 1, value.piece or 0)
             case (("prefetch" | "offload" | "update" | "empty"), _, _):
