@@ -14,6 +14,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
+DEFAULT_SHARE = 0.8  # of the memory that is free at the start: the rest is for activations and the user's own
 PREFIXES = "B KiB MiB GiB TiB PiB".split()
 
 

@@ -1,0 +1,142 @@
+"""probe_drive: what the drives of a run give, through the store and by requests such as a run makes.
+
+    ssd_read     one request of a unit's size after the other, each cut into blocks that are in flight together
+    ssd_write    the same; beside the first lane, or alone
+
+Drives with a write cache are fast until it is full. Everything is written once before anything is timed, which fills a
+small cache; one of a hundred gigabytes outlasts any probe, and its drive's rate has to be declared.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from gs_compile.errors import StorageFullError
+from gs_compile.machine import free_storage
+
+from .lanes import Failure, Lane
+from .rates import Work, medians
+from .ssd import PAGE, Transfer
+from .store import Extent, Store
+from .trace import Trace
+
+REQUEST_NBYTES = 64 << 20  # as large as a small layer's part: many blocks, and short beside a round
+NUM_REQUESTS = 8  # of each direction: half a gigabyte each
+SMALL_FILE_SHARE = 0.25  # of what is free, where that is less
+NUM_ROUNDS = 5
+NUM_LATENCIES = 40
+
+
+def drive_rates(storage: Sequence[Path], seconds: float) -> tuple[dict[str, float], dict[str, str]]:
+    """The profile's figures of the drives together, and how each was measured, in words.
+
+    Takes about `seconds`, longer where one request does. Raises the store's errors: a directory that cannot be written,
+    that another run uses, that is full. Leaves nothing behind.
+    """
+    begin = time.perf_counter()
+    with Store(storage) as store:
+        request_nbytes = _request_nbytes(storage)
+        read, write = (store.allocate(verb, request_nbytes * NUM_REQUESTS) for verb in ("read", "write"))
+        memory = {verb: _pages(request_nbytes) for verb in ("read", "write")}
+        num_requests = _fill((read, write), memory["write"], seconds / 4)
+        offsets = [index * request_nbytes for index in range(num_requests)]
+        latency = _latency(read, offsets[-1] + request_nbytes)
+        with closing(_lane("ssd_read")) as reader, closing(_lane("ssd_write")) as writer:
+            reading = _requests(read.read, memory["read"], offsets)
+            writing = _requests(write.write, memory["write"], offsets)
+            alone_read, alone_write, mixed = medians(
+                [{reader: reading}, {writer: writing}, {reader: reading, writer: writing}],
+                seconds - (time.perf_counter() - begin),
+                NUM_ROUNDS,
+            )
+            moved = store.read_nbytes.total() + store.written_nbytes.total()
+            figures = {
+                "ssd_read_bytes_per_second": alone_read[reader],
+                "ssd_write_bytes_per_second": alone_write[writer],
+                "ssd_read_mixed_bytes_per_second": min(mixed[reader], alone_read[reader]),
+                "ssd_write_mixed_bytes_per_second": min(mixed[writer], alone_write[writer]),
+                "request_seconds": latency,
+            }
+    words = f"{moved >> 20} MiB in requests of {request_nbytes >> 20} MiB, {NUM_ROUNDS} rounds"
+    return figures, dict.fromkeys(figures, words) | {"request_seconds": f"{NUM_LATENCIES} reads of {PAGE} bytes"}
+
+
+def room_nbytes(storage: Sequence[Path]) -> int:
+    """The bytes that extents over all directories may take, as if their drives were equally fast.
+
+    Directories of one filesystem share its room, and the directory with the least room binds.
+    """
+    places = [existing(directory) for directory in storage]
+    devices = [place.stat().st_dev for place in places]
+    rooms = [free_storage(place) // devices.count(device) for place, device in zip(places, devices, strict=True)]
+    return min(rooms) * len(rooms)
+
+
+def existing(directory: Path) -> Path:
+    """The directory, or the nearest above it that is there: what it is made in."""
+    place = directory.absolute()
+    while not place.exists():
+        place = place.parent
+    return place
+
+
+def _request_nbytes(storage: Sequence[Path]) -> int:
+    """As large as a run's, or what leaves most of a small filesystem free."""
+    room = room_nbytes(storage)
+    nbytes = min(REQUEST_NBYTES, int(room * SMALL_FILE_SHARE) // (2 * NUM_REQUESTS)) // PAGE * PAGE
+    if nbytes < PAGE:
+        raise StorageFullError(
+            errno.ENOSPC, f"{room} bytes are free: make room or choose another storage=", str(storage[0])
+        )
+    return nbytes
+
+
+def _fill(extents: Sequence[Extent], memory: torch.Tensor, seconds: float) -> int:
+    """Write the extents side by side, request by request, for as long as there is time: how many requests each has."""
+    deadline = time.perf_counter() + seconds
+    for index in range(NUM_REQUESTS):
+        for extent in extents:
+            extent.write(memory, index * memory.nbytes).wait()
+        if time.perf_counter() > deadline:
+            break
+    return index + 1
+
+
+def _latency(extent: Extent, nbytes: int) -> float:
+    """Seconds of reading one page, at places all over the extent."""
+    page = _pages(PAGE)
+    seconds = []
+    for index in range(NUM_LATENCIES):
+        begin = time.perf_counter()
+        extent.read(page, index * (nbytes - PAGE) // NUM_LATENCIES // PAGE * PAGE).wait()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+def _requests(request: Callable[[torch.Tensor, int], Transfer], memory: torch.Tensor, offsets: Sequence[int]) -> Work:
+    """One request after the other, all over the extent."""
+    places = itertools.cycle(offsets)
+
+    def one() -> float:
+        request(memory, next(places)).wait()
+        return memory.nbytes
+
+    return one
+
+
+def _lane(name: str) -> Lane:
+    return Lane(name, Failure(), Trace(), num_threads=1)
+
+
+def _pages(nbytes: int) -> torch.Tensor:
+    """Memory on whole pages, as the arena's is; random, for drives that compress."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).random_()
