@@ -6,7 +6,7 @@ or the walk that issued it. Whoever that is has waited too, and so on back: each
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ WALK = -1  # in place of an operation
 class Link(NamedTuple):
     """One operation, or the walk, that others waited for."""
 
-    index: int
+    op_index: int
     start: float
     stop: float
 
@@ -29,10 +29,9 @@ class Link(NamedTuple):
 class Chains:
     """What each operation waited for, when all times are known."""
 
-    def __init__(self, waits: Waits, times: Times, *, inline: bool) -> None:
+    def __init__(self, waits: Waits, times: Times) -> None:
         self.waits = waits
         self.times = times
-        self.inline = inline
 
     def cause(self, index: int) -> int:
         """The operation that let this one start, or WALK where it started as soon as it was issued."""
@@ -49,16 +48,13 @@ class Chains:
         while True:
             cause = self.cause(index)
             if cause == WALK:
-                held_by = self._held_by(index)
-                let_go = 0.0
-                if held_by >= 0:
-                    let_go = (self.times.stopped if self.inline else self.times.started)[held_by]
+                held_by, let_go = self.times.holders[index], self.times.let_go[index]
                 yield Link(WALK, let_go, start)
                 if held_by < 0:
                     return
                 index, start = held_by, let_go
-                if not self.inline:
-                    continue  # it is not that computation that was waited for, but its start
+                if let_go < self.times.stopped[held_by]:
+                    continue  # the walk waited for the start of that computation, not for its end
             else:
                 index = cause
             yield Link(index, self.times.started[index], start)
@@ -66,13 +62,6 @@ class Chains:
 
     def label(self, index: int) -> str:
         return "issue" if index == WALK else label(self.waits.ops[index])
-
-    def _held_by(self, index: int) -> int:
-        """The computation that the walk waited for last, before it issued an operation; -1 without one."""
-        before = self.waits.computed[index]
-        if self.inline or before < 0 or self.waits.lanes[index] == COMPUTE:
-            return before
-        return self.waits.computed[before]
 
 
 def label(op: Op) -> str:
@@ -88,7 +77,7 @@ def bubbles(chains: Chains, since: float, until: float) -> dict[str, float]:
     other is a lane, and what it moved while the computation waited for that, directly or through others.
     """
     waits, times = chains.waits, chains.times
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     reached, before = since, None
     for index in range(waits.starts[-1], len(waits.ops)):
         if waits.lanes[index] != COMPUTE:
@@ -101,10 +90,10 @@ def bubbles(chains: Chains, since: float, until: float) -> dict[str, float]:
                 found["turn"] += start - reached
             else:
                 for link in chains.back(index):
-                    found[chains.label(link.index)] += link.stop - max(link.start, reached)
+                    found[chains.label(link.op_index)] += link.stop - max(link.start, reached)
                     if link.start <= reached:
                         break
         reached, before = max(reached, times.stopped[index]), op
     if until > reached:
         found["issue"] += until - reached
-    return {cause: lost for cause, lost in found.most_common() if lost > 0}
+    return {cause: found[cause] for cause in sorted(found, key=lambda each: -found[each]) if found[cause] > 0}

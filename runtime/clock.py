@@ -22,15 +22,31 @@ class Times(NamedTuple):
     issued: list[float]
     started: list[float]
     stopped: list[float]
+    holders: list[int]  # the operation that held the walk last before each was issued; -1 without one
+    let_go: list[float]  # when that was: at the stop of the holder, or at its start
+
+
+class Budget(NamedTuple):
+    """Memory that the walk takes, and waits for."""
+
+    nbytes: int  # at the start of the first program
+    takes: Mapping[int, int]  # bytes that an operation takes as it is issued
+    gives: Mapping[int, Sequence[tuple[int, tuple[int, ...]]]]  # bytes it gives back, once those who use them are done
 
 
 def run(
-    waits: Waits, seconds: Sequence[float], speeds: Mapping[tuple[str, str], float], *, inline: bool, op_seconds: float
+    waits: Waits,
+    seconds: Sequence[float],
+    speeds: Mapping[tuple[str, str], float],
+    *,
+    inline: bool,
+    op_seconds: float,
+    budget: Budget | None = None,
 ) -> Times:
     """Carry out all operations."""
-    clock = _Clock(waits, seconds, _Rates(speeds), inline, op_seconds)
+    clock = _Clock(waits, seconds, _Rates(speeds), inline, op_seconds, budget)
     clock.run()
-    return Times(clock.issued, clock.started, clock.stopped)
+    return Times(clock.issued, clock.started, clock.stopped, clock.holders, clock.let_go)
 
 
 class _Rates:
@@ -56,7 +72,15 @@ class _Rates:
 
 
 class _Clock:
-    def __init__(self, waits: Waits, seconds: Sequence[float], rates: _Rates, inline: bool, op_seconds: float) -> None:
+    def __init__(
+        self,
+        waits: Waits,
+        seconds: Sequence[float],
+        rates: _Rates,
+        inline: bool,
+        op_seconds: float,
+        budget: Budget | None,
+    ) -> None:
         self.waits = waits
         self.seconds = seconds
         self.rates = rates
@@ -69,6 +93,12 @@ class _Clock:
         self.now = 0.0
         self.at = 0  # what the walk issues next
         self.walked = 0.0  # when the walk was free to go on
+        self.holder, self.freed_at = -1, 0.0  # who held it last, and until when
+        self.holders = [-1] * number
+        self.let_go = [0.0] * number
+        self.takes, self.gives = (budget.takes, budget.gives) if budget else ({}, {})
+        self.spare = budget.nbytes if budget else 0
+        self.draining: list[tuple[int, tuple[int, ...]]] = []  # given back, but still in use
         self.queues: list[deque[int]] = [deque() for _ in LANES]
         self.active = [-1] * len(LANES)
         self.ends = [math.inf] * len(LANES)  # at the rates of now
@@ -100,18 +130,51 @@ class _Clock:
                 let_go = (self.stopped if inline else self.started)[before]
                 if let_go > self.now:
                     return math.inf  # the walk is held
-                self.walked = max(self.walked, let_go)
+                if let_go >= self.walked:
+                    self._go_on(before, let_go)
             due = self.walked + self.op_seconds
-            if lane == MEMORY:
-                self.issued[index] = self.started[index] = due
-                self.walked = self.stopped[index] = due + self.seconds[index]
-            elif due > self.now:
+            if index in self.takes:
+                if due > self.now:
+                    return due
+                if not self._take(self.takes[index], due):
+                    return math.inf
+                due = max(due, self.walked)
+            if lane != MEMORY and due > self.now:
                 return due
+            self.issued[index] = self.walked = due
+            self.holders[index], self.let_go[index] = self.holder, self.freed_at
+            if lane == MEMORY:
+                self.started[index] = due
+                self.walked = self.stopped[index] = due + self.seconds[index]
             else:
-                self.issued[index] = self.walked = due
                 self.queues[lane].append(index)
+            self.draining += self.gives.get(index, ())
             self.at += 1
         return math.inf
+
+    def _go_on(self, holder: int, when: float) -> None:
+        self.holder = holder
+        self.walked = self.freed_at = when
+
+    def _take(self, nbytes: int, due: float) -> bool:
+        """Take memory, if there is enough by now with what was given back and is not in use any more."""
+        last = -1
+        if self.spare < nbytes:
+            assert self.draining, "the program takes more memory than its budget"
+            waiting = []
+            for given, users in self.draining:
+                if any(self.stopped[user] > self.now for user in users):
+                    waiting.append((given, users))
+                else:
+                    self.spare += given
+                    last = max((last, *users), key=lambda user: self.stopped[user] if user >= 0 else 0.0)
+            self.draining = waiting
+            if self.spare < nbytes:
+                return False
+        self.spare -= nbytes
+        if last >= 0 and self.stopped[last] > due:
+            self._go_on(last, self.stopped[last])
+        return True
 
     def _start(self) -> bool:
         """Start what can start; whether anything did."""

@@ -10,6 +10,9 @@ long operations take:
 4. Where the walk computes itself (`inline`: the device is the CPU), a computation holds it until it is over. Where a
    stream computes, the walk issues a computation once the one before has begun: it is never further ahead than one.
 
+5. Where host memory has a budget, the walk waits for the memory of what an operation defines: for those who still work
+   on what was freed before.
+
 The fourth keeps transfers from running ahead without bound: a prefetch is issued when the computation it stands beside
 is near. Between steps nothing waits: the walk goes on with the next program, and lanes with what they have.
 """
@@ -26,8 +29,8 @@ from gs_compile.text import format_op
 from gs_compile.traffic import op_nbytes
 
 from .bubbles import WALK, Chains, bubbles
-from .clock import Times, run
-from .occupancy import Curve, occupancy
+from .clock import Budget, Times, run
+from .occupancy import START, Curve, Lease, leases, occupancy
 from .trace import Trace
 from .waits import COMPUTE, MEMORY, Waits, waits
 
@@ -37,7 +40,7 @@ class Span:
     """One operation on its lane, in seconds from the start of the step; `index` is its place in its program.
 
     It may begin before the step, if it was issued before the computation of the step before was over, and end after it.
-    waited_for: what let it start: a lane and what that moved, "compute", or "issue": it was not issued before.
+    waited_for: what let it start: a lane and what that moved, "compute", "cpu", or "issue": it was not issued before.
     """
 
     op: Op
@@ -108,29 +111,45 @@ def simulate(
     speeds: Mapping[tuple[str, str], float] = {},
     inline: bool = False,
     op_seconds: float = 0.0,
+    host_nbytes: int | None = None,
 ) -> Simulation:
     """The last of `programs`, which run one after the other: more of the same before it make it steady.
 
     seconds: of each program, what each operation takes alone on its lane; what a memory verb takes holds the walk.
     speeds: how fast the first lane runs while the second does, as a fraction of alone; several multiply.
     op_seconds: what issuing an operation costs the walk.
+    host_nbytes: the budget of host memory that the walk waits for (5), for which a placement is needed.
     """
     assert programs, "nothing to simulate"
     order = waits(programs)
     durations = [each for program in seconds for each in program]
     assert len(durations) == len(order.ops), "seconds are not one an operation"
-    times = run(order, durations, speeds, inline=inline, op_seconds=op_seconds)
+    memory = leases(order, placement) if placement else []
+    budget = None if host_nbytes is None else _budget(memory, order, host_nbytes)
+    times = run(order, durations, speeds, inline=inline, op_seconds=op_seconds, budget=budget)
     since, until = (_over(order, times, number) for number in (len(programs) - 1, len(programs)))
-    chains = Chains(order, times, inline=inline)
+    chains = Chains(order, times)
     spans = _Spans(order, chains, programs, placement, since)
     return Simulation(
         seconds=until - since,
         spans=spans.all(),
         busy=_busy(order, times, since, until),
         bubbles=bubbles(chains, since, until),
-        memory=occupancy(order, times, placement, since, until) if placement else {},
+        memory=occupancy(memory, order, times, since, until) if placement else {},
         critical_path=spans.critical_path(),
     )
+
+
+def _budget(memory: Sequence[Lease], order: Waits, nbytes: int) -> Budget:
+    takes: dict[int, int] = {}
+    gives: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    for lease in memory:
+        if lease.tier == "host" and lease.nbytes:
+            takes[lease.taken] = takes.get(lease.taken, 0) + lease.nbytes
+            if lease.is_over:
+                users = tuple(user for free in lease.frees for user in order.users[free])
+                gives.setdefault(lease.frees[-1], []).append((lease.nbytes, users))
+    return Budget(nbytes - takes.pop(START, 0), takes, gives)
 
 
 def _over(order: Waits, times: Times, number: int) -> float:
@@ -180,8 +199,8 @@ class _Spans:
         for link in self.chains.back(end):
             if reached <= self.since:
                 break
-            if link.index != WALK:
-                path.append(link.index)
+            if link.op_index != WALK:
+                path.append(link.op_index)
             reached = link.start
         return tuple(self._span(index) for index in reversed(path))
 
