@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Hashable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,8 +28,9 @@ from gs_compile.passes.lower import lower
 from gs_compile.passes.specialize import specialize
 from gs_compile.passes.split import Split, split
 from gs_compile.passes.uniform import Uniform, uniform
-from gs_compile.program import EPILOGUE, PROLOGUE, Program, StepShape, Unit, Value
+from gs_compile.program import EPILOGUE, PROLOGUE, TIED, Program, StepShape, Unit, Value, height
 from gs_compile.runtime.units import Sized
+from gs_compile.workload import UnitSize
 
 # For inspection: the compilations of each parameter's model. By identity: `==` of two tensors is a tensor.
 compilations_of: MutableMapping[torch.nn.Parameter, list[Compilation]] = WeakTensorKeyDictionary()
@@ -67,6 +68,21 @@ class Layout:
             emits=frozenset(u for u, graph in units.items() if "y" in graph.results),
             frozen=frozenset(set(units) - set(trained)),
             first_grad=trained[0] if trained else EPILOGUE,
+        )
+
+    def shape_of(self, sizes: Iterable[UnitSize], tied: Set[Unit], *, training: bool = True) -> StepShape:
+        """What a step consists of where the parameters of `sizes` are apart, those that the units `tied` share too."""
+        trained = {size.unit for size in sizes if size.trained}
+        units: set[Unit] = {graph.unit for graph in self.split.units}
+        first = min((trained | (tied if TIED in trained else set())) & units, key=height)
+        sides = any(spec.requires_grad for spec in self.split.sides)
+        return replace(
+            self.shape,
+            training=training,
+            tied=frozenset(tied),
+            frozen=frozenset((units | {TIED}) - trained),
+            first_grad=first,
+            side_gradient=sides and first == PROLOGUE,
         )
 
     @cached_property

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gs_compile.config import Options
 from gs_compile.errors import OptimizerError
+from gs_compile.graph import Captured
 from gs_compile.optim import TieredOptimizer
 from gs_compile.placement import QUANTUM
 from gs_compile.program import TIED, Unit
@@ -36,7 +37,7 @@ class Members:
         self.by_unit: dict[Unit, list[torch.nn.Parameter]] = {}
         self.slices: dict[int, Slice] = {}  # by the id of a parameter
         self._groups = optimizer.group_of
-        for index, unit in _owners(layout, compilation).items():
+        for index, unit in owners_of(layout, compilation.captured).items():
             if args[index].requires_grad and args[index] not in self._groups:
                 raise OptimizerError(
                     f"{compilation.captured.inputs[index].path} is trained, but the gs_compile optimizer does not "
@@ -119,17 +120,8 @@ class Members:
                 )
 
     def _size(self, unit: Unit, members: Sequence[torch.nn.Parameter], num_components: int) -> UnitSize:
-        dtype = kept_dtype(members[0], self.options)
-        wide = torch.promote_types(dtype, torch.float32)
-        return UnitSize(
-            unit,
-            tuple(_padded(p.numel()) for p in members if p.requires_grad),
-            tuple(_padded(p.numel()) for p in members if not p.requires_grad),
-            dtype.itemsize,
-            wide.itemsize,
-            wide.itemsize * (num_components + (dtype != wide)),
-            dtype != wide,
-        )
+        trained, frozen = ([p.numel() for p in members if p.requires_grad == wanted] for wanted in (True, False))
+        return size_of(unit, trained, frozen, kept_dtype(members[0], self.options), num_components)
 
     def _runs(self, members: Sequence[torch.nn.Parameter]) -> list[tuple[int, int, int]]:
         runs: list[tuple[int, int, int]] = []
@@ -151,16 +143,32 @@ def kept_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:
     return torch.bfloat16 if narrow else parameter.dtype
 
 
-def _owners(layout: Layout, compilation: Compilation) -> dict[int, Unit]:
+def owners_of(layout: Layout, captured: Captured) -> dict[int, Unit]:
     """The unit of each parameter, by input index: "t" for those that several units read."""
     owners: dict[int, Unit] = {}
     for graph in layout.split.units:
         for source in graph.sources:
-            if source.kind == "input" and compilation.captured.inputs[source.index].role == "parameter":
+            if source.kind == "input" and captured.inputs[source.index].role == "parameter":
                 known = owners.setdefault(source.index, graph.unit)
                 if known != graph.unit:
                     owners[source.index] = TIED
     return owners
+
+
+def size_of(
+    unit: Unit, trained: Iterable[int], frozen: Iterable[int], dtype: torch.dtype, num_components: int
+) -> UnitSize:
+    """What parameters of so many elements take, with so many components of optimizer state besides a master."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return UnitSize(
+        unit,
+        tuple(map(_padded, trained)),
+        tuple(map(_padded, frozen)),
+        dtype.itemsize,
+        wide.itemsize,
+        wide.itemsize * (num_components + (dtype != wide)),
+        dtype != wide,
+    )
 
 
 def _others(layout: Layout, args: Sequence[Any]) -> Mapping[Unit, Mapping[int, torch.Tensor]]:

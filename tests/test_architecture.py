@@ -39,6 +39,7 @@ ROOF = {
     "__init__",
     "__main__",
     "backend",
+    "blueprint",
     "bridge",
     "capture",
     "checks_machine",
@@ -47,15 +48,20 @@ ROOF = {
     "cli",
     "command_inspect",
     "doctor",
+    "draw",
     "engine",
     "explain",
+    "flops",
     "inspection",
     "keeper",
     "members",
+    "named",
     "optim",
     "compilation",
     "planning",
     "report",
+    "timeline",
+    "workloads",
 }
 
 # What each part may import of this package.

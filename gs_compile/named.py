@@ -1,0 +1,84 @@
+"""named: the config of a model that has a name: the paper's GPTs, HuggingFace's model types, a config.json."""
+
+from __future__ import annotations
+
+import json
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gs_compile.errors import PlanError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+# Layers, heads and width of arXiv 2512.17570, section 6.1.
+GPTS = {"gpt-30b": (48, 56, 7168), "gpt-65b": (80, 64, 8192), "gpt-175b": (96, 96, 12288)}
+POSITIONS = 2048
+VOCABULARY = 50304  # GPT-2's 50257, made a multiple of 128 as Megatron-LM does
+
+
+def named(model: str) -> PretrainedConfig:
+    """The config of "gpt-65b", of a HuggingFace model type ("llama"), or in a file or directory.
+
+    The paper's models are of GPT-2's architecture, with tied embeddings, and without dropout.
+    """
+    mapping = _transformers().CONFIG_MAPPING
+    if model in GPTS:
+        num_layers, num_heads, width = GPTS[model]
+        sizes = {"n_layer": num_layers, "n_head": num_heads, "n_embd": width, "n_positions": POSITIONS}
+        rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return mapping["gpt2"](vocab_size=VOCABULARY, use_cache=False, name_or_path=model, **sizes, **rates)
+    fields = _read(model)
+    model_type = str(fields.pop("model_type", model))
+    if model_type not in mapping:
+        close = get_close_matches(model_type, [*GPTS, *mapping.keys()], n=3)
+        hint = (
+            f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(GPTS)} and HuggingFace's types"
+        )
+        raise PlanError(f"{model_type} is neither the name of a model nor the path of a config.json; {hint}")
+    return mapping[model_type](**(fields | {"use_cache": False}))
+
+
+def built(config: PretrainedConfig) -> nn.Module:
+    """The causal language model of `config`, on the meta device."""
+    import torch
+
+    transformers = _transformers()
+    try:
+        with torch.device("meta"):
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    except ValueError as error:  # of transformers, on what it cannot build
+        raise PlanError(f"{config.model_type}: {error}") from error
+    return model
+
+
+def check_length(config: Any, sequence: int) -> None:
+    """Raise `PlanError` where samples are longer than the model has positions for."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and sequence > longest:
+        raise PlanError(f"{config.model_type} has {longest} positions, fewer than a sequence of {sequence} tokens")
+
+
+def _read(model: str) -> dict[str, Any]:
+    """The fields of a config file; none for a model type."""
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    if not path.is_file():
+        return {}
+    try:
+        fields = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path}: no config can be read there: {error}") from error
+    if not isinstance(fields, dict) or "model_type" not in fields:
+        raise PlanError(f"{path}: not a config of transformers, which names its model_type")
+    return fields
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise PlanError("named models need transformers: pip install 'greedysnake[hf]'") from error
+    transformers.logging.set_verbosity_error()
+    return transformers
