@@ -11,7 +11,7 @@ import torch
 
 from gs_compile.config import Options, parse_bytes
 from gs_compile.errors import MemoryBudgetError, OptionError
-from gs_compile.machine import available_memory, format_bytes, usable_memory
+from gs_compile.machine import DEFAULT_SHARE, available_memory, format_bytes, usable_memory
 from gs_compile.passes.cut import cut_units
 from gs_compile.passes.fit import CLASSES, MARGIN, fit, most_alpha, peak
 from gs_compile.passes.lower import flush, lower
@@ -21,8 +21,6 @@ from gs_compile.workload import UnitSize
 
 if TYPE_CHECKING:
     from gs_compile.compilation import Layout
-
-DEFAULT_SHARE = 0.8  # of the memory that is free at the start: the rest is for activations and the user's own
 
 
 class Planning:
