@@ -9,8 +9,11 @@ one line on stderr and an exit code, for scripts:
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
+from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal
 
@@ -95,6 +98,9 @@ def _options(
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Storage = Annotated[
+    list[Path] | None, typer.Option(metavar="DIR", help="A storage directory; again for each drive; the default's.")
+]
 
 
 @app.command()
@@ -135,3 +141,21 @@ def inspect(
         sequence=sequence,
     )
     typer.echo(inspect_text(described, after=after, graph=graph, as_json=as_json))
+
+
+@app.command()
+def doctor(storage: Storage = None, as_json: Json = False) -> None:
+    """Check whether this machine is fit to train on; the exit code is 1 where something is bad."""
+    from gs_compile.config import Options
+    from gs_compile.doctor import examine
+
+    checks = examine(Options(storage=tuple(storage or ())).storage)
+    if as_json:
+        typer.echo(json.dumps({"checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        from gs_compile.tables import show
+
+        rows = [(check.name, check.state, check.found, check.advice) for check in checks]
+        styles = {"ok": "green", "warn": "yellow", "bad": "bold red"}
+        show(("check", "state", "found", "what to do"), rows, styles=styles)
+    raise typer.Exit(1 if any(check.state == "bad" for check in checks) else 0)
