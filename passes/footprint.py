@@ -1,0 +1,274 @@
+"""footprint: the bytes alive on each tier at every moment of a step, as affine formulas of the ratios.
+
+What has a home takes its share of memory all the time. What has not takes all of its memory, whatever the ratio, from the
+moment it is asked for to the moment it is given back: the stages are those of `pipeline`'s table, the memory that
+`Placement.slot` says. So a unit's parameters count p times their bytes, and one time while they are in use.
+
+    moment   in a stage
+    FETCH    prefetches are issued first; what was updated a stage ago is still on its way home
+    UPDATE   that is home; parts without a home get memory for their update
+    LEAVE    gradients that were updated are gone; the next leave the device
+    COMPUTE  gradients begin, micro-batches run; activations come and go beside them
+
+The formulas are never below what `Placement.peaks` counts on the program. They are above it by what rounds to quanta,
+and where several things come and go within one moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+
+import numpy as np
+
+from gs_compile.placement import QUANTUM
+from gs_compile.workload import UnitSize, Workload
+
+from .outline import Journey, Outline, outline
+from .volumes import (
+    ALL,
+    CHECKPOINT,
+    DEVICE_CHECKPOINT,
+    DEVICE_PARAMETER,
+    OPTIMIZER,
+    PARAMETER,
+    SSD_CHECKPOINT,
+    SSD_OPTIMIZER,
+    SSD_PARAMETER,
+    Array,
+)
+
+FETCH, UPDATE, LEAVE, COMPUTE = range(4)
+BEGIN, END = (-(1 << 30), 0), (1 << 30, 0)  # of the step
+# Micro-batches whose activations are on the device: of one input the one that is read and the one that comes, of one
+# result the one that is made and the one that leaves. A backward has two inputs.
+IN_FLIGHT = {"forward": 4, "backward": 6}
+
+Moment = tuple[int, int]  # a stage and a moment in it
+Span = tuple[Moment, Moment]  # first and last
+
+
+@dataclass
+class Footprint:
+    """Bytes at every moment: `fixed` and, for each micro-batch, `each`; by alpha arrays `[moment, 1 + 5]`."""
+
+    tier: str
+    fixed: list[Array] = field(default_factory=list)
+    each: list[Array] = field(default_factory=list)
+
+    def rows(self, num_micro_batches: int) -> list[Array]:
+        """For each alpha the moments that bind for some ratios: all others are below one of these for any ratios."""
+        return [_binding(fixed + num_micro_batches * each) for fixed, each in zip(self.fixed, self.each, strict=True)]
+
+
+def footprints(
+    workload: Workload, alphas: Sequence[float], *, separate: bool, step: Outline | None = None
+) -> dict[str, Footprint]:
+    """Of host memory, the device's (where it has its own; activations of one memory are torch's) and SSD."""
+    step = step or outline(workload.num_layers, workload.shape)
+    found = {tier: Footprint(tier) for tier in ("host", "device", "ssd")}
+    activations = _Bytes()
+    for journey in step.journeys:
+        _activations(activations, journey, step, workload.x_nbytes, separate=separate)
+    if separate:
+        _workspace(activations, workload, step)
+    for alpha in alphas:
+        homes = _Bytes()
+        for size in workload.sizes:
+            _Unit(homes, size, step, alpha, _most_numel(workload), separate=separate).count()
+        span = max([abs(stage) for stage, _ in homes.moments()] or [0]) + len(step.stages) + 1
+        for tier, footprint in found.items():
+            footprint.fixed.append(homes.at(tier, span))
+            footprint.each.append(activations.at(tier, span))
+            if tier == "device":
+                footprint.fixed[-1] += activations.at("device once", span)
+    return found
+
+
+def _most_numel(workload: Workload) -> int:
+    """The most elements of one update, as `cut_units` has it."""
+    layers = [size.num_trained for size in workload.sizes if isinstance(size.unit, int)]
+    return max(layers, default=0) or max(size.num_trained for size in workload.sizes) or 1
+
+
+class _Bytes:
+    """What is alive when."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, list[tuple[Span, float, Array]]] = {}
+
+    def add(self, tier: str, nbytes: float, share: Array, *spans: Span) -> None:
+        """`nbytes` times `share`, for as long as any of the spans lasts."""
+        self.entries.setdefault(tier, []).extend((span, nbytes, share) for span in _union(spans))
+
+    def moments(self) -> Iterator[Moment]:
+        return (m for entries in self.entries.values() for span, _, _ in entries for m in span if m not in (BEGIN, END))
+
+    def at(self, tier: str, span: int) -> Array:
+        """Bytes of every moment from the stage -span to the stage span."""
+        entries = self.entries.get(tier, [])
+        changes = np.zeros((8 * span + 9, 6))
+        if entries:
+            numbers = np.array([(*first, *last) for (first, last), _, _ in entries])
+            places = np.clip(4 * (numbers[:, ::2] + span) + numbers[:, 1::2], 0, 8 * span + 7)
+            nbytes = np.array([nbytes for _, nbytes, _ in entries])[:, None] * np.array([share for *_, share in entries])
+            np.add.at(changes, places[:, 0], nbytes)
+            np.add.at(changes, places[:, 1] + 1, -nbytes)
+        return np.cumsum(changes, axis=0)[:-1]
+
+
+class _Unit:
+    """Parameters, gradient and state of one unit."""
+
+    def __init__(
+        self, homes: _Bytes, size: UnitSize, step: Outline, alpha: float, most_numel: int, *, separate: bool
+    ) -> None:
+        self.homes = homes
+        self.size = size
+        self.separate = separate
+        self.uses: tuple[int, ...] = step.uses.get(size.unit, ())
+        self.first = self.uses[0] if self.uses else 0
+        self.opened = step.opened.get(size.unit, 0)
+        complete = step.complete.get(size.unit, 0)
+        self.gone = complete + 1  # the stage in which the gradient leaves
+        self.update = complete + 1 + separate  # of the first early group
+        self.num_early = ceil((1 - alpha) * size.num_trained / most_numel)
+        self.num_late = ceil(alpha * size.num_trained / most_numel)
+        self.early = self._group(1 - alpha, self.num_early)
+        self.late = self._group(alpha, self.num_late)
+        # With several groups the second may get its memory before the first has given back its own.
+        self.home = LEAVE if max(self.num_early, self.num_late) > 1 else FETCH
+
+    def _group(self, share: float, number: int) -> float:
+        """Elements of one update: cuts of both zones go to the nearest quantum."""
+        return min(share * self.size.num_trained / number + 2 * QUANTUM, self.size.num_trained) if number else 0.0
+
+    def count(self) -> None:
+        self._parameters()
+        self._states()
+        self._gradient()
+
+    # Where the late group `k` is in the forward: groups take one stage each, the last just in time.
+
+    def _late_stage(self, k: int, offset: int) -> int:
+        return self.first - offset - (self.num_late - 1 - k)
+
+    def _parameters(self) -> None:
+        nbytes = self.size.numel * self.size.itemsize
+        self.homes.add("ssd", nbytes, SSD_PARAMETER, (BEGIN, END))
+        self.homes.add("host", nbytes, ALL - PARAMETER, *self._in_host())
+        if not (self.separate and self.size.has_master and self.num_late):
+            self.homes.add("host", nbytes, PARAMETER, (BEGIN, END))
+        else:
+            self._reclaimed(nbytes)
+        if self.separate:
+            self.homes.add("device", nbytes, DEVICE_PARAMETER, (BEGIN, END))
+            spans = (((use - 1, COMPUTE), (use, COMPUTE)) for use in self.uses)
+            self.homes.add("device", nbytes, ALL - DEVICE_PARAMETER, *spans)
+
+    def _reclaimed(self, nbytes: int) -> None:
+        """Late parts are stale from their last use to their update: gradients take their memory."""
+        late = self.num_late * (self.late - 2 * QUANTUM if self.late < self.size.num_trained else self.late)
+        stale = max(late - QUANTUM, 0.0) if late < self.size.num_trained else late
+        self.homes.add("host", nbytes - stale * self.size.itemsize, PARAMETER, (BEGIN, END))
+        for k in range(self.num_late):
+            span = ((self._late_stage(k, 2), UPDATE), (self.uses[-1] - 1, COMPUTE))
+            self.homes.add("host", stale / self.num_late * self.size.itemsize, PARAMETER, span)
+
+    def _in_host(self) -> Iterator[Span]:
+        """When what has no home in host memory is there: for the device, and for its update."""
+        fetch, last = (2, (-1, COMPUTE)) if self.separate else (1, (0, COMPUTE))
+        for use in self.uses:
+            yield (use - fetch, FETCH), (use + last[0], last[1])
+        if self.num_late:
+            asked = (self._late_stage(0, 2), UPDATE) if self.size.has_master else (self._late_stage(0, 3), FETCH)
+            yield asked, (self.first + last[0], last[1])
+        if self.num_early:
+            home = (self.update + self.num_early, self.home)
+            since = (self.update, UPDATE) if self.size.has_master else (self.uses[-1] - fetch, FETCH)
+            yield since, home
+
+    def _states(self) -> None:
+        nbytes = self.size.num_trained * self.size.state_itemsize
+        self.homes.add("ssd", nbytes, SSD_OPTIMIZER, (BEGIN, END))
+        self.homes.add("host", nbytes, OPTIMIZER, (BEGIN, END))
+        for k in range(self.num_early):
+            span = ((self.update - 1 + k, FETCH), (self.update + 1 + k, self.home))
+            self.homes.add("host", self.early * self.size.state_itemsize, SSD_OPTIMIZER, span)
+        for k in range(self.num_late):
+            span = ((self._late_stage(k, 3), FETCH), (self._late_stage(k, 1), self.home))
+            self.homes.add("host", self.late * self.size.state_itemsize, SSD_OPTIMIZER, span)
+
+    def _gradient(self) -> None:
+        if not self.size.num_trained:
+            return
+        itemsize, began = self.size.gradient_itemsize, (self.opened, COMPUTE)
+        whole = self.size.num_trained * itemsize
+        if not self.separate and not self.num_early:  # it stays where it was summed
+            self.homes.add("host", whole, ALL, (began, END), (BEGIN, (self._late_stage(self.num_late - 1, 2), UPDATE)))
+            return
+        if self.separate:
+            self.homes.add("device", whole, ALL, (began, (self.gone, LEAVE)))
+            for k in range(self.num_early):
+                self.homes.add("host", self.early * itemsize, ALL, ((self.gone, LEAVE), (self.update + k, UPDATE)))
+        else:
+            self.homes.add("host", whole, ALL, (began, (self.update + self.num_early - 1, UPDATE)))
+        kept = (self.gone, LEAVE if self.separate else UPDATE)
+        for k in range(self.num_late):
+            until = (self._late_stage(k, 2), UPDATE)
+            self.homes.add("host", self.late * itemsize, ALL, (kept, END), (BEGIN, until))
+
+
+def _activations(alive: _Bytes, journey: Journey, step: Outline, x_nbytes: int, *, separate: bool) -> None:
+    """Of one layer's input or its gradient, for one micro-batch."""
+    made, last = (journey.made, COMPUTE), (journey.reads[-1], COMPUTE)
+    if step.is_checkpoint(journey):
+        again = journey.reads[-1]
+        collected = (journey.reads[0], COMPUTE) if separate else (journey.made + 1, LEAVE)
+        alive.add("host", x_nbytes, CHECKPOINT, (made, last))
+        alive.add("host", x_nbytes, SSD_CHECKPOINT, (made, collected), ((again - 1, FETCH), last))
+        alive.add("ssd", x_nbytes, SSD_CHECKPOINT, ((journey.made + 1, FETCH), (again - 1, FETCH)))
+        if separate:
+            alive.add("device", x_nbytes, DEVICE_CHECKPOINT, (made, last))
+    elif step.is_kept(journey) or separate:
+        # As many come as go: while a stage reads these, what it makes takes their place.
+        makes = any(other.kind == "dx" and other.made == last[0] for other in step.journeys)
+        passed_on = separate and not step.is_kept(journey) and makes
+        alive.add("host", x_nbytes, ALL, (made, (last[0], LEAVE) if passed_on else last))
+
+
+def _workspace(alive: _Bytes, workload: Workload, step: Outline) -> None:
+    """What a stage computes with, beside parameters and gradients."""
+    inside = max((cost.workspace_nbytes for cost in workload.costs.values()), default=0)
+    for number, stage in enumerate(step.stages):
+        in_flight = IN_FLIGHT[stage.phase] * workload.x_nbytes
+        alive.add("device once", in_flight, ALL, ((number, FETCH), (number, COMPUTE)))
+    alive.add("device once", inside, ALL, (BEGIN, END))
+    alive.add("device", workload.side_nbytes, ALL, (BEGIN, END))
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """The same moments, none twice."""
+    found: list[Span] = []
+    for first, last in sorted(span for span in spans if span[0] <= span[1]):
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        else:
+            found.append((first, last))
+    return found
+
+
+CORNERS = np.array([[1, *((corner >> bit) & 1 for bit in range(5))] for corner in range(32)], dtype=np.float64)
+POSSIBLE = CORNERS[(CORNERS[:, 1] + CORNERS[:, 4] <= 1) & (CORNERS[:, 2] + CORNERS[:, 5] <= 1)]
+
+
+def _binding(rows: Array) -> Array:
+    """Rows that no other row is above at every corner of what the ratios may be."""
+    heights = rows @ POSSIBLE.T
+    left, found = np.arange(len(rows)), []
+    while left.size:
+        best = left[np.argmax(heights[left].sum(axis=1))]
+        found.append(best)
+        left = left[(heights[left] > heights[best] + 1.0).any(axis=1)]
+    return rows[np.array(found)]

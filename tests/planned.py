@@ -1,0 +1,142 @@
+"""Models and machines for the tests of the planner, and the programs that their plans lower to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hypothesis import strategies as st
+from tiers import frozen_quanta, tensors, tiered_steps, with_gradient
+
+from gs_compile.passes.cut import cut_units
+from gs_compile.passes.lower import lower
+from gs_compile.placement import QUANTUM, Placement
+from gs_compile.profile import Profile
+from gs_compile.program import Program, StepShape, Unit
+from gs_compile.workload import UnitCost, UnitSize, Workload
+
+GB = 10**9
+A100 = Profile(
+    name="server",
+    device="cuda",
+    host_nbytes=400 * GB,
+    device_nbytes=40 * GB,
+    ssd_nbytes=8000 * GB,
+    matmul_flops_per_second={"bf16": 200e12},
+    memory_bytes_per_second=1.5e12,
+    ssd_read_bytes_per_second=6e9,
+    ssd_write_bytes_per_second=3e9,
+    ssd_read_mixed_bytes_per_second=4e9,
+    ssd_write_mixed_bytes_per_second=2e9,
+    h2d_bytes_per_second=24e9,
+    d2h_bytes_per_second=24e9,
+    h2d_mixed_bytes_per_second=18e9,
+    d2h_mixed_bytes_per_second=18e9,
+    update_elements_per_second=4e9,
+    update_mixed_elements_per_second=3e9,
+    compute_mixed_speed=0.97,
+)
+
+
+def gpt(
+    num_layers: int,
+    hidden: int,
+    *,
+    vocabulary: int = 50257,
+    sequence: int = 2048,
+    micro_batch_size: int = 1,
+    bf16: bool = True,
+    tied: bool = True,
+) -> Workload:
+    """A GPT: 12 h^2 in a layer's four matrices, and what a token of it computes."""
+    itemsize = 2 if bf16 else 4
+
+    def size(unit: Unit, *tensors: int) -> UnitSize:
+        whole = tuple(-(-numel // QUANTUM) * QUANTUM for numel in tensors)
+        return UnitSize(unit, whole, (), itemsize, 4, 12 if bf16 else 8, bf16)
+
+    words = vocabulary * hidden
+    sizes = [size("e", sequence * hidden, *([] if tied else [words]))]
+    sizes += [size(i, 3 * hidden**2, hidden**2, 4 * hidden**2, 4 * hidden**2, 13 * hidden) for i in range(num_layers)]
+    sizes += [size("h", 2 * hidden, *([] if tied else [words])), *([size("t", words)] if tied else [])]
+    tokens = micro_batch_size * sequence
+    layer = tokens * (24 * hidden**2 + 4 * sequence * hidden)
+    costs: dict[Unit, UnitCost] = {"e": UnitCost(forward_flops=0.0, backward_flops=0.0)}
+    costs |= dict.fromkeys(
+        range(num_layers),
+        UnitCost(forward_flops=layer, backward_flops=3 * layer, workspace_nbytes=34 * tokens * hidden),
+    )
+    costs["h"] = UnitCost(forward_flops=2.0 * tokens * words, backward_flops=6.0 * tokens * words)
+    shape = StepShape(has_total=True, tied=frozenset({"e", "h"} if tied else ()))
+    return Workload(
+        name=f"gpt {num_layers} x {hidden}",
+        num_layers=num_layers,
+        sizes=tuple(sizes),
+        costs=costs,
+        micro_batch_size=micro_batch_size,
+        sequence=sequence,
+        x_nbytes=tokens * hidden * itemsize,
+        dtype="bf16" if bf16 else "fp32",
+        shape=shape,
+    )
+
+
+@st.composite
+def toys(draw: st.DrawFn, whole: bool = False) -> tuple[Workload, int]:
+    """A toy of any shape and its number of micro-batches; `whole`: a unit is trained as a whole or not at all."""
+    num_layers, num_micro_batches, shape = draw(tiered_steps().filter(lambda step: step[2].training))
+    has_master = draw(st.booleans())
+    units: list[Unit] = ["e", *range(num_layers), "h", *(["t"] if shape.tied else [])]
+    sizes = []
+    for unit in units:
+        elements = tuple(quanta * QUANTUM for _, quanta in tensors(unit))
+        rest = () if whole else tuple(quanta * QUANTUM for quanta in frozen_quanta(unit))
+        trained, frozen = (elements, rest) if unit in with_gradient(num_layers, shape) else ((), elements + rest)
+        sizes.append(UnitSize(unit, trained, frozen, 2 if has_master else 4, 4, 12 if has_master else 8, has_master))
+    cost = UnitCost(forward_flops=1e6, backward_flops=3e6)
+    workload = Workload(
+        name="toy",
+        num_layers=num_layers,
+        sizes=tuple(sizes),
+        costs=dict.fromkeys(["e", *range(num_layers), "h"], cost),
+        micro_batch_size=1,
+        sequence=8,
+        x_nbytes=draw(st.sampled_from([512, 65536])),
+        side_nbytes=draw(st.sampled_from([0, 1024])) if shape.has_side else 0,
+        shape=shape,
+    )
+    return workload, num_micro_batches
+
+
+def placed(
+    workload: Workload,
+    num_micro_batches: int,
+    ratios: Mapping[str, float],
+    alpha: float,
+    *,
+    separate: bool,
+    clip: bool = False,
+) -> Placement:
+    return cut_units(
+        workload.sizes,
+        ratios,
+        alpha=alpha,
+        clip=clip,
+        separate=separate,
+        num_layers=workload.num_layers,
+        x_nbytes=(workload.x_nbytes,) * num_micro_batches,
+        side_nbytes=(workload.side_nbytes,) * num_micro_batches,
+    )
+
+
+def lowered(workload: Workload, placement: Placement) -> list[Program]:
+    """Every snapshot of a step in the middle of a run."""
+    number = len(placement.x_nbytes)
+    return lower(
+        workload.num_layers, number, shape=workload.shape, placement=placement, late=placement.has_late
+    )
+
+
+def ratios(checkpoint: float, parameter: float, optimizer: float) -> dict[str, float]:
+    return {"checkpoint": checkpoint, "parameter": parameter, "optimizer": optimizer}
+
+
