@@ -72,6 +72,7 @@ class _Clock:
         self.positions: dict[int, tuple[int, int]] = {}  # of computations: stage and place in it
         self.makers: dict[Value, int] = {}  # the computation that makes a value, and those that read it
         self.readers: dict[Value, list[int]] = {}
+        self.fetches: dict[Value, list[int]] = {}  # the stages for which gradient sums come from SSD
         self.sizes = [0] * self.last
         for index, op in enumerate(program.ops):
             if op.micro_batch is not None:
@@ -81,6 +82,8 @@ class _Clock:
                 self.makers.update(dict.fromkeys(op.results, index))
                 for value in op.reads:
                     self.readers.setdefault(value, []).append(index)
+            elif op.verb == "prefetch" and op.reads[0].kind == "dw":
+                self.fetches.setdefault(op.reads[0], []).append(self.stages[op.stage])
         gathers = [op for op in program.ops if op.verb == "gather"]
         late = dict.fromkeys(op.into[0].unit for op in program.ops if op.verb == "update" and op.stage == FILL)
         self.first_stage = {unit: place for place, unit in enumerate(late)}  # one after the other, if nothing else runs
@@ -125,7 +128,7 @@ class _Clock:
             case "offload", "x", _:
                 return Slot(here + 1)
             case "offload", "dw", ("host", "ssd"):
-                return Slot(here + 1 + self.placement.separate)
+                return Slot(min(here + 1 + self.placement.separate, self._comes_back(op.results[0], here)))
             case "offload", "dw", _:
                 return Slot(here + 1)
             case "prefetch", "dw", ("ssd", "host"):
@@ -156,6 +159,10 @@ class _Clock:
         group = unit.group_of(value)
         groups = unit.trained(group.when)
         return (groups.index(group), len(groups) - 1 - groups.index(group)) if groups else (0, 0)
+
+    def _comes_back(self, value: Value, here: int) -> int:
+        """The stage that needs a value again which leaves after stage `here`: there it has to have left."""
+        return next(stage for stage in self.fetches[value] if stage > here)
 
     def _piece(self, stage: int, piece: int) -> Slot:
         """Piece k goes beside the k-th micro-batch, so that it shares the link with that one's checkpoint."""
