@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from gs_compile.placement import Placement, UnitPlacement
 from gs_compile.profile import Profile
-from gs_compile.program import Op, Program
+from gs_compile.program import Op, Program, Unit
 from gs_compile.traffic import op_nbytes
 from gs_compile.workload import UnitCost, Workload
 
@@ -108,9 +108,9 @@ class _Meter:
         assert op.verb in FORWARD or op.verb == "head", f"no price is known for {op.verb}"
         return Price(0, cost.forward_flops, forward_seconds(cost, self.workload, self.profile))
 
-    def _pass(self, unit: object) -> Price:
+    def _pass(self, unit: Unit | None) -> Price:
         """Over the gradient of a placed unit; the user's own gradients are not ours to count."""
-        placed = next((each for each in self.placement.units if each.unit == unit), None)
+        placed = self.placement.by_unit.get(unit) if unit is not None else None
         nbytes = placed.num_trained * placed.gradient_itemsize if placed else 0
         return Price(nbytes, 0.0, nbytes / self.profile.memory_bytes_per_second)
 
