@@ -1,0 +1,123 @@
+"""A plan in words: what is printed of a plan that is made up."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import expecttest
+import pytest
+
+from gs_compile.explain import as_dict, paragraph, report
+
+GiB = 2**30
+
+
+@pytest.fixture
+def plan():
+    return SimpleNamespace(
+        workload=SimpleNamespace(name="gpt-65b", micro_batch_size=2, sequence=2048, tokens=4096),
+        profile=SimpleNamespace(name="a100", separate=True),
+        budgets=SimpleNamespace(device_nbytes=80 * GiB, host_nbytes=400 * GiB, ssd_nbytes=4096 * GiB),
+        simulation=SimpleNamespace(bubbles={"ssd_read s": 10.5}),
+        schedule="vertical",
+        num_micro_batches=32,
+        alpha=0.13,
+        ratios={"parameter": 0.5, "checkpoint": 1.0, "optimizer": 0.0},
+        device_ratios={"parameter": 0.25, "checkpoint": 0.0},
+        seconds=312.456789,
+        bound_seconds=300.0,
+        tokens_per_second=419.49,
+        flops_per_second=1.6421e14,
+        traffic={("h2d", "w"): 240 * GiB, ("h2d", "x"): 10 * GiB, ("ssd_write", "s"): 730 * GiB},
+        homes={
+            ("parameters", "host"): 60 * GiB,
+            ("parameters", "ssd"): 61 * GiB,
+            ("states", "ssd"): 730 * GiB,
+            ("checkpoints", "host"): 80 * GiB,
+            ("gradients", "host"): 3 * GiB,
+        },
+        peaks={"device": 30 * GiB, "host": 398 * GiB, "ssd": 791 * GiB},
+        lanes={"ssd_write": (250.0, 0.8), "compute": (300.0, 0.96), "h2d": (31.25, 0.1)},
+        binding=("48.0 GiB more host memory: 9% faster", "more device memory: nothing"),
+        notes=("The horizontal order is half as fast.",),
+        alternatives=(SimpleNamespace(label="16 micro-batches", seconds=170.0, tokens_per_second=385.5),),
+        wear="35.0 TiB written to SSD in a day",
+        history=((1, 100.0, 41.0), (32, 300.0, 437.0)),
+    )
+
+
+def test_the_report(plan):
+    expecttest.assert_expected_inline(
+        report(plan),
+        """\
+gpt-65b on a100, vertical: 32 micro-batches of 2 samples of 2048 tokens, alpha 0.13
+a step takes 312 s in simulation, 300 s by the linear program
+419 tokens/s, 164 TFLOP/s (3 x the FLOPs of a forward, nothing for what is recomputed, over the seconds of a step)
+
+What lives where:
+                               device       host        ssd  in host memory
+  parameters                        -   60.0 GiB   61.0 GiB  50%, 25% on the device
+  states                            -          -  730.0 GiB  0%
+  checkpoints                       -   80.0 GiB          -  100%
+  gradients                         -    3.0 GiB          -
+  peak, working buffers too  30.0 GiB  398.0 GiB  791.0 GiB
+  may be used                80.0 GiB  400.0 GiB    4.0 TiB
+
+What each lane does in a step:
+  lane        works  busy      moves  of that
+  compute     300 s   96%          -
+  h2d        31.2 s   10%  250.0 GiB  parameters 240.0 GiB, checkpoints 10.0 GiB
+  ssd_write   250 s   80%  730.0 GiB  optimizer states 730.0 GiB
+
+What binds:
+  48.0 GiB more host memory: 9% faster
+  more device memory: nothing
+
+Notes:
+  The horizontal order is half as fast.
+
+What else there was, by the linear program:
+                     step  tokens/s  throughput
+  16 micro-batches  170 s       386      -11.8%
+
+SSD wear: 35.0 TiB written to SSD in a day""",
+    )
+
+
+def test_without_a_device_of_its_own_the_host_is_both(plan):
+    plan.profile.separate = False
+    headings = next(line for line in report(plan).splitlines() if line.endswith("in host memory"))
+    assert headings.split() == ["host", "ssd", "in", "host", "memory"]
+    assert "on the device" not in paragraph(plan)
+
+
+def test_what_there_is_not_is_not_said(plan):
+    plan.binding = plan.notes = plan.alternatives = ()
+    plan.num_micro_batches = plan.workload.micro_batch_size = 1
+    text = report(plan)
+    assert "1 micro-batch of 1 sample of 2048 tokens" in text
+    assert not [heading for heading in ("What binds", "Notes", "What else") if heading in text]
+    assert "What binds" not in paragraph(plan)
+
+
+def test_the_paragraph(plan):
+    expecttest.assert_expected_inline(
+        paragraph(plan),
+        """Plan of gpt-65b on a100, vertical: 32 micro-batches of 2 samples of 2048 tokens, alpha 0.13. In host memory: 50% of parameters, 0% of states, 100% of checkpoints. A step takes 312 s: 419 tokens/s, 164 TFLOP/s. Busy lanes: compute 96%, ssd_write 80%, h2d 10%. At its peak it holds 30.0 GiB on the device, 398.0 GiB in host memory, 791.0 GiB on SSD. What binds: 48.0 GiB more host memory: 9% faster; more device memory: nothing. The horizontal order is half as fast.""",
+    )
+
+
+def test_the_dict_is_json_with_few_digits(plan):
+    plan.bound_seconds = math.inf
+    found = json.loads(json.dumps(as_dict(plan), allow_nan=False))
+    assert found["seconds"] == 312.457
+    assert found["bound_seconds"] is None
+    assert found["batch_size"] == 64
+    assert found["homes"]["parameters"] == {"host": 60 * GiB, "ssd": 61 * GiB}
+    assert found["traffic"] == {"h2d": {"w": 240 * GiB, "x": 10 * GiB}, "ssd_write": {"s": 730 * GiB}}
+    assert found["lanes"]["h2d"] == {"seconds": 31.25, "share": 0.1}
+    assert found["budgets"]["host"] == 400 * GiB
+    assert found["history"][1] == {"num_micro_batches": 32, "seconds": 300.0, "tokens_per_second": 437.0}
+    assert found["alternatives"] == [{"label": "16 micro-batches", "seconds": 170.0, "tokens_per_second": 385.5}]
