@@ -8,7 +8,7 @@ from itertools import accumulate, count
 from math import ceil
 
 from gs_compile.placement import QUANTUM, Group, Part, Placement, UnitPlacement
-from gs_compile.program import Tier, Unit
+from gs_compile.program import Schedule, Tier, Unit
 from gs_compile.workload import UnitSize
 
 
@@ -22,8 +22,13 @@ def cut_units(
     num_layers: int,
     x_nbytes: tuple[int, ...],
     side_nbytes: tuple[int, ...],
+    schedule: Schedule = "vertical",
+    gradient_ratio: float | None = None,
 ) -> Placement:
-    """The placement that ratios and alpha describe. No update takes more elements at a time than a whole layer has."""
+    """The placement that ratios and alpha describe. No update takes more elements at a time than a whole layer has.
+
+    gradient_ratio: of the gradient sums of the horizontal order; None: all in host memory.
+    """
     layers = [sum(size.trained) for size in sizes if isinstance(size.unit, int)]
     units = tuple(
         cut(
@@ -42,7 +47,10 @@ def cut_units(
         )
         for size in sizes
     )
-    return Placement(units, separate, clip, ratios["checkpoint"], x_nbytes, side_nbytes, num_layers)
+    gradients = 1.0 if gradient_ratio is None else gradient_ratio
+    return Placement(
+        units, separate, clip, ratios["checkpoint"], x_nbytes, side_nbytes, num_layers, schedule, gradients
+    )
 
 
 def cut(
@@ -68,8 +76,9 @@ def cut(
     to the end of a tensor.
     """
     num_trained, numel = sum(trained), sum(trained) + sum(frozen)
-    ends = range(0, numel + 1, QUANTUM) if separate else [0, *accumulate((*trained, *frozen))]
-    host = max(end for end in ends if end <= parameter_ratio * numel + 1e-9)
+    limit = int(parameter_ratio * numel + 1e-9)
+    ends = [limit // QUANTUM * QUANTUM] if separate else [0, *accumulate((*trained, *frozen))]
+    host = max(end for end in ends if end <= limit)
     fractions = _fractions(num_trained, alpha, most_numel)
     on_host = _cuts(0, min(host, num_trained), fractions)
     on_ssd = _cuts(min(host, num_trained), num_trained, fractions)
