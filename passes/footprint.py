@@ -11,7 +11,8 @@ moment it is asked for to the moment it is given back: the stages are those of `
     COMPUTE  gradients begin, micro-batches run; activations come and go beside them
 
 The formulas are never below what `Placement.peaks` counts on the program. They are above it by what rounds to quanta,
-and where several things come and go within one moment.
+and where several things come and go within one moment. In one memory no tensor is cut: there a unit keeps less of its
+parameters in host memory than p, and more on SSD, which is not in here.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def footprints(
         _workspace(activations, workload, step)
     for alpha in alphas:
         homes = _Bytes()
+        homes.add("ssd", workload.x_nbytes, ALL, (BEGIN, END))  # checkpoints round to SSD
         for size in workload.sizes:
             _Unit(homes, size, step, alpha, _most_numel(workload), separate=separate).count()
         span = max([abs(stage) for stage, _ in homes.moments()] or [0]) + len(step.stages) + 1
@@ -157,6 +159,7 @@ class _Unit:
     def _parameters(self) -> None:
         nbytes = self.size.numel * self.size.itemsize
         self.homes.add("ssd", nbytes, SSD_PARAMETER, (BEGIN, END))
+        self.homes.add("ssd", QUANTUM * self.size.itemsize, ALL, (BEGIN, END))  # a cut rounds down
         self.homes.add("host", nbytes, ALL - PARAMETER, *self._in_host())
         if not (self.separate and self.size.has_master and self.num_late):
             self.homes.add("host", nbytes, PARAMETER, (BEGIN, END))
@@ -192,6 +195,8 @@ class _Unit:
     def _states(self) -> None:
         nbytes = self.size.num_trained * self.size.state_itemsize
         self.homes.add("ssd", nbytes, SSD_OPTIMIZER, (BEGIN, END))
+        rounded = (self.num_early + self.num_late) * QUANTUM * self.size.state_itemsize
+        self.homes.add("ssd", rounded, ALL, (BEGIN, END))
         self.homes.add("host", nbytes, OPTIMIZER, (BEGIN, END))
         for k in range(self.num_early):
             span = ((self.update - 1 + k, FETCH), (self.update + 1 + k, self.home))
