@@ -60,9 +60,11 @@ ROOF = {
     "optim",
     "compilation",
     "planning",
+    "profiles",
     "tables",
     "report",
     "timeline",
+    "timing",
     "workloads",
 }
 
