@@ -15,7 +15,7 @@ import difflib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,9 +69,9 @@ class Profile:
     def __post_init__(self) -> None:
         for entry in fields(self):
             _check(entry.name, getattr(self, entry.name))
-        for lane in ("h2d", "d2h"):
-            if self.separate and math.isinf(getattr(self, f"{lane}_bytes_per_second")):
-                raise ProfileError(f"{lane}_bytes_per_second is missing: a cuda device has a link to its host")
+        for name in ("h2d", "d2h", "h2d_mixed", "d2h_mixed"):
+            if self.separate and math.isinf(getattr(self, f"{name}_bytes_per_second")):
+                raise ProfileError(f"{name}_bytes_per_second is missing: a cuda device has a link to its host")
         if self.separate and not self.device_nbytes:
             raise ProfileError("device_nbytes is missing: a cuda device has memory of its own")
         for alone, mixed in MIXED.items():
@@ -103,6 +103,16 @@ class Profile:
         found["cpu", "compute"] = self.update_mixed_elements_per_second / self.update_elements_per_second
         found["compute", "cpu"] = self.compute_mixed_speed
         return {pair: speed for pair, speed in found.items() if speed < 1}
+
+    def shared(self, num_ranks: int) -> Profile:
+        """What each of several ranks has of a machine that this one has alone: its own device and link, and a part of
+        the host's memory, its cores and its drives.
+        """
+        whole = ("host_nbytes", "ssd_nbytes", "ssd_rated_nbytes")
+        rates = [name for pair in MIXED.items() for name in pair if name.startswith(("ssd", "update"))]
+        parts: dict[str, Any] = {name: getattr(self, name) // num_ranks for name in whole}
+        parts |= {name: getattr(self, name) / num_ranks for name in rates}
+        return replace(self, num_ranks=self.num_ranks * num_ranks, **parts)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; rates without a bound are left out."""

@@ -22,7 +22,7 @@ from gs_compile.profile import FORMAT, MIXED, Profile
 from .probe_compute import compute_rates, link_rates
 from .probe_drive import drive_rates, room_nbytes
 
-SECONDS = 7.0
+SECONDS = 6.0
 DRIVE_SHARE = 0.5  # of the time: nothing varies as drives do
 LINK_SHARE = 0.1
 DEVICE_SHARE = 0.9  # of the free device memory: the rest goes to fragments and libraries
@@ -74,8 +74,8 @@ def free_nbytes(storage: Sequence[Path], device: torch.device | None = None) -> 
     """What one rank may use of each tier as it is now, by the profile's names."""
     device = device or default_device()
     room = {
-        "host_nbytes": int(available_memory() * DEFAULT_SHARE) // num_ranks(),
-        "ssd_nbytes": room_nbytes(storage) // num_ranks(),
+        "host_nbytes": max(1, int(available_memory() * DEFAULT_SHARE) // num_ranks()),
+        "ssd_nbytes": max(1, room_nbytes(storage) // num_ranks()),
     }
     if device.type == "cuda":
         room["device_nbytes"] = int(torch.cuda.mem_get_info(device)[0] * DEVICE_SHARE)

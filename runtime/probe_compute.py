@@ -23,8 +23,8 @@ NUM_ROUNDS = 3
 NUM_ELEMENTS = 16 << 20  # of [1]: 256 MiB, more than caches hold
 ROWS = {"cpu": 512, "cuda": 4096}  # of [2]: tokens of a micro-batch
 WIDTH = {"cpu": 1024, "cuda": 4096}  # and a model's hidden size
-TRIAL_ROWS, TRIAL_WIDTH = 16, 512
-TOO_SLOW = 50  # times slower than fp32: a dtype that nobody computes in, whose whole pieces take seconds
+FEW_ROWS = 16
+TOO_SLOW = 25  # times slower than fp32: the processor has no instructions for the dtype, and whole pieces take seconds
 COPY_NBYTES = 64 << 20  # of [3]: as large as a request to the drives
 NUM_OPS = 512
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,7 +35,7 @@ def compute_rates(device: torch.device, seconds: float) -> tuple[dict[str, Any],
     """The profile's figures of computation and updates, alone and beside one another, and how each was measured."""
     rows, width = ROWS[device.type], WIDTH[device.type]
     num_threads = max(1, correct_thread_count() // 2)  # as a run has it
-    matmul, slow = _matmul_rates(device, rows, width, seconds / 2)
+    matmul, matmul_words = _matmul_rates(device, rows, width, seconds / 2)
     products, update = _products(device, torch.float32, rows, width), _update(NUM_ELEMENTS)
     with closing(Lane("cpu", Failure(), Trace(), num_threads=num_threads)) as cpu:
         at_once({None: products, cpu: update}, 0.0)  # the first touch of memory
@@ -54,8 +54,7 @@ def compute_rates(device: torch.device, seconds: float) -> tuple[dict[str, Any],
         "op_seconds": 1 / ops[None],
     }
     words = {
-        "matmul_flops_per_second": f"products of {rows} x {width} x {4 * width}, {torch.get_num_threads()} threads"
-        + "".join(f", {name} by small ones" for name in slow),
+        "matmul_flops_per_second": f"{matmul_words}; {torch.get_num_threads()} threads",
         "memory_bytes_per_second": f"copies of {NUM_ELEMENTS >> 18} MiB, bytes read and written",
         "update_elements_per_second": f"{NUM_ELEMENTS >> 20} Mi elements, {num_threads} threads",
         "update_mixed_elements_per_second": f"{NUM_ELEMENTS >> 20} Mi elements, {num_threads} threads, beside products",
@@ -115,20 +114,20 @@ def _products(device: torch.device, dtype: torch.dtype, rows: int, width: int) -
     return products
 
 
-def _matmul_rates(device: torch.device, rows: int, width: int, seconds: float) -> tuple[dict[str, float], list[str]]:
-    """The rate of products by dtype, and the dtypes too slow for whole pieces: they have the rate of small ones."""
-    rates, slow, works = {}, [], {}
+def _matmul_rates(device: torch.device, rows: int, width: int, seconds: float) -> tuple[dict[str, float], str]:
+    """The rate of products by dtype, and how large they were: whole, or with few rows where those show a slow dtype."""
+    rates: dict[str, float] = {}
+    works: dict[str, Work] = {}
     for name, dtype in DTYPES.items():
-        work = _products(device, dtype, TRIAL_ROWS, TRIAL_WIDTH)
-        work()
-        rates[name] = at_once({None: work}, 0.0)[None]
-        if device.type == "cpu" and name != "fp32" and rates[name] * TOO_SLOW < rates["fp32"]:
-            slow.append(name)
-            continue
-        works[name] = _products(device, dtype, rows, width)
-        rates[name] = at_once({None: works[name]}, 0.0)[None]
+        few = _products(device, dtype, FEW_ROWS, width)
+        rates[name] = max(at_once({None: few}, 0.0)[None] for _ in range(2))
+        if name == "fp32" or device.type == "cuda" or rates[name] * TOO_SLOW > rates["fp32"]:
+            works[name] = _products(device, dtype, rows, width)
+            rates[name] = at_once({None: works[name]}, 0.0)[None]
     found = medians([{None: work} for work in works.values()], seconds, NUM_ROUNDS)
-    return rates | {name: rate[None] for name, rate in zip(works, found, strict=True)}, slow
+    rates |= {name: rate[None] for name, rate in zip(works, found, strict=True)}
+    sizes = ", ".join(f"{name} with {rows if name in works else FEW_ROWS} rows" for name in DTYPES)
+    return rates, f"products of rows x {width} x {4 * width}, {sizes}"
 
 
 def _pass(device: torch.device) -> Work:

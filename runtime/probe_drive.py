@@ -14,8 +14,8 @@ import itertools
 import mmap
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -43,7 +43,7 @@ def drive_rates(storage: Sequence[Path], seconds: float) -> tuple[dict[str, floa
     that another run uses, that is full. Leaves nothing behind.
     """
     begin = time.perf_counter()
-    with Store(storage) as store:
+    with _tidy(storage), Store(storage) as store:
         request_nbytes = _request_nbytes(storage)
         read, write = (store.allocate(verb, request_nbytes * NUM_REQUESTS) for verb in ("read", "write"))
         memory = {verb: _pages(request_nbytes) for verb in ("read", "write")}
@@ -87,6 +87,18 @@ def existing(directory: Path) -> Path:
     while not place.exists():
         place = place.parent
     return place
+
+
+@contextmanager
+def _tidy(storage: Sequence[Path]) -> Iterator[None]:
+    """Remove the directories that the store had to make."""
+    missing = [path for each in storage for path in (each, *each.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        for path in sorted(missing, key=lambda path: -len(path.parts)):
+            with suppress(OSError):  # two directories had it in common, or it was never made, or someone moved in
+                path.rmdir()
 
 
 def _request_nbytes(storage: Sequence[Path]) -> int:
