@@ -78,9 +78,7 @@ class _CapturedError(Exception):
     """Ends a call whose graph was captured: there is nothing to compute."""
 
 
-def _captured(
-    model: nn.Module, inputs: Mapping[str, torch.Tensor], options: Options
-) -> tuple[Compilation, dict[str, int]]:
+def _captured(model: nn.Module, inputs: Mapping[str, Any], options: Options) -> tuple[Compilation, dict[str, int]]:
     """The capture of one call, and its symbolic sizes."""
     sizes: dict[str, int] = {}
     captures: list[Captured] = []
@@ -102,7 +100,7 @@ def _captured(
         return run
 
     ignore_logging()
-    for tensor in inputs.values():
+    for tensor in filter(torch.is_tensor, inputs.values()):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)  # so that Dynamo traces once
     try:
         torch.compile(_fresh(model.forward), backend=record)(**inputs)
@@ -132,8 +130,8 @@ def _fresh(forward: Callable[..., Any]) -> Callable[..., Any]:
     return MethodType(copied, forward.__self__)  # type: ignore[attr-defined]
 
 
-def _tokens(model: nn.Module, sequence: int) -> dict[str, torch.Tensor]:
-    """Token ids, and labels, for what forward asks for."""
+def _tokens(model: nn.Module, sequence: int) -> dict[str, Any]:
+    """Token ids, and labels, for what forward asks for; no cache of what is only of use in generation."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = [p.name for p in parameters if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
     names += [p.name for p in parameters if p.name in ("input_ids", "labels", "targets") and p.name not in names]
@@ -142,7 +140,8 @@ def _tokens(model: nn.Module, sequence: int) -> dict[str, torch.Tensor]:
             f"{type(model).__name__}.forward has no required argument, and none called input_ids: give `inputs`, "
             "tensors by name with the batch along dimension 0"
         )
-    return {name: torch.zeros(SAMPLES, sequence, dtype=torch.long, device="meta") for name in names}
+    options = {p.name: False for p in parameters if p.name == "use_cache"}
+    return options | {name: torch.zeros(SAMPLES, sequence, dtype=torch.long, device="meta") for name in names}
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

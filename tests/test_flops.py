@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from gs_compile.flops import count_flops, peak_nbytes, unit_cost
 
-# B samples, H heads, T tokens, D width of a head; R rows, I and O width in and out, E experts.
+# B samples, H heads, T tokens, D width of a head; R rows, M and N width in and out, E experts.
 B, H, T, D = 2, 3, 64, 16
-R, I, O, E = 8, 16, 32, 2
+R, M, N, E = 8, 16, 32, 2
 
 
 def traced(function, *arguments):
@@ -21,8 +21,8 @@ def traced(function, *arguments):
 
 
 def test_a_linear_layer_is_two_operations_a_weight_and_row():
-    graph = traced(functional.linear, torch.empty(R, I), torch.empty(O, I), torch.empty(O))
-    assert count_flops(graph) == 2 * R * I * O
+    graph = traced(functional.linear, torch.empty(R, M), torch.empty(N, M), torch.empty(N))
+    assert count_flops(graph) == 2 * R * M * N
 
 
 def test_attention_is_counted_in_full_and_its_backward_with_the_scores_again():
@@ -44,7 +44,7 @@ def grouped(left, right, ends):
 
 @pytest.mark.parametrize(
     ("left", "right", "expected"),
-    [((R, I), (E, I, O), 2 * R * I * O), ((O, R), (R, I), 2 * R * I * O)],
+    [((R, M), (E, M, N), 2 * R * M * N), ((N, R), (R, M), 2 * R * M * N)],
     ids=["rows in groups", "what is summed over in groups"],
 )
 def test_products_of_experts(left, right, expected):

@@ -66,14 +66,14 @@ def test_a_file_that_is_no_config(tmp_path):
 
 
 def test_a_model_that_is_no_language_model():
-    with pytest.raises(PlanError, match="^vit: .*AutoModelForCausalLM"):
+    with pytest.raises(PlanError, match=r"^vit: .*AutoModelForCausalLM"):
         built(named("vit"))
 
 
 def test_a_sample_longer_than_the_model_has_positions():
     check_length(named("gpt2"), 1024)
     check_length(torch.nn.Linear(1, 1), 10**6)
-    with pytest.raises(PlanError, match="^gpt2 has 1024 positions, fewer than a sequence of 1025 tokens$"):
+    with pytest.raises(PlanError, match=r"^gpt2 has 1024 positions, fewer than a sequence of 1025 tokens$"):
         check_length(named("gpt2"), 1025)
 
 
