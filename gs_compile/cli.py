@@ -99,7 +99,49 @@ def _options(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Storage = Annotated[
-    list[Path] | None, typer.Option(metavar="DIR", help="A storage directory; again for each drive; the default's.")
+    list[Path] | None,
+    typer.Option(metavar="DIR", help="A storage directory; again for each drive.", show_default="in the user's cache"),
+]
+ModelName = Annotated[
+    str, typer.Option("--model", metavar="M", help='"gpt-65b", a model type ("llama") or the path of a config.json.')
+]
+Machine = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help='"a100", or the path of a profile.', show_default="this one, measured"),
+]
+SequenceLength = Annotated[int, typer.Option("--sequence", min=1, metavar="T", help="Tokens of a sample.")]
+Batch = Annotated[
+    int | None,
+    typer.Option("--batch", min=1, metavar="B", help="Samples of a step.", show_default="as few as keep it busy"),
+]
+MicroBatchSize = Annotated[
+    int | None, typer.Option(min=1, metavar="S", help="Samples of a micro-batch.", show_default="chosen")
+]
+MicroBatches = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Micro-batches of a step.", show_default="chosen")
+]
+Alpha = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, metavar="A", help="The part of each update that is put off.", show_default="chosen"),
+]
+Ratio = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="CLASS=X",
+        help="The part of parameter, checkpoint or optimizer that is in host memory, as parameter=0.5.",
+        show_default="chosen",
+    ),
+]
+Clip = Annotated[bool, typer.Option("--clip", help="Clip by the norm of all gradients: updates wait for it.")]
+HostMemory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help='A budget, such as "64GiB".', show_default="the machine's")
+]
+DeviceMemory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="The same for the device.", show_default="the machine's")
+]
+Precision = Annotated[Literal["bf16", "model"], typer.Option(help="bf16 with fp32 masters, or the model's own.")]
+WearYears = Annotated[
+    float | None, typer.Option(min=0, metavar="Y", help="Years that the drives are to last, training all day.")
 ]
 
 
@@ -108,14 +150,19 @@ def inspect(
     model: Annotated[
         str, typer.Option(metavar="M", help='A model type ("gpt2", "llama") or the path of a config.json.')
     ],
-    layers: Annotated[int | None, typer.Option(min=1, metavar="L", help="Number of layers; the config's.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, metavar="L", help="Number of layers.", show_default="the config's")
+    ] = None,
     hidden: Annotated[
-        int | None, typer.Option(min=1, metavar="H", help="Width; heads and MLP are scaled with it; the config's.")
+        int | None,
+        typer.Option(min=1, metavar="H", help="Width; heads and MLP are scaled with it.", show_default="the config's"),
     ] = None,
     micro_batches: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches of the step.")] = 2,
     micro_batch_size: Annotated[int, typer.Option(min=1, metavar="B", help="Samples in each.")] = 1,
     sequence: Annotated[int, typer.Option(min=1, metavar="T", help="Tokens of a sample.")] = 128,
-    after: Annotated[str | None, typer.Option(metavar="PASS", help="The program after this pass; the last.")] = None,
+    after: Annotated[
+        str | None, typer.Option(metavar="PASS", help="The program after this pass.", show_default="the last")
+    ] = None,
     graph: Annotated[
         Literal["captured", "forward", "backward", "program"] | None,
         typer.Option(
@@ -159,3 +206,118 @@ def doctor(storage: Storage = None, as_json: Json = False) -> None:
         styles = {"ok": "green", "warn": "yellow", "bad": "bold red"}
         show(("check", "state", "found", "what to do"), rows, styles=styles)
     raise typer.Exit(1 if any(check.state == "bad" for check in checks) else 0)
+
+
+@app.command()
+def probe(
+    storage: Storage = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the profile there too.")] = None,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, whatever is remembered.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure what this machine can do; it is remembered."""
+    from gs_compile.command_probe import rows
+    from gs_compile.profiles import profile
+    from gs_compile.tables import busy, show
+
+    with busy("measuring this machine"):
+        found = profile(None, storage, refresh=refresh)
+    if output is not None:
+        found.save(output)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        show(("", "", "source"), rows(found))
+
+
+@app.command()
+def plan(
+    model: ModelName,
+    machine: Machine = None,
+    sequence: SequenceLength = 2048,
+    batch: Batch = None,
+    micro_batch_size: MicroBatchSize = None,
+    micro_batches: MicroBatches = None,
+    alpha: Alpha = None,
+    ratio: Ratio = None,
+    clip: Clip = False,
+    host_memory: HostMemory = None,
+    device_memory: DeviceMemory = None,
+    precision: Precision = "bf16",
+    wear_years: WearYears = None,
+    storage: Storage = None,
+    as_json: Json = False,
+) -> None:
+    """Show where everything of a model's step would live, how fast it would run, and why.
+
+    Neither the model's weights nor the machine are needed.
+    """
+    from gs_compile.command_plan import made
+    from gs_compile.explain import as_dict, report
+
+    found = made(
+        model,
+        machine=machine,
+        sequence=sequence,
+        batch_size=batch,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=micro_batches,
+        alpha=alpha,
+        ratios=ratio,
+        clip=clip,
+        host_memory=host_memory,
+        device_memory=device_memory,
+        precision=precision,
+        wear_years=wear_years,
+        storage=storage,
+    )
+    typer.echo(json.dumps(as_dict(found), indent=2) if as_json else report(found))
+
+
+@app.command()
+def simulate(
+    model: ModelName,
+    machine: Machine = None,
+    sequence: SequenceLength = 2048,
+    batch: Batch = None,
+    micro_batch_size: MicroBatchSize = None,
+    micro_batches: MicroBatches = None,
+    alpha: Alpha = None,
+    ratio: Ratio = None,
+    clip: Clip = False,
+    host_memory: HostMemory = None,
+    device_memory: DeviceMemory = None,
+    precision: Precision = "bf16",
+    wear_years: WearYears = None,
+    storage: Storage = None,
+    schedule: Annotated[Literal["vertical", "horizontal"], typer.Option(help="The order of the step.")] = "vertical",
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save the operations as a trace, for ui.perfetto.dev.")
+    ] = None,
+    page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Save the timeline as a page.")] = None,
+    figures: Annotated[Path | None, typer.Option(metavar="DIR", help="Save figures there; needs matplotlib.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show when each operation of a planned step would run, and what the computation would wait for."""
+    from gs_compile.command_plan import made
+    from gs_compile.command_simulate import as_dict, report, save
+
+    found = made(
+        model,
+        machine=machine,
+        sequence=sequence,
+        batch_size=batch,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=micro_batches,
+        alpha=alpha,
+        ratios=ratio,
+        clip=clip,
+        host_memory=host_memory,
+        device_memory=device_memory,
+        precision=precision,
+        wear_years=wear_years,
+        storage=storage,
+        schedule=schedule,
+    )
+    files = save(found, trace=trace, page=page, figures=figures)
+    typer.echo(json.dumps(as_dict(found, files), indent=2) if as_json else report(found, files))

@@ -31,19 +31,27 @@ DIGITS = 6  # significant ones in JSON: more would only differ from machine to m
 
 def report(plan: StepPlan) -> str:
     """All of a plan, as text and tables."""
-    formula = "3 x the FLOPs of a forward, nothing for what is recomputed, over the seconds of a step"
     parts = [
-        f"{_what(plan)}\n"
-        f"a step takes {_seconds(plan.seconds)} in simulation, {_seconds(plan.bound_seconds)} by the linear program\n"
-        f"{_throughput(plan)} ({formula})",
-        f"What lives where:\n{_indented(_homes(plan))}",
-        f"What each lane does in a step:\n{_indented(_lanes(plan))}",
+        headline(plan),
+        f"What lives where:\n{indented(_homes(plan))}",
+        f"What each lane does in a step:\n{indented(lanes_table(plan))}",
         _list("What binds:", plan.binding),
         _list("Notes:", plan.notes),
-        f"What else there was, by the linear program:\n{_indented(_alternatives(plan))}" if plan.alternatives else "",
+        f"What else there was, by the linear program:\n{indented(_alternatives(plan))}" if plan.alternatives else "",
         f"SSD wear: {plan.wear}",
     ]
     return "\n\n".join(filter(None, parts))
+
+
+def headline(plan: StepPlan) -> str:
+    """What is planned, and how fast it is."""
+    formula = "3 x the FLOPs of a forward, nothing for what is recomputed, over the seconds of a step"
+    return (
+        f"{plan.workload.name} on {plan.profile.name}\n"
+        f"{_settings(plan)}\n"
+        f"a step takes {_seconds(plan.seconds)} in simulation, {_seconds(plan.bound_seconds)} by the linear program\n"
+        f"{_throughput(plan)} ({formula})"
+    )
 
 
 def paragraph(plan: StepPlan) -> str:
@@ -55,7 +63,7 @@ def paragraph(plan: StepPlan) -> str:
     busy = ", ".join(f"{lane} {share:.0%}" for lane, (_, share) in busiest)
     peaks = ", ".join(f"{format_bytes(plan.peaks[tier])} {ON[tier]}" for tier in _tiers(plan) if plan.peaks.get(tier))
     sentences = [
-        f"Plan of {_what(plan)}.",
+        f"Plan of {plan.workload.name} on {plan.profile.name}, {_settings(plan)}.",
         f"In host memory: {shares}.",
         f"A step takes {_seconds(plan.seconds)}: {_throughput(plan)}.",
         f"Busy lanes: {busy}.",
@@ -110,12 +118,11 @@ def as_dict(plan: StepPlan) -> dict[str, Any]:
 # Sentences ------------------------------------------------------------------------------------------------------------
 
 
-def _what(plan: StepPlan) -> str:
+def _settings(plan: StepPlan) -> str:
     workload = plan.workload
     samples = "1 sample" if workload.micro_batch_size == 1 else f"{workload.micro_batch_size} samples"
     number = "1 micro-batch" if plan.num_micro_batches == 1 else f"{plan.num_micro_batches} micro-batches"
-    where = f"{workload.name} on {plan.profile.name}, {plan.schedule}"
-    return f"{where}: {number} of {samples} of {workload.sequence} tokens, alpha {plan.alpha:g}"
+    return f"{plan.schedule}: {number} of {samples} of {workload.sequence} tokens, alpha {plan.alpha:g}"
 
 
 def _throughput(plan: StepPlan) -> str:
@@ -147,7 +154,8 @@ def _share(plan: StepPlan, name: str) -> str:
     return f"{words}, {on_device:.0%} on the device" if on_device else words
 
 
-def _lanes(plan: StepPlan) -> str:
+def lanes_table(plan: StepPlan) -> str:
+    """Seconds of work, and bytes moved, of each lane."""
     moved = _nested(plan.traffic)
     rows = []
     for lane in (lane for lane in LANES if lane in plan.lanes):
@@ -176,7 +184,7 @@ def _tiers(plan: StepPlan) -> tuple[str, ...]:
     return TIERS if plan.profile.separate else TIERS[1:]
 
 
-def _indented(lines: str) -> str:
+def indented(lines: str) -> str:
     return "\n".join(f"  {line}" for line in lines.splitlines())
 
 

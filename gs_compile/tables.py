@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import StringIO
 
 from rich.console import Console
@@ -27,6 +28,17 @@ def text(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: Seque
     with console.capture() as captured:
         console.print(_table(headings, rows, {}, right))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+@contextmanager
+def busy(words: str) -> Iterator[None]:
+    """Say on a terminal what takes so long, for as long as it does; a file or a pipe hears nothing of it."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(f"{words} ..."):
+        yield
 
 
 def _table(

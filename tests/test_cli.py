@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import expecttest
@@ -253,20 +253,21 @@ def test_the_version():
     assert run("--version").stdout == f"greedysnake {gs_compile.__version__}\n"
 
 
-@pytest.mark.parametrize("command", [(), ("inspect",)], ids=" ".join)
+@pytest.mark.parametrize("command", [(), ("plan",)], ids=" ".join)
 def test_help_comes_at_once(command):
-    """The command itself, not the interpreter, has 0.3 seconds; the machine may be busy, so the best of five counts."""
-    seconds = min(timed(*command, "--help") for _ in range(5))
-    assert seconds < 0.3
+    """In 0.3 seconds on two quiet cores; twice that here, for what else the machine does. torch alone takes a second."""
+    assert min(timed(*command, "--help") for _ in range(3)) < 0.6
 
 
 def timed(*arguments):
-    begin = time.perf_counter()
+    """Seconds of computation that a command takes, all in all."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = subprocess.run(
         [sys.executable, "-m", "gs_compile", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert "Usage: greedysnake" in run.stdout
-    return time.perf_counter() - begin
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_help_needs_nothing_heavy():
@@ -277,7 +278,7 @@ def test_help_needs_nothing_heavy():
         "heavy = {'torch', 'numpy', 'cvxpy', 'transformers', 'rich'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    for command in ("inspect",):
+    for command in ("inspect", "doctor", "probe", "plan", "simulate"):
         subprocess.run([sys.executable, "-c", script, command, "--help"], cwd=ROOT, capture_output=True, check=True)
 
 

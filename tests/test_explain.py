@@ -52,7 +52,8 @@ def test_the_report(plan):
     expecttest.assert_expected_inline(
         report(plan),
         """\
-gpt-65b on a100, vertical: 32 micro-batches of 2 samples of 2048 tokens, alpha 0.13
+gpt-65b on a100
+vertical: 32 micro-batches of 2 samples of 2048 tokens, alpha 0.13
 a step takes 312 s in simulation, 300 s by the linear program
 419 tokens/s, 164 TFLOP/s (3 x the FLOPs of a forward, nothing for what is recomputed, over the seconds of a step)
 

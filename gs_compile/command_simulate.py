@@ -1,0 +1,95 @@
+"""command_simulate: what ``greedysnake simulate`` shows of a plan's step, and the files it draws it into."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gs_compile import explain
+from gs_compile.machine import format_bytes
+from gs_compile.tables import text
+
+if TYPE_CHECKING:
+    from gs_compile.step_plan import StepPlan
+
+
+def report(plan: StepPlan, files: Mapping[str, Path]) -> str:
+    """How the step runs: its lanes, what the computation waits for, the critical path, memory, and what was drawn."""
+    simulation = plan.simulation
+    waits = [
+        (cause, f"{seconds:.3g} s", f"{seconds / plan.seconds:.1%}")
+        for cause, seconds in sorted(simulation.bubbles.items(), key=lambda entry: -entry[1])
+        if seconds > 0
+    ]
+    path = [(lane, f"{seconds:.3g} s", f"{seconds / plan.seconds:.1%}") for lane, seconds in _critical(plan).items()]
+    memory = [
+        (tier, format_bytes(nbytes), format_bytes(plan.peaks.get(tier, 0))) for tier, nbytes in simulation.peaks.items()
+    ]
+    numbers = ("", "seconds", "of the step")
+    parts = [
+        explain.headline(plan),
+        f"What each lane does in a step:\n{explain.indented(explain.lanes_table(plan))}",
+        _titled("What the computation waits for:", text(numbers, waits, right=numbers[1:]) if waits else "nothing"),
+        _titled("The critical path, by lane:", text(numbers, path, right=numbers[1:])),
+        _titled("Memory at its peak:", text(("", "simulated", "planned"), memory, right=("simulated", "planned"))),
+        "\n".join(f"{what}: {path}" for what, path in files.items()),
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def as_dict(plan: StepPlan, files: Mapping[str, Path]) -> dict[str, Any]:
+    """The plan's, with what the simulation adds; its operations, which are many, are in the trace."""
+    simulated = {"peaks": plan.simulation.peaks, "critical_path": _critical(plan)}
+    return explain.as_dict(plan) | {"simulated": simulated, "files": {what: str(path) for what, path in files.items()}}
+
+
+def save(plan: StepPlan, *, trace: Path | None, page: Path | None, figures: Path | None) -> dict[str, Path]:
+    """Write what is asked for: the paths by what they are."""
+    files: dict[str, Path] = {}
+    if trace is not None:
+        trace.write_text(json.dumps(plan.simulation.chrome()))
+        files["trace"] = trace
+    if page is not None:
+        from gs_compile.timeline import timeline_html
+
+        title = f"{plan.workload.name} on {plan.profile.name}"
+        texts = {"The plan": explain.report(plan), "The program": str(plan.program)}
+        page.write_text(timeline_html(plan.simulation, title=title, notes=[explain.paragraph(plan)], texts=texts))
+        files["timeline"] = page
+    if figures is not None:
+        files |= _figures(plan, figures)
+    return files
+
+
+def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
+    from gs_compile import draw
+
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {name: folder / f"{name}.svg" for name in ("throughput", "traffic", "lanes")}
+    title = f"{plan.workload.name} on {plan.profile.name}"
+    size = plan.workload.micro_batch_size
+    curve = [draw.Point(number * size, rate) for number, _, rate in plan.history]
+    series = {"linear program": curve, "simulated": [draw.Point.of(plan)]}
+    draw.throughput(
+        {name: points for name, points in series.items() if points},
+        paths["throughput"],
+        roofline=draw.Roofline.of(plan.workload, plan.profile),
+        title=title,
+    )
+    draw.traffic_bars({plan.schedule: plan.traffic}, paths["traffic"], title=title)
+    draw.lanes(plan.simulation, paths["lanes"], title=title)
+    return paths
+
+
+def _critical(plan: StepPlan) -> dict[str, float]:
+    """Seconds of the critical path, by lane."""
+    found: dict[str, float] = {}
+    for span in plan.simulation.critical_path:
+        found[span.lane] = found.get(span.lane, 0.0) + span.stop_seconds - span.start_seconds
+    return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+
+
+def _titled(heading: str, lines: str) -> str:
+    return f"{heading}\n{explain.indented(lines)}"
