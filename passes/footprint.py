@@ -18,8 +18,10 @@ parameters in host memory than p, and more on SSD, which is not in here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from math import ceil
+from typing import Any
 
 import numpy as np
 
@@ -48,43 +50,42 @@ IN_FLIGHT = {"forward": 4, "backward": 6}
 
 Moment = tuple[int, int]  # a stage and a moment in it
 Span = tuple[Moment, Moment]  # first and last
+Index = Any  # of some alphas in an array of all
 
 
-@dataclass
+@dataclass(frozen=True)
 class Footprint:
-    """Bytes at every moment: `fixed` and, for each micro-batch, `each`; by alpha arrays `[moment, 1 + 5]`."""
+    """The moments of one alpha that bind for some ratios: bytes, as arrays `[moment, 1 + 5]`, that any number of
+    micro-batches takes (`fixed`) and that each one takes.
+    """
 
-    tier: str
-    fixed: list[Array] = field(default_factory=list)
-    each: list[Array] = field(default_factory=list)
+    fixed: Array
+    each: Array
 
-    def rows(self, num_micro_batches: int) -> list[Array]:
-        """For each alpha the moments that bind for some ratios: all others are below one of these for any ratios."""
-        return [_binding(fixed + num_micro_batches * each) for fixed, each in zip(self.fixed, self.each, strict=True)]
+    def rows(self, num_micro_batches: int) -> Array:
+        """The bytes at these moments."""
+        return self.fixed + num_micro_batches * self.each
 
 
 def footprints(
     workload: Workload, alphas: Sequence[float], *, separate: bool, step: Outline | None = None
-) -> dict[str, Footprint]:
-    """Of host memory, the device's (where it has its own; activations of one memory are torch's) and SSD."""
+) -> dict[str, tuple[Footprint, ...]]:
+    """By alpha, of host memory, the device's (where it has its own; activations of one memory are torch's) and SSD."""
     step = step or outline(workload.num_layers, workload.shape)
-    found = {tier: Footprint(tier) for tier in ("host", "device", "ssd")}
-    activations = _Bytes()
+    each, once = _Bytes(1), _Bytes(1)
     for journey in step.journeys:
-        _activations(activations, journey, step, workload.x_nbytes, separate=separate)
+        _activations(each, journey, step, workload.x_nbytes, separate=separate)
+    once.add("ssd", workload.x_nbytes, ALL, (BEGIN, END))  # checkpoints round to SSD
     if separate:
-        _workspace(activations, workload, step)
-    for alpha in alphas:
-        homes = _Bytes()
-        homes.add("ssd", workload.x_nbytes, ALL, (BEGIN, END))  # checkpoints round to SSD
-        for size in workload.sizes:
-            _Unit(homes, size, step, alpha, _most_numel(workload), separate=separate).count()
-        span = max([abs(stage) for stage, _ in homes.moments()] or [0]) + len(step.stages) + 1
-        for tier, footprint in found.items():
-            footprint.fixed.append(homes.at(tier, span))
-            footprint.each.append(activations.at(tier, span))
-            if tier == "device":
-                footprint.fixed[-1] += activations.at("device once", span)
+        _workspace(each, once, workload, step)
+    homes = _Bytes(len(alphas))
+    for size in workload.sizes:
+        _place(homes, size, step, alphas, _most_numel(workload), separate=separate)
+    span = homes.span() + len(step.stages) + 1
+    found = {}
+    for tier in ("host", "device", "ssd"):
+        fixed, every = homes.at(tier, span) + once.at(tier, span), each.at(tier, span)[0]
+        found[tier] = tuple(_binding(of_alpha, every) for of_alpha in fixed)
     return found
 
 
@@ -95,39 +96,67 @@ def _most_numel(workload: Workload) -> int:
 
 
 class _Bytes:
-    """What is alive when."""
+    """What is alive when, for several alphas."""
 
-    def __init__(self) -> None:
-        self.entries: dict[str, list[tuple[Span, float, Array]]] = {}
+    def __init__(self, num_alphas: int) -> None:
+        self.num_alphas = num_alphas
+        self.entries: dict[str, list[tuple[Span, Array | float, Array, Index]]] = {}
 
-    def add(self, tier: str, nbytes: float, share: Array, *spans: Span) -> None:
+    def add(
+        self, tier: str, nbytes: Array | float, share: Array, *spans: Span, alphas: Index = slice(None)
+    ) -> None:
         """`nbytes` times `share`, for as long as any of the spans lasts."""
-        self.entries.setdefault(tier, []).extend((span, nbytes, share) for span in _union(spans))
+        self.entries.setdefault(tier, []).extend((span, nbytes, share, alphas) for span in _union(spans))
 
-    def moments(self) -> Iterator[Moment]:
-        return (m for entries in self.entries.values() for span, _, _ in entries for m in span if m not in (BEGIN, END))
+    def span(self) -> int:
+        """The farthest stage from stage 0, either way."""
+        moments = (moment for entries in self.entries.values() for span, *_ in entries for moment in span)
+        return max((abs(moment[0]) for moment in moments if moment not in (BEGIN, END)), default=0)
 
     def at(self, tier: str, span: int) -> Array:
-        """Bytes of every moment from the stage -span to the stage span."""
-        entries = self.entries.get(tier, [])
-        changes = np.zeros((8 * span + 9, 6))
-        if entries:
-            numbers = np.array([(*first, *last) for (first, last), _, _ in entries])
-            places = np.clip(4 * (numbers[:, ::2] + span) + numbers[:, 1::2], 0, 8 * span + 7)
-            nbytes = np.array([nbytes for _, nbytes, _ in entries])[:, None] * np.array([share for *_, share in entries])
-            np.add.at(changes, places[:, 0], nbytes)
-            np.add.at(changes, places[:, 1] + 1, -nbytes)
-        return np.cumsum(changes, axis=0)[:-1]
+        """Bytes `[alpha, moment, 1 + 5]` of every moment from the stage -span to the stage span."""
+        changes = np.zeros((4 * (2 * span + 1) + 1, self.num_alphas, 6))
+        for (first, last), nbytes, share, alphas in self.entries.get(tier, ()):
+            amount = np.multiply.outer(nbytes, share)
+            changes[_place_of(first, span), alphas] += amount
+            changes[_place_of(last, span) + 1, alphas] -= amount
+        return np.moveaxis(np.cumsum(changes, axis=0)[:-1], 1, 0)
+
+
+def _place_of(moment: Moment, span: int) -> int:
+    return min(max(4 * (moment[0] + span) + moment[1], 0), 4 * (2 * span + 1) - 1)
+
+
+def _place(
+    homes: _Bytes, size: UnitSize, step: Outline, alphas: Sequence[float], most_numel: int, *, separate: bool
+) -> None:
+    """One unit; alphas with equal numbers of groups are counted together."""
+    together: dict[tuple[int, int], list[int]] = {}
+    for index, alpha in enumerate(alphas):
+        groups = tuple(ceil(share * size.num_trained / most_numel) for share in (1 - alpha, alpha))
+        together.setdefault((groups[0], groups[1]), []).append(index)
+    for groups, indices in together.items():
+        late = np.array([alphas[index] for index in indices])
+        _Unit(homes, size, step, late, np.array(indices), groups, separate=separate).count()
 
 
 class _Unit:
     """Parameters, gradient and state of one unit."""
 
     def __init__(
-        self, homes: _Bytes, size: UnitSize, step: Outline, alpha: float, most_numel: int, *, separate: bool
+        self,
+        homes: _Bytes,
+        size: UnitSize,
+        step: Outline,
+        alphas: Array,
+        indices: Index,
+        groups: tuple[int, int],
+        *,
+        separate: bool,
     ) -> None:
-        self.homes = homes
+        self.add = partial(homes.add, alphas=indices)
         self.size = size
+        self.num_trained = size.num_trained
         self.separate = separate
         self.uses: tuple[int, ...] = step.uses.get(size.unit, ())
         self.first = self.uses[0] if self.uses else 0
@@ -135,16 +164,15 @@ class _Unit:
         complete = step.complete.get(size.unit, 0)
         self.gone = complete + 1  # the stage in which the gradient leaves
         self.update = complete + 1 + separate  # of the first early group
-        self.num_early = ceil((1 - alpha) * size.num_trained / most_numel)
-        self.num_late = ceil(alpha * size.num_trained / most_numel)
-        self.early = self._group(1 - alpha, self.num_early)
-        self.late = self._group(alpha, self.num_late)
+        self.num_early, self.num_late = groups
+        self.early = self._group(1 - alphas, self.num_early)
+        self.late = self._group(alphas, self.num_late)
         # With several groups the second may get its memory before the first has given back its own.
-        self.home = LEAVE if max(self.num_early, self.num_late) > 1 else FETCH
+        self.home = LEAVE if max(groups) > 1 else FETCH
 
-    def _group(self, share: float, number: int) -> float:
+    def _group(self, share: Array, number: int) -> Array:
         """Elements of one update: cuts of both zones go to the nearest quantum."""
-        return min(share * self.size.num_trained / number + 2 * QUANTUM, self.size.num_trained) if number else 0.0
+        return np.minimum(share * self.num_trained / max(number, 1) + 2 * QUANTUM, self.num_trained)
 
     def count(self) -> None:
         self._parameters()
@@ -158,26 +186,26 @@ class _Unit:
 
     def _parameters(self) -> None:
         nbytes = self.size.numel * self.size.itemsize
-        self.homes.add("ssd", nbytes, SSD_PARAMETER, (BEGIN, END))
-        self.homes.add("ssd", QUANTUM * self.size.itemsize, ALL, (BEGIN, END))  # a cut rounds down
-        self.homes.add("host", nbytes, ALL - PARAMETER, *self._in_host())
+        self.add("ssd", nbytes, SSD_PARAMETER, (BEGIN, END))
+        self.add("ssd", QUANTUM * self.size.itemsize, ALL, (BEGIN, END))  # a cut rounds down
+        self.add("host", nbytes, ALL - PARAMETER, *self._in_host())
         if not (self.separate and self.size.has_master and self.num_late):
-            self.homes.add("host", nbytes, PARAMETER, (BEGIN, END))
+            self.add("host", nbytes, PARAMETER, (BEGIN, END))
         else:
             self._reclaimed(nbytes)
         if self.separate:
-            self.homes.add("device", nbytes, DEVICE_PARAMETER, (BEGIN, END))
+            self.add("device", nbytes, DEVICE_PARAMETER, (BEGIN, END))
             spans = (((use - 1, COMPUTE), (use, COMPUTE)) for use in self.uses)
-            self.homes.add("device", nbytes, ALL - DEVICE_PARAMETER, *spans)
+            self.add("device", nbytes, ALL - DEVICE_PARAMETER, *spans)
 
     def _reclaimed(self, nbytes: int) -> None:
         """Late parts are stale from their last use to their update: gradients take their memory."""
-        late = self.num_late * (self.late - 2 * QUANTUM if self.late < self.size.num_trained else self.late)
-        stale = max(late - QUANTUM, 0.0) if late < self.size.num_trained else late
-        self.homes.add("host", nbytes - stale * self.size.itemsize, PARAMETER, (BEGIN, END))
+        exact = self.late == self.num_trained
+        stale = np.where(exact, self.late, np.maximum(self.num_late * (self.late - 2 * QUANTUM) - QUANTUM, 0))
+        self.add("host", nbytes - stale * self.size.itemsize, PARAMETER, (BEGIN, END))
         for k in range(self.num_late):
             span = ((self._late_stage(k, 2), UPDATE), (self.uses[-1] - 1, COMPUTE))
-            self.homes.add("host", stale / self.num_late * self.size.itemsize, PARAMETER, span)
+            self.add("host", stale / self.num_late * self.size.itemsize, PARAMETER, span)
 
     def _in_host(self) -> Iterator[Span]:
         """When what has no home in host memory is there: for the device, and for its update."""
@@ -193,36 +221,36 @@ class _Unit:
             yield since, home
 
     def _states(self) -> None:
-        nbytes = self.size.num_trained * self.size.state_itemsize
-        self.homes.add("ssd", nbytes, SSD_OPTIMIZER, (BEGIN, END))
+        nbytes = self.num_trained * self.size.state_itemsize
+        self.add("ssd", nbytes, SSD_OPTIMIZER, (BEGIN, END))
         rounded = (self.num_early + self.num_late) * QUANTUM * self.size.state_itemsize
-        self.homes.add("ssd", rounded, ALL, (BEGIN, END))
-        self.homes.add("host", nbytes, OPTIMIZER, (BEGIN, END))
+        self.add("ssd", rounded, ALL, (BEGIN, END))
+        self.add("host", nbytes, OPTIMIZER, (BEGIN, END))
         for k in range(self.num_early):
             span = ((self.update - 1 + k, FETCH), (self.update + 1 + k, self.home))
-            self.homes.add("host", self.early * self.size.state_itemsize, SSD_OPTIMIZER, span)
+            self.add("host", self.early * self.size.state_itemsize, SSD_OPTIMIZER, span)
         for k in range(self.num_late):
             span = ((self._late_stage(k, 3), FETCH), (self._late_stage(k, 1), self.home))
-            self.homes.add("host", self.late * self.size.state_itemsize, SSD_OPTIMIZER, span)
+            self.add("host", self.late * self.size.state_itemsize, SSD_OPTIMIZER, span)
 
     def _gradient(self) -> None:
-        if not self.size.num_trained:
+        if not self.num_trained:
             return
         itemsize, began = self.size.gradient_itemsize, (self.opened, COMPUTE)
-        whole = self.size.num_trained * itemsize
+        whole = self.num_trained * itemsize
         if not self.separate and not self.num_early:  # it stays where it was summed
-            self.homes.add("host", whole, ALL, (began, END), (BEGIN, (self._late_stage(self.num_late - 1, 2), UPDATE)))
+            self.add("host", whole, ALL, (began, END), (BEGIN, (self._late_stage(self.num_late - 1, 2), UPDATE)))
             return
         if self.separate:
-            self.homes.add("device", whole, ALL, (began, (self.gone, LEAVE)))
+            self.add("device", whole, ALL, (began, (self.gone, LEAVE)))
             for k in range(self.num_early):
-                self.homes.add("host", self.early * itemsize, ALL, ((self.gone, LEAVE), (self.update + k, UPDATE)))
+                self.add("host", self.early * itemsize, ALL, ((self.gone, LEAVE), (self.update + k, UPDATE)))
         else:
-            self.homes.add("host", whole, ALL, (began, (self.update + self.num_early - 1, UPDATE)))
+            self.add("host", whole, ALL, (began, (self.update + self.num_early - 1, UPDATE)))
         kept = (self.gone, LEAVE if self.separate else UPDATE)
         for k in range(self.num_late):
             until = (self._late_stage(k, 2), UPDATE)
-            self.homes.add("host", self.late * itemsize, ALL, (kept, END), (BEGIN, until))
+            self.add("host", self.late * itemsize, ALL, (kept, END), (BEGIN, until))
 
 
 def _activations(alive: _Bytes, journey: Journey, step: Outline, x_nbytes: int, *, separate: bool) -> None:
@@ -243,14 +271,14 @@ def _activations(alive: _Bytes, journey: Journey, step: Outline, x_nbytes: int, 
         alive.add("host", x_nbytes, ALL, (made, (last[0], LEAVE) if passed_on else last))
 
 
-def _workspace(alive: _Bytes, workload: Workload, step: Outline) -> None:
+def _workspace(each: _Bytes, once: _Bytes, workload: Workload, step: Outline) -> None:
     """What a stage computes with, beside parameters and gradients."""
     inside = max((cost.workspace_nbytes for cost in workload.costs.values()), default=0)
     for number, stage in enumerate(step.stages):
         in_flight = IN_FLIGHT[stage.phase] * workload.x_nbytes
-        alive.add("device once", in_flight, ALL, ((number, FETCH), (number, COMPUTE)))
-    alive.add("device once", inside, ALL, (BEGIN, END))
-    alive.add("device", workload.side_nbytes, ALL, (BEGIN, END))
+        once.add("device", in_flight, ALL, ((number, FETCH), (number, COMPUTE)))
+    once.add("device", inside, ALL, (BEGIN, END))
+    each.add("device", workload.side_nbytes, ALL, (BEGIN, END))
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
@@ -268,12 +296,22 @@ CORNERS = np.array([[1, *((corner >> bit) & 1 for bit in range(5))] for corner i
 POSSIBLE = CORNERS[(CORNERS[:, 1] + CORNERS[:, 4] <= 1) & (CORNERS[:, 2] + CORNERS[:, 5] <= 1)]
 
 
-def _binding(rows: Array) -> Array:
-    """Rows that no other row is above at every corner of what the ratios may be."""
-    heights = rows @ POSSIBLE.T
-    left, found = np.arange(len(rows)), []
+def _binding(fixed: Array, each: Array) -> Footprint:
+    """Of all moments those that bind for some ratios, whatever the number of micro-batches.
+
+    From layer to layer bytes mostly change evenly: where both parts of a moment are, at every corner of what the ratios
+    may be, no more than the mean of those a stage before and after, one of the ends of such a run is above it. Of the
+    others those go that are below another in both parts at every corner.
+    """
+    heights = np.concatenate([fixed @ POSSIBLE.T, each @ POSSIBLE.T], axis=1).reshape(len(fixed) // 4, -1)
+    bent = heights[1:-1] > (heights[:-2] + heights[2:]) / 2 + 1.0
+    ends = np.ones((len(heights), 4), dtype=bool)
+    ends[1:-1] = bent.reshape(len(bent), 4, -1).any(axis=2)
+    left = np.flatnonzero(ends)
+    heights = heights.reshape(len(fixed), -1)
+    found = []
     while left.size:
         best = left[np.argmax(heights[left].sum(axis=1))]
         found.append(best)
         left = left[(heights[left] > heights[best] + 1.0).any(axis=1)]
-    return rows[np.array(found)]
+    return Footprint(fixed[found], each[found])

@@ -43,8 +43,8 @@ from gs_compile.profile import Profile
 from gs_compile.workload import Workload
 
 from .fit import CLASSES, MARGIN
-from .footprint import Footprint, footprints
-from .outline import Outline, outline
+from .footprint import footprints
+from .outline import outline
 from .volumes import PHASES, RATIOS, TIMED, Array, seconds, volumes
 
 TRAFFIC_PRICE = 1e-6  # of a step's seconds, for all the bytes it could move to and from SSD
@@ -116,20 +116,48 @@ class Solution:
 
 
 class Formulas:
-    """What is the same for every n: a model's outline, and its bytes alive, for some alphas on one machine."""
+    """What a model takes and moves on one machine, for some alphas; made once for all n.
+
+    The volumes of two and more micro-batches are affine in their number, so three counts tell them all.
+    """
 
     def __init__(self, workload: Workload, profile: Profile, alphas: Sequence[float]) -> None:
-        self.workload = workload
-        self.profile = profile
         self.alphas = tuple(alphas)
-        self.step: Outline = outline(workload.num_layers, workload.shape)
-        self.footprints: dict[str, Footprint] = footprints(
-            workload, self.alphas, separate=profile.separate, step=self.step
-        )
+        self.separate = profile.separate
+        self.speeds = profile.speeds()
+        step = outline(workload.num_layers, workload.shape)
+        self.footprints = footprints(workload, self.alphas, separate=self.separate, step=step)
+        self._seconds = [seconds(workload, profile, n, alphas, step=step) for n in (1, 2, 3)]
+        self._ssd = [_ssd(volumes(workload, n, alphas, separate=self.separate, step=step)) for n in (1, 2, 3)]
 
+    @property
     def tiers(self) -> tuple[str, ...]:
         """Those with a budget."""
-        return TIERS if self.profile.separate else ("host", "ssd")
+        return TIERS if self.separate else ("host", "ssd")
+
+    def seconds(self, num_micro_batches: int) -> dict[tuple[str, str], Array]:
+        """Of each lane by phase, alone."""
+        counted = self._seconds
+        return {key: _extended([each[key] for each in counted], num_micro_batches) for key in counted[0]}
+
+    def ssd(self, num_micro_batches: int) -> tuple[Array, Array]:
+        """Bytes to and from SSD, and those written."""
+        moved, written = (_extended([each[i] for each in self._ssd], num_micro_batches) for i in (0, 1))
+        return moved, written
+
+
+def _extended(counted: Sequence[Array], number: int) -> Array:
+    """The value for `number` of what was counted for 1, 2 and 3."""
+    one, two, three = counted
+    return one if number == 1 else two + (number - 2) * (three - two)
+
+
+def _ssd(moved: Mapping[tuple[str, str, str], Array]) -> tuple[Array, Array]:
+    read, written = (
+        np.sum([nbytes for (_, each, _), nbytes in moved.items() if each == lane], axis=0) + np.zeros((1, 6))
+        for lane in ("ssd_read", "ssd_write")
+    )
+    return read + written, written
 
 
 @dataclass(frozen=True)
@@ -221,21 +249,17 @@ def needs(formulas: Formulas, num_micro_batches: int, budgets: Budgets, fixed: F
 
 def build(formulas: Formulas, num_micro_batches: int, budgets: Budgets, fixed: Fixed) -> list[System]:
     """The linear program of each alpha."""
-    workload, profile, alphas, step = formulas.workload, formulas.profile, formulas.alphas, formulas.step
-    lanes = seconds(workload, profile, num_micro_batches, alphas, step=step)
-    moved = volumes(workload, num_micro_batches, alphas, separate=profile.separate, step=step)
-    on_ssd = sum((nbytes for (_, lane, _), nbytes in moved.items() if lane.startswith("ssd")), np.zeros(6))
-    written = sum((nbytes for (_, lane, _), nbytes in moved.items() if lane == "ssd_write"), np.zeros(6))
-    on_ssd, written = (np.broadcast_to(nbytes, (len(alphas), 6)) for nbytes in (on_ssd, written))
-    memory = {tier: formulas.footprints[tier].rows(num_micro_batches) for tier in formulas.tiers()}
-    lower, upper = _bounds(fixed, separate=profile.separate)
+    alphas, lanes = formulas.alphas, formulas.seconds(num_micro_batches)
+    on_ssd, written = (np.broadcast_to(each, (len(alphas), 6)) for each in formulas.ssd(num_micro_batches))
+    lower, upper = _bounds(fixed, separate=formulas.separate)
     systems = []
     for index, alpha in enumerate(alphas):
         mine = {key: array[index] for key, array in lanes.items()}
-        rows = [row for phase in PHASES for row in _phase(phase, mine, profile.speeds())]
+        rows = [row for phase in PHASES for row in _phase(phase, mine, formulas.speeds)]
         rows += _homes()
-        for tier, by_alpha in memory.items():
-            rows += [Row(row / max(budgets.of(tier), 1), tier=tier) for row in by_alpha[index]]
+        for tier in formulas.tiers:
+            bytes_alive = formulas.footprints[tier][index].rows(num_micro_batches)
+            rows += [Row(row / max(budgets.of(tier), 1), tier=tier) for row in bytes_alive]
         if budgets.wear_bytes_per_second is not None:
             rows.append(_wear(written[index], budgets.wear_bytes_per_second))
         traffic = on_ssd[index] / max(float(on_ssd[index][0]), 1.0)

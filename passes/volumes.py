@@ -36,20 +36,22 @@ SSD_CHECKPOINT = ALL - CHECKPOINT - DEVICE_CHECKPOINT
 SSD_PARAMETER = ALL - PARAMETER - DEVICE_PARAMETER
 SSD_OPTIMIZER = ALL - OPTIMIZER
 
+ONCE, LATE, COPIED = np.eye(3)  # see `_Sums`
+EARLY = ONCE - LATE
+
 
 def volumes(
     workload: Workload, num_micro_batches: int, alphas: Sequence[float], *, separate: bool, step: Outline | None = None
 ) -> dict[tuple[str, str, str], Array]:
     """Bytes by phase, lane and kind of value ("forward", "ssd_read", "w"); what moves nothing is not there."""
     step = step or outline(workload.num_layers, workload.shape)
-    late = np.asarray(alphas, dtype=np.float64)
-    moved = _Sums(late)
+    moved = _Sums()
     for size in workload.sizes:
         _parameters(moved, size, step, separate=separate)
         _optimizer(moved, size, separate=separate)
     for journey in step.journeys:
         _activations(moved, journey, step, num_micro_batches, workload.x_nbytes, separate=separate)
-    return {key: array for key, array in sorted(moved.sums.items()) if array.any()}
+    return moved.of(alphas)
 
 
 def seconds(
@@ -88,35 +90,41 @@ def rate_of(lane: str, profile: Profile) -> float:
 
 
 class _Sums:
-    """Formulas that grow."""
+    """Formulas that grow. A number of bytes is in three parts: a constant, what is late, and what is late and copied."""
 
-    def __init__(self, late: Array) -> None:
-        self.late = late
+    def __init__(self) -> None:
         self.sums: dict[tuple[str, str, str], Array] = {}
 
-    def add(self, phase: str, lane: str, kind: str, nbytes: Array | float, share: Array) -> None:
-        """`nbytes`, for each alpha or for all, of which the share moves."""
-        sums = self.sums.setdefault((phase, lane, kind), np.zeros((self.late.size, 6)))
-        sums += np.outer(np.broadcast_to(nbytes, self.late.shape), share)
+    def add(self, phase: str, lane: str, kind: str, nbytes: Array, share: Array) -> None:
+        """`nbytes`, of which the share moves."""
+        if (phase, lane, kind) not in self.sums:
+            self.sums[phase, lane, kind] = np.zeros((3, 6))
+        self.sums[phase, lane, kind] += nbytes[:, None] * share
 
     def add_both(self, lane: str, kind: str, nbytes: float, share: Array) -> None:
         """What follows the updates: late ones in the forward, early ones in the backward."""
-        self.add("forward", lane, kind, self.late * nbytes, share)
-        self.add("backward", lane, kind, (1 - self.late) * nbytes, share)
+        self.add("forward", lane, kind, nbytes * LATE, share)
+        self.add("backward", lane, kind, nbytes * EARLY, share)
+
+    def of(self, alphas: Sequence[float]) -> dict[tuple[str, str, str], Array]:
+        """For each alpha; what moves nothing is left out."""
+        late = np.asarray(alphas, dtype=np.float64)
+        parts = np.stack([np.ones_like(late), late, late * (late < 1)], axis=1)
+        return {key: parts @ array for key, array in sorted(self.sums.items()) if array.any()}
 
 
 def _parameters(moved: _Sums, size: UnitSize, step: Outline, *, separate: bool) -> None:
     uses: tuple[int, ...] = step.uses.get(size.unit, ())
     nbytes, trained = size.numel * size.itemsize, size.num_trained * size.itemsize
     for use in uses:
-        moved.add(step.phase(use), "ssd_read", "w", nbytes, SSD_PARAMETER)
+        moved.add(step.phase(use), "ssd_read", "w", nbytes * ONCE, SSD_PARAMETER)
         if separate:
-            moved.add(step.phase(use), "h2d", "w", nbytes, ALL - DEVICE_PARAMETER)
+            moved.add(step.phase(use), "h2d", "w", nbytes * ONCE, ALL - DEVICE_PARAMETER)
     if uses and trained:
         first = step.phase(uses[0])
-        moved.add(first, "ssd_read", "w", -moved.late * trained, SSD_PARAMETER)  # the late update has it in host memory,
+        moved.add(first, "ssd_read", "w", -trained * LATE, SSD_PARAMETER)  # the late update has it in host memory,
         if not size.has_master:
-            moved.add("forward", "ssd_read", "w", moved.late * trained, SSD_PARAMETER)  # as it had to read it itself
+            moved.add("forward", "ssd_read", "w", trained * LATE, SSD_PARAMETER)  # as it had to read it itself
     moved.add_both("ssd_write", "w", trained, SSD_PARAMETER)
     if separate:
         moved.add_both("h2d", "w", trained, DEVICE_PARAMETER)
@@ -129,9 +137,9 @@ def _optimizer(moved: _Sums, size: UnitSize, *, separate: bool) -> None:
     moved.add_both("ssd_read", "s", states, SSD_OPTIMIZER)
     moved.add_both("ssd_write", "s", states, SSD_OPTIMIZER)
     if separate:
-        moved.add("backward", "d2h", "dw", gradients, ALL)
+        moved.add("backward", "d2h", "dw", gradients * ONCE, ALL)
     else:  # what waits is copied, unless all of the unit does: then it stays where it was summed
-        moved.add("backward", "d2h", "dw", moved.late * (moved.late < 1) * gradients, ALL)
+        moved.add("backward", "d2h", "dw", gradients * COPIED, ALL)
 
 
 def _activations(
@@ -139,15 +147,15 @@ def _activations(
 ) -> None:
     is_checkpoint = step.is_checkpoint(journey)
     if is_checkpoint:
-        nbytes = num_micro_batches * x_nbytes
+        nbytes = num_micro_batches * x_nbytes * ONCE
         moved.add(step.phase(journey.made), "ssd_write", "x", nbytes, SSD_CHECKPOINT)
         moved.add(step.phase(journey.reads[-1]), "ssd_read", "x", nbytes, SSD_CHECKPOINT)
         if not separate:
             moved.add(step.phase(journey.made), "d2h", "x", nbytes, SSD_CHECKPOINT)
     if separate:
         share = ALL - DEVICE_CHECKPOINT if is_checkpoint else ALL
-        leaving = journey.leaving(num_micro_batches) * x_nbytes
+        leaving = journey.leaving(num_micro_batches) * x_nbytes * ONCE
         moved.add(step.phase(journey.made), "d2h", journey.kind, leaving, share)
         for read in journey.reads:
-            nbytes = journey.crossings(read, num_micro_batches) * x_nbytes
+            nbytes = journey.crossings(read, num_micro_batches) * x_nbytes * ONCE
             moved.add(step.phase(read), "h2d", journey.kind, nbytes, share)
