@@ -39,6 +39,7 @@ def _with_torch(storage: Sequence[Path]) -> Iterator[Check]:
     yield checks_software.compiler("cuda" if has_cuda else "cpu")
     yield checks_software.transformers()
     yield checks_software.solver()
+    yield safely(partial(_machine_profile, storage))
     looks = (
         checks_storage.direct_io,
         checks_storage.run_folder,
@@ -50,10 +51,16 @@ def _with_torch(storage: Sequence[Path]) -> Iterator[Check]:
         yield from (safely(partial(look, directory)) for look in looks)
 
 
+def _machine_profile(storage: Sequence[Path]) -> Check:
+    from gs_compile.profiles import remembered
+
+    return checks_software.profile(remembered(storage))
+
+
 def safely(look: Callable[[], Check]) -> Check:
     """What it finds, or that the system does not tell: a sandbox may hide /proc and /sys."""
     try:
         return look()
     except (OSError, ValueError, IndexError) as error:
-        name = getattr(look, "func", look).__name__.replace("_", " ")
+        name = getattr(look, "func", look).__name__.replace("_", " ").strip()
         return Check(name, "warn", f"not told by the system: {error}")

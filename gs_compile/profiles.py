@@ -61,6 +61,11 @@ def known() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
 
 
+def remembered(storage: Sequence[Path]) -> Path:
+    """The file that keeps this machine's figures with these directories, once it is measured."""
+    return default_storage() / CACHE / f"{_fingerprint(storage)}.json"
+
+
 def _path(machine: str | Path) -> Path:
     """The file of a name, with or without its ending, or of a path."""
     path = Path(machine).expanduser()
@@ -77,7 +82,7 @@ def _path(machine: str | Path) -> Path:
 
 
 def _this_machine(storage: tuple[Path, ...], refresh: bool) -> Profile:
-    path = default_storage() / CACHE / f"{_fingerprint(storage)}.json"
+    path = remembered(storage)
     if not refresh and path.exists():
         try:
             return replace(Profile.load(path), **free_nbytes(storage))  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ def test_the_command(tmp_path):
     checks = {check.pop("name"): check for check in json.loads(result.stdout)["checks"]}
     assert result.exit_code == (1 if "bad" in {check["state"] for check in checks.values()} else 0)
     assert checks["capture by Dynamo"]["state"] == "ok"
+    assert "measured" in checks["machine profile"]["found"]
     assert checks[f"drive of {tmp_path}"]["found"]
     shown = runner.invoke(app, ["doctor", "--storage", str(tmp_path)])
     assert shown.stdout.splitlines()[0].split() == ["check", "state", "found", "what", "to", "do"]
