@@ -6,6 +6,7 @@ that of the rank's own threads. Pinned memory is not bounded by RLIMIT_MEMLOCK, 
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import time
@@ -16,15 +17,18 @@ from typing import Any
 import torch
 
 from gs_compile.errors import ProfileError
-from gs_compile.machine import DEFAULT_SHARE, available_memory
+from gs_compile.machine import DEFAULT_SHARE, available_memory, usable_cores
 from gs_compile.profile import FORMAT, MIXED, Profile
 
 from .probe_compute import compute_rates, link_rates
 from .probe_drive import drive_rates, room_nbytes
 
+log = logging.getLogger(__name__)
+
 SECONDS = 6.0
 DRIVE_SHARE = 0.5  # of the time: nothing varies as drives do
 LINK_SHARE = 0.1
+BUSY_SHARE = 0.5  # of the cores: with as much other work, figures are not the machine's
 DEVICE_SHARE = 0.9  # of the free device memory: the rest goes to fragments and libraries
 
 
@@ -39,9 +43,13 @@ def probe(
 
     `sustained` declares rates, by the profile's names, that no short measurement can find, such as what a drive writes
     once its cache is full; the same lane's rate beside another is lowered with it. Raises the store's errors where the
-    storage cannot be used (another run has it, nobody may write it), and leaves nothing there.
+    storage cannot be used (another run has it, nobody may write it), and leaves nothing there. Other work on the
+    machine lowers what is measured: the log warns of it, and the sources say how much there was.
     """
     device = device or default_device()
+    load = os.getloadavg()[0]
+    if load > BUSY_SHARE * usable_cores():
+        log.warning("other work keeps %.1f cores busy: measure this machine again when it is idle", load)
     room = free_nbytes(storage, device)
     is_cuda = device.type == "cuda"
     measured = [
@@ -51,7 +59,7 @@ def probe(
     ]
     today = time.strftime("%Y-%m-%d")
     rates: dict[str, Any] = {name: rate for found, _ in measured for name, rate in found.items()}
-    sources = {name: f"measured {today}, {words[name]}" for _, words in measured for name in words}
+    sources = {name: f"measured {today} at load {load:.1f}, {words[name]}" for _, words in measured for name in words}
     _declare(sustained or {}, rates, sources)
     ranks = num_ranks()
     for name in rates:
@@ -65,7 +73,7 @@ def probe(
             "num_ranks": ranks,
             **room,
             **rates,
-            "sources": dict.fromkeys(room, f"free on {today}") | sources,
+            "sources": dict.fromkeys(room, f"what was free on {today}, less a share for others") | sources,
         }
     )
 

@@ -52,7 +52,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     modules = {name for name in wheel.namelist() if ".dist-info/" not in name}
     ground_and_roof = {f"gs_compile/{path.name}" for path in (ROOT / "gs_compile").glob("*.py")}
     wings = {f"gs_compile/{wing}/{path.name}" for wing in WINGS for path in (ROOT / wing).glob("*.py")}
-    assert modules == ground_and_roof | wings | {"gs_compile/py.typed", "gs_compile/timeline.html"}
+    machines = {f"gs_compile/machines/{path.name}" for path in (ROOT / "gs_compile" / "machines").iterdir()}
+    assert modules == ground_and_roof | wings | machines | {"gs_compile/py.typed", "gs_compile/timeline.html"}
 
 
 def test_the_wheel_names_the_backend_and_the_command(wheel):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -136,6 +137,22 @@ def test_what_is_no_rate_cannot_be_declared(tmp_path, given, name):
 def test_an_impossible_declaration_is_named(tmp_path, given):
     with pytest.raises(ProfileError, match=r"ssd_read_bytes_per_second is -1\.0, which no machine has"):
         probe([tmp_path], device=CPU, sustained={"ssd_read_bytes_per_second": -1.0})
+
+
+# Other work ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_busy_machine_is_warned_of(tmp_path, given, monkeypatch, caplog):
+    monkeypatch.setattr(os, "getloadavg", lambda: (900.0, 0.0, 0.0))
+    found = probe([tmp_path], device=CPU)
+    assert caplog.messages == ["other work keeps 900.0 cores busy: measure this machine again when it is idle"]
+    assert " at load 900.0, " in found.sources["op_seconds"]
+
+
+def test_an_idle_machine_is_not(tmp_path, given, monkeypatch, caplog):
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.2, 0.0, 0.0))
+    probe([tmp_path], device=CPU)
+    assert not caplog.messages
 
 
 # Ranks -----------------------------------------------------------------------------------------------------------------
