@@ -10,16 +10,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-WIDTH = 140  # into a file or a pipe, where nobody tells
-WIDE = 1000  # nothing is folded
+WIDE = 10_000  # in a file or a pipe nothing is folded: a row is a line
 
 
 def show(headings: Sequence[str], rows: Iterable[Sequence[str]], *, styles: Mapping[str, str] | None = None) -> None:
-    """Print a table to stdout, long cells folded; `styles`: the looks, on a terminal, of cells that say just that."""
+    """Print a table to stdout; on a terminal long cells are folded, and `styles` are looks of whole cells."""
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    console.print(_table(headings, rows, styles or {}, right=()))
+    if console.is_terminal:
+        console.print(_table(headings, rows, styles or {}, right=()))
+    else:
+        console.file.write(text(headings, rows) + "\n")
 
 
 def text(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> str:
