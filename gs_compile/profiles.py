@@ -26,6 +26,7 @@ from gs_compile.machine import usable_cores, usable_memory
 from gs_compile.profile import FORMAT, Profile
 from gs_compile.runtime.probe import default_device, free_nbytes, num_ranks, probe
 from gs_compile.runtime.probe_drive import existing
+from gs_compile.runtime.threads import correct_thread_count
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +103,10 @@ def _fingerprint(storage: Sequence[Path]) -> str:
     device = default_device()
     facts = {
         "format": FORMAT,
-        "host": platform.node(),
         "processor": _processor(),
         "cores": usable_cores(),
-        "threads": torch.get_num_threads(),
-        "memory": usable_memory(),
+        "threads": correct_thread_count(),
+        "gibibytes": usable_memory() >> 30,  # a new kernel leaves some pages more or less
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "ranks": num_ranks(),

@@ -29,7 +29,8 @@ SECONDS = 6.0
 DRIVE_SHARE = 0.5  # of the time: nothing varies as drives do
 LINK_SHARE = 0.1
 BUSY_SHARE = 0.5  # of the cores: with as much other work, figures are not the machine's
-DEVICE_SHARE = 0.9  # of the free device memory: the rest goes to fragments and libraries
+# Of what is free of each tier. On a device the rest goes to fragments and libraries.
+SHARES = {"host_nbytes": DEFAULT_SHARE, "ssd_nbytes": 1.0, "device_nbytes": 0.9}
 
 
 def probe(
@@ -73,7 +74,7 @@ def probe(
             "num_ranks": ranks,
             **room,
             **rates,
-            "sources": dict.fromkeys(room, f"what was free on {today}, less a share for others") | sources,
+            "sources": {name: f"{SHARES[name]:.0%} of what was free on {today}" for name in room} | sources,
         }
     )
 
@@ -81,13 +82,11 @@ def probe(
 def free_nbytes(storage: Sequence[Path], device: torch.device | None = None) -> dict[str, int]:
     """What one rank may use of each tier as it is now, by the profile's names."""
     device = device or default_device()
-    room = {
-        "host_nbytes": max(1, int(available_memory() * DEFAULT_SHARE) // num_ranks()),
-        "ssd_nbytes": max(1, room_nbytes(storage) // num_ranks()),
-    }
+    ranks = num_ranks()
+    free = {"host_nbytes": available_memory() / ranks, "ssd_nbytes": room_nbytes(storage) / ranks}
     if device.type == "cuda":
-        room["device_nbytes"] = int(torch.cuda.mem_get_info(device)[0] * DEVICE_SHARE)
-    return room
+        free["device_nbytes"] = torch.cuda.mem_get_info(device)[0]
+    return {name: max(1, int(nbytes * SHARES[name])) for name, nbytes in free.items()}
 
 
 def default_device() -> torch.device:

@@ -84,15 +84,24 @@ def room_nbytes(storage: Sequence[Path]) -> int:
 def existing(directory: Path) -> Path:
     """The directory, or the nearest above it that is there: what it is made in."""
     place = directory.absolute()
-    while not place.exists():
+    while not _is_there(place):
         place = place.parent
     return place
+
+
+def _is_there(path: Path) -> bool:
+    """What cannot be looked at is not; why not, the store will say."""
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
 def _tidy(storage: Sequence[Path]) -> Iterator[None]:
     """Remove the directories that the store had to make."""
-    missing = [path for each in storage for path in (each, *each.parents) if not path.exists()]
+    missing = [path for each in storage for path in (each, *each.parents) if not _is_there(path)]
     try:
         yield
     finally:

@@ -164,6 +164,7 @@ def test_ranks_share_memory_and_drives(tmp_path, given, monkeypatch):
     alone = probe([tmp_path], device=CPU)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     shared = probe([tmp_path], device=CPU)
+    assert alone.sources["host_nbytes"].startswith("80% of what was free on ")
     assert (alone.num_ranks, alone.host_nbytes, alone.ssd_nbytes) == (1, 800, 1000)
     assert (shared.num_ranks, shared.host_nbytes, shared.ssd_nbytes) == (4, 200, 250)
     assert shared.ssd_read_bytes_per_second == alone.ssd_read_bytes_per_second / 4
@@ -223,6 +224,11 @@ def test_a_run_was_killed_in_the_directory(tmp_path):
 def test_a_directory_that_nobody_may_write(path):
     with pytest.raises(StorageError, match="open failed"):
         probe([Path(path)], device=CPU)
+
+
+def test_a_directory_that_cannot_be_looked_at(tmp_path):
+    with pytest.raises(StorageError, match="File name too long"):
+        probe([tmp_path / ("x" * 300)], device=CPU)
 
 
 def test_a_drive_without_room_is_refused(tmp_path, monkeypatch):
