@@ -138,7 +138,12 @@ class Compilation:
         if key not in self.programs:
             start = time.perf_counter()
             self.programs[key] = lower(
-                layout.split.num_layers, num_micro_batches, shape=shape, snake=self.options.expert.snake, keep=keep
+                layout.split.num_layers,
+                num_micro_batches,
+                shape=shape,
+                schedule=self.options.expert.schedule,
+                snake=self.options.expert.snake,
+                keep=keep,
             )
             self.seconds += time.perf_counter() - start
         self.remember(layout, shape, self.programs[key])
@@ -151,7 +156,13 @@ class Compilation:
         self.steps[key] = known or Step(layout, shape, tuple(programs))
 
     def _kept(self, layout: Layout, num_micro_batches: int) -> frozenset[Value]:
-        """What the head needs once more where gradients may come for other outputs than the loss."""
+        """What is an output too, and what the head needs once more where gradients may come for others than the loss.
+
+        In the horizontal order such a step is run anew.
+        """
+        if self.options.expert.schedule == "horizontal":
+            inner = {o.unit for o in layout.outputs if o.is_layer_input}
+            return frozenset(Value("x", unit, j) for unit in inner for j in range(num_micro_batches))
         if not any(o.combine not in ("loss", "input") and o.spec and o.spec.requires_grad for o in layout.outputs):
             return frozenset()
         kept = {Value("total")}

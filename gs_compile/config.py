@@ -8,9 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from gs_compile.errors import OptionError
+from gs_compile.program import Schedule
 
 T = TypeVar("T")
 
@@ -62,11 +63,15 @@ def default_storage() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratios:
-    """The fraction of each class of data that stays in host memory, 0 to 1; the rest is on SSD. None: chosen by us."""
+    """The fraction of each class of data that stays in host memory, 0 to 1; the rest is on SSD. None: chosen by us.
+
+    gradient: of the sums between two micro-batches, which the horizontal order alone has.
+    """
 
     checkpoint: float | None = None
     parameter: float | None = None
     optimizer: float | None = None
+    gradient: float | None = None
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -78,7 +83,8 @@ class Ratios:
 class Expert:
     """What few users should touch.
 
-    schedule: the order of layers and micro-batches; "vertical" runs a layer for all micro-batches before the next.
+    schedule: the order of layers and micro-batches; "vertical" runs a layer for all micro-batches before the next,
+        "horizontal" a micro-batch through all layers and back before the next, to compare with.
     compiler: what compiles the layers' code: "inductor", "eager" (runs it as it is), or "auto": inductor where a C++
         compiler (Triton on a GPU) is there.
     snake: alternate the micro-batch order from layer to layer.
@@ -89,7 +95,7 @@ class Expert:
     trace: record every operation of every step.
     """
 
-    schedule: Literal["vertical"] = "vertical"
+    schedule: Schedule = "vertical"
     compiler: Literal["auto", "inductor", "eager"] = "auto"
     snake: bool = True
     alpha: float | None = None
@@ -99,12 +105,17 @@ class Expert:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("expert.schedule", self.schedule, ("vertical",))
+        _one_of("expert.schedule", self.schedule, get_args(Schedule))
         _one_of("expert.compiler", self.compiler, ("auto", "inductor", "eager"))
         for name in ("snake", "separate_device", "trace"):
             _one_of(f"expert.{name}", getattr(self, name), (True, False))
         object.__setattr__(self, "alpha", _fraction("expert.alpha", self.alpha))
         object.__setattr__(self, "ratios", _nested("expert.ratios", Ratios, {} if self.ratios is None else self.ratios))
+        if self.ratios.gradient is not None and self.schedule != "horizontal":
+            raise OptionError(
+                f"expert.ratios.gradient is {self.ratios.gradient:g}, but gradient sums leave the device between two "
+                'micro-batches in the horizontal order alone: leave it out, or choose expert.schedule="horizontal"'
+            )
         if self.threads is not None:
             _whole("expert.threads", self.threads, "a whole number, 1 or more, or None")
 
@@ -122,6 +133,8 @@ class Options:
         process may use. None: chosen by us.
     device_memory: the same for the device; a percentage is of the device's memory, on a CPU of what this process may
         use. `parse_bytes` turns both into bytes.
+    machine: the profile that the plan is made for: a `Profile`, the name of one that is shipped, or a file. None: this
+        machine's own, measured once for each storage.
     precision: "model" computes in the model's own dtype; "bf16" in bf16, with the parameters kept in fp32 beside it.
     expert: an `Expert`, or a dict of its fields.
     mode: torch.compile's `mode`, passed on to inductor.
@@ -132,6 +145,7 @@ class Options:
     storage: tuple[Path, ...] = ()
     host_memory: int | str | None = None
     device_memory: int | str | None = None
+    machine: Any = None
     precision: Literal["model", "bf16"] = "model"
     expert: Expert = field(default_factory=Expert)
     mode: str | None = None

@@ -100,11 +100,13 @@ class Planning:
     @property
     def uses_ssd(self) -> bool:
         parts = (part for unit in self.placement.units for part in (*unit.w.values(), *unit.s.values()))
-        return self.placement.checkpoint_ratio < 1 or any(part.tier == "ssd" for part in parts)
+        sums = (self.placement.gradient_home(unit) for unit in self.placement.units)
+        has_sums = self.placement.schedule == "horizontal" and "ssd" in sums
+        return self.placement.checkpoint_ratio < 1 or has_sums or any(part.tier == "ssd" for part in parts)
 
     @property
     def ssd_nbytes(self) -> int:
-        """What the files of this run take: parameters and states by their homes, and checkpoints."""
+        """What the files of this run take: parameters, states and gradient sums by their homes, and checkpoints."""
         checkpoints = sum(self.placement.x_nbytes) * self.placement.num_layers
         return sum(nbytes for (_, tier), nbytes in self._homes().items() if tier == "ssd") + math.ceil(
             checkpoints * (1 - self.placement.checkpoint_ratio)
@@ -116,6 +118,7 @@ class Planning:
         checkpoints = sum(placement.x_nbytes) * placement.num_layers
         homes["checkpoints", "host"] = int(checkpoints * placement.checkpoint_ratio)
         homes["checkpoints", "ssd"] = checkpoints - homes["checkpoints", "host"]
+        kinds = ["parameters", "states", "checkpoints", *(["sums"] if placement.schedule == "horizontal" else [])]
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
         peaks = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in program.peaks)
         return "\n".join(
@@ -123,7 +126,7 @@ class Planning:
                 *(
                     f"{kind + ':':<12} {format_bytes(homes.get((kind, 'host'), 0))} on host, "
                     f"{format_bytes(homes.get((kind, 'ssd'), 0))} on SSD"
-                    for kind in ("parameters", "states", "checkpoints")
+                    for kind in kinds
                 ),
                 f"updates:     {late / max(trained, 1):.0%} late, in the next forward",
                 f"peaks:       {peaks}; host budget {format_bytes(self.host_nbytes)}",
@@ -131,9 +134,12 @@ class Planning:
         )
 
     def _homes(self) -> dict[tuple[str, str], int]:
-        """Bytes of parameters and states by tier."""
+        """Bytes of parameters, states and gradient sums by tier."""
         found: dict[tuple[str, str], int] = {}
         for unit in self.placement.units:
+            if self.placement.schedule == "horizontal":
+                home = self.placement.gradient_home(unit)
+                found["sums", home] = found.get(("sums", home), 0) + unit.num_trained * unit.gradient_itemsize
             for kind, parts, size in (("parameters", unit.w, unit.itemsize), ("states", unit.s, unit.state_itemsize)):
                 for part in parts.values():
                     found[kind, part.tier] = found.get((kind, part.tier), 0) + part.numel * size
@@ -157,6 +163,8 @@ class Planning:
                 num_layers=layouts[0].split.num_layers,
                 x_nbytes=x_nbytes,
                 side_nbytes=side_nbytes,
+                schedule=self.options.expert.schedule,
+                gradient_ratio=self.options.expert.ratios.gradient,
             )
 
         try:

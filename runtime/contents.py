@@ -82,14 +82,21 @@ class Region:
 class Gradient(Held):
     """Sums of a unit's gradients over micro-batches, as `units.Accumulator`, in one flat tensor.
 
-    What is between the parameters, and parameters that get no gradient, are zero.
+    What is between the parameters, and parameters that get no gradient, are zero. `added` are the parameters that have
+    sums already, where these have come back from elsewhere.
     """
 
-    def __init__(self, flat: torch.Tensor, views: Mapping[Any, torch.Tensor], hold: Hold | None) -> None:
+    def __init__(
+        self, flat: torch.Tensor, views: Mapping[Any, torch.Tensor], hold: Hold | None, added: Iterable[Any] = ()
+    ) -> None:
         self.flat = flat
         self.views = views
         self.holds = (hold.share(),) if hold else ()
-        self._added: set[Any] = set()
+        self._added = set(added)
+
+    @property
+    def added(self) -> frozenset[Any]:
+        return frozenset(self._added)
 
     def add(self, gradients: Mapping[Any, torch.Tensor], among: Sequence[torch.Tensor]) -> None:
         for key in gradients.keys() & self._added:

@@ -59,9 +59,9 @@ class Setting:
         hold = Hold(self.arena.take(numel * dtype.itemsize, purpose))
         return Flat(hold.buffer.view(dtype, numel), (hold.share(),))
 
-    def extent(self, label: str, nbytes: int) -> Extent:
+    def extent(self, label: str, nbytes: int, kind: str = "") -> Extent:
         assert self.store is not None, f"{label} is on SSD, and there is no storage"
-        return self.store.allocate(label, nbytes, kind=label[0])
+        return self.store.allocate(label, nbytes, kind=kind or label[0])
 
 
 class Parameters:
@@ -144,7 +144,7 @@ class Parameters:
         on_this_stream(whole)
 
     def share(self, piece: Value, number: int) -> tuple[int, int]:
-        """The elements of one of as many pieces as there are micro-batches."""
+        """The elements of one of so many pieces."""
         unit = self.setting.unit(piece)
         k = piece.piece or 0
         return unit.numel * k // number, unit.numel * (k + 1) // number

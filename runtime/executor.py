@@ -1,7 +1,8 @@
 """executor: runs a step program on the units of a model.
 
 A step comes in two halves, because the user's code stands between them: the call of the model runs the forward up to
-the heads, `loss.backward()` runs the rest. What lives from one half to the next is the environment.
+the heads, `loss.backward()` runs the rest. What lives from one half to the next is the environment. In the horizontal
+order the last head comes late: all but the last micro-batch's backward is in the first half.
 """
 
 from __future__ import annotations

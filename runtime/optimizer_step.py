@@ -19,6 +19,7 @@ from gs_compile.program import Op, Unit, Value
 from .contents import Flat, Gradient, Hold, Region
 from .coordinators import Binding, Setting, on_this_stream, transfer
 from .kernels import Rule, sum_of_squares
+from .store import Extent
 
 Tensor = torch.Tensor
 
@@ -67,6 +68,8 @@ class OptimizerStep:
     def __init__(self, setting: Setting, recipe: Recipe) -> None:
         self.setting = setting
         self.recipe = recipe
+        self._extents: dict[Unit, Extent] = {}  # of gradient sums
+        self._added: dict[Unit, frozenset[Any]] = {}  # the parameters that have sums, of gradients that are away
 
     def state_dtype(self, unit: Unit) -> torch.dtype:
         return torch.promote_types(self.setting.dtypes[unit], torch.float32)
@@ -86,7 +89,8 @@ class OptimizerStep:
         unit = self.setting.unit(value)
         dtype = self.state_dtype(unit.unit)
         if value.kind == "dw":
-            return self.setting.flat(unit.dw[value.part].numel, dtype, "gradients")
+            numel = unit.dw[value.part].numel if value.part else unit.num_trained
+            return self.setting.flat(numel, dtype, "gradients")
         return self.setting.flat(
             unit.s[value.part].numel * self.recipe.num_components[unit.unit], dtype, "optimizer state on its way"
         )
@@ -97,7 +101,7 @@ class OptimizerStep:
         dtype, trained = self.state_dtype(unit.unit), sorted((b for b in bindings if b.trained), key=lambda b: b.offset)
         hold = None
         if self.setting.placement.separate:
-            flat = torch.empty(unit.num_trained, dtype=dtype, device=self.setting.device)
+            flat = self._on_device(unit)
         else:
             hold = Hold(self.setting.arena.take(unit.num_trained * dtype.itemsize, "gradients"))
             flat = hold.buffer.view(dtype, unit.num_trained)
@@ -106,16 +110,54 @@ class OptimizerStep:
             flat[end : binding.offset].zero_()
             end = binding.offset + math.prod(binding.shape)
         flat[end:].zero_()
-        return Gradient(flat, {b.input: b.view(flat) for b in trained}, hold)
+        return Gradient(flat, _views(flat, bindings), hold)
 
     def keep(self, value: Value, gradient: Gradient) -> Flat:
-        """A late part that stays where it was summed."""
+        """A late part that stays where it was summed, or a sum on its way to SSD."""
+        self._leave(value, gradient)
         return Flat(gradient.flat, tuple(hold.share() for hold in gradient.holds if isinstance(hold, Hold)))
+
+    # Sums between two micro-batches of the horizontal order ---------------------------------------------------------
+
+    def allocate_sum(self, value: Value, source: Any, bindings: Sequence[Binding]) -> Any:
+        """Memory for a unit's gradient on its way to another tier."""
+        unit = self.setting.unit(value)
+        if value.tier == "device":
+            return self._back(value, self._on_device(unit), None, bindings)
+        if isinstance(source, Gradient):
+            self._leave(value, source)
+        if value.tier == "host":
+            return self.allocate(value)
+        nbytes = unit.num_trained * self.state_dtype(unit.unit).itemsize
+        if unit.unit not in self._extents:
+            self._extents[unit.unit] = self.setting.extent(f"dw{unit.unit}", nbytes, kind="dw")
+        return Region(self._extents[unit.unit], 0, nbytes)
+
+    def keep_sum(self, value: Value, sums: Flat, bindings: Sequence[Binding]) -> Gradient:
+        """A sum that has come back, in the memory it has come to."""
+        (hold,) = sums.holds
+        assert isinstance(hold, Hold)
+        return self._back(value, sums.tensor, hold, bindings)
+
+    def _on_device(self, unit: UnitPlacement) -> Tensor:
+        return torch.empty(unit.num_trained, dtype=self.state_dtype(unit.unit), device=self.setting.device)
+
+    def _leave(self, value: Value, gradient: Gradient) -> None:
+        assert value.unit is not None
+        self._added[value.unit] = gradient.added
+
+    def _back(self, value: Value, flat: Tensor, hold: Hold | None, bindings: Sequence[Binding]) -> Gradient:
+        assert value.unit is not None
+        return Gradient(flat, _views(flat, bindings), hold, self._added[value.unit])
+
+    # Carrying out ----------------------------------------------------------------------------------------------------
 
     def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any], record: StepRecord | None) -> None:
         if op.verb == "update":
             assert record is not None
             self._update(op, reads[0], targets, record)
+        elif op.reads[0].kind == "dw" and not op.results[0].part:
+            _move_sum(reads[0], targets[0])
         elif op.reads[0].kind == "dw":
             for value, target in zip(op.results, targets, strict=True):
                 at = 0
@@ -183,6 +225,21 @@ class OptimizerStep:
             begin, end = (start, stop) if s is None else (max(start, s.start), min(stop, s.stop))
             if begin < end:
                 yield _Piece(w, s, begin, end - begin, unit_start + begin - start, hyper)
+
+
+def _views(flat: Tensor, bindings: Sequence[Binding]) -> dict[Any, Tensor]:
+    """The gradient of each trained parameter, by its place among the inputs."""
+    return {binding.input: binding.view(flat) for binding in bindings if binding.trained}
+
+
+def _move_sum(source: Any, target: Any) -> None:
+    if isinstance(source, Region) or isinstance(target, Region):
+        transfer([source], [target])
+        return
+    old, new = (each.flat if isinstance(each, Gradient) else each.tensor for each in (source, target))
+    new.copy_(old, non_blocking=True)
+    on_this_stream(old)
+    on_this_stream(new)
 
 
 class _Piece(NamedTuple):

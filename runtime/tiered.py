@@ -18,7 +18,7 @@ from gs_compile.placement import Placement
 from gs_compile.program import Op, Program, Unit, Value
 from gs_compile.reference import Units, perform
 
-from .contents import Gathered, Kept, Region
+from .contents import Gathered, Gradient, Kept, Region
 from .coordinators import Binding
 from .executor import turn
 from .lanes import Ticket
@@ -59,6 +59,7 @@ class TieredExecutor:
         for value, content in inputs.items():
             self.board.define(value, content)
         self._before = tiers.pending
+        self._factor: torch.Tensor | None = None  # of sums that are scaled once they are complete
         self._is_cuda = tiers.setting.device.type == "cuda"
 
     @property
@@ -73,7 +74,14 @@ class TieredExecutor:
         self._run(turn(self.program), len(self.program.ops))
 
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiply all gradients there are: between forward and backward, the head's own."""
+        """Multiply all gradients there are: between forward and backward, the head's own.
+
+        In the horizontal order there are sums of whole micro-batches by then, some of them on their way: all sums are
+        multiplied when they are complete.
+        """
+        if self.placement.schedule == "horizontal":
+            self._factor = factor
+            return
         for value, content in list(self.env.items()):
             for ticket in self.board.idle(value):
                 ticket.wait()
@@ -153,6 +161,11 @@ class TieredExecutor:
                     contents.append(self.tiers.optimizer.zeros(value, self.bindings.parameters[value.unit]))
                 case "zeros", _:
                     contents.append(self.units.zeros(value))
+                case "keep", "dw" if value.tier == "device":
+                    assert value.unit is not None
+                    contents.append(
+                        self.tiers.optimizer.keep_sum(value, reads[0], self.bindings.parameters[value.unit])
+                    )
                 case "keep", "dw":
                     contents.append(self.tiers.optimizer.keep(value, reads[0]))
                 case _:
@@ -187,6 +200,8 @@ class TieredExecutor:
             case "norm":
                 assert self.record is not None
                 assert op.reads[0].unit is not None
+                if self._factor is not None:
+                    self._content(op.reads[0]).scale(self._factor)
                 return (self.tiers.optimizer.norm(op.reads[0].unit, self._content(op.reads[0]), self.record),)
             case "clip":
                 assert self.record is not None
@@ -220,7 +235,7 @@ class TieredExecutor:
             if kind in ("x", "dx"):
                 self.tiers.inter_layer.carry_out(op, reads, targets)
             elif kind == "w" and op.verb != "update":
-                self.tiers.parameters.carry_out(op, reads, targets, len(self.placement.x_nbytes))
+                self.tiers.parameters.carry_out(op, reads, targets, self.placement.num_pieces)
             else:
                 self.tiers.optimizer.carry_out(op, reads, targets, record)
 
@@ -239,6 +254,9 @@ class TieredExecutor:
             return self.tiers.inter_layer.allocate(value, source, self.placement)
         if value.kind == "w":
             return self.tiers.parameters.allocate(value)
+        if value.kind == "dw" and not value.part:
+            assert value.unit is not None
+            return self.tiers.optimizer.allocate_sum(value, source, self.bindings.parameters[value.unit])
         return self.tiers.optimizer.allocate(value)
 
     def _record_of(self, op: Op) -> StepRecord | None:
@@ -260,7 +278,7 @@ class TieredExecutor:
         if op.verb == "update":
             return 0
         if op.results and op.results[0].piece is not None:
-            start, stop = self.tiers.parameters.share(op.results[0], len(self.placement.x_nbytes))
+            start, stop = self.tiers.parameters.share(op.results[0], self.placement.num_pieces)
             return (stop - start) * self.tiers.setting.unit(op.results[0]).itemsize
         return sum(_size(target) for target in targets)
 
@@ -281,6 +299,8 @@ def _size(content: Any) -> int:
         return content.like.untyped_storage().nbytes()
     if isinstance(content, torch.Tensor):
         return content.nbytes
+    if isinstance(content, Gradient):
+        return content.flat.nbytes
     return content.tensor.nbytes if content is not None else 0
 
 

@@ -57,7 +57,15 @@ def test_micro_batch_size_is_a_whole_number(size):
     ("given", "message"),
     [
         ({"outputs": "logits"}, "outputs must be one of 'all', 'loss'; got 'logits'"),
-        ({"expert": {"schedule": "diagonal"}}, "expert.schedule must be one of 'vertical'; got 'diagonal'"),
+        (
+            {"expert": {"schedule": "diagonal"}},
+            "expert.schedule must be one of 'vertical', 'horizontal'; got 'diagonal'",
+        ),
+        (
+            {"expert": {"ratios": {"gradient": 0.5}}},
+            "expert.ratios.gradient is 0.5, but gradient sums leave the device between two micro-batches in the "
+            'horizontal order alone: leave it out, or choose expert.schedule="horizontal"',
+        ),
         ({"expert": {"compiler": "gcc"}}, "expert.compiler must be one of 'auto', 'inductor', 'eager'; got 'gcc'"),
         ({"expert": {"snake": 1}}, "expert.snake must be one of True, False; got 1"),
         ({"micro_batchsize": 2}, "unknown option micro_batchsize; did you mean micro_batch_size?"),
