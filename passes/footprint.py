@@ -81,7 +81,7 @@ def footprints(
     homes = _Bytes(len(alphas))
     for size in workload.sizes:
         _place(homes, size, step, alphas, _most_numel(workload), separate=separate)
-    span = homes.span() + len(step.stages) + 1
+    span = homes.span(len(step.stages))
     found = {}
     for tier in ("host", "device", "ssd"):
         fixed, every = homes.at(tier, span) + once.at(tier, span), each.at(tier, span)[0]
@@ -102,29 +102,28 @@ class _Bytes:
         self.num_alphas = num_alphas
         self.entries: dict[str, list[tuple[Span, Array | float, Array, Index]]] = {}
 
-    def add(
-        self, tier: str, nbytes: Array | float, share: Array, *spans: Span, alphas: Index = slice(None)
-    ) -> None:
+    def add(self, tier: str, nbytes: Array | float, share: Array, *spans: Span, alphas: Index = slice(None)) -> None:
         """`nbytes` times `share`, for as long as any of the spans lasts."""
         self.entries.setdefault(tier, []).extend((span, nbytes, share, alphas) for span in _union(spans))
 
-    def span(self) -> int:
-        """The farthest stage from stage 0, either way."""
+    def span(self, num_stages: int) -> range:
+        """All stages in which anything changes, and one more at either end."""
         moments = (moment for entries in self.entries.values() for span, *_ in entries for moment in span)
-        return max((abs(moment[0]) for moment in moments if moment not in (BEGIN, END)), default=0)
+        stages = [stage for stage, _ in moments if BEGIN[0] < stage < END[0]]
+        return range(min([0, *stages]) - 1, max([num_stages, *stages]) + 2)
 
-    def at(self, tier: str, span: int) -> Array:
-        """Bytes `[alpha, moment, 1 + 5]` of every moment from the stage -span to the stage span."""
-        changes = np.zeros((4 * (2 * span + 1) + 1, self.num_alphas, 6))
+    def at(self, tier: str, span: range) -> Array:
+        """Bytes `[alpha, moment, 1 + 5]` of every moment of these stages."""
+        changes = np.zeros((4 * len(span) + 1, self.num_alphas, 6))
         for (first, last), nbytes, share, alphas in self.entries.get(tier, ()):
             amount = np.multiply.outer(nbytes, share)
-            changes[_place_of(first, span), alphas] += amount
-            changes[_place_of(last, span) + 1, alphas] -= amount
+            changes[_row(first, span), alphas] += amount
+            changes[_row(last, span) + 1, alphas] -= amount
         return np.moveaxis(np.cumsum(changes, axis=0)[:-1], 1, 0)
 
 
-def _place_of(moment: Moment, span: int) -> int:
-    return min(max(4 * (moment[0] + span) + moment[1], 0), 4 * (2 * span + 1) - 1)
+def _row(moment: Moment, span: range) -> int:
+    return min(max(4 * (moment[0] - span.start) + moment[1], 0), 4 * len(span) - 1)
 
 
 def _place(

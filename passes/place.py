@@ -218,12 +218,17 @@ def solve(
     alphas: Sequence[float],
     budgets: Budgets,
     fixed: Fixed,
-    *,
-    formulas: Formulas | None = None,
 ) -> tuple[Solution | None, ...]:
-    """The best for each alpha; None where it does not fit. `formulas`: to make them once for many n."""
-    formulas = formulas or Formulas(workload, profile, alphas)
-    systems = build(formulas, num_micro_batches, budgets, fixed)
+    """The best for each alpha; None where it does not fit."""
+    formulas = Formulas(workload, profile, alphas)
+    return best(formulas, num_micro_batches, range(len(formulas.alphas)), budgets, fixed)
+
+
+def best(
+    formulas: Formulas, num_micro_batches: int, chosen: Sequence[int], budgets: Budgets, fixed: Fixed
+) -> tuple[Solution | None, ...]:
+    """`solve`, for the chosen ones of the formulas' alphas."""
+    systems = build(formulas, num_micro_batches, chosen, budgets, fixed)
     fits = _feasible(systems)
     solved = iter(_optimum([s for s, fit in zip(systems, fits, strict=True) if fit], elastic=False))
     found: list[Solution | None] = []
@@ -234,9 +239,9 @@ def solve(
     return tuple(found)
 
 
-def needs(formulas: Formulas, num_micro_batches: int, budgets: Budgets, fixed: Fixed) -> list[dict[str, int]]:
+def short(formulas: Formulas, num_micro_batches: int, budgets: Budgets, fixed: Fixed) -> list[dict[str, int]]:
     """For each alpha the bytes that are short, by tier, where budgets are exceeded by as small parts as can be."""
-    systems = build(formulas, num_micro_batches, budgets, fixed)
+    systems = build(formulas, num_micro_batches, range(len(formulas.alphas)), budgets, fixed)
     found = []
     for system, (point, _) in zip(systems, _optimum(systems, elastic=True), strict=True):
         excess = {tier: part for tier, part in system.excess(point).items() if part > FEASIBLE}
@@ -247,13 +252,15 @@ def needs(formulas: Formulas, num_micro_batches: int, budgets: Budgets, fixed: F
 # The rows ------------------------------------------------------------------------------------------------------------
 
 
-def build(formulas: Formulas, num_micro_batches: int, budgets: Budgets, fixed: Fixed) -> list[System]:
-    """The linear program of each alpha."""
-    alphas, lanes = formulas.alphas, formulas.seconds(num_micro_batches)
-    on_ssd, written = (np.broadcast_to(each, (len(alphas), 6)) for each in formulas.ssd(num_micro_batches))
+def build(
+    formulas: Formulas, num_micro_batches: int, chosen: Sequence[int], budgets: Budgets, fixed: Fixed
+) -> list[System]:
+    """The linear program of each chosen alpha."""
+    lanes = formulas.seconds(num_micro_batches)
+    on_ssd, written = (np.broadcast_to(e, (len(formulas.alphas), 6)) for e in formulas.ssd(num_micro_batches))
     lower, upper = _bounds(fixed, separate=formulas.separate)
     systems = []
-    for index, alpha in enumerate(alphas):
+    for index in chosen:
         mine = {key: array[index] for key, array in lanes.items()}
         rows = [row for phase in PHASES for row in _phase(phase, mine, formulas.speeds)]
         rows += _homes()
@@ -264,7 +271,7 @@ def build(formulas: Formulas, num_micro_batches: int, budgets: Budgets, fixed: F
             rows.append(_wear(written[index], budgets.wear_bytes_per_second))
         traffic = on_ssd[index] / max(float(on_ssd[index][0]), 1.0)
         unit = max(sum(float(array[0]) for array in mine.values()), 1e-30)
-        systems.append(System(alpha, tuple(rows), mine, traffic, unit, lower, upper))
+        systems.append(System(formulas.alphas[index], tuple(rows), mine, traffic, unit, lower, upper))
     return systems
 
 

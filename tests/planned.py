@@ -131,12 +131,8 @@ def placed(
 def lowered(workload: Workload, placement: Placement) -> list[Program]:
     """Every snapshot of a step in the middle of a run."""
     number = len(placement.x_nbytes)
-    return lower(
-        workload.num_layers, number, shape=workload.shape, placement=placement, late=placement.has_late
-    )
+    return lower(workload.num_layers, number, shape=workload.shape, placement=placement, late=placement.has_late)
 
 
 def ratios(checkpoint: float, parameter: float, optimizer: float) -> dict[str, float]:
     return {"checkpoint": checkpoint, "parameter": parameter, "optimizer": optimizer}
-
-
