@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from gs_compile.machine import usable_memory
 from gs_compile.profile import Profile
 from gs_compile.runtime import probe as probe_module
 from gs_compile.runtime import probe_compute, probe_drive
+from gs_compile.runtime.arena import Arena
 from gs_compile.runtime.lanes import Failure, Lane
 from gs_compile.runtime.probe import free_nbytes, num_ranks, probe
 from gs_compile.runtime.probe_compute import link_rates
@@ -108,6 +110,27 @@ def test_the_link_alone():
     assert rates.keys() == words.keys()
     assert len(rates) == 4
     assert torch.cuda.memory_allocated() == before
+
+
+def test_a_link_that_is_pretended(monkeypatch):
+    """The same without a device: copies within host memory, on lanes without streams."""
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(probe_compute, "_stream_lane", lambda name, device: Lane(name, Failure(), Trace()))
+    monkeypatch.setattr(probe_compute, "Arena", lambda budget, pinned: Arena(budget, pinned=not pinned))
+    monkeypatch.setattr(probe_compute, "COPY_NBYTES", 1 << 20)
+    num_threads = threading.active_count()
+    rates, words = link_rates(CPU, 0.1)
+    assert threading.active_count() == num_threads
+    assert 0 < rates["h2d_mixed_bytes_per_second"] <= rates["h2d_bytes_per_second"]
+    assert 0 < rates["d2h_mixed_bytes_per_second"] <= rates["d2h_bytes_per_second"]
+    assert words["d2h_bytes_per_second"] == "copies of 1 MiB of pinned memory, 3 rounds"
+    assert len(rates) == len(words) == 4
+
+
+def test_a_device_has_a_share_of_its_free_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 4000))
+    assert free_nbytes([tmp_path], torch.device("cuda"))["device_nbytes"] == 900
 
 
 # What is declared ------------------------------------------------------------------------------------------------------
