@@ -8,6 +8,7 @@ import torch
 import zoo
 from torch import nn
 
+import gs_compile
 from gs_compile import blueprint as module
 from gs_compile.blueprint import DEPTH, blueprint
 from gs_compile.errors import CaptureError, GraphBreakError, InspectionError
@@ -54,9 +55,11 @@ def test_the_model_stays_as_it_is():
 def test_a_capture_leaves_the_models_own_alone():
     """Dynamo keeps no more than some captures of one function: those of planning must not be among them."""
     torch._dynamo.reset()
-    for _ in range(torch._dynamo.config.recompile_limit + 1):
-        blueprint(plain(2), sequence=zoo.TOKENS)
-    captured.compiled(plain(2))(*zoo.batch())
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(2):
+            assert depths(blueprint(plain(2), sequence=zoo.TOKENS)) == (2, 2)
+        captured.compiled(model := plain(2))(*zoo.batch())
+    assert gs_compile.inspect(model).num_layers == 2
 
 
 def test_bf16_is_of_the_parameters():
@@ -144,6 +147,7 @@ class Counting(zoo.GPT):
         return captured.token_loss(self.head(self.norm(x)), labels)
 
 
+@pytest.mark.slow
 def test_code_that_counts_its_blocks_is_captured_whole():
     assert depths(blueprint(Counting(num_layers=4), sequence=zoo.TOKENS)) == (4, 4)
 

@@ -90,6 +90,7 @@ def test_short_captures_give_the_workloads_of_whole_ones(name, monkeypatch):
     assert short.name == name
 
 
+@pytest.mark.slow
 def test_a_module_has_the_workload_of_its_config():
     model = zoo.huggingface("gpt2", dropout=None)
     expected = captured_workload(zoo.configuration("gpt2"), micro_batch_size=2, sequence=zoo.TOKENS, name="mine")
@@ -122,6 +123,7 @@ def test_what_is_frozen_is_placed_but_not_trained():
     assert size(workload, "e").num_trained == 0
 
 
+@pytest.mark.slow
 def test_frozen_layers_are_all_frozen():
     model = zoo.GPT(num_layers=4)
     model.blocks.requires_grad_(False)
@@ -160,6 +162,7 @@ def test_the_sketch_of_a_path(tmp_path):
     assert parameters == -(-zoo.VOCAB * zoo.WIDTH // QUANTUM) * QUANTUM
 
 
-def test_nothing_of_dtype_matters_for_a_wide_model():
+@pytest.mark.slow
+def test_fp64_is_its_own_master():
     workload = captured_workload(zoo.GPT(num_layers=2).to(torch.float64), micro_batch_size=1, sequence=zoo.TOKENS)
     assert (workload.dtype, size(workload, 0).itemsize, size(workload, 0).has_master) == ("fp32", 8, False)
