@@ -24,6 +24,7 @@ from gs_compile import __version__
 from gs_compile.errors import (
     GreedySnakeError,
     MemoryBudgetError,
+    NoFitError,
     OptionError,
     PlanError,
     ProfileError,
@@ -37,7 +38,8 @@ EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (  # the first that fits
     (OptionError, 2),
     (ProfileError, 2),
     (MemoryBudgetError, 3),
-    (PlanError, 3),
+    (NoFitError, 3),
+    (PlanError, 2),
     (StorageLockedError, 6),
     (StorageError, 5),
     (GreedySnakeError, 1),

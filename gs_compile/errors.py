@@ -117,3 +117,7 @@ class ProfileError(GreedySnakeError, ValueError):
 
 class PlanError(GreedySnakeError, ValueError):
     """No plan exists: settings contradict each other, or the model fits nowhere; says what is short and near."""
+
+
+class NoFitError(PlanError):
+    """The model, with the settings that are fixed, fits nowhere; says what is short, by how much, and what is near."""

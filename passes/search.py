@@ -1,8 +1,8 @@
 """search: Algorithm 1 (arXiv 2512.17570): how many micro-batches, how much of the updates late, and what lives where.
 
-n goes up from 1. For each n the best alpha of 0.00, 0.01 ... 0.50 counts, or 1.00 alone where clipping makes all updates
-wait. The search ends at the first n that makes throughput less than 1 % higher than the best before it, or that does not
-fit: more micro-batches never take less memory.
+n goes up from 1. For each n the best alpha of 0.00, 0.01 ... 0.50 counts, or 1.00 alone where clipping makes all
+updates wait. The search ends at the first n that makes throughput less than 1 % higher than the best before it, or that
+does not fit: more micro-batches never take less memory.
 
 Not every alpha is solved for every n. With one alpha, the seconds of a step are a convex function of n, as a linear
 program is of its right side: n stands beside the ratios only in n c, which could be a variable of its own. So from two
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gs_compile.errors import PlanError
+from gs_compile.errors import NoFitError, PlanError
 from gs_compile.machine import format_bytes
 from gs_compile.profile import Profile
 from gs_compile.workload import Workload
@@ -65,7 +65,7 @@ def search(
             break
         found = solution
     if found is None:
-        raise PlanError(shortfall(workload, profile, budgets, fixed, num_micro_batches=numbers[0]))
+        raise NoFitError(shortfall(workload, profile, budgets, fixed, num_micro_batches=numbers[0]))
     return Search(found, tuple(history))
 
 
@@ -89,7 +89,7 @@ def check(workload: Workload, budgets: Budgets, fixed: Fixed, num_micro_batches:
     resident = sum(ratio * nbytes[name] for name, ratio in fixed.ratios.items())
     if resident > budgets.host_nbytes:
         kept = ", ".join(f"{name} {ratio:g}" for name, ratio in fixed.ratios.items())
-        raise PlanError(
+        raise NoFitError(
             f"the ratios {kept} keep {format_bytes(int(resident))} in host memory, of which there are "
             f"{format_bytes(budgets.host_nbytes)}: lower them, or leave them out and they are chosen"
         )
@@ -109,10 +109,9 @@ def shortfall(
     )
     micro_batches = f"{num_micro_batches} micro-batch" + ("es" if num_micro_batches > 1 else "")
     near = _nearest(workload, profile, budgets, fixed, num_micro_batches)
-    return (
-        f"{workload.name} does not fit with {micro_batches} of {workload.micro_batch_size} and alpha {alpha:g}: {what}. "
-        + (f"What would fit: {', or '.join(near)}" if near else "Give it more, or make micro_batch_size smaller")
-    )
+    remedy = f"What would fit: {', or '.join(near)}" if near else "Give it more, or make micro_batch_size smaller"
+    rows = workload.micro_batch_size
+    return f"{workload.name} does not fit with {micro_batches} of {rows} and alpha {alpha:g}: {what}. {remedy}"
 
 
 def _parts(needed: dict[str, int], budgets: Budgets) -> float:

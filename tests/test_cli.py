@@ -19,6 +19,7 @@ from gs_compile.command_inspect import PROGRAM_PASSES
 from gs_compile.errors import (
     InspectionError,
     MemoryBudgetError,
+    NoFitError,
     OptionError,
     PlanError,
     ProfileError,
@@ -205,7 +206,8 @@ def test_a_refusal(model, layers, complaint):
         (OptionError("wrong"), 2),
         (ProfileError("wrong"), 2),
         (MemoryBudgetError("too large"), 3),
-        (PlanError("too large"), 3),
+        (NoFitError("too large"), 3),
+        (PlanError("contradicts itself"), 2),
         (StorageError(5, "broken"), 5),
         (StorageFullError(28, "full"), 5),
         (PermissionError(13, "no"), 5),

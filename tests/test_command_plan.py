@@ -12,7 +12,7 @@ from standin import stand_in
 from typer.testing import CliRunner
 
 from gs_compile.cli import app
-from gs_compile.errors import PlanError
+from gs_compile.errors import NoFitError
 from gs_compile.explain import as_dict, report
 
 CHOSEN = {
@@ -82,9 +82,9 @@ def test_wrong_arguments(asked, arguments, complaint):
 
 def test_a_model_that_does_not_fit(asked, monkeypatch):
     def refuse(*_, **__):
-        raise PlanError("100.0 GiB of host memory are short")
+        raise NoFitError("100.0 GiB of host memory are short")
 
     monkeypatch.setattr(sys.modules["gs_compile.planner"], "plan", refuse)
     result = run("--model", "m", "--json")
     assert (result.exit_code, result.stdout) == (3, "")
-    assert result.stderr == "PlanError: 100.0 GiB of host memory are short\n"
+    assert result.stderr == "NoFitError: 100.0 GiB of host memory are short\n"
