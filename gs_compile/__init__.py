@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from gs_compile.inspection import Inspection, inspect
     from gs_compile.materialized import materialize
     from gs_compile.optim import SGD, Adam, AdamW, Lion
+    from gs_compile.planner import plan
+    from gs_compile.profile import Profile
+    from gs_compile.step_plan import StepPlan
 
 __version__ = "0.2.0"
 
@@ -31,11 +34,14 @@ __all__ = [
     "Inspection",
     "Lion",
     "Options",
+    "Profile",
     "Ratios",
+    "StepPlan",
     "__version__",
     "init_on_storage",
     "inspect",
     "materialize",
+    "plan",
 ]
 
 # Names that need torch come when they are first used: importing this package takes no time.
@@ -44,6 +50,9 @@ _MODULES = {
     "inspect": "inspection",
     "init_on_storage": "initialise",
     "materialize": "materialized",
+    "Profile": "profile",
+    "StepPlan": "step_plan",
+    "plan": "planner",
     "AdamW": "optim",
     "Adam": "optim",
     "SGD": "optim",

@@ -26,6 +26,7 @@ from gs_compile.optim import TieredOptimizer, optimizer_of
 from gs_compile.placeholders import is_released, release
 from gs_compile.placement import Placement
 from gs_compile.planning import Planning
+from gs_compile.prediction import Prediction
 from gs_compile.program import EPILOGUE, TIED, Program, Unit, Value
 from gs_compile.runtime.arena import Arena
 from gs_compile.runtime.optimizer_step import Recipe, StepRecord
@@ -74,10 +75,15 @@ class Engine(Keeper):
         """For people: where everything lives, and the planned peaks of the latest call's program."""
         return self.planning.describe(self.programs[-1])
 
+    def predict(self) -> Prediction:
+        """What steps like the latest call take, by the simulator; measures the machine and the layers' code first."""
+        return self.planning.predict(*self._latest)
+
     # Taking over -----------------------------------------------------------------------------------------------------
 
     def _make_tiers(self) -> Tiers:
         planning, expert = self.planning, self.options.expert
+        device = self.members.parameters[0].device
         store = self._open_store() if planning.uses_ssd else None
         if store is not None:
             try:
@@ -90,9 +96,9 @@ class Engine(Keeper):
             planning.placement,
             self.members.dtypes,
             Recipe(self.optimizer.rule, self.members.runs, components),
-            Arena(planning.host_nbytes, pinned=planning.device.type == "cuda"),
+            Arena(planning.host_nbytes, pinned=device.type == "cuda"),
             store,
-            planning.device,
+            device,
             trace=Trace(events=expert.trace),
             num_threads=expert.threads or max(1, correct_thread_count() // 2),
         )
@@ -156,6 +162,7 @@ class Engine(Keeper):
         if apart and training:
             shape = replace(shape, outside=frozenset({EPILOGUE}))
         placement = self.planning.sized(layouts, shape)
+        self._latest = placement, shape
         late = training and self.tiers.pending is not None and placement.has_late
         self.programs = self.planning.programs(placement, shape, late=late)
         bindings = self.members.bindings(layouts[0], args)

@@ -5,12 +5,12 @@
 
 A linear program chooses where data lives for every number of micro-batches and every alpha (`passes/place`), a search
 takes the smallest batch that reaches the saturated throughput (`passes/search`), and the step's own program is
-simulated (`prediction`). What is printed as time is the simulator's.
+simulated (`prediction`). What is said of its time is the simulator's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,26 +18,28 @@ from typing import TYPE_CHECKING
 
 from gs_compile.config import parse_bytes
 from gs_compile.errors import PlanError
-from gs_compile.machine import format_bytes
 from gs_compile.passes.cut import cut_units
+from gs_compile.passes.fit import fit
 from gs_compile.passes.lower import lower
 from gs_compile.passes.place import Budgets, Fixed, Solution, solve
 from gs_compile.passes.search import Search, search
 from gs_compile.placement import Placement
-from gs_compile.prediction import predict, settle
+from gs_compile.prediction import predict
 from gs_compile.profile import Profile
 from gs_compile.profiles import profile as find_profile
-from gs_compile.program import Program
-from gs_compile.step_plan import SECONDS_PER_DAY, Alternative, StepPlan
+from gs_compile.program import Program, Schedule
+from gs_compile.reasons import WORTH_SAYING, alternatives, binding, notes, solver
+from gs_compile.settle import settle
+from gs_compile.step_plan import SECONDS_PER_DAY, StepPlan
 from gs_compile.workload import Workload
-from gs_compile.workloads import captured_workload, named
+from gs_compile.workloads import Sketch
 
 if TYPE_CHECKING:
     from torch import nn
 
 SECONDS_PER_YEAR = 365 * SECONDS_PER_DAY
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # tried where none is given
-WORTH_SAYING = 0.01  # a change of the step's time below this is nothing
+FITTED = 2  # micro-batches of the horizontal program whose peaks are looked at: more of them need no more memory
 
 
 def plan(
@@ -54,17 +56,19 @@ def plan(
     clip: bool = False,
     host_memory: int | str | None = None,
     device_memory: int | str | None = None,
-    precision: str = "bf16",
+    precision: str | None = None,
     wear_years: float | None = None,
-    schedule: str = "vertical",
+    schedule: Schedule = "vertical",
 ) -> StepPlan:
     """The plan for one model on one machine. What is given is kept; the rest is solved around it.
 
     model: "gpt-65b", a HuggingFace model type, the path of a config, a module, or a `Workload`.
     machine: a name or file of a machine profile; None: this machine, measured once.
     batch_size: samples of a step; without it and `num_micro_batches`, the smallest batch that saturates the machine.
+    precision: "bf16" with fp32 masters, or "model", the model's own; None: bf16 for what has no weights yet.
     host_memory, device_memory: bytes, or text as in the backend's options; None: what the machine has.
     wear_years: how long the drives are to last at their rated endurance, training all day.
+    schedule: "horizontal" plans the baseline, by a simple rule, for the batch that the vertical order would take.
 
     Raises `PlanError` where settings contradict each other or the model fits nowhere.
     """
@@ -78,9 +82,9 @@ def plan(
         fixed=Fixed(alpha=alpha, ratios=dict(ratios or {}), clip=clip),
         batch_size=batch_size,
         num_micro_batches=num_micro_batches,
-        schedule=schedule,
     )
-    return planner.best([micro_batch_size] if micro_batch_size else MICRO_BATCH_SIZES)
+    found = planner.search([micro_batch_size] if micro_batch_size else MICRO_BATCH_SIZES)
+    return planner.vertical(found) if schedule == "vertical" else planner.horizontal(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,153 +93,126 @@ class _Planner:
     profile: Profile
     budgets: Budgets
     fixed: Fixed
-    batch_size: int | None = None
-    num_micro_batches: int | None = None
-    schedule: str = "vertical"
+    batch_size: int | None
+    num_micro_batches: int | None
 
-    def best(self, sizes: Sequence[int]) -> StepPlan:
-        """The plan of the micro-batch size with the highest throughput; of equals, the smallest batch."""
+    def search(self, sizes: Sequence[int]) -> list[tuple[Workload, Search]]:
+        """Every micro-batch size that fits; first the one with the highest throughput, of equals the smallest batch."""
         found: list[tuple[Workload, Search]] = []
-        refused: PlanError | None = None
         for size in sizes:
-            if self.batch_size is not None and size > self.batch_size:
+            if found and self.batch_size is not None and size > self.batch_size:
                 break
             try:
-                found.append(self._search(size))
-            except PlanError as error:
-                refused = refused or error
+                found.append(self._searched(size))
+            except PlanError:
+                if not found:
+                    raise
                 break  # a larger one needs more memory
-        if not found:
-            assert refused is not None
-            raise refused
-        rate = {id(s): s.best.num_micro_batches * w.tokens / s.best.seconds for w, s in found}
-        most = max(rate.values())
-        near = [(w, s) for w, s in found if rate[id(s)] >= most * (1 - WORTH_SAYING)]
-        workload, result = min(near, key=lambda f: f[0].tokens * f[1].best.num_micro_batches)
-        return self._plan(workload, result, found)
+        most = max(_tokens_per_second(each) for each in found)
+        near = [each for each in found if _tokens_per_second(each) >= most * (1 - WORTH_SAYING)]
+        chosen = min(near, key=lambda each: each[0].tokens * each[1].best.num_micro_batches)
+        return [chosen, *(each for each in found if each is not chosen)]
 
-    def _search(self, size: int) -> tuple[Workload, Search]:
-        workload = self.workload_at(size)
-        number = self.num_micro_batches
-        if self.batch_size is not None and number is None:
-            number = -(-self.batch_size // size)
-        return workload, search(workload, self.profile, self.budgets, self.fixed, num_micro_batches=number)
-
-    def _plan(self, workload: Workload, result: Search, found: Sequence[tuple[Workload, Search]]) -> StepPlan:
-        number, alpha = result.best.num_micro_batches, result.best.alpha
+    def vertical(self, found: Sequence[tuple[Workload, Search]]) -> StepPlan:
+        workload, best = found[0][0], found[0][1].best
+        number, alpha, clip = best.num_micro_batches, best.alpha, self.fixed.clip
         solution, placement = settle(
             lambda budgets: solve(workload, self.profile, number, (alpha,), budgets, self.fixed)[0],
-            lambda solution: placed(workload, solution, separate=self.profile.separate, clip=self.fixed.clip),
-            lambda placement: self._lowered(workload, placement),
+            lambda s: placed(workload, number, s.ratios, alpha=s.alpha, separate=self.profile.separate, clip=clip),
+            lambda placement: _lowered(workload, placement),
             self.budgets,
         )
+        chosen = StepPlan(
+            workload=workload,
+            profile=self.profile,
+            budgets=self.budgets,
+            alpha=solution.alpha,
+            ratios=solution.ratios,
+            device_ratios=solution.device_ratios,
+            placement=placement,
+            prediction=predict(placement, workload.shape, workload, self.profile),
+            bound_seconds=solution.seconds,
+            history=tuple(_row(workload, entry) for _, entry in found[0][1].history if entry is not None),
+        )
+        again = solver(workload, self.profile, self.budgets, self.fixed)
+        return replace(
+            chosen,
+            binding=tuple(binding(solution, self.profile, self.budgets, again)),
+            alternatives=tuple(alternatives(solution, found, again)),
+            notes=tuple(notes(chosen)),
+        )
+
+    def horizontal(self, found: Sequence[tuple[Workload, Search]]) -> StepPlan:
+        workload, number = found[0][0], found[0][1].best.num_micro_batches
+        alpha, separate, clip = float(self.fixed.clip), self.profile.separate, self.fixed.clip
+
+        def make(ratios: Mapping[str, float], number: int = min(FITTED, number)) -> Placement:
+            return placed(workload, number, ratios, alpha=alpha, separate=separate, clip=clip, schedule="horizontal")
+
+        ratios = fit(
+            make,
+            lambda placement: _lowered(workload, placement),
+            self.fixed.ratios,
+            self.budgets.host_nbytes,
+            classes=("gradient", "parameter", "checkpoint", "optimizer"),
+        )
+        placement = make(ratios, number)
         return StepPlan(
             workload=workload,
             profile=self.profile,
             budgets=self.budgets,
-            solution=solution,
+            alpha=alpha,
+            ratios=ratios,
+            device_ratios={},
             placement=placement,
-            prediction=predict(placement, workload.shape, workload, self.profile, schedule=self.schedule),
-            history=tuple(_row(workload, entry) for entry in result.history if entry is not None),
-            binding=tuple(self._binding(workload, solution)),
-            alternatives=tuple(self._alternatives(workload, solution, found)),
-            schedule=self.schedule,
+            prediction=predict(placement, workload.shape, workload, self.profile),
         )
 
-    def _lowered(self, workload: Workload, placement: Placement) -> Program:
-        number = len(placement.x_nbytes)
-        late = placement.has_late
-        return lower(
-            workload.num_layers, number, shape=workload.shape, placement=placement, late=late, schedule=self.schedule
-        )[-1]
-
-    # Why ------------------------------------------------------------------------------------------------------------
-
-    def _binding(self, workload: Workload, solution: Solution) -> Iterator[str]:
-        """What more of each resource would bring, found by solving again with more of it."""
-        for words, profile, budgets in self._more():
-            again = solve(workload, profile, solution.num_micro_batches, (solution.alpha,), budgets, self.fixed)[0]
-            if again is not None:
-                gain = solution.seconds / again.seconds - 1
-                yield f"{words}: {f'{gain:.0%} faster' if gain > WORTH_SAYING else 'nothing'}"
-
-    def _more(self) -> Iterator[tuple[str, Profile, Budgets]]:
-        profile, budgets = self.profile, self.budgets
-        host = max(1 << 30, round(budgets.host_nbytes / 8 / 2**30) << 30)
-        more = replace(budgets, host_nbytes=budgets.host_nbytes + host)
-        yield f"{format_bytes(host)} more host memory", profile, more
-        yield (
-            "a second SSD like the first",
-            _faster(profile, "ssd"),
-            replace(budgets, ssd_nbytes=2 * budgets.ssd_nbytes),
-        )
-        if profile.separate:
-            device = max(1 << 30, round(budgets.device_nbytes / 4 / 2**30) << 30)
-            more = replace(budgets, device_nbytes=budgets.device_nbytes + device)
-            yield f"{format_bytes(device)} more device memory", profile, more
-            yield "a link to the device twice as fast", _faster(profile, "h2d", "d2h"), budgets
-        yield "an optimizer twice as fast", _faster(profile, "update"), budgets
-        yield "twice the computation a second", _faster(profile, "compute"), budgets
-
-    def _alternatives(
-        self, workload: Workload, solution: Solution, found: Sequence[tuple[Workload, Search]]
-    ) -> Iterator[Alternative]:
-        number = solution.num_micro_batches
-        tries = [
-            (f"{other.num_micro_batches} micro-batches", workload, other)
-            for _, result in found
-            if result.best is not None
-            for other in result.history
-            if other is not None and other.num_micro_batches in (number // 2, 2 * number) and _ is workload
-        ]
-        tries += [(f"micro-batches of {w.micro_batch_size}", w, s.best) for w, s in found if w is not workload]
-        if solution.alpha not in (0.0, 1.0):
-            tries.append(("no delayed update (alpha 0)", workload, self._again(workload, number, 0.0)))
-        bare = replace(self.fixed, ratios={"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0})
-        tries.append(("everything on SSD", workload, self._again(workload, number, solution.alpha, bare)))
-        rows = [
-            Alternative(
-                label=label,
-                num_micro_batches=other.num_micro_batches,
-                micro_batch_size=w.micro_batch_size,
-                alpha=other.alpha,
-                seconds=other.seconds,
-                tokens_per_second=other.num_micro_batches * w.tokens / other.seconds,
-            )
-            for label, w, other in tries
-            if other is not None
-        ]
-        own = number * workload.tokens / solution.seconds
-        yield from sorted(rows, key=lambda row: abs(row.tokens_per_second / own - 1))[:3]
-
-    def _again(self, workload: Workload, number: int, alpha: float, fixed: Fixed | None = None) -> Solution | None:
-        return solve(workload, self.profile, number, (alpha,), self.budgets, fixed or self.fixed)[0]
+    def _searched(self, size: int) -> tuple[Workload, Search]:
+        workload, number = self.workload_at(size), self.num_micro_batches
+        if self.batch_size is not None and number is None:
+            number = -(-self.batch_size // size)
+        return workload, search(workload, self.profile, self.budgets, self.fixed, num_micro_batches=number)
 
 
 def placed(
-    workload: Workload, solution: Solution, *, separate: bool, clip: bool, x_nbytes: Sequence[int] | None = None
+    workload: Workload,
+    num_micro_batches: int,
+    ratios: Mapping[str, float],
+    *,
+    alpha: float,
+    separate: bool,
+    clip: bool,
+    schedule: Schedule = "vertical",
 ) -> Placement:
-    """The placement that a solution describes; `x_nbytes`: of each micro-batch, where they are not all alike."""
-    number = solution.num_micro_batches
+    """The placement that ratios and alpha describe, of micro-batches that are all alike."""
     return cut_units(
         workload.sizes,
-        solution.ratios,
-        alpha=solution.alpha,
+        ratios,
+        alpha=alpha,
         clip=clip,
         separate=separate,
         num_layers=workload.num_layers,
-        x_nbytes=tuple(x_nbytes or [workload.x_nbytes] * number),
-        side_nbytes=(workload.side_nbytes,) * number,
+        x_nbytes=(workload.x_nbytes,) * num_micro_batches,
+        side_nbytes=(workload.side_nbytes,) * num_micro_batches,
+        schedule=schedule,
+        gradient_ratio=ratios.get("gradient"),
     )
 
 
-def _workloads(model: str | Path | nn.Module | Workload, sequence: int, precision: str) -> Callable[[int], Workload]:
+def _lowered(workload: Workload, placement: Placement) -> Program:
+    number = len(placement.x_nbytes)
+    return lower(workload.num_layers, number, shape=workload.shape, placement=placement, late=placement.has_late)[-1]
+
+
+def _workloads(
+    model: str | Path | nn.Module | Workload, sequence: int, precision: str | None
+) -> Callable[[int], Workload]:
     """The model's workload at any micro-batch size."""
     if isinstance(model, Workload):
         return lambda size: _resized(model, size)
-    if isinstance(model, str | Path):
-        model = named(str(model))
-    return cache(lambda size: captured_workload(model, micro_batch_size=size, sequence=sequence, precision=precision))
+    named = isinstance(model, str | Path)
+    return cache(Sketch.of(model, sequence=sequence, precision=precision or ("bf16" if named else "model")).workload)
 
 
 def _resized(workload: Workload, size: int) -> Workload:
@@ -269,21 +246,17 @@ def _budgets(
         raise PlanError(f"{profile.name} does not say what its drives are rated for: give its profile ssd_rated_nbytes")
     return Budgets(
         host_nbytes=host if host_memory is None else parse_bytes(host_memory, whole=host, name="host_memory"),
-        device_nbytes=device
-        if device_memory is None
-        else parse_bytes(device_memory, whole=device, name="device_memory"),
+        device_nbytes=(
+            device if device_memory is None else parse_bytes(device_memory, whole=device or None, name="device_memory")
+        ),
         ssd_nbytes=profile.ssd_nbytes,
         wear_bytes_per_second=profile.ssd_rated_nbytes / (wear_years * SECONDS_PER_YEAR) if wear_years else None,
     )
 
 
-def _faster(profile: Profile, *lanes: str) -> Profile:
-    """The same machine with some of its rates doubled."""
-    names = [name for name in vars(profile) if name.startswith(lanes) and name.endswith("_per_second")]
-    changed = {name: 2 * getattr(profile, name) for name in names}
-    if "compute" in lanes:
-        changed["matmul_flops_per_second"] = {k: 2 * rate for k, rate in profile.matmul_flops_per_second.items()}
-    return replace(profile, **changed)
+def _tokens_per_second(found: tuple[Workload, Search]) -> float:
+    workload, best = found[0], found[1].best
+    return best.num_micro_batches * workload.tokens / best.seconds
 
 
 def _row(workload: Workload, solution: Solution) -> tuple[int, float, float]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from gs_compile.machine import format_bytes
-from gs_compile.passes.place import Budgets, Solution
+from gs_compile.passes.place import Budgets
 from gs_compile.placement import Placement
 from gs_compile.prediction import Prediction
 from gs_compile.profile import Profile
@@ -39,30 +40,24 @@ class StepPlan:
     workload: Workload
     profile: Profile
     budgets: Budgets
-    solution: Solution
+    alpha: float
+    ratios: Mapping[str, float]  # in host memory, of "parameter", "checkpoint" and "optimizer"
+    device_ratios: Mapping[str, float]  # in device memory
     placement: Placement
     prediction: Prediction
+    bound_seconds: float = math.inf  # by the linear program: each lane's work spread evenly over its phase
     history: tuple[tuple[int, float, float], ...] = ()  # micro-batches, seconds and tokens a second, by the LP
     binding: tuple[str, ...] = ()  # what limits the step, and what more of it would bring
     notes: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
-    schedule: str = "vertical"
 
     @property
     def num_micro_batches(self) -> int:
         return len(self.placement.x_nbytes)
 
     @property
-    def alpha(self) -> float:
-        return self.solution.alpha
-
-    @property
-    def ratios(self) -> Mapping[str, float]:
-        return self.solution.ratios
-
-    @property
-    def device_ratios(self) -> Mapping[str, float]:
-        return self.solution.device_ratios
+    def schedule(self) -> str:
+        return self.placement.schedule
 
     @property
     def program(self) -> Program:
@@ -76,11 +71,6 @@ class StepPlan:
     def seconds(self) -> float:
         """Of a step among others."""
         return self.simulation.seconds
-
-    @property
-    def bound_seconds(self) -> float:
-        """What the linear program says: every lane's work spread evenly over its phase."""
-        return self.solution.seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -99,7 +89,7 @@ class StepPlan:
     @cached_property
     def homes(self) -> Mapping[tuple[str, str], int]:
         """Bytes by class and tier, of what outlives a unit's turn."""
-        return homes(self.placement)
+        return nbytes_by_home(self.placement)
 
     @property
     def peaks(self) -> Mapping[str, int]:
@@ -131,7 +121,7 @@ class StepPlan:
         return words
 
 
-def homes(placement: Placement) -> Mapping[tuple[str, str], int]:
+def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
     """Bytes by class and tier of what lives on from one unit's turn to the next: what each ratio has decided."""
     found: Counter[tuple[str, str]] = Counter()
     for unit in placement.units:
@@ -139,8 +129,10 @@ def homes(placement: Placement) -> Mapping[tuple[str, str], int]:
             found["parameters", part.tier] += part.numel * unit.itemsize
         for part in unit.s.values():
             found["states", part.tier] += part.numel * unit.state_itemsize
+        if placement.schedule == "horizontal":
+            found["sums", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
         found["late gradients", "host"] += sum(g.numel for g in unit.trained("late")) * unit.gradient_itemsize
     checkpoints = sum(placement.x_nbytes) * placement.num_layers
-    on_host = int(checkpoints * placement.checkpoint_ratio)
+    on_host = math.floor(checkpoints * placement.checkpoint_ratio)
     found["checkpoints", "host"], found["checkpoints", "ssd"] = on_host, checkpoints - on_host
     return {key: nbytes for key, nbytes in found.items() if nbytes}

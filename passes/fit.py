@@ -6,7 +6,8 @@ move twice. What a class takes is counted by lowering the step and reading its p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
@@ -22,12 +23,14 @@ def fit(
     lower: Callable[[Placement], Program],
     given: Mapping[str, float],
     host_nbytes: int,
-) -> Placement:
-    """The placement with the most in host memory; ratios in `given` are kept as they are.
+    *,
+    classes: Sequence[str] = CLASSES,
+) -> dict[str, float]:
+    """The ratios that keep the most in host memory, `classes` served in order; those in `given` are kept as they are.
 
     Raises `MemoryBudgetError` where not even the least fits; it says what is needed.
     """
-    ratios = {name: given.get(name, 0.0) for name in CLASSES}
+    ratios = {name: given.get(name, 0.0) for name in classes}
     needed = peak(lower(make(ratios)), "host") + MARGIN
     if needed > host_nbytes:
         raise MemoryBudgetError(
@@ -35,10 +38,10 @@ def fit(
             f"it at least, with ratios {_words(ratios)}: give it more, lower ratios, a lower alpha, or a smaller "
             "micro_batch_size"
         )
-    for name in CLASSES:
+    for name in classes:
         if name not in given:
-            ratios[name] = _most(name, ratios, make, lower, host_nbytes)
-    return make(ratios)
+            ratios[name] = _most(partial(_needed, make, lower, ratios, name), host_nbytes)
+    return ratios
 
 
 def peak(program: Program, tier: str) -> int:
@@ -46,24 +49,31 @@ def peak(program: Program, tier: str) -> int:
     return dict(program.peaks).get(tier, 0)
 
 
-def _most(
-    name: str,
-    ratios: Mapping[str, float],
+def _needed(
     make: Callable[[Mapping[str, float]], Placement],
     lower: Callable[[Placement], Program],
-    host_nbytes: int,
-) -> float:
-    """The largest ratio of one class that fits, to a 64th."""
+    ratios: Mapping[str, float],
+    name: str,
+    ratio: float,
+) -> int:
+    """Bytes of host memory at one ratio of a class."""
+    return peak(lower(make({**ratios, name: ratio})), "host") + MARGIN
 
-    def fits(ratio: float) -> bool:
-        return peak(lower(make({**ratios, name: ratio})), "host") + MARGIN <= host_nbytes
 
-    if fits(1.0):
+def _most(needed: Callable[[float], int], host_nbytes: int) -> float:
+    """The largest ratio of one class that fits, to a 64th; what is needed grows nearly linearly with it."""
+    if needed(1.0) <= host_nbytes:
         return 1.0
     low, high = 0, 64
+    least, most = needed(0.0), needed(1.0)
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle / 64) else (low, middle)
+        guess = low + int((high - low) * (host_nbytes - least) / max(most - least, 1))
+        at = min(max(guess, low + 1), high - 1)
+        needs = needed(at / 64)
+        if needs <= host_nbytes:
+            low, least = at, needs
+        else:
+            high, most = at, needs
     return low / 64
 
 

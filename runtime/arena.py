@@ -61,6 +61,10 @@ class Ledger:
         self.add(source, -nbytes)
         self.add(target, nbytes)
 
+    def restart(self) -> None:
+        """Peaks are from now on."""
+        self.peak, self.peak_total = Counter(self.now), self.total
+
     def __str__(self) -> str:
         parts = [f"{purpose} {format_bytes(nbytes)}" for purpose, nbytes in self.now.most_common() if nbytes]
         return ", ".join(parts) or "nothing"

@@ -1,0 +1,143 @@
+"""Predicted against measured: seconds of a step, and the peak of host memory, of GPT-2s of three sizes.
+
+Each model runs with its data on SSD, half and half, and in host memory, with 16 to 1 micro-batches. The machine is
+probed and the layers' code is timed before; the step's own program is simulated with these figures. What is measured is
+the median of several consecutive steps.
+
+    python benchmarks/prediction.py --storage /path/on/an/nvme/drive --output benchmarks/results/prediction.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import gs_compile
+from gs_compile.backend import greedysnake
+from gs_compile.profile import Profile
+from gs_compile.profiles import profile
+
+SIZES = {"small": (4, 384), "middle": (6, 512), "large": (8, 768)}  # layers and hidden size
+PLACES = {"ssd": 0.0, "mixed": 0.5, "host": 1.0}  # what part of every class is in host memory
+VOCABULARY = 8192
+
+
+def build(layers: int, hidden: int, sequence: int) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=layers,
+        n_embd=hidden,
+        n_head=hidden // 64,
+        n_positions=sequence,
+        vocab_size=VOCABULARY,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config).train()
+
+
+def measure(
+    arguments: argparse.Namespace, machine: Profile, size: str, place: str, storage: str
+) -> list[dict[str, Any]]:
+    """One model with its data in one place, for all numbers of micro-batches, the largest first."""
+    torch._dynamo.reset()
+    model, ratio = build(*SIZES[size], arguments.sequence), PLACES[place]
+    ratios = {"parameter": ratio, "checkpoint": ratio, "optimizer": ratio}
+    expert = {"compiler": arguments.compiler, "alpha": arguments.alpha, "ratios": ratios}
+    options = {"outputs": "loss", "storage": storage, "machine": machine, "expert": expert}
+    model.compile(backend=greedysnake, options=options)
+    optimizer = gs_compile.AdamW(model.parameters(), lr=1e-4)
+
+    def step(ids: torch.Tensor) -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    rows = []
+    for number in sorted(arguments.micro_batches, reverse=True):
+        ids = torch.randint(VOCABULARY, (number, arguments.sequence))
+        step(ids)
+        prediction = optimizer.engine.predict()
+        optimizer.synchronize()
+        optimizer.engine.tiers.arena.trim()
+        optimizer.engine.tiers.arena.ledger.restart()
+        step(ids)
+        seconds = []
+        for _ in range(arguments.rounds):
+            start = time.perf_counter()
+            for _ in range(max(1, arguments.steps // number)):
+                step(ids)
+            seconds.append((time.perf_counter() - start) / max(1, arguments.steps // number))
+        optimizer.synchronize()
+        measured, predicted = statistics.median(seconds), prediction.simulation.seconds
+        rows.append(
+            {
+                "size": size,
+                "place": place,
+                "micro_batches": number,
+                "seconds": seconds,
+                "median_seconds": measured,
+                "predicted_seconds": predicted,
+                "error": predicted / measured - 1,
+                "peak_nbytes": optimizer.engine.tiers.arena.ledger.peak_total,
+                "predicted_peak_nbytes": dict(prediction.program.peaks)["host"],
+                "busy": dict(prediction.simulation.busy),
+                "bubbles": dict(prediction.simulation.bubbles),
+            }
+        )
+        row = rows[-1]
+        print(
+            f"{size} {place} n={number}: {measured:.3f} s, predicted {predicted:.3f} s, {row['error']:+.1%}; peak "
+            f"{row['peak_nbytes'] / 2**20:.1f} MiB, predicted {row['predicted_peak_nbytes'] / 2**20:.1f} MiB",
+            flush=True,
+        )
+    optimizer.engine.tiers.close()
+    gc.collect()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--places", nargs="+", default=list(PLACES), choices=list(PLACES))
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--alpha", type=float, default=0.0)
+    parser.add_argument("--compiler", default="eager")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="of a round at one micro-batch; fewer at more")
+    parser.add_argument("--storage", type=Path)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    rows = []
+    with tempfile.TemporaryDirectory(dir=arguments.storage) as storage:
+        machine = profile(None, (Path(storage),), refresh=True)
+        for size in arguments.sizes:
+            for place in arguments.places:
+                rows += measure(arguments, machine, size, place, storage)
+    errors = sorted(abs(row["error"]) for row in rows)
+    print(f"seconds: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}, of {len(rows)}")
+    peaks = [row["predicted_peak_nbytes"] / row["peak_nbytes"] - 1 for row in rows]
+    print(f"peak of host memory: predicted over measured {min(peaks):+.1%} to {max(peaks):+.1%}")
+    if arguments.output:
+        setting = {k: v for k, v in vars(arguments).items() if k not in ("output", "storage")}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        result = {"machine": asdict(machine), "versions": versions, "setting": setting, "rows": rows}
+        arguments.output.write_text(json.dumps(result, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()

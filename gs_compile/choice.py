@@ -1,0 +1,201 @@
+"""choice: where the data of a model at hand lives, within its budgets.
+
+ratios that are given       as they are
+everything fits             in host memory, if the device reads that itself: there is nothing to measure
+otherwise                   by the linear program, from the machine's profile and the time of the layers' code
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from gs_compile.config import Options, parse_bytes
+from gs_compile.errors import MemoryBudgetError, OptionError, PlanError
+from gs_compile.machine import available_memory, format_bytes, usable_memory
+from gs_compile.passes.cut import cut_units
+from gs_compile.passes.fit import CLASSES, MARGIN, fit, most_alpha, peak
+from gs_compile.passes.place import Budgets, Fixed, Solution, solve
+from gs_compile.passes.search import search
+from gs_compile.placement import Placement
+from gs_compile.profile import Profile
+from gs_compile.profiles import profile as find_profile
+from gs_compile.program import Program, StepShape
+from gs_compile.settle import settle
+from gs_compile.timing import timed
+from gs_compile.workload import UnitSize, Workload
+from gs_compile.workloads import workload_of
+
+if TYPE_CHECKING:
+    from gs_compile.compilation import Layout
+
+DEFAULT_SHARE = 0.8  # of the memory that is free at the start: the rest is for activations and the user's own
+
+
+class Choice:
+    """The choice for one model and its first batch; `lowered` gives the program of a placement."""
+
+    def __init__(
+        self,
+        options: Options,
+        sizes: tuple[UnitSize, ...],
+        layouts: Sequence[Layout],
+        shape: StepShape,
+        *,
+        clip: bool,
+        device: torch.device,
+        lowered: Callable[[Placement], Program],
+    ) -> None:
+        self.options = options
+        self.sizes = sizes
+        self.layouts = layouts
+        self.shape = shape
+        self.clip = clip
+        self.device = device
+        self.lowered = lowered
+        self.separate = device.type != "cpu" or options.expert.separate_device
+        self.host_nbytes = _host_nbytes(options)
+        self.given = {name: r for name, r in asdict(options.expert.ratios).items() if r is not None and name in CLASSES}
+        self.alpha = _alpha(options, clip)
+        self.solution: Solution | None = None  # of the linear program, where it was asked
+
+    def placement(self) -> Placement:
+        """Raises `MemoryBudgetError` where not even the least fits; it says what is needed."""
+        least = {name: self.given.get(name, 0.0) for name in CLASSES}
+        most = {name: self.given.get(name, 1.0) for name in CLASSES}
+        alpha = self.alpha if self.alpha is not None else float(self.clip)
+        smallest = self._make(least, alpha)
+        self._refuse_too_large(smallest, least, alpha)
+        if least == most and self.alpha is not None:
+            chosen = smallest
+        elif self.options.expert.schedule == "horizontal":  # to compare with: by a simple rule
+            ratios = fit(lambda ratios: self._make(ratios, alpha), self.lowered, self.given, self.host_nbytes)
+            chosen = self._make(ratios, alpha)
+        elif not self.separate and self._fits(largest := self._make(most, alpha)):
+            chosen = largest
+        else:
+            chosen = self._planned(smallest)
+        self._check_device(self.lowered(chosen))
+        return chosen
+
+    # By the linear program --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def profile(self) -> Profile:
+        return find_profile(self.options.machine, self.options.storage)
+
+    @cached_property
+    def workload(self) -> Workload:
+        workload = workload_of(self.layouts[0], self.sizes)
+        return replace(timed(workload, self.layouts[0]), shape=self.shape)
+
+    @cached_property
+    def budgets(self) -> Budgets:
+        device = self._device_nbytes()
+        return Budgets(
+            host_nbytes=self.host_nbytes,
+            device_nbytes=self.profile.device_nbytes if device is None else device,
+            ssd_nbytes=self.profile.ssd_nbytes,
+        )
+
+    def _planned(self, smallest: Placement) -> Placement:
+        fixed = Fixed(alpha=self.alpha, ratios=self.given, clip=self.clip)
+        number = len(self.layouts)
+        try:
+            found = search(self.workload, self.profile, self.budgets, fixed, num_micro_batches=number)
+            self.solution, placement = settle(
+                lambda budgets: solve(self.workload, self.profile, number, (found.best.alpha,), budgets, fixed)[0],
+                lambda solution: self._make(solution.ratios, solution.alpha),
+                self.lowered,
+                self.budgets,
+            )
+        except (PlanError, MemoryBudgetError):
+            return smallest  # its program fits, whatever the bounds of the linear program say
+        return placement
+
+    # By the program's own peaks ---------------------------------------------------------------------------------------
+
+    def _make(self, ratios: Mapping[str, float], alpha: float) -> Placement:
+        x_nbytes, side_nbytes = activations(self.layouts)
+        return cut_units(
+            self.sizes,
+            ratios,
+            alpha=alpha,
+            clip=self.clip,
+            separate=self.separate,
+            num_layers=self.layouts[0].split.num_layers,
+            x_nbytes=x_nbytes,
+            side_nbytes=side_nbytes,
+            schedule=self.options.expert.schedule,
+            gradient_ratio=self.options.expert.ratios.gradient,
+        )
+
+    def _fits(self, placement: Placement) -> bool:
+        return peak(self.lowered(placement), "host") + MARGIN <= self.host_nbytes
+
+    def _refuse_too_large(self, placement: Placement, ratios: Mapping[str, float], alpha: float) -> None:
+        needed = peak(self.lowered(placement), "host") + MARGIN
+        if needed <= self.host_nbytes:
+            return
+        words = ", ".join(f"{name} {ratio:g}" for name, ratio in ratios.items())
+        message = (
+            f"host_memory is {format_bytes(self.host_nbytes)}; this step needs {format_bytes(needed)} ({needed} bytes) "
+            f"of it at least, with ratios {words}: give it more, lower ratios, a lower alpha, or a smaller "
+            "micro_batch_size"
+        )
+        most = most_alpha(lambda smaller: self._fits(self._make(ratios, smaller))) if alpha else None
+        if most is not None:
+            message += (
+                ". Late gradients need the memory that obsolete parameters and checkpoints leave: the largest alpha "
+                f"possible here is {most:.2f}, not {alpha:g}" + (" (max_grad_norm needs 1)" if self.clip else "")
+            )
+        raise MemoryBudgetError(message)
+
+    def _check_device(self, program: Program) -> None:
+        budget = self._device_nbytes()
+        needed = peak(program, "device")
+        if budget is not None and needed > budget:
+            raise MemoryBudgetError(
+                f"device_memory is {format_bytes(budget)}; this step keeps {format_bytes(needed)} there, and what a "
+                "layer computes with comes on top: give it more, or a smaller micro_batch_size"
+            )
+
+    def _device_nbytes(self) -> int | None:
+        if self.options.device_memory is None:
+            return None
+        whole = usable_memory() if self.device.type == "cpu" else torch.cuda.mem_get_info(self.device)[1]
+        return parse_bytes(self.options.device_memory, whole=whole, name="device_memory")
+
+
+def activations(layouts: Sequence[Layout]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes of a checkpoint (the largest of the layers' inputs) and of the side inputs, for each micro-batch."""
+    x_nbytes = tuple(
+        max(
+            spec.nbytes
+            for graph in layout.split.units
+            for kind, spec in zip(graph.results, graph.result_specs, strict=True)
+            if kind == "x"
+        )
+        for layout in layouts
+    )
+    return x_nbytes, tuple(sum(spec.nbytes for spec in layout.split.sides) for layout in layouts)
+
+
+def _alpha(options: Options, clip: bool) -> float | None:
+    given = options.expert.alpha
+    if clip and given not in (None, 1.0):
+        raise OptionError(
+            f"expert.alpha is {given}, but with max_grad_norm all updates wait for the norm of all gradients, so "
+            "alpha is 1: leave one of the two out"
+        )
+    return 1.0 if clip else given
+
+
+def _host_nbytes(options: Options) -> int:
+    if options.host_memory is None:
+        return int(available_memory() * DEFAULT_SHARE)
+    return parse_bytes(options.host_memory, whole=usable_memory(), name="host_memory")

@@ -1,0 +1,109 @@
+"""reasons: what limits a step, what is nearly as good, and what is worth knowing, each found by solving again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from gs_compile.machine import format_bytes
+from gs_compile.passes.place import Budgets, Fixed, Solution, solve
+from gs_compile.passes.search import Search
+from gs_compile.profile import Profile
+from gs_compile.step_plan import Alternative, StepPlan
+from gs_compile.workload import Workload
+
+WORTH_SAYING = 0.01  # a change of the step's time below this is nothing
+MOST_ALTERNATIVES = 3
+NOTHING_RESIDENT = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}
+
+Again = Callable[..., Solution | None]
+
+
+def solver(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixed) -> Again:
+    """The linear program of one plan, to be solved with one thing or another changed."""
+
+    def again(
+        num_micro_batches: int,
+        alpha: float,
+        *,
+        machine: Profile = profile,
+        room: Budgets = budgets,
+        kept: Fixed = fixed,
+    ) -> Solution | None:
+        return solve(workload, machine, num_micro_batches, (alpha,), room, kept)[0]
+
+    return again
+
+
+def binding(solution: Solution, profile: Profile, budgets: Budgets, again: Again) -> Iterator[str]:
+    """What more of each resource would bring."""
+    for words, machine, room in _more(profile, budgets):
+        better = again(solution.num_micro_batches, solution.alpha, machine=machine, room=room)
+        gain = solution.seconds / better.seconds - 1 if better else 0.0
+        yield f"{words}: {f'{gain:.0%} faster' if gain > WORTH_SAYING else 'nothing'}"
+
+
+def alternatives(solution: Solution, found: Sequence[tuple[Workload, Search]], again: Again) -> Iterator[Alternative]:
+    """The settings nearest in throughput, by the linear program."""
+    (workload, chosen), others = found[0], found[1:]
+    number, alpha = solution.num_micro_batches, solution.alpha
+    near = [each for n, each in chosen.history if n in (number // 2, number - 1) and each is not None]
+    tries: list[tuple[str, Workload, Solution | None]] = [
+        (f"{each.num_micro_batches} micro-batches", workload, each) for each in near
+    ]
+    tries += [(f"micro-batches of {other.micro_batch_size}", other, result.best) for other, result in others]
+    if alpha not in (0.0, 1.0):
+        tries.append(("no delayed updates (alpha 0)", workload, again(number, 0.0)))
+    if any(solution.ratios.values()):
+        bare = Fixed(alpha=alpha, ratios=NOTHING_RESIDENT, clip=alpha == 1.0)
+        tries.append(("everything on SSD", workload, again(number, alpha, kept=bare)))
+    rows = [_alternative(label, other, result) for label, other, result in tries if result is not None]
+    own = number * workload.tokens / solution.seconds
+    rows.sort(key=lambda row: abs(row.tokens_per_second / own - 1))
+    yield from rows[:MOST_ALTERNATIVES]
+
+
+def notes(plan: StepPlan) -> Iterator[str]:
+    """What a reader should know before spending time on this."""
+    if plan.num_micro_batches == 1:
+        yield "one micro-batch: the horizontal order is the same step"
+    if not any(tier == "ssd" for _, tier in plan.homes):
+        yield "everything fits in host memory: nothing is moved to SSD"
+    compute = plan.simulation.busy.get("compute", 0.0)
+    if compute > 1 - WORTH_SAYING:
+        yield "the computation never waits: more hardware than a faster device would change nothing"
+
+
+def _alternative(label: str, workload: Workload, solution: Solution) -> Alternative:
+    return Alternative(
+        label=label,
+        num_micro_batches=solution.num_micro_batches,
+        micro_batch_size=workload.micro_batch_size,
+        alpha=solution.alpha,
+        seconds=solution.seconds,
+        tokens_per_second=solution.num_micro_batches * workload.tokens / solution.seconds,
+    )
+
+
+def _more(profile: Profile, budgets: Budgets) -> Iterator[tuple[str, Profile, Budgets]]:
+    """More of one resource at a time, in amounts that one can buy."""
+    host = _gibibytes(budgets.host_nbytes / 8)
+    yield f"{format_bytes(host)} more host memory", profile, replace(budgets, host_nbytes=budgets.host_nbytes + host)
+    second = replace(budgets, ssd_nbytes=2 * budgets.ssd_nbytes)
+    yield "a second SSD like the first", _faster(profile, "ssd"), second
+    if profile.separate:
+        device = _gibibytes(budgets.device_nbytes / 4)
+        more = replace(budgets, device_nbytes=budgets.device_nbytes + device)
+        yield f"{format_bytes(device)} more device memory", profile, more
+        yield "a link to the device twice as fast", _faster(profile, "h2d", "d2h"), budgets
+    yield "an optimizer twice as fast", _faster(profile, "update"), budgets
+
+
+def _gibibytes(nbytes: float) -> int:
+    return max(1, round(nbytes / 2**30)) * 2**30
+
+
+def _faster(profile: Profile, *lanes: str) -> Profile:
+    """The same machine with all rates of some lanes doubled."""
+    names = [name for name in vars(profile) if name.startswith(lanes) and name.endswith("_per_second")]
+    return replace(profile, **{name: 2 * getattr(profile, name) for name in names})
