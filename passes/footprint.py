@@ -1,8 +1,8 @@
 """footprint: the bytes alive on each tier at every moment of a step, as affine formulas of the ratios.
 
-What has a home takes its share of memory all the time. What has not takes all of its memory, whatever the ratio, from the
-moment it is asked for to the moment it is given back: the stages are those of `pipeline`'s table, the memory that
-`Placement.slot` says. So a unit's parameters count p times their bytes, and one time while they are in use.
+What has a home takes its share of memory all the time. What has not takes all of its memory, whatever the ratio, from
+the moment it is asked for to the moment it is given back: the stages are those of `pipeline`'s table, the memory is
+what `Placement.slot` says. So a unit's parameters count p times their bytes, and one time while they are in use.
 
     moment   in a stage
     FETCH    prefetches are issued first; what was updated a stage ago is still on its way home

@@ -22,7 +22,7 @@ from gs_compile.placement import Placement, UnitPlacement
 from gs_compile.profile import Profile
 from gs_compile.program import Op, Program, Unit
 from gs_compile.traffic import op_nbytes
-from gs_compile.workload import UnitCost, Workload
+from gs_compile.workload import UnitCost, UnitSize, Workload
 
 # AdamW in fp32, the rule that a profile's update rate is of: reads parameter, two moments and gradient, writes three.
 ADAMW_NBYTES = 28
@@ -64,7 +64,7 @@ def backward_seconds(cost: UnitCost, workload: Workload, profile: Profile) -> fl
     return cost.backward_flops / profile.matmul_flops_per_second[workload.dtype]
 
 
-def update_nbytes(unit: UnitPlacement) -> int:
+def update_nbytes(unit: UnitPlacement | UnitSize) -> int:
     """What updating one element reads and writes: its state, its gradient, and its parameter.
 
     A parameter that has a master in the state is only written.

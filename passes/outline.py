@@ -1,7 +1,7 @@
 """outline: when a step uses what, without its micro-batches: the stages, and what is read and made in each.
 
-All formulas of the planner (`volumes`, `footprint`) start from here. It is taken from the program of one micro-batch, so
-that frozen layers, tied units and gradients from outside need no cases of their own.
+All formulas of the planner (`volumes`, `footprint`) start from here. It is taken from the program of one micro-batch,
+so that frozen layers, tied units and gradients from outside need no cases of their own.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ The ratios are the shares of a class of data that live in a place:
     dc, dp      of checkpoints and parameters in spare memory of the device
 
 What is left is on SSD. A formula is an array `[alpha, 1 + 5]`: for each alpha a constant and the five coefficients.
-They count what `offload` makes of a step, to the byte but for cuts at whole quanta and tensors. The forward has all that
-the late updates move, the backward what the early ones do, wherever `pipeline` issues it. A unit of which only some
-tensors are trained is taken as if any part of it had its share of them.
+They count what `offload` makes of a step, to the byte but for cuts at whole quanta and tensors. The forward has all
+that the late updates move, the backward what the early ones do, wherever `pipeline` issues it. A unit of which only
+some tensors are trained is taken as if any part of it had its share of them.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def seconds(
     for (phase, lane, _), nbytes in volumes(workload, num_micro_batches, alphas, separate=separate, step=step).items():
         found[phase, lane] += nbytes / rate_of(lane, profile)
     for stage in step.stages:
-        if stage.unit in workload.costs:
+        if stage.unit is not None:
             price = forward_seconds if stage.phase == "forward" else backward_seconds
             alone = price(workload.costs[stage.unit], workload, profile)
             found[stage.phase, "compute"] += num_micro_batches * alone * ALL
     passes = 2 * workload.gradients_nbytes / profile.memory_bytes_per_second  # zeros, and the norm
     found["backward", "compute"] += passes * ALL
-    updates = sum(size.num_trained * update_nbytes(size) for size in workload.sizes)
-    updates /= ADAMW_NBYTES * profile.update_elements_per_second
+    updated = sum(size.num_trained * update_nbytes(size) for size in workload.sizes)
+    updates = updated / ADAMW_NBYTES / profile.update_elements_per_second
     found["forward", "cpu"] += np.outer(late * updates, ALL)
     found["backward", "cpu"] += np.outer((1 - late) * updates, ALL)
     return found
@@ -90,7 +90,7 @@ def rate_of(lane: str, profile: Profile) -> float:
 
 
 class _Sums:
-    """Formulas that grow. A number of bytes is in three parts: a constant, what is late, and what is late and copied."""
+    """Formulas that grow. Bytes are in three parts: a constant, what is late, and what is late and copied."""
 
     def __init__(self) -> None:
         self.sums: dict[tuple[str, str, str], Array] = {}

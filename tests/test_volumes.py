@@ -1,0 +1,89 @@
+"""The formulas of bytes and seconds, held against the programs they stand for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned import A100, gpt, lowered, placed, ratios, toys
+
+from gs_compile.passes.measure import measure
+from gs_compile.passes.volumes import PHASES, rate_of, seconds, volumes
+from gs_compile.traffic import traffic
+
+SHARES = st.tuples(*[st.sampled_from([0.0, 1.0])] * 3)
+
+
+def halves(program):
+    """The program's operations by the phase they belong to, whatever the stage they are issued in."""
+    for phase, stages in zip(PHASES, (("fill", "forward"), ("backward", "drain")), strict=True):
+        yield phase, program.with_ops([op for op in program.ops if op.stage.phase in stages], "offload")
+
+
+def counted(workload, placement):
+    program = next(each for each in lowered(workload, placement) if each.made_by == "offload")
+    found = Counter()
+    for phase, half in halves(program):
+        for (lane, kind), nbytes in traffic(half, placement).items():
+            found[phase, lane, kind] += nbytes
+    return dict(found)
+
+
+def at(formulas, *shares):
+    point = np.array([1.0, *shares, 0.0, 0.0])
+    return {key: float(array[0] @ point) for key, array in formulas.items() if abs(array[0] @ point) > 1e-6}
+
+
+@settings(deadline=None, max_examples=100)
+@given(toys(whole=True), st.sampled_from([0.0, 1.0]), SHARES, st.booleans())
+def test_bytes_are_those_of_the_program(toy, alpha, shares, separate):
+    workload, n = toy
+    placement = placed(workload, n, ratios(*shares), alpha, separate=separate)
+    assert at(volumes(workload, n, [alpha], separate=separate), *shares) == counted(workload, placement)
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.3, 0.7), (0.2, 0.8, 0.1)])
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+@pytest.mark.parametrize("bf16", [True, False])
+def test_bytes_of_what_is_cut_differ_by_padding(shares, alpha, bf16):
+    workload = gpt(8, 1024, sequence=256, bf16=bf16)
+    found = at(volumes(workload, 5, [alpha], separate=True), *shares)
+    expected = counted(workload, placed(workload, 5, ratios(*shares), alpha, separate=True))
+    assert found.keys() == expected.keys()
+    for key, nbytes in expected.items():
+        assert found[key] == pytest.approx(nbytes, rel=2e-2 if key[2] == "x" else 3e-3)
+
+
+@pytest.mark.parametrize("machine", [A100, replace(A100, device="cpu", device_nbytes=0, h2d_bytes_per_second=float("inf"), h2d_mixed_bytes_per_second=float("inf"), d2h_bytes_per_second=float("inf"), d2h_mixed_bytes_per_second=float("inf"))])  # fmt: skip
+def test_seconds_are_the_prices_of_the_program(machine):
+    workload, n, alpha = gpt(4, 1024, sequence=256), 3, 1.0
+    placement = placed(workload, n, ratios(0, 0, 0), alpha, separate=machine.separate)
+    program = next(each for each in lowered(workload, placement) if each.made_by == "offload")
+    expected = Counter()
+    for phase, half in halves(program):
+        for op, price in zip(half.ops, measure(half, placement, workload, machine), strict=True):
+            expected[phase, "compute" if op.lane == "memory" else op.lane] += price.seconds
+    found = at(seconds(workload, machine, n, [alpha]), 0, 0, 0)
+    assert found == pytest.approx({key: value for key, value in expected.items() if value > 1e-6}, rel=1e-3)
+
+
+def test_a_copy_in_one_memory_reads_and_writes():
+    assert rate_of("h2d", replace(A100, device="cpu", h2d_bytes_per_second=float("inf"), h2d_mixed_bytes_per_second=float("inf"))) == A100.memory_bytes_per_second / 2  # fmt: skip
+
+
+def test_a_home_on_the_device_saves_the_way_there():
+    """What is updated still comes there once; without a master it goes away to be updated first."""
+    for bf16 in (True, False):
+        workload = gpt(2, 256, bf16=bf16, tied=False)
+        found = volumes(workload, 4, [0.0], separate=True)
+        point = np.array([1.0, 0, 0, 0, 1, 1])
+        late = {key: float(array[0] @ point) for key, array in found.items()}
+        nbytes = workload.parameters_nbytes
+        assert late["backward", "h2d", "w"] == nbytes
+        assert late["forward", "h2d", "w"] == 0
+        assert late.get(("backward", "d2h", "w"), 0) == (0 if bf16 else nbytes)
+        assert late["forward", "ssd_write", "x"] == late["forward", "ssd_read", "w"] == 0
