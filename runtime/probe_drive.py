@@ -66,7 +66,7 @@ def drive_rates(storage: Sequence[Path], seconds: float) -> tuple[dict[str, floa
                 "ssd_write_mixed_bytes_per_second": min(mixed[writer], alone_write[writer]),
                 "request_seconds": latency,
             }
-    words = f"{moved >> 20} MiB in requests of {request_nbytes >> 20} MiB, {NUM_ROUNDS} rounds"
+    words = f"{moved >> 20} MiB in requests of {request_nbytes >> 20} MiB, up to {NUM_ROUNDS} rounds"
     return figures, dict.fromkeys(figures, words) | {"request_seconds": f"{NUM_LATENCIES} reads of {PAGE} bytes"}
 
 
