@@ -55,8 +55,9 @@ class Point:
 
     @classmethod
     def of(cls, plan: StepPlan) -> Point:
-        """A plan's, with its alpha."""
-        return cls(plan.num_micro_batches * plan.workload.micro_batch_size, plan.tokens_per_second, f"{plan.alpha:.0%}")
+        """A plan's, with its alpha where there is one."""
+        samples = plan.num_micro_batches * plan.workload.micro_batch_size
+        return cls(samples, plan.tokens_per_second, f"{plan.alpha:.0%}" if plan.alpha else "")
 
 
 @dataclass(frozen=True, kw_only=True)

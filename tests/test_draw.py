@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import matplotlib
 import pytest
@@ -71,6 +72,14 @@ def test_throughput_names_its_series_notes_and_rooflines(svg):
     assert [
         word for word in (*wanted, "throughput (tokens/s)", "batch size (samples a step)") if word not in text
     ] == []
+
+
+@pytest.mark.parametrize(("alpha", "note"), [(0.25, "25%"), (0.0, "")])
+def test_a_plan_is_a_point(alpha, note):
+    plan = SimpleNamespace(
+        num_micro_batches=3, workload=SimpleNamespace(micro_batch_size=2), tokens_per_second=7.0, alpha=alpha
+    )
+    assert Point.of(plan) == Point(6, 7.0, note)
 
 
 def test_traffic_says_totals_and_pieces(svg):

@@ -1,0 +1,336 @@
+"""What the paper's machine would do, by the planner and the simulator: the numbers and figures of docs/planner.md.
+
+    python benchmarks/figures.py sweep      # GPT-65B, throughput over the batch size, in four settings
+    python benchmarks/figures.py orders     # the vertical order against the horizontal, three models, three drives
+    python benchmarks/figures.py credit     # what one more micro-batch computes and moves
+    python benchmarks/figures.py draw       # the figures, from the numbers
+
+Nothing is measured: every second is simulated, on the machine file a100.json. Numbers go to
+benchmarks/results/paper.json as they are found, and what is there is not simulated again. Figures go to docs/figures.
+
+Placements are the linear program's, with the best alpha. The horizontal order is given the
+largest micro-batch that the device has room for, as the paper gives it to ZeRO-Infinity, all checkpoints in host memory
+and then as many parameters, and then gradient sums, as fit.
+
+Several GPUs are seen from one of them (`shared`): it has an n-th of host memory, drives, and the CPU's optimizer, and
+keeps and moves an n-th of parameters, gradients and states, over a PCIe link of its own. What the GPUs send each other,
+all-gathers and reduce-scatters, is left out, for both orders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from gs_compile.draw import Point, Roofline, lanes, throughput, traffic_bars
+from gs_compile.passes.cut import cut_units
+from gs_compile.passes.fit import MARGIN, peak
+from gs_compile.passes.lower import lower
+from gs_compile.passes.measure import backward_seconds, forward_seconds
+from gs_compile.passes.place import Budgets, Fixed, solve
+from gs_compile.passes.search import search
+from gs_compile.placement import QUANTUM, Placement
+from gs_compile.prediction import Prediction, predict
+from gs_compile.profile import Profile
+from gs_compile.profiles import profile
+from gs_compile.program import Program
+from gs_compile.settle import settle
+from gs_compile.traffic import traffic
+from gs_compile.workload import Workload
+from gs_compile.workloads import Sketch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "paper.json"
+FIGURES = ROOT / "docs" / "figures"
+
+SEQUENCE = 2048
+MICRO_BATCH_SIZE = 4  # of the vertical order; 2 plans the same, and takes twice as long to simulate
+HORIZONTAL_SIZES = (32, 16, 8, 4, 2)  # the first that fits the device
+ALL_SSD = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}
+SETTINGS = {
+    "planned": Fixed(),
+    "alpha 0": Fixed(alpha=0.0),
+    "all on SSD": Fixed(ratios=ALL_SSD),
+    "all on SSD, alpha 0": Fixed(alpha=0.0, ratios=ALL_SSD),
+}
+SAMPLES = (8, 24, 40, 48, 56, 64, 80, 96)
+CASES = {"65B, 1 GPU": ("gpt-65b", 1), "65B, 4 GPUs": ("gpt-65b", 4), "175B, 1 GPU": ("gpt-175b", 1)}
+PAPER = {"65B, 1 GPU": 1.96, "65B, 4 GPUs": 1.93, "175B, 1 GPU": 2.53}
+BANDWIDTHS = (4, 2, 8)  # GB/s of the drives; the first is the machine file's
+PICTURED = (24, 48)  # samples of the steps whose lanes are drawn: the drives bind, the computation binds
+
+
+def sweep() -> None:
+    """GPT-65B on one GPU: what alpha brings, and what host memory brings."""
+    for setting in SETTINGS:
+        for samples in SAMPLES:
+            vertical("65B, 1 GPU", samples, setting)
+    for samples in SAMPLES:
+        horizontal("65B, 1 GPU", samples)
+
+
+def orders() -> None:
+    """Both orders at the batch where the vertical one is saturated, and at twice as much."""
+    for bandwidth in BANDWIDTHS:
+        for case in CASES:
+            samples = saturating(case, bandwidth)
+            for batch in (samples, 2 * samples):
+                rows = vertical(case, batch, "planned", bandwidth), horizontal(case, batch, bandwidth)
+                ratio = rows[0]["tokens_per_second"] / rows[1]["tokens_per_second"]
+                print(f"{case}, {bandwidth} GB/s, {batch} samples: {ratio:.2f} (paper {PAPER[case]})", flush=True)
+
+
+def credit() -> None:
+    """One more micro-batch of GPT-65B, of two samples: its seconds of computation, and those of its checkpoints on each lane."""
+    workload, machine = workload_of("65B, 1 GPU", 2), machine_of("65B, 1 GPU")
+    costs = {unit: cost for unit, cost in workload.costs.items() if unit != "h"}
+    compute = backward_seconds(workload.costs["h"], workload, machine) + sum(
+        forward_seconds(cost, workload, machine) + backward_seconds(cost, workload, machine) for cost in costs.values()
+    )
+    nbytes = workload.x_nbytes * workload.num_layers
+    found = {
+        "compute_seconds": compute,
+        "checkpoints_nbytes": nbytes,
+        "link_seconds": 3 * nbytes / machine.h2d_bytes_per_second + 2 * nbytes / machine.d2h_bytes_per_second,
+        "ssd_seconds": nbytes / machine.ssd_read_bytes_per_second + nbytes / machine.ssd_write_bytes_per_second,
+    }
+    print(json.dumps(found, indent=1))
+
+
+def draw() -> None:
+    """Every figure."""
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    case, title = "65B, 1 GPU", "GPT-65B on one A100, simulated"
+    roofline = Roofline.of(workload_of(case, MICRO_BATCH_SIZE), machine_of(case))
+    for name, settings in {
+        "alpha": {"planned": "part of the update late", "alpha 0": "alpha 0"},
+        "all-on-ssd": {"planned": "planned", "all on SSD": "all on SSD", "all on SSD, alpha 0": "all on SSD, alpha 0"},
+        "orders": {"planned": "vertical", "horizontal": "horizontal"},
+    }.items():
+        series = {label: points(case, setting, notes=name == "alpha") for setting, label in settings.items()}
+        throughput(series, FIGURES / f"{name}.svg", roofline=roofline, title=title)
+    found = {"vertical": planned(case, 32, "planned"), "horizontal": other_order(case, 32)}
+    moved = {name: traffic(step.program, step.placement) for name, step in found.items()}
+    traffic_bars(moved, FIGURES / "traffic.svg", title="GPT-65B, 32 samples a step: between host and device")
+    for samples in PICTURED:
+        step = planned(case, samples, "planned")
+        simulation = step.predicted.simulation
+        turn = 0.3 * simulation.seconds
+        lanes(
+            simulation,
+            FIGURES / f"lanes-{samples}.svg",
+            since=turn,
+            until=turn + 0.1 * simulation.seconds,
+            title=f"GPT-65B, {samples} samples a step, simulated: a tenth of the step",
+        )
+
+
+def points(case: str, setting: str, *, notes: bool = False) -> list[Point]:
+    """What `sweep` has found."""
+    rows = {samples: results().get(_key(case, setting, samples, BANDWIDTHS[0])) for samples in SAMPLES}
+    return [
+        Point(samples, row["tokens_per_second"], f"{row['alpha']:.0%}" if notes and row["alpha"] else "")
+        for samples, row in rows.items()
+        if row is not None
+    ]
+
+
+# The steps -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a case: what it computes, where, and where its data lives. `chosen`: alpha and the ratios."""
+
+    workload: Workload
+    machine: Profile
+    placement: Placement
+    chosen: Mapping[str, Any]
+
+    @cached_property
+    def program(self) -> Program:
+        return lowered(self.workload, self.placement)
+
+    @cached_property
+    def predicted(self) -> Prediction:
+        return predict(self.placement, self.workload.shape, self.workload, self.machine)
+
+    def row(self) -> dict[str, Any]:
+        """For the results."""
+        number, simulation = len(self.placement.x_nbytes), self.predicted.simulation
+        return {
+            **self.chosen,
+            "micro_batch_size": self.workload.micro_batch_size,
+            "num_micro_batches": number,
+            "seconds": simulation.seconds,
+            "tokens_per_second": self.machine.num_ranks * number * self.workload.tokens / simulation.seconds,
+            "busy": dict(simulation.busy),
+            "bubbles": dict(simulation.bubbles),
+            "peaks": simulation.peaks,
+        }
+
+
+def vertical(case: str, samples: int, setting: str, bandwidth: int = BANDWIDTHS[0]) -> dict[str, Any]:
+    """A planned step, simulated."""
+    return once(_key(case, setting, samples, bandwidth), lambda: planned(case, samples, setting, bandwidth).row())
+
+
+def horizontal(case: str, samples: int, bandwidth: int = BANDWIDTHS[0]) -> dict[str, Any]:
+    """A step in the other order, simulated."""
+    return once(_key(case, "horizontal", samples, bandwidth), lambda: other_order(case, samples, bandwidth).row())
+
+
+def planned(case: str, samples: int, setting: str, bandwidth: int = BANDWIDTHS[0]) -> Step:
+    """As the linear program places it; `samples` are of all GPUs."""
+    workload, machine = workload_of(case, MICRO_BATCH_SIZE), machine_of(case, bandwidth)
+    number, fixed = -(-samples // (MICRO_BATCH_SIZE * machine.num_ranks)), SETTINGS[setting]
+    alpha = search(workload, machine, budgets_of(machine), fixed, num_micro_batches=number).best.alpha
+    solution, placement = settle(
+        lambda budgets: solve(workload, machine, number, (alpha,), budgets, fixed)[0],
+        lambda solution: cut_for(workload, number, solution.ratios, solution.alpha),
+        lambda placement: lowered(workload, placement),
+        budgets_of(machine),
+    )
+    return Step(workload, machine, placement, {"alpha": solution.alpha, "ratios": dict(solution.ratios)})
+
+
+def saturating(case: str, bandwidth: int) -> int:
+    """The smallest batch that saturates the vertical order, by Algorithm 1."""
+    workload, machine = workload_of(case, MICRO_BATCH_SIZE), machine_of(case, bandwidth)
+    number = search(workload, machine, budgets_of(machine), Fixed()).best.num_micro_batches
+    return number * MICRO_BATCH_SIZE * machine.num_ranks
+
+
+def other_order(case: str, samples: int, bandwidth: int = BANDWIDTHS[0]) -> Step:
+    """The horizontal order with the largest micro-batch that fits the device."""
+    machine = machine_of(case, bandwidth)
+    for size in HORIZONTAL_SIZES:
+        workload, number = workload_of(case, size), -(-samples // (size * machine.num_ranks))
+        workspace = max(cost.workspace_nbytes for cost in workload.costs.values())
+        least = horizontal_placement(workload, 2, 0.0, 0.0)
+        if peak(lowered(workload, least), "device") + workspace <= machine.device_nbytes:
+            parameter, gradient = resident(workload, machine)
+            chosen = {"ratios": {"parameter": parameter, "checkpoint": 1.0, "optimizer": 0.0, "gradient": gradient}}
+            return Step(workload, machine, horizontal_placement(workload, number, parameter, gradient), chosen)
+    raise SystemExit(f"{case}: no micro-batch fits the device")
+
+
+def resident(workload: Workload, machine: Profile) -> tuple[float, float]:
+    """How much of parameters, and then of gradient sums, host memory holds. What a share takes is linear in it."""
+
+    def needed(parameter: float, gradient: float) -> int:
+        return peak(lowered(workload, horizontal_placement(workload, 2, parameter, gradient)), "host")
+
+    room, least = machine.host_nbytes - MARGIN, needed(0.0, 0.0)
+    parameter = min(1.0, max(0.0, (room - least) / (needed(1.0, 0.0) - least)))
+    left = room - needed(parameter, 0.0)
+    return parameter, min(1.0, max(0.0, left / (needed(parameter, 1.0) - needed(parameter, 0.0))))
+
+
+def horizontal_placement(workload: Workload, number: int, parameter: float, gradient: float) -> Placement:
+    ratios = {"parameter": parameter, "checkpoint": 1.0, "optimizer": 0.0}
+    return cut_for(workload, number, ratios, 0.0, schedule="horizontal", gradient_ratio=gradient)
+
+
+def cut_for(workload: Workload, number: int, ratios: Mapping[str, float], alpha: float, **options: Any) -> Placement:
+    return cut_units(
+        workload.sizes,
+        ratios,
+        alpha=alpha,
+        clip=False,
+        separate=True,
+        num_layers=workload.num_layers,
+        x_nbytes=(workload.x_nbytes,) * number,
+        side_nbytes=(workload.side_nbytes,) * number,
+        **options,
+    )
+
+
+def lowered(workload: Workload, placement: Placement) -> Program:
+    number, late = len(placement.x_nbytes), placement.has_late
+    options = {"shape": workload.shape, "placement": placement, "late": late, "schedule": placement.schedule}
+    return lower(workload.num_layers, number, **options)[-1]
+
+
+# The cases -----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def sketch_of(model: str) -> Sketch:
+    return Sketch.of(model, sequence=SEQUENCE, precision="bf16")
+
+
+@cache
+def workload_of(case: str, micro_batch_size: int) -> Workload:
+    """What one GPU has of it."""
+    model, ranks = CASES[case]
+    return shared(sketch_of(model).workload(micro_batch_size), ranks)
+
+
+def shared(workload: Workload, ranks: int) -> Workload:
+    """An n-th of all that is placed; every GPU computes with all of it, on samples of its own."""
+
+    def part(numel: int) -> int:
+        return -(-numel // (ranks * QUANTUM)) * QUANTUM
+
+    sizes = (replace(size, trained=tuple(map(part, size.trained))) for size in workload.sizes)
+    return replace(workload, sizes=tuple(sizes)) if ranks > 1 else workload
+
+
+@cache
+def machine_of(case: str, bandwidth: int = BANDWIDTHS[0]) -> Profile:
+    """The A100 machine with drives of so many GB/s, in both directions together; one GPU's share of it."""
+    found, ranks = profile("a100"), CASES[case][1]
+    rate, update = bandwidth * 1e9 / ranks, found.update_elements_per_second / ranks
+    return replace(
+        found,
+        host_nbytes=found.host_nbytes // ranks,
+        ssd_nbytes=found.ssd_nbytes // ranks,
+        ssd_read_bytes_per_second=rate,
+        ssd_write_bytes_per_second=rate,
+        ssd_read_mixed_bytes_per_second=rate / 2,
+        ssd_write_mixed_bytes_per_second=rate / 2,
+        update_elements_per_second=update,
+        update_mixed_elements_per_second=update,
+        num_ranks=ranks,
+    )
+
+
+def budgets_of(machine: Profile) -> Budgets:
+    return Budgets(host_nbytes=machine.host_nbytes, device_nbytes=machine.device_nbytes, ssd_nbytes=machine.ssd_nbytes)
+
+
+# The results ---------------------------------------------------------------------------------------------------------
+
+
+def _key(case: str, setting: str, samples: int, bandwidth: int) -> str:
+    return f"{case}; {setting}; {samples} samples; {bandwidth} GB/s"
+
+
+def results() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def once(key: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The row of that key, found now if it has not been."""
+    if key not in results():
+        row = run()
+        RESULTS.write_text(json.dumps(results() | {key: row}, indent=1) + "\n")
+        print(f"{key}: {row['tokens_per_second']:.1f} tokens/s", flush=True)
+    return results()[key]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = {"sweep": sweep, "orders": orders, "credit": credit, "draw": draw}
+    parser.add_argument("command", choices=commands)
+    commands[parser.parse_args().command]()
+
+
+if __name__ == "__main__":
+    main()
