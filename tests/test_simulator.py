@@ -15,7 +15,7 @@ from tiers import PLAIN, Options, options, place, tiered_steps
 
 from gs_compile.passes.lower import lower
 from gs_compile.placement import Placement
-from gs_compile.program import FILL, Op, Program, StepShape, Value
+from gs_compile.program import DRAIN, FILL, Op, Program, Stage, StepShape, Value
 from gs_compile.runtime.simulator import Simulation, simulate
 from gs_compile.traffic import traffic
 
@@ -192,6 +192,41 @@ def test_the_critical_path_goes_through_all_that_waited():
     lanes = [span.lane for span in found.critical_path]
     assert lanes.count("ssd_read") > 10
     assert all(a.stop_seconds == b.start_seconds for a, b in pairwise(found.critical_path))
+
+
+# The rule, line by line ----------------------------------------------------------------------------------------------
+
+W, W_SSD, W_DEVICE = (Value("w", 0, tier=tier, part="a") for tier in ("host", "ssd", "device"))
+GRADIENT = Value("dw", 0, tier="host", part="a")
+
+
+def test_what_is_changed_in_place_has_no_user_left():
+    """An update waits for a transfer that still reads the parameters, and for the one that brings them."""
+    come, go = Op("prefetch", (W_SSD,), FILL, (W,)), Op("prefetch", (W,), FILL, (W_DEVICE,))
+    program = Program((come, go, Op("update", (GRADIENT,), FILL, into=(W,))), 1, 1, "by hand")
+    found = simulate([program], [[2.0, 3.0, 1.0]])
+    assert [(span.lane, span.start_seconds, span.waited_for) for span in found.spans] == [
+        ("ssd_read", 0.0, "issue"),
+        ("h2d", 2.0, "ssd_read w"),
+        ("cpu", 5.0, "h2d w"),
+    ]
+
+
+def test_memory_is_given_back_when_its_users_are_done():
+    """x0_0.host is freed as soon as it is on its way, and is there until it has arrived."""
+    placement = Placement(separate=True, checkpoint_ratio=0.0, x_nbytes=(7,), num_layers=1)
+    made, there, away = (Value("x", 0, 0, tier) for tier in ("device", "host", "ssd"))
+    ops = [
+        Op("embed", (), Stage("forward", "e"), (made,), micro_batch=0),
+        Op("offload", (made,), DRAIN, (there,)),
+        Op("free", (made,), DRAIN),
+        Op("offload", (there,), DRAIN, (away,)),
+        Op("free", (there,), DRAIN),
+        Op("norm", (GRADIENT,), DRAIN, (Value("norm", 0),)),
+    ]
+    found = simulate([Program(tuple(ops), 1, 1, "by hand")], [[1.0, 2.0, 0.0, 3.0, 0.0, 9.0]], placement=placement)
+    assert found.memory["device"] == ((0.0, 7), (3.0, 0))
+    assert found.memory["host"] == ((0.0, 7), (6.0, 0))
 
 
 # Lanes that slow each other down -------------------------------------------------------------------------------------
