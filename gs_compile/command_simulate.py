@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gs_compile import explain
+from gs_compile.errors import MemoryBudgetError, NoFitError
 from gs_compile.machine import format_bytes
 from gs_compile.tables import text
 
 if TYPE_CHECKING:
+    from gs_compile.program import Schedule
     from gs_compile.step_plan import StepPlan
+
+SCHEDULES: tuple[Schedule, ...] = ("vertical", "horizontal")
 
 
 def report(plan: StepPlan, files: Mapping[str, Path]) -> str:
@@ -64,23 +68,41 @@ def save(plan: StepPlan, *, trace: Path | None, page: Path | None, figures: Path
 
 
 def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
+    """Throughput over the batch size and bytes moved, of both orders; the lanes of this step."""
     from gs_compile import draw
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = {name: folder / f"{name}.svg" for name in ("throughput", "traffic", "lanes")}
     title = f"{plan.workload.name} on {plan.profile.name}"
-    size = plan.workload.micro_batch_size
-    curve = [draw.Point(number * size, rate) for number, _, rate in plan.history]
-    series = {"linear program": curve, "simulated": [draw.Point.of(plan)]}
-    draw.throughput(
-        {name: points for name, points in series.items() if points},
-        paths["throughput"],
-        roofline=draw.Roofline.of(plan.workload, plan.profile),
-        title=title,
-    )
-    draw.traffic_bars({plan.schedule: plan.traffic}, paths["traffic"], title=title)
+    sizes = sorted({2**power for power in range(plan.num_micro_batches.bit_length())} | {plan.num_micro_batches})
+    planned = {schedule: list(_planned(plan, schedule, sizes)) for schedule in SCHEDULES}
+    plans: dict[str, list[StepPlan]] = {schedule: found for schedule, found in planned.items() if found}
+    points = {schedule: [draw.Point.of(each) for each in found] for schedule, found in plans.items()}
+    roofline = draw.Roofline.of(plan.workload, plan.profile)
+    draw.throughput(points, paths["throughput"], roofline=roofline, title=title)
+    moved = {schedule: found[-1].traffic for schedule, found in plans.items()}
+    draw.traffic_bars(moved, paths["traffic"], title=f"{title}, {plan.num_micro_batches} micro-batches")
     draw.lanes(plan.simulation, paths["lanes"], title=title)
     return paths
+
+
+def _planned(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterator[StepPlan]:
+    """Plans of the same model within the same budgets, for numbers of micro-batches, as far as they fit."""
+    from gs_compile.planner import plan as make
+
+    for number in sizes:
+        try:
+            yield make(
+                plan.workload,
+                machine=plan.profile,
+                micro_batch_size=plan.workload.micro_batch_size,
+                num_micro_batches=number,
+                host_memory=plan.budgets.host_nbytes,
+                device_memory=plan.budgets.device_nbytes or None,
+                schedule=schedule,
+            )
+        except (NoFitError, MemoryBudgetError):
+            return
 
 
 def _critical(plan: StepPlan) -> dict[str, float]:
