@@ -52,7 +52,7 @@ def search(
 
     Raises `PlanError` where settings contradict each other or nothing fits: it says what is short, and what is near.
     """
-    check(workload, budgets, fixed, num_micro_batches or 1)
+    check(workload, profile, budgets, fixed, num_micro_batches or 1)
     formulas = Formulas(workload, profile, _alphas(fixed))
     bounds = _Bounds(len(formulas.alphas))
     found: Solution | None = None
@@ -69,7 +69,7 @@ def search(
     return Search(found, tuple(history))
 
 
-def check(workload: Workload, budgets: Budgets, fixed: Fixed, num_micro_batches: int) -> None:
+def check(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixed, num_micro_batches: int) -> None:
     """Raise `PlanError` where what is fixed contradicts itself or the budgets, before anything is solved."""
     if fixed.clip and fixed.alpha not in (None, 1.0):
         raise PlanError(
@@ -81,6 +81,13 @@ def check(workload: Workload, budgets: Budgets, fixed: Fixed, num_micro_batches:
     for name, ratio in fixed.ratios.items():
         if name not in CLASSES or not 0 <= ratio <= 1:
             raise PlanError(f"the ratio {name} is {ratio:g}; there are {', '.join(CLASSES)}, each from 0 to 1")
+    timed = all(None not in (cost.forward_seconds, cost.backward_seconds) for cost in workload.costs.values())
+    if not timed and workload.dtype not in profile.matmul_flops_per_second:
+        known = ", ".join(profile.matmul_flops_per_second)
+        raise PlanError(
+            f"{workload.name} computes in {workload.dtype}, of which the machine {profile.name} has no matrix rate, "
+            f"only of {known}: add matmul_flops_per_second of {workload.dtype} to its profile"
+        )
     nbytes = {
         "parameter": workload.parameters_nbytes,
         "checkpoint": num_micro_batches * workload.num_layers * workload.x_nbytes,
@@ -127,7 +134,8 @@ def _nearest(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixe
         return [solution.alpha for solution in solved if solution]
 
     alphas, near = _alphas(fixed), []
-    if fixed.alpha and (smaller := fits(num_micro_batches, [a for a in ALPHAS if a < fixed.alpha], fixed)):
+    below = [number / 100 for number in range(100) if fixed.alpha and number / 100 < fixed.alpha]
+    if below and (smaller := fits(num_micro_batches, below, fixed)):
         near.append(f"alpha {max(smaller):g}")
     if fixed.clip and fits(num_micro_batches, ALPHAS, Fixed(ratios=fixed.ratios, device=fixed.device)):
         near.append("no clipping, so that updates need not wait")
