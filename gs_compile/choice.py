@@ -107,7 +107,7 @@ class Choice:
         number = len(self.layouts)
         try:
             found = search(self.workload, self.profile, self.budgets, fixed, num_micro_batches=number)
-            self.solution, placement = settle(
+            self.solution, placement, _ = settle(
                 lambda budgets: solve(self.workload, self.profile, number, (found.best.alpha,), budgets, fixed)[0],
                 lambda solution: self._make(solution.ratios, solution.alpha),
                 self.lowered,

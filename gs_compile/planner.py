@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from gs_compile.passes.lower import lower
 from gs_compile.passes.place import Budgets, Fixed, Solution, solve
 from gs_compile.passes.search import Search, search
 from gs_compile.placement import Placement
-from gs_compile.prediction import predict
+from gs_compile.prediction import Prediction, predict
 from gs_compile.profile import Profile
 from gs_compile.profiles import profile as find_profile
 from gs_compile.program import Program, Schedule
@@ -116,7 +116,7 @@ class _Planner:
     def vertical(self, found: Sequence[tuple[Workload, Search]]) -> StepPlan:
         workload, best = found[0][0], found[0][1].best
         number, alpha, clip = best.num_micro_batches, best.alpha, self.fixed.clip
-        solution, placement = settle(
+        solution, placement, program = settle(
             lambda budgets: solve(workload, self.profile, number, (alpha,), budgets, self.fixed)[0],
             lambda s: placed(workload, number, s.ratios, alpha=s.alpha, separate=self.profile.separate, clip=clip),
             lambda placement: _lowered(workload, placement),
@@ -130,7 +130,7 @@ class _Planner:
             ratios=solution.ratios,
             device_ratios=solution.device_ratios,
             placement=placement,
-            prediction=predict(placement, workload.shape, workload, self.profile),
+            prediction=self._predicted(program, placement, workload),
             bound_seconds=solution.seconds,
             history=tuple(_row(workload, entry) for _, entry in found[0][1].history if entry is not None),
         )
@@ -165,8 +165,11 @@ class _Planner:
             ratios=ratios,
             device_ratios={},
             placement=placement,
-            prediction=predict(placement, workload.shape, workload, self.profile),
+            prediction=self._predicted(_lowered(workload, placement), placement, workload),
         )
+
+    def _predicted(self, program: Program, placement: Placement, workload: Workload) -> Prediction:
+        return predict(program, placement, workload, self.profile, host_nbytes=self.budgets.host_nbytes)
 
     def _searched(self, size: int) -> tuple[Workload, Search]:
         workload, number = self.workload_at(size), self.num_micro_batches
@@ -201,18 +204,25 @@ def placed(
 
 
 def _lowered(workload: Workload, placement: Placement) -> Program:
-    number = len(placement.x_nbytes)
-    return lower(workload.num_layers, number, shape=workload.shape, placement=placement, late=placement.has_late)[-1]
+    """The program of a step among others. It will not run here, and all passes were tested: it is not verified."""
+    return lower(
+        workload.num_layers,
+        len(placement.x_nbytes),
+        shape=workload.shape,
+        placement=placement,
+        late=placement.has_late,
+        verified=False,
+    )[-1]
 
 
 def _workloads(
     model: str | Path | nn.Module | Workload, sequence: int, precision: str | None
 ) -> Callable[[int], Workload]:
-    """The model's workload at any micro-batch size."""
-    if isinstance(model, Workload):
-        return lambda size: _resized(model, size)
-    named = isinstance(model, str | Path)
-    return cache(Sketch.of(model, sequence=sequence, precision=precision or ("bf16" if named else "model")).workload)
+    """The model's workload at any micro-batch size. Its code is counted for one: the rest follows."""
+    if not isinstance(model, Workload):
+        wanted = precision or ("bf16" if isinstance(model, str | Path) else "model")
+        model = Sketch.of(model, sequence=sequence, precision=wanted).workload(1)
+    return partial(_resized, model)
 
 
 def _resized(workload: Workload, size: int) -> Workload:

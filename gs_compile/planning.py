@@ -64,9 +64,20 @@ class Planning:
             self._programs[key] = self._snapshots(placement, shape, late)
         return self._programs[key]
 
-    def _snapshots(self, placement: Placement, shape: StepShape, late: bool) -> tuple[Program, ...]:
-        number, snake = len(placement.x_nbytes), self.options.expert.snake
-        return tuple(lower(placement.num_layers, number, shape=shape, snake=snake, placement=placement, late=late))
+    def _snapshots(
+        self, placement: Placement, shape: StepShape, late: bool, *, verified: bool = True
+    ) -> tuple[Program, ...]:
+        return tuple(
+            lower(
+                placement.num_layers,
+                len(placement.x_nbytes),
+                shape=shape,
+                snake=self.options.expert.snake,
+                placement=placement,
+                late=late,
+                verified=verified,
+            )
+        )
 
     def flush(self) -> Program:
         """The late updates alone."""
@@ -95,8 +106,9 @@ class Planning:
 
     def predict(self, placement: Placement, shape: StepShape) -> Prediction:
         """What consecutive steps of a kind take on this machine, by the simulator."""
-        choice, snake = self.choice, self.options.expert.snake
-        return predict(placement, replace(shape, training=True), choice.workload, choice.profile, snake=snake)
+        program = self._lowered(placement, replace(shape, training=True))
+        choice = self.choice
+        return predict(program, placement, choice.workload, choice.profile, host_nbytes=self.host_nbytes)
 
     @property
     def uses_ssd(self) -> bool:
@@ -127,7 +139,7 @@ class Planning:
 
     def _lowered(self, placement: Placement, shape: StepShape) -> Program:
         """The program of a candidate, which is not kept: there are many, and they are large."""
-        return self._snapshots(placement, shape, placement.has_late and shape.training)[-1]
+        return self._snapshots(placement, shape, placement.has_late and shape.training, verified=False)[-1]
 
     def _fits(self, placement: Placement, shape: StepShape) -> bool:
         return peak(self._lowered(placement, shape), "host") + MARGIN <= self.host_nbytes

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gs_compile.passes.lower import lower
 from gs_compile.passes.measure import Price, measure
 from gs_compile.placement import Placement
 from gs_compile.profile import Profile
-from gs_compile.program import Program, StepShape
+from gs_compile.program import Program
 from gs_compile.runtime.simulator import Simulation, simulate
 from gs_compile.workload import Workload
+
+NUM_STEPS = 3  # the first finds all lanes idle; from the second on steps are alike, or nearly so
 
 
 @dataclass(frozen=True)
@@ -23,34 +24,21 @@ class Prediction:
 
 
 def predict(
-    placement: Placement,
-    shape: StepShape,
-    workload: Workload,
-    profile: Profile,
-    *,
-    snake: bool = True,
+    program: Program, placement: Placement, workload: Workload, profile: Profile, *, host_nbytes: int | None = None
 ) -> Prediction:
-    """The step that follows on others: a first one without late updates, then two with those of the step before."""
-    programs = [
-        lower(
-            placement.num_layers,
-            len(placement.x_nbytes),
-            shape=shape,
-            snake=snake,
-            placement=placement,
-            late=late,
-        )[-1]
-        for late in ((False, True) if placement.has_late else (False,))
-    ]
-    steps = [programs[0], programs[-1], programs[-1]]
-    prices = {id(program): measure(program, placement, workload, profile) for program in programs}
-    seconds = [[price.seconds for price in prices[id(program)]] for program in steps]
+    """A step of `program` that follows on others like it.
+
+    host_nbytes: the budget of host memory, where buffers may have to be waited for; None: there is always enough.
+    """
+    prices = measure(program, placement, workload, profile)
+    seconds = [price.seconds for price in prices]
     simulation = simulate(
-        steps,
-        seconds,
+        [program] * NUM_STEPS,
+        [seconds] * NUM_STEPS,
         placement=placement,
         speeds=profile.speeds(),
         inline=not profile.separate,
         op_seconds=profile.op_seconds,
+        host_nbytes=host_nbytes,
     )
-    return Prediction(programs[-1], prices[id(programs[-1])], simulation)
+    return Prediction(program, prices, simulation)

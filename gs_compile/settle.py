@@ -20,7 +20,7 @@ def settle(
     make: Callable[[Solution], Placement],
     lowered: Callable[[Placement], Program],
     budgets: Budgets,
-) -> tuple[Solution, Placement]:
+) -> tuple[Solution, Placement, Program]:
     """A solution whose program keeps the budget of host memory, by the peak that is planned of it.
 
     The linear program bounds working buffers from above but not cuts that are rounded to whole tensors and pages.
@@ -32,9 +32,10 @@ def settle(
         if solution is None:
             break
         placement = make(solution)
-        needed = peak(lowered(placement), "host") + MARGIN
+        program = lowered(placement)
+        needed = peak(program, "host") + MARGIN
         if needed <= budgets.host_nbytes:
-            return solution, placement
+            return solution, placement, program
         allowed -= needed - budgets.host_nbytes
     raise MemoryBudgetError(
         f"host memory of {format_bytes(budgets.host_nbytes)} is too little for this step"

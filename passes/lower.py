@@ -41,13 +41,14 @@ def lower(
     keep: Iterable[Value] = (),
     placement: Placement | None = None,
     late: bool = False,
+    verified: bool = True,
 ) -> list[Program]:
     """Every snapshot from the schedule's pass to the program that runs, which is the last; `made_by` names each.
 
-    All are verified. A `placement` has a schedule of its own, and what does not train is always vertical: each unit is
-    loaded once. `snake=False` leaves that pass out, as the horizontal order does; values in `keep` are not freed.
-    Without a `placement` everything stays on the device. `late`: the step before has left gradients that wait for their
-    update.
+    All are verified, but for candidates that will not run (`verified=False`). A `placement` has a schedule of its own,
+    and what does not train is always vertical: each unit is loaded once. `snake=False` leaves that pass out, as the
+    horizontal order does; values in `keep` are not freed. Without a `placement` everything stays on the device. `late`:
+    the step before has left gradients that wait for their update.
     """
     kept = frozenset(keep)
     leaves_late = placement is not None and placement.has_late and (shape is None or shape.training)
@@ -62,7 +63,8 @@ def lower(
     left_out = set() if snake and lay_out is vertical else {"snake"}
     if placement is None:
         left_out |= {run.__name__ for run in TIERED}
-    return rewrite(lay_out(num_layers, num_micro_batches, shape=shape), left_out, options, placement, late)
+    program = lay_out(num_layers, num_micro_batches, shape=shape)
+    return rewrite(program, left_out, options, placement, late, verified=verified)
 
 
 def flush(num_layers: int, placement: Placement) -> list[Program]:
@@ -82,13 +84,16 @@ def rewrite(
     options: dict[str, dict[str, Any]],
     placement: Placement | None,
     late: bool,
+    *,
+    verified: bool = True,
 ) -> list[Program]:
     """`program` and what each pass makes of it, all verified."""
     snapshots = [program]
-    if program.ops:
+    if program.ops and verified:
         verify(program)
     for run in PASSES:
         if run.__name__ not in left_out:
             snapshots.append(run(snapshots[-1], **options.get(run.__name__, {})))
-            verify(snapshots[-1], placement if placement and run.__name__ != "snake" else None, late=late)
+            if verified:
+                verify(snapshots[-1], placement if placement and run.__name__ != "snake" else None, late=late)
     return snapshots
