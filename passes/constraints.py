@@ -31,7 +31,7 @@ class Budgets:
     def of(self, tier: str) -> int:
         """Bytes of a tier; in host memory what buffers lose by rounding to pages is set aside."""
         nbytes: int = getattr(self, f"{tier}_nbytes")
-        return max(nbytes - MARGIN, 1) if tier == "host" else nbytes
+        return max(nbytes - (MARGIN if tier == "host" else 0), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ def build(
         rows += _homes()
         for tier in formulas.tiers:
             bytes_alive = formulas.footprints[tier][index].rows(num_micro_batches)
-            rows += [Row(row / max(budgets.of(tier), 1), tier=tier) for row in bytes_alive]
+            rows += [Row(row / budgets.of(tier), tier=tier) for row in bytes_alive]
         if budgets.wear_bytes_per_second is not None:
             rows.append(_wear(written[index], budgets.wear_bytes_per_second))
         traffic = on_ssd[index] / max(float(on_ssd[index][0]), 1.0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned import A100, GB, gpt
+from planned import A100, GB, gpt, lowered, placed, toys
 
 from gs_compile.passes.constraints import _pair
 from gs_compile.passes.footprint import footprints
@@ -243,3 +243,28 @@ def test_what_is_short_is_counted():
     enough = replace(budgets, host_nbytes=budgets.host_nbytes + needed["host"] + 4096)
     assert solve(gpt(12, 2048), A100, 4, [0.0], enough, Fixed())[0]
     assert not solve(gpt(12, 2048), A100, 4, [0.0], replace(enough, host_nbytes=enough.host_nbytes - 10**6), Fixed())[0]
+
+
+@pytest.mark.parametrize(("host", "n", "alpha"), [(3, 2, 0.0), (5, 6, 0.3), (9, 12, 0.15), (8, 3, 1.0)])
+def test_the_program_of_a_plan_keeps_its_budgets(host, n, alpha):
+    """As it is counted when it is lowered, and with little of host memory left unused."""
+    workload, budgets = gpt(12, 2048), Budgets(host_nbytes=host * GB, device_nbytes=12 * GB, ssd_nbytes=20 * GB)
+    (solution,) = solve(workload, A100, n, [alpha], budgets, Fixed())
+    peaks = dict(lowered(workload, placed(workload, n, solution.ratios, alpha, separate=True))[-1].peaks)
+    for tier, peak in peaks.items():
+        assert peak <= getattr(budgets, f"{tier}_nbytes")
+    if min(solution.ratios.values()) < 1:
+        assert peaks["host"] >= 0.95 * budgets.host_nbytes
+
+
+@settings(deadline=None, max_examples=30)
+@given(toys(), st.integers(1, 9))
+def test_three_counts_tell_the_seconds_of_any_number(toy, n):
+    workload, alphas = toy[0], (0.0, 0.4, 1.0)
+    profile = replace(A100, matmul_flops_per_second={"fp32": 1e12})
+    for key, expected in seconds(workload, profile, n, alphas).items():
+        np.testing.assert_allclose(Formulas(workload, profile, alphas).seconds(n)[key], expected, rtol=1e-9, atol=1e-15)
+
+
+def test_a_device_without_a_budget_fits_nothing():
+    assert solve(SMALL, A100, 1, [0.0], replace(ROOMY, device_nbytes=0), Fixed()) == (None,)
