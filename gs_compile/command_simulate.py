@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,9 +59,10 @@ def save(plan: StepPlan, *, trace: Path | None, page: Path | None, figures: Path
     if page is not None:
         from gs_compile.timeline import timeline_html
 
-        title = f"{plan.workload.name} on {plan.profile.name}"
         texts = {"The plan": explain.report(plan), "The program": str(plan.program)}
-        page.write_text(timeline_html(plan.simulation, title=title, notes=[explain.paragraph(plan)], texts=texts))
+        page.write_text(
+            timeline_html(plan.simulation, title=_title(plan), notes=[explain.paragraph(plan)], texts=texts)
+        )
         files["timeline"] = page
     if figures is not None:
         files |= _figures(plan, figures)
@@ -73,7 +75,7 @@ def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = {name: folder / f"{name}.svg" for name in ("throughput", "traffic", "lanes")}
-    title = f"{plan.workload.name} on {plan.profile.name}"
+    title = _title(plan)
     sizes = sorted({2**power for power in range(plan.num_micro_batches.bit_length())} | {plan.num_micro_batches})
     planned = {schedule: list(_planned(plan, schedule, sizes)) for schedule in SCHEDULES}
     plans: dict[str, list[StepPlan]] = {schedule: found for schedule, found in planned.items() if found}
@@ -103,6 +105,11 @@ def _planned(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterat
             )
         except (NoFitError, MemoryBudgetError):
             return
+
+
+def _title(plan: StepPlan) -> str:
+    """In few words: a machine's name goes on to say what is in it."""
+    return f"{plan.workload.name} on {re.split('[:,(]', plan.profile.name)[0].strip()}"
 
 
 def _critical(plan: StepPlan) -> dict[str, float]:

@@ -88,3 +88,48 @@ def test_a_model_that_does_not_fit(asked, monkeypatch):
     result = run("--model", "m", "--json")
     assert (result.exit_code, result.stdout) == (3, "")
     assert result.stderr == "NoFitError: 100.0 GiB of host memory are short\n"
+
+
+def test_a_model_from_a_file_on_a_machine_from_a_file(tmp_path):
+    """With the real planner."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    (tmp_path / "tiny.json").write_text(
+        json.dumps({"model_type": "llama", "num_hidden_layers": 3, "vocab_size": 64} | sizes)
+    )
+    machine = Path(__file__).with_name("machine.json")
+    settings = "--sequence 32 --micro-batch-size 2 --micro-batches 4 --alpha 0.5 --ratio optimizer=0 --json"
+    result = run("--model", str(tmp_path / "tiny.json"), "--machine", str(machine), *settings.split())
+    assert (result.exit_code, result.stderr) == (0, ""), result.exception
+    found = json.loads(result.stdout)
+    assert (found["batch_size"], found["alpha"], found["ratios"]["optimizer"]) == (8, 0.5, 0.0)
+    assert found["homes"]["states"].keys() == {"ssd"}
+    assert found["traffic"]["ssd_read"]["s"] == found["homes"]["states"]["ssd"]
+    assert found["tokens_per_second"] == pytest.approx(8 * 32 / found["seconds"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "complaint"),
+    [
+        (("--model", "gtp2"), 2, "PlanError: gtp2 is neither the name of a model"),
+        (("--model", "gpt-65b", "--machine", "a1000"), 2, "ProfileError: unknown machine a1000; did you mean a100?"),
+        (
+            ("--model", "gpt2", "--sequence", "256", "--micro-batch-size", "1", "--host-memory", "300MiB"),
+            3,
+            "NoFitError",
+        ),
+        (("--model", "gpt2", "--sequence", "64", "--host-memory", "much"), 2, "OptionError: host_memory must be"),
+    ],
+)
+def test_what_the_planner_refuses(arguments, code, complaint):
+    result = run("--machine", "a100", *arguments)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert result.stderr.startswith(complaint)
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_the_papers_model_on_the_papers_machine():
+    result = run("--model", "gpt-65b", "--machine", "a100", "--sequence", "2048", "--json")
+    found = json.loads(result.stdout)
+    assert found["lanes"]["compute"]["share"] > 0.9  # it saturates
+    assert found["peaks"]["host"] <= found["budgets"]["host"]
