@@ -117,7 +117,6 @@ def test_a_model_from_a_file_on_a_machine_from_a_file(tmp_path):
             3,
             "NoFitError",
         ),
-        (("--model", "gpt2", "--sequence", "64", "--host-memory", "much"), 2, "OptionError: host_memory must be"),
     ],
 )
 def test_what_the_planner_refuses(arguments, code, complaint):
