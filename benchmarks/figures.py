@@ -1,6 +1,6 @@
 """What the paper's machine would do, by the planner and the simulator: the numbers and figures of docs/planner.md.
 
-    python benchmarks/figures.py sweep      # GPT-65B, throughput over the batch size, in four settings
+    python benchmarks/figures.py sweep      # GPT-65B, throughput over the batch size
     python benchmarks/figures.py orders     # the vertical order against the horizontal, three models, three drives
     python benchmarks/figures.py credit     # what one more micro-batch computes and moves
     python benchmarks/figures.py draw       # the figures, from the numbers
@@ -8,9 +8,8 @@
 Nothing is measured: every second is simulated, on the machine file a100.json. Numbers go to
 benchmarks/results/paper.json as they are found, and what is there is not simulated again. Figures go to docs/figures.
 
-Placements are the linear program's, with the best alpha. The horizontal order is given the
-largest micro-batch that the device has room for, as the paper gives it to ZeRO-Infinity, all checkpoints in host memory
-and then as many parameters, and then gradient sums, as fit.
+The horizontal order is given the largest micro-batch that the device has room for, as the paper gives it to
+ZeRO-Infinity.
 
 Several GPUs are seen from one of them (`shared`): it has an n-th of host memory, drives, and the CPU's optimizer, and
 keeps and moves an n-th of parameters, gradients and states, over a PCIe link of its own. What the GPUs send each other,
@@ -22,27 +21,23 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from gs_compile.draw import Point, Roofline, lanes, throughput, traffic_bars
-from gs_compile.passes.cut import cut_units
-from gs_compile.passes.fit import MARGIN, peak
-from gs_compile.passes.lower import lower
+from gs_compile.errors import NoFitError
 from gs_compile.passes.measure import backward_seconds, forward_seconds
-from gs_compile.passes.place import Budgets, Fixed, solve
+from gs_compile.passes.place import Budgets, Fixed
 from gs_compile.passes.search import search
-from gs_compile.placement import QUANTUM, Placement
-from gs_compile.prediction import Prediction, predict
+from gs_compile.placement import QUANTUM
+from gs_compile.planner import plan
 from gs_compile.profile import Profile
 from gs_compile.profiles import profile
-from gs_compile.program import Program
-from gs_compile.settle import settle
-from gs_compile.traffic import traffic
+from gs_compile.step_plan import StepPlan
 from gs_compile.workload import Workload
-from gs_compile.workloads import Sketch
+from gs_compile.workloads import captured_workload
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "paper.json"
@@ -51,12 +46,10 @@ FIGURES = ROOT / "docs" / "figures"
 SEQUENCE = 2048
 MICRO_BATCH_SIZE = 4  # of the vertical order; 2 plans the same, and takes twice as long to simulate
 HORIZONTAL_SIZES = (32, 16, 8, 4, 2)  # the first that fits the device
-ALL_SSD = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}
-SETTINGS = {
-    "planned": Fixed(),
-    "alpha 0": Fixed(alpha=0.0),
-    "all on SSD": Fixed(ratios=ALL_SSD),
-    "all on SSD, alpha 0": Fixed(alpha=0.0, ratios=ALL_SSD),
+SETTINGS: Mapping[str, dict[str, Any]] = {
+    "planned": {},
+    "alpha 0": {"alpha": 0.0},
+    "all on SSD": {"ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}},
 }
 SAMPLES = (8, 24, 40, 48, 56, 64, 80, 96)
 CASES = {"65B, 1 GPU": ("gpt-65b", 1), "65B, 4 GPUs": ("gpt-65b", 4), "175B, 1 GPU": ("gpt-175b", 1)}
@@ -106,20 +99,19 @@ def draw() -> None:
     """Every figure."""
     FIGURES.mkdir(parents=True, exist_ok=True)
     case, title = "65B, 1 GPU", "GPT-65B on one A100, simulated"
-    roofline = Roofline.of(workload_of(case, MICRO_BATCH_SIZE), machine_of(case))
+    roofline = Roofline.of(workload_of(case), machine_of(case))
     for name, settings in {
         "alpha": {"planned": "part of the update late", "alpha 0": "alpha 0"},
-        "all-on-ssd": {"planned": "planned", "all on SSD": "all on SSD", "all on SSD, alpha 0": "all on SSD, alpha 0"},
+        "all-on-ssd": {"planned": "planned", "all on SSD": "all on SSD"},
         "orders": {"planned": "vertical", "horizontal": "horizontal"},
     }.items():
         series = {label: points(case, setting, notes=name == "alpha") for setting, label in settings.items()}
         throughput(series, FIGURES / f"{name}.svg", roofline=roofline, title=title)
     found = {"vertical": planned(case, 32, "planned"), "horizontal": other_order(case, 32)}
-    moved = {name: traffic(step.program, step.placement) for name, step in found.items()}
+    moved = {name: step.traffic for name, step in found.items()}
     traffic_bars(moved, FIGURES / "traffic.svg", title="GPT-65B, 32 samples a step: between host and device")
     for samples in PICTURED:
-        step = planned(case, samples, "planned")
-        simulation = step.predicted.simulation
+        simulation = planned(case, samples, "planned").simulation
         turn = 0.3 * simulation.seconds
         lanes(
             simulation,
@@ -143,133 +135,74 @@ def points(case: str, setting: str, *, notes: bool = False) -> list[Point]:
 # The steps -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of a case: what it computes, where, and where its data lives. `chosen`: alpha and the ratios."""
-
-    workload: Workload
-    machine: Profile
-    placement: Placement
-    chosen: Mapping[str, Any]
-
-    @cached_property
-    def program(self) -> Program:
-        return lowered(self.workload, self.placement)
-
-    @cached_property
-    def predicted(self) -> Prediction:
-        return predict(self.placement, self.workload.shape, self.workload, self.machine)
-
-    def row(self) -> dict[str, Any]:
-        """For the results."""
-        number, simulation = len(self.placement.x_nbytes), self.predicted.simulation
-        return {
-            **self.chosen,
-            "micro_batch_size": self.workload.micro_batch_size,
-            "num_micro_batches": number,
-            "seconds": simulation.seconds,
-            "tokens_per_second": self.machine.num_ranks * number * self.workload.tokens / simulation.seconds,
-            "busy": dict(simulation.busy),
-            "bubbles": dict(simulation.bubbles),
-            "peaks": simulation.peaks,
-        }
-
-
 def vertical(case: str, samples: int, setting: str, bandwidth: int = BANDWIDTHS[0]) -> dict[str, Any]:
-    """A planned step, simulated."""
-    return once(_key(case, setting, samples, bandwidth), lambda: planned(case, samples, setting, bandwidth).row())
+    """A planned step, simulated; `samples` are of all GPUs."""
+    return once(_key(case, setting, samples, bandwidth), lambda: row(planned(case, samples, setting, bandwidth)))
 
 
 def horizontal(case: str, samples: int, bandwidth: int = BANDWIDTHS[0]) -> dict[str, Any]:
     """A step in the other order, simulated."""
-    return once(_key(case, "horizontal", samples, bandwidth), lambda: other_order(case, samples, bandwidth).row())
+    return once(_key(case, "horizontal", samples, bandwidth), lambda: row(other_order(case, samples, bandwidth)))
 
 
-def planned(case: str, samples: int, setting: str, bandwidth: int = BANDWIDTHS[0]) -> Step:
-    """As the linear program places it; `samples` are of all GPUs."""
-    workload, machine = workload_of(case, MICRO_BATCH_SIZE), machine_of(case, bandwidth)
-    number, fixed = -(-samples // (MICRO_BATCH_SIZE * machine.num_ranks)), SETTINGS[setting]
-    alpha = search(workload, machine, budgets_of(machine), fixed, num_micro_batches=number).best.alpha
-    solution, placement = settle(
-        lambda budgets: solve(workload, machine, number, (alpha,), budgets, fixed)[0],
-        lambda solution: cut_for(workload, number, solution.ratios, solution.alpha),
-        lambda placement: lowered(workload, placement),
-        budgets_of(machine),
-    )
-    return Step(workload, machine, placement, {"alpha": solution.alpha, "ratios": dict(solution.ratios)})
+def row(found: StepPlan) -> dict[str, Any]:
+    """For the results."""
+    return {
+        "alpha": found.alpha,
+        "ratios": dict(found.ratios),
+        "micro_batch_size": found.workload.micro_batch_size,
+        "num_micro_batches": found.num_micro_batches,
+        "seconds": found.seconds,
+        "tokens_per_second": found.profile.num_ranks * found.tokens_per_second,
+        "busy": dict(found.simulation.busy),
+        "bubbles": dict(found.simulation.bubbles),
+        "peaks": dict(found.simulation.peaks),
+    }
+
+
+def planned(case: str, samples: int, setting: str, bandwidth: int = BANDWIDTHS[0]) -> StepPlan:
+    """As the planner has it."""
+    return _plan(case, samples, MICRO_BATCH_SIZE, bandwidth, **SETTINGS[setting])
+
+
+def other_order(case: str, samples: int, bandwidth: int = BANDWIDTHS[0]) -> StepPlan:
+    """The horizontal order with the largest micro-batch that the device has room for."""
+    for size in HORIZONTAL_SIZES:
+        try:
+            found = _plan(case, samples, size, bandwidth, schedule="horizontal")
+        except NoFitError:
+            continue
+        workspace = max(cost.workspace_nbytes for cost in found.workload.costs.values())
+        if found.peaks["device"] + workspace <= found.budgets.device_nbytes:
+            return found
+    raise SystemExit(f"{case}: no micro-batch fits the device")
+
+
+def _plan(case: str, samples: int, size: int, bandwidth: int, **settings: Any) -> StepPlan:
+    machine = machine_of(case, bandwidth)
+    number = -(-samples // (size * machine.num_ranks))
+    return plan(workload_of(case), machine=machine, micro_batch_size=size, num_micro_batches=number, **settings)
 
 
 def saturating(case: str, bandwidth: int) -> int:
     """The smallest batch that saturates the vertical order, by Algorithm 1."""
-    workload, machine = workload_of(case, MICRO_BATCH_SIZE), machine_of(case, bandwidth)
-    number = search(workload, machine, budgets_of(machine), Fixed()).best.num_micro_batches
-    return number * MICRO_BATCH_SIZE * machine.num_ranks
-
-
-def other_order(case: str, samples: int, bandwidth: int = BANDWIDTHS[0]) -> Step:
-    """The horizontal order with the largest micro-batch that fits the device."""
     machine = machine_of(case, bandwidth)
-    for size in HORIZONTAL_SIZES:
-        workload, number = workload_of(case, size), -(-samples // (size * machine.num_ranks))
-        workspace = max(cost.workspace_nbytes for cost in workload.costs.values())
-        least = horizontal_placement(workload, 2, 0.0, 0.0)
-        if peak(lowered(workload, least), "device") + workspace <= machine.device_nbytes:
-            parameter, gradient = resident(workload, machine)
-            chosen = {"ratios": {"parameter": parameter, "checkpoint": 1.0, "optimizer": 0.0, "gradient": gradient}}
-            return Step(workload, machine, horizontal_placement(workload, number, parameter, gradient), chosen)
-    raise SystemExit(f"{case}: no micro-batch fits the device")
-
-
-def resident(workload: Workload, machine: Profile) -> tuple[float, float]:
-    """How much of parameters, and then of gradient sums, host memory holds. What a share takes is linear in it."""
-
-    def needed(parameter: float, gradient: float) -> int:
-        return peak(lowered(workload, horizontal_placement(workload, 2, parameter, gradient)), "host")
-
-    room, least = machine.host_nbytes - MARGIN, needed(0.0, 0.0)
-    parameter = min(1.0, max(0.0, (room - least) / (needed(1.0, 0.0) - least)))
-    left = room - needed(parameter, 0.0)
-    return parameter, min(1.0, max(0.0, left / (needed(parameter, 1.0) - needed(parameter, 0.0))))
-
-
-def horizontal_placement(workload: Workload, number: int, parameter: float, gradient: float) -> Placement:
-    ratios = {"parameter": parameter, "checkpoint": 1.0, "optimizer": 0.0}
-    return cut_for(workload, number, ratios, 0.0, schedule="horizontal", gradient_ratio=gradient)
-
-
-def cut_for(workload: Workload, number: int, ratios: Mapping[str, float], alpha: float, **options: Any) -> Placement:
-    return cut_units(
-        workload.sizes,
-        ratios,
-        alpha=alpha,
-        clip=False,
-        separate=True,
-        num_layers=workload.num_layers,
-        x_nbytes=(workload.x_nbytes,) * number,
-        side_nbytes=(workload.side_nbytes,) * number,
-        **options,
+    budgets = Budgets(
+        host_nbytes=machine.host_nbytes, device_nbytes=machine.device_nbytes, ssd_nbytes=machine.ssd_nbytes
     )
-
-
-def lowered(workload: Workload, placement: Placement) -> Program:
-    number, late = len(placement.x_nbytes), placement.has_late
-    options = {"shape": workload.shape, "placement": placement, "late": late, "schedule": placement.schedule}
-    return lower(workload.num_layers, number, **options)[-1]
+    number = search(workload_of(case), machine, budgets, Fixed()).best.num_micro_batches
+    return number * MICRO_BATCH_SIZE * machine.num_ranks
 
 
 # The cases -----------------------------------------------------------------------------------------------------------
 
 
 @cache
-def sketch_of(model: str) -> Sketch:
-    return Sketch.of(model, sequence=SEQUENCE, precision="bf16")
-
-
-@cache
-def workload_of(case: str, micro_batch_size: int) -> Workload:
+def workload_of(case: str, micro_batch_size: int = MICRO_BATCH_SIZE) -> Workload:
     """What one GPU has of it."""
     model, ranks = CASES[case]
-    return shared(sketch_of(model).workload(micro_batch_size), ranks)
+    found = captured_workload(model, micro_batch_size=micro_batch_size, sequence=SEQUENCE, precision="bf16")
+    return shared(found, ranks)
 
 
 def shared(workload: Workload, ranks: int) -> Workload:
@@ -299,10 +232,6 @@ def machine_of(case: str, bandwidth: int = BANDWIDTHS[0]) -> Profile:
         update_mixed_elements_per_second=update,
         num_ranks=ranks,
     )
-
-
-def budgets_of(machine: Profile) -> Budgets:
-    return Budgets(host_nbytes=machine.host_nbytes, device_nbytes=machine.device_nbytes, ssd_nbytes=machine.ssd_nbytes)
 
 
 # The results ---------------------------------------------------------------------------------------------------------
