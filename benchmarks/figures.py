@@ -51,6 +51,7 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
     "alpha 0": {"alpha": 0.0},
     "all on SSD": {"ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}},
 }
+HORIZONTAL_SAMPLES = (16, 48, 64, 80, 96)  # whole micro-batches of 16
 SAMPLES = (8, 24, 40, 48, 56, 64, 80, 96)
 CASES = {"65B, 1 GPU": ("gpt-65b", 1), "65B, 4 GPUs": ("gpt-65b", 4), "175B, 1 GPU": ("gpt-175b", 1)}
 PAPER = {"65B, 1 GPU": 1.96, "65B, 4 GPUs": 1.93, "175B, 1 GPU": 2.53}
@@ -63,7 +64,7 @@ def sweep() -> None:
     for setting in SETTINGS:
         for samples in SAMPLES:
             vertical("65B, 1 GPU", samples, setting)
-    for samples in SAMPLES:
+    for samples in HORIZONTAL_SAMPLES:
         horizontal("65B, 1 GPU", samples)
 
 
@@ -124,7 +125,10 @@ def draw() -> None:
 
 def points(case: str, setting: str, *, notes: bool = False) -> list[Point]:
     """What `sweep` has found."""
-    rows = {samples: results().get(_key(case, setting, samples, BANDWIDTHS[0])) for samples in SAMPLES}
+    rows = {
+        samples: results().get(_key(case, setting, samples, BANDWIDTHS[0]))
+        for samples in sorted({*SAMPLES, *HORIZONTAL_SAMPLES})
+    }
     return [
         Point(samples, row["tokens_per_second"], f"{row['alpha']:.0%}" if notes and row["alpha"] else "")
         for samples, row in rows.items()

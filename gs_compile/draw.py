@@ -219,16 +219,7 @@ def _draw_roofline(axes: Any, roofline: Roofline, widest: float, top: float) -> 
     slope = roofline.tokens / roofline.io_seconds
     end = min(widest, top / slope)
     axes.plot([0, end], [0, end * slope], **look)
-    at = min(end, limit / slope) * 0.55
-    axes.annotate(
-        "I/O roofline",
-        (at, at * slope),
-        (-3, 3),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        **words,
-    )
+    axes.annotate("I/O roofline", (end, end * slope), (6, 0), textcoords="offset points", va="top", **words)
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
