@@ -126,7 +126,7 @@ def traffic_bars(
     """
     lanes = lanes or {"h2d": "load", "d2h": "offload"}
     bars = [(lane, schedule) for lane in lanes for schedule in schedules]
-    with _figure(path, (7.2, 0.9 + 0.55 * len(bars))) as axes:
+    with _figure(path, (9.0, 0.9 + 0.55 * len(bars))) as axes:
         most = max((_total(schedules[schedule], lane) for lane, schedule in bars), default=0) / GIB or 1.0
         named: set[str] = set()
         for row, (lane, schedule) in enumerate(bars):
@@ -149,7 +149,7 @@ def traffic_bars(
         axes.set_xlabel("GiB a step, between host and device")
         axes.set_title(title, loc="left", fontsize=11)
         if named:
-            axes.legend(frameon=False, fontsize=8.5, loc="lower right")
+            axes.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def lanes(
