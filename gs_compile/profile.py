@@ -35,6 +35,7 @@ class Profile:
     h2d, d2h, ssd_read, ssd_write: bytes a second of each lane alone, and beside the other direction (`mixed`).
     update_elements_per_second: AdamW on fp32, alone and beside computation (`mixed`).
     compute_mixed_speed: of the computation while the optimizer runs, 1.0 where they do not meet.
+    compute_transfer_speed: of the computation while SSDs are read and written: on a CPU, transfers need some of it.
     memory_bytes_per_second: of a pass over memory of the device that reads it.
     op_seconds: what issuing one operation costs.
     request_seconds: from asking the SSD to the first byte.
@@ -60,6 +61,7 @@ class Profile:
     update_elements_per_second: float
     update_mixed_elements_per_second: float
     compute_mixed_speed: float = 1.0
+    compute_transfer_speed: float = 1.0
     op_seconds: float = 0.0
     request_seconds: float = 0.0
     ssd_rated_nbytes: int = 0
@@ -102,6 +104,8 @@ class Profile:
         }
         found["cpu", "compute"] = self.update_mixed_elements_per_second / self.update_elements_per_second
         found["compute", "cpu"] = self.compute_mixed_speed
+        for lane in ("ssd_read", "ssd_write"):  # several multiply: together they are what was measured
+            found["compute", lane] = math.sqrt(self.compute_transfer_speed)
         return {pair: speed for pair, speed in found.items() if speed < 1}
 
     def shared(self, num_ranks: int) -> Profile:
@@ -181,7 +185,7 @@ def _check(name: str, value: Any) -> None:
             valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
         case "device_nbytes" | "ssd_rated_nbytes":
             valid = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        case "compute_mixed_speed":
+        case "compute_mixed_speed" | "compute_transfer_speed":
             valid = _is_number(value) and 0 < value <= 1
         case "op_seconds" | "request_seconds":
             valid = _is_number(value) and 0 <= value < 1

@@ -15,7 +15,13 @@ from .footprint import footprints
 from .outline import outline
 from .volumes import PHASES, RATIOS, TIMED, Array, seconds, volumes
 
-PAIRS = (("ssd_read", "ssd_write"), ("h2d", "d2h"), ("cpu", "compute"))
+PAIRS = (
+    ("ssd_read", "ssd_write"),
+    ("h2d", "d2h"),
+    ("cpu", "compute"),
+    ("compute", "ssd_read"),
+    ("compute", "ssd_write"),
+)
 TIERS = ("host", "device", "ssd")
 
 
@@ -38,8 +44,10 @@ class Budgets:
 class Fixed:
     """What is not for the planner to choose.
 
-    alpha: the late part of updates. ratios: of "parameter", "checkpoint", "optimizer". clip: all updates are late.
-    device: whether spare device memory may be a home too. A step program has no such homes yet.
+    alpha: the late part of updates. clip: all updates are late.
+    ratios: of "parameter", "checkpoint", "optimizer", and those in device memory, "device_parameter" and
+        "device_checkpoint": none where only the one in host memory is given, as what is left is on SSD then.
+    device: whether spare memory of a device that has its own may be a home too.
     """
 
     alpha: float | None = None
@@ -57,6 +65,7 @@ class Formulas:
     def __init__(self, workload: Workload, profile: Profile, alphas: Sequence[float]) -> None:
         self.alphas = tuple(alphas)
         self.separate = profile.separate
+        self.may_reside = any(size.may_reside for size in workload.sizes)
         self.speeds = profile.speeds()
         step = outline(workload.num_layers, workload.shape)
         self.footprints = footprints(workload, self.alphas, separate=self.separate, step=step)
@@ -150,7 +159,7 @@ def build(
     """The linear program of each chosen alpha."""
     lanes = formulas.seconds(num_micro_batches)
     on_ssd, written = (np.broadcast_to(e, (len(formulas.alphas), 6)) for e in formulas.ssd(num_micro_batches))
-    lower, upper = _bounds(fixed, separate=formulas.separate)
+    lower, upper = _bounds(fixed, separate=formulas.separate, may_reside=formulas.may_reside)
     systems = []
     for index in chosen:
         mine = {key: array[index] for key, array in lanes.items()}
@@ -194,11 +203,15 @@ def _wear(written: Array, bytes_per_second: float) -> Row:
     return Row(written, per_second=bytes_per_second)
 
 
-def _bounds(fixed: Fixed, *, separate: bool) -> tuple[Array, Array]:
+def _bounds(fixed: Fixed, *, separate: bool, may_reside: bool) -> tuple[Array, Array]:
     """Of the ratios, in the order of `RATIOS`."""
     lower, upper = np.zeros(len(RATIOS)), np.ones(len(RATIOS))
-    for name, ratio in fixed.ratios.items():
-        lower[RATIOS.index(name)] = upper[RATIOS.index(name)] = ratio
     if not (separate and fixed.device):
         upper[RATIOS.index("device_checkpoint") :] = 0.0
+    if not may_reside:
+        upper[RATIOS.index("device_parameter")] = 0.0
+    for name, ratio in fixed.ratios.items():
+        if f"device_{name}" in RATIOS and f"device_{name}" not in fixed.ratios:
+            upper[RATIOS.index(f"device_{name}")] = 0.0
+        lower[RATIOS.index(name)] = upper[RATIOS.index(name)] = ratio
     return lower, upper

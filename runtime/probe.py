@@ -20,7 +20,7 @@ from gs_compile.errors import ProfileError
 from gs_compile.machine import DEFAULT_SHARE, available_memory, usable_cores
 from gs_compile.profile import FORMAT, MIXED, Profile
 
-from .probe_compute import compute_rates, link_rates
+from .probe_compute import compute_rates, link_rates, products_on
 from .probe_drive import drive_rates, room_nbytes
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def probe(
     room = free_nbytes(storage, device)
     is_cuda = device.type == "cuda"
     measured = [
-        drive_rates(storage, seconds * DRIVE_SHARE),
+        drive_rates(storage, seconds * DRIVE_SHARE, products_on(device)),
         compute_rates(device, seconds * (1 - DRIVE_SHARE - is_cuda * LINK_SHARE)),
         *([link_rates(device, seconds * LINK_SHARE)] if is_cuda else []),
     ]

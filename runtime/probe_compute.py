@@ -27,6 +27,7 @@ FEW_ROWS = 16
 TOO_SLOW = 25  # times slower than fp32: the processor has no instructions for the dtype, and whole pieces take seconds
 COPY_NBYTES = 64 << 20  # of [3]: as large as a request to the drives
 NUM_OPS = 512
+OP_COST = 6  # bare ones: what memory, tickets and bookkeeping make of an operation (benchmarks/prediction.py)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -36,7 +37,7 @@ def compute_rates(device: torch.device, seconds: float) -> tuple[dict[str, Any],
     rows, width = ROWS[device.type], WIDTH[device.type]
     num_threads = max(1, correct_thread_count() // 2)  # as a run has it
     matmul, matmul_words = _matmul_rates(device, rows, width, seconds / 2)
-    products, update = _products(device, torch.float32, rows, width), _update(NUM_ELEMENTS)
+    products, update = products_on(device), _update(NUM_ELEMENTS)
     with closing(Lane("cpu", Failure(), Trace(), num_threads=num_threads)) as cpu:
         at_once({None: products, cpu: update}, 0.0)  # the first touch of memory
         compute, updates, both, copies = medians(
@@ -51,7 +52,7 @@ def compute_rates(device: torch.device, seconds: float) -> tuple[dict[str, Any],
         "update_elements_per_second": updates[cpu],
         "update_mixed_elements_per_second": min(both[cpu], updates[cpu]),
         "compute_mixed_speed": min(1.0, both[None] / compute[None]),
-        "op_seconds": 1 / ops[None],
+        "op_seconds": OP_COST / ops[None],
     }
     words = {
         "matmul_flops_per_second": f"{matmul_words}; {torch.get_num_threads()} threads",
@@ -59,7 +60,7 @@ def compute_rates(device: torch.device, seconds: float) -> tuple[dict[str, Any],
         "update_elements_per_second": f"{NUM_ELEMENTS >> 20} Mi elements, {num_threads} threads",
         "update_mixed_elements_per_second": f"{NUM_ELEMENTS >> 20} Mi elements, {num_threads} threads, beside products",
         "compute_mixed_speed": "fp32 products beside updates and alone",
-        "op_seconds": f"{NUM_OPS} operations that do nothing, handed to a lane and waited for",
+        "op_seconds": f"{OP_COST} times one of {NUM_OPS} operations that do nothing, handed to a lane and waited for",
     }
     return figures, {name: f"{each}, up to {NUM_ROUNDS} rounds" for name, each in words.items()}
 
@@ -87,6 +88,11 @@ def link_rates(device: torch.device, seconds: float) -> tuple[dict[str, float], 
     return figures, dict.fromkeys(
         figures, f"copies of {COPY_NBYTES >> 20} MiB of pinned memory, up to {NUM_ROUNDS} rounds"
     )
+
+
+def products_on(device: torch.device) -> Work:
+    """Computation as that of a layer, in fp32."""
+    return _products(device, torch.float32, ROWS[device.type], WIDTH[device.type])
 
 
 def _update(numel: int) -> Work:  # [1]

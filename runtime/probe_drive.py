@@ -24,7 +24,7 @@ from gs_compile.errors import StorageFullError
 from gs_compile.machine import free_storage
 
 from .lanes import Failure, Lane
-from .rates import Work, medians
+from .rates import Load, Work, medians
 from .ssd import PAGE, Transfer
 from .store import Extent, Store
 from .trace import Trace
@@ -36,8 +36,10 @@ NUM_ROUNDS = 5
 NUM_LATENCIES = 40
 
 
-def drive_rates(storage: Sequence[Path], seconds: float) -> tuple[dict[str, float], dict[str, str]]:
+def drive_rates(storage: Sequence[Path], seconds: float, products: Work) -> tuple[dict[str, float], dict[str, str]]:
     """The profile's figures of the drives together, and how each was measured, in words.
+
+    `products` is computation on the thread that asks, whose speed beside transfers is measured too.
 
     Takes about `seconds`, longer where one request does. Raises the store's errors: a directory that cannot be written,
     that another run uses, that is full. Leaves nothing behind.
@@ -53,8 +55,9 @@ def drive_rates(storage: Sequence[Path], seconds: float) -> tuple[dict[str, floa
         with closing(_lane("ssd_read")) as reader, closing(_lane("ssd_write")) as writer:
             reading = _requests(read.read, memory["read"], offsets)
             writing = _requests(write.write, memory["write"], offsets)
-            alone_read, alone_write, mixed = medians(
-                [{reader: reading}, {writer: writing}, {reader: reading, writer: writing}],
+            both: Load = {reader: reading, writer: writing}
+            alone_read, alone_write, mixed, compute, all_three = medians(
+                [{reader: reading}, {writer: writing}, both, {None: products}, {None: products, **both}],
                 seconds - (time.perf_counter() - begin),
                 NUM_ROUNDS,
             )
@@ -65,9 +68,14 @@ def drive_rates(storage: Sequence[Path], seconds: float) -> tuple[dict[str, floa
                 "ssd_read_mixed_bytes_per_second": min(mixed[reader], alone_read[reader]),
                 "ssd_write_mixed_bytes_per_second": min(mixed[writer], alone_write[writer]),
                 "request_seconds": latency,
+                "compute_transfer_speed": min(1.0, all_three[None] / compute[None]),
             }
     words = f"{moved >> 20} MiB in requests of {request_nbytes >> 20} MiB, up to {NUM_ROUNDS} rounds"
-    return figures, dict.fromkeys(figures, words) | {"request_seconds": f"{NUM_LATENCIES} reads of {PAGE} bytes"}
+    other = {
+        "request_seconds": f"{NUM_LATENCIES} reads of {PAGE} bytes",
+        "compute_transfer_speed": "fp32 products beside reads and writes, and alone",
+    }
+    return figures, dict.fromkeys(figures, words) | other
 
 
 def room_nbytes(storage: Sequence[Path]) -> int:

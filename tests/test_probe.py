@@ -55,6 +55,12 @@ COMPUTE = {
 # All of it -------------------------------------------------------------------------------------------------------------
 
 
+def products() -> float:
+    """Computation that takes a moment."""
+    torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+    return 1.0
+
+
 def test_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(probe_drive, "REQUEST_NBYTES", 8 << 20)
     monkeypatch.setattr(probe_compute, "NUM_ELEMENTS", 1 << 20)
@@ -213,19 +219,19 @@ def test_a_full_machine_still_has_a_byte(tmp_path, monkeypatch):
 
 
 def test_nothing_is_left_of_directories_that_were_not_there(tmp_path, small):
-    drive_rates([tmp_path / "one" / "a", tmp_path / "one" / "b"], 0.1)
+    drive_rates([tmp_path / "one" / "a", tmp_path / "one" / "b"], 0.1, products)
     assert not list(tmp_path.iterdir())
 
 
 def test_what_was_there_stays(tmp_path, small):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("words")
-    drive_rates([tmp_path / "mine"], 0.1)
+    drive_rates([tmp_path / "mine"], 0.1, products)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
 def test_nothing_is_slower_alone(tmp_path, small):
-    rates, words = drive_rates([tmp_path], 0.1)
+    rates, words = drive_rates([tmp_path], 0.1, products)
     assert rates["ssd_read_mixed_bytes_per_second"] <= rates["ssd_read_bytes_per_second"]
     assert rates["ssd_write_mixed_bytes_per_second"] <= rates["ssd_write_bytes_per_second"]
     assert rates.keys() == words.keys()
@@ -258,13 +264,13 @@ def test_a_directory_that_cannot_be_looked_at(tmp_path):
 def test_a_drive_without_room_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(probe_drive, "free_storage", lambda folder: 4096)
     with pytest.raises(StorageFullError, match="4096 bytes are free: make room or choose another storage="):
-        drive_rates([tmp_path], 0.1)
+        drive_rates([tmp_path], 0.1, products)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_small_drive_is_measured_with_small_requests(tmp_path, monkeypatch):
     monkeypatch.setattr(probe_drive, "free_storage", lambda folder: 64 << 20)
-    _, words = drive_rates([tmp_path], 0.1)
+    _, words = drive_rates([tmp_path], 0.1, products)
     assert "requests of 1 MiB" in words["ssd_read_bytes_per_second"]
 
 
