@@ -36,6 +36,7 @@ class Profile:
     update_elements_per_second: AdamW on fp32, alone and beside computation (`mixed`).
     compute_mixed_speed: of the computation while the optimizer runs, 1.0 where they do not meet.
     compute_transfer_speed: of the computation while SSDs are read and written: on a CPU, transfers need some of it.
+    transfer_compute_speed: of SSD transfers while the device computes.
     memory_bytes_per_second: of a pass over memory of the device that reads it.
     op_seconds: what issuing one operation costs.
     request_seconds: from asking the SSD to the first byte.
@@ -62,6 +63,7 @@ class Profile:
     update_mixed_elements_per_second: float
     compute_mixed_speed: float = 1.0
     compute_transfer_speed: float = 1.0
+    transfer_compute_speed: float = 1.0
     op_seconds: float = 0.0
     request_seconds: float = 0.0
     ssd_rated_nbytes: int = 0
@@ -106,6 +108,7 @@ class Profile:
         found["compute", "cpu"] = self.compute_mixed_speed
         for lane in ("ssd_read", "ssd_write"):  # several multiply: together they are what was measured
             found["compute", lane] = math.sqrt(self.compute_transfer_speed)
+            found[lane, "compute"] = self.transfer_compute_speed
         return {pair: speed for pair, speed in found.items() if speed < 1}
 
     def shared(self, num_ranks: int) -> Profile:
@@ -185,7 +188,7 @@ def _check(name: str, value: Any) -> None:
             valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
         case "device_nbytes" | "ssd_rated_nbytes":
             valid = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        case "compute_mixed_speed" | "compute_transfer_speed":
+        case "compute_mixed_speed" | "compute_transfer_speed" | "transfer_compute_speed":
             valid = _is_number(value) and 0 < value <= 1
         case "op_seconds" | "request_seconds":
             valid = _is_number(value) and 0 <= value < 1

@@ -69,11 +69,13 @@ def drive_rates(storage: Sequence[Path], seconds: float, products: Work) -> tupl
                 "ssd_write_mixed_bytes_per_second": min(mixed[writer], alone_write[writer]),
                 "request_seconds": latency,
                 "compute_transfer_speed": min(1.0, all_three[None] / compute[None]),
+                "transfer_compute_speed": min(1.0, sum(all_three[lane] / mixed[lane] for lane in both) / 2),
             }
     words = f"{moved >> 20} MiB in requests of {request_nbytes >> 20} MiB, up to {NUM_ROUNDS} rounds"
     other = {
         "request_seconds": f"{NUM_LATENCIES} reads of {PAGE} bytes",
         "compute_transfer_speed": "fp32 products beside reads and writes, and alone",
+        "transfer_compute_speed": "reads and writes beside fp32 products, and alone",
     }
     return figures, dict.fromkeys(figures, words) | other
 

@@ -106,6 +106,7 @@ def test_impossible_bytes_are_named(name, value):
         ("compute_mixed_speed", 0),
         ("compute_mixed_speed", 1.1),
         ("compute_transfer_speed", 0),
+        ("transfer_compute_speed", 0),
         ("op_seconds", -1e-6),
         ("op_seconds", 1.0),
         ("request_seconds", math.nan),
@@ -178,13 +179,17 @@ def test_no_file_is_refused(tmp_path):
 
 
 def test_speeds_are_those_of_lanes_that_disturb_each_other():
-    assert Profile.of(SERVER | {"compute_mixed_speed": 0.8, "compute_transfer_speed": 0.81}).speeds() == {
+    assert Profile.of(
+        SERVER | {"compute_mixed_speed": 0.8, "compute_transfer_speed": 0.81, "transfer_compute_speed": 0.7}
+    ).speeds() == {
         ("ssd_read", "ssd_write"): 0.5,
         ("ssd_write", "ssd_read"): 0.5,
         ("h2d", "d2h"): 0.5,
         ("cpu", "compute"): 0.4,
         ("compute", "cpu"): 0.8,
         ("compute", "ssd_read"): 0.9,
+        ("ssd_read", "compute"): 0.7,
+        ("ssd_write", "compute"): 0.7,
         ("compute", "ssd_write"): 0.9,
     }
 
