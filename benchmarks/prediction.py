@@ -1,8 +1,8 @@
 """Predicted against measured: seconds of a step, and the peak of host memory, of GPT-2s of three sizes.
 
 Each model runs with its data on SSD, half and half, and in host memory, with 16 to 1 micro-batches. The machine is
-probed before, the layers' code is timed before and after; the step's own program is simulated with these figures. What is measured is
-the median of several consecutive steps.
+probed before, the layers' code is timed before and after; the step's own program is simulated with these figures. What
+is measured is the median of several consecutive steps.
 
     python benchmarks/prediction.py --storage /path/on/an/nvme/drive --output benchmarks/results/prediction.json
 """
