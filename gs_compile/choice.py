@@ -1,12 +1,15 @@
 """choice: where the data of a model at hand lives, within its budgets.
 
-ratios that are given       as they are
+ratios and alpha given      as they are
 everything fits             in host memory, if the device reads that itself: there is nothing to measure
 otherwise                   by the linear program, from the machine's profile and the time of the layers' code
+
+Ratios that are given are kept in every case. The log (`gs_compile.choice`) says what was chosen.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -16,22 +19,28 @@ import torch
 
 from gs_compile.config import Options, parse_bytes
 from gs_compile.errors import MemoryBudgetError, OptionError, PlanError
+from gs_compile.explain import paragraph
 from gs_compile.machine import available_memory, format_bytes, usable_memory
 from gs_compile.passes.cut import cut_units
-from gs_compile.passes.fit import CLASSES, MARGIN, fit, most_alpha, peak
-from gs_compile.passes.place import Budgets, Fixed, Solution, solve
+from gs_compile.passes.fit import CLASSES, fit, host_needed, most_alpha, peak, too_small
+from gs_compile.passes.place import Budgets, Fixed
 from gs_compile.passes.search import search
 from gs_compile.placement import Placement
+from gs_compile.prediction import predict
 from gs_compile.profile import Profile
 from gs_compile.profiles import profile as find_profile
 from gs_compile.program import Program, StepShape
+from gs_compile.reasons import solver
 from gs_compile.settle import settle
+from gs_compile.step_plan import StepPlan
 from gs_compile.timing import timed
 from gs_compile.workload import UnitSize, Workload
 from gs_compile.workloads import workload_of
 
 if TYPE_CHECKING:
     from gs_compile.compilation import Layout
+
+log = logging.getLogger(__name__)
 
 DEFAULT_SHARE = 0.8  # of the memory that is free at the start: the rest is for activations and the user's own
 
@@ -61,25 +70,28 @@ class Choice:
         self.host_nbytes = _host_nbytes(options)
         self.given = {name: r for name, r in asdict(options.expert.ratios).items() if r is not None and name in CLASSES}
         self.alpha = _alpha(options, clip)
-        self.solution: Solution | None = None  # of the linear program, where it was asked
+        self.plan: StepPlan | None = None  # where the linear program has decided
 
     def placement(self) -> Placement:
         """Raises `MemoryBudgetError` where not even the least fits; it says what is needed."""
         least = {name: self.given.get(name, 0.0) for name in CLASSES}
         most = {name: self.given.get(name, 1.0) for name in CLASSES}
-        alpha = self.alpha if self.alpha is not None else float(self.clip)
+        alpha = self.alpha or 0.0  # without the linear program nothing says that more would be faster
         smallest = self._make(least, alpha)
         self._refuse_too_large(smallest, least, alpha)
         if least == most and self.alpha is not None:
-            chosen = smallest
-        elif self.options.expert.schedule == "horizontal":  # to compare with: by a simple rule
+            chosen, reason = smallest, "ratios and alpha are given: nothing was planned"
+        elif self.options.expert.schedule == "horizontal":  # to compare with
             ratios = fit(lambda ratios: self._make(ratios, alpha), self.lowered, self.given, self.host_nbytes)
-            chosen = self._make(ratios, alpha)
+            chosen, reason = self._make(ratios, alpha), "the horizontal order fills host memory by a simple rule"
         elif not self.separate and self._fits(largest := self._make(most, alpha)):
-            chosen = largest
-        else:
-            chosen = self._planned(smallest)
+            chosen, reason = largest, "all that may be in host memory fits there: nothing was planned"
+        elif (plan := self._solved()) is not None:
+            self.plan, chosen, reason = plan, plan.placement, paragraph(plan)
+        else:  # the program fits, whatever the bounds of the linear program say
+            chosen, reason = smallest, "no plan fits by the linear program's bounds: host memory keeps the least it can"
         self._check_device(self.lowered(chosen))
+        log.info("%s", reason)
         return chosen
 
     # By the linear program --------------------------------------------------------------------------------------------
@@ -102,20 +114,25 @@ class Choice:
             ssd_nbytes=self.profile.ssd_nbytes,
         )
 
-    def _planned(self, smallest: Placement) -> Placement:
+    def _solved(self) -> StepPlan | None:
+        """The linear program's answer, settled; None where it finds none."""
         fixed = Fixed(alpha=self.alpha, ratios=self.given, clip=self.clip)
-        number = len(self.layouts)
+        number, host_nbytes = len(self.layouts), self.host_nbytes
+        workload, profile, budgets = self.workload, self.profile, self.budgets
+        again = solver(workload, profile, budgets, fixed)
         try:
-            found = search(self.workload, self.profile, self.budgets, fixed, num_micro_batches=number)
-            self.solution, placement, _ = settle(
-                lambda budgets: solve(self.workload, self.profile, number, (found.best.alpha,), budgets, fixed)[0],
+            found = search(workload, profile, budgets, fixed, num_micro_batches=number)
+            settled = settle(
+                lambda budgets: again(number, found.best.alpha, room=budgets),
                 lambda solution: self._make(solution.ratios, solution.alpha),
                 self.lowered,
-                self.budgets,
+                lambda program, placement: predict(program, placement, workload, profile, host_nbytes=host_nbytes),
+                workload,
+                budgets,
             )
         except (PlanError, MemoryBudgetError):
-            return smallest  # its program fits, whatever the bounds of the linear program say
-        return placement
+            return None
+        return settled.plan(workload, profile, budgets, found)
 
     # By the program's own peaks ---------------------------------------------------------------------------------------
 
@@ -135,18 +152,13 @@ class Choice:
         )
 
     def _fits(self, placement: Placement) -> bool:
-        return peak(self.lowered(placement), "host") + MARGIN <= self.host_nbytes
+        return host_needed(self.lowered(placement)) <= self.host_nbytes
 
     def _refuse_too_large(self, placement: Placement, ratios: Mapping[str, float], alpha: float) -> None:
-        needed = peak(self.lowered(placement), "host") + MARGIN
+        needed = host_needed(self.lowered(placement))
         if needed <= self.host_nbytes:
             return
-        words = ", ".join(f"{name} {ratio:g}" for name, ratio in ratios.items())
-        message = (
-            f"host_memory is {format_bytes(self.host_nbytes)}; this step needs {format_bytes(needed)} ({needed} bytes) "
-            f"of it at least, with ratios {words}: give it more, lower ratios, a lower alpha, or a smaller "
-            "micro_batch_size"
-        )
+        message = too_small(self.host_nbytes, needed, ratios)
         most = most_alpha(lambda smaller: self._fits(self._make(ratios, smaller))) if alpha else None
         if most is not None:
             message += (

@@ -14,14 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
+
+from torch import nn
 
 from gs_compile.config import parse_bytes
 from gs_compile.errors import PlanError
 from gs_compile.passes.cut import cut_units
 from gs_compile.passes.fit import fit
 from gs_compile.passes.lower import lower
-from gs_compile.passes.place import Budgets, Fixed, Solution, solve
+from gs_compile.passes.place import Budgets, Fixed
 from gs_compile.passes.search import Search, search
 from gs_compile.placement import Placement
 from gs_compile.prediction import Prediction, predict
@@ -35,15 +37,15 @@ from gs_compile.workload import Workload
 from gs_compile.workloads import Sketch
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import PretrainedConfig
 
 SECONDS_PER_YEAR = 365 * SECONDS_PER_DAY
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # tried where none is given
-FITTED = 2  # micro-batches of the horizontal program whose peaks are looked at: more of them need no more memory
+FITTED = 3  # micro-batches of the horizontal program whose peaks are looked at: first, middle, last; more need no more
 
 
 def plan(
-    model: str | Path | nn.Module | Workload,
+    model: str | Path | PretrainedConfig | nn.Module | Workload,
     *,
     machine: str | Path | Profile | None = None,
     storage: Sequence[Path | str] | Path | str | None = None,
@@ -62,18 +64,22 @@ def plan(
 ) -> StepPlan:
     """The plan for one model on one machine. What is given is kept; the rest is solved around it.
 
-    model: "gpt-65b", a HuggingFace model type, the path of a config, a module, or a `Workload`.
+    model: "gpt-65b", a HuggingFace model type, a config or its path, a module, or a `Workload`, which has a sequence
+        and precision of its own.
     machine: a name or file of a machine profile; None: this machine, measured once.
-    batch_size: samples of a step; without it and `num_micro_batches`, the smallest batch that saturates the machine.
+    batch_size: samples of a step; without it and `num_micro_batches`, the smallest batch that saturates the machine. A
+        last micro-batch that is smaller is planned as a whole one.
     precision: "bf16" with fp32 masters, or "model", the model's own; None: bf16 for what has no weights yet.
     host_memory, device_memory: bytes, or text as in the backend's options; None: what the machine has.
     wear_years: how long the drives are to last at their rated endurance, training all day.
     schedule: "horizontal" plans the baseline, by a simple rule, for the batch that the vertical order would take.
 
-    Raises `PlanError` where settings contradict each other or the model fits nowhere.
+    Raises `PlanError` where settings contradict each other or the model fits nowhere, and `MemoryBudgetError` where
+    only the linear program's bounds fit.
     """
-    if batch_size is not None and num_micro_batches is not None and micro_batch_size is None:
-        micro_batch_size = -(-batch_size // num_micro_batches)
+    if schedule not in get_args(Schedule):
+        raise PlanError(f"schedule is {schedule!r}; there are {' and '.join(get_args(Schedule))}")
+    sizes = _micro_batch_sizes(batch_size, micro_batch_size, num_micro_batches)
     profile = find_profile(machine, storage)
     planner = _Planner(
         workload_at=_workloads(model, sequence, precision),
@@ -83,7 +89,7 @@ def plan(
         batch_size=batch_size,
         num_micro_batches=num_micro_batches,
     )
-    found = planner.search([micro_batch_size] if micro_batch_size else MICRO_BATCH_SIZES)
+    found = planner.search(sizes)
     return planner.vertical(found) if schedule == "vertical" else planner.horizontal(found)
 
 
@@ -100,8 +106,6 @@ class _Planner:
         """Every micro-batch size that fits; first the one with the highest throughput, of equals the smallest batch."""
         found: list[tuple[Workload, Search]] = []
         for size in sizes:
-            if found and self.batch_size is not None and size > self.batch_size:
-                break
             try:
                 found.append(self._searched(size))
             except PlanError:
@@ -115,39 +119,31 @@ class _Planner:
 
     def vertical(self, found: Sequence[tuple[Workload, Search]]) -> StepPlan:
         workload, best = found[0][0], found[0][1].best
-        number, alpha, clip = best.num_micro_batches, best.alpha, self.fixed.clip
-        solution, placement, program = settle(
-            lambda budgets: solve(workload, self.profile, number, (alpha,), budgets, self.fixed)[0],
-            lambda s: placed(workload, number, s.ratios, alpha=s.alpha, separate=self.profile.separate, clip=clip),
+        number, clip = best.num_micro_batches, self.fixed.clip
+        again = solver(workload, self.profile, self.budgets, self.fixed)
+        settled = settle(
+            lambda budgets: again(number, best.alpha, room=budgets),
+            lambda s: _placed(workload, number, s.ratios, alpha=s.alpha, separate=self.profile.separate, clip=clip),
             lambda placement: _lowered(workload, placement),
+            lambda program, placement: self._predicted(program, placement, workload),
+            workload,
             self.budgets,
         )
-        chosen = StepPlan(
-            workload=workload,
-            profile=self.profile,
-            budgets=self.budgets,
-            alpha=solution.alpha,
-            ratios=solution.ratios,
-            device_ratios=solution.device_ratios,
-            placement=placement,
-            prediction=self._predicted(program, placement, workload),
-            bound_seconds=solution.seconds,
-            history=tuple(_row(workload, entry) for _, entry in found[0][1].history if entry is not None),
-        )
-        again = solver(workload, self.profile, self.budgets, self.fixed)
+        chosen = settled.plan(workload, self.profile, self.budgets, found[0][1])
         return replace(
             chosen,
-            binding=tuple(binding(solution, self.profile, self.budgets, again)),
-            alternatives=tuple(alternatives(solution, found, again)),
+            binding=tuple(binding(best, self.profile, self.budgets, again)),
+            alternatives=tuple(alternatives(found, again, clip=clip)),
             notes=tuple(notes(chosen)),
         )
 
     def horizontal(self, found: Sequence[tuple[Workload, Search]]) -> StepPlan:
         workload, number = found[0][0], found[0][1].best.num_micro_batches
-        alpha, separate, clip = float(self.fixed.clip), self.profile.separate, self.fixed.clip
+        separate, clip = self.profile.separate, self.fixed.clip
+        alpha = 1.0 if clip else self.fixed.alpha or 0.0
 
         def make(ratios: Mapping[str, float], number: int = min(FITTED, number)) -> Placement:
-            return placed(workload, number, ratios, alpha=alpha, separate=separate, clip=clip, schedule="horizontal")
+            return _placed(workload, number, ratios, alpha=alpha, separate=separate, clip=clip, schedule="horizontal")
 
         ratios = fit(
             make,
@@ -178,7 +174,7 @@ class _Planner:
         return workload, search(workload, self.profile, self.budgets, self.fixed, num_micro_batches=number)
 
 
-def placed(
+def _placed(
     workload: Workload,
     num_micro_batches: int,
     ratios: Mapping[str, float],
@@ -215,12 +211,38 @@ def _lowered(workload: Workload, placement: Placement) -> Program:
     )[-1]
 
 
+def _micro_batch_sizes(
+    batch_size: int | None, micro_batch_size: int | None, num_micro_batches: int | None
+) -> Sequence[int]:
+    """The sizes to be tried: the one that is given or follows, or those that a batch can be cut into."""
+    given = {
+        "batch_size": batch_size,
+        "micro_batch_size": micro_batch_size,
+        "num_micro_batches": num_micro_batches,
+    }
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise PlanError(f"{name} is {value}; it is 1 or more")
+    if batch_size is None:
+        return [micro_batch_size] if micro_batch_size else MICRO_BATCH_SIZES
+    if micro_batch_size is None and num_micro_batches is None:
+        return [size for size in MICRO_BATCH_SIZES if batch_size % size == 0]
+    size = micro_batch_size or -(-batch_size // (num_micro_batches or 1))
+    number = num_micro_batches or -(-batch_size // size)
+    if not (number - 1) * size < batch_size <= number * size or size > batch_size:
+        raise PlanError(
+            f"a batch of {batch_size} cannot be cut into {number} micro-batch{'es' if number > 1 else ''} of {size}: "
+            "leave one of batch_size, micro_batch_size and num_micro_batches out"
+        )
+    return [size]
+
+
 def _workloads(
-    model: str | Path | nn.Module | Workload, sequence: int, precision: str | None
+    model: str | Path | PretrainedConfig | nn.Module | Workload, sequence: int, precision: str | None
 ) -> Callable[[int], Workload]:
     """The model's workload at any micro-batch size. Its code is counted for one: the rest follows."""
     if not isinstance(model, Workload):
-        wanted = precision or ("bf16" if isinstance(model, str | Path) else "model")
+        wanted = precision or ("model" if isinstance(model, nn.Module) else "bf16")
         model = Sketch.of(model, sequence=sequence, precision=wanted).workload(1)
     return partial(_resized, model)
 
@@ -252,6 +274,8 @@ def _budgets(
     profile: Profile, host_memory: int | str | None, device_memory: int | str | None, wear_years: float | None
 ) -> Budgets:
     host, device = profile.host_nbytes, profile.device_nbytes
+    if wear_years is not None and not wear_years > 0:
+        raise PlanError(f"wear_years is {wear_years:g}; it is more than 0")
     if wear_years is not None and not profile.ssd_rated_nbytes:
         raise PlanError(f"{profile.name} does not say what its drives are rated for: give its profile ssd_rated_nbytes")
     return Budgets(
@@ -267,8 +291,3 @@ def _budgets(
 def _tokens_per_second(found: tuple[Workload, Search]) -> float:
     workload, best = found[0], found[1].best
     return best.num_micro_batches * workload.tokens / best.seconds
-
-
-def _row(workload: Workload, solution: Solution) -> tuple[int, float, float]:
-    number = solution.num_micro_batches
-    return number, solution.seconds, number * workload.tokens / solution.seconds

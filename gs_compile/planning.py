@@ -12,7 +12,7 @@ from gs_compile.choice import Choice, activations
 from gs_compile.config import Options
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
-from gs_compile.passes.fit import MARGIN, peak
+from gs_compile.passes.fit import host_needed
 from gs_compile.passes.lower import flush, lower
 from gs_compile.placement import Placement
 from gs_compile.prediction import Prediction, predict
@@ -96,7 +96,7 @@ class Planning:
             if not self._fits(sized, shape) and self.uses_ssd:
                 sized = replace(sized, checkpoint_ratio=0.0)
             if not self._fits(sized, shape):
-                needed = peak(self._lowered(sized, shape), "host")
+                needed = host_needed(self._lowered(sized, shape))
                 raise MemoryBudgetError(
                     f"host_memory is {format_bytes(self.host_nbytes)}; a batch of this size needs "
                     f"{format_bytes(needed)} beside what the first batch has settled: begin with the largest batch"
@@ -142,4 +142,4 @@ class Planning:
         return self._snapshots(placement, shape, placement.has_late and shape.training, verified=False)[-1]
 
     def _fits(self, placement: Placement, shape: StepShape) -> bool:
-        return peak(self._lowered(placement, shape), "host") + MARGIN <= self.host_nbytes
+        return host_needed(self._lowered(placement, shape)) <= self.host_nbytes

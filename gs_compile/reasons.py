@@ -36,26 +36,27 @@ def solver(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixed)
 
 
 def binding(solution: Solution, profile: Profile, budgets: Budgets, again: Again) -> Iterator[str]:
-    """What more of each resource would bring."""
+    """What more of each resource would bring, by the linear program; `solution` is the best without."""
     for words, machine, room in _more(profile, budgets):
         better = again(solution.num_micro_batches, solution.alpha, machine=machine, room=room)
         gain = solution.seconds / better.seconds - 1 if better else 0.0
         yield f"{words}: {f'{gain:.0%} faster' if gain > WORTH_SAYING else 'nothing'}"
 
 
-def alternatives(solution: Solution, found: Sequence[tuple[Workload, Search]], again: Again) -> Iterator[Alternative]:
-    """The settings nearest in throughput, by the linear program."""
+def alternatives(found: Sequence[tuple[Workload, Search]], again: Again, *, clip: bool) -> Iterator[Alternative]:
+    """The settings nearest in throughput to the best of the first search, by the linear program."""
     (workload, chosen), others = found[0], found[1:]
-    number, alpha = solution.num_micro_batches, solution.alpha
+    solution, number, alpha = chosen.best, chosen.best.num_micro_batches, chosen.best.alpha
     near = [each for n, each in chosen.history if n in (number // 2, number - 1) and each is not None]
     tries: list[tuple[str, Workload, Solution | None]] = [
-        (f"{each.num_micro_batches} micro-batches", workload, each) for each in near
+        (f"{each.num_micro_batches} micro-batch{'es' if each.num_micro_batches > 1 else ''}", workload, each)
+        for each in near
     ]
     tries += [(f"micro-batches of {other.micro_batch_size}", other, result.best) for other, result in others]
-    if alpha not in (0.0, 1.0):
+    if alpha and not clip:
         tries.append(("no delayed updates (alpha 0)", workload, again(number, 0.0)))
     if any(solution.ratios.values()):
-        bare = Fixed(alpha=alpha, ratios=NOTHING_RESIDENT, clip=alpha == 1.0)
+        bare = Fixed(ratios=NOTHING_RESIDENT)
         tries.append(("everything on SSD", workload, again(number, alpha, kept=bare)))
     rows = [_alternative(label, other, result) for label, other, result in tries if result is not None]
     own = number * workload.tokens / solution.seconds
@@ -71,7 +72,7 @@ def notes(plan: StepPlan) -> Iterator[str]:
         yield "everything fits in host memory: nothing is moved to SSD"
     compute = plan.simulation.busy.get("compute", 0.0)
     if compute > 1 - WORTH_SAYING:
-        yield "the computation never waits: more hardware than a faster device would change nothing"
+        yield "the computation never waits"
 
 
 def _alternative(label: str, workload: Workload, solution: Solution) -> Alternative:
@@ -89,7 +90,8 @@ def _more(profile: Profile, budgets: Budgets) -> Iterator[tuple[str, Profile, Bu
     """More of one resource at a time, in amounts that one can buy."""
     host = _gibibytes(budgets.host_nbytes / 8)
     yield f"{format_bytes(host)} more host memory", profile, replace(budgets, host_nbytes=budgets.host_nbytes + host)
-    second = replace(budgets, ssd_nbytes=2 * budgets.ssd_nbytes)
+    wear = budgets.wear_bytes_per_second
+    second = replace(budgets, ssd_nbytes=2 * budgets.ssd_nbytes, wear_bytes_per_second=wear and 2 * wear)
     yield "a second SSD like the first", _faster(profile, "ssd"), second
     if profile.separate:
         device = _gibibytes(budgets.device_nbytes / 4)

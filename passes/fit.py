@@ -31,13 +31,9 @@ def fit(
     Raises `MemoryBudgetError` where not even the least fits; it says what is needed.
     """
     ratios = {name: given.get(name, 0.0) for name in classes}
-    needed = peak(lower(make(ratios)), "host") + MARGIN
+    needed = host_needed(lower(make(ratios)))
     if needed > host_nbytes:
-        raise MemoryBudgetError(
-            f"host_memory is {format_bytes(host_nbytes)}; this step needs {format_bytes(needed)} ({needed} bytes) of "
-            f"it at least, with ratios {_words(ratios)}: give it more, lower ratios, a lower alpha, or a smaller "
-            "micro_batch_size"
-        )
+        raise MemoryBudgetError(too_small(host_nbytes, needed, ratios))
     for name in classes:
         if name not in given:
             ratios[name] = _most(partial(_needed, make, lower, ratios, name), host_nbytes)
@@ -49,6 +45,20 @@ def peak(program: Program, tier: str) -> int:
     return dict(program.peaks).get(tier, 0)
 
 
+def host_needed(program: Program) -> int:
+    """Bytes of host memory that a run of `program` has to be given: its planned peak, and room for rounding."""
+    return peak(program, "host") + MARGIN
+
+
+def too_small(host_nbytes: int, needed: int, ratios: Mapping[str, float]) -> str:
+    """That a budget is less than a step needs with the least there is."""
+    words = ", ".join(f"{name} {ratio:g}" for name, ratio in ratios.items())
+    return (
+        f"host_memory is {format_bytes(host_nbytes)}; this step needs {format_bytes(needed)} ({needed} bytes) of it at "
+        f"least, with ratios {words}: give it more, lower ratios, a lower alpha, or a smaller micro_batch_size"
+    )
+
+
 def _needed(
     make: Callable[[Mapping[str, float]], Placement],
     lower: Callable[[Placement], Program],
@@ -57,7 +67,7 @@ def _needed(
     ratio: float,
 ) -> int:
     """Bytes of host memory at one ratio of a class."""
-    return peak(lower(make({**ratios, name: ratio})), "host") + MARGIN
+    return host_needed(lower(make({**ratios, name: ratio})))
 
 
 def _most(needed: Callable[[float], int], host_nbytes: int) -> float:
@@ -86,7 +96,3 @@ def most_alpha(fits: Callable[[float], bool]) -> float | None:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle / 100) else (low, middle)
     return low / 100
-
-
-def _words(ratios: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {ratio:g}" for name, ratio in ratios.items())
