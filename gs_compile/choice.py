@@ -69,17 +69,18 @@ class Choice:
         self.separate = device.type != "cpu" or options.expert.separate_device
         self.host_nbytes = _host_nbytes(options)
         self.given = {name: r for name, r in asdict(options.expert.ratios).items() if r is not None and name in CLASSES}
-        self.alpha = _alpha(options, clip)
+        self.given_alpha = _alpha(options, clip)
+        self.alpha = self.given_alpha or 0.0  # without the linear program nothing says that more would be faster
         self.plan: StepPlan | None = None  # where the linear program has decided
 
     def placement(self) -> Placement:
         """Raises `MemoryBudgetError` where not even the least fits; it says what is needed."""
         least = {name: self.given.get(name, 0.0) for name in CLASSES}
         most = {name: self.given.get(name, 1.0) for name in CLASSES}
-        alpha = self.alpha or 0.0  # without the linear program nothing says that more would be faster
+        alpha = self.alpha
         smallest = self._make(least, alpha)
         self._refuse_too_large(smallest, least, alpha)
-        if least == most and self.alpha is not None:
+        if least == most and self.given_alpha is not None:
             chosen, reason = smallest, "ratios and alpha are given: nothing was planned"
         elif self.options.expert.schedule == "horizontal":  # to compare with
             ratios = fit(lambda ratios: self._make(ratios, alpha), self.lowered, self.given, self.host_nbytes)
@@ -87,7 +88,8 @@ class Choice:
         elif not self.separate and self._fits(largest := self._make(most, alpha)):
             chosen, reason = largest, "all that may be in host memory fits there: nothing was planned"
         elif (plan := self._solved()) is not None:
-            self.plan, chosen, reason = plan, plan.placement, paragraph(plan)
+            self.plan, self.alpha = plan, plan.alpha
+            chosen, reason = plan.placement, paragraph(plan)
         else:  # the program fits, whatever the bounds of the linear program say
             chosen, reason = smallest, "no plan fits by the linear program's bounds: host memory keeps the least it can"
         self._check_device(self.lowered(chosen))
@@ -116,7 +118,7 @@ class Choice:
 
     def _solved(self) -> StepPlan | None:
         """The linear program's answer, settled; None where it finds none."""
-        fixed = Fixed(alpha=self.alpha, ratios=self.given, clip=self.clip)
+        fixed = Fixed(alpha=self.given_alpha, ratios=self.given, clip=self.clip)
         number, host_nbytes = len(self.layouts), self.host_nbytes
         workload, profile, budgets = self.workload, self.profile, self.budgets
         again = solver(workload, profile, budgets, fixed)

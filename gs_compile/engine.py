@@ -62,6 +62,7 @@ class Engine(Keeper):
             clip=optimizer.max_grad_norm is not None,
             device=self.members.parameters[0].device,
         )
+        self._latest = self.planning.placement, self.planning.choice.shape  # of the latest call
         self.tiers = self._make_tiers()
         self._take_over()
         keep(self.members.parameters, self)

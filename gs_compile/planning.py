@@ -132,8 +132,9 @@ class Planning:
                     f"{format_bytes(homes.get((kind, 'ssd'), 0))} on SSD"
                     for kind in kinds
                 ),
-                f"updates:     {late / max(trained, 1):.0%} late, in the next forward",
+                f"updates:     {late / max(trained, 1):.0%} late, in the next forward (alpha {self.choice.alpha:g})",
                 f"peaks:       {peaks}; host budget {format_bytes(self.host_nbytes)}",
+                *([f"planned:     {self.choice.plan.seconds:.3g} s a step"] if self.choice.plan else []),
             ]
         )
 

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 from gs_compile.machine import format_bytes
 from gs_compile.passes.place import Budgets
 from gs_compile.placement import Placement
 from gs_compile.prediction import Prediction
 from gs_compile.profile import Profile
-from gs_compile.program import Program
+from gs_compile.program import Program, Value
 from gs_compile.runtime.simulator import Simulation
 from gs_compile.traffic import traffic
 from gs_compile.workload import Workload
@@ -132,7 +133,6 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
         if placement.schedule == "horizontal":
             found["sums", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
         found["late gradients", "host"] += sum(g.numel for g in unit.trained("late")) * unit.gradient_itemsize
-    checkpoints = sum(placement.x_nbytes) * placement.num_layers
-    on_host = math.floor(checkpoints * placement.checkpoint_ratio)
-    found["checkpoints", "host"], found["checkpoints", "ssd"] = on_host, checkpoints - on_host
+    for layer, (micro_batch, nbytes) in product(range(placement.num_layers), enumerate(placement.x_nbytes)):
+        found["checkpoints", placement.checkpoint_home(Value("x", layer, micro_batch))] += nbytes
     return {key: nbytes for key, nbytes in found.items() if nbytes}
