@@ -29,6 +29,13 @@ class UnitSize:
     def num_trained(self) -> int:
         return sum(self.trained)
 
+    @property
+    def may_reside(self) -> bool:
+        """Whether its parameters may live on a device with memory of its own: the update makes them from a master in
+        host memory, or nothing does.
+        """
+        return self.has_master or not self.trained
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCost:
