@@ -21,7 +21,7 @@ from torch import nn
 from gs_compile.config import parse_bytes
 from gs_compile.errors import PlanError
 from gs_compile.passes.cut import cut_units
-from gs_compile.passes.fit import fit
+from gs_compile.passes.fit import fit, host_needed, lessened
 from gs_compile.passes.lower import lower
 from gs_compile.passes.place import Budgets, Fixed
 from gs_compile.passes.search import Search, search
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 SECONDS_PER_YEAR = 365 * SECONDS_PER_DAY
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # tried where none is given
-FITTED = 3  # micro-batches of the horizontal program whose peaks are looked at: first, middle, last; more need no more
+FITTED = 3  # micro-batches of the horizontal program that ratios are fitted to: more take hardly more memory
 
 
 def plan(
@@ -153,6 +153,11 @@ class _Planner:
             classes=("gradient", "parameter", "checkpoint", "optimizer"),
         )
         placement = make(ratios, number)
+        program = _lowered(workload, placement)
+        while host_needed(program) > self.budgets.host_nbytes:
+            ratios = lessened(ratios, self.fixed.ratios, self.budgets.host_nbytes, host_needed(program))
+            placement = make(ratios, number)
+            program = _lowered(workload, placement)
         return StepPlan(
             workload=workload,
             profile=self.profile,
@@ -161,7 +166,7 @@ class _Planner:
             ratios=ratios,
             device_ratios={},
             placement=placement,
-            prediction=self._predicted(_lowered(workload, placement), placement, workload),
+            prediction=self._predicted(program, placement, workload),
         )
 
     def _predicted(self, program: Program, placement: Placement, workload: Workload) -> Prediction:

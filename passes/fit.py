@@ -40,6 +40,16 @@ def fit(
     return ratios
 
 
+def lessened(
+    ratios: Mapping[str, float], given: Mapping[str, float], host_nbytes: int, needed: int
+) -> dict[str, float]:
+    """A 64th less of the class that was served last and still has some; raises `MemoryBudgetError` if there is none."""
+    for name in reversed(list(ratios)):
+        if name not in given and ratios[name] > 0:
+            return {**ratios, name: max(0.0, ratios[name] - 1 / 64)}
+    raise MemoryBudgetError(too_small(host_nbytes, needed, ratios))
+
+
 def peak(program: Program, tier: str) -> int:
     """The planned peak of a tier, in bytes."""
     return dict(program.peaks).get(tier, 0)
