@@ -72,8 +72,8 @@ def measure(
         step(ids)
         before = predict(optimizer)
         optimizer.synchronize()
-        optimizer.engine.tiers.arena.trim()
-        optimizer.engine.tiers.arena.ledger.restart()
+        optimizer.engine.tiers.setting.arena.trim()
+        optimizer.engine.tiers.setting.arena.ledger.restart()
         step(ids)
         seconds = []
         for _ in range(arguments.rounds):
@@ -94,7 +94,7 @@ def measure(
                 "median_seconds": measured,
                 "predicted_seconds": predicted,
                 "error": predicted / measured - 1,
-                "peak_nbytes": optimizer.engine.tiers.arena.ledger.peak_total,
+                "peak_nbytes": optimizer.engine.tiers.setting.arena.ledger.peak_total,
                 "predicted_peak_nbytes": dict(prediction.program.peaks)["host"],
                 "busy": dict(prediction.simulation.busy),
                 "bubbles": dict(prediction.simulation.bubbles),
