@@ -66,17 +66,28 @@ class Ratios:
     """The fraction of each class of data that stays in host memory, 0 to 1; the rest is on SSD. None: chosen by us.
 
     gradient: of the sums between two micro-batches, which the horizontal order alone has.
+    device_parameter, device_checkpoint: what lives on a device with memory of its own. None: chosen by us together with
+        the fraction in host memory; 0 where that is given.
     """
 
     checkpoint: float | None = None
     parameter: float | None = None
     optimizer: float | None = None
     gradient: float | None = None
+    device_parameter: float | None = None
+    device_checkpoint: float | None = None
 
     def __post_init__(self) -> None:
         for entry in fields(self):
             value = _fraction(f"expert.ratios.{entry.name}", getattr(self, entry.name))
             object.__setattr__(self, entry.name, value)
+        for name in ("parameter", "checkpoint"):
+            host, device = getattr(self, name), getattr(self, f"device_{name}")
+            if (host or 0.0) + (device or 0.0) > 1:
+                raise OptionError(
+                    f"expert.ratios.{name} is {host:g} and expert.ratios.device_{name} is {device:g}: together they "
+                    "are more than there is, so lower one of the two"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,9 @@ by a ratio of its own.
       host zone         SSD zone
     [ a    | c    ] [ b      | d      ]     w: group 0 is a and b, group 1 (late, say) is c and d
     [ group 0             | group 1   ]     dw, s: the same elements, group after group
+
+On a device with memory of its own a zone of whole tensors may come first that lives there: the code reads it where it
+is, and what an update makes of it goes there.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class Group:
 
     letter: str  # of its gradient
     when: str  # "early", "late" or "never"
-    w: tuple[Part, ...]  # in the unit's space: the piece of the host zone, then that of the SSD zone
+    w: tuple[Part, ...]  # in the unit's space: the pieces of the device's zone, the host's and the SSD's
     s: tuple[Part, ...]  # in the group's own space, which is its w parts end to end
 
     @property
@@ -88,6 +91,11 @@ class UnitPlacement:
         parts = [part for part in self.w.values() if part.tier == "ssd"]
         return (min(p.start for p in parts), max(p.stop for p in parts)) if parts else (0, 0)
 
+    @cached_property
+    def num_resident(self) -> int:
+        """Elements of the parameters that live on the device: the first ones."""
+        return max((part.stop for part in self.w.values() if part.tier == "device"), default=0)
+
     def group_of(self, value: Value) -> Group:
         """The group that a part of the parameters or of the state belongs to."""
         part = (self.w if value.kind == "w" else self.s)[value.part]
@@ -113,6 +121,7 @@ class Placement:
     clip: updates wait for the scale that follows from all gradients' norms.
     x_nbytes, side_nbytes: of the checkpoint, and of the side inputs, of each micro-batch.
     schedule: the order of a training step.
+    device_checkpoint_ratio: of the checkpoints, how many stay in memory of the device's own.
     gradient_ratio: of the units, how many have their gradient sums in host memory between two micro-batches of the
         horizontal order; those of the others go to SSD.
     """
@@ -126,6 +135,12 @@ class Placement:
     num_layers: int = 0
     schedule: Schedule = "vertical"
     gradient_ratio: float = 1.0
+    device_checkpoint_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        on_device = self.device_checkpoint_ratio or any(unit.num_resident for unit in self.units)
+        assert self.separate or not on_device, "the device has no memory of its own for anything to live in"
+        assert self.checkpoint_ratio + self.device_checkpoint_ratio <= 1 + 1e-9, "more checkpoints than there are"
 
     @cached_property
     def by_unit(self) -> Mapping[Unit, UnitPlacement]:
@@ -136,14 +151,18 @@ class Placement:
         return any(unit.trained("late") for unit in self.units)
 
     def checkpoint_home(self, value: Value) -> Tier:
-        """Host or SSD, for the input of a layer: the ratio's share of all of them, spread evenly."""
+        """Device, host or SSD, for the input of a layer: the ratios' shares of all of them, spread evenly."""
         assert isinstance(value.unit, int)
         assert value.micro_batch is not None
-        return _spread(value.unit * len(self.x_nbytes) + value.micro_batch, self.checkpoint_ratio)
+        at, ratio = value.unit * len(self.x_nbytes) + value.micro_batch, self.checkpoint_ratio
+        if _is_chosen(at, ratio):
+            return "host"
+        elsewhere = at - int(at * ratio + 1e-9)  # of those before it: the device has a share of these
+        return "device" if _is_chosen(elsewhere, self.device_checkpoint_ratio / (1 - ratio)) else "ssd"
 
     def gradient_home(self, unit: UnitPlacement) -> Tier:
         """Host or SSD, for a unit's gradient sums between two micro-batches: the ratio's share of all units."""
-        return _spread(self.units.index(unit), self.gradient_ratio)
+        return "host" if _is_chosen(self.units.index(unit), self.gradient_ratio) else "ssd"
 
     @property
     def num_pieces(self) -> int:
@@ -182,9 +201,9 @@ class Placement:
         if unit is None:
             return value, self._other_nbytes(value)
         match value.kind, value.tier:
-            case "w", "device" if self.separate:
-                return (value.unit, "w.device"), unit.numel * unit.itemsize
-            case "w", "device" | "host" if value.tier == "device" or unit.w[value.part].tier == "ssd":
+            case "w", "device" if self.separate and not value.part:
+                return (value.unit, "w.device"), (unit.numel - unit.num_resident) * unit.itemsize
+            case "w", "device" | "host" if not value.part or unit.w[value.part].tier == "ssd":
                 start, stop = unit.ssd_zone
                 return (value.unit, "w.host"), (stop - start) * unit.itemsize
             case "w", _:
@@ -230,9 +249,9 @@ class Placement:
         return _Count(self).peaks(ops)
 
 
-def _spread(at: int, ratio: float) -> Tier:
-    """Where the one at a place among many is, such that the ratio's share of them, spread evenly, is on host."""
-    return "host" if int((at + 1) * ratio + 1e-9) > int(at * ratio + 1e-9) else "ssd"
+def _is_chosen(at: int, ratio: float) -> bool:
+    """Whether the one at a place among many is, such that the ratio's share of them, spread evenly, are."""
+    return int((at + 1) * ratio + 1e-9) > int(at * ratio + 1e-9)
 
 
 class _Count:

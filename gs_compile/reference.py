@@ -102,10 +102,8 @@ def _perform_on_tiers(op: Op, units: TieredUnits, reads: Sequence[Any], into: Se
         case "update":
             units.update(dict(zip(op.reads, reads, strict=True)), dict(zip(op.into, into, strict=True)))
             return ()
-        case "gather" if op.reads[0].piece is None:
-            return (units.gather(op.results[0], _by_letter(op.reads, reads)),)
         case "gather":
-            return (units.gather(op.results[0], reads[0]),)
+            return (units.gather(op.results[0], _gathered(op.reads, reads)),)
     if op.reads[0].kind == "dw" and op.results[0].part:
         return tuple(units.split(value, reads[0]) for value in op.results)
     if op.reads[0].kind == "dw":
@@ -119,6 +117,14 @@ def _perform_on_tiers(op: Op, units: TieredUnits, reads: Sequence[Any], into: Se
 
 def _by_letter(values: Sequence[Value], contents: Sequence[Any]) -> dict[str, Any]:
     return {value.part: _copied(content) for value, content in zip(values, contents, strict=True)}
+
+
+def _gathered(values: Sequence[Value], contents: Sequence[Any]) -> dict[str, Any]:
+    """Parts by letter, those that have come in pieces and those that were there."""
+    found: dict[str, Any] = {}
+    for value, content in zip(values, contents, strict=True):
+        found |= _by_letter([value], [content]) if value.piece is None else content
+    return found
 
 
 def _copied(content: Any) -> Any:

@@ -57,8 +57,8 @@ class _Walk:
         self.waiting = _parts(placement, "late") if placement and late else set()  # parts, until their late update
         self.updated: set[Value] = set()
         self.empty: set[Value] = set()  # parts on their way to an update that fills them
-        self.changed: set[Value] = set()  # parts that an update has changed in host memory, and whose home is the SSD
-        self.gathered: set[Value] = set()  # wholes in the memory of their parts
+        self.changed: set[Value] = set()  # parts that an update has changed in host memory, and whose home is elsewhere
+        self.gathered: dict[Value, tuple[Value, ...]] = {}  # wholes, and what they are in the memory of
         self.defined: set[Value] = set()
         self.freed: set[Value] = set()
         self.additions: Counter[Value] = Counter()  # how many operations have added to an accumulator
@@ -203,7 +203,7 @@ class _Walk:
                 self.updated.add(part)
                 self.waiting.discard(part)
                 self.empty.discard(part)
-                if value.tier == "host" and self._home(value) == "ssd":
+                if value.tier == "host" and self._home(value) in ("ssd", "device"):
                     self.changed.add(part)
         elif op.verb in MOVEMENTS:
             yield from self._breaks_contents(op)
@@ -217,7 +217,7 @@ class _Walk:
                 yield f"{value} is used before its late update"
             if part in self.empty:
                 yield f"{value} is empty until its update"
-            if value.tier == "ssd" and part in self.changed:
+            if value.tier != "host" and part in self.changed:
                 yield f"{value} is not what the update has made"
         for value in op.results:
             part = replace(value, tier=None)
@@ -228,16 +228,17 @@ class _Walk:
         self.changed.difference_update(replace(value, tier=None) for value in op.into)
 
     def _breaks_gathered(self, op: Op) -> Iterator[str]:
-        """Where the device reads host memory itself, a unit's parts do not change while it is gathered."""
-        if self.placement is None or self.placement.separate or self.program.made_by != "free":
+        """What the device reads where it lives does not change while its unit is gathered."""
+        if self.placement is None or self.program.made_by != "free":
             return
         for value in (*op.results, *op.into):
-            if value.tier == "host" and value.kind == "w" and Value("w", value.unit) in self.gathered:
-                yield f"{value} changes while {Value('w', value.unit)} is in use"
+            whole = Value("w", value.unit)
+            if value.part and value in self.gathered.get(whole, ()):
+                yield f"{value} changes while {whole} is in use"
         if op.verb == "gather":
-            self.gathered.update(op.results)
+            self.gathered[op.results[0]] = op.reads
         elif op.verb == "free":
-            self.gathered.difference_update(op.reads)
+            self.gathered.pop(op.reads[0], None)
 
     def _home(self, value: Value) -> str | None:
         unit = self.placement.by_unit.get(value.unit) if self.placement and value.unit is not None else None

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, count
+from itertools import accumulate, count, pairwise
 from math import ceil
 
 from gs_compile.placement import QUANTUM, Group, Part, Placement, UnitPlacement
 from gs_compile.program import Schedule, Tier, Unit
 from gs_compile.workload import UnitSize
+
+TIERS: tuple[Tier, ...] = ("device", "host", "ssd")  # the zones of a unit, in this order
+NOTHING: Mapping[str, float] = {}
+DEVICE_CLASSES = ("device_parameter", "device_checkpoint")  # as users call the ratios of what lives on the device
 
 
 def cut_units(
@@ -24,33 +28,56 @@ def cut_units(
     side_nbytes: tuple[int, ...],
     schedule: Schedule = "vertical",
     gradient_ratio: float | None = None,
+    device_ratios: Mapping[str, float] = NOTHING,
 ) -> Placement:
     """The placement that ratios and alpha describe. No update takes more elements at a time than a whole layer has.
 
     gradient_ratio: of the gradient sums of the horizontal order; None: all in host memory.
+    device_ratios: what part of "parameter" and "checkpoint" lives on a device with memory of its own. Whole tensors do:
+        what one unit is short of its part, the next ones may have on top.
     """
     layers = [sum(size.trained) for size in sizes if isinstance(size.unit, int)]
-    units = tuple(
-        cut(
-            size.unit,
-            size.trained,
-            size.frozen,
-            parameter_ratio=ratios["parameter"],
-            optimizer_ratio=ratios["optimizer"],
-            alpha=alpha,
-            most_numel=max(layers, default=0) or max(sum(size.trained) for size in sizes) or 1,
-            separate=separate,
-            itemsize=size.itemsize,
-            gradient_itemsize=size.gradient_itemsize,
-            state_itemsize=size.state_itemsize,
-            has_master=size.has_master,
+    units: list[UnitPlacement] = []
+    spare = 0.0  # elements that the units so far have left of the device's part
+    for size in sizes:
+        spare += device_ratios.get("parameter", 0.0) * size.numel if size.may_reside else 0.0
+        units.append(
+            cut(
+                size.unit,
+                size.trained,
+                size.frozen,
+                parameter_ratio=ratios["parameter"],
+                optimizer_ratio=ratios["optimizer"],
+                alpha=alpha,
+                most_numel=max(layers, default=0) or max(sum(size.trained) for size in sizes) or 1,
+                separate=separate,
+                itemsize=size.itemsize,
+                gradient_itemsize=size.gradient_itemsize,
+                state_itemsize=size.state_itemsize,
+                has_master=size.has_master,
+                device_numel=int(spare + 1e-9) if size.may_reside else 0,
+            )
         )
-        for size in sizes
-    )
+        spare -= units[-1].num_resident
+    device_checkpoint = device_ratios.get("checkpoint", 0.0)
     gradients = 1.0 if gradient_ratio is None else gradient_ratio
     return Placement(
-        units, separate, clip, ratios["checkpoint"], x_nbytes, side_nbytes, num_layers, schedule, gradients
+        tuple(units),
+        separate,
+        clip,
+        min(ratios["checkpoint"], 1 - device_checkpoint),
+        x_nbytes,
+        side_nbytes,
+        num_layers,
+        schedule,
+        gradients,
+        device_checkpoint,
     )
+
+
+def on_device(ratios: Mapping[str, float]) -> dict[str, float]:
+    """The ratios of what lives on the device, by class, among those that users give."""
+    return {name.removeprefix("device_"): ratio for name, ratio in ratios.items() if name in DEVICE_CLASSES}
 
 
 def cut(
@@ -67,31 +94,34 @@ def cut(
     gradient_itemsize: int,
     state_itemsize: int,
     has_master: bool,
+    device_numel: int = 0,
 ) -> UnitPlacement:
     """Where the parts of a unit live whose tensors have `trained` and `frozen` elements (multiples of QUANTUM).
 
     The ratios are the shares of parameters and of optimizer state in host memory, `alpha` the share of the update that
     is late, `most_numel` the most elements that one update takes at a time. Without a separate device the code reads
     host memory as it is, so no tensor may straddle the cut between host and SSD: the parameter ratio is rounded down
-    to the end of a tensor.
+    to the end of a tensor. `device_numel` is the most elements that live on the device, as whole tensors.
     """
     num_trained, numel = sum(trained), sum(trained) + sum(frozen)
-    limit = int(parameter_ratio * numel + 1e-9)
-    ends = [limit // QUANTUM * QUANTUM] if separate else [0, *accumulate((*trained, *frozen))]
-    host = max(end for end in ends if end <= limit)
+    tensors = [0, *accumulate((*trained, *frozen))]
+    device = max(end for end in tensors if end <= device_numel)
+    limit = min(int(parameter_ratio * numel + 1e-9), numel - device)
+    ends = [limit // QUANTUM * QUANTUM] if separate else tensors
+    bounds = [0, device, device + max(end for end in ends if end <= limit), numel]
     fractions = _fractions(num_trained, alpha, most_numel)
-    on_host = _cuts(0, min(host, num_trained), fractions)
-    on_ssd = _cuts(min(host, num_trained), num_trained, fractions)
+    pieces = [_cuts(min(a, num_trained), min(b, num_trained), fractions) for a, b in pairwise(bounds)]
     zones: list[tuple[str, list[tuple[Tier, int, int]]]] = [
-        (when, [("host", *a), ("ssd", *b)]) for (when, _), a, b in zip(fractions, on_host, on_ssd, strict=True)
+        (when, [(tier, *piece[number]) for tier, piece in zip(TIERS, pieces, strict=True)])
+        for number, (when, _) in enumerate(fractions)
     ]
-    rest = max(host, num_trained)
-    zones.append(("never", [("host", num_trained, rest), ("ssd", rest, numel)]))
+    rest = [max(end, num_trained) for end in bounds]
+    zones.append(("never", list(zip(TIERS, rest, rest[1:], strict=False))))
 
     w_letters, s_letters, dw_letters = _letters(), _letters(), _letters()
     groups = []
-    for when, pieces in zones:
-        w = tuple(Part(next(w_letters), tier, start, stop) for tier, start, stop in pieces if start < stop)
+    for when, zone in zones:
+        w = tuple(Part(next(w_letters), tier, start, stop) for tier, start, stop in zone if start < stop)
         size = sum(part.numel for part in w)
         if size:
             resident = int(optimizer_ratio * size + 1e-9) // QUANTUM * QUANTUM

@@ -12,7 +12,8 @@ what `Placement.slot` says. So a unit's parameters count p times their bytes, an
 
 The formulas are never below what `Placement.peaks` counts on the program. They are above it by what rounds to quanta,
 and where several things come and go within one moment. In one memory no tensor is cut: there a unit keeps less of its
-parameters in host memory than p, and more on SSD, which is not in here.
+parameters in host memory than p, and more on SSD, which is not in here. Nor is a tensor cut that lives on the device:
+one unit has more than its part there and the next less, so while a unit is in use all of it counts beside them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ from .volumes import (
     PARAMETER,
     SSD_CHECKPOINT,
     SSD_OPTIMIZER,
-    SSD_PARAMETER,
     Array,
 )
 
@@ -170,8 +170,8 @@ class _Unit:
         self.home = LEAVE if max(groups) > 1 else FETCH
 
     def _group(self, share: Array, number: int) -> Array:
-        """Elements of one update: cuts of both zones go to the nearest quantum."""
-        return np.minimum(share * self.num_trained / max(number, 1) + 2 * QUANTUM, self.num_trained)
+        """Elements of one update: cuts of its three zones go to the nearest quantum."""
+        return np.minimum(share * self.num_trained / max(number, 1) + 3 * QUANTUM, self.num_trained)
 
     def count(self) -> None:
         self._parameters()
@@ -185,7 +185,8 @@ class _Unit:
 
     def _parameters(self) -> None:
         nbytes = self.size.numel * self.size.itemsize
-        self.add("ssd", nbytes, SSD_PARAMETER, (BEGIN, END))
+        on_device = DEVICE_PARAMETER * self.size.may_reside
+        self.add("ssd", nbytes, ALL - PARAMETER - on_device, (BEGIN, END))
         self.add("ssd", QUANTUM * self.size.itemsize, ALL, (BEGIN, END))  # a cut rounds down
         self.add("host", nbytes, ALL - PARAMETER, *self._in_host())
         if not (self.separate and self.size.has_master and self.num_late):
@@ -193,14 +194,14 @@ class _Unit:
         else:
             self._reclaimed(nbytes)
         if self.separate:
-            self.add("device", nbytes, DEVICE_PARAMETER, (BEGIN, END))
+            self.add("device", nbytes, on_device, (BEGIN, END))
             spans = (((use - 1, COMPUTE), (use, COMPUTE)) for use in self.uses)
-            self.add("device", nbytes, ALL - DEVICE_PARAMETER, *spans)
+            self.add("device", nbytes, ALL, *spans)
 
     def _reclaimed(self, nbytes: int) -> None:
         """Late parts are stale from their last use to their update: gradients take their memory."""
         exact = self.late == self.num_trained
-        stale = np.where(exact, self.late, np.maximum(self.num_late * (self.late - 2 * QUANTUM) - QUANTUM, 0))
+        stale = np.where(exact, self.late, np.maximum(self.num_late * (self.late - 3 * QUANTUM) - QUANTUM, 0))
         self.add("host", nbytes - stale * self.size.itemsize, PARAMETER, (BEGIN, END))
         for k in range(self.num_late):
             span = ((self._late_stage(k, 2), UPDATE), (self.uses[-1] - 1, COMPUTE))

@@ -10,6 +10,10 @@ and in the horizontal order
     dw1.host = offload(dw1.device)                  a gradient sum, after each micro-batch but the last
     dw1.device = prefetch(dw1.host)                 and back, before each but the first
 
+What lives on the device is read where it is; a part that was updated comes from the host's memory:
+
+    w1a.device is changed by prefetch(w1a.host, into=w1a.device)
+
 Where the device has no memory of its own the second kind vanishes, and of the third only what has to be collected for
 the SSD is copied. Nothing overlaps yet: `pipeline` gives each transfer its time.
 """
@@ -71,14 +75,15 @@ class _Units:
         self.gathered.add(unit.unit)
         away = [part for part in unit.w.values() if part.tier == "ssd" and part.letter not in late]
         yield from self._move("prefetch", "w", unit, away, stage)
-        parts = tuple(unit.value("w", part, "host") for part in unit.w.values())
+        parts = tuple(unit.value("w", part, "host") for part in unit.w.values() if part.tier != "device")
         if not self.placement.separate:
             yield Op("gather", parts, stage, (whole,))
             return
-        pieces = tuple(replace(whole, piece=k) for k in range(self.placement.num_pieces))
+        resident = tuple(unit.value("w", part) for part in unit.w.values() if part.tier == "device")
+        pieces = tuple(replace(whole, piece=k) for k in range(self.placement.num_pieces) if parts)
         for piece in pieces:
             yield Op("prefetch", parts, stage, (piece,))
-        yield Op("gather", pieces, stage, (whole,))
+        yield Op("gather", (*pieces, *resident), stage, (whole,))
 
     def _keep(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
         """The gradient leaves the device, once; early parts where there is a way to go."""
@@ -97,9 +102,11 @@ class _Units:
             gradient = whole
         elif group.when == "early" and group is unit.trained("early")[0] and not unit.trained("late"):
             yield Op("offload", (whole,), stage, tuple(unit.gradient(g) for g in unit.trained("early")))
-        on_ssd = [part for part in group.w if part.tier == "ssd"]
+        resident, on_ssd = ([part for part in group.w if part.tier == tier] for tier in ("device", "ssd"))
         if unit.has_master:
-            filled = on_ssd + [p for p in group.w if group.when == "late" and self.placement.reclaims(unit, p)]
+            filled = (
+                resident + on_ssd + [p for p in group.w if group.when == "late" and self.placement.reclaims(unit, p)]
+            )
             for part in filled:
                 yield Op("empty", (), stage, (unit.value("w", part, "host"),))
         elif group.when == "late":
@@ -107,6 +114,9 @@ class _Units:
         yield from self._move("prefetch", "s", unit, [part for part in group.s if part.tier == "ssd"], stage)
         scale = (Value("scale", tier="host"),) if self.placement.clip else ()
         yield Op("update", (gradient, *scale), stage, into=self._changed(unit, group))
+        if resident:
+            made = tuple(unit.value("w", part, "host") for part in resident)
+            yield Op("prefetch", made, stage, into=tuple(unit.value("w", part) for part in resident))
         for kind, parts in (("w", on_ssd), ("s", [part for part in group.s if part.tier == "ssd"])):
             yield from self._move("offload", kind, unit, parts, stage)
 
@@ -209,7 +219,7 @@ class _Activations:
         return value.kind == "x" and len(self.users.get(value, ())) > 1
 
     def _leaves(self, value: Value) -> bool:
-        if value.kind not in ("x", "dx") or value in self.keep or not self.users.get(value):
+        if value.kind not in ("x", "dx") or self._stays(value) or not self.users.get(value):
             return False
         if self.placement.separate:
             return any(self._comes_back(value, use) for use in self.users[value])
@@ -217,16 +227,22 @@ class _Activations:
 
     def _comes_back(self, value: Value, index: int) -> bool:
         """Whether it is read at `index` and not on the device any more."""
-        if value.kind not in ("x", "dx") or value in self.keep:
+        if value.kind not in ("x", "dx") or self._stays(value):
             return False
         if not self.placement.separate:
             return index != self.users[value][0] and self._recomputed_from(value)
         before = self.computation_before.get(index)  # what it has made or read is still there
         return before not in (self.definitions[value], *self.users[value])
 
+    def _stays(self, value: Value) -> bool:
+        return value in self.keep or self._has_home(value, "device")
+
     def _on_ssd(self, value: Value) -> bool:
+        return self._has_home(value, "ssd")
+
+    def _has_home(self, value: Value, tier: Tier) -> bool:
         stays_near = value.unit == self.program.num_layers  # what the head reads is needed again at once
-        return self._recomputed_from(value) and not stays_near and self.placement.checkpoint_home(value) == "ssd"
+        return self._recomputed_from(value) and not stays_near and self.placement.checkpoint_home(value) == tier
 
     # How they travel -------------------------------------------------------------------------------------------------
 

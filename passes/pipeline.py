@@ -10,10 +10,10 @@ With S the stage of the layer itself, in the forward or the backward:
     checkpoint, host to SSD                     S + 1     all micro-batches of the layer
     gradient of parameters, device to host      S + 1     with the early optimizer state, SSD to host
     update, early part                          S + 2
-    parameters and state, early, host to SSD    S + 3
+    parameters and state, early, host to home   S + 3
     optimizer state, late, SSD to host          S - 3     of the forward
     update, late part                           S - 2
-    parameters and state, late, host to SSD     S - 1
+    parameters and state, late, host to home    S - 1
 
 and for gradient sums in the horizontal order, where a stage is of one micro-batch:
 
@@ -135,15 +135,16 @@ class _Clock:
                 return Slot(here - 1 - self.placement.separate, rank=READS_FIRST["dw"])
             case "prefetch", "dw", _:
                 return Slot(here - 1)
-            case "prefetch", "w", ("host", "device"):
-                return self._piece(here - 1, value.piece or 0)
+            case "prefetch", "w", ("host", "device") if value.piece is not None:
+                return self._piece(here - 1, value.piece)
             case (("prefetch" | "offload" | "update" | "empty"), _, _):
                 return self._optimizer(here, op, value)
         return Slot(here)
 
     def _optimizer(self, here: int, op: Op, value: Value) -> Slot:
-        what = op.verb if op.verb == "update" else f"{op.verb} {value.kind}"
-        rank = READS_FIRST[value.kind] if op.verb == "prefetch" else 3
+        verb = "offload" if op.into else op.verb  # home may be the device
+        what = "update" if op.verb == "update" else f"{verb} {value.kind}"
+        rank = READS_FIRST[value.kind] if verb == "prefetch" else 3
         before, after = self._turn(op)
         if here < 0:
             unit = (*op.into, *op.results, *op.reads)[0].unit

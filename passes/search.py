@@ -20,6 +20,7 @@ from gs_compile.machine import format_bytes
 from gs_compile.profile import Profile
 from gs_compile.workload import Workload
 
+from .cut import DEVICE_CLASSES
 from .fit import CLASSES
 from .place import Budgets, Fixed, Formulas, Solution, best, short
 
@@ -78,9 +79,16 @@ def check(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixed, 
         )
     if fixed.alpha is not None and not 0 <= fixed.alpha <= 1:
         raise PlanError(f"alpha is {fixed.alpha:g}; it is a part of each update, from 0 to 1")
+    allowed = (*CLASSES, *(DEVICE_CLASSES if profile.separate else ()))
     for name, ratio in fixed.ratios.items():
-        if name not in CLASSES or not 0 <= ratio <= 1:
-            raise PlanError(f"the ratio {name} is {ratio:g}; there are {', '.join(CLASSES)}, each from 0 to 1")
+        if (name not in allowed and (ratio or name not in DEVICE_CLASSES)) or not 0 <= ratio <= 1:
+            raise PlanError(f"the ratio {name} is {ratio:g}; there are {', '.join(allowed)}, each from 0 to 1")
+    for name in ("parameter", "checkpoint"):
+        host, device = (fixed.ratios.get(each, 0.0) for each in (name, f"device_{name}"))
+        if host + device > 1:
+            raise PlanError(
+                f"the ratios {name} {host:g} and device_{name} {device:g} are more than there is: lower one"
+            )
     timed = all(None not in (cost.forward_seconds, cost.backward_seconds) for cost in workload.costs.values())
     if not timed and workload.dtype not in profile.matmul_flops_per_second:
         known = ", ".join(profile.matmul_flops_per_second)
@@ -93,9 +101,10 @@ def check(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixed, 
         "checkpoint": num_micro_batches * workload.num_layers * workload.x_nbytes,
         "optimizer": workload.states_nbytes,
     }
-    resident = sum(ratio * nbytes[name] for name, ratio in fixed.ratios.items())
+    on_host = {name: ratio for name, ratio in fixed.ratios.items() if name in nbytes}
+    resident = sum(ratio * nbytes[name] for name, ratio in on_host.items())
     if resident > budgets.host_nbytes:
-        kept = ", ".join(f"{name} {ratio:g}" for name, ratio in fixed.ratios.items())
+        kept = ", ".join(f"{name} {ratio:g}" for name, ratio in on_host.items())
         raise NoFitError(
             f"the ratios {kept} keep {format_bytes(int(resident))} in host memory, of which there are "
             f"{format_bytes(budgets.host_nbytes)}: lower them, or leave them out and they are chosen"

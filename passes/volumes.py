@@ -8,7 +8,8 @@ The ratios are the shares of a class of data that live in a place:
 What is left is on SSD. A formula is an array `[alpha, 1 + 5]`: for each alpha a constant and the five coefficients.
 They count what `offload` makes of a step, to the byte but for cuts at whole quanta and tensors. The forward has all
 that the late updates move, the backward what the early ones do, wherever `pipeline` issues it. A unit of which only
-some tensors are trained is taken as if any part of it had its share of them.
+some tensors are trained is taken as if any part of it had its share of them. What a trained unit without a master has
+never lives on the device, whatever dp.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ TIMED = ("compute", "cpu", "h2d", "d2h", "ssd_read", "ssd_write")
 ALL, CHECKPOINT, PARAMETER, OPTIMIZER = (np.eye(6)[index] for index in range(4))
 DEVICE_CHECKPOINT, DEVICE_PARAMETER = np.eye(6)[4], np.eye(6)[5]
 SSD_CHECKPOINT = ALL - CHECKPOINT - DEVICE_CHECKPOINT
-SSD_PARAMETER = ALL - PARAMETER - DEVICE_PARAMETER
 SSD_OPTIMIZER = ALL - OPTIMIZER
 
 ONCE, LATE, COPIED = np.eye(3)  # see `_Sums`
@@ -116,20 +116,20 @@ class _Sums:
 def _parameters(moved: _Sums, size: UnitSize, step: Outline, *, separate: bool) -> None:
     uses: tuple[int, ...] = step.uses.get(size.unit, ())
     nbytes, trained = size.numel * size.itemsize, size.num_trained * size.itemsize
+    on_device = DEVICE_PARAMETER * size.may_reside
+    on_ssd = ALL - PARAMETER - on_device
     for use in uses:
-        moved.add(step.phase(use), "ssd_read", "w", nbytes * ONCE, SSD_PARAMETER)
+        moved.add(step.phase(use), "ssd_read", "w", nbytes * ONCE, on_ssd)
         if separate:
-            moved.add(step.phase(use), "h2d", "w", nbytes * ONCE, ALL - DEVICE_PARAMETER)
+            moved.add(step.phase(use), "h2d", "w", nbytes * ONCE, ALL - on_device)
     if uses and trained:
         first = step.phase(uses[0])
-        moved.add(first, "ssd_read", "w", -trained * LATE, SSD_PARAMETER)  # the late update has it in host memory,
+        moved.add(first, "ssd_read", "w", -trained * LATE, on_ssd)  # the late update has it in host memory,
         if not size.has_master:
-            moved.add("forward", "ssd_read", "w", trained * LATE, SSD_PARAMETER)  # as it had to read it itself
-    moved.add_both("ssd_write", "w", trained, SSD_PARAMETER)
+            moved.add("forward", "ssd_read", "w", trained * LATE, on_ssd)  # as it had to read it itself
+    moved.add_both("ssd_write", "w", trained, on_ssd)
     if separate:
-        moved.add_both("h2d", "w", trained, DEVICE_PARAMETER)
-        if not size.has_master:
-            moved.add_both("d2h", "w", trained, DEVICE_PARAMETER)
+        moved.add_both("h2d", "w", trained, on_device)  # what the update has made
 
 
 def _optimizer(moved: _Sums, size: UnitSize, *, separate: bool) -> None:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -71,8 +72,9 @@ class Parameters:
         self.setting = setting
         self.extents: dict[Unit, Extent] = {}
         self.zones: dict[Unit, Flat] = {}  # the host zone of a unit, where it is in one piece
+        self.residents: dict[Unit, Tensor] = {}  # the zone of a unit that lives on the device
         self._slots: dict[Unit, Hold] = {}  # where the SSD zone of a unit is brought together
-        self._device: dict[Unit, Tensor] = {}
+        self._staged: WeakValueDictionary[Unit, Tensor] = WeakValueDictionary()  # where its pieces come together
 
     def home(self, unit: UnitPlacement, part: Part) -> Flat | Region:
         """What a part is where it lives; made on the first call, in memory that is not written yet."""
@@ -83,6 +85,10 @@ class Parameters:
                 self.extents[unit.unit] = self.setting.extent(f"w{unit.unit}", (stop - start) * unit.itemsize)
             offset = (part.start - start) * unit.itemsize
             return Region(self.extents[unit.unit], offset, part.numel * unit.itemsize)
+        if part.tier == "device":
+            if unit.unit not in self.residents:
+                self.residents[unit.unit] = torch.empty(unit.num_resident, dtype=dtype, device=self.setting.device)
+            return Flat(self.residents[unit.unit][part.start : part.stop])
         if self.setting.placement.separate:
             return self.setting.flat(part.numel, dtype, "parameters")
         if unit.unit not in self.zones:
@@ -95,10 +101,12 @@ class Parameters:
         dtype = self.setting.dtypes[unit.unit]
         if value.tier == "device":
             if value.piece == 0:
-                self._device[unit.unit] = torch.empty(unit.numel, dtype=dtype, device=self.setting.device)
-            return Flat(self._device[unit.unit])
+                numel = unit.numel - unit.num_resident
+                whole = self._staged[unit.unit] = torch.empty(numel, dtype=dtype, device=self.setting.device)
+                return Flat(whole)
+            return Flat(self._staged[unit.unit])
         part = unit.w[value.part]
-        if part.tier == "host":
+        if part.tier != "ssd":
             return self.setting.flat(part.numel, dtype, "parameters")
         start, stop = unit.ssd_zone
         slot = self._slots.get(unit.unit)
@@ -114,7 +122,16 @@ class Parameters:
         """A unit's parameters as its code takes them: views, nothing is moved."""
         unit = self.setting.unit(op.results[0])
         if self.setting.placement.separate:
-            return Gathered({b.input: b.view(reads[0].tensor) for b in bindings} | dict(others))
+            resident, staged = self.residents.get(unit.unit), reads[0].tensor
+            return Gathered(
+                {
+                    b.input: b.view(staged, unit.num_resident)
+                    if resident is None or b.offset >= unit.num_resident
+                    else b.view(resident)
+                    for b in bindings
+                }
+                | dict(others)
+            )
         zone, slot, start = self.zones.get(unit.unit), self._slots.get(unit.unit), unit.ssd_zone[0]
         dtype, tensors = self.setting.dtypes[unit.unit], dict(others)
         for binding in bindings:
@@ -129,25 +146,31 @@ class Parameters:
     def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any], number: int) -> None:
         if op.results and op.results[0].piece is not None:
             self._send_piece(op, reads, targets[0].tensor, number)
+        elif op.lane == "h2d":
+            for source, target in zip(reads, targets, strict=True):
+                target.tensor.copy_(source.tensor, non_blocking=True)
+                on_this_stream(target.tensor)
         else:
             transfer(reads, targets)
 
     def _send_piece(self, op: Op, reads: Sequence[Flat], whole: Tensor, number: int) -> None:
-        """Copy the k-th of n equal shares of a unit from its parts to the device."""
+        """Copy the k-th of n equal shares of a unit from its parts to the device, where they are not there already."""
         unit, (start, stop) = self.setting.unit(op.results[0]), self.share(op.results[0], number)
+        first = unit.num_resident
         for value, content in zip(op.reads, reads, strict=True):
             part = unit.w[value.part]
             begin, end = max(start, part.start), min(stop, part.stop)
             if begin < end:
                 source = content.tensor[begin - part.start : end - part.start]
-                whole[begin:end].copy_(source, non_blocking=True)
+                whole[begin - first : end - first].copy_(source, non_blocking=True)
         on_this_stream(whole)
 
     def share(self, piece: Value, number: int) -> tuple[int, int]:
         """The elements of one of so many pieces."""
         unit = self.setting.unit(piece)
-        k = piece.piece or 0
-        return unit.numel * k // number, unit.numel * (k + 1) // number
+        k, first = piece.piece or 0, unit.num_resident
+        numel = unit.numel - first
+        return first + numel * k // number, first + numel * (k + 1) // number
 
 
 class InterLayerTensors:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import expecttest
 import torch
@@ -11,6 +12,7 @@ from tiers import X_NBYTES, Options, after, options, place, tiered_steps, train,
 from toy import Toy
 
 from gs_compile.passes.lower import lower
+from gs_compile.passes.snake import snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.program import Value
 from gs_compile.reference import reference
@@ -20,6 +22,51 @@ SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, 
 
 
 class TestText(expecttest.TestCase):
+    def test_homes_on_the_device(self):
+        """Checkpoint x0_1 stays there, and so do the first tensors of the layer."""
+        options = Options(device_parameter=0.7, device_checkpoint=0.5, alpha=0.5)
+        program = after(lower(1, 2, placement=place(1, 2, options=options), late=True), "offload")
+        lines = str(program).splitlines()
+        self.assertExpectedInline(
+            "\n".join(line for line in lines if "w0" in line or "x0" in line),
+            """\
+w0c.host = empty()
+w0d.host = empty()
+update(dw0b.host, into=(w0c.host, w0d.host, s0b.host))
+prefetch(w0c.host, into=w0c.device)
+offload(w0d.host, into=w0d.ssd)
+x0_1.device = embed(batch_1, we.device)
+x0_0.device = embed(batch_0, we.device)
+x0_0.host = offload(x0_0.device)
+x0_0.ssd = offload(x0_0.host)
+w0b.host = prefetch(w0b.ssd)
+w0.device[0] = prefetch(w0b.host, w0d.host)
+w0.device[1] = prefetch(w0b.host, w0d.host)
+w0.device = gather(w0.device[0], w0.device[1], w0a.device, w0c.device)
+x1_0.device = forward(x0_0.device, w0.device)
+x1_1.device = forward(x0_1.device, w0.device)
+x0_0.host = prefetch(x0_0.ssd)
+w0b.host, w0d.host = prefetch(w0b.ssd, w0d.ssd)
+w0.device[0] = prefetch(w0b.host, w0d.host)
+w0.device[1] = prefetch(w0b.host, w0d.host)
+w0.device = gather(w0.device[0], w0.device[1], w0a.device, w0c.device)
+dw0.device = zeros()
+x0_0.device = prefetch(x0_0.host)
+dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
+dx0_0.host = offload(dx0_0.device)
+dx0_1.device = backward(x0_1.device, dx1_1.device, w0.device, into=dw0.device)
+norm0.device = norm(dw0.device)
+dw0a.host, dw0b.host = offload(dw0.device)
+w0a.host = empty()
+w0b.host = empty()
+update(dw0a.host, into=(w0a.host, w0b.host, s0a.host))
+prefetch(w0a.host, into=w0a.device)
+offload(w0b.host, into=w0b.ssd)
+embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
+dx0_0.device = prefetch(dx0_0.host)
+embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)""",
+        )
+
     def test_separate_memories(self):
         program = after(lower(1, 2, placement=place(1, 2, options=SMALL), late=True), "offload")
         self.assertExpectedInline(
@@ -298,10 +345,12 @@ def _expected(step, options, placement, late):
     trained = with_gradient(num_layers, shape) if shape.training else frozenset()
     expected = dict.fromkeys([(lane, "w") for lane in ("ssd_read", "ssd_write", "h2d")], 0)
 
-    def on_ssd(unit, kind, *when):
+    def nbytes(tier, unit, kind, *when):
         groups = unit.groups if not when else unit.trained(*when)
         size = unit.itemsize if kind == "w" else unit.state_itemsize
-        return size * sum(p.numel for g in groups for p in (g.w if kind == "w" else g.s) if p.tier == "ssd")
+        return size * sum(p.numel for g in groups for p in (g.w if kind == "w" else g.s) if p.tier == tier)
+
+    on_ssd = partial(nbytes, "ssd")
 
     state_read = state_written = gradients = 0
     for unit in by_unit.values():
@@ -314,8 +363,10 @@ def _expected(step, options, placement, late):
             expected["ssd_write", "w"] += on_ssd(unit, "w", which)
             state_read += on_ssd(unit, "s", which)
             state_written += on_ssd(unit, "s", which)
+            expected["h2d", "w"] += nbytes("device", unit, "w", which)
         if options.separate:
-            expected["h2d", "w"] += stages[unit.unit] * unit.numel * unit.itemsize
+            sent = unit.numel * unit.itemsize - nbytes("device", unit, "w")
+            expected["h2d", "w"] += stages[unit.unit] * sent
         if unit.unit in trained:
             one_memory = unit.trained("late") if unit.trained("early") else ()
             leaves = unit.trained() if options.separate else one_memory
@@ -337,10 +388,19 @@ def _expected_activations(step, options, placement):
     head_twice = {"forward h", "backward h"} <= stages
     fetched = (num_layers + 1 + head_twice) * (n - 1) + len(recomputed) * n
     left = (num_layers - len(recomputed)) * (n - 1) + len(recomputed) * n + (n if head_twice and n > 1 else n - 1)
+    stay = [value for value in all_on_ssd if placement.checkpoint_home(value) == "device"]
+    left -= len(stay)
+    fetched -= sum(1 + (value.micro_batch != _still_there(step, value.unit)) for value in stay)
     gradients = max(backward - 1, 0) * (n - 1)
     for lane, x in (("h2d", fetched), ("d2h", left)):
         expected |= {(lane, "x"): x * X_NBYTES, (lane, "dx"): gradients * X_NBYTES}
     return expected
+
+
+def _still_there(step, layer):
+    """The micro-batch that runs first through a layer: its input is still there."""
+    program = snake(vertical(*step[:2], shape=step[2]))
+    return next(op.micro_batch for op in program.ops if op.verb == "forward" and op.unit == layer)
 
 
 def _stages(step):

@@ -28,12 +28,14 @@ TABLE = {
     "update w": 2,
     "offload w host ssd": 3,
     "offload s host ssd": 3,
+    "home w host device": 3,
     "late prefetch w ssd host": -3,
     "late prefetch s ssd host": -3,
     "late empty w": -2,
     "late update w": -2,
     "late offload w host ssd": -1,
     "late offload s host ssd": -1,
+    "late home w host device": -1,
 }
 
 
@@ -176,8 +178,7 @@ def test_parameters_go_to_the_device_in_pieces_beside_the_micro_batches(step, op
             position += op.micro_batch is not None
             if op.results and op.results[0].piece is not None:
                 pieces[op.results[0].unit, stage].append((op.results[0].piece, position))
-    gathers = sum(op.verb == "gather" for op in program.ops)
-    assert len(pieces) == gathers
+    assert len(pieces) == sum(op.verb == "gather" and op.reads[0].piece is not None for op in program.ops)
     used = {(op.results[0].unit, op.stage) for op in program.ops if op.verb == "gather"}
     for (unit, stage), found in pieces.items():
         assert [piece for piece, _ in found] == list(range(num_micro_batches))
@@ -249,12 +250,14 @@ def _name(op):
     value = (*op.results, *op.into)[0] if op.results or op.into else op.reads[0]
     if op.verb not in ("prefetch", "offload"):
         return f"{op.verb} {value.kind}"
+    if op.into and op.verb == "prefetch":
+        return f"home {value.kind} {op.reads[0].tier} {value.tier}"
     return f"{op.verb} {value.kind} {op.reads[0].tier} {value.tier}"
 
 
 def _turn(name, value, placement):
     """A unit of several updates takes a stage for each: later for early ones, sooner for late ones."""
-    if name == "prefetch w ssd host" or value.kind not in ("w", "s") or value.tier == "device":
+    if name == "prefetch w ssd host" or value.kind not in ("w", "s") or not value.part:
         return 0
     unit = placement.by_unit[value.unit]
     groups = unit.trained("late" if name.startswith("late") else "early")

@@ -147,8 +147,9 @@ def _memory(value, placement):
             return (tier, value), X_NBYTES
         case "side":
             return (tier, value), SIDE_NBYTES
-        case "w" if tier == "device":
-            return (tier, ("w", value.unit)), unit.numel * unit.itemsize
+        case "w" if tier == "device" and not value.part:
+            staged = sum(part.numel for part in unit.w.values() if part.tier != "device")
+            return (tier, ("w", value.unit)), staged * unit.itemsize
         case "w" if tier == "host" and (not value.part or unit.w[value.part].tier == "ssd"):
             zone = sum(part.numel for part in unit.w.values() if part.tier == "ssd")
             return (tier, ("w", value.unit)), zone * unit.itemsize

@@ -40,6 +40,8 @@ class Options:
     has_master: bool = True
     has_state: bool = True
     clip: bool = False
+    device_parameter: float = 0.0
+    device_checkpoint: float = 0.0
 
 
 RESIDENT = Options(parameter_ratio=1.0, optimizer_ratio=1.0, checkpoint_ratio=1.0, separate=False)
@@ -49,17 +51,20 @@ RATIOS = (0.0, 0.3, 1.0)
 
 @st.composite
 def options(draw: st.DrawFn) -> Options:
-    clip = draw(st.booleans())
+    clip, separate = draw(st.booleans()), draw(st.booleans())
+    checkpoint = draw(st.sampled_from(RATIOS))
     return Options(
         parameter_ratio=draw(st.sampled_from(RATIOS)),
         optimizer_ratio=draw(st.sampled_from(RATIOS)),
-        checkpoint_ratio=draw(st.sampled_from(RATIOS)),
+        checkpoint_ratio=checkpoint,
         alpha=1.0 if clip else draw(st.sampled_from((0.0, 0.25, 0.5, 1.0))),
         most_numel=draw(st.sampled_from((2 * QUANTUM, 1 << 30))),
-        separate=draw(st.booleans()),
+        separate=separate,
         has_master=draw(st.booleans()),
         has_state=draw(st.booleans()),
         clip=clip,
+        device_parameter=draw(st.sampled_from((0.0, 0.6, 1.0))) if separate else 0.0,
+        device_checkpoint=draw(st.sampled_from((0.0, (1 - checkpoint) / 2, 1 - checkpoint))) if separate else 0.0,
     )
 
 
@@ -95,7 +100,8 @@ def with_gradient(num_layers: int, shape: StepShape) -> frozenset[Unit | None]:
 
 @cache
 def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, options: Options = RESIDENT) -> Placement:
-    """The placement of a toy; what gets no gradient is not trained."""
+    """The placement of a toy; what gets no gradient is not trained. Nothing lives on a device that is the host."""
+    options = options if options.separate else replace(options, device_parameter=0.0, device_checkpoint=0.0)
     units: list[Unit] = ["e", *range(num_layers), "h", *(["t"] if shape.tied else [])]
     state = 8 * (options.has_state + options.has_master)
 
@@ -103,6 +109,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         sizes = [quanta * QUANTUM for _, quanta in tensors(unit)]
         rest = [quanta * QUANTUM for quanta in frozen_quanta(unit)]
         trained, frozen = (sizes, rest) if unit in with_gradient(num_layers, shape) else ([], sizes + rest)
+        may_reside = options.has_master or not trained
         return cut(
             unit,
             trained,
@@ -116,6 +123,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
             gradient_itemsize=8,
             state_itemsize=state,
             has_master=options.has_master,
+            device_numel=int(options.device_parameter * sum(sizes + rest)) if may_reside else 0,
         )
 
     return Placement(
@@ -126,6 +134,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         (X_NBYTES,) * num_micro_batches,
         (SIDE_NBYTES,) * num_micro_batches,
         num_layers,
+        device_checkpoint_ratio=options.device_checkpoint,
     )
 
 
