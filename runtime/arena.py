@@ -41,13 +41,14 @@ class Ticket(Protocol):
 
 
 class Ledger:
-    """The bytes that are mapped, by purpose and in total, now and at their peaks."""
+    """The bytes that are mapped, by purpose and in total, now and at their peaks; `peak_in_use` is without free ones."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.total = 0
         self.peak_total = 0
+        self.peak_in_use = 0
 
     def add(self, purpose: str, nbytes: int) -> None:
         """Counts bytes in, or out if negative."""
@@ -56,6 +57,7 @@ class Ledger:
         self.total += nbytes
         self.peak[purpose] = max(self.peak[purpose], self.now[purpose])
         self.peak_total = max(self.peak_total, self.total)
+        self.peak_in_use = max(self.peak_in_use, self.total - self.now[FREE])
 
     def move(self, source: str, target: str, nbytes: int) -> None:
         self.add(source, -nbytes)
@@ -64,6 +66,7 @@ class Ledger:
     def restart(self) -> None:
         """Peaks are from now on."""
         self.peak, self.peak_total = Counter(self.now), self.total
+        self.peak_in_use = self.total - self.now[FREE]
 
     def __str__(self) -> str:
         parts = [f"{purpose} {format_bytes(nbytes)}" for purpose, nbytes in self.now.most_common() if nbytes]

@@ -299,3 +299,17 @@ def test_the_ledger_is_right_whatever_happens(blocks, moves):
         buffer.release()
     arena.close()
     assert arena.ledger.total == 0
+
+
+def test_the_ledger_tells_what_is_in_use_from_what_is_kept_for_reuse():
+    arena = Arena(None)
+    first, second = arena.take(2 * PAGE, "checkpoint"), arena.take(PAGE, "state")
+    first.release()
+    second.release()
+    arena.take(PAGE, "state")
+    assert arena.ledger.peak_in_use == arena.ledger.peak_total == 3 * PAGE
+    arena.ledger.restart()
+    assert arena.ledger.peak_in_use == PAGE
+    assert arena.ledger.peak_total == 3 * PAGE
+    arena.take(2 * PAGE, "checkpoint")
+    assert arena.ledger.peak_in_use == arena.ledger.peak_total == 3 * PAGE
