@@ -73,6 +73,9 @@ def notes(plan: StepPlan) -> Iterator[str]:
     compute = plan.simulation.busy.get("compute", 0.0)
     if compute > 1 - WORTH_SAYING:
         yield "the computation never waits"
+    wear = plan.budgets.wear_bytes_per_second
+    if wear and plan.written / wear > plan.seconds * (1 + WORTH_SAYING):  # the program itself does not wait for that
+        yield f"the drives last as long as asked if a step begins every {plan.written / wear:.3g} s, and not sooner"
 
 
 def _alternative(label: str, workload: Workload, solution: Solution) -> Alternative:

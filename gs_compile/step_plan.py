@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
@@ -44,8 +44,8 @@ class StepPlan:
     alpha: float
     ratios: Mapping[str, float]  # in host memory, of "parameter", "checkpoint" and "optimizer"
     device_ratios: Mapping[str, float]  # in device memory
-    placement: Placement
-    prediction: Prediction
+    placement: Placement = field(repr=False)
+    prediction: Prediction = field(repr=False)
     bound_seconds: float = math.inf  # by the linear program: each lane's work spread evenly over its phase
     history: tuple[tuple[int, float, float], ...] = ()  # micro-batches, seconds and tokens a second, by the LP
     binding: tuple[str, ...] = ()  # what limits the step, and what more of it would bring
@@ -103,10 +103,14 @@ class StepPlan:
         return {lane: (share * self.seconds, share) for lane, share in self.simulation.busy.items()}
 
     @property
+    def written(self) -> int:
+        """Bytes that a step writes to SSD."""
+        return sum(nbytes for (lane, _), nbytes in self.traffic.items() if lane == "ssd_write")
+
+    @property
     def written_per_day(self) -> float:
         """Bytes that go to SSD in a day of training."""
-        written = sum(nbytes for (lane, _), nbytes in self.traffic.items() if lane == "ssd_write")
-        return written / self.seconds * SECONDS_PER_DAY
+        return self.written / self.seconds * SECONDS_PER_DAY
 
     @property
     def wear(self) -> str:

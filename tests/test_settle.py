@@ -1,0 +1,90 @@
+"""Settling, with a linear program, programs and a simulator that are made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from planned import gpt
+
+from gs_compile.errors import MemoryBudgetError
+from gs_compile.passes.fit import MARGIN
+from gs_compile.passes.place import Budgets
+from gs_compile.settle import settle
+
+WORKLOAD = gpt(2, 64)
+TURN = max(size.num_trained for size in WORKLOAD.sizes if isinstance(size.unit, int)) * (12 + 2 + 4)
+BUDGET = 10 * TURN + MARGIN
+LEAST = TURN  # of host memory, for the linear program to find anything
+
+
+class Faked:
+    """The linear program gives all the memory there is to one number; its program takes `over` more than that."""
+
+    def __init__(self, over=0, seconds=lambda resident: 1.0, bound=1.0):
+        self.over, self.seconds, self.bound = over, seconds, bound
+        self.asked = []
+
+    def solve(self, budgets):
+        self.asked.append(budgets.host_nbytes)
+        if budgets.host_nbytes < LEAST:
+            return None
+        return SimpleNamespace(resident=max(0, budgets.host_nbytes - MARGIN), seconds=self.bound)
+
+    def lowered(self, placement):
+        return SimpleNamespace(peaks=(("device", 7), ("host", placement.resident + self.over)))
+
+    def predicted(self, program, placement):
+        return SimpleNamespace(simulation=SimpleNamespace(seconds=self.seconds(placement.resident)))
+
+    def settle(self, host_nbytes=BUDGET):
+        budgets = Budgets(host_nbytes=host_nbytes, ssd_nbytes=10**12)
+        return settle(self.solve, lambda solution: solution, self.lowered, self.predicted, WORKLOAD, budgets)
+
+
+def test_what_fits_and_keeps_time_is_taken_at_once():
+    faked = Faked()
+    assert faked.settle().placement.resident == BUDGET - MARGIN
+    assert faked.asked == [BUDGET]
+
+
+def test_it_shrinks_until_the_program_fits():
+    faked = Faked(over=1000)
+    found = faked.settle()
+    assert faked.asked == [BUDGET, BUDGET - 1000]
+    assert found.placement is found.solution
+    assert found.placement.resident + 1000 + MARGIN == BUDGET
+
+
+def test_memory_is_left_free_where_the_step_is_faster():
+    """A full memory makes the step wait; two turns free are enough, and more would cost again."""
+    faked = Faked(seconds=lambda resident: {10: 3.0, 9: 2.0, 8: 1.5, 6: 1.8}[resident // TURN])
+    found = faked.settle()
+    assert faked.asked == [BUDGET - turns * TURN for turns in (0, 1, 2, 4)]
+    assert (found.seconds, found.placement.resident) == (1.5, BUDGET - MARGIN - 2 * TURN)
+
+
+def test_it_stops_where_nothing_is_to_be_gained():
+    faked = Faked(seconds=lambda resident: {10: 3.0, 9: 1.02}[resident // TURN])
+    assert faked.settle().seconds == 1.02
+    assert len(faked.asked) == 2
+
+
+def test_memory_is_not_left_free_that_is_not_there():
+    faked = Faked(seconds=lambda resident: 3.0)
+    assert faked.settle(TURN + LEAST // 2).seconds == 3.0
+    assert len(faked.asked) == 2
+
+
+def test_a_program_that_never_fits_is_refused():
+    with pytest.raises(MemoryBudgetError, match=r"^host memory of .* is too little for this step: give it more, fewer"):
+        Faked(over=BUDGET).settle()
+
+
+def test_rounds_end():
+    """Each takes off what the program is over; one that grows as it shrinks is given up."""
+    faked = Faked()
+    faked.lowered = lambda placement: SimpleNamespace(peaks=(("host", BUDGET),))
+    with pytest.raises(MemoryBudgetError):
+        faked.settle()
+    assert 1 < len(faked.asked) <= 10
