@@ -41,7 +41,7 @@ class Ticket(Protocol):
 
 
 class Ledger:
-    """The bytes that are mapped, by purpose and in total, now and at their peaks; `peak_in_use` is without free ones."""
+    """The bytes that are mapped, by purpose and in total, now and at their peaks; also without what is free."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()

@@ -303,13 +303,13 @@ def test_the_ledger_is_right_whatever_happens(blocks, moves):
 
 def test_the_ledger_tells_what_is_in_use_from_what_is_kept_for_reuse():
     arena = Arena(None)
-    first, second = arena.take(2 * PAGE, "checkpoint"), arena.take(PAGE, "state")
+    first, second = arena.take(8192, "checkpoint"), arena.take(4096, "state")
     first.release()
     second.release()
-    arena.take(PAGE, "state")
-    assert arena.ledger.peak_in_use == arena.ledger.peak_total == 3 * PAGE
+    arena.take(4096, "state")
+    assert arena.ledger.peak_in_use == arena.ledger.peak_total == 12288
     arena.ledger.restart()
-    assert arena.ledger.peak_in_use == PAGE
-    assert arena.ledger.peak_total == 3 * PAGE
-    arena.take(2 * PAGE, "checkpoint")
-    assert arena.ledger.peak_in_use == arena.ledger.peak_total == 3 * PAGE
+    assert arena.ledger.peak_in_use == 4096
+    assert arena.ledger.peak_total == 12288
+    arena.take(8192, "checkpoint")
+    assert arena.ledger.peak_in_use == arena.ledger.peak_total == 12288
