@@ -21,7 +21,7 @@ from gs_compile.config import Options, parse_bytes
 from gs_compile.errors import MemoryBudgetError, OptionError, PlanError
 from gs_compile.explain import paragraph
 from gs_compile.machine import available_memory, format_bytes, usable_memory
-from gs_compile.passes.cut import cut_units
+from gs_compile.passes.cut import DEVICE_CLASSES, cut_units, on_device
 from gs_compile.passes.fit import CLASSES, fit, host_needed, most_alpha, peak, too_small
 from gs_compile.passes.place import Budgets, Fixed
 from gs_compile.passes.search import search
@@ -68,7 +68,10 @@ class Choice:
         self.lowered = lowered
         self.separate = device.type != "cpu" or options.expert.separate_device
         self.host_nbytes = _host_nbytes(options)
-        self.given = {name: r for name, r in asdict(options.expert.ratios).items() if r is not None and name in CLASSES}
+        given = {name: ratio for name, ratio in asdict(options.expert.ratios).items() if ratio is not None}
+        self.given = {name: ratio for name, ratio in given.items() if name in CLASSES}
+        self.device_given = {name: ratio for name, ratio in given.items() if name in DEVICE_CLASSES}
+        self._refuse_device_ratios()
         self.given_alpha = _alpha(options, clip)
         self.alpha = self.given_alpha or 0.0  # without the linear program nothing says that more would be faster
         self.plan: StepPlan | None = None  # where the linear program has decided
@@ -118,7 +121,8 @@ class Choice:
 
     def _solved(self) -> StepPlan | None:
         """The linear program's answer, settled; None where it finds none."""
-        fixed = Fixed(alpha=self.given_alpha, ratios=self.given, clip=self.clip)
+        ratios, spare = self.given | self.device_given, self.separate and self.profile.separate
+        fixed = Fixed(alpha=self.given_alpha, ratios=ratios, clip=self.clip, device=spare)
         number, host_nbytes = len(self.layouts), self.host_nbytes
         workload, profile, budgets = self.workload, self.profile, self.budgets
         again = solver(workload, profile, budgets, fixed)
@@ -126,7 +130,7 @@ class Choice:
             found = search(workload, profile, budgets, fixed, num_micro_batches=number)
             settled = settle(
                 lambda budgets: again(number, found.best.alpha, room=budgets),
-                lambda solution: self._make(solution.ratios, solution.alpha),
+                lambda solution: self._make(solution.ratios, solution.alpha, solution.device_ratios),
                 self.lowered,
                 lambda program, placement: predict(program, placement, workload, profile, host_nbytes=host_nbytes),
                 workload,
@@ -138,7 +142,10 @@ class Choice:
 
     # By the program's own peaks ---------------------------------------------------------------------------------------
 
-    def _make(self, ratios: Mapping[str, float], alpha: float) -> Placement:
+    def _make(
+        self, ratios: Mapping[str, float], alpha: float, device_ratios: Mapping[str, float] | None = None
+    ) -> Placement:
+        """Nothing lives on the device by itself but what is said to."""
         x_nbytes, side_nbytes = activations(self.layouts)
         return cut_units(
             self.sizes,
@@ -151,6 +158,7 @@ class Choice:
             side_nbytes=side_nbytes,
             schedule=self.options.expert.schedule,
             gradient_ratio=self.options.expert.ratios.gradient,
+            device_ratios=on_device(self.device_given) if device_ratios is None else device_ratios,
         )
 
     def _fits(self, placement: Placement) -> bool:
@@ -168,6 +176,14 @@ class Choice:
                 f"possible here is {most:.2f}, not {alpha:g}" + (" (max_grad_norm needs 1)" if self.clip else "")
             )
         raise MemoryBudgetError(message)
+
+    def _refuse_device_ratios(self) -> None:
+        for name, ratio in self.device_given.items():
+            if ratio and not self.separate:
+                raise OptionError(
+                    f"expert.ratios.{name} is {ratio:g}, but this device has no memory of its own: it reads the "
+                    f"host's, so give expert.ratios.{name.removeprefix('device_')}"
+                )
 
     def _check_device(self, program: Program) -> None:
         budget = self._device_nbytes()

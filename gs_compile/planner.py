@@ -20,7 +20,7 @@ from torch import nn
 
 from gs_compile.config import parse_bytes
 from gs_compile.errors import PlanError
-from gs_compile.passes.cut import cut_units
+from gs_compile.passes.cut import cut_units, on_device
 from gs_compile.passes.fit import fit, host_needed, lessened
 from gs_compile.passes.lower import lower
 from gs_compile.passes.place import Budgets, Fixed
@@ -85,7 +85,7 @@ def plan(
         workload_at=_workloads(model, sequence, precision),
         profile=profile,
         budgets=_budgets(profile, host_memory, device_memory, wear_years),
-        fixed=Fixed(alpha=alpha, ratios=dict(ratios or {}), clip=clip),
+        fixed=Fixed(alpha=alpha, ratios=dict(ratios or {}), clip=clip, device=profile.separate),
         batch_size=batch_size,
         num_micro_batches=num_micro_batches,
     )
@@ -123,7 +123,15 @@ class _Planner:
         again = solver(workload, self.profile, self.budgets, self.fixed)
         settled = settle(
             lambda budgets: again(number, best.alpha, room=budgets),
-            lambda s: _placed(workload, number, s.ratios, alpha=s.alpha, separate=self.profile.separate, clip=clip),
+            lambda s: _placed(
+                workload,
+                number,
+                s.ratios,
+                s.device_ratios,
+                alpha=s.alpha,
+                separate=self.profile.separate,
+                clip=clip,
+            ),
             lambda placement: _lowered(workload, placement),
             lambda program, placement: self._predicted(program, placement, workload),
             workload,
@@ -142,8 +150,19 @@ class _Planner:
         separate, clip = self.profile.separate, self.fixed.clip
         alpha = 1.0 if clip else self.fixed.alpha or 0.0
 
+        resident = on_device(self.fixed.ratios)
+
         def make(ratios: Mapping[str, float], number: int = min(FITTED, number)) -> Placement:
-            return _placed(workload, number, ratios, alpha=alpha, separate=separate, clip=clip, schedule="horizontal")
+            return _placed(
+                workload,
+                number,
+                ratios,
+                resident,
+                alpha=alpha,
+                separate=separate,
+                clip=clip,
+                schedule="horizontal",
+            )
 
         ratios = fit(
             make,
@@ -164,7 +183,7 @@ class _Planner:
             budgets=self.budgets,
             alpha=alpha,
             ratios=ratios,
-            device_ratios={},
+            device_ratios=resident,
             placement=placement,
             prediction=self._predicted(program, placement, workload),
         )
@@ -183,6 +202,7 @@ def _placed(
     workload: Workload,
     num_micro_batches: int,
     ratios: Mapping[str, float],
+    device_ratios: Mapping[str, float],
     *,
     alpha: float,
     separate: bool,
@@ -201,6 +221,7 @@ def _placed(
         side_nbytes=(workload.side_nbytes,) * num_micro_batches,
         schedule=schedule,
         gradient_ratio=ratios.get("gradient"),
+        device_ratios=device_ratios,
     )
 
 

@@ -1,6 +1,7 @@
 """contents: what the values of a placed unit hold, on each tier.
 
 Flat      elements in memory, one dimension; the host's or the device's
+Resident  a part that lives on the device, in a zone of its unit's
 Region    a range of an extent on SSD
 Gradient  a unit's gradient sums, one flat tensor with a view for each parameter
 Kept      a checkpoint or inter-layer gradient in host memory or on SSD, with what it takes to make it again
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,6 +56,35 @@ class Flat(Held):
 
     tensor: torch.Tensor
     holds: tuple[Hold | Charge, ...] = ()
+
+
+class Zone:
+    """Memory of the device that lives on; taken when it is first written.
+
+    Parameters move home one by one, and the model may have been on the device: what it leaves makes room for this.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._like = numel, dtype, device
+
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        numel, dtype, device = self._like
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+@dataclass
+class Resident(Held):
+    """A part where it lives on the device."""
+
+    zone: Zone
+    start: int
+    stop: int
+    holds: tuple[Hold | Charge, ...] = ()
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.zone.tensor[self.start : self.stop]
 
 
 @dataclass

@@ -22,7 +22,7 @@ from gs_compile.placement import Part, Placement, UnitPlacement
 from gs_compile.program import Op, Unit, Value
 
 from .arena import Arena
-from .contents import Flat, Gathered, Hold, Kept, Region
+from .contents import Flat, Gathered, Hold, Kept, Region, Resident, Zone
 from .store import Extent, Store
 
 Tensor = torch.Tensor
@@ -72,11 +72,11 @@ class Parameters:
         self.setting = setting
         self.extents: dict[Unit, Extent] = {}
         self.zones: dict[Unit, Flat] = {}  # the host zone of a unit, where it is in one piece
-        self.residents: dict[Unit, Tensor] = {}  # the zone of a unit that lives on the device
+        self.residents: dict[Unit, Zone] = {}  # the zone of a unit that lives on the device
         self._slots: dict[Unit, Hold] = {}  # where the SSD zone of a unit is brought together
         self._staged: WeakValueDictionary[Unit, Tensor] = WeakValueDictionary()  # where its pieces come together
 
-    def home(self, unit: UnitPlacement, part: Part) -> Flat | Region:
+    def home(self, unit: UnitPlacement, part: Part) -> Flat | Resident | Region:
         """What a part is where it lives; made on the first call, in memory that is not written yet."""
         dtype = self.setting.dtypes[unit.unit]
         if part.tier == "ssd":
@@ -87,8 +87,8 @@ class Parameters:
             return Region(self.extents[unit.unit], offset, part.numel * unit.itemsize)
         if part.tier == "device":
             if unit.unit not in self.residents:
-                self.residents[unit.unit] = torch.empty(unit.num_resident, dtype=dtype, device=self.setting.device)
-            return Flat(self.residents[unit.unit][part.start : part.stop])
+                self.residents[unit.unit] = Zone(unit.num_resident, dtype, self.setting.device)
+            return Resident(self.residents[unit.unit], part.start, part.stop)
         if self.setting.placement.separate:
             return self.setting.flat(part.numel, dtype, "parameters")
         if unit.unit not in self.zones:
@@ -122,16 +122,12 @@ class Parameters:
         """A unit's parameters as its code takes them: views, nothing is moved."""
         unit = self.setting.unit(op.results[0])
         if self.setting.placement.separate:
-            resident, staged = self.residents.get(unit.unit), reads[0].tensor
-            return Gathered(
-                {
-                    b.input: b.view(staged, unit.num_resident)
-                    if resident is None or b.offset >= unit.num_resident
-                    else b.view(resident)
-                    for b in bindings
-                }
-                | dict(others)
-            )
+            first, tensors = unit.num_resident, dict(others)
+            for binding in bindings:
+                lives_there = binding.offset < first
+                flat = self.residents[unit.unit].tensor if lives_there else reads[0].tensor
+                tensors[binding.input] = binding.view(flat, 0 if lives_there else first)
+            return Gathered(tensors)
         zone, slot, start = self.zones.get(unit.unit), self._slots.get(unit.unit), unit.ssd_zone[0]
         dtype, tensors = self.setting.dtypes[unit.unit], dict(others)
         for binding in bindings:

@@ -1,6 +1,6 @@
 """tiers: what lives on from step to step: homes, lanes, and the coordinators' buffers.
 
-fill      a parameter's values, into its home on host or SSD
+fill      a parameter's values, into its home on device, host or SSD
 read      the values, from there
 board     what is where, and who still works on it
 """
@@ -22,7 +22,7 @@ from gs_compile.placement import Placement, UnitPlacement
 from gs_compile.program import LANES, Op, Unit, Value
 
 from .arena import Arena
-from .contents import Flat, Region
+from .contents import Flat, Region, Resident
 from .coordinators import InterLayerTensors, Parameters, Setting
 from .lanes import Failure, Lane, Ticket
 from .optimizer_step import OptimizerStep, Recipe, StepRecord
@@ -264,16 +264,16 @@ def _close(lanes: dict[str, Lane], store: Store | None, arena: Arena) -> None:
         arena.close()
 
 
-def _read(content: Flat | Region, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    if isinstance(content, Flat):
+def _read(content: Flat | Resident | Region, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    if not isinstance(content, Region):
         return content.tensor[start:stop]
     flat = torch.empty(stop - start, dtype=dtype)
     content.extent.read(flat, content.offset + start * dtype.itemsize).wait()
     return flat
 
 
-def _write(content: Flat | Region, start: int, values: Tensor) -> None:
-    if isinstance(content, Flat):
+def _write(content: Flat | Resident | Region, start: int, values: Tensor) -> None:
+    if not isinstance(content, Region):
         content.tensor[start : start + len(values)].copy_(values)
     else:
         content.extent.write(values.contiguous(), content.offset + start * values.dtype.itemsize).wait()

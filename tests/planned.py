@@ -115,6 +115,7 @@ def placed(
     *,
     separate: bool,
     clip: bool = False,
+    device_ratios: Mapping[str, float] | None = None,
 ) -> Placement:
     return cut_units(
         workload.sizes,
@@ -125,6 +126,7 @@ def placed(
         num_layers=workload.num_layers,
         x_nbytes=(workload.x_nbytes,) * num_micro_batches,
         side_nbytes=(workload.side_nbytes,) * num_micro_batches,
+        device_ratios=device_ratios or {},
     )
 
 
@@ -132,6 +134,10 @@ def lowered(workload: Workload, placement: Placement) -> list[Program]:
     """Every snapshot of a step in the middle of a run."""
     number = len(placement.x_nbytes)
     return lower(workload.num_layers, number, shape=workload.shape, placement=placement, late=placement.has_late)
+
+
+def on_device(checkpoint: float, parameter: float) -> dict[str, float]:
+    return {"checkpoint": checkpoint, "parameter": parameter}
 
 
 def ratios(checkpoint: float, parameter: float, optimizer: float) -> dict[str, float]:

@@ -6,35 +6,41 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned import gpt, lowered, placed, ratios, toys
+from planned import gpt, lowered, on_device, placed, ratios, toys
 
 from gs_compile.passes.footprint import footprints
 
 SHARES = st.tuples(*[st.sampled_from([0.0, 0.3, 0.7, 1.0])] * 3)
+RESIDENT = st.tuples(*[st.sampled_from([0.0, 0.4, 1.0])] * 2)  # of what is not in host memory
 
 
 def formula(workload, n, alpha, shares, *, separate):
-    point = np.array([1.0, *shares, 0.0, 0.0])
+    point = np.array([1.0, *shares, *[0.0] * (5 - len(shares))])
     found = footprints(workload, [alpha], separate=separate)
     return {tier: float((footprint.rows(n) @ point).max()) for tier, (footprint,) in found.items()}
 
 
 def peaks(workload, n, alpha, shares, *, separate, clip=False):
-    placement = placed(workload, n, ratios(*shares), alpha, separate=separate, clip=clip)
+    resident = on_device(*shares[3:]) if shares[3:] else {}
+    options = {"separate": separate, "clip": clip, "device_ratios": resident}
+    placement = placed(workload, n, ratios(*shares[:3]), alpha, **options)
     return dict(lowered(workload, placement)[-1].peaks)
 
 
 @settings(deadline=None, max_examples=150)
-@given(toys(), st.sampled_from([0.0, 0.25, 0.5, 1.0]), SHARES, st.booleans(), st.booleans())
-def test_never_below_the_program(toy, alpha, shares, separate, clip):
+@given(toys(), st.sampled_from([0.0, 0.25, 0.5, 1.0]), SHARES, RESIDENT, st.booleans(), st.booleans())
+def test_never_below_the_program(toy, alpha, shares, resident, separate, clip):
     workload, n = toy
+    checkpoint, parameter = ((1 - share) * of for share, of in zip(shares, resident, strict=False))
+    shares = (*shares, checkpoint, parameter) if separate else shares
     alpha = 1.0 if clip else alpha
     expected = peaks(workload, n, alpha, shares, separate=separate, clip=clip)
     found = formula(workload, n, alpha, shares, separate=separate)
     assert found["host"] >= expected["host"] - 1
     if separate:
         assert found["device"] >= expected["device"] - 1
-    if separate or shares[1] in (0.0, 1.0):  # in one memory a cut goes to the end of a tensor
+    whole = shares[4] in (0.0, 1.0) if separate else shares[1] in (0.0, 1.0)
+    if whole:  # otherwise a cut goes to the end of a tensor
         assert found["ssd"] >= expected["ssd"] - 1
 
 
@@ -48,7 +54,8 @@ def test_never_below_the_program(toy, alpha, shares, separate, clip):
 def test_within_five_percent_of_the_program(workload, n, alpha, separate):
     inside = max(cost.workspace_nbytes for cost in workload.costs.values())
     # In one memory a cut goes to the end of a tensor, which the formula does not know: 0 and 1 are not cut.
-    for shares in ((0, 0, 0), (1, 1, 1), (0.5, 1, 0.4), (0.2, 0.7 if separate else 0, 0.1)):
+    resident = [(0.3, 0, 0.1, 0.6, 0), (0, 0, 0, 1, 0)] if separate else []
+    for shares in ((0, 0, 0), (1, 1, 1), (0.5, 1, 0.4), (0.2, 0.7 if separate else 0, 0.1), *resident):
         expected = peaks(workload, n, alpha, shares, separate=separate)
         found = formula(workload, n, alpha, shares, separate=separate)
         found["device"] -= inside
