@@ -184,6 +184,12 @@ class Choice:
                     f"expert.ratios.{name} is {ratio:g}, but this device has no memory of its own: it reads the "
                     f"host's, so give expert.ratios.{name.removeprefix('device_')}"
                 )
+        ratio = self.device_given.get("device_parameter")
+        if ratio and not any(size.may_reside for size in self.sizes):
+            raise OptionError(
+                f"expert.ratios.device_parameter is {ratio:g}, but parameters that are updated in the type they are "
+                'computed in go to host memory for that: leave it out, or choose precision="bf16"'
+            )
 
     def _check_device(self, program: Program) -> None:
         budget = self._device_nbytes()

@@ -59,12 +59,16 @@ def paragraph(plan: StepPlan) -> str:
     shares = ", ".join(
         f"{plan.ratios[ratio]:.0%} of {name}" for name, ratio in RATIO_OF.items() if ratio in plan.ratios
     )
+    resident = ", ".join(
+        f"{share:.0%} of {name}" for name, ratio in RATIO_OF.items() if (share := plan.device_ratios.get(ratio, 0.0))
+    )
     busiest = sorted(plan.lanes.items(), key=lambda lane: -lane[1][1])[:3]
     busy = ", ".join(f"{lane} {share:.0%}" for lane, (_, share) in busiest)
     peaks = ", ".join(f"{format_bytes(plan.peaks[tier])} {ON[tier]}" for tier in _tiers(plan) if plan.peaks.get(tier))
     sentences = [
         f"Plan of {plan.workload.name} on {plan.profile.name}, {_settings(plan)}.",
         f"In host memory: {shares}.",
+        f"In device memory: {resident}." if resident else "",
         f"A step takes {_seconds(plan.seconds)}: {_throughput(plan)}.",
         f"Busy lanes: {busy}.",
         f"At its peak it holds {peaks}." if peaks else "",

@@ -12,7 +12,7 @@ from gs_compile.choice import Choice, activations
 from gs_compile.config import Options
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
-from gs_compile.passes.fit import host_needed
+from gs_compile.passes.fit import host_needed, peak
 from gs_compile.passes.lower import flush, lower
 from gs_compile.placement import Placement
 from gs_compile.prediction import Prediction, predict
@@ -92,7 +92,7 @@ class Planning:
             return self.placement
         key = (x_nbytes, side_nbytes, shape.training)
         if key not in self._placements:
-            sized = replace(self.placement, x_nbytes=x_nbytes, side_nbytes=side_nbytes)
+            sized = self._within_device(replace(self.placement, x_nbytes=x_nbytes, side_nbytes=side_nbytes), shape)
             if not self._fits(sized, shape) and self.uses_ssd:
                 sized = replace(sized, checkpoint_ratio=0.0)
             if not self._fits(sized, shape):
@@ -112,7 +112,8 @@ class Planning:
 
     @property
     def uses_ssd(self) -> bool:
-        return self.placement.checkpoint_ratio < 1 or self.ssd_nbytes > 0
+        placement = self.placement
+        return placement.checkpoint_ratio + placement.device_checkpoint_ratio < 1 or self.ssd_nbytes > 0
 
     @property
     def ssd_nbytes(self) -> int:
@@ -128,7 +129,8 @@ class Planning:
         return "\n".join(
             [
                 *(
-                    f"{kind + ':':<12} {format_bytes(homes.get((kind, 'host'), 0))} on host, "
+                    f"{kind + ':':<12} {_on_device(homes.get((kind, 'device'), 0))}"
+                    f"{format_bytes(homes.get((kind, 'host'), 0))} on host, "
                     f"{format_bytes(homes.get((kind, 'ssd'), 0))} on SSD"
                     for kind in kinds
                 ),
@@ -138,9 +140,26 @@ class Planning:
             ]
         )
 
+    def _within_device(self, sized: Placement, shape: StepShape) -> Placement:
+        """With checkpoints that would live on the device elsewhere, where it was not planned to hold as many."""
+        if not sized.device_checkpoint_ratio:
+            return sized
+        planned, needed = (
+            peak(self._lowered(each, of), "device")
+            for each, of in ((self.placement, self.choice.shape), (sized, shape))
+        )
+        if needed <= planned:
+            return sized
+        elsewhere = sized.checkpoint_ratio if self.uses_ssd else 1.0
+        return replace(sized, device_checkpoint_ratio=0.0, checkpoint_ratio=elsewhere)
+
     def _lowered(self, placement: Placement, shape: StepShape) -> Program:
         """The program of a candidate, which is not kept: there are many, and they are large."""
         return self._snapshots(placement, shape, placement.has_late and shape.training, verified=False)[-1]
 
     def _fits(self, placement: Placement, shape: StepShape) -> bool:
         return host_needed(self._lowered(placement, shape)) <= self.host_nbytes
+
+
+def _on_device(nbytes: int) -> str:
+    return f"{format_bytes(nbytes)} on the device, " if nbytes else ""

@@ -69,7 +69,8 @@ def notes(plan: StepPlan) -> Iterator[str]:
     if plan.num_micro_batches == 1:
         yield "one micro-batch: the horizontal order is the same step"
     if not any(tier == "ssd" for _, tier in plan.homes):
-        yield "everything fits in host memory: nothing is moved to SSD"
+        where = "device and host memory" if any(tier == "device" for _, tier in plan.homes) else "host memory"
+        yield f"everything fits in {where}: nothing is moved to SSD"
     compute = plan.simulation.busy.get("compute", 0.0)
     if compute > 1 - WORTH_SAYING:
         yield "the computation never waits"

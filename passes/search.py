@@ -79,10 +79,21 @@ def check(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixed, 
         )
     if fixed.alpha is not None and not 0 <= fixed.alpha <= 1:
         raise PlanError(f"alpha is {fixed.alpha:g}; it is a part of each update, from 0 to 1")
-    allowed = (*CLASSES, *(DEVICE_CLASSES if profile.separate else ()))
+    classes = (*CLASSES, *DEVICE_CLASSES)
     for name, ratio in fixed.ratios.items():
-        if (name not in allowed and (ratio or name not in DEVICE_CLASSES)) or not 0 <= ratio <= 1:
-            raise PlanError(f"the ratio {name} is {ratio:g}; there are {', '.join(allowed)}, each from 0 to 1")
+        if name not in classes or not 0 <= ratio <= 1:
+            raise PlanError(f"the ratio {name} is {ratio:g}; there are {', '.join(classes)}, each from 0 to 1")
+    spare = next((name for name in DEVICE_CLASSES if fixed.ratios.get(name)), None)
+    if spare and not profile.separate:
+        raise PlanError(
+            f"the ratio {spare} is {fixed.ratios[spare]:g}, but the device of {profile.name} has no memory of its own: "
+            f"give {spare.removeprefix('device_')}"
+        )
+    if fixed.ratios.get("device_parameter") and not any(size.may_reside for size in workload.sizes):
+        raise PlanError(
+            f"the ratio device_parameter is {fixed.ratios['device_parameter']:g}, but {workload.name} is computed in "
+            'the type it is updated in: only what an update makes from fp32 masters (precision="bf16") lives there'
+        )
     for name in ("parameter", "checkpoint"):
         host, device = (fixed.ratios.get(each, 0.0) for each in (name, f"device_{name}"))
         if host + device > 1:

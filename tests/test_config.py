@@ -9,7 +9,7 @@ import pytest
 from gs_compile.config import Expert, Options, Ratios, parse_bytes
 from gs_compile.errors import OptionError
 
-KNOWN = "micro_batch_size, outputs, storage, host_memory, device_memory, precision, expert, mode"
+KNOWN = "micro_batch_size, outputs, storage, host_memory, device_memory, machine, precision, expert, mode"
 KNOWN_EXPERT = "schedule, compiler, snake, alpha, ratios, separate_device, threads, trace"
 
 
@@ -74,6 +74,11 @@ def test_micro_batch_size_is_a_whole_number(size):
         (
             {"expert": {"zzz": 1}},
             "unknown option expert.zzz; known: " + ", ".join(f"expert.{name}" for name in KNOWN_EXPERT.split(", ")),
+        ),
+        (
+            {"expert": {"ratios": {"parameter": 0.5, "device_parameter": 0.75}}},
+            "expert.ratios.parameter is 0.5 and expert.ratios.device_parameter is 0.75: together they are more than "
+            "there is, so lower one of the two",
         ),
         (
             {"expert": {"ratios": {"parameters": 1}}},

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gs_compile.passes.cut import cut
+from gs_compile.passes.cut import cut, cut_units
 from gs_compile.placement import QUANTUM
+from gs_compile.workload import UnitSize
 
 Q = QUANTUM
 SIZES = st.lists(st.integers(1, 9).map(lambda quanta: quanta * Q), max_size=5)
@@ -64,6 +65,47 @@ def test_frozen_tensors_in_both_zones():
 def test_large_units_are_updated_in_several_groups():
     unit = parts([16 * Q], most_numel=4 * Q)
     assert [(group.when, group.numel // Q) for group in unit.groups] == [("early", 4)] * 3 + [("late", 4)]
+
+
+def test_whole_tensors_live_on_the_device():
+    unit = parts([4 * Q, 8 * Q], [4 * Q], device_numel=10 * Q, parameter_ratio=0.25)
+    assert picture(unit) == (
+        "a early: w a.device[0:3] b.host[4:7] c.ssd[8:11] s a.host[0:4] b.ssd[4:9]\n"
+        "b late: w d.device[3:4] e.host[7:8] f.ssd[11:12] s c.host[0:1] d.ssd[1:3]\n"
+        "c never: w g.ssd[12:16] s -"
+    )
+    assert unit.num_resident == 4 * Q
+
+
+def test_all_on_the_device():
+    unit = parts([4 * Q], [4 * Q], device_numel=8 * Q, parameter_ratio=0.5, optimizer_ratio=0.0, alpha=0.0)
+    assert picture(unit) == "a early: w a.device[0:4] s a.ssd[0:4]\nb never: w b.device[4:8] s -"
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(SIZES.filter(bool), min_size=1, max_size=8), SHARES)
+def test_what_a_unit_is_short_of_the_next_ones_have(tensors, share):
+    sizes = tuple(UnitSize(unit, tuple(each), (), 2, 4, 12, True) for unit, each in enumerate(tensors))
+    ratios = {"parameter": 0.0, "optimizer": 0.0, "checkpoint": 0.0}
+    options = {"alpha": 0.0, "clip": False, "separate": True, "x_nbytes": (1,), "side_nbytes": ()}
+    placement = cut_units(sizes, ratios, **options, num_layers=len(sizes), device_ratios={"parameter": share})
+    largest, wanted, found = 0, 0.0, 0
+    for size, unit in zip(sizes, placement.units, strict=True):
+        wanted, found, largest = wanted + share * size.numel, found + unit.num_resident, max(largest, *size.trained)
+        assert found <= wanted + 1e-6
+        assert unit.num_resident in (0, *accumulate(size.trained))
+    if len(set(tensors[0])) == 1 and all(each == tensors[0] for each in tensors):
+        assert found > wanted - largest
+
+
+def test_without_a_master_a_trained_unit_has_no_part_on_the_device():
+    sizes = (UnitSize(0, (8 * Q,), (), 4, 4, 8, False), UnitSize(1, (), (8 * Q,), 4, 4, 8, False))
+    ratios = {"parameter": 0.0, "optimizer": 0.0, "checkpoint": 1.0}
+    options = {"alpha": 0.0, "clip": False, "separate": True, "x_nbytes": (1,), "side_nbytes": ()}
+    resident = {"parameter": 1.0, "checkpoint": 0.25}
+    placement = cut_units(sizes, ratios, **options, num_layers=2, device_ratios=resident)
+    assert [unit.num_resident for unit in placement.units] == [0, 8 * Q]
+    assert placement.checkpoint_ratio == 0.75  # at most what the device leaves
 
 
 def test_in_one_memory_no_tensor_straddles_the_zones():

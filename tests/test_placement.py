@@ -59,6 +59,22 @@ def test_checkpoints_are_spread_evenly(num_layers, num_micro_batches, ratio):
         assert abs(homes[:stop].count("host") - ratio * stop) < 1 + 1e-6
 
 
+@settings(deadline=None)
+@given(st.integers(1, 20), st.integers(1, 8), st.floats(0, 1), st.floats(0, 1))
+def test_checkpoints_on_the_device_are_spread_evenly(num_layers, num_micro_batches, host, of_the_rest):
+    x_nbytes, device = (1,) * num_micro_batches, of_the_rest * (1 - host)
+    placement = Placement((), True, False, host, x_nbytes, (), num_layers, device_checkpoint_ratio=device)
+    homes = [placement.checkpoint_home(Value("x", i, j)) for i in range(num_layers) for j in range(num_micro_batches)]
+    for stop in range(len(homes) + 1):
+        assert abs(homes[:stop].count("host") - host * stop) < 1 + 1e-6
+        assert abs(homes[:stop].count("device") - device * stop) < 2 + 1e-6
+
+
+def test_nothing_lives_on_a_device_that_is_the_host():
+    with pytest.raises(AssertionError, match="no memory of its own"):
+        Placement(device_checkpoint_ratio=0.5, checkpoint_ratio=0.5)
+
+
 # Peaks ---------------------------------------------------------------------------------------------------------------
 
 

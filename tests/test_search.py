@@ -162,7 +162,11 @@ def test_nothing_is_near_where_only_more_memory_helps():
     [
         (Fixed(clip=True, alpha=0.5), "alpha is 0.5, but with clipping"),
         (Fixed(alpha=1.5), "alpha is 1.5; it is a part of each update"),
-        (Fixed(ratios={"gradient": 1.0}), "the ratio gradient is 1; there are parameter, checkpoint, optimizer"),
+        (Fixed(ratios={"gradient": 1.0}), "the ratio gradient is 1; there are parameter, checkpoint, optimizer, dev"),
+        (
+            Fixed(ratios={"parameter": 0.5, "device_parameter": 0.75}),
+            "the ratios parameter 0.5 and device_parameter 0.75 are more than there is",
+        ),
         (Fixed(ratios={"optimizer": 1.5}), "the ratio optimizer is 1.5"),
         (
             Fixed(ratios={"optimizer": 1.0, "parameter": 1.0}),
@@ -172,6 +176,25 @@ def test_nothing_is_near_where_only_more_memory_helps():
 )
 def test_settings_that_contradict(fixed, said):
     assert said in refused(XL, A100, replace(DESKTOP, host_nbytes=5 * GB), fixed)
+
+
+def test_device_ratios_need_a_device_memory_and_masters():
+    laptop = replace(A100, name="laptop", device="cpu", device_nbytes=0)
+    said = refused(XL, laptop, DESKTOP, Fixed(ratios={"device_checkpoint": 0.5}))
+    assert said.startswith("the ratio device_checkpoint is 0.5, but the device of laptop has no memory of its own")
+    wide = replace(A100, matmul_flops_per_second={"fp32": 1e12})
+    said = refused(gpt(2, 256, bf16=False), wide, DESKTOP, Fixed(ratios={"device_parameter": 0.5}))
+    assert "only what an update makes from fp32 masters" in said
+
+
+def test_what_is_given_for_host_memory_leaves_the_rest_on_ssd():
+    fixed = Fixed(device=True, ratios={"parameter": 0.25})
+    assert search(XL, A100, DESKTOP, fixed, num_micro_batches=2).best.device_ratios["parameter"] == 0.0
+    free = search(XL, A100, DESKTOP, Fixed(device=True), num_micro_batches=2).best
+    assert free.device_ratios["parameter"] > 0
+    fixed = Fixed(device=True, ratios={"device_parameter": 0.125, "device_checkpoint": 0.0})
+    found = search(XL, A100, DESKTOP, fixed, num_micro_batches=2).best
+    assert found.device_ratios == {"parameter": 0.125, "checkpoint": 0.0}
 
 
 def test_a_type_without_a_rate():
