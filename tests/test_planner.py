@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,7 @@ def test_the_planned_peak_keeps_the_budget(machine, host_memory):
 
 def test_more_host_memory_is_never_slower():
     seconds = [plan(TINY, machine=HERE, host_memory=f"{size}MiB", **FIVE).seconds for size in (130, 160, 200, 260, 500)]
-    for less, more in zip(seconds, seconds[1:], strict=False):
+    for less, more in pairwise(seconds):
         assert more <= 1.01 * less
 
 
@@ -120,7 +121,7 @@ def test_without_a_batch_it_is_the_smallest_that_saturates():
     rates = [rate for _, _, rate in found.history]
     number = found.num_micro_batches
     assert 1 < number == (len(rates) - 1 if rates[-1] < 1.01 * rates[-2] else len(rates))
-    assert all(after >= 1.01 * before for before, after in zip(rates[:number], rates[1:number], strict=False))
+    assert all(after >= 1.01 * before for before, after in pairwise(rates[:number]))
 
 
 def test_drives_last_as_long_as_they_are_to():
