@@ -151,7 +151,7 @@ class Choice:
             self.sizes,
             ratios,
             alpha=alpha,
-            clip=self.clip,
+            clip=self.clip and alpha == 1.0,  # a smaller one is only asked for to be told what would fit
             separate=self.separate,
             num_layers=self.layouts[0].split.num_layers,
             x_nbytes=x_nbytes,

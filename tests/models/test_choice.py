@@ -67,7 +67,8 @@ def tight(rig, storage, make=adamw, **changes):
     for ratio in (0.0, 1.0):
         ratios = dict.fromkeys(EVERYTHING, ratio) | changes.get("ratios", {})
         with rig.fresh(make, options(storage, **{**changes, "ratios": ratios})) as optimizer:
-            step(rig.model, optimizer, tokens(0))
+            for number in range(2):  # the second has late updates of the first
+                step(rig.model, optimizer, tokens(number))
             peaks.append(peak(optimizer.engine.programs[-1], "host"))
     return sum(peaks) // 2 + MARGIN
 
@@ -114,6 +115,15 @@ def test_too_little_memory_is_refused_before_anything_is_measured(rig, storage, 
         step(rig.model, optimizer, tokens(0))
 
 
+def test_too_little_memory_for_clipping_says_what_would_fit_without(rig, storage, unasked):
+    budget = tight(rig, storage, ratios=dict.fromkeys(EVERYTHING, 0.0), alpha=0.0)
+    with (
+        rig.fresh(partial(adamw, max_grad_norm=0.5), given(storage, host_memory=budget)) as optimizer,
+        pytest.raises(MemoryBudgetError, match=r"the largest alpha possible here is 0\.\d\d, not 1 \(max_grad_norm"),
+    ):
+        step(rig.model, optimizer, tokens(0))
+
+
 # By the linear program ------------------------------------------------------------------------------------------------
 
 
@@ -125,7 +135,7 @@ def test_too_little_memory_is_refused_before_anything_is_measured(rig, storage, 
 def test_what_does_not_fit_is_planned_and_learns_the_same(rig, storage, caplog, separate_device, clip):
     make = partial(adamw, max_grad_norm=0.5) if clip else adamw
     changes = {"separate_device": separate_device}
-    budget = tight(rig, storage, make, **changes)
+    budget = tight(rig, storage, make, alpha=float(clip), **changes)
     with (
         caplog.at_level(logging.INFO, "gs_compile.choice"),
         rig.fresh(make, given(storage, host_memory=budget, **changes)) as optimizer,
@@ -155,27 +165,31 @@ def test_what_does_not_fit_is_planned_and_learns_the_same(rig, storage, caplog, 
 
 def test_bytes_are_those_of_the_program(rig, storage):
     with rig.fresh(adamw, given(storage, host_memory=tight(rig, storage))) as optimizer:
-        step(rig.model, optimizer, tokens(0))
-        step(rig.model, optimizer, tokens(1))
-        optimizer.engine.tiers.synchronize()
+        for number in range(2):
+            step(rig.model, optimizer, tokens(number))
         engine = optimizer.engine
+        engine.tiers.synchronize()
+        engine.tiers.trace.reset()
+        rig.model(input_ids=tokens(2), labels=tokens(2)).loss.backward()
+        engine.tiers.synchronize()  # what is under way belongs to this step
+        optimizer.step()
         planned = traffic(engine.programs[-1], engine.placement)
         assert engine.planning.choice.plan.traffic == planned
-        measured = {
+        assert planned == {
             (lane, kind): nbytes
             for lane, total in optimizer.last_step.lanes.items()
             for kind, nbytes in total.nbytes_by_kind.items()
         }
-        assert measured == planned
 
 
 def test_ratios_that_are_given_are_kept(rig, storage):
-    fixed = {"optimizer": 0.25}
+    fixed = {"parameter": 0.0}
     budget = tight(rig, storage, ratios=fixed)
     with rig.fresh(adamw, given(storage, host_memory=budget, alpha=0.25, ratios=fixed)) as optimizer:
         step(rig.model, optimizer, tokens(0))
         plan = optimizer.engine.planning.choice.plan
-        assert (plan.ratios["optimizer"], plan.alpha) == (0.25, 0.25)
+        assert plan.ratios["optimizer"] > 0
+        assert (plan.ratios["parameter"], plan.alpha) == (0.0, 0.25)
 
 
 def test_a_machine_from_a_file(rig, storage, tmp_path):
