@@ -111,7 +111,8 @@ def test_clipping_cannot_do_without_delay():
     own = found(solution(1, 1.0, alpha=1.0))
     assert list(alternatives([own], lambda *_, **__: solution(1, 1.0), clip=True)) == []
     (row,) = alternatives([own], lambda *_, **__: solution(1, 1.0), clip=False)
-    assert row.alpha == 0.0 and row.label == "no delayed updates (alpha 0)"
+    assert row.alpha == 0.0
+    assert row.label == "no delayed updates (alpha 0)"
 
 
 # What is worth knowing ------------------------------------------------------------------------------------------------

@@ -170,7 +170,8 @@ def test_bytes_are_those_of_the_program(rig, storage):
         engine = optimizer.engine
         engine.tiers.synchronize()
         engine.tiers.trace.reset()
-        rig.model(input_ids=tokens(2), labels=tokens(2)).loss.backward()
+        ids = tokens(2)
+        rig.model(input_ids=ids, labels=ids).loss.backward()
         engine.tiers.synchronize()  # what is under way belongs to this step
         optimizer.step()
         planned = traffic(engine.programs[-1], engine.placement)
