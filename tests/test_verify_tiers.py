@@ -172,6 +172,36 @@ def test_changed_while_in_use():
     )
 
 
+RESIDENT = place(3, 2, options=replace(SMALL, device_parameter=0.7, device_checkpoint=0.25))
+GOOD_RESIDENT = format_program(lower(3, 2, placement=RESIDENT, late=True)[-1], fold=False)
+LATE_HOME = "prefetch(w2d.host, into=w2d.device)\nfree(w2d.host)\n"
+LATE_UPDATE = "w2d.host = empty()\nupdate(dw2b.host, into=(w2d.host, s2c.host))\n"
+EARLY_HOME = "prefetch(w2a.host, into=w2a.device)\n"
+USED = "x3_0.device = forward("
+BROKEN_RESIDENT = {
+    "early update not brought home": ([(EARLY_HOME, "")], "at the end, w2a.device is not what the update has made"),
+    "late update not brought home": ([(LATE_HOME, "")], "w2d.device is not what the update has made"),
+    "used before its late update": ([(LATE_HOME, ""), (LATE_UPDATE, "")], "w2d.device is used before its late update"),
+    "changed while in use": (
+        [(LATE_HOME, LATE_HOME.splitlines()[0] + "\n"), (USED, LATE_HOME + USED)],
+        "w2d.device changes while w2.device is in use",
+    ),
+    "brought home before its update": (
+        [(LATE_HOME, ""), (LATE_UPDATE, LATE_UPDATE.replace("\nupdate", "\n" + LATE_HOME + "update"))],
+        "w2d.host is used before its late update",
+    ),
+}
+
+
+@pytest.mark.parametrize("law", BROKEN_RESIDENT)
+def test_broken_on_the_device(law):
+    text, (changes, complaint) = GOOD_RESIDENT, BROKEN_RESIDENT[law]
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new, 1)
+    assert complaint in _complaint(text, RESIDENT)
+
+
 def test_updates_left_out_together_with_their_memory():
     """Nothing is undefined or empty then, but parts are not what they should be."""
     late = GOOD.replace("whc.host = empty()\nupdate(dwhb.host, into=(whc.host, shc.host))\n", "")

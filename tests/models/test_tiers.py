@@ -45,15 +45,17 @@ class Variant:
     ratios: tuple[float, float, float]
     num_directories: int
     separate_device: bool
+    on_device: float  # of parameters and checkpoints that are not in host memory
     threads: int
 
 
-RESIDENT = Variant(0.0, (1.0, 1.0, 1.0), 1, False, 1)
+RESIDENT = Variant(0.0, (1.0, 1.0, 1.0), 1, False, 0.0, 1)
 SETTINGS = [Setting(*each) for each in itertools.product(DROPOUT, OPTIMIZERS, (False, True))]
 
 
 def variants(alpha: float) -> Iterator[Variant]:
-    return itertools.starmap(Variant, itertools.product([alpha], RATIOS, (1, 2), (False, True), (1, 2)))
+    found = itertools.starmap(Variant, itertools.product([alpha], RATIOS, (1, 2), (False, True), (0.0, 0.6), (1, 2)))
+    return (variant for variant in found if variant.separate_device or not variant.on_device)
 
 
 class Laboratory:
@@ -66,11 +68,15 @@ class Laboratory:
 
     def train(self, setting: Setting, variant: Variant) -> Outcome:
         make: Any = OPTIMIZERS[setting.optimizer]
+        parameter, checkpoint, _ = (variant.on_device * (1 - ratio) for ratio in variant.ratios)
+        device = {"device_checkpoint": checkpoint}
+        if setting.precision == "bf16":  # without masters parameters go to the host to be updated
+            device["device_parameter"] = parameter
         clip = {"max_grad_norm": MAX_NORM} if setting.clip else {}
         chosen = options(
             self.directories[: variant.num_directories],
             alpha=1.0 if setting.clip else variant.alpha,
-            ratios=dict(zip(("parameter", "checkpoint", "optimizer"), variant.ratios, strict=True)),
+            ratios=dict(zip(("parameter", "checkpoint", "optimizer"), variant.ratios, strict=True)) | device,
             separate_device=variant.separate_device,
             threads=variant.threads,
         )
@@ -97,6 +103,13 @@ def laboratory(tmp_path_factory):
 @given(setting=st.sampled_from(SETTINGS), variant=st.sampled_from([v for alpha in ALPHAS for v in variants(alpha)]))
 def test_any_placement_learns_the_same(laboratory, setting, variant):
     laboratory.check(setting, variant)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("on_device", [0.4, 1.0])
+def test_what_lives_on_the_device_learns_the_same(laboratory, alpha, on_device):
+    variant = Variant(alpha, (0.0, 0.0, 0.0), 1, True, on_device, 1)
+    laboratory.check(Setting("bf16", "adamw", False), variant)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)

@@ -47,9 +47,13 @@ ratios = st.sampled_from((0.0, 0.3, 0.7, 1.0))
     alpha=st.sampled_from((0.0, 0.25, 0.5, 1.0)),
     separate_device=st.booleans(),
     ratios=st.fixed_dictionaries({"parameter": ratios, "checkpoint": ratios, "optimizer": ratios}),
+    on_device=st.sampled_from((0.0, 0.6)),
 )
-def test_the_planned_memory_is_enough(rigs, storage, precision, clip, alpha, separate_device, ratios):
+def test_the_planned_memory_is_enough(rigs, storage, precision, clip, alpha, separate_device, ratios, on_device):
     rig, make = rigs[precision], partial(adamw, max_grad_norm=0.5) if clip else adamw
+    classes = (["checkpoint"] if separate_device else []) + (["parameter"] if precision == "bf16" else [])
+    if separate_device:
+        ratios = ratios | {f"device_{name}": on_device * (1 - ratios[name]) for name in classes}
     chosen = {"alpha": 1.0 if clip else alpha, "separate_device": separate_device, "ratios": ratios}
     with rig.fresh(make, options(storage, **chosen)) as optimizer:
         step(rig.model, optimizer, tokens(0))

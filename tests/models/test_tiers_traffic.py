@@ -127,11 +127,28 @@ def test_a_step_moves_what_it_has_to(rigs, tmp_path, num_micro_batches, precisio
     assert {key: nbytes for key, nbytes in found.items() if key[0].startswith("ssd")} == asked
 
 
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_what_lives_on_the_device_goes_there_once_it_is_updated(rigs, tmp_path, alpha):
+    ratios = {"device_parameter": 1.0, "device_checkpoint": 1.0}
+    found, predicted, _ = measured(rigs["bf16"], tmp_path, 3, alpha=alpha, separate_device=True, ratios=ratios)
+    assert found == predicted
+    everything = closed_form(rigs["bf16"], 3, separate_device=True, checkpoint=0.0, alpha=alpha)
+    head = {("d2h", "x"): 2, ("h2d", "x"): 2}  # micro-batches of the head's inputs: the third is still there
+    x = MICRO_BATCH * LENGTH * WIDTH * 2
+    there = {("h2d", "w"): sum(units_of(rigs["bf16"]).values()) * 2} | {key: n * x for key, n in head.items()}
+    gone = [("ssd_read", "w"), ("ssd_write", "w"), ("ssd_read", "x"), ("ssd_write", "x")]
+    assert found == {key: nbytes for key, nbytes in (everything | there).items() if key not in gone}
+
+
 @pytest.mark.parametrize("separate_device", [False, True])
 @pytest.mark.parametrize("precision", ["model", "bf16"])
 @pytest.mark.parametrize("ratio", [0.3, 0.7])
 def test_what_is_cut_moves_in_part(rigs, tmp_path, precision, separate_device, ratio):
     ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), ratio)
+    if separate_device:
+        ratios["device_checkpoint"] = 0.2
+    if separate_device and precision == "bf16":
+        ratios["device_parameter"] = 0.2
     moves = {"alpha": 0.5, "separate_device": separate_device, "ratios": ratios}
     found, predicted, asked = measured(rigs[precision], tmp_path, 3, **moves)
     assert found == predicted
