@@ -14,6 +14,7 @@ from gs_compile.workload import Workload
 
 WORTH_SAYING = 0.01  # a change of the step's time below this is nothing
 MOST_ALTERNATIVES = 3
+FASTER_DEVICE = 0.1
 NOTHING_RESIDENT = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}
 
 Again = Callable[..., Solution | None]
@@ -39,8 +40,9 @@ def binding(solution: Solution, profile: Profile, budgets: Budgets, again: Again
     """What more of each resource would bring, by the linear program; `solution` is the best without."""
     for words, machine, room in _more(profile, budgets):
         better = again(solution.num_micro_batches, solution.alpha, machine=machine, room=room)
-        gain = solution.seconds / better.seconds - 1 if better else 0.0
-        yield f"{words}: {f'{gain:.0%} faster' if gain > WORTH_SAYING else 'nothing'}"
+        yield _gain(words, solution.seconds / better.seconds - 1 if better else 0.0)
+    saved = -solution.duals["compute"] * FASTER_DEVICE  # seconds; as in all duals, for a small change
+    yield _gain(f"a device that computes {FASTER_DEVICE:.0%} faster", saved / solution.seconds)
 
 
 def alternatives(found: Sequence[tuple[Workload, Search]], again: Again, *, clip: bool) -> Iterator[Alternative]:
@@ -52,7 +54,9 @@ def alternatives(found: Sequence[tuple[Workload, Search]], again: Again, *, clip
         (f"{each.num_micro_batches} micro-batch{'es' if each.num_micro_batches > 1 else ''}", workload, each)
         for each in near
     ]
-    tries += [(f"micro-batches of {other.micro_batch_size}", other, result.best) for other, result in others]
+    if others:  # the best of them
+        other, result = max(others, key=lambda each: each[0].tokens * each[1].best.throughput)
+        tries.append((f"micro-batches of {other.micro_batch_size}", other, result.best))
     if alpha and not clip:
         tries.append(("no delayed updates (alpha 0)", workload, again(number, 0.0)))
     if any(solution.ratios.values()):
@@ -77,6 +81,10 @@ def notes(plan: StepPlan) -> Iterator[str]:
     wear = plan.budgets.wear_bytes_per_second
     if wear and plan.written / wear > plan.seconds * (1 + WORTH_SAYING):  # the program itself does not wait for that
         yield f"the drives last as long as asked if a step begins every {plan.written / wear:.3g} s, and not sooner"
+
+
+def _gain(words: str, gain: float) -> str:
+    return f"{words}: {f'{gain:.0%} faster' if gain > WORTH_SAYING else 'nothing'}"
 
 
 def _alternative(label: str, workload: Workload, solution: Solution) -> Alternative:

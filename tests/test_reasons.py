@@ -18,7 +18,7 @@ BUDGETS = Budgets(host_nbytes=64 * 2**30, device_nbytes=40 * 2**30, ssd_nbytes=8
 
 def solution(number, seconds, alpha=0.0, resident=0.0):
     ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), resident)
-    return Solution(number, alpha, ratios, {}, seconds / 2, seconds / 2, {}, {})
+    return Solution(number, alpha, ratios, {}, seconds / 2, seconds / 2, {}, {"compute": -0.5 * seconds})
 
 
 def found(*history, workload=WORKLOAD):
@@ -50,6 +50,7 @@ def test_more_of_each_resource_is_tried_alone():
         "10.0 GiB more device memory: nothing",
         "a link to the device twice as fast: nothing",
         "an optimizer twice as fast: nothing",
+        "a device that computes 10% faster: 5% faster",
     ]
     assert asked == {"host": 8 * 2**30, "ssd": 2.0, "device": 10 * 2**30}
 
@@ -64,8 +65,8 @@ def test_a_second_drive_wears_half_as_fast():
 def test_one_memory_has_neither_link_nor_device_memory():
     machine = replace(A100, device="cpu")
     words = list(binding(solution(1, 1.0), machine, BUDGETS, lambda *_, **__: None))
-    assert len(words) == 3
-    assert not any("device" in each for each in words)
+    assert len(words) == 4
+    assert not any("device memory" in each or "link" in each for each in words)
 
 
 def test_the_linear_program_is_that_of_the_plan():
