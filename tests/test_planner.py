@@ -145,6 +145,7 @@ def test_a_plan_says_why():
         "10.0 GiB more device memory",
         "a link to the device twice as fast",
         "an optimizer twice as fast",
+        "a device that computes 10% faster",
     ]
     assert found.alternatives
 
