@@ -176,12 +176,13 @@ class Arena:
         nbytes, deadline = _rounded(nbytes), _Deadline()
         while True:
             with self._lock:
+                users = self._users(deadline)
                 piece = self._reusable(nbytes)  # [1]
                 if piece is None and self._map(1, nbytes, self._memory.block_sizes(1, nbytes)):  # [2]
                     piece = self._reusable(nbytes)
                 if piece is not None:
                     return self._hand_out(piece, purpose)
-                users = self._users(deadline)
+                users = users or self._users(deadline)
                 if not users:
                     raise self._too_small(nbytes, purpose)
             _wait(users)  # [3]
@@ -194,10 +195,11 @@ class Arena:
         deadline = _Deadline()
         while True:
             with self._lock:
+                users = self._users(deadline)
                 if self._make_room(nbytes, spared=0):
                     self._ledger.add(purpose, nbytes)
                     return Charge(self, nbytes, purpose)
-                users = self._users(deadline)
+                users = users or self._users(deadline)
                 if not users:
                     raise self._too_small(nbytes, purpose)
             _wait(users)
@@ -211,9 +213,10 @@ class Arena:
         sizes, deadline = self._memory.block_sizes(count, nbytes), _Deadline()
         while True:
             with self._lock:
+                users = self._users(deadline)
                 if self._map(count, nbytes, sizes):
                     return
-                users = self._users(deadline)
+                users = users or self._users(deadline)
                 if not users:
                     raise self._too_small(sum(sizes), f"{count} buffers")
             _wait(users)
@@ -237,7 +240,8 @@ class Arena:
     def _users(self, deadline: _Deadline) -> Sequence[Ticket]:
         """Who is to be waited for: the oldest users; without any, the tensors over memory that is gone already.
 
-        Not the memory, so that this thread holds none while it waits.
+        Not the memory, so that this thread holds none while it waits. Asked before memory is looked for as well: who
+        ends while it is looked for is not found afterwards, and what he used was not found either.
         """
         if users := next((piece.after for piece in self._free if not piece.done), ()):
             return users

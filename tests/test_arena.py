@@ -313,3 +313,26 @@ def test_the_ledger_tells_what_is_in_use_from_what_is_kept_for_reuse():
     assert arena.ledger.peak_total == 12288
     arena.take(8192, "checkpoint")
     assert arena.ledger.peak_in_use == arena.ledger.peak_total == 12288
+
+
+class EndsBetweenTwoLooks:
+    """A user who ends between two looks."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    @property
+    def done(self) -> bool:
+        self.asked += 1
+        return self.asked > 1
+
+    def wait(self) -> None:
+        pass
+
+
+def test_a_user_who_ends_while_memory_is_looked_for_is_not_missed():
+    for takes in (lambda a: a.take(8192, "state"), lambda a: a.charge(8192, "state"), lambda a: a.reserve(1, 8192)):
+        arena = Arena(8192)
+        arena.take(4096, "checkpoint").release([EndsBetweenTwoLooks()])
+        takes(arena)
+        assert arena.ledger.total == 8192
