@@ -266,7 +266,7 @@ def test_an_auxiliary_loss_of_experts():
         ({"expert": {"compilr": "eager"}}, "unknown option expert.compilr; did you mean expert.compiler?"),
         (
             {"zzz": 2},
-            "unknown option zzz; known: micro_batch_size, outputs, storage, host_memory, device_memory, precision, expert, mode",
+            "unknown option zzz; known: micro_batch_size, outputs, storage, host_memory, device_memory, machine, precision, expert, mode",
         ),
         ({"micro_batch_size": 0}, "micro_batch_size must be a whole number of samples, 1 or more; got 0"),
         ({"micro_batch_size": 2.0}, "micro_batch_size must be a whole number of samples, 1 or more; got 2.0"),
