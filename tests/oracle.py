@@ -32,7 +32,8 @@ class Oracle:
         self.users: dict[Value, list[Any]] = {}
         self.alive: dict[object, tuple[set[Value], list[Any]]] = {}
         if self.host_nbytes is not None:
-            self.host = simpy.Container(self.env, self.host_nbytes, self.host_nbytes)
+            nbytes = max(self.host_nbytes, 1)  # simpy has no container for nothing
+            self.host = simpy.Container(self.env, nbytes, nbytes)
             late = any(value.kind == "dw" for value in _inputs(self.programs[0]))
             taken = sum(self._begin(value) for value in self.placement.homes(late=late))
             if taken:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from gs_compile import plan
+from gs_compile import compilation
 from gs_compile.graph import Source
 from gs_compile.passes import differentiate as differentiate_module
 from gs_compile.passes.differentiate import differentiate
@@ -321,7 +321,7 @@ def test_compiled_once_for_all_layers(monkeypatch):
         return compiled_function(self, name)
 
     monkeypatch.setattr(differentiate_module.Differentiated, "_compiled", counting)
-    monkeypatch.setattr(plan, "_codes", {})
+    monkeypatch.setattr(compilation, "_codes", {})
     args = batch(4)
     run = compiled(Tiny(blocks=[Block() for _ in range(6)]))
     run(*args).backward()
