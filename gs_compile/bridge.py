@@ -176,7 +176,7 @@ class Call:
         program = self.compilation.program(self.layout, self.num_micro_batches, shape)[-1]
         env = {value: content for value, content in executor.env.items() if value.kind not in ("dx", "dw", "dside")}
         again = Executor(program, self.units, {**env, **self._dy(gradients, outside)})
-        if executor.program.schedule == "horizontal" and executor.program is not program:
+        if executor.program.order == "horizontal" and executor.program is not program:
             again.forward()  # its checkpoints went with the backwards that the first half has run
         again.backward()
         executor.env = again.env

@@ -28,7 +28,7 @@ from gs_compile.passes.lower import lower
 from gs_compile.passes.specialize import specialize
 from gs_compile.passes.split import Split, split
 from gs_compile.passes.uniform import Uniform, uniform
-from gs_compile.program import EPILOGUE, PROLOGUE, TIED, Program, StepShape, Unit, Value, height
+from gs_compile.program import EPILOGUE, ORDERS, PROLOGUE, TIED, Program, StepShape, Unit, Value, height
 from gs_compile.runtime.units import Sized
 from gs_compile.workload import UnitSize
 
@@ -160,7 +160,7 @@ class Compilation:
 
         In the horizontal order such a step is run anew.
         """
-        if self.options.expert.schedule == "horizontal":
+        if ORDERS[self.options.expert.schedule] == "horizontal":
             inner = {o.unit for o in layout.outputs if o.is_layer_input}
             return frozenset(Value("x", unit, j) for unit in inner for j in range(num_micro_batches))
         if not any(o.combine not in ("loss", "input") and o.spec and o.spec.requires_grad for o in layout.outputs):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from gs_compile.errors import OptionError
-from gs_compile.program import Schedule
+from gs_compile.program import ORDERS, Schedule
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ class Expert:
             _one_of(f"expert.{name}", getattr(self, name), (True, False))
         object.__setattr__(self, "alpha", _fraction("expert.alpha", self.alpha))
         object.__setattr__(self, "ratios", _nested("expert.ratios", Ratios, {} if self.ratios is None else self.ratios))
-        if self.ratios.gradient is not None and self.schedule != "horizontal":
+        if self.ratios.gradient is not None and ORDERS[self.schedule] != "horizontal":
             raise OptionError(
                 f"expert.ratios.gradient is {self.ratios.gradient:g}, but gradient sums leave the device between two "
                 'micro-batches in the horizontal order alone: leave it out, or choose expert.schedule="horizontal"'

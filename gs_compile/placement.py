@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from gs_compile.program import Op, Schedule, Tier, Unit, Value
+from gs_compile.program import ORDERS, Op, Order, Schedule, Tier, Unit, Value
 
 # Elements. Cuts are at multiples, so that a part begins on a 4 KiB page in 16 bits and in 32, and that the optimizer's
 # vector code takes every element the same way wherever a unit is cut.
@@ -142,6 +142,10 @@ class Placement:
         assert self.separate or not on_device, "the device has no memory of its own for anything to live in"
         assert self.checkpoint_ratio + self.device_checkpoint_ratio <= 1 + 1e-9, "more checkpoints than there are"
 
+    @property
+    def order(self) -> Order:
+        return ORDERS[self.schedule]
+
     @cached_property
     def by_unit(self) -> Mapping[Unit, UnitPlacement]:
         return {unit.unit: unit for unit in self.units}
@@ -167,7 +171,7 @@ class Placement:
     @property
     def num_pieces(self) -> int:
         """In how many pieces a unit's parameters go to the device: one beside each micro-batch of a stage."""
-        return 1 if self.schedule == "horizontal" else len(self.x_nbytes)
+        return 1 if self.order == "horizontal" else len(self.x_nbytes)
 
     def homes(self, *, late: bool) -> frozenset[Value]:
         """What lives on between steps; `late`: gradients wait for their update."""
@@ -228,7 +232,7 @@ class Placement:
     def _activation_slot(self, value: Value) -> tuple[object, int]:
         assert value.micro_batch is not None
         on_ssd = value.kind == "x" and value.unit != self.num_layers and self.checkpoint_home(value) == "ssd"
-        if value.tier == "host" and on_ssd and self.schedule == "vertical":
+        if value.tier == "host" and on_ssd and self.order == "vertical":
             there = [j for j in range(len(self.x_nbytes)) if self._is_on_ssd(value, j)]
             return (value.unit, "x.host"), sum(self.x_nbytes[j] for j in there)
         return value, self.x_nbytes[value.micro_batch] if value.micro_batch < len(self.x_nbytes) else 0

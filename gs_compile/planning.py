@@ -123,7 +123,7 @@ class Planning:
     def describe(self, program: Program) -> str:
         """For people: each class of data by tier, and the planned peaks of a program."""
         homes, placement = nbytes_by_home(self.placement), self.placement
-        kinds = ["parameters", "states", "checkpoints", *(["sums"] if placement.schedule == "horizontal" else [])]
+        kinds = ["parameters", "states", "checkpoints", *(["sums"] if placement.order == "horizontal" else [])]
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
         peaks = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in program.peaks)
         return "\n".join(

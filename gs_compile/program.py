@@ -20,7 +20,15 @@ from gs_compile.errors import ProgramError
 # and "t", the parameters that several of these share (tied embeddings), which has code of no one's.
 Unit = int | Literal["e", "h", "t"]
 Tier = Literal["device", "host", "ssd"]
-Schedule = Literal["vertical", "horizontal"]
+Order = Literal["vertical", "horizontal"]  # layer by layer, or micro-batch by micro-batch
+Schedule = Literal["vertical", "horizontal", "single", "lifetime"]
+
+ORDERS: dict[Schedule, Order] = {
+    "vertical": "vertical",
+    "horizontal": "horizontal",
+    "single": "vertical",  # of one micro-batch
+    "lifetime": "horizontal",
+}
 
 PROLOGUE: Literal["e"] = "e"
 EPILOGUE: Literal["h"] = "h"
@@ -189,7 +197,7 @@ class Program:
     peaks: tuple[tuple[str, int], ...] = ()  # the planned peak of each tier in bytes, once `free` has counted it
 
     @property
-    def schedule(self) -> Schedule:
+    def order(self) -> Order:
         """Which order it is in: its stages say so."""
         return "horizontal" if any(op.stage.micro_batch is not None for op in self.ops) else "vertical"
 

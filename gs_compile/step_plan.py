@@ -134,7 +134,7 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
             found["parameters", part.tier] += part.numel * unit.itemsize
         for part in unit.s.values():
             found["states", part.tier] += part.numel * unit.state_itemsize
-        if placement.schedule == "horizontal":
+        if placement.order == "horizontal":
             found["sums", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
         found["late gradients", "host"] += sum(g.numel for g in unit.trained("late")) * unit.gradient_itemsize
     for layer, (micro_batch, nbytes) in product(range(placement.num_layers), enumerate(placement.x_nbytes)):

@@ -63,7 +63,7 @@ class _Walk:
         self.freed: set[Value] = set()
         self.additions: Counter[Value] = Counter()  # how many operations have added to an accumulator
         self.all_additions = Counter(value for op in program.ops for value in op.into if value.kind == "dw")
-        self.schedule = program.schedule
+        self.order = program.order
         self.stages: list[Stage] = []
         self.seen: set[Stage] = set()
         self.tracks: dict[object, tuple[_Place, Stage]] = {}  # the last place on each line of stages, and its stage
@@ -95,8 +95,8 @@ class _Walk:
             yield from self._unfinished_stage()
             if op.stage in self.seen:
                 yield f"stage {op.stage} was left and comes again"
-            if op.stage.unit is not None and (op.stage.micro_batch is None) != (self.schedule == "vertical"):
-                yield f"stage {op.stage} is of another schedule than {self.schedule}"
+            if op.stage.unit is not None and (op.stage.micro_batch is None) != (self.order == "vertical"):
+                yield f"stage {op.stage} is of another order than {self.order}"
             for track, place in _places(op.stage).items():
                 last, before = self.tracks.get(track, (place, op.stage))
                 if place < last:
@@ -126,7 +126,7 @@ class _Walk:
         """Every unit runs forward, unless all there is are updates, if any; the head may do so in the backward."""
         if self.placement is not None and self.seen <= {FILL, DRAIN}:
             return
-        each = range(self.program.num_micro_batches) if self.schedule == "horizontal" else (None,)
+        each = range(self.program.num_micro_batches) if self.order == "horizontal" else (None,)
         for j in each:
             for unit in (PROLOGUE, *range(self.program.num_layers)):
                 if Stage("forward", unit, j) not in self.seen:

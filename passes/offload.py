@@ -31,7 +31,7 @@ from gs_compile.program import FILL, Op, Program, Stage, Tier, Value
 def offload(program: Program, *, placement: Placement, keep: Iterable[Value] = ()) -> Program:
     """The same step with its data on the tiers. Values in `keep` stay on the device: they are results too."""
     ops = list(_Units(program, placement).ops())
-    if placement.schedule == "horizontal":
+    if placement.order == "horizontal":
         ops = list(_with_sums(ops, placement))
     ops = list(_Activations(program.with_ops(ops, "offload"), placement, frozenset(keep)).ops())
     return program.with_ops(ops, made_by="offload")

@@ -79,7 +79,7 @@ class TieredExecutor:
         In the horizontal order there are sums of whole micro-batches by then, some of them on their way: all sums are
         multiplied when they are complete.
         """
-        if self.placement.schedule == "horizontal":
+        if self.placement.order == "horizontal":
             self._factor = factor
             return
         for value, content in list(self.env.items()):

@@ -59,7 +59,7 @@ def test_micro_batch_size_is_a_whole_number(size):
         ({"outputs": "logits"}, "outputs must be one of 'all', 'loss'; got 'logits'"),
         (
             {"expert": {"schedule": "diagonal"}},
-            "expert.schedule must be one of 'vertical', 'horizontal'; got 'diagonal'",
+            "expert.schedule must be one of 'vertical', 'horizontal', 'single', 'lifetime'; got 'diagonal'",
         ),
         (
             {"expert": {"ratios": {"gradient": 0.5}}},

@@ -387,7 +387,7 @@ def test_a_forward_alone_is_vertical():
     shape = StepShape(training=False)
     placement = homes((2, 2, shape), ALL_SSD)
     for snapshots in (lower(2, 2, shape=shape, placement=placement), lower(2, 2, shape=shape, schedule="horizontal")):
-        assert snapshots[-1].schedule == "vertical"
+        assert snapshots[-1].order == "vertical"
 
 
 def test_the_snake_is_left_out():

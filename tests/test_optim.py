@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import gs_compile
 from gs_compile.errors import OptimizerError, ReleasedParameterError, StepOrderError
+from gs_compile.runtime.arena import FREE
 
 
 def weights(learner):
@@ -269,13 +270,13 @@ def test_a_loss_that_is_dropped_leaves_nothing(alpha, tmp_path):
     with learner(tmp_path, alpha=alpha) as one:
         one.train(0)
         one.values()
+        one.loss(7)
         arena = one.optimizer.engine.tiers.setting.arena
-        for _ in range(4):
+        taken = set()  # what is mapped may grow: how many buffers are free at a time is a matter of luck
+        for _ in range(8):
             one.loss(7)
-            taken = arena.ledger.total
-        for _ in range(4):
-            one.loss(7)
-        assert arena.ledger.total == taken
+            taken.add(arena.ledger.total - arena.ledger.now[FREE])
+        assert len(taken) == 1
         one.train(1)
         assert_same(one.values(), wanted)
 

@@ -156,7 +156,7 @@ def test_the_baseline_is_planned_for_the_same_batch(machine):
         plan(TINY, machine=machine, host_memory="220MiB", schedule=schedule, **FIVE)
         for schedule in ("vertical", "horizontal")
     )
-    assert baseline.schedule == baseline.program.schedule == "horizontal"
+    assert baseline.schedule == baseline.program.order == "horizontal"
     assert baseline.num_micro_batches == vertical.num_micro_batches == 5
     assert baseline.peaks["host"] <= baseline.budgets.host_nbytes
     assert baseline.seconds > (1.1 if vertical.profile.separate else 0.99) * vertical.seconds

@@ -29,7 +29,7 @@ BROKEN = {
         "x1_0.device = forward(x0_0.device, w0.device)",
         "micro-batch 0 in a stage of another",
     ),
-    "stage of all": ("# forward 1 of 1\n", "# forward 1\n", "stage forward 1 is of another schedule than horizontal"),
+    "stage of all": ("# forward 1 of 1\n", "# forward 1\n", "stage forward 1 is of another order than horizontal"),
     "micro-batch out of range": (
         "# forward 0 of 1\n",
         "# forward e of 2\nfree(x0_1.host)\n# forward 0 of 1\n",

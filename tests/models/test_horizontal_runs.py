@@ -218,9 +218,9 @@ def test_a_forward_without_gradients_comes_between_steps(storage):
     step(model, optimizer, tokens(0))
     with torch.no_grad():
         alone = model(input_ids=tokens(1), labels=tokens(1)).loss
-    assert optimizer.engine.programs[-1].schedule == "vertical"
+    assert optimizer.engine.programs[-1].order == "vertical"
     assert step(model, optimizer, tokens(1)) == float(alone)
-    assert optimizer.engine.programs[-1].schedule == "horizontal"
+    assert optimizer.engine.programs[-1].order == "horizontal"
     optimizer.engine.tiers.close()
 
 
