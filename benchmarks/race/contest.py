@@ -1,0 +1,266 @@
+"""contest: what every contestant of the race shares: the case, the batches, the process it lives in.
+
+A contestant is one system that trains the case's model. It is a process of its own, for systems need environments of
+their own, and it lives through the whole race: repetitions are interleaved across contestants while all but one sleep.
+Standard input has commands, one a line; standard output has one line of JSON for each, and nothing else (what libraries
+print goes to standard error):
+
+    (start)          {"ready": NAME, "settings": ..., "versions": ..., ...}, or {"cannot": NAME, "why": ...} and exit 3
+    step K           {"step": K, "seconds": s, "loss": l}: training step K on batch K, with all that belongs to it done
+    steps K COUNT    {"steps": K, "count": COUNT, "seconds": s, "losses": [...]}: timed as a whole, all done at the end
+    stats            {"peak_rss": bytes, "read_bytes": bytes, "write_bytes": bytes}, counted from the start
+    reset_peak       {"reset_peak": true}: the peak begins again at what is resident now
+    weights PATH     {"weights": PATH}: fp32 parameters by name, saved with torch.save
+    quit             {"quit": true}
+
+What fails after the start is {"error": ..., "where": the command}, and exit 1.
+
+    python -m benchmarks.race.plain --case 25m --storage /path/on/a/drive
+
+`--case` is a preset's name or the JSON of a Case. Start contestants with ENVIRONMENT: threads that wait actively would
+slow the others down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GPT2LMHeadModel
+
+ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+BETAS, EPSILON, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 0.01  # AdamW of every contestant, on every parameter
+
+CANNOT, FAILED = 3, 1  # exit codes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained and on what: the same for every contestant."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int = 50257
+    sequence: int = 256
+    micro_batch_size: int = 1
+    micro_batches: int = 1
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: parameters and computation; masters and moments are fp32
+    lr: float = 3e-4
+    seed: int = 0
+    max_grad_norm: float | None = None
+    tokens: str | None = None  # a .npy file of token numbers in a row: real text; without it they are drawn evenly
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """A preset's name, or the JSON of a case; JSON with a `preset` changes that one."""
+        if text in PRESETS:
+            return PRESETS[text]
+        data = json.loads(text)
+        preset = data.pop("preset", None)
+        unknown = set(data) - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"a case has no {', '.join(sorted(unknown))}")
+        return replace(PRESETS[preset], **data) if preset else cls(**data)
+
+    def json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @property
+    def samples(self) -> int:
+        return self.micro_batch_size * self.micro_batches
+
+
+PRESETS = {
+    "25m": Case(layers=6, hidden=512, heads=8, vocabulary=12288),
+    "110m": Case(layers=12, hidden=768, heads=12),  # GPT-2
+    "350m": Case(layers=24, hidden=1024, heads=16),  # GPT-2 medium
+}
+
+
+def build_model(case: Case) -> GPT2LMHeadModel:
+    """The case's model in fp32, with the weights its seed draws: the same bits for every contestant."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(case.seed)
+    config = transformers.GPT2Config(
+        n_layer=case.layers,
+        n_embd=case.hidden,
+        n_head=case.heads,
+        n_positions=case.sequence,
+        vocab_size=case.vocabulary,
+        use_cache=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def batch(case: Case, step: int) -> torch.Tensor:
+    """The token numbers of one step, (samples, sequence); micro-batch i has rows i * micro_batch_size and on."""
+    import numpy
+    import torch
+
+    generator = torch.Generator().manual_seed(case.seed * 1_000_003 + step)
+    if case.tokens is None:
+        return torch.randint(case.vocabulary, (case.samples, case.sequence), generator=generator)
+    text = numpy.load(case.tokens, mmap_mode="r")
+    starts = torch.randint(len(text) - case.sequence, (case.samples,), generator=generator)
+    return torch.stack([torch.from_numpy(text[s : s + case.sequence].astype(numpy.int64)) for s in starts.tolist()])
+
+
+class Cannot(Exception):  # noqa: N818  the contestant's word, not an error of ours
+    """This contestant does not run here; says why."""
+
+
+class Contestant(ABC):
+    """One system. `build` may raise Cannot; after it, `step` runs any number of times."""
+
+    name: ClassVar[str]
+    packages: ClassVar[tuple[str, ...]] = ("torch", "transformers")  # whose versions are reported
+
+    def __init__(self, case: Case, storage: Path, settings: dict[str, Any]) -> None:
+        self.case, self.storage, self.settings = case, storage, settings
+
+    @abstractmethod
+    def build(self) -> dict[str, Any]:
+        """Makes everything ready; returns its exact settings."""
+
+    @abstractmethod
+    def step(self, ids: torch.Tensor) -> float:
+        """One training step on the whole batch, optimizer included; returns the loss, the mean over micro-batches."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, torch.Tensor]:
+        """fp32 parameters (masters where there are) by the model's own names, tied ones once."""
+
+    def settle(self) -> None:  # noqa: B027  most have nothing to do
+        """Finishes what a step left for the next one; a time ends after it."""
+
+    def close(self) -> None:  # noqa: B027
+        """Gives back files, threads and processes."""
+
+
+def main(contestant: type[Contestant]) -> None:
+    """Lives through the race: builds, then does what standard input says."""
+    parser = argparse.ArgumentParser(description=contestant.__doc__)
+    parser.add_argument("--case", type=Case.parse, default=PRESETS["25m"], help="a preset, or the JSON of a case")
+    parser.add_argument("--storage", type=Path, default=Path("race-storage"), help="a directory on a fast drive")
+    parser.add_argument("--settings", type=json.loads, default={}, help="the contestant's own settings, as JSON")
+    arguments = parser.parse_args()
+    answers = _claim_stdout()
+    runner = contestant(arguments.case, arguments.storage, arguments.settings)
+    status = _serve(runner, sys.stdin, answers)
+    answers.flush()
+    sys.exit(status)
+
+
+def _claim_stdout() -> IO[str]:
+    """Standard output for our answers alone: what others write to it goes to standard error."""
+    sys.stdout.flush()
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return answers
+
+
+def _serve(runner: Contestant, commands: IO[str], answers: IO[str]) -> int:
+    """The life of a contestant, from build to quit; its exit status."""
+
+    def answer(**data: Any) -> None:
+        answers.write(json.dumps(data) + "\n")
+
+    idle, start, words = _status("VmRSS"), time.perf_counter(), ["build"]
+    try:
+        settings = runner.build()
+        answer(
+            ready=runner.name,
+            case=asdict(runner.case),
+            settings=settings,
+            versions=_versions(runner.packages),
+            omp_wait_policy=os.environ.get("OMP_WAIT_POLICY", ""),
+            build_seconds=time.perf_counter() - start,
+            idle_rss=idle,
+        )
+        for line in commands:
+            words = line.split() or [""]
+            if words[0] == "quit":
+                break
+            answer(**_obey(runner, *words))
+    except Cannot as reason:
+        answer(cannot=runner.name, why=str(reason))
+        return CANNOT
+    except Exception as error:  # noqa: BLE001  whatever a peer raises is its result
+        traceback.print_exc()
+        answer(error=f"{type(error).__name__}: {error}", where=" ".join(words))
+        return FAILED
+    runner.close()
+    answer(quit=True)
+    return 0
+
+
+def _obey(runner: Contestant, command: str, *arguments: str) -> dict[str, Any]:
+    if command == "step":
+        seconds, losses = _timed(runner, int(arguments[0]), 1)
+        return {"step": int(arguments[0]), "seconds": seconds, "loss": losses[0]}
+    if command == "steps":
+        first, count = int(arguments[0]), int(arguments[1])
+        seconds, losses = _timed(runner, first, count)
+        return {"steps": first, "count": count, "seconds": seconds, "losses": losses}
+    if command == "stats":
+        return {"peak_rss": _status("VmHWM"), **_disk_bytes()}
+    if command == "reset_peak":
+        Path("/proc/self/clear_refs").write_text("5")
+        return {"reset_peak": True}
+    if command == "weights":
+        import torch
+
+        torch.save(runner.weights(), arguments[0])
+        return {"weights": arguments[0]}
+    raise ValueError(f"no such command: {command}")
+
+
+def _timed(runner: Contestant, first: int, count: int) -> tuple[float, list[float]]:
+    batches = [batch(runner.case, first + i) for i in range(count)]
+    start = time.perf_counter()
+    losses = [runner.step(ids) for ids in batches]
+    runner.settle()
+    return time.perf_counter() - start, losses
+
+
+def _status(field: str) -> int:
+    """Bytes of one line of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/self/status has no {field}")
+
+
+def _disk_bytes() -> dict[str, int]:
+    """What this process and the children it has waited for have moved to and from drives, by the kernel's count."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {"read_bytes": int(lines["read_bytes"]), "write_bytes": int(lines["write_bytes"])}
+
+
+def _versions(packages: tuple[str, ...]) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "missing"
+    return found
