@@ -152,6 +152,10 @@ class Contestant(ABC):
     def settle(self) -> None:  # noqa: B027  most have nothing to do
         """Finishes what a step left for the next one; a time ends after it."""
 
+    def other(self, command: str, *arguments: str) -> dict[str, Any]:
+        """Answers what this contestant alone can be asked."""
+        raise ValueError(f"no such command: {command}")
+
     def close(self) -> None:  # noqa: B027
         """Gives back files, threads and processes."""
 
@@ -231,7 +235,7 @@ def _obey(runner: Contestant, command: str, *arguments: str) -> dict[str, Any]:
 
         torch.save(runner.weights(), arguments[0])
         return {"weights": arguments[0]}
-    raise ValueError(f"no such command: {command}")
+    return runner.other(command, *arguments)
 
 
 def _timed(runner: Contestant, first: int, count: int) -> tuple[float, list[float]]:

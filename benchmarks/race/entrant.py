@@ -1,0 +1,131 @@
+"""entrant: a contestant's process as the race sees it: a question a line, an answer a line.
+
+What a contestant says to nobody (warnings, build logs) goes to a file, whose end is shown when it fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+TAIL = 1500  # characters of its log that tell why a contestant has failed
+PATIENCE = 20.0  # seconds to end by itself
+
+
+class EntrantError(RuntimeError):
+    """A contestant ended, hung, or said what it cannot do."""
+
+
+class Entrant:
+    """One contestant from its start to its end; raises `EntrantError` where it does not answer in time.
+
+    Its process leads a group of its own, so that no worker of it outlives the race.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self.log = log
+        self._partial = b""
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Entrant:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def ready(self, timeout: float) -> dict[str, Any]:
+        """Its settings and versions, once it can take a step."""
+        return self._checked(self._answer(timeout))
+
+    def ask(self, question: str, timeout: float) -> dict[str, Any]:
+        """Its answer to a line such as ``step 3``."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{question}\n".encode())
+            self._process.stdin.flush()
+        except OSError as error:
+            raise EntrantError(self._ended()) from error
+        return self._checked(self._answer(timeout))
+
+    def close(self) -> None:
+        """End it, by asking first."""
+        try:
+            if self._process.poll() is None and self._process.stdin is not None:
+                self._process.stdin.write(b"quit\n")
+                self._process.stdin.close()
+            self._process.wait(PATIENCE)
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+        finally:
+            self._kill()
+
+    def _checked(self, answer: dict[str, Any]) -> dict[str, Any]:
+        if "cannot" in answer:
+            raise EntrantError(f"does not run here: {answer['why']}")
+        if "error" in answer:
+            raise EntrantError(f"failed at {answer['where']}: {answer['error']}")
+        return answer
+
+    def _kill(self) -> None:
+        """The whole group: a worker may be left where its leader has ended."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+        self._process.wait()
+
+    def _answer(self, timeout: float) -> dict[str, Any]:
+        """The next line that is a JSON object; a library may print others."""
+        deadline = time.monotonic() + timeout
+        while True:
+            line = self._line(deadline)
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                return found
+
+    def _line(self, deadline: float) -> bytes:
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._partial:
+                left = deadline - time.monotonic()
+                if left <= 0 or not selector.select(left):
+                    self._kill()
+                    raise EntrantError(f"no answer in time; its log ends with:\n{self._tail()}")
+                chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not chunk:
+                    raise EntrantError(self._ended())
+                self._partial += chunk
+        line, _, self._partial = self._partial.partition(b"\n")
+        return line
+
+    def _ended(self) -> str:
+        self._kill()
+        return f"it ended with {self._process.returncode}; its log ends with:\n{self._tail()}"
+
+    def _tail(self) -> str:
+        return self.log.read_text(errors="replace")[-TAIL:].strip()

@@ -1,0 +1,97 @@
+"""measures: what the race measures beside its contestants: the machine's speed of the moment, its drives, its bounds.
+
+Seconds of a shared machine change from minute to minute. A fixed product of matrices, timed between the rounds, tells
+by how much: `MachineSpeed.normalised` gives the seconds that a round would have taken at the race's median speed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gs_compile.machine import usable_cores, usable_memory
+from gs_compile.profile import Profile
+
+ROWS = 768  # of the product: it fits a core's cache, so that it tells the processor's speed and no one's traffic
+REPEATS = 12
+
+
+@dataclass
+class MachineSpeed:
+    """Seconds of the fixed product, one entry for each `sample`."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    def sample(self) -> float:
+        """Time the product now; the first call also warms up."""
+        matrix = torch.full((ROWS, ROWS), 0.5)
+        if not self.seconds:
+            _product(matrix)
+        self.seconds.append(_product(matrix))
+        return self.seconds[-1]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Slowest over fastest: 1.0 is a quiet machine."""
+        return max(self.seconds) / min(self.seconds)
+
+    def normalised(self, seconds: float, before: float, after: float) -> float:
+        """What took `seconds` between two samples, at the median speed."""
+        return seconds * self.median / ((before + after) / 2)
+
+
+def _product(matrix: torch.Tensor) -> float:
+    start = time.perf_counter()
+    for _ in range(REPEATS):
+        matrix @ matrix
+    return time.perf_counter() - start
+
+
+def spread(values: Sequence[float]) -> float:
+    """Half of the range over the median: 0.03 is plus or minus 3 %."""
+    return (max(values) - min(values)) / 2 / statistics.median(values)
+
+
+def io_seconds(read: float, written: float, profile: Profile) -> float:
+    """The least time that the drives need for so many bytes: in turn, or both directions at once while both last."""
+    alone = profile.ssd_read_bytes_per_second, profile.ssd_write_bytes_per_second
+    mixed = profile.ssd_read_mixed_bytes_per_second, profile.ssd_write_mixed_bytes_per_second
+    in_turn = read / alone[0] + written / alone[1]
+    together = min(read / mixed[0], written / mixed[1])
+    rest = (read - together * mixed[0]) / alone[0] + (written - together * mixed[1]) / alone[1]
+    return min(in_turn, together + rest)
+
+
+def machine_facts() -> dict[str, Any]:
+    """What the results were measured on, for people."""
+    return {
+        "processor": _processor(),
+        "cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": usable_memory(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "kernel": platform.release(),
+        "load": os.getloadavg()[0],
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.machine()

@@ -1,0 +1,154 @@
+"""ours: GreedySnake in the race, in any schedule, with its data anywhere.
+
+    python -m benchmarks.race.ours --case 110m --settings '{"schedule": "vertical", "home": "ssd", "compiler": "eager"}'
+
+home      ssd: parameters, checkpoints and optimizer states are all on SSD; host: all in host memory
+          half, quarter, or a number: planned, with that part of the bytes of parameters and states as `host_memory`
+compiler  of the layers' code: eager, as the peers run it, or inductor
+alpha     the part of every update that waits for the next forward; left out, it is the planner's (0 on ssd and host)
+
+Beside what every contestant answers: `describe` (where everything lives), `predict` (seconds of a step, simulated) and
+`breakdown K COUNT` (where the seconds of steps go).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+import gs_compile
+from benchmarks.race.contest import BETAS, EPSILON, WEIGHT_DECAY, Cannot, Contestant, batch, build_model, main
+from benchmarks.race.waiting import waits
+from gs_compile.backend import greedysnake
+from gs_compile.config import Options
+from gs_compile.errors import OptionError
+
+RATIOS = {"ssd": 0.0, "host": 1.0}
+PARTS = {"half": 0.5, "quarter": 0.25}
+DEFAULTS = {"schedule": "vertical", "home": "ssd", "compiler": "eager", "alpha": None}
+
+
+class GreedySnake(Contestant):
+    """GreedySnake: layers on the tiers, by any schedule of its step program."""
+
+    name = "greedysnake"
+    packages = ("torch", "transformers", "greedysnake")
+
+    def build(self) -> dict[str, Any]:
+        settings = {**DEFAULTS, **self.settings}
+        self.model = build_model(self.case)
+        options = self._options(**settings)
+        try:
+            Options.of(options)
+        except OptionError as error:
+            raise Cannot(f"this release does not have it: {error}") from error
+        self.model.compile(backend=greedysnake, options=options)
+        self.optimizer = gs_compile.AdamW(
+            self.model.parameters(),
+            lr=self.case.lr,
+            betas=BETAS,
+            eps=EPSILON,
+            weight_decay=WEIGHT_DECAY,
+            max_grad_norm=self.case.max_grad_norm,
+        )
+        given = {key: value for key, value in options.items() if key != "storage"}
+        return {**settings, "trained_bytes": self._trained_bytes(), "options": given}
+
+    def step(self, ids: torch.Tensor) -> float:
+        loss = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def settle(self) -> None:
+        self.optimizer.synchronize()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        master = self.case.precision == "bf16"
+        with gs_compile.materialize(self.model, master=master):
+            return {name: value.detach().float().clone() for name, value in self.model.named_parameters()}
+
+    def close(self) -> None:
+        if self.optimizer.engine is not None:
+            self.optimizer.engine.tiers.close()
+
+    def other(self, command: str, *arguments: str) -> dict[str, Any]:
+        engine = self.optimizer.engine
+        assert engine is not None, f"{command} before the first step"
+        match command:
+            case "describe":
+                return {"describe": engine.describe(), "alpha": engine.planning.choice.alpha}
+            case "predict":
+                return self._predict(engine)
+            case "breakdown":
+                return self._breakdown(engine, int(arguments[0]), int(arguments[1]))
+        return super().other(command, *arguments)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _options(self, schedule: str, home: str, compiler: str, alpha: float | None) -> dict[str, Any]:
+        expert: dict[str, Any] = {"schedule": schedule, "compiler": compiler}
+        options: dict[str, Any] = {
+            "micro_batch_size": self.case.micro_batch_size,
+            "outputs": "loss",
+            "storage": str(self.storage),
+            "precision": "bf16" if self.case.precision == "bf16" else "model",
+            "expert": expert,
+        }
+        if home in RATIOS:
+            expert["ratios"] = dict.fromkeys(("parameter", "checkpoint", "optimizer"), RATIOS[home])
+            alpha = 0.0 if alpha is None else alpha
+        else:
+            options["host_memory"] = int((PARTS.get(home) or float(home)) * self._trained_bytes())
+        if alpha is not None and self.case.max_grad_norm is None:  # clipping settles it
+            expert["alpha"] = alpha
+        return options
+
+    def _trained_bytes(self) -> int:
+        """Of parameters and the optimizer's states: fp32 and two moments, or bf16, masters and two moments."""
+        each = 14 if self.case.precision == "bf16" else 12
+        return each * sum(parameter.numel() for parameter in self.model.parameters())
+
+    def _predict(self, engine: Any) -> dict[str, Any]:
+        """With the layers' code timed now: the speed of a shared machine changes from minute to minute."""
+        vars(engine.planning.choice).pop("workload", None)
+        simulation = engine.predict().simulation
+        return {"predict": simulation.seconds, "busy": dict(simulation.busy), "bubbles": dict(simulation.bubbles)}
+
+    def _breakdown(self, engine: Any, first: int, count: int) -> dict[str, Any]:
+        """Seconds of one of `count` steps: computed, waited for each lane and kind of value, and the rest, Python."""
+        batches = [batch(self.case, first + index) for index in range(count)]
+        engine.tiers.trace.totals(reset=True)
+        lanes: dict[str, float] = {}
+        nbytes: dict[str, int] = {}
+        with waits() as waited:
+            start = time.perf_counter()
+            for ids in batches:
+                self.step(ids)
+                assert self.optimizer.last_step is not None
+                self._add(self.optimizer.last_step.lanes, lanes, nbytes)
+            self.settle()
+            seconds = time.perf_counter() - start
+        self._add(engine.tiers.trace.totals(reset=True), lanes, nbytes)
+        compute = lanes.pop("compute", 0.0)
+        return {
+            "breakdown": first,
+            "seconds": seconds / count,
+            "compute": compute / count,
+            "waits": {key: value / count for key, value in waited.most_common()},
+            "python": (seconds - compute - sum(waited.values())) / count,
+            "busy": {lane: value / count for lane, value in lanes.items()},
+            "bytes": {lane: value // count for lane, value in nbytes.items() if value},
+        }
+
+    def _add(self, totals: Any, lanes: dict[str, float], nbytes: dict[str, int]) -> None:
+        for lane, total in totals.items():
+            lanes[lane] = lanes.get(lane, 0.0) + total.seconds
+            nbytes[lane] = nbytes.get(lane, 0) + total.nbytes
+
+
+if __name__ == "__main__":
+    main(GreedySnake)
