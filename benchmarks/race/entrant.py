@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -70,15 +71,12 @@ class Entrant:
 
     def close(self) -> None:
         """End it, by asking first."""
-        try:
-            if self._process.poll() is None and self._process.stdin is not None:
-                self._process.stdin.write(b"quit\n")
-                self._process.stdin.close()
+        assert self._process.stdin is not None
+        with suppress(OSError, subprocess.TimeoutExpired):
+            self._process.stdin.write(b"quit\n")
+            self._process.stdin.close()
             self._process.wait(PATIENCE)
-        except (OSError, subprocess.TimeoutExpired):
-            pass
-        finally:
-            self._kill()
+        self._kill()
 
     def _checked(self, answer: dict[str, Any]) -> dict[str, Any]:
         if "cannot" in answer:
@@ -89,10 +87,8 @@ class Entrant:
 
     def _kill(self) -> None:
         """The whole group: a worker may be left where its leader has ended."""
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
         self._process.wait()
 
     def _answer(self, timeout: float) -> dict[str, Any]:
@@ -128,4 +124,4 @@ class Entrant:
         return f"it ended with {self._process.returncode}; its log ends with:\n{self._tail()}"
 
     def _tail(self) -> str:
-        return self.log.read_text(errors="replace")[-TAIL:].strip()
+        return self.log.read_text(errors="replace")[-TAIL:].strip().replace(f"{Path.cwd()}/", "")

@@ -75,6 +75,25 @@ def io_seconds(read: float, written: float, profile: Profile) -> float:
     return min(in_turn, together + rest)
 
 
+def add_bounds(results: dict[str, dict[str, Any]], profile: Profile) -> None:
+    """Enters for every contestant that was timed the least seconds its step could take, and what share it reaches.
+
+    compute_seconds: of our own step with everything in host memory, by the same compiler; without one in the race, of
+        plain PyTorch.
+    io_seconds: of the bytes that the contestant itself has moved, by the operating system's count.
+    share: of the roofline, the larger of both, in the seconds it took.
+    """
+    timed = {name: found for name, found in results.items() if "median_seconds" in found}
+    for found in timed.values():
+        compiler = found["settings"].get("compiler", "eager")
+        names = [f"vertical/host/{compiler}", "plain"]
+        computed = [timed[name]["median_seconds"] for name in names if name in timed]
+        found["io_seconds"] = io_seconds(found["read_bytes"], found["write_bytes"], profile)
+        if computed:
+            found["compute_seconds"] = computed[0]
+            found["share"] = max(computed[0], found["io_seconds"]) / found["median_seconds"]
+
+
 def machine_facts() -> dict[str, Any]:
     """What the results were measured on, for people."""
     return {

@@ -1,0 +1,125 @@
+"""bounds: what the race must show, each with the results that tell whether it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.race.curves import NOISE_FACTOR, noise
+
+SATURATED = 16  # micro-batches
+IO_BOUND = (1, 2)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line: what, how much it has to be, what was found and whether that is enough; "" where nothing was."""
+
+    what: str
+    bound: str
+    found: str = ""
+    holds: bool | None = None
+
+    @property
+    def verdict(self) -> str:
+        return {True: "holds", False: "**missed**", None: ""}[self.holds]
+
+
+def bounds(files: Mapping[str, Any]) -> list[Claim]:
+    """All claims; `files`: results by the names of their files."""
+    sizes = {size: files[f"race-{size}"] for size in ("110m", "350m") if f"race-{size}" in files}
+    found = [*_against_plain(sizes), *_against_zero(sizes), *_shares(sizes)]
+    return [*found, _memory(sizes.get("350m")), _orders(files.get("race-orders")), _curves(files.get("race-curves"))]
+
+
+def _against_plain(sizes: Mapping[str, Any]) -> Iterator[Claim]:
+    for size in ("110m", "350m"):
+        what = f"{size}, n = {SATURATED}, everything on SSD, eager: step time against plain PyTorch in memory"
+        each = _timed(sizes.get(size), SATURATED).get("vertical/ssd/eager", {})
+        ratio = each.get("times_plain")
+        yield Claim(what, "<= 1.05 x", *_answer(ratio, lambda value: value <= 1.05))
+
+
+def _against_zero(sizes: Mapping[str, Any]) -> Iterator[Claim]:
+    for size in ("110m", "350m"):
+        for number, least in ((SATURATED, 2.5), *((number, 2.0) for number in IO_BOUND)):
+            timed = _timed(sizes.get(size), number)
+            ours = _fastest(timed, lambda name: name.startswith("vertical/ssd/inductor"))
+            theirs = _fastest(timed, lambda name: name.startswith("zero-infinity"))
+            ratio = theirs / ours if ours and theirs else None
+            what = f"{size}, n = {number}, everything on SSD, compiled: throughput against ZeRO-Infinity"
+            yield Claim(what, f">= {least} x", *_answer(ratio, lambda value, least=least: value >= least))
+
+
+def _shares(sizes: Mapping[str, Any]) -> Iterator[Claim]:
+    for size in ("110m", "350m"):
+        shares = [
+            (timed["vertical/ssd/eager"]["share"], number)
+            for number in _numbers(sizes.get(size))
+            if "share" in (timed := _timed(sizes[size], number)).get("vertical/ssd/eager", {})
+        ]
+        what = f"{size}, everything on SSD, eager: least share of the roofline over all n"
+        if not shares:
+            yield Claim(what, ">= 0.9")
+            continue
+        least, number = min(shares)
+        yield Claim(what, ">= 0.9", f"{least:.2f} (n = {number})", least >= 0.9)
+
+
+def _memory(found: Any) -> Claim:
+    """At the largest n that both were timed at."""
+    what, bound = "350m: peak resident memory against ZeRO-Infinity's", "below"
+    for number in reversed(_numbers(found)):
+        timed = _timed(found, number)
+        theirs = [each["step_peak_rss"] for name, each in timed.items() if name.startswith("zero-infinity")]
+        if theirs and "vertical/ssd/eager" in timed:
+            ratio = timed["vertical/ssd/eager"]["step_peak_rss"] / min(theirs)
+            return Claim(what, bound, f"{ratio:.2f} x (n = {number})", ratio < 1)
+    return Claim(what, bound)
+
+
+def _orders(found: Any) -> Claim:
+    what, bound = "vertical against horizontal: simulated ratio against measured, worst n", "within 10 %"
+    if not found:
+        return Claim(what, bound)
+    row = max(found["rows"], key=lambda row: abs(row["apart"]))
+    return Claim(what, bound, f"{row['apart']:+.1%} (n = {row['micro_batches']})", abs(row["apart"]) <= 0.1)
+
+
+def _curves(found: Any) -> Claim:
+    what = "loss over 200 steps on real text, vertical and horizontal: largest difference from plain, in noises"
+    bound = f"<= {NOISE_FACTOR:g}"
+    differences = found["largest_difference"] if found else {}
+    ours = [differences[name] for name in ("vertical", "horizontal") if name in differences]
+    if not ours or not noise(differences):
+        return Claim(what, bound)
+    ratio = max(ours) / noise(differences)
+    return Claim(what, bound, f"{ratio:.2f}", ratio <= NOISE_FACTOR)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _numbers(found: Any) -> list[int]:
+    return [heat["micro_batches"] for heat in found["heats"]] if found else []
+
+
+def _timed(found: Any, number: int) -> dict[str, Any]:
+    """The contestants of one heat that were timed, and right."""
+    for heat in found["heats"] if found else ():
+        if heat["micro_batches"] == number:
+            return {
+                name: each
+                for name, each in heat["contestants"].items()
+                if "median_seconds" in each and each["verdict"] == "right"
+            }
+    return {}
+
+
+def _fastest(timed: Mapping[str, Any], chosen: Any) -> float | None:
+    return min((each["median_seconds"] for name, each in timed.items() if chosen(name)), default=None)
+
+
+def _answer(ratio: float | None, holds: Any) -> tuple[str, bool | None]:
+    return ("", None) if ratio is None else (f"{ratio:.2f} x", holds(ratio))

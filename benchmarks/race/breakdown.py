@@ -1,0 +1,108 @@
+"""breakdown: where each second of a step goes: computed, waited for which lane, spent in Python between operations.
+
+Ours are asked by `breakdown`: the runtime's own sums tell what was computed, and every wait of the thread that computes
+is timed (`waiting`). What is left is Python: issuing operations, taking memory, autograd, guards. Plain PyTorch only
+computes. Nothing is profiled, so nothing is slower than in the race.
+
+    python -m benchmarks.race.breakdown --preset 110m --output benchmarks/results/race-breakdown.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.race.contest import Case
+from benchmarks.race.entrant import Entrant, EntrantError
+from benchmarks.race.heat import CHECKED_STEPS, START_SECONDS, STEP_SECONDS
+from benchmarks.race.measures import MachineSpeed, machine_facts
+from benchmarks.race.roster import Entry
+from benchmarks.race.terms import (
+    Terms,
+    add_case_arguments,
+    add_terms_arguments,
+    case_of,
+    command_line,
+    end_gently,
+    load,
+    save,
+    terms_of,
+)
+
+CONTESTANTS = ("plain", "vertical/host/eager", "vertical/ssd/eager", "vertical/half/eager", "horizontal/ssd/eager")
+MOST_STEPS = 8
+
+
+def break_down(case: Case, names: list[str], terms: Terms) -> dict[str, Any]:
+    """One number of micro-batches: a contestant after the other takes its steps, while the others sleep."""
+    speed, found = MachineSpeed(), {}
+    with tempfile.TemporaryDirectory(dir=terms.storage, prefix="race-") as storage:
+        for name in names:
+            entry = Entry.parse(name)
+            with ExitStack() as stack:
+                entrant = stack.enter_context(
+                    entry.start(case, Path(storage), peers_python=terms.peers_python, machine=terms.machine)
+                )
+                speed.sample()
+                try:
+                    found[name] = one(entrant, entry, terms)
+                except EntrantError as error:
+                    found[name] = {"why": str(error)}
+                print(f"  {name}: {in_words(found[name])}", flush=True)
+    return {"micro_batches": case.micro_batches, "contestants": found, "matmul_spread": speed.spread}
+
+
+def one(entrant: Entrant, entry: Entry, terms: Terms) -> dict[str, Any]:
+    """The seconds of one of several steps, in parts."""
+    entrant.ready(START_SECONDS)
+    warm = [entrant.ask(f"step {number}", STEP_SECONDS)["seconds"] for number in range(CHECKED_STEPS)][-1]
+    count = max(1, min(MOST_STEPS, round(2 * terms.round_seconds / warm)))
+    if entry.is_ours:
+        return entrant.ask(f"breakdown {CHECKED_STEPS} {count}", STEP_SECONDS * count)
+    seconds = entrant.ask(f"steps {CHECKED_STEPS} {count}", STEP_SECONDS * count)["seconds"] / count
+    return {"seconds": seconds, "compute": seconds, "waits": {}, "python": 0.0, "busy": {}, "bytes": {}}
+
+
+def in_words(found: dict[str, Any]) -> str:
+    if "why" in found:
+        return found["why"].splitlines()[0]
+    waits = sum(found["waits"].values())
+    parts = {"computed": found["compute"], "waited": waits, "in Python": found["python"]}
+    return f"{found['seconds']:.3f} s: " + ", ".join(f"{value:.3f} {name}" for name, value in parts.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_case_arguments(parser)
+    add_terms_arguments(parser)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--contestants", default=",".join(CONTESTANTS))
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--again", action="store_true")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    end_gently()
+    case, names = case_of(arguments), arguments.contestants.split(",")
+    setting = {**asdict(case), "micro_batches": None}
+    found = load(arguments.output, {"setting": setting, "contestants": names}, again=arguments.again)
+    rows = {row["micro_batches"]: row for row in found.get("rows", [])}
+    with tempfile.TemporaryDirectory() as folder:
+        terms, _ = terms_of(arguments, Path(folder))
+        found |= {"commands": [*found.get("commands", []), command_line()], "machine": machine_facts()}
+        for number in arguments.micro_batches:
+            if number in rows or terms.left <= 0:
+                print(f"{number} micro-batches: {'done before' if number in rows else 'the time is up'}", flush=True)
+                continue
+            print(f"{number} micro-batches:", flush=True)
+            rows[number] = break_down(replace(case, micro_batches=number), names, terms)
+            found["rows"] = [rows[each] for each in sorted(rows)]
+            save(found, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""heat: one number of micro-batches, raced: losses checked, then timed rounds in turn.
+
+Contestants start one after the other and stay, so that a round takes each in turn while the others sleep. Where memory
+does not hold all of them, those that have started are raced and stopped before the next start; plain PyTorch, the
+common measure, is in every such group.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.race.contest import Case
+from benchmarks.race.entrant import Entrant, EntrantError
+from benchmarks.race.measures import MachineSpeed, spread
+from benchmarks.race.roster import PLAIN, Entry
+from benchmarks.race.terms import Terms
+from gs_compile.machine import available_memory, format_bytes
+
+CHECKED_STEPS = 3  # before anything is timed; they also compile, and fill whatever is kept from step to step
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of losses against plain PyTorch's, relative
+DRIFT = 10.0  # times as much for the steps that are timed: rounding grows as training goes on
+START_SECONDS = 1800.0  # a start may build operators in C++
+STEP_SECONDS = 1800.0
+MOST_STEPS = 8  # of a round
+HEADROOM = 1.25  # memory that has to be free for the next start, in peaks of the largest so far
+
+
+@dataclass
+class Runner:
+    """A contestant that has started, and what is known of it."""
+
+    entry: Entry
+    entrant: Entrant
+    result: dict[str, Any]
+    step_seconds: float = math.inf
+
+
+@dataclass
+class Heat:
+    """The race of one case; `run` gives its results."""
+
+    case: Case
+    entries: Sequence[Entry]
+    terms: Terms
+    speed: MachineSpeed = field(default_factory=MachineSpeed)
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[list[str]] = field(default_factory=list)
+    correct: list[float] = field(default_factory=list)  # plain's losses, by step
+
+    def run(self) -> dict[str, Any]:
+        """What every contestant did, by name, and how fast the machine was meanwhile."""
+        start = time.monotonic()
+        waiting = [entry for entry in self.entries if entry.name != PLAIN]
+        with tempfile.TemporaryDirectory(dir=self.terms.storage, prefix="race-") as storage:
+            while True:
+                left = len(waiting)
+                self._race_group(waiting, Path(storage))
+                if not waiting or len(waiting) == left:
+                    break
+        for entry in waiting:
+            self.results[entry.name] = {"verdict": "not raced: out of time"}
+        return {
+            "micro_batches": self.case.micro_batches,
+            "tokens": self.case.samples * self.case.sequence,
+            "complete": not any("out of time" in found["verdict"] for found in self.results.values()),
+            "minutes": (time.monotonic() - start) / 60,
+            "groups": self.groups,
+            "matmul_seconds": self.speed.seconds,
+            "matmul_spread": self.speed.spread if self.speed.seconds else None,
+            "contestants": {entry.name: self.results[entry.name] for entry in self.entries},
+        }
+
+    def _race_group(self, waiting: list[Entry], storage: Path) -> None:
+        """As many of `waiting` as memory holds, and plain; takes them off the list."""
+        with ExitStack() as stack:
+            plain = self._start(Entry.parse(PLAIN), storage, stack)
+            if plain is None:
+                raise SystemExit(f"plain PyTorch, whose losses are right, has failed: {self.results[PLAIN]['verdict']}")
+            runners = [plain] if any(entry.name == PLAIN for entry in self.entries) else []
+            peak, started = plain.result["peak_rss"], 0
+            while waiting and self.terms.left > 0 and started < self.terms.most_together:
+                if started and available_memory() < HEADROOM * peak:
+                    print(f"  {format_bytes(available_memory())} are free: {waiting[0].name} waits", flush=True)
+                    break
+                started += 1
+                runner = self._start(waiting.pop(0), storage, stack)
+                if runner is not None:
+                    peak = max(peak, runner.result["peak_rss"])
+                    runners.append(runner)
+            self.groups.append([runner.entry.name for runner in runners])
+            self._rounds(runners, plain)
+
+    def _start(self, entry: Entry, storage: Path, stack: ExitStack) -> Runner | None:
+        """A contestant that has taken its first steps, rightly; None, with a verdict, for one that has not."""
+        result = self.results.setdefault(entry.name, {})
+        result["settings"] = entry.settings
+        terms, start = self.terms, time.monotonic()
+        entrant = stack.enter_context(
+            entry.start(self.case, storage, peers_python=terms.peers_python, machine=terms.machine)
+        )
+        try:
+            result["ready"] = entrant.ready(START_SECONDS)
+            steps = [entrant.ask(f"step {number}", STEP_SECONDS) for number in range(CHECKED_STEPS)]
+            if entry.is_ours:
+                result["describe"] = entrant.ask("describe", STEP_SECONDS)
+            result |= entrant.ask("stats", STEP_SECONDS)
+            result["start_seconds"] = time.monotonic() - start
+        except EntrantError as error:
+            return self._out(entry, entrant, f"not raced: {error}")
+        result["losses"] = losses = [step["loss"] for step in steps]
+        self.correct = losses if entry.name == PLAIN else self.correct
+        result["difference"] = difference(losses, self.correct)
+        if not result["difference"] <= TOLERANCE[self.case.precision]:
+            return self._out(entry, entrant, f"wrong: its losses differ from plain's by {result['difference']:.1e}")
+        result["verdict"] = "right"
+        print(f"  {entry.name}: losses within {result['difference']:.1e}, {steps[-1]['seconds']:.3g} s", flush=True)
+        return Runner(entry, entrant, result, steps[-1]["seconds"])
+
+    def _out(self, entry: Entry, entrant: Entrant, verdict: str) -> None:
+        entrant.close()
+        self.results[entry.name]["verdict"] = verdict
+        print(f"  {entry.name}: {verdict}", flush=True)
+
+    def _rounds(self, runners: list[Runner], plain: Runner) -> None:
+        """All rounds that the time allows; each takes everyone through the same steps."""
+        if not runners:
+            return
+        fastest = min(runner.step_seconds for runner in runners)
+        count = max(1, min(MOST_STEPS, round(self.terms.round_seconds / fastest)))
+        one_round = count * sum(runner.step_seconds for runner in runners)
+        timed = {runner.entry.name: Timing() for runner in runners}
+        for runner in list(runners):
+            self._ask(runner, runners, "reset_peak")
+        for number in range(self.terms.rounds):
+            if self.terms.left < one_round:
+                print(f"  {number} of {self.terms.rounds} rounds: the time is up", flush=True)
+                break
+            for runner in list(runners):
+                self._time(runner, runners, timed[runner.entry.name], CHECKED_STEPS + number * count, count)
+        for runner in runners:
+            timed[runner.entry.name].close(runner.result, self.speed, count)
+        for runner in runners:
+            if runner is not plain and plain in runners:
+                self._compare(runner.result, timed[runner.entry.name], timed[PLAIN])
+
+    def _time(self, runner: Runner, runners: list[Runner], timing: Timing, first: int, count: int) -> None:
+        before = self.speed.sample()
+        start = self._ask(runner, runners, "stats")
+        found = self._ask(runner, runners, f"steps {first} {count}")
+        stop = self._ask(runner, runners, "stats")
+        if start and found and stop:
+            timing.add(found, start, stop, (before, self.speed.sample()))
+
+    def _ask(self, runner: Runner, runners: list[Runner], question: str) -> dict[str, Any] | None:
+        """The answer; whoever fails is out from then on."""
+        if runner not in runners:
+            return None
+        try:
+            return runner.entrant.ask(question, STEP_SECONDS * MOST_STEPS)
+        except EntrantError as error:
+            self._out(runner.entry, runner.entrant, f"failed in its rounds: {error}")
+            runners.remove(runner)
+            return None
+
+    def _compare(self, result: dict[str, Any], timing: Timing, plain: Timing) -> None:
+        """With plain in the same rounds: its seconds, and the losses of the timed steps, of the same batches."""
+        if not timing.seconds:
+            return
+        pairs = zip(timing.seconds, plain.seconds, strict=True)
+        result["times_plain"] = statistics.median(ours / theirs for ours, theirs in pairs)
+        result["timed_difference"] = apart = difference(timing.losses, plain.losses)
+        if not apart <= DRIFT * TOLERANCE[self.case.precision]:
+            result["verdict"] = f"wrong: the losses of its timed steps differ from plain's by {apart:.1e}"
+
+
+@dataclass
+class Timing:
+    """The rounds of one contestant."""
+
+    seconds: list[float] = field(default_factory=list)  # of all steps of a round
+    speeds: list[tuple[float, float]] = field(default_factory=list)  # the fixed product, before and after
+    losses: list[float] = field(default_factory=list)
+    read_bytes: int = 0
+    write_bytes: int = 0
+    peak_rss: int = 0
+
+    def add(
+        self, found: dict[str, Any], start: dict[str, Any], stop: dict[str, Any], speeds: tuple[float, float]
+    ) -> None:
+        self.seconds.append(found["seconds"])
+        self.speeds.append(speeds)
+        self.losses += found["losses"]
+        self.read_bytes += stop["read_bytes"] - start["read_bytes"]
+        self.write_bytes += stop["write_bytes"] - start["write_bytes"]
+        self.peak_rss = max(self.peak_rss, stop["peak_rss"])
+
+    def close(self, result: dict[str, Any], speed: MachineSpeed, count: int) -> None:
+        """Enters what is known at the end, of one step each."""
+        if not self.seconds:
+            result["verdict"] = "not raced: out of time"
+            return
+        each = [seconds / count for seconds in self.seconds]
+        normalised = [speed.normalised(s, *speeds) for s, speeds in zip(each, self.speeds, strict=True)]
+        steps = count * len(each)
+        result |= {
+            "steps": count,
+            "seconds": each,
+            "normalised_seconds": normalised,
+            "median_seconds": statistics.median(each),
+            "median_normalised_seconds": statistics.median(normalised),
+            "spread": spread(each),
+            "read_bytes": self.read_bytes / steps,
+            "write_bytes": self.write_bytes / steps,
+            "step_peak_rss": self.peak_rss,
+        }
+
+
+def difference(losses: Sequence[float], correct: Sequence[float]) -> float:
+    """The largest relative difference; infinite where one is not finite."""
+    pairs = list(zip(losses, correct, strict=True))
+    return max((abs(a - b) / abs(b) if math.isfinite(a) else math.inf for a, b in pairs), default=0.0)

@@ -1,0 +1,123 @@
+"""orders: the vertical order against the horizontal, measured and simulated, with everything on SSD.
+
+The drives are the limit here: short sequences, so that a step computes little beside what it moves. For each number of
+micro-batches both orders take steps in turn, and the simulator says what it thinks they take; what is compared is the
+ratio of the two orders' seconds. The simulator is given this machine's figures, and the layers' code timed at the time.
+
+    python -m benchmarks.race.orders --output benchmarks/results/race-orders.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.race.contest import Case
+from benchmarks.race.entrant import Entrant
+from benchmarks.race.heat import CHECKED_STEPS, START_SECONDS, STEP_SECONDS
+from benchmarks.race.measures import MachineSpeed, machine_facts, spread
+from benchmarks.race.roster import Entry
+from benchmarks.race.terms import (
+    Terms,
+    add_case_arguments,
+    add_terms_arguments,
+    case_of,
+    command_line,
+    end_gently,
+    load,
+    save,
+    terms_of,
+)
+
+ORDERS = ("vertical", "horizontal")
+SHORT = 32  # tokens of a sequence where none is given
+MOST_STEPS = 8
+
+
+def compare(case: Case, terms: Terms, home: str, compiler: str) -> dict[str, Any]:
+    """Both orders at one number of micro-batches."""
+    speed = MachineSpeed()
+    with tempfile.TemporaryDirectory(dir=terms.storage, prefix="race-") as storage, ExitStack() as stack:
+        entrants = {
+            order: stack.enter_context(
+                Entry.parse(f"{order}/{home}/{compiler}").start(case, Path(storage), machine=terms.machine)
+            )
+            for order in ORDERS
+        }
+        for entrant in entrants.values():
+            entrant.ready(START_SECONDS)
+        warm = {order: warmed_up(entrant) for order, entrant in entrants.items()}
+        count = max(1, min(MOST_STEPS, round(terms.round_seconds / min(warm.values()))))
+        seconds: dict[str, list[float]] = {order: [] for order in ORDERS}
+        simulated: dict[str, list[float]] = {order: [] for order in ORDERS}
+        for number in range(terms.rounds):
+            for order, entrant in entrants.items():
+                speed.sample()
+                simulated[order].append(entrant.ask("predict", STEP_SECONDS)["predict"])
+                found = entrant.ask(f"steps {CHECKED_STEPS + number * count} {count}", STEP_SECONDS * MOST_STEPS)
+                seconds[order].append(found["seconds"] / count)
+    measured = statistics.median(h / v for v, h in zip(*seconds.values(), strict=True))
+    predicted = statistics.median(h / v for v, h in zip(*simulated.values(), strict=True))
+    return {
+        "micro_batches": case.micro_batches,
+        "seconds": seconds,
+        "simulated_seconds": simulated,
+        "spread": {order: spread(values) for order, values in seconds.items()},
+        "measured_ratio": measured,
+        "simulated_ratio": predicted,
+        "apart": predicted / measured - 1,
+        "matmul_spread": speed.spread,
+    }
+
+
+def warmed_up(entrant: Entrant) -> float:
+    """Seconds of the last of the first steps."""
+    return [entrant.ask(f"step {number}", STEP_SECONDS)["seconds"] for number in range(CHECKED_STEPS)][-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_case_arguments(parser)
+    add_terms_arguments(parser)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--home", default="ssd")
+    parser.add_argument("--compiler", default="eager")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--again", action="store_true")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    end_gently()
+    case = case_of(arguments)
+    case = replace(case, sequence=SHORT) if arguments.sequence is None else case
+    setting = {**asdict(case), "micro_batches": None, "home": arguments.home, "compiler": arguments.compiler}
+    found = load(arguments.output, {"setting": setting}, again=arguments.again)
+    rows = {row["micro_batches"]: row for row in found.get("rows", [])}
+    with tempfile.TemporaryDirectory() as folder:
+        terms, machine = terms_of(arguments, Path(folder))
+        found |= {"commands": [*found.get("commands", []), command_line()], "machine": machine_facts()}
+        found |= {"profile": machine.as_dict()}
+        for number in arguments.micro_batches:
+            if number in rows or terms.left <= 0:
+                print(f"{number} micro-batches: {'done before' if number in rows else 'the time is up'}", flush=True)
+                continue
+            row = compare(replace(case, micro_batches=number), terms, arguments.home, arguments.compiler)
+            rows[number] = row
+            found["rows"] = [rows[each] for each in sorted(rows)]
+            save(found, arguments.output)
+            medians = {order: statistics.median(values) for order, values in row["seconds"].items()}
+            print(
+                f"{number} micro-batches: {medians['vertical']:.3f} s vertical, {medians['horizontal']:.3f} s "
+                f"horizontal: {row['measured_ratio']:.3f} x, simulated {row['simulated_ratio']:.3f} x "
+                f"({row['apart']:+.1%})",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""race: every contestant on the same model, batches and drive: seconds, tokens a second, memory, bytes, and the bounds.
+
+    python -m benchmarks.race.race --preset 110m --micro-batches 1 2 4 8 16 --output benchmarks/results/race-110m.json
+
+Losses are compared with plain PyTorch's before anything is timed; whoever differs is shown as wrong. Rounds take the
+contestants in turn, so that a machine that slows down slows all of them. A heat that is in the output already is not
+run again: a race that was interrupted, or whose `--minutes` were up, goes on where it stopped. `roster` tells how
+contestants are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.race.contest import Case
+from benchmarks.race.heat import Heat
+from benchmarks.race.measures import add_bounds, machine_facts
+from benchmarks.race.roster import PLAIN, Entry
+from benchmarks.race.terms import (
+    Terms,
+    add_case_arguments,
+    add_terms_arguments,
+    case_of,
+    command_line,
+    end_gently,
+    load,
+    save,
+    terms_of,
+)
+from gs_compile.machine import format_bytes
+from gs_compile.profile import Profile
+
+CONTESTANTS = (
+    "plain",
+    "fsdp2",
+    "zero-infinity",
+    "vertical/ssd/eager",
+    "vertical/half/eager",
+    "vertical/host/eager",
+    "vertical/ssd/inductor",
+    "horizontal/ssd/eager",
+    "single/ssd/eager",
+    "lifetime/ssd/eager",
+)
+
+
+def race(
+    case: Case, numbers: list[int], names: list[str], terms: Terms, output: Path, *, again: bool, machine: Profile
+) -> dict[str, Any]:
+    """All heats, one for each number of micro-batches; what is found is in `output` after each."""
+    setting = {**asdict(case), "micro_batches": None}
+    found = load(output, {"setting": setting, "contestants": names}, again=again)
+    found |= {"commands": [*found.get("commands", []), command_line()], "machine": machine_facts()}
+    found |= {"rounds": terms.rounds, "profile": machine.as_dict()}
+    done = {heat["micro_batches"]: heat for heat in found.get("heats", []) if heat["complete"]}
+    for number in numbers:
+        if number in done:
+            print(f"{number} micro-batches: done before", flush=True)
+        elif terms.left <= 0:
+            print(f"{number} micro-batches: not raced, the time is up", flush=True)
+        else:
+            print(f"{number} micro-batches:", flush=True)
+            heat = Heat(replace(case, micro_batches=number), [Entry.parse(name) for name in names], terms).run()
+            add_bounds(heat["contestants"], machine)
+            show(heat)
+            done[number] = heat
+            found["heats"] = [done[each] for each in sorted(done)]
+            save(found, output)
+    return found
+
+
+def show(heat: dict[str, Any]) -> None:
+    """A line for each contestant."""
+    for name, found in heat["contestants"].items():
+        if "median_seconds" not in found:
+            print(f"  {name:<28} {found['verdict'].splitlines()[0]}")
+            continue
+        speed = heat["tokens"] / found["median_seconds"]
+        share = f", {found['share']:.0%} of its roofline" if "share" in found else ""
+        note = "" if found["verdict"] == "right" else f"  {found['verdict']}"
+        print(
+            f"  {name:<28} {found['median_seconds']:8.3f} s ±{found['spread']:.0%} {speed:8.0f} tokens/s{share}, peak "
+            f"{format_bytes(found['step_peak_rss'])}, read {format_bytes(int(found['read_bytes']))}, "
+            f"written {format_bytes(int(found['write_bytes']))}{note}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_case_arguments(parser)
+    add_terms_arguments(parser)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="names, with commas between")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--again", action="store_true", help="do not go on with what is in the output")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    end_gently()
+    names = [name.strip() for name in arguments.contestants.split(",")]
+    for name in names:
+        try:
+            Entry.parse(name)
+        except ValueError as error:
+            parser.error(str(error))
+    if not arguments.peers_python.exists():
+        others = [name for name in names if not Entry.parse(name).is_ours]
+        print(f"{arguments.peers_python} is not there: {', '.join(others)} run with {sys.executable}", flush=True)
+    if PLAIN not in names:
+        print("plain is not in the race: it only says which losses are right", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        terms, machine = terms_of(arguments, Path(folder))
+        race(
+            case_of(arguments),
+            sorted(set(arguments.micro_batches)),
+            names,
+            terms,
+            arguments.output,
+            again=arguments.again,
+            machine=machine,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""tables: the tables of docs/race.md, from the results that are there.
+
+    python -m benchmarks.race.tables            # prints them
+    python -m benchmarks.race.tables --write    # puts them between the markers in docs/race.md
+
+A block of the page begins with a line `<!-- table: NAME -->` and ends with `<!-- end -->`. What has no results yet says
+that it has not been measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from benchmarks.race.bounds import bounds
+from benchmarks.race.curves import NOISE, noise
+from benchmarks.race.roster import ROOT
+from gs_compile.machine import format_bytes
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "race.md"
+MISSING = "*Not measured yet.*"
+MARKERS = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def race_table(found: dict[str, Any]) -> str:
+    """A row for each contestant and number of micro-batches."""
+    head = "n", "contestant", "s a step", "±", "tokens/s", "x plain", "of its roofline", "peak", "read", "written"
+    rows, remarks = [], []
+    for heat in found["heats"]:
+        for name, each in heat["contestants"].items():
+            if "median_seconds" not in each or each["verdict"] != "right":
+                remarks.append(f"n = {heat['micro_batches']}, `{name}`: {each['verdict'].splitlines()[0]}")
+                continue
+            rows.append(
+                (
+                    heat["micro_batches"],
+                    f"`{name}`",
+                    f"{each['median_seconds']:.3g}",
+                    f"{each['spread']:.0%}",
+                    f"{heat['tokens'] / each['median_seconds']:.0f}",
+                    f"{each['times_plain']:.2f}" if "times_plain" in each else "1" if name == "plain" else "",
+                    f"{each['share']:.0%}" if "share" in each else "",
+                    format_bytes(each["step_peak_rss"]),
+                    format_bytes(int(each["read_bytes"])),
+                    format_bytes(int(each["write_bytes"])),
+                )
+            )
+    spreads = [heat["matmul_spread"] for heat in found["heats"] if heat["matmul_spread"]]
+    noisy = f"The machine's own speed went from 1 to {max(spreads):.2f} in a heat. " if spreads else ""
+    alone = [heat for heat in found["heats"] if len(heat["groups"]) > 1]
+    grouped = "Memory did not hold all at once: they raced in groups, each beside plain. " if alone else ""
+    return "\n\n".join([table(head, rows), *remarks, f"{noisy}{grouped}{origin(found)}"])
+
+
+def orders_table(found: dict[str, Any]) -> str:
+    """Seconds of both orders, and their ratios."""
+    head = "n", "vertical, s", "horizontal, s", "measured ratio", "simulated ratio", "apart"
+    rows = [
+        (
+            row["micro_batches"],
+            *(f"{statistics.median(row['seconds'][order]):.3g}" for order in ("vertical", "horizontal")),
+            f"{row['measured_ratio']:.3f}",
+            f"{row['simulated_ratio']:.3f}",
+            f"{row['apart']:+.1%}",
+        )
+        for row in found["rows"]
+    ]
+    return f"{table(head, rows)}\n\n{origin(found)}"
+
+
+def breakdown_table(found: dict[str, Any]) -> str:
+    """Where the seconds of a step go."""
+    head = "n", "contestant", "s a step", "computing", "waiting", "for", "Python", "lanes at work beside"
+    rows, remarks = [], []
+    for row in found["rows"]:
+        for name, each in row["contestants"].items():
+            if "why" in each:
+                remarks.append(f"n = {row['micro_batches']}, `{name}`: {each['why'].splitlines()[0]}")
+                continue
+            waits = sorted(each["waits"].items(), key=lambda item: -item[1])
+            large = [f"{cause} {value:.3f}" for cause, value in waits if value >= 0.01 * each["seconds"]]
+            busy = [f"{lane} {value:.2f}" for lane, value in each["busy"].items() if value >= 0.01 * each["seconds"]]
+            parts = (each["compute"], sum(each["waits"].values()))
+            rows.append(
+                (
+                    row["micro_batches"],
+                    f"`{name}`",
+                    f"{each['seconds']:.3f}",
+                    *(f"{part:.3f}" for part in parts),
+                    ", ".join(large),
+                    f"{each['python']:.3f}",
+                    ", ".join(busy),
+                )
+            )
+    return "\n\n".join([table(head, rows), *remarks, origin(found)])
+
+
+def curves_table(found: dict[str, Any]) -> str:
+    """How far each curve is from plain's."""
+    differences, scale = found["largest_difference"], noise(found["largest_difference"])
+    head = "run", "first loss", "last loss", "largest relative difference from plain", "times the noise"
+    rows = [
+        (
+            name,
+            f"{losses[0]:.4f}",
+            f"{losses[-1]:.4f}",
+            f"{differences[name]:.1e}" if name in differences else "",
+            f"{differences[name] / scale:.2f}" if name in differences and scale and name not in NOISE else "",
+        )
+        for name, losses in found["losses"].items()
+    ]
+    return f"{table(head, rows)}\n\n{origin(found)}"
+
+
+def bounds_table(_: Any) -> str:
+    """What must hold, and what was measured."""
+    files = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("race-*.json")}
+    rows = [(claim.what, claim.bound, claim.found or "not measured yet", claim.verdict) for claim in bounds(files)]
+    return table(("figure", "bound", "measured", ""), rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "race-25m": ("race-25m", race_table),
+    "race-110m": ("race-110m", race_table),
+    "race-350m": ("race-350m", race_table),
+    "race-bf16": ("race-bf16", race_table),
+    "race-alpha": ("race-alpha", race_table),
+    "orders": ("race-orders", orders_table),
+    "breakdown": ("race-breakdown", breakdown_table),
+    "curves": ("race-curves", curves_table),
+}
+
+
+def make(name: str) -> str:
+    """One block."""
+    if name == "bounds":
+        return bounds_table(None)
+    stem, build = TABLES[name]
+    path = RESULTS / f"{stem}.json"
+    return build(json.loads(path.read_text())) if path.exists() else MISSING
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def origin(found: dict[str, Any]) -> str:
+    """On what and when, and how again."""
+    machine = found["machine"]
+    where = machine["device"] if machine["device"] != "cpu" else f"{machine['cores']} cores of {machine['processor']}"
+    commands = " ".join(f"`{command}`" for command in sorted(set(found["commands"])))
+    return f"{where}, {format_bytes(machine['memory_bytes'])}, {machine['date']}. {commands}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args().write:
+        fill = partial(MARKERS.sub, lambda found: f"{found[1]}{make(found[2])}\n{found[3]}")
+        PAGE.write_text(fill(PAGE.read_text()))
+        return
+    for name in ("bounds", *TABLES):
+        print(f"## {name}\n\n{make(name)}\n")
+
+
+if __name__ == "__main__":
+    main()

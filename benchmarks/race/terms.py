@@ -1,0 +1,113 @@
+"""terms: what all scripts of the race share: which case, how heats are run, and results that are gone on with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import signal
+import sys
+import time
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.race.contest import PRESETS, Case
+from benchmarks.race.roster import PEERS_PYTHON, ROOT
+from gs_compile.profile import Profile
+from gs_compile.profiles import profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How a heat is run."""
+
+    rounds: int = 3
+    round_seconds: float = 2.0  # a round has as many steps as the fastest takes in that time, MOST_STEPS at most
+    storage: Path | None = None
+    machine: Path | None = None  # the profile that ours plan with
+    peers_python: Path = PEERS_PYTHON
+    deadline: float = math.inf  # of time.monotonic()
+    most_together: int = 100  # contestants in memory at once
+
+    @property
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+def end_gently() -> None:
+    """Whoever ends the race ends its contestants too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def case_of(arguments: argparse.Namespace) -> Case:
+    """The preset with what was given changed."""
+    given = {entry.name: getattr(arguments, entry.name, None) for entry in fields(Case)}
+    return replace(
+        PRESETS[arguments.preset],
+        **{name: value for name, value in given.items() if value is not None and name != "micro_batches"},
+    )
+
+
+def add_case_arguments(parser: argparse.ArgumentParser, preset: str = "25m") -> None:
+    """Options that choose a case."""
+    parser.add_argument("--preset", choices=list(PRESETS), default=preset)
+    for name in ("layers", "hidden", "heads", "vocabulary", "sequence"):
+        parser.add_argument(f"--{name}", type=int, help="instead of the preset's")
+    parser.add_argument("--micro-batch-size", type=int)
+    parser.add_argument("--precision", choices=["fp32", "bf16"])
+    parser.add_argument("--max-grad-norm", type=float)
+
+
+def add_terms_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that say how heats are run."""
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--round-seconds", type=float, default=2.0, help="a round takes the fastest at least so long")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="what does not fit is skipped, and said so")
+    parser.add_argument("--storage", type=Path, help="a directory on a fast drive (default: a temporary one)")
+    parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON, help="of the environment of the peers")
+    parser.add_argument("--machine", type=Path, help="a profile to plan with (default: this machine, probed now)")
+    parser.add_argument("--most-together", type=int, default=100, help="contestants in memory at once, without plain")
+
+
+def terms_of(arguments: argparse.Namespace, folder: Path) -> tuple[Terms, Profile]:
+    """How heats are run, and the machine's profile, measured now, which is kept in `folder` for our contestants."""
+    deadline = time.monotonic() + 60 * arguments.minutes
+    found = profile(arguments.machine, arguments.storage or folder, refresh=arguments.machine is None)
+    path = folder / "machine.json"
+    found.save(path)
+    terms = Terms(
+        rounds=arguments.rounds,
+        round_seconds=arguments.round_seconds,
+        storage=arguments.storage,
+        machine=path,
+        peers_python=arguments.peers_python,
+        deadline=deadline,
+        most_together=arguments.most_together,
+    )
+    return terms, found
+
+
+def command_line() -> str:
+    """What was typed, for the results; files of the checkout as seen from its root."""
+    program, *arguments = (word.replace(f"{ROOT}/", "") for word in sys.argv)
+    return shlex.join(["python", "-m", f"benchmarks.race.{Path(program).stem}", *arguments])
+
+
+def load(output: Path, asked: dict[str, Any], *, again: bool) -> dict[str, Any]:
+    """What is in the output of the same settings already; `asked` alone at the start."""
+    if again or not output.exists():
+        return dict(asked)
+    found = json.loads(output.read_text())
+    if any(found[key] != value for key, value in asked.items()):
+        raise SystemExit(f"{output} is of another case or other contestants: choose another --output, or --again")
+    return dict(found)
+
+
+def save(found: dict[str, Any], output: Path) -> None:
+    """All of it or nothing: a race that is interrupted goes on with what was there."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = output.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(found, indent=1) + "\n")
+    unfinished.replace(output)
