@@ -1,0 +1,143 @@
+"""zero_infinity: DeepSpeed's ZeRO-3 with parameters and optimizer states on NVMe, at its best settings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.race.contest import BETAS, EPSILON, WEIGHT_DECAY, Cannot, Case, Contestant, build_model, main
+from benchmarks.race.plain import checkpoint_blocks
+
+SETTINGS: dict[str, Any] = {
+    "block_size": 1 << 20,
+    "queue_depth": 32,
+    "intra_op_parallelism": 1,
+    "single_submit": False,
+    "overlap_events": True,
+    "pipeline_read": True,
+    "pipeline_write": True,
+    "optimizer_buffers": 12,
+    "sub_group_blocks": 1.0,
+    "prefetch_blocks": 0.0,
+    "reuse_blocks": 0.0,
+    "parameter_buffers": 12,
+    "max_in_cpu": 0,
+    "grad_accum_dtype": "fp32",
+    "reduce_bucket_blocks": 1.0,
+}
+
+
+class ZeroInfinity(Contestant):
+    """DeepSpeed ZeRO-Infinity."""
+
+    name = "zero-infinity"
+    packages = ("torch", "transformers", "deepspeed")
+
+    def build(self) -> dict[str, Any]:
+        os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+        try:
+            import deepspeed
+        except ImportError as error:
+            raise Cannot(f"DeepSpeed is not installed here: {error}") from error
+        swap_in_once()
+        model = build_model(self.case)
+        checkpoint_blocks(model)
+        if self.case.precision == "bf16":
+            model.to(torch.bfloat16)
+        settings = {**SETTINGS, **self.settings}
+        config = configuration(self.case, self.storage, settings)
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        self.model = model
+        return {**settings, "config": config, "threads": torch.get_num_threads()}
+
+    def step(self, ids: torch.Tensor) -> float:
+        total = 0.0
+        for micro_batch in ids.split(self.case.micro_batch_size):
+            loss = self.engine(input_ids=micro_batch, labels=micro_batch).loss
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.item()
+        return total / self.case.micro_batches
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return {name: safe_get_full_fp32_param(p).clone() for name, p in self.model.named_parameters()}
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+def configuration(case: Case, storage: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's configuration for a case."""
+    block = 12 * case.hidden**2
+    largest = max(case.vocabulary * case.hidden, 4 * case.hidden**2)
+    nvme = {"device": "nvme", "nvme_path": str(storage), "pin_memory": True}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": case.micro_batch_size,
+        "gradient_accumulation_steps": case.micro_batches,
+        "gradient_clipping": case.max_grad_norm or 0.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": case.lr, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY},
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {
+                **nvme,
+                "buffer_count": settings["parameter_buffers"],
+                "buffer_size": largest,
+                "max_in_cpu": settings["max_in_cpu"],
+            },
+            "offload_optimizer": {
+                **nvme,
+                "buffer_count": settings["optimizer_buffers"],
+                "pipeline_read": settings["pipeline_read"],
+                "pipeline_write": settings["pipeline_write"],
+            },
+            "sub_group_size": int(settings["sub_group_blocks"] * block),
+            "stage3_prefetch_bucket_size": int(settings["prefetch_blocks"] * block),
+            "stage3_max_live_parameters": largest + 2 * block,
+            "stage3_max_reuse_distance": int(settings["reuse_blocks"] * block),
+            "reduce_bucket_size": max(int(settings["reduce_bucket_blocks"] * block), 1),
+            "overlap_comm": False,
+        },
+        "aio": {
+            key: settings[key]
+            for key in ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events")
+        },
+        "data_types": {"grad_accum_dtype": settings["grad_accum_dtype"]},
+        "steps_per_print": 1_000_000,
+    }
+    if case.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    return config
+
+
+def swap_in_once() -> None:
+    """DeepSpeed's prefetch asks for a parameter twice where recompute uses it twice (its issue 4072): ask once."""
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper as Swapper
+
+    swap_in = Swapper.swap_in
+
+    def once(self: Any, params: Any, async_op: bool = True, swap_in_buffers: Any = None) -> None:
+        swap_in(self, list(dict.fromkeys(params)), async_op=async_op, swap_in_buffers=swap_in_buffers)
+
+    Swapper.swap_in = once
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main(ZeroInfinity)
