@@ -6,14 +6,16 @@ PYTEST_ARGS ?= -n 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := .venv-peers
+RACE_ARGS ?= --preset 25m --minutes 15 --output benchmarks/results/race-25m.json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint types clean
+.PHONY: help demo test slow lint types race clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo "  PYTHON=python3.12 chooses the interpreter; PYTEST_ARGS='-n 2 -k snake' goes to pytest."
+	@echo "  PYTHON=python3.12 chooses the interpreter; PYTEST_ARGS='-n 2 -k snake' goes to pytest, RACE_ARGS to the race."
 
 demo: $(STAMP) ## train a small GPT-2 from SSD, checked against plain PyTorch
 	$(BIN)/python examples/train_gpt2.py --check
@@ -31,12 +33,27 @@ lint: $(STAMP) ## check style and format
 types: $(STAMP) ## check types
 	$(BIN)/mypy
 
+race: $(STAMP) $(PEERS)/.installed ## race other systems on the same model; a quarter of an hour, docs/race.md
+	$(BIN)/python -m benchmarks.race.race --peers-python $(PEERS)/bin/python $(RACE_ARGS)
+
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is older than Python 3.11: choose another with PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# The peers' environment: their versions, and DeepSpeed with its C++ operators, which take minutes to build, once.
+# Without libaio or a compiler the race goes on without ZeRO-Infinity, and says so.
+$(PEERS)/.installed: benchmarks/race/requirements-peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet $$(grep -v -e '^#' -e '^deepspeed' $<)
+	@echo "building DeepSpeed's operators: some ten minutes"
+	DS_ACCELERATOR=cpu DS_BUILD_AIO=1 DS_BUILD_CPU_ADAM=1 MAX_JOBS=2 \
+		$(PEERS)/bin/python -m pip install --quiet --no-build-isolation --requirement $< \
+		|| echo "DeepSpeed could not be built, so ZeRO-Infinity will not race. It needs libaio-dev and g++:" \
+			"apt-get install libaio-dev g++, then rm -r $(PEERS) and make race again"
 	@touch $@

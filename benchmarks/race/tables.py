@@ -3,8 +3,8 @@
     python -m benchmarks.race.tables            # prints them
     python -m benchmarks.race.tables --write    # puts them between the markers in docs/race.md
 
-A block of the page begins with a line `<!-- table: NAME -->` and ends with `<!-- end -->`. What has no results yet says
-that it has not been measured.
+A block of the page begins with a line `<!-- table: NAME -->`, or `<!-- figure: NAME -->`, and ends with `<!-- end -->`.
+What has no results yet says that it has not been measured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from benchmarks.race.bounds import bounds
@@ -25,7 +24,8 @@ from gs_compile.machine import format_bytes
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "race.md"
 MISSING = "*Not measured yet.*"
-MARKERS = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+FIGURES = ROOT / "docs" / "figures"
+MARKERS = re.compile(r"(<!-- (table|figure): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def race_table(found: dict[str, Any]) -> str:
@@ -137,6 +137,19 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 }
 
 
+def filled(page: str) -> str:
+    """The page with all blocks as they are now."""
+    makers = {"table": make, "figure": picture}
+    return MARKERS.sub(lambda found: f"{found[1]}{makers[found[2]](found[3])}\n{found[4]}", page)
+
+
+def picture(name: str) -> str:
+    """A figure, or that it is not there."""
+    if not (FIGURES / f"{name}.svg").exists():
+        return MISSING
+    return f"![{name}](figures/{name}.svg)\n\n*`python -m benchmarks.race.draw {name}`*"
+
+
 def make(name: str) -> str:
     """One block."""
     if name == "bounds":
@@ -164,8 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     if parser.parse_args().write:
-        fill = partial(MARKERS.sub, lambda found: f"{found[1]}{make(found[2])}\n{found[3]}")
-        PAGE.write_text(fill(PAGE.read_text()))
+        PAGE.write_text(filled(PAGE.read_text()))
         return
     for name in ("bounds", *TABLES):
         print(f"## {name}\n\n{make(name)}\n")

@@ -1,0 +1,181 @@
+"""The race: a tiny one with real contestants, its tables and figures; its sums on numbers made up."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.race import bounds, curves, draw, tables
+from benchmarks.race.contest import Case
+from benchmarks.race.entrant import Entrant, EntrantError
+from benchmarks.race.heat import Heat, Terms, difference
+from benchmarks.race.measures import MachineSpeed, add_bounds, io_seconds, spread
+from benchmarks.race.roster import PEERS_PYTHON, Entry
+from benchmarks.race.terms import load, save
+from gs_compile.profile import Profile
+
+TINY = Case(layers=2, hidden=64, heads=2, vocabulary=128, sequence=16, micro_batches=2)
+NAMES = ("plain", "vertical/ssd/eager", "vertical/ssd/unheard-of")
+
+
+@pytest.fixture
+def machine(request):
+    return Profile.load(request.path.parent / "machine.json")
+
+
+@pytest.fixture(scope="module")
+def heat(tmp_path_factory):
+    """A race of plain against ours, and one that cannot start; both in this environment."""
+    terms = Terms(
+        rounds=2, round_seconds=0.1, storage=tmp_path_factory.mktemp("race"), peers_python=PEERS_PYTHON / "missing"
+    )
+    return Heat(TINY, [Entry.parse(name) for name in NAMES], terms).run()
+
+
+def test_a_race(heat):
+    plain, ours, other = (heat["contestants"][name] for name in NAMES)
+    assert plain["verdict"] == ours["verdict"] == "right"
+    assert 0 <= ours["difference"] < 1e-5
+    assert ours["steps"] == plain["steps"] >= 2
+    assert len(heat["matmul_seconds"]) == 8  # before and after each turn
+    assert ours["write_bytes"] > 0 < ours["median_seconds"]
+    assert ours["step_peak_rss"] > 0 < ours["times_plain"]
+    assert "on host" in ours["describe"]["describe"]
+    assert "does not run here" in other["verdict"]
+    assert heat["complete"]
+    assert heat["groups"] == [["plain", "vertical/ssd/eager"]]
+
+
+def test_its_table_and_figures(heat, machine, tmp_path, monkeypatch):
+    add_bounds(heat["contestants"], machine)
+    result = {
+        "setting": {**vars(TINY), "micro_batches": None},
+        "heats": [heat],
+        "commands": ["python -m benchmarks.race.race"],
+        "machine": {"device": "cpu", "cores": 2, "processor": "one", "memory_bytes": 2**30, "date": "today"},
+    }
+    save(result, tmp_path / "race-110m.json")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    found = tables.filled("<!-- table: race-110m -->\nold\n<!-- end -->\n<!-- table: race-350m -->\n<!-- end -->")
+    assert "| 2 | `vertical/ssd/eager` |" in found
+    assert "n = 2, `vertical/ssd/unheard-of`: not raced" in found
+    assert "old" not in found
+    assert found.endswith(f"<!-- table: race-350m -->\n{tables.MISSING}\n<!-- end -->")
+    for picture in (draw.contestants, draw.panels, draw.some(draw.HOMES)):
+        picture(result, tmp_path / "figure.svg")
+        assert "<svg" in (tmp_path / "figure.svg").read_text()
+
+
+def test_results_are_gone_on_with(tmp_path):
+    path = tmp_path / "results.json"
+    save({"setting": {"layers": 2}, "heats": [1]}, path)
+    assert load(path, {"setting": {"layers": 2}}, again=False)["heats"] == [1]
+    assert load(path, {"setting": {"layers": 3}}, again=True) == {"setting": {"layers": 3}}
+    with pytest.raises(SystemExit, match="is of another case"):
+        load(path, {"setting": {"layers": 3}}, again=False)
+
+
+def test_names():
+    ours = Entry.parse("vertical/half/inductor/alpha=0.3")
+    assert (ours.is_ours, ours.settings["home"], ours.settings["alpha"]) == (True, "half", 0.3)
+    assert Entry.parse("plain/compile=blocks").settings == {"compile": "blocks"}
+    for name in ("plane", "vertical/ssd", "plain/ssd/eager"):
+        with pytest.raises(ValueError, match=f"no contestant is called {name}"):
+            Entry.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("script", "complaint"),
+    [
+        ("raise SystemExit('no such thing')", "ended with 1.*no such thing"),
+        ("import time; time.sleep(60)", "no answer in time"),
+        ("""print('{"cannot": "x", "why": "no drive"}')""", "does not run here: no drive"),
+        ("""print('a word');print('{"error": "ValueError", "where": "build"}')""", "failed at build: ValueError"),
+    ],
+)
+def test_a_contestant_that_fails_says_why(tmp_path, script, complaint):
+    with Entrant("it", [sys.executable, "-c", script], log=tmp_path / "log") as entrant:
+        with pytest.raises(EntrantError, match=f"(?s){complaint}"):
+            entrant.ready(1.0)
+        entrant.close()
+
+
+def test_losses_that_are_apart():
+    assert difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
+    assert difference([1.0, math.nan], [1.0, 2.0]) == math.inf
+
+
+def test_least_seconds_of_the_drive(machine):
+    drive = replace(
+        machine,
+        ssd_read_bytes_per_second=2.0,
+        ssd_write_bytes_per_second=4.0,
+        ssd_read_mixed_bytes_per_second=1.0,
+        ssd_write_mixed_bytes_per_second=3.0,
+    )
+    assert io_seconds(8, 0, drive) == 4.0
+    assert io_seconds(8, 12, drive) == 6.0  # both at once for 4 s, then 4 bytes alone; in turn it would be 7 s
+    assert io_seconds(8, 12, replace(drive, ssd_write_mixed_bytes_per_second=0.1)) == 7.0
+
+
+def test_the_share_of_the_roofline(machine):
+    def one(seconds, settings, nbytes=0.0):
+        return {"median_seconds": seconds, "settings": settings, "read_bytes": nbytes, "write_bytes": 0.0}
+
+    results = {
+        "plain": one(3.0, {}),
+        "vertical/host/eager": one(2.0, {"compiler": "eager"}),
+        "vertical/ssd/eager": one(2.5, {"compiler": "eager"}),
+        "vertical/ssd/inductor": one(4.0, {"compiler": "inductor"}, machine.ssd_read_bytes_per_second * 3.8),
+        "fsdp2": {"verdict": "not raced", "settings": {}},
+    }
+    add_bounds(results, machine)
+    assert results["vertical/ssd/eager"]["share"] == pytest.approx(0.8)
+    assert results["vertical/ssd/inductor"]["share"] == pytest.approx(0.95)
+    assert results["plain"]["share"] == 1.0
+    assert "share" not in results["fsdp2"]
+
+
+def test_seconds_at_the_median_speed():
+    speed = MachineSpeed([1.0, 2.0, 1.0])
+    assert speed.normalised(4.0, 2.0, 2.0) == 2.0
+    assert speed.spread == 2.0
+    assert spread([1.0, 1.1, 0.9]) == pytest.approx(0.1)
+
+
+def test_bounds_that_hold_and_bounds_that_are_missed():
+    def heat(number, **seconds):
+        each = {
+            name: {"verdict": "right", "median_seconds": value, "times_plain": value, "share": 0.95, "step_peak_rss": 9}
+            for name, value in seconds.items()
+        }
+        return {"micro_batches": number, "contestants": each}
+
+    ours = {"vertical/ssd/eager": 1.04, "vertical/ssd/inductor": 0.9}
+    files = {
+        "race-110m": {"heats": [heat(1, **ours), heat(16, **ours, **{"zero-infinity": 2.0})]},
+        "race-orders": {"rows": [{"micro_batches": 4, "apart": -0.2}, {"micro_batches": 1, "apart": 0.1}]},
+        "race-curves": {"largest_difference": {curves.NOISE[0]: 1e-4, "vertical": 1.5e-4, "horizontal": 1e-5}},
+    }
+    claims = {claim.what: claim for claim in bounds.bounds(files)}
+    verdicts = {what.split(":")[0]: claim.verdict for what, claim in claims.items() if claim.found}
+    assert verdicts == {
+        "110m, n = 16, everything on SSD, eager": "holds",
+        "110m, n = 16, everything on SSD, compiled": "**missed**",
+        "110m, everything on SSD, eager": "holds",
+        "vertical against horizontal": "**missed**",
+        "loss over 200 steps on real text, vertical and horizontal": "holds",
+    }
+    assert sum(not claim.found for claim in claims.values()) == len(claims) - 5
+
+
+def test_curves_apart():
+    losses = {"plain": [2.0, 1.0], "vertical": [2.0, 1.15], "horizontal": [2.02, 1.0], curves.NOISE[0]: [2.0, 1.05]}
+    differences = curves.apart(losses)
+    assert differences == pytest.approx({"vertical": 0.15, "horizontal": 0.01, curves.NOISE[0]: 0.05})
+    report = curves.report({"largest_difference": differences})
+    assert "vertical: more than rounding, 3.00 times" in report
+    assert "horizontal: within rounding noise, 0.20 times" in report
