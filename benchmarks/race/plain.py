@@ -4,8 +4,8 @@ Every block is run again in the backward (torch.utils.checkpoint, non-reentrant)
 gradients add in `.grad`, and torch's fused AdamW closes the step. Setting `compile`: "none" runs eagerly, "blocks"
 compiles each block, "model" the whole model.
 
-In bf16 parameters and computation are bf16. Gradients of each micro-batch are added to fp32 sums as soon as autograd has
-them, AdamW works on fp32 masters, and the masters are rounded back: what ZeRO-3 and GreedySnake compute too.
+In bf16 parameters and computation are bf16. Gradients of each micro-batch are added to fp32 sums as soon as autograd
+has them, AdamW works on fp32 masters, and the masters are rounded back: what ZeRO-3 and GreedySnake compute too.
 
     python -m benchmarks.race.plain --case 25m --settings '{"compile": "blocks"}'
 """
