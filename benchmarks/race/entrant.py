@@ -72,7 +72,7 @@ class Entrant:
     def close(self) -> None:
         """End it, by asking first."""
         assert self._process.stdin is not None
-        with suppress(OSError, subprocess.TimeoutExpired):
+        with suppress(OSError, ValueError, subprocess.TimeoutExpired):  # ValueError: it is closed already
             self._process.stdin.write(b"quit\n")
             self._process.stdin.close()
             self._process.wait(PATIENCE)
@@ -90,6 +90,10 @@ class Entrant:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(OSError):  # what it was told last, and has not read
+                pipe.close()
 
     def _answer(self, timeout: float) -> dict[str, Any]:
         """The next line that is a JSON object; a library may print others."""

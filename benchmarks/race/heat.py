@@ -24,7 +24,7 @@ from benchmarks.race.roster import PLAIN, Entry
 from benchmarks.race.terms import Terms
 from gs_compile.machine import available_memory, format_bytes
 
-CHECKED_STEPS = 3  # before anything is timed; they also compile, and fill whatever is kept from step to step
+CHECKED_STEPS = 2  # before anything is timed; they also compile, and fill whatever is kept from step to step
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of losses against plain PyTorch's, relative
 DRIFT = 10.0  # times as much for the steps that are timed: rounding grows as training goes on
 START_SECONDS = 1800.0  # a start may build operators in C++
@@ -63,7 +63,7 @@ class Heat:
             while True:
                 left = len(waiting)
                 self._race_group(waiting, Path(storage))
-                if not waiting or len(waiting) == left:
+                if not waiting or len(waiting) == left or self.terms.left <= 0:
                     break
         for entry in waiting:
             self.results[entry.name] = {"verdict": "not raced: out of time"}
