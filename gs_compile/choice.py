@@ -72,7 +72,8 @@ class Choice:
         self.given = {name: ratio for name, ratio in given.items() if name in CLASSES}
         self.device_given = {name: ratio for name, ratio in given.items() if name in DEVICE_CLASSES}
         self._refuse_device_ratios()
-        self.given_alpha = _alpha(options, clip)
+        self.speculative = clip and _speculates(options)
+        self.given_alpha = _alpha(options, clip and not self.speculative)
         self.alpha = self.given_alpha or 0.0  # without the linear program nothing says that more would be faster
         self.plan: StepPlan | None = None  # where the linear program has decided
 
@@ -151,7 +152,8 @@ class Choice:
             self.sizes,
             ratios,
             alpha=alpha,
-            clip=self.clip and alpha == 1.0,  # a smaller one is only asked for to be told what would fit
+            clip=self.clip and (self.speculative or alpha == 1.0),  # smaller ones only say what would fit
+            speculative=self.speculative,
             separate=self.separate,
             num_layers=self.layouts[0].split.num_layers,
             x_nbytes=x_nbytes,
@@ -221,14 +223,18 @@ def activations(layouts: Sequence[Layout]) -> tuple[tuple[int, ...], tuple[int, 
     return x_nbytes, tuple(sum(spec.nbytes for spec in layout.split.sides) for layout in layouts)
 
 
-def _alpha(options: Options, clip: bool) -> float | None:
+def _speculates(options: Options) -> bool:
+    return options.expert.clip == "speculative"
+
+
+def _alpha(options: Options, delayed: bool) -> float | None:
     given = options.expert.alpha
-    if clip and given not in (None, 1.0):
+    if delayed and given not in (None, 1.0):
         raise OptionError(
             f"expert.alpha is {given}, but with max_grad_norm all updates wait for the norm of all gradients, so "
-            "alpha is 1: leave one of the two out"
+            'alpha is 1: leave one of the two out, or choose expert.clip="speculative"'
         )
-    return 1.0 if clip else given
+    return 1.0 if delayed else given
 
 
 def _host_nbytes(options: Options) -> int:

@@ -95,11 +95,14 @@ class Expert:
     """What few users should touch.
 
     schedule: the order of layers and micro-batches; "vertical" runs a layer for all micro-batches before the next,
-        "horizontal" a micro-batch through all layers and back before the next, to compare with.
+        "horizontal" a micro-batch through all layers and back before the next, to compare with, and "single" the whole
+        batch as one micro-batch, whatever micro_batch_size says, with another checkpoint in the middle of each block.
     compiler: what compiles the layers' code: "inductor", "eager" (runs it as it is), or "auto": inductor where a C++
         compiler (Triton on a GPU) is there.
     snake: alternate the micro-batch order from layer to layer.
     alpha: the fraction of every optimizer step that is put off to the next forward, 0 to 1; None: chosen by us.
+    clip: with max_grad_norm, when updates run: "delayed" all wait for the norm and run in the next forward; those that
+        are "speculative" run beside the backward and are taken back if the norm says so; None: chosen by us.
     ratios: what stays in host memory: a `Ratios`, or a dict of its fields, such as {"checkpoint": 1.0}.
     separate_device: on a CPU, copy to and from a device that is memory of its own, as a GPU's is; for tests.
     threads: of the CPU's optimizer; None: chosen by us.
@@ -111,6 +114,7 @@ class Expert:
     snake: bool = True
     alpha: float | None = None
     ratios: Ratios = field(default_factory=Ratios)
+    clip: Literal["delayed", "speculative"] | None = None
     separate_device: bool = False
     threads: int | None = None
     trace: bool = False
@@ -118,6 +122,7 @@ class Expert:
     def __post_init__(self) -> None:
         _one_of("expert.schedule", self.schedule, get_args(Schedule))
         _one_of("expert.compiler", self.compiler, ("auto", "inductor", "eager"))
+        _one_of("expert.clip", self.clip, ("delayed", "speculative", None))
         for name in ("snake", "separate_device", "trace"):
             _one_of(f"expert.{name}", getattr(self, name), (True, False))
         object.__setattr__(self, "alpha", _fraction("expert.alpha", self.alpha))

@@ -164,8 +164,9 @@ class Engine(Keeper):
             shape = replace(shape, outside=frozenset({EPILOGUE}))
         placement = self.planning.sized(layouts, shape)
         self._latest = placement, shape
-        late = training and self.tiers.pending is not None and placement.has_late
-        self.programs = self.planning.programs(placement, shape, late=late)
+        pending = self.tiers.pending if training and placement.has_late else None
+        again = pending is not None and placement.takes_back(holds=pending.holds)
+        self.programs = self.planning.programs(placement, shape, late=pending is not None, again=again)
         bindings = self.members.bindings(layouts[0], args)
         executor = TieredExecutor(self.tiers, placement, self.programs[-1], units, inputs, bindings)
         if training:
@@ -201,14 +202,15 @@ class Engine(Keeper):
         self.tiers.failure.check()
         record, self.record = self.record, None
         if record is not None and self.placement.has_late:
-            self.tiers.pending = record
+            self.tiers.leave(record)
         return record
 
     def flush(self) -> None:
         """Bring all updates to an end, as evaluation and reading need it."""
         self._refuse_unfinished()
-        if self.tiers.pending is not None:
-            program = self.planning.flush()
+        pending = self.tiers.pending
+        if pending is not None:
+            program = self.planning.flush(again=self.placement.takes_back(holds=pending.holds))
             nothing = Bindings({unit.unit: () for unit in self.placement.units}, {})
             executor = TieredExecutor(self.tiers, self.placement, program, None, {}, nothing)  # type: ignore[arg-type]
             executor.backward()

@@ -52,6 +52,7 @@ class StepInfo:
     number: int  # of steps taken so far, this one included if it was not skipped
     grad_norm: float  # of all gradients together, before clipping
     skipped: bool  # a gradient was not finite: nothing was changed
+    taken_back: bool  # updates were speculative, and did not hold: they run again, if at all, in the next forward
     num_skipped: int  # steps skipped so far
     lanes: Mapping[str, Total]  # seconds busy, and bytes by kind, of every lane since the step before
 
@@ -130,7 +131,10 @@ class TieredOptimizer(torch.optim.Optimizer):
             if record.skipped:
                 self._warn(record.updated)
             lanes = self.engine.tiers.trace.totals(reset=True)
-            self.last_step = StepInfo(self.num_steps, record.grad_norm, record.skipped, self.num_skipped, lanes)
+            taken_back = self.engine.placement.takes_back(holds=record.holds)
+            self.last_step = StepInfo(
+                self.num_steps, record.grad_norm, record.skipped, taken_back, self.num_skipped, lanes
+            )
         return loss
 
     def synchronize(self) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from gs_compile.program import ORDERS, Op, Order, Schedule, Tier, Unit, Value
+from gs_compile.program import ALTERNATES, ORDERS, Op, Order, Schedule, Tier, Unit, Value, homed
 
 # Elements. Cuts are at multiples, so that a part begins on a 4 KiB page in 16 bits and in 32, and that the optimizer's
 # vector code takes every element the same way wherever a unit is cut.
@@ -98,8 +98,9 @@ class UnitPlacement:
 
     def group_of(self, value: Value) -> Group:
         """The group that a part of the parameters or of the state belongs to."""
-        part = (self.w if value.kind == "w" else self.s)[value.part]
-        return next(group for group in self.groups if part in (group.w if value.kind == "w" else group.s))
+        is_parameter = homed(value).kind == "w"
+        part = (self.w if is_parameter else self.s)[value.part]
+        return next(group for group in self.groups if part in (group.w if is_parameter else group.s))
 
     def trained(self, *when: str) -> tuple[Group, ...]:
         return tuple(group for group in self.groups if group.when in (when or ("early", "late")))
@@ -108,8 +109,29 @@ class UnitPlacement:
         """The value that a part is, at its home or on another tier."""
         return Value(kind, self.unit, tier=tier or part.tier, part=part.letter)
 
+    def alternates(self, group: Group) -> tuple[tuple[Value, Value], ...]:
+        """The parts of a group, at home, that an update needs to be done again, and the other place of each.
+
+        A narrow parameter is not among them: it follows from its master.
+        """
+        parts = [("s", part) for part in group.s] + [("w", part) for part in group.w if not self.has_master]
+        return tuple((self.value(kind, part), self.value(ALTERNATES[kind], part)) for kind, part in parts)
+
     def gradient(self, group: Group) -> Value:
         return Value("dw", self.unit, tier="host", part=group.letter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What the schedule `lifetime` may fill with what is inactive, and what moving costs.
+
+    device_nbytes, host_nbytes: the planned peaks that it keeps; of the device only where that has memory of its own.
+    bytes_per_second: of each lane that moves data, alone.
+    """
+
+    device_nbytes: int
+    host_nbytes: int
+    bytes_per_second: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -118,12 +140,15 @@ class Placement:
 
     separate: the device has memory of its own; otherwise it is the host's, and nothing is copied between them but
         what has to be collected for the SSD.
-    clip: updates wait for the scale that follows from all gradients' norms.
+    clip: late updates wait for the scale that follows from all gradients' norms.
+    speculative: early ones do not; should gradients have to be scaled, they are taken back and are late ones too. What
+        they make stands in other places than what they made it from, until the scale is known.
     x_nbytes, side_nbytes: of the checkpoint, and of the side inputs, of each micro-batch.
     schedule: the order of a training step.
     device_checkpoint_ratio: of the checkpoints, how many stay in memory of the device's own.
     gradient_ratio: of the units, how many have their gradient sums in host memory between two micro-batches of the
         horizontal order; those of the others go to SSD.
+    room: for what the schedule `lifetime` keeps where it is; None: nothing is kept, as in the horizontal schedule.
     """
 
     units: tuple[UnitPlacement, ...] = ()
@@ -136,11 +161,14 @@ class Placement:
     schedule: Schedule = "vertical"
     gradient_ratio: float = 1.0
     device_checkpoint_ratio: float = 0.0
+    room: Room | None = None
+    speculative: bool = False
 
     def __post_init__(self) -> None:
         on_device = self.device_checkpoint_ratio or any(unit.num_resident for unit in self.units)
         assert self.separate or not on_device, "the device has no memory of its own for anything to live in"
         assert self.checkpoint_ratio + self.device_checkpoint_ratio <= 1 + 1e-9, "more checkpoints than there are"
+        assert self.clip or not self.speculative, "without clipping no update is taken back"
 
     @property
     def order(self) -> Order:
@@ -152,7 +180,12 @@ class Placement:
 
     @cached_property
     def has_late(self) -> bool:
-        return any(unit.trained("late") for unit in self.units)
+        """Whether a step may leave gradients to the next one."""
+        return any(unit.trained(*self.waiting(again=True)) for unit in self.units)
+
+    def waiting(self, *, again: bool) -> tuple[str, ...]:
+        """The groups whose update is in the next forward; `again`: early ones were taken back, if they may be."""
+        return ("early", "late") if self.speculative and again else ("late",)
 
     def checkpoint_home(self, value: Value) -> Tier:
         """Device, host or SSD, for the input of a layer: the ratios' shares of all of them, spread evenly."""
@@ -173,19 +206,39 @@ class Placement:
         """In how many pieces a unit's parameters go to the device: one beside each micro-batch of a stage."""
         return 1 if self.order == "horizontal" else len(self.x_nbytes)
 
-    def homes(self, *, late: bool) -> frozenset[Value]:
-        """What lives on between steps; `late`: gradients wait for their update."""
-        found = set()
+    def speculated(self, unit: UnitPlacement) -> tuple[Group, ...]:
+        """The groups of a unit whose updates may be taken back."""
+        return unit.trained("early") if self.speculative else ()
+
+    def takes_back(self, *, holds: bool) -> bool:
+        """Whether early updates of a step are taken back, and run again; `holds`: nothing is scaled or skipped."""
+        return self.speculative and not holds
+
+    def homes(self, *, late: bool, again: bool = True) -> frozenset[Value]:
+        """What lives on between steps; `late`: gradients wait for their update; `again`: also those of early ones."""
+        found: set[Value] = set()
         for unit in self.units:
             for group in unit.groups:
-                waits = late and group.when == "late"
-                if waits:
+                stale = late and group.when == "late"
+                if group in self.speculated(unit):
+                    found.update(other for _, other in unit.alternates(group))
+                if late and group.when in self.waiting(again=again):
                     found.add(unit.gradient(group))
                 found |= {unit.value("s", part) for part in group.s}
-                found |= {unit.value("w", part) for part in group.w if not (waits and self.reclaims(unit, part))}
+                found |= {unit.value("w", part) for part in group.w if not (stale and self.reclaims(unit, part))}
         if late and self.clip:
             found.add(Value("scale", tier="host"))
         return frozenset(found)
+
+    def present(self, ops: Iterable[Op]) -> frozenset[Value]:
+        """What is at home when `ops` begin: they read gradients of the step before, or there are none."""
+        defined: set[Value] = set()
+        found: dict[Value, None] = {}
+        for op in ops:
+            found |= dict.fromkeys(value for value in op.reads if value.kind == "dw" and value not in defined)
+            defined.update(op.results)
+        groups = {self.by_unit[value.unit].dw[value.part].when for value in found if value.unit is not None}
+        return self.homes(late=bool(found), again="early" in groups)
 
     def reclaims(self, unit: UnitPlacement, part: Part) -> bool:
         """Whether a late part's host memory is free between backward and update (paper, section 4.3).
@@ -212,7 +265,9 @@ class Placement:
                 return (value.unit, "w.host"), (stop - start) * unit.itemsize
             case "w", _:
                 return value, unit.w[value.part].numel * unit.itemsize
-            case "s", _:
+            case "aw", _:
+                return value, unit.w[value.part].numel * unit.itemsize
+            case (("s" | "as"), _):
                 return value, unit.s[value.part].numel * unit.state_itemsize
             case "dw", "device":
                 return (value.unit, "dw"), unit.num_trained * unit.gradient_itemsize
@@ -225,9 +280,14 @@ class Placement:
                 return value, unit.dw[value.part].numel * unit.gradient_itemsize
         return value, 0
 
+    def tier_of(self, value: Value) -> Tier:
+        """Whose memory a value takes: the host's, where the device reads its parameters and gradients there."""
+        in_host = not self.separate and value.kind in ("w", "dw") and value.tier == "device"
+        return "host" if in_host else value.tier or "device"
+
     def keeps_gradient(self, unit: UnitPlacement) -> bool:
-        """Whether late gradients stay where they were summed: in one memory, if all of the unit's are late."""
-        return not self.separate and not unit.trained("early")
+        """Whether late gradients stay where they were summed: in one memory, if all of the unit's may be late."""
+        return not self.separate and (self.speculative or not unit.trained("early"))
 
     def _activation_slot(self, value: Value) -> tuple[object, int]:
         assert value.micro_batch is not None
@@ -263,18 +323,13 @@ class _Count:
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
-        self.alive: dict[object, tuple[str, int, set[Value]]] = {}
-        self.now = dict.fromkeys(("device", "host", "ssd"), 0)
+        self.alive: dict[object, tuple[Tier, int, set[Value]]] = {}
+        self.now: dict[Tier, int] = {"device": 0, "host": 0, "ssd": 0}
         self.most = dict(self.now)
 
     def peaks(self, ops: Iterable[Op]) -> tuple[tuple[str, int], ...]:
         ops = tuple(ops)
-        defined: set[Value] = set()
-        late = False  # whether there are gradients of the step before
-        for op in ops:
-            late = late or any(value.kind == "dw" and value not in defined for value in op.reads)
-            defined.update(op.results)
-        for value in self.placement.homes(late=late):
+        for value in self.placement.present(ops):
             self._begin(value)
         for op in ops:
             for value in op.results:
@@ -285,8 +340,7 @@ class _Count:
 
     def _begin(self, value: Value) -> None:
         key, nbytes = self.placement.slot(value)
-        in_host = not self.placement.separate and value.kind in ("w", "dw") and value.tier == "device"
-        tier = "host" if in_host else value.tier or "device"
+        tier = self.placement.tier_of(value)
         if key not in self.alive:
             self.alive[key] = (tier, nbytes, set())
             self.now[tier] += nbytes

@@ -11,6 +11,7 @@ import torch
 from gs_compile.choice import Choice, activations
 from gs_compile.config import Options
 from gs_compile.errors import MemoryBudgetError
+from gs_compile.lifetimes import table
 from gs_compile.machine import format_bytes
 from gs_compile.passes.fit import host_needed, peak
 from gs_compile.passes.lower import flush, lower
@@ -57,15 +58,17 @@ class Planning:
         """The layout's shape where parameters of the units `tied` are apart."""
         return layout.shape_of(self.sizes, tied, training=training)
 
-    def programs(self, placement: Placement, shape: StepShape, *, late: bool) -> tuple[Program, ...]:
-        """Every snapshot of a step; `late`: the step before has left updates."""
-        key = (placement, shape, late)
+    def programs(
+        self, placement: Placement, shape: StepShape, *, late: bool, again: bool = False
+    ) -> tuple[Program, ...]:
+        """Every snapshot of a step; `late`: the step before has left updates; `again`: and some that did not hold."""
+        key = (placement, shape, late, again)
         if key not in self._programs:
-            self._programs[key] = self._snapshots(placement, shape, late)
+            self._programs[key] = self._snapshots(placement, shape, late, again)
         return self._programs[key]
 
     def _snapshots(
-        self, placement: Placement, shape: StepShape, late: bool, *, verified: bool = True
+        self, placement: Placement, shape: StepShape, late: bool, again: bool = True, *, verified: bool = True
     ) -> tuple[Program, ...]:
         return tuple(
             lower(
@@ -75,15 +78,17 @@ class Planning:
                 snake=self.options.expert.snake,
                 placement=placement,
                 late=late,
+                again=again,
                 verified=verified,
             )
         )
 
-    def flush(self) -> Program:
-        """The late updates alone."""
-        if "flush" not in self._programs:
-            self._programs["flush"] = tuple(flush(self.placement.num_layers, self.placement))
-        return self._programs["flush"][-1]
+    def flush(self, *, again: bool = False) -> Program:
+        """The late updates alone; `again`: and those that did not hold."""
+        key = ("flush", again)
+        if key not in self._programs:
+            self._programs[key] = tuple(flush(self.placement.num_layers, self.placement, again=again))
+        return self._programs[key][-1]
 
     def sized(self, layouts: Sequence[Layout], shape: StepShape) -> Placement:
         """The homes as they are, for a step of another size; raises `MemoryBudgetError` if it does not fit."""
@@ -137,6 +142,7 @@ class Planning:
                 f"updates:     {late / max(trained, 1):.0%} late, in the next forward (alpha {self.choice.alpha:g})",
                 f"peaks:       {peaks}; host budget {format_bytes(self.host_nbytes)}",
                 *([f"planned:     {self.choice.plan.seconds:.3g} s a step"] if self.choice.plan else []),
+                *([table(placement, self.choice.shape)] if placement.room else []),
             ]
         )
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Protocol, cast
 
-from gs_compile.program import TIED, Op, Program, Unit, Value
+from gs_compile.program import TIED, Op, Program, Unit, Value, homed
 
 
 class Units(Protocol):
@@ -55,6 +55,9 @@ class TieredUnits(Units, Protocol):
 
     def clip(self, norms: Sequence[Any]) -> Any: ...
 
+    def holds(self, scale: Any) -> bool:
+        """Whether what was updated without the scale is what it should be."""
+
     def update(self, reads: Mapping[Value, Any], into: Mapping[Value, Any]) -> None:
         """The optimizer on the parts in `into`, in place; a gradient read is the unit's whole one or a part."""
 
@@ -79,7 +82,7 @@ def perform(op: Op, units: Units, reads: Sequence[Any], into: Sequence[Any]) -> 
             return (units.zeros(op.results[0]),)
         case "count":
             return (units.count(list(reads)),)
-        case "prefetch" | "offload" | "gather" | "keep" | "empty" | "norm" | "clip" | "update":
+        case "prefetch" | "offload" | "gather" | "keep" | "empty" | "norm" | "clip" | "update" | "commit":
             return _perform_on_tiers(op, cast(TieredUnits, units), reads, into)
     contents = zip((*op.reads, *op.into), (*reads, *into), strict=True)
     results: tuple[Any, ...] = getattr(units, op.verb)(
@@ -100,7 +103,12 @@ def _perform_on_tiers(op: Op, units: TieredUnits, reads: Sequence[Any], into: Se
         case "clip":
             return (units.clip(reads),)
         case "update":
-            units.update(dict(zip(op.reads, reads, strict=True)), dict(zip(op.into, into, strict=True)))
+            _update(op, units, dict(zip(op.reads, reads, strict=True)), into)
+            return ()
+        case "commit":
+            for home, other in zip(into[::2], into[1::2], strict=True):
+                if units.holds(reads[0]):
+                    home.copy_(other)
             return ()
         case "gather":
             return (units.gather(op.results[0], _gathered(op.reads, reads)),)
@@ -113,6 +121,14 @@ def _perform_on_tiers(op: Op, units: TieredUnits, reads: Sequence[Any], into: Se
     for target, content in zip(into, reads, strict=False):
         target.copy_(content)
     return tuple(content if op.verb == "keep" else _copied(content) for content in reads[: len(op.results)])
+
+
+def _update(op: Op, units: TieredUnits, reads: dict[Value, Any], into: Sequence[Any]) -> None:
+    """What is read of parameters and state is changed in its other place."""
+    for value, content in zip(op.into, into, strict=True):
+        if homed(value) in reads:
+            content.copy_(reads.pop(homed(value)))
+    units.update(reads, {homed(value): content for value, content in zip(op.into, into, strict=True)})
 
 
 def _by_letter(values: Sequence[Value], contents: Sequence[Any]) -> dict[str, Any]:

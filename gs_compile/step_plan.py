@@ -134,6 +134,8 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
             found["parameters", part.tier] += part.numel * unit.itemsize
         for part in unit.s.values():
             found["states", part.tier] += part.numel * unit.state_itemsize
+        for _, other in (pair for group in placement.speculated(unit) for pair in unit.alternates(group)):
+            found["other places", other.tier or "host"] += placement.slot(other)[1]
         if placement.order == "horizontal":
             found["sums", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
         found["late gradients", "host"] += sum(g.numel for g in unit.trained("late")) * unit.gradient_itemsize

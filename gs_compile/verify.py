@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import get_args
 
 from gs_compile.errors import ProgramError
+from gs_compile.forms import FORMS, MOVING
 from gs_compile.placement import Placement
 from gs_compile.program import (
     DRAIN,
@@ -15,15 +16,16 @@ from gs_compile.program import (
     FILL,
     KINDS,
     PROLOGUE,
-    TRANSFER_LANES,
     Op,
     Program,
     Stage,
     Tier,
     Value,
     height,
+    homed,
 )
 from gs_compile.signatures import SIGNATURES, Slot, stage_class
+from gs_compile.speculation import Speculation, is_speculative
 from gs_compile.text import format_op, line_of
 
 _Place = tuple[int, float]
@@ -31,30 +33,31 @@ _Place = tuple[int, float]
 INPUT_KINDS = frozenset({"batch", "w", "dy"})  # defined before the step begins
 ACCUMULATOR_KINDS = frozenset({"dw", "dside"})  # what zeros makes, and no other verb: so all that `into` may name
 MOVEMENTS = frozenset({"prefetch", "offload", "keep", "gather", "empty"})  # may bring back what has been there before
-CHANGED_KINDS = frozenset({"w", "s"})  # what an update changes in place, and an offload brings home
 
 
-def verify(program: Program, placement: Placement | None = None, *, late: bool = False) -> None:
+def verify(program: Program, placement: Placement | None = None, *, late: bool = False, again: bool = True) -> None:
     """Raise ProgramError unless `program` is well-formed; the error says pass, line, operation and value:
 
         after snake, line 19: x2_0.device = forward(x1_0.device, w1.device): x1_0.device was freed
 
     The line is that of the unfolded text. One walk over the operations, so checking is as cheap as printing.
-    With a `placement`, what it says of homes and of late updates (`late`: the step before has left gradients) holds
-    too: what is there at the start and at the end, each part of a unit updated once, before its forward or after its
-    gradient, and planned peaks that are true.
+    With a `placement`, what it says of homes and of late updates (`late`: the step before has left gradients, `again`:
+    those of speculative updates too) holds too: what is there at the start and at the end, each part of a unit updated
+    once, before its forward or after its gradient, and planned peaks that are true.
     """
-    _Walk(program, placement, late).run()
+    _Walk(program, placement, late, again).run()
 
 
 class _Walk:
     """What is known about each value and stage at one point of the program."""
 
-    def __init__(self, program: Program, placement: Placement | None, late: bool) -> None:
+    def __init__(self, program: Program, placement: Placement | None, late: bool, again: bool) -> None:
         self.program = program
         self.placement = placement
-        self.present = placement.homes(late=late) if placement else frozenset()
-        self.waiting = _parts(placement, "late") if placement and late else set()  # parts, until their late update
+        self.present = placement.homes(late=late, again=again) if placement else frozenset()
+        waiting = placement.waiting(again=again) if placement and late else ()
+        self.waiting = _parts(placement, *waiting) if placement and waiting else set()  # until their late update
+        self.speculation = Speculation(placement) if placement and placement.speculative else None
         self.updated: set[Value] = set()
         self.empty: set[Value] = set()  # parts on their way to an update that fills them
         self.changed: set[Value] = set()  # parts that an update has changed in host memory, and whose home is elsewhere
@@ -194,7 +197,14 @@ class _Walk:
             yield f"{op.verb} {doing} no {rest[0]} here"
 
     def _breaks_updates(self, op: Op) -> Iterator[str]:
-        """A part is updated once, used neither before its late update nor without contents, and goes home changed."""
+        """A part is updated once, used neither before its late update nor without contents, and goes home changed.
+
+        Speculative updates are held to laws of their own, and may come after a late one of the same part.
+        """
+        if self.speculation is not None:
+            yield from self.speculation.breaks(op)
+            if is_speculative(op):
+                self.updated.difference_update(replace(value, tier=None) for value in op.into)
         if op.verb == "update":
             for value in op.into:
                 part = replace(value, tier=None)
@@ -221,11 +231,12 @@ class _Walk:
                 yield f"{value} is not what the update has made"
         for value in op.results:
             part = replace(value, tier=None)
-            if value.tier == "host" and (part in self.changed or (op.verb == "empty" and part in self.updated)):
+            made = self.speculation.begun if self.speculation else self.updated  # a late update may come before
+            if value.tier == "host" and (part in self.changed or (op.verb == "empty" and part in made)):
                 yield f"{value} would lose what the update has made"
             if op.verb == "empty":
                 self.empty.add(part)
-        self.changed.difference_update(replace(value, tier=None) for value in op.into)
+        self.changed.difference_update(replace(homed(value), tier=None) for value in op.into)
 
     def _breaks_gathered(self, op: Op) -> Iterator[str]:
         """What the device reads where it lives does not change while its unit is gathered."""
@@ -285,7 +296,7 @@ class _Walk:
     def _is_input(self, value: Value) -> bool:
         """Whether a value is there before the step begins."""
         placed = self.placement is not None and (value.unit in self.placement.by_unit or value.kind == "scale")
-        if not placed or value.kind not in ("w", "s", "dw", "scale"):
+        if not placed or value.kind not in ("w", "s", "aw", "as", "dw", "scale"):
             return value.kind in INPUT_KINDS
         if self.program.made_by == "overlap":  # all on the device still
             return bool(value.part) or value.kind == "scale"
@@ -301,8 +312,10 @@ class _Walk:
             yield f"{value} has not had its late update"
         complete = {value.unit for value in self.all_additions}
         for value in sorted(_parts(self.placement, "early"), key=str):
-            if value.unit in complete and value not in self.updated:
+            if value.unit in complete and not self.speculation and value not in self.updated:
                 yield f"{value} has not had its update"
+        if self.speculation is not None:
+            yield from self.speculation.unfinished(complete)
         for value in sorted(homes, key=str):
             if replace(value, tier=None) in self.changed:
                 yield f"{value} is not what the update has made"
@@ -338,62 +351,7 @@ def _is_sum(value: Value) -> bool:
     return value.kind == "dw" and not value.part
 
 
-def _parts(placement: Placement, when: str) -> set[Value]:
+def _parts(placement: Placement, *when: str) -> set[Value]:
     """The parts of parameters that are updated early, or late, wherever they are."""
-    parts = ((unit, part) for unit in placement.units for group in unit.trained(when) for part in group.w)
+    parts = ((unit, part) for unit in placement.units for group in unit.trained(*when) for part in group.w)
     return {replace(unit.value("w", part), tier=None) for unit, part in parts}
-
-
-# The forms of the verbs that move and update; what they are called with on each line of FORMS.
-
-
-def _is_transfer(op: Op) -> bool:
-    """All from one tier to the next, towards the device or away from it; of one kind."""
-    to = (*op.results, *op.into)
-    tiers = {value.tier for value in op.reads}, {value.tier for value in to}
-    if not (op.reads and to) or bool(op.results) == bool(op.into) or any(len(side) != 1 for side in tiers):
-        return False
-    if len({(value.kind, value.unit) for value in (*op.reads, *to)}) != 1:
-        return False
-    route = (op.reads[0].tier or "", to[0].tier or "")
-    return route in TRANSFER_LANES and (op.verb == "prefetch") == (route in (("ssd", "host"), ("host", "device")))
-
-
-def _is_gather(op: Op) -> bool:
-    whole = Value("w", op.results[0].unit) if len(op.results) == 1 else None
-    parts = all((v.kind, v.unit) == ("w", op.results[0].unit) and v != whole for v in op.reads)
-    return op.results == (whole,) and not op.into and bool(op.reads) and parts
-
-
-def _is_keep(op: Op) -> bool:
-    same = {(value.kind, value.unit, value.micro_batch) for value in (*op.reads, *op.results)}
-    return len(op.reads) == 1 and bool(op.results) and not op.into and len(same) == 1
-
-
-def _is_update(op: Op) -> bool:
-    kinds = [value.kind for value in op.reads]
-    units = {value.unit for value in (op.reads[:1] + op.into)}
-    changed = {value.kind for value in op.into}
-    return kinds in (["dw"], ["dw", "scale"]) and len(units) == 1 and {"w"} <= changed <= CHANGED_KINDS
-
-
-MOVING: dict[str, Callable[[Op], bool]] = {
-    "prefetch": _is_transfer,
-    "offload": _is_transfer,
-    "gather": _is_gather,
-    "keep": _is_keep,
-    "empty": lambda op: not op.reads and not op.into and [value.kind for value in op.results] == ["w"],
-    "norm": lambda op: [v.kind for v in op.reads] == ["dw"] and op.results == (Value("norm", op.reads[0].unit),),
-    "clip": lambda op: {v.kind for v in op.reads} == {"norm"} and [v.kind for v in op.results] == ["scale"],
-    "update": _is_update,
-}
-FORMS = {
-    "prefetch": "values of one kind and unit from ssd to host, or from host to device",
-    "offload": "values of one kind and unit from device to host, or from host to ssd",
-    "gather": "all parts or pieces of one unit's parameters, and defines the whole on the device",
-    "keep": "one value, and defines it under another name",
-    "empty": "nothing, and defines a part of a unit's parameters",
-    "norm": "one gradient, and defines its norm",
-    "clip": "the norms, and defines the scale",
-    "update": "a gradient and, where gradients are clipped, the scale; changes parameters and state of the same unit",
-}

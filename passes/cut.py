@@ -29,8 +29,11 @@ def cut_units(
     schedule: Schedule = "vertical",
     gradient_ratio: float | None = None,
     device_ratios: Mapping[str, float] = NOTHING,
+    speculative: bool = False,
 ) -> Placement:
     """The placement that ratios and alpha describe. No update takes more elements at a time than a whole layer has.
+
+    speculative: early updates do not wait for the scale of clipping, and are taken back if they should have.
 
     gradient_ratio: of the gradient sums of the horizontal order; None: all in host memory.
     device_ratios: what part of "parameter" and "checkpoint" lives on a device with memory of its own. Whole tensors do:
@@ -72,6 +75,7 @@ def cut_units(
         schedule,
         gradients,
         device_checkpoint,
+        speculative=speculative,
     )
 
 

@@ -48,12 +48,13 @@ def lower(
     All are verified, but for candidates that will not run (`verified=False`). A `placement` has a schedule of its own,
     and what does not train is always vertical: each unit is loaded once. `snake=False` leaves that pass out, as the
     horizontal order does; values in `keep` are not freed. Without a `placement` everything stays on the device. `late`:
-    the step before has left gradients that wait for their update.
+    the step before has left gradients that wait for their update; `again`: those of speculative ones among them.
+    again: bool = True,
     """
     kept = frozenset(keep)
     leaves_late = placement is not None and placement.has_late and (shape is None or shape.training)
     options: dict[str, dict[str, Any]] = {
-        "overlap": {"placement": placement, "late": late},
+        "overlap": {"placement": placement, "late": late, "again": again},
         "offload": {"placement": placement, "keep": kept},
         "pipeline": {"placement": placement},
         "free": {"keep": kept, "placement": placement, "late": leaves_late},
@@ -64,18 +65,19 @@ def lower(
     if placement is None:
         left_out |= {run.__name__ for run in TIERED}
     program = lay_out(num_layers, num_micro_batches, shape=shape)
-    return rewrite(program, left_out, options, placement, late, verified=verified)
+    return rewrite(program, left_out, options, placement, late, again, verified=verified)
 
 
-def flush(num_layers: int, placement: Placement) -> list[Program]:
+def flush(num_layers: int, placement: Placement, *, again: bool = True) -> list[Program]:
     """The late updates alone: what brings all parameters up to date between two steps."""
     options: dict[str, dict[str, Any]] = {
-        "overlap": {"placement": placement, "late": True},
+        "overlap": {"placement": placement, "late": True, "again": again},
         "offload": {"placement": placement},
         "pipeline": {"placement": placement},
         "free": {"placement": placement, "late": False},
     }
-    return rewrite(Program((), num_layers, 1, made_by="vertical"), {"snake"}, options, placement, late=True)
+    nothing = Program((), num_layers, 1, made_by="vertical")
+    return rewrite(nothing, {"snake", "lifetime"}, options, placement, True, again)
 
 
 def rewrite(
@@ -95,5 +97,8 @@ def rewrite(
         if run.__name__ not in left_out:
             snapshots.append(run(snapshots[-1], **options.get(run.__name__, {})))
             if verified:
-                verify(snapshots[-1], placement if placement and run.__name__ != "snake" else None, late=late)
+    again: bool,
+                verify(
+                    snapshots[-1], placement if placement and run.__name__ != "snake" else None, late=late, again=again
+                )
     return snapshots

@@ -25,7 +25,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from gs_compile.placement import Group, Part, Placement, UnitPlacement
-from gs_compile.program import FILL, Op, Program, Stage, Tier, Value
+from gs_compile.program import FILL, Op, Program, Stage, Tier, Value, homed
 
 
 def offload(program: Program, *, placement: Placement, keep: Iterable[Value] = ()) -> Program:
@@ -44,7 +44,11 @@ class _Units:
         self.program = program
         self.placement = placement
         self.updated_late = {
-            value.unit for op in program.ops if op.verb == "update" and op.stage == FILL for value in op.into
+            (value.unit, value.part)
+            for op in program.ops
+            if op.verb == "update" and op.stage == FILL
+            for value in op.into
+            if value.kind == "w"
         }
         self.gathered: set[object] = set()  # units gathered before
 
@@ -53,6 +57,8 @@ class _Units:
             unit = self._unit(op)
             if op.verb == "clip":
                 yield replace(op, results=(Value("scale", tier="host"),))
+            elif op.verb == "commit":
+                yield from self._commit(op)
             elif unit is None:
                 yield op
             elif op.verb == "gather":
@@ -70,10 +76,9 @@ class _Units:
 
     def _gather(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
         whole, stage = op.results[0], op.stage
-        fresh = unit.unit in self.updated_late and unit.unit not in self.gathered  # the late update has made some parts
-        late = {part.letter for group in unit.trained("late") for part in group.w} if fresh else set()
+        fresh = set() if unit.unit in self.gathered else self.updated_late  # what the late update has made is there
         self.gathered.add(unit.unit)
-        away = [part for part in unit.w.values() if part.tier == "ssd" and part.letter not in late]
+        away = [part for part in unit.w.values() if part.tier == "ssd" and (unit.unit, part.letter) not in fresh]
         yield from self._move("prefetch", "w", unit, away, stage)
         parts = tuple(unit.value("w", part, "host") for part in unit.w.values() if part.tier != "device")
         if not self.placement.separate:
@@ -87,20 +92,20 @@ class _Units:
 
     def _keep(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
         """The gradient leaves the device, once; early parts where there is a way to go."""
-        late = tuple(unit.gradient(group) for group in unit.trained("late"))
-        early = tuple(unit.gradient(group) for group in unit.trained("early"))
+        left = tuple(unit.gradient(unit.dw[value.part]) for value in op.results)
         if self.placement.keeps_gradient(unit):
-            yield Op("keep", op.reads, op.stage, late)
+            yield Op("keep", op.reads, op.stage, left)
         else:
-            yield Op("offload", op.reads, op.stage, (*early, *late) if self.placement.separate else late)
+            everything = tuple(unit.gradient(group) for group in unit.trained())
+            yield Op("offload", op.reads, op.stage, everything if self.placement.separate else left)
 
     def _update(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
         group = unit.group_of(op.into[0])
-        whole, stage = Value("dw", unit.unit), op.stage
-        gradient = unit.gradient(group)
-        if group.when == "early" and not self.placement.separate:
+        whole, stage, is_late = Value("dw", unit.unit), op.stage, op.stage == FILL
+        gradient, left = unit.gradient(group), unit.trained(*self.placement.waiting(again=True))
+        if not is_late and not self.placement.separate:
             gradient = whole
-        elif group.when == "early" and group is unit.trained("early")[0] and not unit.trained("late"):
+        elif not is_late and group is unit.trained("early")[0] and not left:
             yield Op("offload", (whole,), stage, tuple(unit.gradient(g) for g in unit.trained("early")))
         resident, on_ssd = ([part for part in group.w if part.tier == tier] for tier in ("device", "ssd"))
         if unit.has_master:
@@ -109,16 +114,26 @@ class _Units:
             )
             for part in filled:
                 yield Op("empty", (), stage, (unit.value("w", part, "host"),))
-        elif group.when == "late":
+        elif is_late:
             yield from self._move("prefetch", "w", unit, on_ssd, stage)
         yield from self._move("prefetch", "s", unit, [part for part in group.s if part.tier == "ssd"], stage)
-        scale = (Value("scale", tier="host"),) if self.placement.clip else ()
-        yield Op("update", (gradient, *scale), stage, into=self._changed(unit, group))
+        places = {} if is_late or not self.placement.speculative else dict(unit.alternates(group))
+        there = {home: other for home, other in places.items() if home.tier == "host"}
+        into = tuple(there.get(value, value) for value in self._changed(unit, group))
+        scale = (Value("scale", tier="host"),) if self.placement.clip and is_late else ()
+        yield Op("update", (gradient, *there, *scale), stage, into=into)
         if resident:
             made = tuple(unit.value("w", part, "host") for part in resident)
             yield Op("prefetch", made, stage, into=tuple(unit.value("w", part) for part in resident))
         for kind, parts in (("w", on_ssd), ("s", [part for part in group.s if part.tier == "ssd"])):
-            yield from self._move("offload", kind, unit, parts, stage)
+            for moved in self._move("offload", kind, unit, parts, stage):
+                yield replace(moved, into=tuple(places.get(value, value) for value in moved.into))
+
+    def _commit(self, op: Op) -> Iterator[Op]:
+        """Each part in memory or on SSD, as it is at home, and its other place."""
+        unit = self.placement.by_unit[op.into[0].unit or 0]
+        homes = (unit.value(v.kind, (unit.w if homed(v).kind == "w" else unit.s)[v.part]) for v in op.into)
+        yield Op("commit", (Value("scale", tier="host"),), op.stage, into=tuple(homes))
 
     def _changed(self, unit: UnitPlacement, group: Group) -> tuple[Value, ...]:
         parts = [unit.value("w", part, "host") for part in group.w]

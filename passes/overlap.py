@@ -4,35 +4,43 @@
     forward i    gather -> forward forward ...
     backward i   gather -> backward backward ... -> norm -> update(early)
     drain        clip                            where updates wait for the norm of all gradients
+                 commit                          or do not, and hold only if that says so
 
 After this pass a unit's parameters are parts, which updates change, and exist as a whole (`gather`) only for the
 stages that use them. Everything is still on the device.
+
+Speculative updates read what is at home and write to other places, so that nothing has to be undone: unless `commit`
+makes these the homes, the next step finds what this one has found, and all gradients, and updates everything late.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 
 from gs_compile.placement import Group, Placement, UnitPlacement
 from gs_compile.program import DRAIN, FILL, Op, Program, Stage, Value
 
 
-def overlap(program: Program, *, placement: Placement, late: bool = False) -> Program:
+def overlap(program: Program, *, placement: Placement, late: bool = False, again: bool = True) -> Program:
     """The same step with the optimizer in it; `late`: the step before has left gradients that wait for their update.
 
-    The first step after a start, or after all updates were brought to an end, is without late ones.
+    The first step after a start, or after all updates were brought to an end, is without late ones. `again`: of updates
+    that are speculative the gradients were left too, as they did not hold.
     """
     early = any(unit.trained("early") for unit in placement.units)
-    assert not (placement.clip and early), "with clipping all updates are late: they wait for the norm of all gradients"
-    return program.with_ops(_ops(program, placement, late), made_by="overlap")
+    waits = placement.clip and not placement.speculative
+    assert not (waits and early), "with clipping all updates are late: they wait for the norm of all gradients"
+    return program.with_ops(_ops(program, placement, late, again), made_by="overlap")
 
 
-def _ops(program: Program, placement: Placement, late: bool) -> Iterator[Op]:
+def _ops(program: Program, placement: Placement, late: bool, again: bool) -> Iterator[Op]:
     used = {op.unit for op in program.ops if op.micro_batch is not None}
     complete = _completions(program)
     if late:
         for unit in sorted(placement.units, key=lambda unit: _first_use(program, unit)):
-            for group in unit.trained("late"):
+            for group in unit.trained(*placement.waiting(again=again)):
                 yield _update(unit, group, Value("dw", unit.unit, part=group.letter), placement, FILL)
     for stage, ops in program.stages():
         for unit in _read(ops, placement):
@@ -45,23 +53,47 @@ def _ops(program: Program, placement: Placement, late: bool) -> Iterator[Op]:
     norms = tuple(Value("norm", unit.unit) for unit in placement.units if Value("dw", unit.unit) in complete)
     if placement.clip and norms and used:
         yield Op("clip", norms, DRAIN, (Value("scale"),))
+    if placement.speculative and used:
+        for unit in placement.units:
+            if Value("dw", unit.unit) in complete:
+                yield from _commit(unit)
 
 
 def _step(unit: UnitPlacement, placement: Placement, stage: Stage) -> Iterator[Op]:
     """What follows once a unit's gradient is complete."""
     gradient = Value("dw", unit.unit)
     yield Op("norm", (gradient,), stage, (Value("norm", unit.unit),))
-    late = unit.trained("late")
-    if late:
-        yield Op("keep", (gradient,), stage, tuple(Value("dw", unit.unit, part=group.letter) for group in late))
+    left = unit.trained(*placement.waiting(again=True))
+    if left:
+        yield Op("keep", (gradient,), stage, tuple(Value("dw", unit.unit, part=group.letter) for group in left))
     for group in unit.trained("early"):
-        yield _update(unit, group, gradient, placement, stage)
+        update = _update(unit, group, gradient, placement, stage)
+        yield _speculative(update, unit, group) if placement.speculative else update
 
 
 def _update(unit: UnitPlacement, group: Group, gradient: Value, placement: Placement, stage: Stage) -> Op:
     scale = (Value("scale"),) if placement.clip else ()
     parts = [unit.value("w", part, "device") for part in group.w] + [unit.value("s", p, "device") for p in group.s]
     return Op("update", (gradient, *scale), stage, into=tuple(parts))
+
+
+def _speculative(update: Op, unit: UnitPlacement, group: Group) -> Op:
+    """The update before the scale is known: from what is at home to other places."""
+    places = dict(_on_device(unit, group))
+    into = tuple(places.get(value, value) for value in update.into)
+    return replace(update, reads=(*update.reads[:1], *places), into=into)
+
+
+def _commit(unit: UnitPlacement) -> Iterator[Op]:
+    pairs = [pair for group in unit.trained("early") for pair in _on_device(unit, group)]
+    if pairs:
+        yield Op("commit", (Value("scale"),), DRAIN, into=tuple(chain.from_iterable(pairs)))
+
+
+def _on_device(unit: UnitPlacement, group: Group) -> Iterator[tuple[Value, Value]]:
+    for pair in unit.alternates(group):
+        home, other = (replace(value, tier="device") for value in pair)
+        yield home, other
 
 
 def _read(ops: tuple[Op, ...], placement: Placement) -> list[UnitPlacement]:

@@ -36,7 +36,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gs_compile.placement import Placement
-from gs_compile.program import DRAIN, FILL, Op, Program, Stage, Value
+from gs_compile.program import DRAIN, FILL, Op, Program, Stage, Value, homed
 
 # Stages from the unit's own, for what moves between SSD and host; forward and backward alike.
 EARLY = {"prefetch s": 1, "empty w": 2, "update": 2, "offload w": 3, "offload s": 3}
@@ -85,8 +85,10 @@ class _Clock:
             elif op.verb == "prefetch" and op.reads[0].kind == "dw":
                 self.fetches.setdefault(op.reads[0], []).append(self.stages[op.stage])
         gathers = [op for op in program.ops if op.verb == "gather"]
-        late = dict.fromkeys(op.into[0].unit for op in program.ops if op.verb == "update" and op.stage == FILL)
-        self.first_stage = {unit: place for place, unit in enumerate(late)}  # one after the other, if nothing else runs
+        late = [op.into[0] for op in program.ops if op.verb == "update" and op.stage == FILL]
+        self.late = {placement.by_unit[value.unit or 0].group_of(value).when for value in late}
+        units = dict.fromkeys(value.unit for value in late)
+        self.first_stage = {unit: place for place, unit in enumerate(units)}  # one by one, if nothing else runs
         self.first_stage |= {op.results[0].unit: self._index(op.stage) for op in reversed(gathers)}
 
     def ops(self) -> Iterator[Op]:
@@ -143,9 +145,9 @@ class _Clock:
 
     def _optimizer(self, here: int, op: Op, value: Value) -> Slot:
         verb = "offload" if op.into else op.verb  # home may be the device
-        what = "update" if op.verb == "update" else f"{verb} {value.kind}"
+        what = "update" if op.verb == "update" else f"{verb} {homed(value).kind}"
         rank = READS_FIRST[value.kind] if verb == "prefetch" else 3
-        before, after = self._turn(op)
+        before, after = self._turn(op, here)
         if here < 0:
             unit = (*op.into, *op.results, *op.reads)[0].unit
             return Slot(self.first_stage[unit] + LATE[what] - after, rank=rank)
@@ -153,12 +155,12 @@ class _Clock:
             return Slot(here - (2 if self.placement.separate else 1), rank=rank)  # parameters, for their stage
         return Slot(here + EARLY[what] + before - (not self.placement.separate), rank=rank)
 
-    def _turn(self, op: Op) -> tuple[int, int]:
+    def _turn(self, op: Op, here: int) -> tuple[int, int]:
         """How many groups of its unit come before and after an update: a unit of many takes as many stages."""
-        value = next(value for value in (*op.into, *op.results) if value.kind in ("w", "s"))
+        value = next(value for value in map(homed, (*op.into, *op.results)) if value.kind in ("w", "s"))
         unit = self.placement.by_unit[value.unit or 0]
         group = unit.group_of(value)
-        groups = unit.trained(group.when)
+        groups = unit.trained(*(self.late if here < 0 else {group.when}))
         return (groups.index(group), len(groups) - 1 - groups.index(group)) if groups else (0, 0)
 
     def _comes_back(self, value: Value, here: int) -> int:

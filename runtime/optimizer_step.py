@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from gs_compile.placement import Group, Part, UnitPlacement
-from gs_compile.program import Op, Unit, Value
+from gs_compile.program import ALTERNATES, Op, Unit, Value, homed
 
 from .contents import Flat, Gradient, Hold, Region
 from .coordinators import Binding, Setting, on_this_stream, transfer
-from .kernels import Rule, sum_of_squares
+from .kernels import CHUNK, Rule, sum_of_squares
 from .store import Extent
 
 Tensor = torch.Tensor
@@ -52,6 +52,11 @@ class StepRecord:
         if self.max_grad_norm is not None and not self.skipped:
             self.scale = min(1.0, (self.max_grad_norm / (norm + 1e-6)).item())
 
+    @property
+    def holds(self) -> bool:
+        """Whether what was updated before the scale was known is what it should be."""
+        return not self.skipped and self.scale == 1.0
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -74,8 +79,11 @@ class OptimizerStep:
     def state_dtype(self, unit: Unit) -> torch.dtype:
         return torch.promote_types(self.setting.dtypes[unit], torch.float32)
 
-    def home(self, unit: UnitPlacement, part: Part) -> Flat | Region:
-        """A part of the state where it lives: component after component; zero until it is written."""
+    def home(self, unit: UnitPlacement, part: Part, kind: str = "s") -> Flat | Region:
+        """A part of the state where it lives: component after component; zero until it is written.
+
+        kind: "as" for its other place.
+        """
         numel = part.numel * self.recipe.num_components[unit.unit]
         dtype = self.state_dtype(unit.unit)
         if part.tier == "host":
@@ -83,7 +91,7 @@ class OptimizerStep:
             flat.tensor.zero_()
             return flat
         nbytes = numel * dtype.itemsize
-        return Region(self.setting.extent(f"s{unit.unit}-{part.letter}", nbytes), 0, nbytes)
+        return Region(self.setting.extent(f"{kind}{unit.unit}-{part.letter}", nbytes, kind="s"), 0, nbytes)
 
     def allocate(self, value: Value) -> Flat:
         unit = self.setting.unit(value)
@@ -155,7 +163,7 @@ class OptimizerStep:
     def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any], record: StepRecord | None) -> None:
         if op.verb == "update":
             assert record is not None
-            self._update(op, reads[0], targets, record)
+            self._update(op, reads, targets, record)
         elif op.reads[0].kind == "dw" and not op.results[0].part:
             _move_sum(reads[0], targets[0])
         elif op.reads[0].kind == "dw":
@@ -184,16 +192,22 @@ class OptimizerStep:
         """A group's elements in its unit's flat gradient."""
         return (flat[part.start : part.stop] for part in group.w)
 
-    def _update(self, op: Op, gradient: Any, targets: Sequence[Flat], record: StepRecord) -> None:
-        unit = self.setting.unit(op.into[0])
+    def _update(self, op: Op, reads: Sequence[Any], targets: Sequence[Flat], record: StepRecord) -> None:
+        unit, gradient = self.setting.unit(op.into[0]), reads[0]
         group = unit.group_of(op.into[0])
-        flats = {(value.kind, value.part): flat.tensor for value, flat in zip(op.into, targets, strict=True)}
+        flats = {(homed(value).kind, value.part): flat.tensor for value, flat in zip(op.into, targets, strict=True)}
+        kept = {(v.kind, v.part): flat.tensor for v, flat in zip(op.reads, reads, strict=True) if v.kind in ALTERNATES}
         is_whole = isinstance(gradient, Gradient) or self.setting.placement.keeps_gradient(unit)
         sums = gradient.flat if isinstance(gradient, Gradient) else gradient.tensor
-        for piece in self._pieces(unit, group):
-            w = flats["w", piece.w.letter][piece.unit_start - piece.w.start :][: piece.numel]
+        for piece in self._in_chunks(unit, group) if kept else self._pieces(unit, group):
+            w = _parameters(flats, piece)
             g = sums[piece.unit_start if is_whole else piece.start :][: piece.numel]
             state = self._components(unit, flats, piece)
+            if piece.s is not None and ("s", piece.s.letter) in kept:
+                for new, old in zip(state, self._components(unit, kept, piece), strict=True):
+                    new.copy_(old)
+            if ("w", piece.w.letter) in kept:
+                w.copy_(_parameters(kept, piece))
             master, low = (state.pop(0), w) if unit.has_master else (w, None)
             if not record.skipped:
                 hyper = record.hypers[piece.hyper]
@@ -210,6 +224,14 @@ class OptimizerStep:
             for component in range(self.recipe.num_components[unit.unit])
         ]
 
+    def _in_chunks(self, unit: UnitPlacement, group: Group) -> Iterator[_Piece]:
+        """Pieces that are still in cache when they are updated, once they have been copied."""
+        size = CHUNK * torch.get_num_threads()
+        for piece in self._pieces(unit, group):
+            for at in range(0, piece.numel, size):
+                numel = min(size, piece.numel - at)
+                yield piece._replace(start=piece.start + at, numel=numel, unit_start=piece.unit_start + at)
+
     def _pieces(self, unit: UnitPlacement, group: Group) -> Iterator[_Piece]:
         """A group cut wherever its parameters' part, its state's part or the param group changes."""
         at = 0
@@ -225,6 +247,10 @@ class OptimizerStep:
             begin, end = (start, stop) if s is None else (max(start, s.start), min(stop, s.stop))
             if begin < end:
                 yield _Piece(w, s, begin, end - begin, unit_start + begin - start, hyper)
+
+
+def _parameters(flats: Mapping[tuple[str, str], Tensor], piece: _Piece) -> Tensor:
+    return flats["w", piece.w.letter][piece.unit_start - piece.w.start :][: piece.numel]
 
 
 def _views(flat: Tensor, bindings: Sequence[Binding]) -> dict[Any, Tensor]:

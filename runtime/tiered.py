@@ -10,12 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from gs_compile.placement import Placement
-from gs_compile.program import Op, Program, Unit, Value
+from gs_compile.program import Op, Program, Unit, Value, homed
 from gs_compile.reference import Units, perform
 
 from .contents import Gathered, Gradient, Kept, Region
@@ -128,6 +129,8 @@ class TieredExecutor:
         match op.lane:
             case "memory" if op.verb == "free":
                 self._on(op.reads[0]).free(op.reads[0])
+            case "memory" if op.verb == "commit":
+                self._commit(op)
             case "memory":
                 self._hand(op)
             case "compute":
@@ -172,6 +175,26 @@ class TieredExecutor:
                     contents.append(self.tiers.inter_layer.keep(value, reads[0]))
         for value, content in zip(op.results, contents, strict=True):
             self._on(value).define(value, content, _joined(op, ready))
+
+    def _commit(self, op: Op) -> None:
+        """Make other places the homes, if what is there holds; parameters in a zone are copied, beside what follows."""
+        assert self.record is not None
+        board = self.tiers.board
+        for home, other in zip(op.into[::2], op.into[1::2], strict=True) if self.record.holds else ():
+            if home.kind == "s" or home.tier == "ssd" or self.placement.separate:
+                board.swap(home, other)
+                continue
+            contents = board.contents[home], board.contents[other]
+            ticket = self.tiers.lane("cpu").submit(
+                f"commit {home}",
+                partial(self.tiers.parameters.commit, *contents),
+                board.idle(home) + board.ready(other),
+                nbytes=0,
+                kind="w",
+                stage=str(op.stage),
+            )
+            board.change(home, ticket)
+            board.use(other, ticket)
 
     def _compute(self, op: Op) -> None:
         self._computing = True
@@ -229,7 +252,7 @@ class TieredExecutor:
         if self._is_cuda and op.lane == "h2d":  # the memory was someone else's on the stream that computes
             launched = self._launched(torch.cuda.current_stream(self.tiers.setting.device))
             after += [launched] if launched else []
-        kind, record = (*op.results, *op.into, *op.reads)[0].kind, self._record_of(op)
+        kind, record = homed((*op.results, *op.into, *op.reads)[0]).kind, self._record_of(op)
 
         def run() -> None:
             if kind in ("x", "dx"):
@@ -264,12 +287,12 @@ class TieredExecutor:
         if op.verb != "update":
             return None
         unit = self.tiers.unit_of(op)
-        group = unit.group_of(op.into[0])
-        record = self._before if group.when == "late" else self.record
+        is_late = unit.group_of(op.into[0]).when == "late" or any(value.kind == "scale" for value in op.reads)
+        record = self._before if is_late else self.record
         assert record is not None, f"{_name(op)}: no step has left this update"
-        if group.when == "late":
+        if is_late:
             return record
-        if not record.skipped:
+        if not record.skipped and not self.placement.speculative:
             record.updated.append(unit.unit)
         return replace(record)
 

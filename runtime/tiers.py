@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gs_compile.errors import LaneError
-from gs_compile.placement import Placement, UnitPlacement
+from gs_compile.placement import Group, Placement, UnitPlacement
 from gs_compile.program import LANES, Op, Unit, Value
 
 from .arena import Arena
@@ -61,6 +61,12 @@ class Board:
     def change(self, value: Value, ticket: Ticket) -> None:
         self._made[value] = ticket
         self._used.pop(value, None)
+
+    def swap(self, one: Value, other: Value) -> None:
+        """What each is and who works on it, exchanged."""
+        for known in (self.contents, self._made, self._used):
+            pair = {value: known.pop(value) for value in (one, other) if value in known}
+            known.update({other if value == one else one: content for value, content in pair.items()})
 
     def free(self, value: Value) -> None:
         content, after = self.contents.pop(value), self.idle(value)
@@ -128,6 +134,15 @@ class Tiers:
                     self.board.define(unit.value("w", part), self.parameters.home(unit, part))
                 for part in group.s:
                     self.board.define(unit.value("s", part), self.optimizer.home(unit, part))
+            for group in self.placement.speculated(unit):
+                self._make_others(unit, group)
+
+    def _make_others(self, unit: UnitPlacement, group: Group) -> None:
+        for home, other in unit.alternates(group):
+            if home.kind == "s":
+                self.board.define(other, self.optimizer.home(unit, unit.s[home.part], other.kind))
+            else:
+                self.board.define(other, self.parameters.other(unit, unit.w[home.part]))
 
     # Values in and out -----------------------------------------------------------------------------------------------
 
@@ -212,6 +227,15 @@ class Tiers:
             threads = self._num_threads if name == "cpu" else 1  # a copy's team of threads would spin beside compute
             self._lanes[name] = Lane(name, self.failure, self.trace, stream=stream, num_threads=threads)
         return self._lanes[name]
+
+    def leave(self, record: StepRecord) -> None:
+        """Close a step: what its late updates need is there until they have run, and nothing else of it."""
+        placement = self.placement
+        waits = placement.homes(late=True, again=placement.takes_back(holds=record.holds))
+        is_over = all(value.kind != "dw" for value in waits)
+        for value in placement.homes(late=True) - (placement.homes(late=False) if is_over else waits):
+            self.board.free(value)
+        self.pending = None if is_over else record
 
     def synchronize(self) -> None:
         """Wait until all lanes are idle; raises what failed on them, and then it is over."""

@@ -99,6 +99,9 @@ class _Board:
         for value in row.results:
             self.made[value] = ready
             self.used.pop(value, None)
+        if row.into:  # places are exchanged: whoever comes for either waits for those who work on any of them
+            every = [each for value in row.into for each in (*self.made.get(value, ()), *self.used.get(value, ()))]
+            self.made.update(dict.fromkeys(row.into, self._latest((*ready, *every))))
         return ()
 
     def _latest(self, indices: Sequence[int]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ MAX_LINES = 400
 # A new file in gs_compile/ takes its place in one of these three.
 FOUNDATION = {"program", "config", "errors", "machine"}
 GROUND = {
+    "forms",
     "fx",
     "graph",
     "initialise",
@@ -30,6 +31,7 @@ GROUND = {
     "profile",
     "reference",
     "signatures",
+    "speculation",
     "text",
     "traffic",
     "verify",

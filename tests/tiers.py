@@ -20,7 +20,7 @@ from gs_compile.passes.cut import cut
 from gs_compile.passes.lower import flush, lower
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement import QUANTUM, Group, Placement
-from gs_compile.program import Program, StepShape, Unit, Value
+from gs_compile.program import Program, StepShape, Unit, Value, homed
 from gs_compile.reference import reference
 
 LEARNING_RATE, MOMENTUM, MAX_NORM = 0.015625, 0.5, 0.25
@@ -42,6 +42,7 @@ class Options:
     clip: bool = False
     device_parameter: float = 0.0
     device_checkpoint: float = 0.0
+    speculative: bool = False
 
 
 RESIDENT = Options(parameter_ratio=1.0, optimizer_ratio=1.0, checkpoint_ratio=1.0, separate=False)
@@ -135,6 +136,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         (SIDE_NBYTES,) * num_micro_batches,
         num_layers,
         device_checkpoint_ratio=options.device_checkpoint,
+        speculative=options.speculative,
     )
 
 
@@ -168,6 +170,9 @@ class TieredToy(Toy):
                     rows += [master] * unit.has_master
                     state = torch.stack([row[part.start : part.stop] for row in rows])
                     found[unit.value("s", part, "device" if on_device else None)] = state
+        others = {value for value in self.placement.homes(late=False) if homed(value) != value}
+        for value in (replace(value, tier="device") if on_device else value for value in others):
+            found[value] = torch.full_like(found[homed(value)], torch.nan)
         return {value: content.clone() for value, content in found.items()}
 
     def whole(self, home: Mapping[Value, Tensor], on_device: bool = False) -> dict[str, Tensor]:
@@ -218,6 +223,9 @@ class TieredToy(Toy):
 
     def clip(self, norms: Sequence[Tensor]) -> Tensor:
         return (MAX_NORM / torch.stack(list(norms)).sum().sqrt()).clamp(max=1.0)
+
+    def holds(self, scale: Tensor) -> bool:
+        return bool(scale == 1.0)
 
     def update(self, reads: Mapping[Value, Any], into: Mapping[Value, Tensor]) -> None:
         (value, gradient), *scales = reads.items()
@@ -314,24 +322,32 @@ def train(
     `modes`: of each step, whether it trains or evaluates. Each step is the program that the pass `made_by` makes.
     """
     on_device = made_by == "overlap"
-    late = False
+    late, again = False, True
     results = []
     toy = TieredToy(num_layers, num_micro_batches, shape, placement=placement)
     home = toy.home(on_device)
     for number, training in enumerate((*modes, None)):
         if training is None:
-            snapshots = flush(num_layers, placement) if late else []
+            snapshots = flush(num_layers, placement, again=again) if late else []
         else:
             mode = replace(shape, training=training)
             toy = TieredToy(num_layers, num_micro_batches, mode, seed=number, placement=placement)
-            snapshots = lower(num_layers, num_micro_batches, shape=mode, placement=placement, late=late)
+            snapshots = lower(num_layers, num_micro_batches, shape=mode, placement=placement, late=late, again=again)
         if snapshots:
             late = bool(training) and placement.has_late
             values = reference(after(snapshots, made_by), toy, home | toy.given())
             results.append({value.name: content for value, content in values.items() if value.kind in ("loss", "y")})
             there = {**home, **values}
-            homes = placement.homes(late=late)
+            again = not placement.speculative or not late or bool(there[_scale(on_device)] != 1.0)
+            homes = placement.homes(late=late, again=again)
+            late = late and any(value.kind == "dw" for value in homes)
             if on_device:  # no memory is reclaimed there
                 homes = {replace(value, tier="device") for value in homes | placement.homes(late=False)}
+            elif not late:
+                homes -= {_scale(on_device)}
             home = {value: there[value] for value in homes}
     return [result for result in results if result], toy.whole(home, on_device)
+
+
+def _scale(on_device: bool) -> Value:
+    return Value("scale", tier="device" if on_device else "host")
