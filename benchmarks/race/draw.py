@@ -12,11 +12,13 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.race.curves import NOISE
@@ -47,6 +49,7 @@ def contestants(found: dict[str, Any], path: Path) -> None:
 def panels(found: dict[str, Any], path: Path) -> None:
     """A panel for each contestant, below what its own step could reach; the others are pale."""
     series = throughputs(found)
+    computed = throughputs(found, "compute_seconds")
     rows = -(-len(series) // COLUMNS)
     with figure(path, (9.6, 0.5 + 2.3 * rows)) as drawn:
         grid = drawn.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False)
@@ -60,7 +63,9 @@ def panels(found: dict[str, Any], path: Path) -> None:
                 if bound:
                     axes.plot(*zip(*bound, strict=True), color=SOFT, linewidth=1.1, linestyle=look, zorder=2)
             axes.plot(*zip(*points, strict=True), color=colour(name, series), **line(name))
-            over_micro_batches(axes, series, labels=False)
+            over_micro_batches(
+                axes, {**series, **{f"{key} alone": each for key, each in computed.items()}}, labels=False
+            )
             axes.set_title(name, loc="left", fontsize=9)
         drawn.supxlabel("micro-batches a step", fontsize=10)
         drawn.supylabel("tokens/s", fontsize=10)
@@ -103,41 +108,46 @@ def curves(found: dict[str, Any], path: Path) -> None:
             look = look_of(name)
             above.plot(values, label=name, **look)
             if name != PLAIN:
-                apart = [abs(a - b) / b for a, b in zip(values, losses[PLAIN], strict=True)]
-                below.plot([step for step, value in enumerate(apart) if value], [v for v in apart if v], **look)
+                apart = accumulate((abs(a - b) / b for a, b in zip(values, losses[PLAIN], strict=True)), max)
+                below.plot(*zip(*[(step, value) for step, value in enumerate(apart) if value], strict=True), **look)
         below.set_yscale("log")
         below.set_xlabel("step")
-        below.set_ylabel("relative difference\nfrom plain")
+        below.set_ylabel("largest relative difference\nfrom plain so far")
         above.set_ylabel("loss")
-        above.set_title("The same training four times over, and once by plain PyTorch", loc="left", fontsize=11)
+        above.set_title(f"{title_of(found)}, real text", loc="left", fontsize=11)
         above.legend(frameon=False, fontsize=8.5)
 
 
 def breakdown(found: dict[str, Any], path: Path) -> None:
     """A bar for each contestant: what the seconds of its step are made of."""
     bars = [
-        (f"{name}, n = {row['micro_batches']}", each)
-        for row in found["rows"]
-        for name, each in row["contestants"].items()
-        if "why" not in each
+        (place + group, f"{name}, n = {row['micro_batches']}", each)
+        for place, (group, row, name, each) in enumerate(
+            (group, row, name, each)
+            for group, row in enumerate(found["rows"])
+            for name, each in row["contestants"].items()
+            if "why" not in each
+        )
     ]
     shades = {"computing": COLOURS["backward"], "waiting for reads": COLOURS["x"], "waiting for writes": COLOURS["s"]}
     shades |= {"waiting for updates": COLOURS["update"], "waiting, other": COLOURS["other"], "Python": COLOURS["dx"]}
-    with figure(path, (8.6, 0.9 + 0.36 * len(bars))) as drawn:
-        axes, named = drawn.subplots(), set[str]()
-        for place, (_, each) in enumerate(bars):
+    with figure(path, (8.6, 1.1 + 0.32 * (len(bars) + len(found["rows"])))) as drawn:
+        axes = drawn.subplots()
+        for place, _, each in bars:
             left = 0.0
             for part, value in parts_of(each).items():
                 share = value / each["seconds"]
-                axes.barh(place, share, left=left, color=shades[part], label=None if part in named else part)
-                left, named = left + share, named | {part}
+                axes.barh(place, share, left=left, color=shades[part], height=0.74)
+                left += share
             axes.text(left + 0.01, place, f"{each['seconds']:.3g} s", va="center", fontsize=8.5)
-        axes.set_yticks(range(len(bars)), [name for name, _ in bars])
+        axes.set_yticks([place for place, *_ in bars], [name for _, name, _ in bars])
         axes.tick_params(axis="y", length=0, labelcolor=INK)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.1)
         axes.set_xlabel("share of a step")
-        axes.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axes.set_title(title_of(found), loc="left", fontsize=11)
+        patches = [Patch(color=shade, label=part) for part, shade in shades.items()]
+        axes.legend(handles=patches, frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

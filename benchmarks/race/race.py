@@ -44,6 +44,7 @@ CONTESTANTS = (
     "vertical/half/eager",
     "vertical/host/eager",
     "vertical/ssd/inductor",
+    "vertical/host/inductor",
     "horizontal/ssd/eager",
     "single/ssd/eager",
     "lifetime/ssd/eager",

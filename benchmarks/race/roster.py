@@ -53,10 +53,6 @@ class Entry:
     def is_ours(self) -> bool:
         return self.module.endswith(".ours")
 
-    @property
-    def is_compiled(self) -> bool:
-        return self.settings.get("compiler", self.settings.get("compile", "eager")) not in ("eager", "none")
-
     def start(
         self,
         case: Case,

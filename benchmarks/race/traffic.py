@@ -1,7 +1,8 @@
 """traffic: what a step moves, by kind of data and schedule: counted on the step programs, nothing runs.
 
 GPT-2 medium in bf16 on a device with memory of its own, everything on SSD: what is between host and device, and what
-between host and SSD. The runtime counts the same bytes (tests/models hold it to that).
+between host and SSD. The runtime counts the same bytes (tests/models hold it to that). `lifetime` leaves on the device
+what there is room for, so it is given 1 GiB of it.
 
     python -m benchmarks.race.traffic
 """
@@ -21,6 +22,7 @@ from gs_compile.program import Schedule
 
 PRESET, MICRO_BATCHES, SEQUENCE = "350m", 8, 1024
 MACHINE = "rtx4090"  # its link and drives do not matter here: bytes are counted
+DEVICE_MEMORY = {"lifetime": "1GiB"}  # of all of it this one would make use, and leave the model there
 LANES = {"h2d": "to the device", "d2h": "from the device", "ssd_read": "from SSD", "ssd_write": "to SSD"}
 GIB = 2**30
 
@@ -42,12 +44,13 @@ def counted() -> dict[str, Mapping[tuple[str, str], int]]:
                 num_micro_batches=MICRO_BATCHES,
                 ratios=dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.0),
                 alpha=0.0,
+                device_memory=DEVICE_MEMORY.get(schedule),
                 schedule=schedule,
             )
         except PlanError as error:
             print(f"{schedule}: {error}")
             continue
-        if planned.schedule == schedule:
+        if planned.num_micro_batches * planned.workload.micro_batch_size == MICRO_BATCHES:
             found[schedule] = planned.traffic
     return found
 
