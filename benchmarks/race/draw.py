@@ -152,7 +152,7 @@ def breakdown(found: dict[str, Any], path: Path) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-HOMES = {"vertical/host/eager": "all in host memory", "vertical/half/eager": "planned, half of it in host memory"}
+HOMES = {"vertical/host/eager": "all in host memory", "vertical/half/eager": "planned, half of it as host memory"}
 HOMES |= {"vertical/ssd/eager": "all on SSD"}
 FIGURE_OF: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
     **{f"race-{size}": (f"race-{size}", contestants) for size in ("25m", "110m", "350m", "bf16")},

@@ -41,7 +41,7 @@ CONTESTANTS = (
     "fsdp2",
     "zero-infinity",
     "vertical/ssd/eager",
-    "vertical/half/eager",
+    "vertical/0.75/eager",
     "vertical/host/eager",
     "vertical/ssd/inductor",
     "vertical/host/inductor",
