@@ -292,7 +292,9 @@ def simulate(
     precision: Precision = "bf16",
     wear_years: WearYears = None,
     storage: Storage = None,
-    schedule: Annotated[Literal["vertical", "horizontal"], typer.Option(help="The order of the step.")] = "vertical",
+    schedule: Annotated[
+        Literal["vertical", "horizontal", "lifetime"], typer.Option(help="The order of the step.")
+    ] = "vertical",
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the operations as a trace, for ui.perfetto.dev.")
     ] = None,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gs_compile.program import Schedule
     from gs_compile.step_plan import StepPlan
 
-SCHEDULES: tuple[Schedule, ...] = ("vertical", "horizontal")
+SCHEDULES: tuple[Schedule, ...] = ("vertical", "horizontal")  # that figures show side by side
 
 
 def report(plan: StepPlan, files: Mapping[str, Path]) -> str:
@@ -39,6 +39,7 @@ def report(plan: StepPlan, files: Mapping[str, Path]) -> str:
         _titled("What the computation waits for:", text(numbers, waits, right=numbers[1:]) if waits else "nothing"),
         _titled("The critical path, by lane:", text(numbers, path, right=numbers[1:])),
         _titled("Memory at its peak:", text(("", "simulated", "planned"), memory, right=("simulated", "planned"))),
+        _titled("What is inactive between two uses:", _inactive(plan)) if plan.schedule == "lifetime" else "",
         "\n".join(f"{what}: {path}" for what, path in files.items()),
     ]
     return "\n\n".join(filter(None, parts))
@@ -46,7 +47,11 @@ def report(plan: StepPlan, files: Mapping[str, Path]) -> str:
 
 def as_dict(plan: StepPlan, files: Mapping[str, Path]) -> dict[str, Any]:
     """The plan's, with what the simulation adds; its operations, which are many, are in the trace."""
-    simulated = {"peaks": plan.simulation.peaks, "critical_path": _critical(plan)}
+    simulated: dict[str, Any] = {"peaks": plan.simulation.peaks, "critical_path": _critical(plan)}
+    if plan.schedule == "lifetime":
+        from gs_compile.lifetimes import as_dicts, periods
+
+        simulated["periods"] = as_dicts(periods(plan.placement, plan.workload.shape))
     return explain.as_dict(plan) | {"simulated": simulated, "files": {what: str(path) for what, path in files.items()}}
 
 
@@ -118,6 +123,14 @@ def _critical(plan: StepPlan) -> dict[str, float]:
     for span in plan.simulation.critical_path:
         found[span.lane] = found.get(span.lane, 0.0) + span.stop_seconds - span.start_seconds
     return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+
+
+def _inactive(plan: StepPlan) -> str:
+    """What the schedule `lifetime` has decided, and what for."""
+    from gs_compile.lifetimes import table
+
+    rows = [table(plan.placement, plan.workload.shape)] if plan.placement.room else []
+    return "\n".join([*rows, *plan.notes])
 
 
 def _titled(heading: str, lines: str) -> str:

@@ -20,12 +20,13 @@ from torch import nn
 
 from gs_compile.config import parse_bytes
 from gs_compile.errors import PlanError
+from gs_compile.lifetimes import NOTHING, has_periods, room_of, why
 from gs_compile.passes.cut import cut_units, on_device
 from gs_compile.passes.fit import fit, host_needed, lessened
 from gs_compile.passes.lower import lower
 from gs_compile.passes.place import Budgets, Fixed
 from gs_compile.passes.search import Search, search
-from gs_compile.placement import Placement
+from gs_compile.placement import Placement, Room
 from gs_compile.prediction import Prediction, predict
 from gs_compile.profile import Profile
 from gs_compile.profiles import profile as find_profile
@@ -72,7 +73,8 @@ def plan(
     precision: "bf16" with fp32 masters, or "model", the model's own; None: bf16 for what has no weights yet.
     host_memory, device_memory: bytes, or text as in the backend's options; None: what the machine has.
     wear_years: how long the drives are to last at their rated endurance, training all day.
-    schedule: "horizontal" plans the baseline, by a simple rule, for the batch that the vertical order would take.
+    schedule: "horizontal" plans the baseline, by a simple rule, for the batch that the vertical order would take;
+        "lifetime" the same step, with what is inactive kept where it is as far as the budgets have room for it.
 
     Raises `PlanError` where settings contradict each other or the model fits nowhere, and `MemoryBudgetError` where
     only the linear program's bounds fit.
@@ -90,6 +92,8 @@ def plan(
         num_micro_batches=num_micro_batches,
     )
     found = planner.search(sizes)
+    if schedule == "lifetime":
+        return planner.lifetime(found)
     return planner.vertical(found) if schedule == "vertical" else planner.horizontal(found)
 
 
@@ -145,7 +149,23 @@ class _Planner:
             notes=tuple(notes(chosen)),
         )
 
-    def horizontal(self, found: Sequence[tuple[Workload, Search]]) -> StepPlan:
+    def lifetime(self, found: Sequence[tuple[Workload, Search]]) -> StepPlan:
+        """The fastest of three: the horizontal plan, the same with what there is room for kept, and ratios for that."""
+        workload, plain = found[0][0], self.horizontal(found)
+        homes = replace(plain.placement, schedule="lifetime")
+        if not has_periods(homes, lambda placement: _lowered(workload, placement)):
+            return replace(plain, placement=homes, notes=(NOTHING,))
+        room = room_of(self.budgets, workload, self.profile)
+        kept = replace(homes, room=room)
+        plans = [
+            replace(plain, placement=homes),
+            replace(plain, placement=kept, prediction=self._predicted(_lowered(workload, kept), kept, workload)),
+            self.horizontal(found, room),
+        ]
+        chosen = min(reversed(plans), key=lambda plan: plan.seconds)
+        return replace(chosen, notes=(why(plain.prediction, chosen.prediction),))
+
+    def horizontal(self, found: Sequence[tuple[Workload, Search]], room: Room | None = None) -> StepPlan:
         workload, number = found[0][0], found[0][1].best.num_micro_batches
         separate, clip = self.profile.separate, self.fixed.clip
         alpha = 1.0 if clip else self.fixed.alpha or 0.0
@@ -153,7 +173,7 @@ class _Planner:
         resident = on_device(self.fixed.ratios)
 
         def make(ratios: Mapping[str, float], number: int = min(FITTED, number)) -> Placement:
-            return _placed(
+            placement = _placed(
                 workload,
                 number,
                 ratios,
@@ -161,8 +181,9 @@ class _Planner:
                 alpha=alpha,
                 separate=separate,
                 clip=clip,
-                schedule="horizontal",
+                schedule="lifetime" if room else "horizontal",
             )
+            return replace(placement, room=room)
 
         ratios = fit(
             make,

@@ -11,13 +11,18 @@ from gs_compile.verify import verify
 
 from .free import free
 from .horizontal import horizontal
+from .lifetime import lifetime
 from .offload import offload
 from .overlap import overlap
 from .pipeline import pipeline
 from .snake import snake
 from .vertical import vertical
 
-SCHEDULES: dict[Schedule, Callable[..., Program]] = {"vertical": vertical, "horizontal": horizontal}
+SCHEDULES: dict[Schedule, Callable[..., Program]] = {
+    "vertical": vertical,
+    "horizontal": horizontal,
+    "lifetime": horizontal,
+}
 
 # In this order, each with its reason. A pass keeps the meaning of the program: same loss, gradients and outputs.
 PASSES: tuple[Callable[..., Program], ...] = (
@@ -25,10 +30,11 @@ PASSES: tuple[Callable[..., Program], ...] = (
     overlap,  # the optimizer beside the backward, its late part before the next forward
     offload,  # every value to its home and back, just in time
     pipeline,  # each transfer in the latest stage that still hides it
+    lifetime,  # where a tensor may wait for its next use, it stays (of the schedule of that name alone)
     free,  # last: lifetimes follow from the reads that all passes before it have left
 )
 
-TIERED = (overlap, offload, pipeline)  # of no use where everything stays on the device
+TIERED = (overlap, offload, pipeline, lifetime)  # of no use where everything stays on the device
 
 
 def lower(
@@ -41,6 +47,7 @@ def lower(
     keep: Iterable[Value] = (),
     placement: Placement | None = None,
     late: bool = False,
+    again: bool = True,
     verified: bool = True,
 ) -> list[Program]:
     """Every snapshot from the schedule's pass to the program that runs, which is the last; `made_by` names each.
@@ -49,7 +56,6 @@ def lower(
     and what does not train is always vertical: each unit is loaded once. `snake=False` leaves that pass out, as the
     horizontal order does; values in `keep` are not freed. Without a `placement` everything stays on the device. `late`:
     the step before has left gradients that wait for their update; `again`: those of speculative ones among them.
-    again: bool = True,
     """
     kept = frozenset(keep)
     leaves_late = placement is not None and placement.has_late and (shape is None or shape.training)
@@ -57,6 +63,7 @@ def lower(
         "overlap": {"placement": placement, "late": late, "again": again},
         "offload": {"placement": placement, "keep": kept},
         "pipeline": {"placement": placement},
+        "lifetime": {"keep": kept, "placement": placement, "late": leaves_late},
         "free": {"keep": kept, "placement": placement, "late": leaves_late},
     }
     trains = shape is None or shape.training
@@ -64,6 +71,8 @@ def lower(
     left_out = set() if snake and lay_out is vertical else {"snake"}
     if placement is None:
         left_out |= {run.__name__ for run in TIERED}
+    elif placement.schedule != "lifetime" or not trains:
+        left_out |= {"lifetime"}
     program = lay_out(num_layers, num_micro_batches, shape=shape)
     return rewrite(program, left_out, options, placement, late, again, verified=verified)
 
@@ -86,6 +95,7 @@ def rewrite(
     options: dict[str, dict[str, Any]],
     placement: Placement | None,
     late: bool,
+    again: bool,
     *,
     verified: bool = True,
 ) -> list[Program]:
@@ -97,7 +107,6 @@ def rewrite(
         if run.__name__ not in left_out:
             snapshots.append(run(snapshots[-1], **options.get(run.__name__, {})))
             if verified:
-    again: bool,
                 verify(
                     snapshots[-1], placement if placement and run.__name__ != "snake" else None, late=late, again=again
                 )

@@ -60,6 +60,7 @@ ROOF = {
     "flops",
     "inspection",
     "keeper",
+    "lifetimes",
     "members",
     "named",
     "optim",
