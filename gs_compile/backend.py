@@ -80,7 +80,7 @@ class CompiledModel:
 
     def _micro_batches(self, batch_size: int) -> list[int]:
         size = self.compilation.options.micro_batch_size
-        if batch_size <= size:
+        if batch_size <= size or self.compilation.options.expert.schedule == "single":
             return [batch_size]
         if not self.compilation.captured.batch_symbols:
             raise CaptureError(

@@ -24,6 +24,7 @@ from gs_compile.config import Options
 from gs_compile.errors import CaptureError, GreedySnakeError, InspectionError
 from gs_compile.graph import Captured
 from gs_compile.members import kept_dtype
+from gs_compile.program import Schedule
 
 SAMPLES = 2  # of the batch that is captured: a dimension of one would be taken for a constant
 DEPTH = 2  # blocks of a shortened stack: the fewest that can be seen to be alike
@@ -31,7 +32,10 @@ DEPTH = 2  # blocks of a shortened stack: the fewest that can be seen to be alik
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A captured model of `num_layers` layers, which may be more than were captured: they are alike then."""
+    """A captured model of `num_layers` layers, which may be more than were captured: they are alike then.
+
+    In the single schedule a layer is half a block, and a micro-batch the whole batch.
+    """
 
     compilation: Compilation
     sizes: Mapping[str, int]  # symbolic sizes beside the batch
@@ -44,18 +48,24 @@ class Blueprint:
                 f"the model's code fixes the batch size, so it cannot run in micro-batches of {micro_batch_size}; take "
                 "the size from the input's shape"
             )
-        return self.compilation.layout(micro_batch_size, self.sizes, alone=False)
+        return self.compilation.layout(micro_batch_size, self.sizes, alone=self.compilation.halved)
 
 
 def blueprint(
-    model: nn.Module, *, sequence: int, precision: str = "model", inputs: Mapping[str, torch.Tensor] | None = None
+    model: nn.Module,
+    *,
+    sequence: int,
+    precision: str = "model",
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    schedule: Schedule = "vertical",
 ) -> Blueprint:
     """The blueprint of `model`, called with `sequence` tokens and labels a sample, or with tensors like `inputs`.
 
     The model is neither changed nor read. Raises `InspectionError` where Dynamo cannot capture it without weights, and
     whatever the backend would refuse it with.
     """
-    options = Options.of({"outputs": "loss", "precision": precision, "expert": {"compiler": "eager"}})
+    expert = {"compiler": "eager", "schedule": schedule}
+    options = Options.of({"outputs": "loss", "precision": precision, "expert": expert})
     given = _tokens(model, sequence) if inputs is None else {name: _widened(value) for name, value in inputs.items()}
     twin = _twin(getattr(model, "_orig_mod", model), options, {}).train()
     stack = _stack(twin)
@@ -63,7 +73,8 @@ def blueprint(
         blocks = list(stack)
         del stack[DEPTH:]
         with suppress(GreedySnakeError):  # code that counts its blocks, for one, is captured whole
-            found = Blueprint(*_captured(twin, given, options), len(blocks))
+            compilation, sizes = _captured(twin, given, options)
+            found = Blueprint(compilation, sizes, len(blocks) * compilation.layers_of_a_block)
             if _is_alike(found.layout(1)):
                 return found
         stack.extend(blocks[DEPTH:])
@@ -236,5 +247,7 @@ PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, torch.dtype, 
 
 
 def _is_alike(layout: Layout) -> bool:
-    """Whether the layers that were captured can stand for more of them."""
-    return layout.split.num_layers == DEPTH and len(layout.uniform.layer_classes) == 1
+    """Whether the blocks that were captured can stand for more of them."""
+    layers_of_a_block = 1 + layout.split.halved
+    captured, kinds = layout.split.num_layers, len(layout.uniform.layer_classes)
+    return (captured, kinds) == (DEPTH * layers_of_a_block, layers_of_a_block)

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from gs_compile.compilation import Compilation, Layout
 from gs_compile.engine import Engine
 from gs_compile.errors import OutputGradientError
-from gs_compile.graph import OutputSpec
+from gs_compile.graph import OutputSpec, layer_name
 from gs_compile.program import EPILOGUE, Program, StepShape, Value
 from gs_compile.report import report
 from gs_compile.runtime.executor import Executor
@@ -154,14 +154,19 @@ class Call:
         arrived = [output for output, gradient in zip(self.made, gradients, strict=True) if gradient is not None]
         for output in arrived:
             if not output.is_layer_input and output.unit != EPILOGUE and output.combine != "loss":
+                maker = self._name(output)
                 raise OutputGradientError(
-                    f"a gradient arrived for an output made inside {_name(output)} (a cache or attention weights); "
+                    f"a gradient arrived for an output made inside {maker} (a cache or attention weights); "
                     "greedysnake differentiates the loss, what the head makes, and hidden states"
                 )
         apart = all(op.verb != "head" or op.stage.phase == "forward" for op in self.program.ops)
         if not apart and all(output.combine == "loss" for output in arrived):
             return frozenset()
         return frozenset({EPILOGUE}) | {output.unit for output in arrived if output.is_layer_input}
+
+    def _name(self, output: OutputSpec) -> str:
+        halved = self.layout.split.halved
+        return layer_name(output.unit, halved=halved) if isinstance(output.unit, int) else "the embedding"
 
     def _scale(self, executor: Executor | TieredExecutor, gradients: Gradients) -> None:
         """The head's backward assumed a gradient of one for the loss."""
@@ -347,7 +352,3 @@ class _Step(torch.autograd.Function):
         call: Call = ctx.call
         ctx.call = None  # a loss that lives on keeps nothing of its step
         return (None, *call.backward(gradients, outside))
-
-
-def _name(output: OutputSpec) -> str:
-    return "the embedding" if output.unit == "e" else f"layer {output.unit}"

@@ -293,7 +293,7 @@ def simulate(
     wear_years: WearYears = None,
     storage: Storage = None,
     schedule: Annotated[
-        Literal["vertical", "horizontal", "lifetime"], typer.Option(help="The order of the step.")
+        Literal["vertical", "horizontal", "single", "lifetime"], typer.Option(help="The order of the step.")
     ] = "vertical",
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the operations as a trace, for ui.perfetto.dev.")

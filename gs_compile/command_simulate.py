@@ -75,12 +75,15 @@ def save(plan: StepPlan, *, trace: Path | None, page: Path | None, figures: Path
 
 
 def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
-    """Throughput over the batch size and bytes moved, of both orders; the lanes of this step."""
+    """The lanes of this step; of whole layers also throughput over the batch size and bytes moved, in both orders."""
     from gs_compile import draw
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = {name: folder / f"{name}.svg" for name in ("throughput", "traffic", "lanes")}
     title = _title(plan)
+    draw.lanes(plan.simulation, paths["lanes"], title=title)
+    if plan.schedule == "single":  # both orders run layers, and its workload has halves
+        return {"lanes": paths["lanes"]}
     sizes = sorted({2**power for power in range(plan.num_micro_batches.bit_length())} | {plan.num_micro_batches})
     planned = {schedule: list(_planned(plan, schedule, sizes)) for schedule in SCHEDULES}
     plans: dict[str, list[StepPlan]] = {schedule: found for schedule, found in planned.items() if found}
@@ -89,7 +92,6 @@ def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
     draw.throughput(points, paths["throughput"], roofline=roofline, title=title)
     moved = {schedule: found[-1].traffic for schedule, found in plans.items()}
     draw.traffic_bars(moved, paths["traffic"], title=f"{title}, {plan.num_micro_batches} micro-batches")
-    draw.lanes(plan.simulation, paths["lanes"], title=title)
     return paths
 
 

@@ -119,9 +119,18 @@ class Compilation:
     compile_id: CompileId | None = field(default_factory=CompileContext.current_compile_id)  # for traces
     _warned: bool = False
 
+    @property
+    def halved(self) -> bool:
+        """Whether every block is two layers, its attention half and its feed-forward half."""
+        return self.options.expert.schedule == "single"
+
+    @property
+    def layers_of_a_block(self) -> int:
+        return 1 + self.halved
+
     def layout(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> Layout:
         """The model's units at one micro-batch size; `alone`: this micro-batch is the whole batch."""
-        key = (micro_batch_size, tuple(sorted(sizes.items())), alone)
+        key = (micro_batch_size, tuple(sorted(sizes.items())), alone, self.halved)
         if key not in self.layouts:
             start = time.perf_counter()
             self.layouts[key] = self._make_layout(micro_batch_size, sizes, alone)
@@ -178,23 +187,22 @@ class Compilation:
         kept = [self.options.outputs == "all" or not losses or value in losses for value in given]
         separated = loss(module, captured, kept=kept, alone=alone)
         outputs = [value if keep else None for value, keep in zip(output_values(module), kept, strict=True)]
-        cut = split(separated, captured, outputs=outputs)
-        alike = uniform(cut.units, captured)
+        cut = split(separated, captured, outputs=outputs, halved=self.halved)
+        alike = uniform(cut.units, captured, halved=self.halved)
         self._warn(alike)
         codes: dict[Unit, Any] = {}
         for unit, key in zip(cut.units, alike.keys, strict=True):
             codes[unit.unit] = self._code(unit, key)
         units = {unit.unit: unit for unit in cut.units}
-        return Layout(
-            micro_batch_size, module, separated, cut, alike, Sized(units, codes, cut.count, cut.count_sources)
-        )
+        sized = Sized(units, codes, cut.count, cut.count_sources, self.halved)
+        return Layout(micro_batch_size, module, separated, cut, alike, sized)
 
     def _warn(self, alike: Uniform) -> None:
         if alike.differences and not self._warned:
             self._warned = True
             warnings.warn(
-                f"the model's blocks are of {len(alike.layer_classes)} kinds, each compiled once: "
-                + "; ".join(alike.differences),
+                f"the model's {'half-blocks' if alike.halved else 'blocks'} are of {len(alike.layer_classes)} kinds, "
+                "each compiled once: " + "; ".join(alike.differences),
                 UniformityWarning,
                 stacklevel=2,
             )

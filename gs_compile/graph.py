@@ -161,6 +161,12 @@ def output_values(module: fx.GraphModule) -> tuple[Any, ...]:
     return tuple(values)
 
 
+def layer_name(layer: int, *, halved: bool = False) -> str:
+    """A layer for people; `halved`: each block is two layers."""
+    half = "feed-forward" if layer % 2 else "attention"
+    return f"the {half} half of layer {layer // 2}" if halved else f"layer {layer}"
+
+
 def source_line(node: fx.Node) -> str:
     """The user's line that made `node`, as ``file:line: text``; empty where Dynamo kept none."""
     trace = str(node.meta.get("stack_trace") or node.stack_trace or "").strip().splitlines()

@@ -182,6 +182,7 @@ class Inspection:
 
     @property
     def num_layers(self) -> int:
+        """The single schedule has two of each block: its attention half, then its feed-forward half."""
         return self._layout.split.num_layers
 
     @property
@@ -231,7 +232,7 @@ class Inspection:
         parameters = self.parameters().values()
         count = sum(torch.Size(spec.shape).numel() for spec in parameters)
         return (
-            f"{_counted(self.num_layers, 'layer')} of {_counted(len(self.classes), 'class', 'classes')}, "
+            f"{_counted(self.num_layers, self._layer)} of {_counted(len(self.classes), 'class', 'classes')}, "
             f"{_counted(self.num_micro_batches, 'micro-batch', 'micro-batches')} of {self.micro_batch_size}, "
             f"{count:,} parameters of {_size(parameters)}, checkpoints of {_size([self.checkpoint])}"
         )
@@ -239,7 +240,11 @@ class Inspection:
     def report(self, after: str | None = None) -> str:
         """Sizes, classes, the derivation of the loss, times, and the program after the pass `after` or all passes."""
         units = [self.prologue, *self.classes, self.epilogue]
-        names = ["embedding", *(f"layer of class {index}" for index in range(len(units) - 2)), "head"]
+        names = [
+            "embedding",
+            *(f"{self._layer.removesuffix('-layer')} of class {index}" for index in range(len(units) - 2)),
+            "head",
+        ]
         sizes = [_size(self.parameters(unit.units[0]).values()) for unit in units]
         rows = [
             f"  {name + ':':<19} {_counted(unit.num_operations, 'operation')}, {size}"
@@ -249,7 +254,7 @@ class Inspection:
             [
                 self.headline,
                 *rows,
-                f"  {'checkpoint:':<19} {self.checkpoint} for each layer and micro-batch",
+                f"  {'checkpoint:':<19} {self.checkpoint} for each {self._layer} and micro-batch",
                 f"step: {_describe(self.shape)}",
                 self.uniformity,
                 "loss of the whole batch:",
@@ -266,6 +271,7 @@ class Inspection:
         """The same for programs: numbers and strings, fit for JSON."""
         return {
             "num_layers": self.num_layers,
+            "halved": self._layout.split.halved,
             "num_micro_batches": self.num_micro_batches,
             "micro_batch_size": self.micro_batch_size,
             "parameters_nbytes": _nbytes(self.parameters().values()),
@@ -290,6 +296,11 @@ class Inspection:
     @property
     def _layout(self) -> Layout:
         return self._step.layout
+
+    @property
+    def _layer(self) -> str:
+        """What a layer of the program is called."""
+        return "half-layer" if self._layout.split.halved else "layer"
 
     def _class(self, units: tuple[Unit, ...]) -> UnitClass:
         graph, code = self._layout.sized.units[units[0]], self._layout.sized.codes[units[0]]

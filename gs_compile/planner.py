@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, get_args
 from torch import nn
 
 from gs_compile.config import parse_bytes
-from gs_compile.errors import PlanError
+from gs_compile.errors import NoFitError, PlanError
 from gs_compile.lifetimes import NOTHING, has_periods, room_of, why
 from gs_compile.passes.cut import cut_units, on_device
 from gs_compile.passes.fit import fit, host_needed, lessened
@@ -73,7 +73,9 @@ def plan(
     precision: "bf16" with fp32 masters, or "model", the model's own; None: bf16 for what has no weights yet.
     host_memory, device_memory: bytes, or text as in the backend's options; None: what the machine has.
     wear_years: how long the drives are to last at their rated endurance, training all day.
-    schedule: "horizontal" plans the baseline, by a simple rule, for the batch that the vertical order would take;
+    schedule: "single" plans one forward and backward over the batch that the vertical order would take, or over as much
+        of it as fits;
+        "horizontal" plans the baseline, by a simple rule, for the batch that the vertical order would take;
         "lifetime" the same step, with what is inactive kept where it is as far as the budgets have room for it.
 
     Raises `PlanError` where settings contradict each other or the model fits nowhere, and `MemoryBudgetError` where
@@ -92,6 +94,11 @@ def plan(
         num_micro_batches=num_micro_batches,
     )
     found = planner.search(sizes)
+    if schedule == "single":
+        workload, number = found[0][0], found[0][1].best.num_micro_batches
+        halves = _workloads(model, sequence, precision, "single")
+        whole = replace(planner, workload_at=halves, batch_size=None, num_micro_batches=1)
+        return whole.single(batch_size or number * workload.micro_batch_size)
     if schedule == "lifetime":
         return planner.lifetime(found)
     return planner.vertical(found) if schedule == "vertical" else planner.horizontal(found)
@@ -121,7 +128,26 @@ class _Planner:
         chosen = min(near, key=lambda each: each[0].tokens * each[1].best.num_micro_batches)
         return [chosen, *(each for each in found if each is not chosen)]
 
-    def vertical(self, found: Sequence[tuple[Workload, Search]]) -> StepPlan:
+    def single(self, batch_size: int) -> StepPlan:
+        """One forward and backward over a batch, or over the most samples of it that fit."""
+        found, fits, fails = None, 0, batch_size + 1
+        size = batch_size
+        while fails - fits > 1:
+            try:
+                found, fits = self._searched(size), size
+            except NoFitError:
+                fails = size
+                if fails == 1:
+                    raise
+            size = (fits + fails) // 2
+        assert found is not None
+        chosen = self.vertical([found], schedule="single")
+        if fits == batch_size:
+            return chosen
+        limit = f"of the {batch_size} samples that the vertical order takes, {fits} fit in one forward and backward"
+        return replace(chosen, notes=(limit, *chosen.notes))
+
+    def vertical(self, found: Sequence[tuple[Workload, Search]], schedule: Schedule = "vertical") -> StepPlan:
         workload, best = found[0][0], found[0][1].best
         number, clip = best.num_micro_batches, self.fixed.clip
         again = solver(workload, self.profile, self.budgets, self.fixed)
@@ -135,6 +161,7 @@ class _Planner:
                 alpha=s.alpha,
                 separate=self.profile.separate,
                 clip=clip,
+                schedule=schedule,
             ),
             lambda placement: _lowered(workload, placement),
             lambda program, placement: self._predicted(program, placement, workload),
@@ -285,12 +312,21 @@ def _micro_batch_sizes(
 
 
 def _workloads(
-    model: str | Path | PretrainedConfig | nn.Module | Workload, sequence: int, precision: str | None
+    model: str | Path | PretrainedConfig | nn.Module | Workload,
+    sequence: int,
+    precision: str | None,
+    schedule: Schedule = "vertical",
 ) -> Callable[[int], Workload]:
     """The model's workload at any micro-batch size. Its code is counted for one: the rest follows."""
-    if not isinstance(model, Workload):
+    if isinstance(model, Workload):
+        if schedule == "single":
+            raise PlanError(
+                f"the single schedule cuts each block in two, and the numbers of the workload {model.name} do not tell "
+                "where: give the model by name, as a config or as a module"
+            )
+    else:
         wanted = precision or ("model" if isinstance(model, nn.Module) else "bf16")
-        model = Sketch.of(model, sequence=sequence, precision=wanted).workload(1)
+        model = Sketch.of(model, sequence=sequence, precision=wanted, schedule=schedule).workload(1)
     return partial(_resized, model)
 
 

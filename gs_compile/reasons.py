@@ -70,7 +70,7 @@ def alternatives(found: Sequence[tuple[Workload, Search]], again: Again, *, clip
 
 def notes(plan: StepPlan) -> Iterator[str]:
     """What a reader should know before spending time on this."""
-    if plan.num_micro_batches == 1:
+    if plan.num_micro_batches == 1 and plan.schedule == "vertical":
         yield "one micro-batch: the horizontal order is the same step"
     if not any(tier == "ssd" for _, tier in plan.homes):
         where = "device and host memory" if any(tier == "device" for _, tier in plan.homes) else "host memory"

@@ -25,7 +25,7 @@ from gs_compile.graph import UnitGraph
 from gs_compile.members import owners_of, size_of
 from gs_compile.named import built, check_length, named
 from gs_compile.passes.differentiate import Differentiated
-from gs_compile.program import TIED, Unit
+from gs_compile.program import TIED, Schedule, Unit
 from gs_compile.workload import UnitCost, UnitSize, Workload
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Sketch:
         num_components: int = 2,
         name: str | None = None,
         inputs: Mapping[str, torch.Tensor] | None = None,
+        schedule: Schedule = "vertical",
     ) -> Sketch:
         """The sketch of a name or path (as `named` takes it), a config of transformers, or a module.
 
@@ -77,6 +78,7 @@ class Sketch:
         precision: as the option of the backend; "bf16" has fp32 masters, and gradients in fp32.
         num_components: of the optimizer's state besides a master; Adam's two moments.
         inputs: what forward is called with, by name, the batch along dimension 0; None: token ids and labels.
+        schedule: "single" has two layers of every block.
 
         Raises `PlanError` for a model that cannot be built, and as the backend does for one that cannot be captured.
         """
@@ -85,7 +87,7 @@ class Sketch:
         check_length(getattr(model, "config", model), sequence)
         if not isinstance(model, nn.Module):
             name, model = name or str(model.name_or_path or model.model_type), built(model)
-        found = blueprint(model, sequence=sequence, precision=precision, inputs=inputs)
+        found = blueprint(model, sequence=sequence, precision=precision, inputs=inputs, schedule=schedule)
         return cls(found, name or type(model).__name__, sequence, num_components)
 
     def workload(self, micro_batch_size: int) -> Workload:
@@ -100,7 +102,7 @@ class Sketch:
         }
         sizes = sizes_of(layout, owners, self.num_components)
         found = workload_of(layout, sizes, name=self.name, sequence=self.sequence, tied=readers)
-        return _deepened(found, self.blueprint.num_layers)
+        return _deepened(found, self.blueprint.num_layers, self.blueprint.compilation.layers_of_a_block)
 
 
 def workload_of(
@@ -180,19 +182,19 @@ def _cost(layout: Layout, graph: UnitGraph) -> UnitCost:
     return unit_cost(graph)
 
 
-def _deepened(workload: Workload, num_layers: int) -> Workload:
-    """The same with `num_layers` layers like the first."""
+def _deepened(workload: Workload, num_layers: int, period: int) -> Workload:
+    """The same with `num_layers` layers like the first `period`."""
     if workload.num_layers == num_layers:
         return workload
     layers = range(num_layers)
     sizes = [size for size in workload.sizes if not isinstance(size.unit, int)]
-    (first,) = (size for size in workload.sizes if size.unit == 0)
+    known = {size.unit: size for size in workload.sizes}
     head = next((i for i, size in enumerate(sizes) if size.unit == "h"), len(sizes))
-    sizes[head:head] = (replace(first, unit=layer) for layer in layers)
+    sizes[head:head] = (replace(known[i % period], unit=i) for i in layers if i % period in known)
     costs: dict[Unit, UnitCost] = {"e": workload.costs["e"]}
-    costs |= dict.fromkeys(layers, workload.costs[0])
+    costs |= {layer: workload.costs[layer % period] for layer in layers}
     costs |= {"h": workload.costs["h"]}
     shape = workload.shape
-    if 0 in shape.frozen:
-        shape = replace(shape, frozen=shape.frozen | frozenset(layers))
+    frozen = frozenset(layer for layer in layers if layer % period in shape.frozen)
+    shape = replace(shape, frozen=shape.frozen | frozen)
     return replace(workload, num_layers=num_layers, sizes=tuple(sizes), costs=costs, shape=shape)

@@ -15,12 +15,14 @@ from .lifetime import lifetime
 from .offload import offload
 from .overlap import overlap
 from .pipeline import pipeline
+from .single import single
 from .snake import snake
 from .vertical import vertical
 
 SCHEDULES: dict[Schedule, Callable[..., Program]] = {
     "vertical": vertical,
     "horizontal": horizontal,
+    "single": single,
     "lifetime": horizontal,
 }
 

@@ -7,14 +7,15 @@ prologue.
     prologue "e"  --x0-->  layer 0  --x1-->  ...  layer L-1  --xL-->  epilogue "h"
         \\------------ side inputs: masks, rotary tables ------/------/
 
-Exactly one tensor goes from a layer to the next, its checkpoint. Anything else that crosses is refused by name.
+Exactly one tensor goes from a layer to the next, its checkpoint. Anything else that crosses is refused by name. The
+single schedule has each block as two layers, its attention half and its feed-forward half (`halve`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -22,11 +23,12 @@ import torch
 from torch import fx
 
 from gs_compile.errors import CaptureError, MutationError, UniformityError
-from gs_compile.graph import Captured, OutputSpec, Source, TensorSpec, UnitGraph, source_line
+from gs_compile.graph import Captured, OutputSpec, Source, TensorSpec, UnitGraph, layer_name, source_line
 from gs_compile.program import EPILOGUE, PROLOGUE, Unit
 
 from .arrange import arrange, is_free
 from .extract import extract
+from .halve import halve
 from .liveness import live_nodes
 from .loss import Separated
 from .operations import is_mutation, mutated, operation
@@ -42,36 +44,53 @@ class Split:
     sides: tuple[TensorSpec, ...]
     count: fx.GraphModule | None  # the totals of one micro-batch, from `count_sources`
     count_sources: tuple[Source, ...]
+    halved: bool = False  # layer 2 i is the attention half of block i, layer 2 i + 1 its feed-forward half
 
     @property
     def num_layers(self) -> int:
         return len(self.units) - 2
 
 
-def split(separated: Separated, captured: Captured, *, outputs: Sequence[Any]) -> Split:
-    """Cut the graph of `separated` into units; `outputs` are its output values, None for those not kept."""
-    return _Cut(separated, captured, list(outputs)).run()
+def split(separated: Separated, captured: Captured, *, outputs: Sequence[Any], halved: bool = False) -> Split:
+    """Cut the graph of `separated` into units; `outputs` are its output values, None for those not kept.
+
+    halved: every block is two layers.
+    """
+    return _Cut(separated, captured, list(outputs), halved=halved).run()
 
 
 class _Cut:
-    def __init__(self, separated: Separated, captured: Captured, outputs: list[Any]) -> None:
+    def __init__(self, separated: Separated, captured: Captured, outputs: list[Any], *, halved: bool) -> None:
+        self.halved = False  # until each block is known to hand on one tensor
         self.separated = separated
         self.graph = separated.module.graph
         self.outputs = outputs
         self.inputs = {entry.name: index for index, entry in enumerate(captured.inputs)}
         self.batch = captured.names("batch")
         self.nodes = live_nodes(self.graph, [value for value in outputs if isinstance(value, fx.Node)])
-        arrangement = arrange(self.graph, self.nodes)
-        self.at, self.num_layers = arrangement.position, arrangement.num_layers
+        self.arrangement = arrange(self.graph, self.nodes)
+        self.carried = self._carried()
+        if halved:
+            self.arrangement = halve(self.graph, self.nodes, self.arrangement, self.carried)
+            self.halved = True
+            self.carried = self._carried()
+
+    @property
+    def at(self) -> Mapping[fx.Node, int]:
+        return self.arrangement.position
+
+    @property
+    def num_layers(self) -> int:
+        return self.arrangement.num_layers
 
     def run(self) -> Split:
-        carried = self._carried()
+        carried = self.carried
         sides = self._sides(carried)
         outputs, emitted = self._outputs(carried)
         units = tuple(self._unit(position, carried, sides, emitted) for position in range(self.num_layers + 2))
         count, count_sources = self._count()
         side_specs = tuple(node.meta["spec"] for node in sides)
-        return Split(units, tuple(outputs), side_specs, count, count_sources)
+        return Split(units, tuple(outputs), side_specs, count, count_sources, self.halved)
 
     def _crossing(self) -> dict[fx.Node, set[int]]:
         """The values made in one unit and read in others, with the readers' positions."""
@@ -121,24 +140,25 @@ class _Cut:
         for node in [node for node in self.nodes if self.at[node] == 1]:
             node.replace_input_with(given, copied)
         self.nodes = [copied, *self.nodes]
-        self.at = {**self.at, copied: 0}
+        self.arrangement = replace(self.arrangement, position={**self.at, copied: 0})
         return copied
 
     def _not_one(
         self, layer: int, leaving: list[fx.Node], far: list[fx.Node], crossing: Mapping[fx.Node, set[int]]
     ) -> str:
         def reader(position: int) -> str:
-            return "the epilogue" if position > self.num_layers else f"layer {position - 1}"
+            return "the epilogue" if position > self.num_layers else layer_name(position - 1, halved=self.halved)
 
+        name = layer_name(layer, halved=self.halved)
         if not leaving:
-            return f"layer {layer} passes nothing on to what follows; its block does not feed the model's output"
+            return f"{name} passes nothing on to what follows; its block does not feed the model's output"
         found = "; ".join(
             f"`{node.name}` {node.meta['spec']} read by {', '.join(map(reader, sorted(crossing[node])))}"
             f"{f' at {line}' if (line := source_line(node)) else ''}"
             for node in (far or leaving)
         )
         return (
-            f"layer {layer} must pass exactly one tensor, to the next layer; found {found}. Carry it inside the hidden "
+            f"{name} must pass exactly one tensor, to the next layer; found {found}. Carry it inside the hidden "
             "state, or compute it in the embedding so that it becomes a side input"
         )
 

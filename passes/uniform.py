@@ -2,7 +2,8 @@
 
 Two layers are of one class when their graphs are the same: operations, wiring, constants, and the shapes and dtypes
 of what they read. Parameters and side inputs are bound per layer, so alternating masks or rotary tables (gemma2) make
-no difference. Every class is compiled once, whatever the number of layers.
+no difference. Every class is compiled once, whatever the number of layers. Where blocks are cut in halves, each half is
+held against its like.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from gs_compile.errors import UniformityError
-from gs_compile.graph import Captured, UnitGraph
+from gs_compile.graph import Captured, UnitGraph, layer_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,30 +26,39 @@ class Uniform:
 
     keys: tuple[Hashable, ...]  # of every unit, in the order of the split; equal keys are one class
     layer_classes: tuple[tuple[int, ...], ...]  # the layers of each class
-    differences: tuple[str, ...]  # how the first layer of each further class differs from layer 0
+    differences: tuple[str, ...]  # how the first layer of each further class differs from layer 0, or from its half
+    halved: bool = False  # every block is two layers
 
     @property
     def report(self) -> str:
-        lines = [f"class {i}: {len(layers)} layers: {_ranges(layers)}" for i, layers in enumerate(self.layer_classes)]
+        lines = [f"class {i}: {self._described(layers)}" for i, layers in enumerate(self.layer_classes)]
         return "\n".join([*lines, *self.differences])
 
+    def _described(self, layers: Sequence[int]) -> str:
+        if not self.halved:
+            return f"{len(layers)} layers: {_ranges(layers)}"
+        half = "feed-forward" if layers[0] % 2 else "attention"
+        return f"the {half} halves of {len(layers)} layers: {_ranges([layer // 2 for layer in layers])}"
 
-def uniform(units: Sequence[UnitGraph], captured: Captured) -> Uniform:
-    """Group the layers of `units` (prologue, layers, epilogue) by equal code.
+
+def uniform(units: Sequence[UnitGraph], captured: Captured, *, halved: bool = False) -> Uniform:
+    """Group the layers of `units` (prologue, layers, epilogue) by equal code; `halved`: every block is two of them.
 
     Raises `UniformityError` when no two layers are alike.
     """
     keys = tuple(structure(unit) for unit in units)
     members: dict[Hashable, list[int]] = {}
     for layer, key in enumerate(keys[1:-1]):
-        members.setdefault(key, []).append(layer)
-    differences = tuple(_difference(units, layers[0], captured) for layers in list(members.values())[1:])
+        members.setdefault((layer % 2 if halved else 0, key), []).append(layer)
+    further = [layers[0] for layers in members.values() if layers[0] >= 1 + halved]
+    differences = tuple(_difference(units, layer, captured, halved=halved) for layer in further)
     if all(len(layers) == 1 for layers in members.values()):
+        number = len(members) // (1 + halved)
         raise UniformityError(
-            f"the model has no repeated block: all {len(members)} blocks differ, the first two thus: "
+            f"the model has no repeated block: all {number} blocks differ, the first two thus: "
             f"{differences[0]}. greedysnake needs blocks of equal code and shapes"
         )
-    return Uniform(keys, tuple(map(tuple, members.values())), differences)
+    return Uniform(keys, tuple(map(tuple, members.values())), differences, halved)
 
 
 def structure(unit: UnitGraph) -> Hashable:
@@ -106,18 +116,20 @@ def _attribute_key(module: fx.GraphModule, name: str) -> Hashable:
 # Telling the difference -----------------------------------------------------------------------------------------------
 
 
-def _difference(units: Sequence[UnitGraph], layer: int, captured: Captured) -> str:
-    """Where `layer` first differs from layer 0, in the user's names."""
-    ours, theirs = units[1], units[layer + 1]
+def _difference(units: Sequence[UnitGraph], layer: int, captured: Captured, *, halved: bool) -> str:
+    """Where `layer` first differs from layer 0, or from its half of block 0, in the user's names."""
+    like = layer % 2 if halved else 0
+    ours, theirs = units[like + 1], units[layer + 1]
+    which = f"{layer_name(layer, halved=halved)} differs from {layer_name(like, halved=halved)}"
     for mine, other in zip(_inputs(ours, captured), _inputs(theirs, captured), strict=False):
         if mine[1:] != other[1:]:
-            return f"layer {layer} differs from layer 0 at {other[0]}: {other[1]} against {mine[1]}{_grad(mine, other)}"
+            return f"{which} at {other[0]}: {other[1]} against {mine[1]}{_grad(mine, other)}"
     nodes = zip(_operations(ours), _operations(theirs), strict=False)
     for first, second in nodes:
         if first[0] != second[0]:
-            return f"layer {layer} differs from layer 0 at {second[1]}: {second[0]} against {first[0]}"
+            return f"{which} at {second[1]}: {second[0]} against {first[0]}"
     counts = len(_operations(theirs)), len(_operations(ours))
-    return f"layer {layer} differs from layer 0: {counts[0]} operations against {counts[1]}"
+    return f"{which}: {counts[0]} operations against {counts[1]}"
 
 
 def _inputs(unit: UnitGraph, captured: Captured) -> list[tuple[str, str, bool]]:

@@ -27,6 +27,7 @@ class Sized:
     codes: Mapping[Unit, UnitCode]
     count: fx.GraphModule | None
     count_sources: tuple[Source, ...]
+    halved: bool = False  # layers 2 i and 2 i + 1 are the halves of block i
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class CompiledUnits:
         self.micro_batches = micro_batches
         self.seed = seed  # of this step; None where nothing is drawn
         self.devices = devices  # whose generators are drawn from, beside the CPU's
+        self._drawn: dict[tuple[Unit, int], list[torch.Tensor]] = {}  # the generators after the first half of a block
 
     def count(self, batches: list[Any], **_: Any) -> tuple[torch.Tensor, ...]:
         shares = []
@@ -137,6 +139,8 @@ class CompiledUnits:
     ) -> tuple[Any, ...]:
         part = self.micro_batches[micro_batch]
         results = part.sized.codes[unit].forward(*self._inputs(unit, micro_batch, reads))
+        if part.sized.halved and self._draws(unit, part) and isinstance(unit, int) and unit % 2 == 0:
+            self._drawn[unit, micro_batch] = generator_states(self.devices)
         return tuple(_result(part.sized.units[unit], results, kind) for kind in wants)
 
     def _backward(
@@ -154,14 +158,31 @@ class CompiledUnits:
     def _inputs(self, unit: Unit, micro_batch: int, reads: Mapping[str, Any]) -> list[torch.Tensor]:
         """The tensors for the placeholders of a unit's graph; also sets the generators to this unit's numbers."""
         part = self.micro_batches[micro_batch]
-        if self.seed is not None and part.sized.codes[unit].draws_random:
-            seed_generators(self.seed, unit, micro_batch, self.devices)
+        if self._draws(unit, part):
+            self._seed(unit, micro_batch)
         graph = part.sized.units[unit]
         inputs = [self._input(source, part, reads) for source in graph.sources]
         return [
             _laid_out(tensor, spec) if source.kind == "input" and source.index in part.inputs else tensor
             for tensor, source, spec in zip(inputs, graph.sources, graph.specs, strict=True)
         ]
+
+    def _draws(self, unit: Unit, part: MicroBatch) -> bool:
+        return self.seed is not None and part.sized.codes[unit].draws_random
+
+    def _seed(self, unit: Unit, micro_batch: int) -> None:
+        """Set the generators as they are where a unit begins to draw.
+
+        The halves of a block draw together what the whole block does: the second goes on where the first's forward,
+        which always comes before it, has stopped.
+        """
+        assert self.seed is not None
+        if not (isinstance(unit, int) and self.micro_batches[micro_batch].sized.halved):
+            seed_generators(self.seed, unit, micro_batch, self.devices)
+        elif unit % 2 and (unit - 1, micro_batch) in self._drawn:
+            set_generator_states(self._drawn[unit - 1, micro_batch], self.devices)
+        else:
+            seed_generators(self.seed, unit // 2, micro_batch, self.devices)
 
     def _input(self, source: Source, part: MicroBatch, reads: Mapping[str, Any]) -> torch.Tensor:
         match source.kind:
@@ -241,6 +262,19 @@ def seed_generators(seed: int, unit: Unit, micro_batch: int, devices: Sequence[t
     torch.default_generator.manual_seed(mixed)
     for device in devices:
         torch.cuda.default_generators[device.index].manual_seed(mixed)
+
+
+def generator_states(devices: Sequence[torch.device] = ()) -> list[torch.Tensor]:
+    """Of the default generators of the CPU and of CUDA `devices`."""
+    cuda = torch.cuda.default_generators
+    return [torch.default_generator.get_state(), *(cuda[device.index].get_state() for device in devices)]
+
+
+def set_generator_states(states: Tensors, devices: Sequence[torch.device] = ()) -> None:
+    """What `generator_states` gave, set again."""
+    torch.default_generator.set_state(states[0])
+    for device, state in zip(devices, states[1:], strict=True):
+        torch.cuda.default_generators[device.index].set_state(state)
 
 
 def _mix(number: int) -> int:
