@@ -1,8 +1,35 @@
-"""zero_infinity: DeepSpeed's ZeRO-3 with parameters and optimizer states on NVMe, at its best settings."""
+"""zero_infinity: DeepSpeed's ZeRO-3 with parameters and optimizer states on NVMe (ZeRO-Infinity), in a world of one.
+
+Horizontal order: each micro-batch passes through the whole model; a parameter is read from its file when its module
+runs, in the forward, in the recompute and in the backward, and dropped after. Gradients add in a host buffer for the
+whole model; after the last micro-batch they go to files, and DeepSpeedCPUAdam updates group after group, with the next
+group's states being read and the last one's being written.
+
+What was chosen, and why (all in SETTINGS; `--settings` changes any):
+
+- `max_in_cpu` 0: by default 1e9 parameters stay in memory, which would be every model of this race.
+- `optimizer_buffers` 12: parameter, gradient and two moments for the group being read, updated and written. Each is as
+  large as the largest group, so groups are one block (`sub_group_blocks`); a group is never less than one parameter.
+- `parameter_buffers`: every parameter in memory takes a buffer of the largest one's size, and `reuse_blocks` 0 drops a
+  parameter after its module, as the default of 1e9 elements would keep them all and end without buffers.
+- `prefetch_blocks` 0: with recompute a parameter is twice in the order that prefetch follows, and prefetch asserts
+  `already assigned swap buffer` (DeepSpeed issue 4072). `_swap_in_once` asks for it once, so that other values may be
+  tried.
+- `grad_accum_dtype` fp32, as everyone else's sums are, also in bf16.
+- Tensors below 1 MiB stay in memory: DeepSpeed's own bound, not a setting. All tensor sizes of the presets are
+  multiples of 256 elements, which its files are aligned to in fp32; vocabularies need no padding.
+
+Without an accelerator `DS_ACCELERATOR` is cpu and nothing is asked of a launcher. The operators async_io, cpu_adam and
+pin_memory have to be there (requirements-peers.txt tells how to build them); the one for collectives of several ranks
+is told off. Buffers are locked into memory, which takes root or `ulimit -l unlimited`.
+
+    python -m benchmarks.race.zero_infinity --case 25m --storage /path/on/a/drive
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +66,13 @@ class ZeroInfinity(Contestant):
     def build(self) -> dict[str, Any]:
         os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(free_port()))
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
         try:
             import deepspeed
         except ImportError as error:
             raise Cannot(f"DeepSpeed is not installed here: {error}") from error
-        swap_in_once()
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # collectives of several ranks: no need to build
+        _swap_in_once()
         model = build_model(self.case)
         checkpoint_blocks(model)
         if self.case.precision == "bf16":
@@ -119,8 +147,8 @@ def configuration(case: Case, storage: Path, settings: dict[str, Any]) -> dict[s
     return config
 
 
-def swap_in_once() -> None:
-    """DeepSpeed's prefetch asks for a parameter twice where recompute uses it twice (its issue 4072): ask once."""
+def _swap_in_once() -> None:
+    """DeepSpeed's prefetch asks for a parameter twice where recompute uses it twice: ask once."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper as Swapper
 
     swap_in = Swapper.swap_in
@@ -131,9 +159,7 @@ def swap_in_once() -> None:
     Swapper.swap_in = once
 
 
-def free_port() -> int:
-    import socket
-
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
