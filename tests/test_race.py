@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -15,7 +17,10 @@ from benchmarks.race.heat import Heat, Terms, difference
 from benchmarks.race.measures import MachineSpeed, add_bounds, io_seconds, spread
 from benchmarks.race.roster import PEERS_PYTHON, Entry
 from benchmarks.race.terms import load, save
+from benchmarks.race.waiting import waits
 from gs_compile.profile import Profile
+from gs_compile.runtime.lanes import Failure, Lane
+from gs_compile.runtime.trace import Trace
 
 TINY = Case(layers=2, hidden=64, heads=2, vocabulary=128, sequence=16, micro_batches=2)
 NAMES = ("plain", "vertical/ssd/eager")
@@ -145,6 +150,16 @@ def test_seconds_at_the_median_speed():
     assert speed.normalised(4.0, 2.0, 2.0) == 2.0
     assert speed.spread == 2.0
     assert spread([1.0, 1.1, 0.9]) == pytest.approx(0.1)
+
+
+def test_a_wait_is_blamed_on_its_lane():
+    lane = Lane("ssd_read", Failure(), Trace())
+    with waits() as found:
+        lane.submit("prefetch w1", partial(time.sleep, 0.05), (), nbytes=1, kind="w", stage="").wait()
+    lane.submit("prefetch w2", partial(time.sleep, 0.05), (), nbytes=1, kind="w", stage="").wait()
+    lane.close()
+    assert list(found) == ["ssd_read w"]
+    assert 0.04 < found["ssd_read w"] < 5.0
 
 
 def test_bounds_that_hold_and_bounds_that_are_missed():
