@@ -14,7 +14,7 @@ from benchmarks.race import bounds, curves, draw, tables
 from benchmarks.race.contest import Case
 from benchmarks.race.entrant import Entrant, EntrantError
 from benchmarks.race.heat import Heat, Terms, difference
-from benchmarks.race.measures import MachineSpeed, add_bounds, io_seconds, spread
+from benchmarks.race.measures import MachineSpeed, add_bounds, io_seconds, normalised, spread
 from benchmarks.race.roster import PEERS_PYTHON, Entry
 from benchmarks.race.terms import load, save
 from benchmarks.race.waiting import waits
@@ -149,6 +149,10 @@ def test_seconds_at_the_median_speed():
     speed = MachineSpeed([1.0, 2.0, 1.0])
     assert speed.normalised(4.0, 2.0, 2.0) == 2.0
     assert speed.spread == 2.0
+    each = {"plain": {"median_seconds": 3.0, "median_normalised_seconds": 2.0}, "fsdp2": {"verdict": "not raced"}}
+    found = normalised({"heats": [{"contestants": each}]})
+    assert found["heats"][0]["contestants"]["plain"]["median_seconds"] == 2.0
+    assert each["plain"]["median_seconds"] == 3.0
     assert spread([1.0, 1.1, 0.9]) == pytest.approx(0.1)
 
 

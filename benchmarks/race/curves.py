@@ -94,7 +94,7 @@ def report(found: Mapping[str, Any]) -> str:
     differences = found.get("largest_difference", {})
     scale = noise(differences)
     lines = [f"{name}: {value:.2e} from plain at most" for name, value in differences.items()]
-    for name in set(differences) - set(NOISE):
+    for name in sorted(set(differences) - set(NOISE)):
         verdict = "within rounding noise" if differences[name] <= NOISE_FACTOR * scale else "more than rounding"
         lines.append(f"{name}: {verdict}, {differences[name] / scale:.2f} times that of plain against itself")
     return "\n".join(lines)

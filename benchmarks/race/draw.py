@@ -22,6 +22,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.race.curves import NOISE
+from benchmarks.race.measures import normalised
 from benchmarks.race.roster import PLAIN, ROOT
 from benchmarks.race.traffic import draw_traffic
 from gs_compile.draw import COLOURS, INK, SERIES, SOFT, STYLE
@@ -234,7 +235,9 @@ def main() -> None:
     parser.add_argument("figures", nargs="*", choices=[[], *FIGURE_OF, "race-traffic"])
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--into", type=Path, default=FIGURES)
+    parser.add_argument("--normalised", action="store_true", help="draw seconds at the machine's median speed")
     arguments = parser.parse_args()
+    change = normalised if arguments.normalised else dict
     wanted = arguments.figures or [*FIGURE_OF, "race-traffic"]
     arguments.into.mkdir(parents=True, exist_ok=True)
     for name in wanted:
@@ -246,7 +249,7 @@ def main() -> None:
         stem, draw = FIGURE_OF[name]
         source = arguments.results / f"{stem}.json"
         if source.exists():
-            draw(json.loads(source.read_text()), path)
+            draw(change(json.loads(source.read_text())), path)
         else:
             print(f"{name}: not drawn, there is no {source.name}")
 

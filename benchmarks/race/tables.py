@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.race.bounds import bounds
 from benchmarks.race.curves import NOISE, noise
+from benchmarks.race.measures import normalised
 from benchmarks.race.roster import ROOT
 from gs_compile.machine import format_bytes
 
@@ -150,13 +151,13 @@ def picture(name: str) -> str:
     return f"![{name}](figures/{name}.svg)\n\n*`python -m benchmarks.race.draw {name}`*"
 
 
-def make(name: str) -> str:
-    """One block."""
+def make(name: str, change: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> str:
+    """One block; `change` is done to the results before."""
     if name == "bounds":
         return bounds_table(None)
     stem, build = TABLES[name]
     path = RESULTS / f"{stem}.json"
-    return build(json.loads(path.read_text())) if path.exists() else MISSING
+    return build(change(json.loads(path.read_text()))) if path.exists() else MISSING
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -176,11 +177,13 @@ def origin(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
-    if parser.parse_args().write:
+    parser.add_argument("--normalised", action="store_true", help="print seconds at the machine's median speed")
+    arguments = parser.parse_args()
+    if arguments.write:
         PAGE.write_text(filled(PAGE.read_text()))
         return
     for name in ("bounds", *TABLES):
-        print(f"## {name}\n\n{make(name)}\n")
+        print(f"## {name}\n\n{make(name, normalised if arguments.normalised else dict)}\n")
 
 
 if __name__ == "__main__":
