@@ -28,8 +28,10 @@ is told off. Buffers are locked into memory, which takes root or `ulimit -l unli
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,8 @@ class ZeroInfinity(Contestant):
             import deepspeed
         except ImportError as error:
             raise Cannot(f"DeepSpeed is not installed here: {error}") from error
+        with suppress(OSError):  # async_io built at installation is not linked with it: undefined symbol io_submit
+            ctypes.CDLL("libaio.so.1", mode=ctypes.RTLD_GLOBAL)
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # collectives of several ranks: no need to build
         _swap_in_once()
         model = build_model(self.case)
