@@ -32,6 +32,7 @@ def asked(monkeypatch):
             "peaks": dict(program.peaks),
             "workload": workload(),
             "profile": profile(),
+            "schedule": settings["schedule"],
         }.items():
             setattr(made, name, value)
         asked["plan"] = made
@@ -89,6 +90,11 @@ def test_figures(asked, tmp_path):
     for name, path in found["files"].items():
         assert path == str(tmp_path / "new" / f"{name}.svg")
         assert (tmp_path / "new" / f"{name}.svg").read_text().startswith("<?xml")
+
+
+def test_half_layers_have_no_figures_beside_whole_ones(asked, tmp_path):
+    found = json.loads(run("--schedule", "single", "--figures", tmp_path, "--json"))
+    assert set(found["files"]) == {"lanes"}
 
 
 def test_a_file_that_cannot_be_written(asked, tmp_path):
