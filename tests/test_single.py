@@ -79,7 +79,7 @@ norm1.device = norm(dw1.device)
         )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(tiered_steps(), options(), st.booleans())
 def test_it_is_the_vertical_step_of_one_micro_batch(step, chosen, late):
     """All passes after it are the same; `lower` verifies each program."""
