@@ -97,6 +97,7 @@ class Expert:
     schedule: the order of layers and micro-batches; "vertical" runs a layer for all micro-batches before the next,
         "horizontal" a micro-batch through all layers and back before the next, to compare with, and "single" the whole
         batch as one micro-batch, whatever micro_batch_size says, with another checkpoint in the middle of each block.
+        "lifetime" is the horizontal order where what is inactive stays where it is, as far as there is room.
     compiler: what compiles the layers' code: "inductor", "eager" (runs it as it is), or "auto": inductor where a C++
         compiler (Triton on a GPU) is there.
     snake: alternate the micro-batch order from layer to layer.
