@@ -19,6 +19,13 @@ What was chosen, and why (all in SETTINGS; `--settings` changes any):
 - Tensors below 1 MiB stay in memory: DeepSpeed's own bound, not a setting. All tensor sizes of the presets are
   multiples of 256 elements, which its files are aligned to in fp32; vocabularies need no padding.
 
+Only bf16 runs. For a model in fp32, DeepSpeed 0.19.8 makes the parameters bf16 wherever fp16 is not supported
+(`Init._set_dtype` drops the type it is given), and the first addmm meets two types.
+
+NOT YET FIT FOR TIMING. In bf16 (2 layers of 512, 2 micro-batches) the first loss is that of `plain`, and the following
+ones differ: 8.4516, 8.4179, 8.4711 where plain has 8.4448, 8.3846, 8.4764 and rounding accounts for 3e-4. No setting
+has been found yet that mends it; a time of this contestant is worth nothing before its losses agree.
+
 Without an accelerator `DS_ACCELERATOR` is cpu and nothing is asked of a launcher. The operators async_io, cpu_adam and
 pin_memory have to be there (requirements-peers.txt tells how to build them); the one for collectives of several ranks
 is told off. Buffers are locked into memory, which takes root or `ulimit -l unlimited`.
@@ -66,6 +73,8 @@ class ZeroInfinity(Contestant):
     packages = ("torch", "transformers", "deepspeed")
 
     def build(self) -> dict[str, Any]:
+        if self.case.precision != "bf16":
+            raise Cannot("DeepSpeed 0.19.8 on a CPU turns fp32 parameters into bf16: only bf16 runs")
         os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
