@@ -25,7 +25,7 @@ from gs_compile.machine import available_memory, format_bytes, usable_memory
 from gs_compile.passes.cut import DEVICE_CLASSES, cut_units, on_device
 from gs_compile.passes.fit import CLASSES, fit, host_needed, most_alpha, peak, too_small
 from gs_compile.passes.place import Budgets, Fixed
-from gs_compile.passes.search import search
+from gs_compile.passes.search import GROWTH, search
 from gs_compile.placement import Placement
 from gs_compile.prediction import Prediction, predict
 from gs_compile.profile import Profile
@@ -47,7 +47,10 @@ DEFAULT_SHARE = 0.8  # of the memory that is free at the start: the rest is for 
 
 
 class Choice:
-    """The choice for one model and its first batch; `lowered` gives the program of a placement."""
+    """The choice for one model and its first batch.
+
+    lowered, usual: the program of a placement that takes the most memory, and the one of most steps.
+    """
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class Choice:
         clip: bool,
         device: torch.device,
         lowered: Callable[[Placement], Program],
+        usual: Callable[[Placement], Program],
     ) -> None:
         self.options = options
         self.sizes = sizes
@@ -67,6 +71,7 @@ class Choice:
         self.clip = clip
         self.device = device
         self.lowered = lowered
+        self.usual = usual
         self.separate = device.type != "cpu" or options.expert.separate_device
         self.host_nbytes = _host_nbytes(options)
         given = {name: ratio for name, ratio in asdict(options.expert.ratios).items() if ratio is not None}
@@ -92,7 +97,7 @@ class Choice:
             chosen, reason = self._make(ratios, alpha), "the horizontal order fills host memory by a simple rule"
         elif not self.separate and self._fits(largest := self._make(most, alpha)):
             chosen, reason = largest, "all that may be in host memory fits there: nothing was planned"
-        elif (plan := self._solved()) is not None:
+        elif (plan := self._fastest()) is not None:
             self.plan, self.alpha = plan, plan.alpha
             chosen, reason = plan.placement, paragraph(plan)
         else:  # the program fits, whatever the bounds of the linear program say
@@ -117,6 +122,9 @@ class Choice:
         return found.placement, f"{reason}; {found.reason}"
 
     def _predicted(self, program: Program, placement: Placement) -> Prediction:
+        """Of steps none of which is taken back; the memory they are given is that of the program."""
+        if placement.speculative:
+            program = replace(self.usual(placement), peaks=program.peaks)
         return predict(program, placement, self.workload, self.profile, host_nbytes=self.host_nbytes)
 
     # By the linear program --------------------------------------------------------------------------------------------
@@ -139,10 +147,27 @@ class Choice:
             ssd_nbytes=self.profile.ssd_nbytes,
         )
 
-    def _solved(self) -> StepPlan | None:
+    def _fastest(self) -> StepPlan | None:
+        """The plan of the way to clip that was asked for, or that is faster: of equal ones, with delayed updates."""
+        chosen, expert = self._solved(speculative=self.speculative), self.options.expert
+        settled = not self.clip or expert.clip is not None or expert.alpha is not None
+        if settled or chosen is None:
+            return chosen
+        other = self._solved(speculative=True)
+        if other is None:
+            return replace(chosen, notes=(*chosen.notes, "Speculative updates do not fit."))
+        seconds = f"{chosen.seconds:.3g} s a step with delayed updates, {other.seconds:.3g} s with speculative ones"
+        if other.seconds * GROWTH < chosen.seconds:
+            self.speculative = True
+            note = f"Clipping is speculative: {seconds}, of which none is expected to be taken back."
+            return replace(other, notes=(*other.notes, note))
+        return replace(chosen, notes=(*chosen.notes, f"Clipping is delayed: {seconds}."))
+
+    def _solved(self, *, speculative: bool) -> StepPlan | None:
         """The linear program's answer, settled; None where it finds none."""
         ratios, spare = self.given | self.device_given, self.separate and self.profile.separate
-        fixed = Fixed(alpha=self.given_alpha, ratios=ratios, clip=self.clip, device=spare)
+        alpha = self.options.expert.alpha if speculative else self.given_alpha
+        fixed = Fixed(alpha=alpha, ratios=ratios, clip=self.clip, speculative=speculative, device=spare)
         number = len(self.layouts)
         workload, profile, budgets = self.workload, self.profile, self.budgets
         again = solver(workload, profile, budgets, fixed)
@@ -150,7 +175,9 @@ class Choice:
             found = search(workload, profile, budgets, fixed, num_micro_batches=number)
             settled = settle(
                 lambda budgets: again(number, found.best.alpha, room=budgets),
-                lambda solution: self._make(solution.ratios, solution.alpha, solution.device_ratios),
+                lambda solution: self._make(
+                    solution.ratios, solution.alpha, solution.device_ratios, speculative=speculative
+                ),
                 self.lowered,
                 self._predicted,
                 workload,
@@ -163,16 +190,22 @@ class Choice:
     # By the program's own peaks ---------------------------------------------------------------------------------------
 
     def _make(
-        self, ratios: Mapping[str, float], alpha: float, device_ratios: Mapping[str, float] | None = None
+        self,
+        ratios: Mapping[str, float],
+        alpha: float,
+        device_ratios: Mapping[str, float] | None = None,
+        *,
+        speculative: bool | None = None,
     ) -> Placement:
         """Nothing lives on the device by itself but what is said to."""
+        speculative = self.speculative if speculative is None else speculative
         x_nbytes, side_nbytes = activations(self.layouts)
         return cut_units(
             self.sizes,
             ratios,
             alpha=alpha,
-            clip=self.clip and (self.speculative or alpha == 1.0),  # smaller ones only say what would fit
-            speculative=self.speculative,
+            clip=self.clip and (speculative or alpha == 1.0),  # smaller ones only say what would fit
+            speculative=speculative,
             separate=self.separate,
             num_layers=self.layouts[0].split.num_layers,
             x_nbytes=x_nbytes,
@@ -190,7 +223,8 @@ class Choice:
         if needed <= self.host_nbytes:
             return
         message = too_small(self.host_nbytes, needed, ratios)
-        most = most_alpha(lambda smaller: self._fits(self._make(ratios, smaller))) if alpha else None
+        late = alpha and not self.speculative  # otherwise all gradients wait, whatever alpha
+        most = most_alpha(lambda smaller: self._fits(self._make(ratios, smaller))) if late else None
         if most is not None:
             message += (
                 ". Late gradients need the memory that obsolete parameters and checkpoints leave: the largest alpha "
@@ -243,15 +277,17 @@ def activations(layouts: Sequence[Layout]) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def _speculates(options: Options) -> bool:
-    return options.expert.clip == "speculative"
+    """Whether updates have to be: it was asked for, or they are not all to be late."""
+    expert = options.expert
+    return expert.clip == "speculative" or (expert.clip is None and expert.alpha not in (None, 1.0))
 
 
 def _alpha(options: Options, delayed: bool) -> float | None:
     given = options.expert.alpha
     if delayed and given not in (None, 1.0):
         raise OptionError(
-            f"expert.alpha is {given}, but with max_grad_norm all updates wait for the norm of all gradients, so "
-            'alpha is 1: leave one of the two out, or choose expert.clip="speculative"'
+            f'expert.alpha is {given}, but with max_grad_norm and expert.clip="delayed" all updates wait for the norm '
+            'of all gradients, so alpha is 1: leave one of the two out, or choose expert.clip="speculative"'
         )
     return 1.0 if delayed else given
 

@@ -50,6 +50,7 @@ class Planning:
             clip=clip,
             device=device,
             lowered=lambda placement: self._lowered(placement, self.choice.shape),
+            usual=lambda placement: self._lowered(placement, self.choice.shape, again=False),
         )
         self.host_nbytes = self.choice.host_nbytes
         self.placement = self.choice.placement()
@@ -111,7 +112,7 @@ class Planning:
 
     def predict(self, placement: Placement, shape: StepShape) -> Prediction:
         """What consecutive steps of a kind take on this machine, by the simulator."""
-        program = self._lowered(placement, replace(shape, training=True))
+        program = self._lowered(placement, replace(shape, training=True), again=False)
         choice = self.choice
         return predict(program, placement, choice.workload, choice.profile, host_nbytes=self.host_nbytes)
 
@@ -159,9 +160,13 @@ class Planning:
         elsewhere = sized.checkpoint_ratio if self.uses_ssd else 1.0
         return replace(sized, device_checkpoint_ratio=0.0, checkpoint_ratio=elsewhere)
 
-    def _lowered(self, placement: Placement, shape: StepShape) -> Program:
-        """The program of a candidate, which is not kept: there are many, and they are large."""
-        return self._snapshots(placement, shape, placement.has_late and shape.training, verified=False)[-1]
+    def _lowered(self, placement: Placement, shape: StepShape, *, again: bool = True) -> Program:
+        """The program of a candidate, which is not kept: there are many, and they are large.
+
+        Of all there are it is the one that takes the most memory, or without `again` the usual one: updates hold.
+        """
+        late = shape.training and any(unit.trained(*placement.waiting(again=again)) for unit in placement.units)
+        return self._snapshots(placement, shape, late, again, verified=False)[-1]
 
     def _fits(self, placement: Placement, shape: StepShape) -> bool:
         return host_needed(self._lowered(placement, shape)) <= self.host_nbytes

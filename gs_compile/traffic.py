@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 from gs_compile.placement import Placement
-from gs_compile.program import Op, Program, Value
+from gs_compile.program import Op, Program, Value, homed
 
 
 def traffic(program: Program, placement: Placement) -> dict[tuple[str, str], int]:
@@ -48,7 +48,7 @@ def part_nbytes(value: Value, placement: Placement) -> int:
         return placement.x_nbytes[value.micro_batch]
     assert value.unit is not None
     unit = placement.by_unit[value.unit]
-    match value.kind:
+    match homed(value).kind:
         case "w":
             return unit.w[value.part].numel * unit.itemsize
         case "s":

@@ -253,7 +253,7 @@ class _Walk:
 
     def _home(self, value: Value) -> str | None:
         unit = self.placement.by_unit.get(value.unit) if self.placement and value.unit is not None else None
-        parts = unit and (unit.w if value.kind == "w" else unit.s)
+        parts = unit and (unit.w if homed(value).kind == "w" else unit.s)
         return parts[value.part].tier if parts and value.part in parts else None
 
     def _breaks_lifetimes(self, op: Op) -> Iterator[str]:

@@ -44,7 +44,7 @@ class Budgets:
 class Fixed:
     """What is not for the planner to choose.
 
-    alpha: the late part of updates. clip: all updates are late.
+    alpha: the late part of updates. clip: all updates are late, or early ones are speculative.
     ratios: of "parameter", "checkpoint", "optimizer", and those in device memory, "device_parameter" and
         "device_checkpoint": none where only the one in host memory is given, as what is left is on SSD then.
     device: whether spare memory of a device that has its own may be a home too.
@@ -53,6 +53,7 @@ class Fixed:
     alpha: float | None = None
     ratios: Mapping[str, float] = field(default_factory=dict)
     clip: bool = False
+    speculative: bool = False
     device: bool = False
 
 
@@ -62,14 +63,16 @@ class Formulas:
     The volumes of two and more micro-batches are affine in their number, so three counts tell them all.
     """
 
-    def __init__(self, workload: Workload, profile: Profile, alphas: Sequence[float]) -> None:
+    def __init__(
+        self, workload: Workload, profile: Profile, alphas: Sequence[float], *, speculative: bool = False
+    ) -> None:
         self.alphas = tuple(alphas)
         self.separate = profile.separate
         self.may_reside = any(size.may_reside for size in workload.sizes)
         self.speeds = profile.speeds()
         step = outline(workload.num_layers, workload.shape)
-        self.footprints = footprints(workload, self.alphas, separate=self.separate, step=step)
-        self._seconds = [seconds(workload, profile, n, alphas, step=step) for n in (1, 2, 3)]
+        self.footprints = footprints(workload, self.alphas, separate=self.separate, speculative=speculative, step=step)
+        self._seconds = [seconds(workload, profile, n, alphas, speculative=speculative, step=step) for n in (1, 2, 3)]
         self._ssd = [_ssd(volumes(workload, n, alphas, separate=self.separate, step=step)) for n in (1, 2, 3)]
 
     @property

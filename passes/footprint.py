@@ -14,6 +14,9 @@ The formulas are never below what `Placement.peaks` counts on the program. They 
 and where several things come and go within one moment. In one memory no tensor is cut: there a unit keeps less of its
 parameters in host memory than p, and more on SSD, which is not in here. Nor is a tensor cut that lives on the device:
 one unit has more than its part there and the next less, so while a unit is in use all of it counts beside them.
+
+Where early updates are speculative, all that a step takes after one that was taken back is counted: every update is in
+the forward, and the early ones are in the backward too.
 """
 
 from __future__ import annotations
@@ -68,7 +71,12 @@ class Footprint:
 
 
 def footprints(
-    workload: Workload, alphas: Sequence[float], *, separate: bool, step: Outline | None = None
+    workload: Workload,
+    alphas: Sequence[float],
+    *,
+    separate: bool,
+    speculative: bool = False,
+    step: Outline | None = None,
 ) -> dict[str, tuple[Footprint, ...]]:
     """By alpha, of host memory, the device's (where it has its own; activations of one memory are torch's) and SSD."""
     step = step or outline(workload.num_layers, workload.shape)
@@ -80,7 +88,7 @@ def footprints(
         _workspace(each, once, workload, step)
     homes = _Bytes(len(alphas))
     for size in workload.sizes:
-        _place(homes, size, step, alphas, _most_numel(workload), separate=separate)
+        _place(homes, size, step, alphas, _most_numel(workload), separate=separate, speculative=speculative)
     span = homes.span(len(step.stages))
     found = {}
     for tier in ("host", "device", "ssd"):
@@ -127,7 +135,14 @@ def _row(moment: Moment, span: range) -> int:
 
 
 def _place(
-    homes: _Bytes, size: UnitSize, step: Outline, alphas: Sequence[float], most_numel: int, *, separate: bool
+    homes: _Bytes,
+    size: UnitSize,
+    step: Outline,
+    alphas: Sequence[float],
+    most_numel: int,
+    *,
+    separate: bool,
+    speculative: bool,
 ) -> None:
     """One unit; alphas with equal numbers of groups are counted together."""
     together: dict[tuple[int, int], list[int]] = {}
@@ -136,7 +151,8 @@ def _place(
         together.setdefault((groups[0], groups[1]), []).append(index)
     for groups, indices in together.items():
         late = np.array([alphas[index] for index in indices])
-        _Unit(homes, size, step, late, np.array(indices), groups, separate=separate).count()
+        unit = _Unit(homes, size, step, late, np.array(indices), groups, separate=separate, speculative=speculative)
+        unit.count()
 
 
 class _Unit:
@@ -152,6 +168,7 @@ class _Unit:
         groups: tuple[int, int],
         *,
         separate: bool,
+        speculative: bool,
     ) -> None:
         self.add = partial(homes.add, alphas=indices)
         self.size = size
@@ -164,10 +181,12 @@ class _Unit:
         self.gone = complete + 1  # the stage in which the gradient leaves
         self.update = complete + 1 + separate  # of the first early group
         self.num_early, self.num_late = groups
+        self.num_again = self.num_early if speculative else 0  # of early groups that may be late ones too
+        self.num_forward = self.num_again + self.num_late
         self.early = self._group(1 - alphas, self.num_early)
         self.late = self._group(alphas, self.num_late)
         # With several groups the second may get its memory before the first has given back its own.
-        self.home = LEAVE if max(groups) > 1 else FETCH
+        self.home = LEAVE if max(self.num_early, self.num_forward) > 1 else FETCH
 
     def _group(self, share: Array, number: int) -> Array:
         """Elements of one update: cuts of its three zones go to the nearest quantum."""
@@ -178,10 +197,15 @@ class _Unit:
         self._states()
         self._gradient()
 
-    # Where the late group `k` is in the forward: groups take one stage each, the last just in time.
+    # Where the group `k` of those in the forward is: groups take one stage each, the last just in time; early ones come
+    # before late ones.
 
     def _late_stage(self, k: int, offset: int) -> int:
-        return self.first - offset - (self.num_late - 1 - k)
+        return self.first - offset - (self.num_forward - 1 - k)
+
+    def _forward_groups(self) -> Iterator[tuple[int, Array]]:
+        """The place of each, and its elements."""
+        yield from enumerate([self.early] * self.num_again + [self.late] * self.num_late)
 
     def _parameters(self) -> None:
         nbytes = self.size.numel * self.size.itemsize
@@ -204,7 +228,7 @@ class _Unit:
         stale = np.where(exact, self.late, np.maximum(self.num_late * (self.late - 3 * QUANTUM) - QUANTUM, 0))
         self.add("host", nbytes - stale * self.size.itemsize, PARAMETER, (BEGIN, END))
         for k in range(self.num_late):
-            span = ((self._late_stage(k, 2), UPDATE), (self.uses[-1] - 1, COMPUTE))
+            span = ((self._late_stage(self.num_again + k, 2), UPDATE), (self.uses[-1] - 1, COMPUTE))
             self.add("host", stale / self.num_late * self.size.itemsize, PARAMETER, span)
 
     def _in_host(self) -> Iterator[Span]:
@@ -212,7 +236,7 @@ class _Unit:
         fetch, last = (2, (-1, COMPUTE)) if self.separate else (1, (0, COMPUTE))
         for use in self.uses:
             yield (use - fetch, FETCH), (use + last[0], last[1])
-        if self.num_late:
+        if self.num_forward:
             asked = (self._late_stage(0, 2), UPDATE) if self.size.has_master else (self._late_stage(0, 3), FETCH)
             yield asked, (self.first + last[0], last[1])
         if self.num_early:
@@ -229,28 +253,40 @@ class _Unit:
         for k in range(self.num_early):
             span = ((self.update - 1 + k, FETCH), (self.update + 1 + k, self.home))
             self.add("host", self.early * self.size.state_itemsize, SSD_OPTIMIZER, span)
-        for k in range(self.num_late):
+        for k, group in self._forward_groups():
             span = ((self._late_stage(k, 3), FETCH), (self._late_stage(k, 1), self.home))
-            self.add("host", self.late * self.size.state_itemsize, SSD_OPTIMIZER, span)
+            self.add("host", group * self.size.state_itemsize, SSD_OPTIMIZER, span)
+        if self.num_again:
+            self._other_places()
+
+    def _other_places(self) -> None:
+        """Of what an early update needs to be done again."""
+        numel = np.minimum(self.num_again * self.early, self.num_trained)
+        self.add("ssd", self.num_again * QUANTUM * self.size.state_itemsize, ALL, (BEGIN, END))  # a cut rounds down
+        self.add("ssd", numel * self.size.state_itemsize, SSD_OPTIMIZER, (BEGIN, END))
+        self.add("host", numel * self.size.state_itemsize, OPTIMIZER, (BEGIN, END))
+        if not self.size.has_master:
+            self.add("ssd", numel * self.size.itemsize, ALL - PARAMETER, (BEGIN, END))
+            self.add("host", numel * self.size.itemsize, PARAMETER, (BEGIN, END))
 
     def _gradient(self) -> None:
         if not self.num_trained:
             return
         itemsize, began = self.size.gradient_itemsize, (self.opened, COMPUTE)
         whole = self.num_trained * itemsize
-        if not self.separate and not self.num_early:  # it stays where it was summed
-            self.add("host", whole, ALL, (began, END), (BEGIN, (self._late_stage(self.num_late - 1, 2), UPDATE)))
+        if not self.separate and self.num_early == self.num_again:  # it stays where it was summed
+            self.add("host", whole, ALL, (began, END), (BEGIN, (self._late_stage(self.num_forward - 1, 2), UPDATE)))
             return
         if self.separate:
             self.add("device", whole, ALL, (began, (self.gone, LEAVE)))
-            for k in range(self.num_early):
+            for k in range(self.num_early - self.num_again):
                 self.add("host", self.early * itemsize, ALL, ((self.gone, LEAVE), (self.update + k, UPDATE)))
         else:
             self.add("host", whole, ALL, (began, (self.update + self.num_early - 1, UPDATE)))
         kept = (self.gone, LEAVE if self.separate else UPDATE)
-        for k in range(self.num_late):
+        for k, group in self._forward_groups():
             until = (self._late_stage(k, 2), UPDATE)
-            self.add("host", self.late * itemsize, ALL, (kept, END), (BEGIN, until))
+            self.add("host", group * itemsize, ALL, (kept, END), (BEGIN, until))
 
 
 def _activations(alive: _Bytes, journey: Journey, step: Outline, x_nbytes: int, *, separate: bool) -> None:

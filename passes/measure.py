@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from gs_compile.placement import Placement, UnitPlacement
 from gs_compile.profile import Profile
-from gs_compile.program import Op, Program, Unit
-from gs_compile.traffic import op_nbytes
+from gs_compile.program import ALTERNATES, Op, Program, Unit
+from gs_compile.traffic import op_nbytes, part_nbytes
 from gs_compile.workload import UnitCost, UnitSize, Workload
 
 # AdamW in fp32, the rule that a profile's update rate is of: reads parameter, two moments and gradient, writes three.
@@ -96,7 +96,7 @@ class _Meter:
                 return self._pass((*op.reads, *op.results)[0].unit)
             case "count" | "clip":
                 return Price(seconds=self.profile.op_seconds)
-            case "gather" | "keep" | "empty" | "free":
+            case "gather" | "keep" | "empty" | "free" | "commit":
                 return Price()
         return self._code(op)
 
@@ -125,5 +125,6 @@ class _Meter:
     def _update(self, op: Op) -> Price:
         unit = self.placement.by_unit[op.into[0].unit or 0]
         numel = unit.group_of(op.into[0]).numel
-        nbytes = numel * update_nbytes(unit)
+        kept = (value for value in op.reads if value.kind in ALTERNATES)  # what is written elsewhere is not in cache
+        nbytes = numel * update_nbytes(unit) + sum(part_nbytes(value, self.placement) for value in kept)
         return Price(nbytes, 0.0, nbytes / ADAMW_NBYTES / self.profile.update_elements_per_second)

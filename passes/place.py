@@ -95,7 +95,7 @@ def solve(
     fixed: Fixed,
 ) -> tuple[Solution | None, ...]:
     """The best for each alpha; None where it does not fit."""
-    formulas = Formulas(workload, profile, alphas)
+    formulas = Formulas(workload, profile, alphas, speculative=fixed.speculative)
     return best(formulas, num_micro_batches, range(len(formulas.alphas)), budgets, fixed)
 
 

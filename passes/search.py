@@ -1,8 +1,9 @@
 """search: Algorithm 1 (arXiv 2512.17570): how many micro-batches, how much of the updates late, and what lives where.
 
 n goes up from 1. For each n the best alpha of 0.00, 0.01 ... 0.50 counts, or 1.00 alone where clipping makes all
-updates wait. The search ends at the first n that makes throughput less than 1 % higher than the best before it, or that
-does not fit: more micro-batches never take less memory.
+updates wait. (Where they are speculative it is the other alphas: no step is expected to be taken back.) The search ends
+at the first n that makes throughput less than 1 % higher than the best before it, or that does not fit: more
+micro-batches never take less memory.
 
 Not every alpha is solved for every n. With one alpha, the seconds of a step are a convex function of n, as a linear
 program is of its right side: n stands beside the ratios only in n c, which could be a variable of its own. So from two
@@ -13,7 +14,7 @@ one reaches cannot be the best.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gs_compile.errors import NoFitError, PlanError
 from gs_compile.machine import format_bytes
@@ -54,7 +55,7 @@ def search(
     Raises `PlanError` where settings contradict each other or nothing fits: it says what is short, and what is near.
     """
     check(workload, profile, budgets, fixed, num_micro_batches or 1)
-    formulas = Formulas(workload, profile, _alphas(fixed))
+    formulas = Formulas(workload, profile, _alphas(fixed), speculative=fixed.speculative)
     bounds = _Bounds(len(formulas.alphas))
     found: Solution | None = None
     history: list[tuple[int, Solution | None]] = []
@@ -72,7 +73,7 @@ def search(
 
 def check(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixed, num_micro_batches: int) -> None:
     """Raise `PlanError` where what is fixed contradicts itself or the budgets, before anything is solved."""
-    if fixed.clip and fixed.alpha not in (None, 1.0):
+    if fixed.clip and not fixed.speculative and fixed.alpha not in (None, 1.0):
         raise PlanError(
             f"alpha is {fixed.alpha:g}, but with clipping all updates wait for the norm of all gradients, so alpha is "
             "1: leave one of the two out"
@@ -127,7 +128,8 @@ def shortfall(
 ) -> str:
     """Why nothing fits: what is short, by how much, and the nearest settings that do fit. One sentence or two."""
     alphas = _alphas(fixed)
-    needed = short(Formulas(workload, profile, alphas), num_micro_batches, budgets, fixed)
+    formulas = Formulas(workload, profile, alphas, speculative=fixed.speculative)
+    needed = short(formulas, num_micro_batches, budgets, fixed)
     alpha, least = min(zip(alphas, needed, strict=True), key=lambda each: _parts(each[1], budgets))
     what = "; ".join(
         f"it needs {format_bytes(getattr(budgets, f'{tier}_nbytes') + nbytes)} of "
@@ -149,7 +151,7 @@ def _nearest(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixe
     """Settings that fit, each with one thing changed."""
 
     def fits(number: int, alphas: Sequence[float], fixed: Fixed) -> list[float]:
-        formulas = Formulas(workload, profile, alphas)
+        formulas = Formulas(workload, profile, alphas, speculative=fixed.speculative)
         solved = best(formulas, number, range(len(alphas)), budgets, fixed)
         return [solution.alpha for solution in solved if solution]
 
@@ -159,7 +161,7 @@ def _nearest(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixe
         near.append(f"alpha {max(smaller):g}")
     if fixed.clip and fits(num_micro_batches, ALPHAS, Fixed(ratios=fixed.ratios, device=fixed.device)):
         near.append("no clipping, so that updates need not wait")
-    if fixed.ratios and fits(num_micro_batches, alphas, Fixed(alpha=fixed.alpha, clip=fixed.clip, device=fixed.device)):
+    if fixed.ratios and fits(num_micro_batches, alphas, replace(fixed, ratios={})):
         near.append(f"other ratios than {', '.join(f'{name} {ratio:g}' for name, ratio in fixed.ratios.items())}")
     if num_micro_batches > 1 and fits(1, alphas, fixed):
         low, high = 1, num_micro_batches
@@ -171,7 +173,7 @@ def _nearest(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixe
 
 
 def _alphas(fixed: Fixed) -> tuple[float, ...]:
-    if fixed.clip:
+    if fixed.clip and not fixed.speculative:
         return (1.0,)
     return ALPHAS if fixed.alpha is None else (fixed.alpha,)
 

@@ -41,14 +41,23 @@ EARLY = ONCE - LATE
 
 
 def volumes(
-    workload: Workload, num_micro_batches: int, alphas: Sequence[float], *, separate: bool, step: Outline | None = None
+    workload: Workload,
+    num_micro_batches: int,
+    alphas: Sequence[float],
+    *,
+    separate: bool,
+    speculative: bool = False,
+    step: Outline | None = None,
 ) -> dict[tuple[str, str, str], Array]:
-    """Bytes by phase, lane and kind of value ("forward", "ssd_read", "w"); what moves nothing is not there."""
+    """Bytes by phase, lane and kind of value ("forward", "ssd_read", "w"); what moves nothing is not there.
+
+    speculative: no step is taken back, but all gradients wait until that is known.
+    """
     step = step or outline(workload.num_layers, workload.shape)
     moved = _Sums()
     for size in workload.sizes:
         _parameters(moved, size, step, separate=separate)
-        _optimizer(moved, size, separate=separate)
+        _optimizer(moved, size, separate=separate, speculative=speculative)
     for journey in step.journeys:
         _activations(moved, journey, step, num_micro_batches, workload.x_nbytes, separate=separate)
     return moved.of(alphas)
@@ -60,6 +69,7 @@ def seconds(
     num_micro_batches: int,
     alphas: Sequence[float],
     *,
+    speculative: bool = False,
     step: Outline | None = None,
 ) -> dict[tuple[str, str], Array]:
     """What each lane needs in each phase if nothing else runs, by phase and lane."""
@@ -67,7 +77,8 @@ def seconds(
     late = np.asarray(alphas, dtype=np.float64)
     found = {(phase, lane): np.zeros((late.size, 6)) for phase in PHASES for lane in TIMED}
     separate = profile.separate
-    for (phase, lane, _), nbytes in volumes(workload, num_micro_batches, alphas, separate=separate, step=step).items():
+    moved = volumes(workload, num_micro_batches, alphas, separate=separate, speculative=speculative, step=step)
+    for (phase, lane, _), nbytes in moved.items():
         found[phase, lane] += nbytes / rate_of(lane, profile)
     for stage in step.stages:
         if stage.unit is not None:
@@ -80,6 +91,9 @@ def seconds(
     updates = updated / ADAMW_NBYTES / profile.update_elements_per_second
     found["forward", "cpu"] += np.outer(late * updates, ALL)
     found["backward", "cpu"] += np.outer((1 - late) * updates, ALL)
+    if speculative:  # what is updated into another place is not in cache there
+        states = workload.states_nbytes / ADAMW_NBYTES / profile.update_elements_per_second
+        found["backward", "cpu"] += np.outer((1 - late) * states, OPTIMIZER)
     return found
 
 
@@ -132,13 +146,13 @@ def _parameters(moved: _Sums, size: UnitSize, step: Outline, *, separate: bool) 
         moved.add_both("h2d", "w", trained, on_device)  # what the update has made
 
 
-def _optimizer(moved: _Sums, size: UnitSize, *, separate: bool) -> None:
+def _optimizer(moved: _Sums, size: UnitSize, *, separate: bool, speculative: bool) -> None:
     states, gradients = size.num_trained * size.state_itemsize, size.num_trained * size.gradient_itemsize
     moved.add_both("ssd_read", "s", states, SSD_OPTIMIZER)
     moved.add_both("ssd_write", "s", states, SSD_OPTIMIZER)
     if separate:
         moved.add("backward", "d2h", "dw", gradients * ONCE, ALL)
-    else:  # what waits is copied, unless all of the unit does: then it stays where it was summed
+    elif not speculative:  # what waits is copied, unless all of the unit does: then it stays where it was summed
         moved.add("backward", "d2h", "dw", gradients * COPIED, ALL)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from gs_compile.placement import Placement
-from gs_compile.program import Op, Value
+from gs_compile.program import Value
 
 from .clock import Times
 from .waits import Waits
@@ -39,7 +39,7 @@ def leases(waits: Waits, placement: Placement) -> list[Lease]:
     book, ops = _Book(placement), waits.ops
     homes = placement.homes(late=False) | placement.homes(late=True)
     bounds = [*waits.starts, len(ops)]
-    for value in placement.homes(late=_begins_late(ops[: bounds[1]])):
+    for value in placement.present(ops[: bounds[1]]):
         book.take(value, START)
     for start, stop in pairwise(bounds):
         own: dict[Value, None] = {}
@@ -107,16 +107,6 @@ class _Book:
             in_host = not self.placement.separate and value.kind in ("w", "dw") and value.tier == "device"
             self.slots[value] = key, "host" if in_host else value.tier or "device", nbytes
         return self.slots[value]
-
-
-def _begins_late(ops: Sequence[Op]) -> bool:
-    """Whether a program finds gradients of the step before."""
-    defined: set[Value] = set()
-    for op in ops:
-        if any(value.kind == "dw" and value not in defined for value in op.reads):
-            return True
-        defined.update(op.results)
-    return False
 
 
 def _curve(changes: list[tuple[float, int, int]], since: float, until: float) -> Curve:

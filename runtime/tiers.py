@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from .optimizer_step import OptimizerStep, Recipe, StepRecord
 from .store import Store
 from .trace import Trace
 
+T = TypeVar("T")
 Tensor = torch.Tensor
 
 
@@ -64,9 +65,13 @@ class Board:
 
     def swap(self, one: Value, other: Value) -> None:
         """What each is and who works on it, exchanged."""
-        for known in (self.contents, self._made, self._used):
-            pair = {value: known.pop(value) for value in (one, other) if value in known}
-            known.update({other if value == one else one: content for value, content in pair.items()})
+        self.contents[one], self.contents[other] = self.contents[other], self.contents[one]
+        self._swap(self._made, one, other)
+        self._swap(self._used, one, other)
+
+    def _swap(self, known: dict[Value, T], one: Value, other: Value) -> None:
+        pair = {value: known.pop(value) for value in (one, other) if value in known}
+        known.update({other if value == one else one: entry for value, entry in pair.items()})
 
     def free(self, value: Value) -> None:
         content, after = self.contents.pop(value), self.idle(value)

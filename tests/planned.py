@@ -116,6 +116,7 @@ def placed(
     separate: bool,
     clip: bool = False,
     device_ratios: Mapping[str, float] | None = None,
+    speculative: bool = False,
 ) -> Placement:
     return cut_units(
         workload.sizes,
@@ -127,6 +128,7 @@ def placed(
         x_nbytes=(workload.x_nbytes,) * num_micro_batches,
         side_nbytes=(workload.side_nbytes,) * num_micro_batches,
         device_ratios=device_ratios or {},
+        speculative=speculative,
     )
 
 

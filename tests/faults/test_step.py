@@ -94,9 +94,14 @@ def assert_over(model, optimizer, *directories):
             use()
 
 
+def maker(chosen):
+    """Where gradients are clipped, each step is: speculative updates are taken back, and run again in the next."""
+    return partial(adamw, max_grad_norm=0.01) if "clip" in chosen else adamw
+
+
 def break_call(rig, monkeypatch, directory, index, **chosen):
     """Let the index-th call of the second step fail; returns the error."""
-    with monkeypatch.context() as patched, rig.fresh(adamw, options(directory, **chosen)) as optimizer:
+    with monkeypatch.context() as patched, rig.fresh(maker(chosen), options(directory, **chosen)) as optimizer:
         calls = Counted(patched, *CALLS)
         step(rig.model, optimizer, tokens(0))
         optimizer.synchronize()
@@ -111,7 +116,7 @@ def break_call(rig, monkeypatch, directory, index, **chosen):
 
 def num_calls(rig, monkeypatch, directory, **chosen):
     """The reads and writes of one step."""
-    with monkeypatch.context() as patched, rig.fresh(adamw, options(directory, **chosen)) as optimizer:
+    with monkeypatch.context() as patched, rig.fresh(maker(chosen), options(directory, **chosen)) as optimizer:
         calls = Counted(patched, *CALLS)
         step(rig.model, optimizer, tokens(0))
         optimizer.synchronize()
@@ -121,7 +126,11 @@ def num_calls(rig, monkeypatch, directory, **chosen):
         return calls.number
 
 
-WAYS = ({"alpha": 0.5}, {"alpha": 1.0, "separate_device": True})
+WAYS = (
+    {"alpha": 0.5},
+    {"alpha": 1.0, "separate_device": True},
+    {"alpha": 0.3, "clip": "speculative", "ratios": {"optimizer": 0.3}},
+)
 
 
 def check_calls(rig, monkeypatch, directory, chosen, stride):
@@ -130,7 +139,8 @@ def check_calls(rig, monkeypatch, directory, chosen, stride):
     for index in range(0, total, stride):
         error = break_call(rig, monkeypatch, directory, index, **chosen)
         what = re.search(
-            r"(?P<verb>read|write) of (?P<kind>[wsx])(?P<unit>[eht0-9]).* failed, \d+ bytes at offset \d+", str(error)
+            r"(?P<verb>read|write) of (?P<kind>a?[ws]|x)(?P<unit>[eht0-9]).* failed, \d+ bytes at offset \d+",
+            str(error),
         )
         assert what, error
         assert os.strerror(errno.EIO) in str(error)
@@ -175,6 +185,8 @@ def broken(*_, **__):
 PLACES = {
     "an update": (OptimizerStep, "_update", {}),
     "a late update": (OptimizerStep, "_update", {"alpha": 1.0}),
+    "a speculative update": (OptimizerStep, "_update", {"alpha": 0.0, "clip": "speculative"}),
+    "a commit": (Parameters, "commit", {"alpha": 0.0, "clip": "speculative", "ratios": {"parameter": 1.0}}),
     "a copy to the device": (Parameters, "_send_piece", {"separate_device": True}),
     "a transfer": (coordinators, "transfer", {}),
 }
@@ -183,7 +195,8 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_an_error_on_a_lane_ends_the_run(rig, monkeypatch, tmp_path, place):
     owner, name, chosen = PLACES[place]
-    with rig.fresh(adamw, options(tmp_path, **chosen)) as optimizer:
+    make = partial(adamw, max_grad_norm=1e6) if place == "a commit" else maker(chosen)
+    with rig.fresh(make, options(tmp_path, **chosen)) as optimizer:
         step(rig.model, optimizer, tokens(0))
         optimizer.synchronize()
         monkeypatch.setattr(owner, name, broken)

@@ -43,7 +43,7 @@ ratios = st.sampled_from((0.0, 0.3, 0.7, 1.0))
 @settings(deadline=None, max_examples=15)
 @given(
     precision=st.sampled_from(("model", "bf16")),
-    clip=st.booleans(),
+    clip=st.sampled_from((None, "delayed", "speculative")),
     alpha=st.sampled_from((0.0, 0.25, 0.5, 1.0)),
     separate_device=st.booleans(),
     ratios=st.fixed_dictionaries({"parameter": ratios, "checkpoint": ratios, "optimizer": ratios}),
@@ -54,7 +54,12 @@ def test_the_planned_memory_is_enough(rigs, storage, precision, clip, alpha, sep
     classes = (["checkpoint"] if separate_device else []) + (["parameter"] if precision == "bf16" else [])
     if separate_device:
         ratios = ratios | {f"device_{name}": on_device * (1 - ratios[name]) for name in classes}
-    chosen = {"alpha": 1.0 if clip else alpha, "separate_device": separate_device, "ratios": ratios}
+    chosen = {
+        "alpha": 1.0 if clip == "delayed" else alpha,
+        "clip": clip,
+        "separate_device": separate_device,
+        "ratios": ratios,
+    }
     with rig.fresh(make, options(storage, **chosen)) as optimizer:
         step(rig.model, optimizer, tokens(0))
         step(rig.model, optimizer, tokens(1))  # with the late updates of the first
