@@ -35,8 +35,9 @@ MOVES = frozenset({"prefetch", "offload", "keep", "gather"})  # what is of no us
 class Period:
     """A tensor that is inactive on a tier from the end of `since` on, until it comes back for its use in `until`.
 
-    index: of the operation that brings it back, in the program in question; seconds: of the journey, on all its lanes.
-    duration: in forwards of a layer.
+    index: of the operation that brings it back, in the program in question.
+    first, last: in the same with its frees, those between which it takes no memory if it is moved away.
+    duration: in forwards of a layer; seconds: of the journey, on all its lanes.
     """
 
     value: Value
