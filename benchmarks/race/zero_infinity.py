@@ -23,8 +23,9 @@ Only bf16 runs. For a model in fp32, DeepSpeed 0.19.8 makes the parameters bf16 
 (`Init._set_dtype` drops the type it is given), and the first addmm meets two types.
 
 NOT YET FIT FOR TIMING. In bf16 (2 layers of 512, 2 micro-batches) the first loss is that of `plain`, and the following
-ones differ: 8.4516, 8.4179, 8.4711 where plain has 8.4448, 8.3846, 8.4764 and rounding accounts for 3e-4. No setting
-has been found yet that mends it; a time of this contestant is worth nothing before its losses agree.
+ones differ: 8.4516, 8.4179, 8.4711 where plain has 8.4448, 8.3846, 8.4764 and rounding accounts for 3e-4. With
+`pipeline_read` and `pipeline_write` off they are the same wrong ones, so it is no race of transfers. A time of this
+contestant is worth nothing before its losses agree.
 
 Without an accelerator `DS_ACCELERATOR` is cpu and nothing is asked of a launcher. The operators async_io, cpu_adam and
 pin_memory have to be there (requirements-peers.txt tells how to build them); the one for collectives of several ranks
