@@ -53,7 +53,10 @@ class Entrant:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        else:  # the race is over: nobody is asked
+            self._kill()
 
     def ready(self, timeout: float) -> dict[str, Any]:
         """Its settings and versions, once it can take a step."""
