@@ -10,7 +10,7 @@ from gs_compile.config import Expert, Options, Ratios, parse_bytes
 from gs_compile.errors import OptionError
 
 KNOWN = "micro_batch_size, outputs, storage, host_memory, device_memory, machine, precision, expert, mode"
-KNOWN_EXPERT = "schedule, compiler, snake, alpha, ratios, separate_device, threads, trace"
+KNOWN_EXPERT = "schedule, compiler, snake, alpha, ratios, clip, separate_device, threads, trace"
 
 
 def test_defaults_work():
@@ -95,6 +95,7 @@ def test_micro_batch_size_is_a_whole_number(size):
         ({"expert": {"alpha": True}}, "expert.alpha must be a number from 0 to 1, or None; got True"),
         ({"expert": {"threads": 0}}, "expert.threads must be a whole number, 1 or more, or None; got 0"),
         ({"expert": {"trace": "yes"}}, "expert.trace must be one of True, False; got 'yes'"),
+        ({"expert": {"clip": "never"}}, "expert.clip must be one of 'delayed', 'speculative', None; got 'never'"),
         ({"expert": {"separate_device": 1}}, "expert.separate_device must be one of True, False; got 1"),
         ({"precision": "fp16"}, "precision must be one of 'model', 'bf16'; got 'fp16'"),
         ({"storage": 3}, "storage must be a directory or a list of directories; got 3"),
