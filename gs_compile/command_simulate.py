@@ -40,6 +40,7 @@ def report(plan: StepPlan, files: Mapping[str, Path]) -> str:
         _titled("The critical path, by lane:", text(numbers, path, right=numbers[1:])),
         _titled("Memory at its peak:", text(("", "simulated", "planned"), memory, right=("simulated", "planned"))),
         _titled("What is inactive between two uses:", _inactive(plan)) if plan.schedule == "lifetime" else "",
+        _titled("What to know:", "\n".join(plan.notes)) if plan.schedule == "single" and plan.notes else "",
         "\n".join(f"{what}: {path}" for what, path in files.items()),
     ]
     return "\n\n".join(filter(None, parts))

@@ -95,6 +95,7 @@ def test_figures(asked, tmp_path):
 def test_half_layers_have_no_figures_beside_whole_ones(asked, tmp_path):
     found = json.loads(run("--schedule", "single", "--figures", tmp_path, "--json"))
     assert set(found["files"]) == {"lanes"}
+    assert "What to know:\n  The horizontal order is half as fast." in run("--schedule", "single")
 
 
 def test_a_file_that_cannot_be_written(asked, tmp_path):
