@@ -108,6 +108,58 @@ def test_a_contestant_that_fails_says_why(tmp_path, script, complaint):
         entrant.close()
 
 
+SCRIPT = """
+import json, sys
+print(json.dumps({"ready": "it"}), flush=True)
+for line in sys.stdin:
+    word, *numbers = line.split()
+    if word == "quit":
+        break
+    count = int(numbers[1]) if word == "steps" else 1
+    answer = {"seconds": 0.5 * count, "loss": LOSS, "losses": [LOSS] * count}
+    answer |= {"peak_rss": 1, "read_bytes": 0, "write_bytes": 0}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Contestants that only answer: fsdp2 with the losses of another model."""
+
+    def start(entry, case, storage, **_):
+        script = SCRIPT.replace("LOSS", "2.1" if entry.name == "fsdp2" else "2.0")
+        log = storage / f"{entry.name.replace('/', '-')}.log"
+        return Entrant(entry.name, [sys.executable, "-c", script], log=log)
+
+    monkeypatch.setattr(Entry, "start", start)
+
+
+def test_who_is_wrong_is_not_timed(scripted):
+    names = ("plain", "fsdp2", "zero-infinity")
+    found = Heat(TINY, [Entry.parse(name) for name in names], Terms(rounds=1, round_seconds=0.1)).run()
+    each = found["contestants"]
+    assert each["fsdp2"]["verdict"] == "wrong: its losses differ from plain's by 5.0e-02"
+    assert "median_seconds" not in each["fsdp2"]
+    assert each["zero-infinity"]["verdict"] == "right"
+    assert each["zero-infinity"]["times_plain"] == 1.0
+    assert found["groups"] == [["plain", "zero-infinity"]]
+
+
+def test_groups_where_memory_does_not_hold_all(scripted):
+    names = ("plain", "zero-infinity", "vertical/ssd/eager")
+    terms = Terms(rounds=1, round_seconds=0.1, most_together=1)
+    found = Heat(TINY, [Entry.parse(name) for name in names], terms).run()
+    assert found["groups"] == [["plain", "zero-infinity"], ["plain", "vertical/ssd/eager"]]
+    assert all("median_seconds" in each for each in found["contestants"].values())
+
+
+def test_a_race_whose_time_is_up_says_so(scripted):
+    names = ("plain", "zero-infinity")
+    found = Heat(TINY, [Entry.parse(name) for name in names], Terms(deadline=time.monotonic())).run()
+    assert not found["complete"]
+    assert all(each["verdict"] == "not raced: out of time" for each in found["contestants"].values())
+
+
 def test_losses_that_are_apart():
     assert difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
     assert difference([1.0, math.nan], [1.0, 2.0]) == math.inf
