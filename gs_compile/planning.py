@@ -17,7 +17,7 @@ from gs_compile.passes.fit import host_needed, peak
 from gs_compile.passes.lower import flush, lower
 from gs_compile.placement import Placement
 from gs_compile.prediction import Prediction, predict
-from gs_compile.program import Program, StepShape, Unit
+from gs_compile.program import DRAIN, Op, Program, StepShape, Unit
 from gs_compile.step_plan import nbytes_by_home
 from gs_compile.workload import UnitSize
 
@@ -50,7 +50,7 @@ class Planning:
             clip=clip,
             device=device,
             lowered=lambda placement: self._lowered(placement, self.choice.shape),
-            usual=lambda placement: self._lowered(placement, self.choice.shape, again=False),
+            usual=lambda placement: self._usual(placement, self.choice.shape),
         )
         self.host_nbytes = self.choice.host_nbytes
         self.placement = self.choice.placement()
@@ -112,7 +112,7 @@ class Planning:
 
     def predict(self, placement: Placement, shape: StepShape) -> Prediction:
         """What consecutive steps of a kind take on this machine, by the simulator."""
-        program = self._lowered(placement, replace(shape, training=True), again=False)
+        program = self._usual(placement, replace(shape, training=True))
         choice = self.choice
         return predict(program, placement, choice.workload, choice.profile, host_nbytes=self.host_nbytes)
 
@@ -160,10 +160,19 @@ class Planning:
         elsewhere = sized.checkpoint_ratio if self.uses_ssd else 1.0
         return replace(sized, device_checkpoint_ratio=0.0, checkpoint_ratio=elsewhere)
 
+    def _usual(self, placement: Placement, shape: StepShape) -> Program:
+        """The program of a step before and after which updates hold, with the end of what it has kept for the case."""
+        program = self._lowered(placement, shape, again=False)
+        if not placement.speculative:
+            return program
+        over = placement.homes(late=True) - placement.present(program.ops)
+        frees = tuple(Op("free", (value,), DRAIN) for value in sorted(over, key=str))
+        return replace(program, ops=(*program.ops, *frees))
+
     def _lowered(self, placement: Placement, shape: StepShape, *, again: bool = True) -> Program:
         """The program of a candidate, which is not kept: there are many, and they are large.
 
-        Of all there are it is the one that takes the most memory, or without `again` the usual one: updates hold.
+        Of all there are it is the one that takes the most memory, or without `again` one whose updates before held.
         """
         late = shape.training and any(unit.trained(*placement.waiting(again=again)) for unit in placement.units)
         return self._snapshots(placement, shape, late, again, verified=False)[-1]

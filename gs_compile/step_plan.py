@@ -138,7 +138,8 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
             found["other places", other.tier or "host"] += placement.slot(other)[1]
         if placement.order == "horizontal":
             found["sums", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
-        found["late gradients", "host"] += sum(g.numel for g in unit.trained("late")) * unit.gradient_itemsize
+        waiting = sum(group.numel for group in unit.trained(*placement.waiting(again=True)))
+        found["late gradients", "host"] += waiting * unit.gradient_itemsize
     for layer, (micro_batch, nbytes) in product(range(placement.num_layers), enumerate(placement.x_nbytes)):
         found["checkpoints", placement.checkpoint_home(Value("x", layer, micro_batch))] += nbytes
     return {key: nbytes for key, nbytes in found.items() if nbytes}

@@ -34,8 +34,17 @@ def speculative(draw: st.DrawFn) -> Options:
 STEPS = st.just((2, 2, StepShape(tied=frozenset("eh")))) | tiered_steps()
 
 
-@pytest.mark.parametrize("bound", [NEVER, SOMETIMES, ALWAYS], ids=["never", "sometimes", "always"])
-@pytest.mark.parametrize("made_by", ["overlap", "free"])
+@pytest.mark.parametrize(
+    ("bound", "made_by"),
+    [
+        pytest.param(NEVER, "overlap", marks=pytest.mark.slow),
+        (SOMETIMES, "overlap"),
+        pytest.param(ALWAYS, "overlap", marks=pytest.mark.slow),
+        (NEVER, "free"),
+        (SOMETIMES, "free"),
+        (ALWAYS, "free"),
+    ],
+)
 def test_what_is_learned_is_what_delayed_updates_learn(bound, made_by, monkeypatch):
     monkeypatch.setattr(tiers, "MAX_NORM", bound)
 

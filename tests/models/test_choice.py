@@ -129,13 +129,14 @@ def test_too_little_memory_for_clipping_says_what_would_fit_without(rig, storage
 
 @pytest.mark.parametrize(
     ("separate_device", "clip"),
-    [(False, False), (True, False), (False, True)],
-    ids=["one memory", "separate", "clip"],
+    [(False, None), (True, None), (False, "delayed"), (True, "speculative"), (False, "chosen")],
+    ids=str,
 )
 def test_what_does_not_fit_is_planned_and_learns_the_same(rig, storage, caplog, separate_device, clip):
     make = partial(adamw, max_grad_norm=0.5) if clip else adamw
     changes = {"separate_device": separate_device}
-    budget = tight(rig, storage, make, alpha=float(clip), **changes)
+    budget = tight(rig, storage, make, alpha=float(clip is not None), **changes)
+    changes["clip"] = None if clip == "chosen" else clip
     with (
         caplog.at_level(logging.INFO, "gs_compile.choice"),
         rig.fresh(make, given(storage, host_memory=budget, **changes)) as optimizer,
@@ -151,7 +152,10 @@ def test_what_does_not_fit_is_planned_and_learns_the_same(rig, storage, caplog, 
     assert plan.placement == placement
     assert engine.planning.ssd_nbytes > 0
     assert any(plan.ratios.values())
-    assert plan.alpha == 1.0 if clip else plan.alpha <= 0.5
+    assert placement.clip == (clip is not None)
+    assert placement.speculative == (clip == "speculative" or "Clipping is speculative" in caplog.text)
+    assert (clip == "chosen") == ("with delayed updates, " in caplog.text)
+    assert plan.alpha == 1.0 if clip and not placement.speculative else plan.alpha <= 0.5
     assert f"(alpha {plan.alpha:g})" in described
     assert f"planned:     {plan.seconds:.3g} s a step" in described
     assert len(caplog.messages) == 1
@@ -159,7 +163,8 @@ def test_what_does_not_fit_is_planned_and_learns_the_same(rig, storage, caplog, 
         "Plan of model on for tests, vertical: 3 micro-batches of 2 samples of 8 tokens, alpha "
     )
     assert dict(program.peaks)["host"] <= budget
-    in_memory = options(storage, ratios=EVERYTHING, alpha=float(clip), **changes)
+    changes["clip"] = "delayed"
+    in_memory = options(storage, ratios=EVERYTHING, alpha=float(clip is not None), **changes)
     assert found.differences(replace(rig.train(make, in_memory, num_steps=3), losses=[], norms=[])) == []
 
 

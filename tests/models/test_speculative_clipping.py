@@ -114,7 +114,7 @@ def test_it_is_delayed_clipping_bit_for_bit(rigs, storage, delayed, precision, r
 BAD = ((0, "e", math.nan), (2, 1, math.inf), (3, "h", -math.inf), (5, 0, math.nan))
 
 
-@pytest.mark.parametrize("bound", [1.15, math.inf])
+@pytest.mark.parametrize("bound", [1.15, pytest.param(math.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("precision", "ratio", "alpha", "separate"), PLACES)
 def test_gradients_that_are_not_finite_leave_no_trace(rigs, storage, delayed, precision, ratio, alpha, separate, bound):
     expected, _ = delayed(precision, bound, BAD)
@@ -174,7 +174,7 @@ def test_without_a_bound_nothing_is_speculative(rigs, storage):
         assert not optimizer.last_step.taken_back
 
 
-@pytest.mark.parametrize("bound", [1.15, 1e6])
+@pytest.mark.parametrize("bound", [1.15, pytest.param(1e6, marks=pytest.mark.slow)])
 def test_the_horizontal_order_clips_so_too(rigs, storage, bound):
     chosen = {"schedule": "horizontal", "separate_device": True}
     expected, _ = trained(rigs["model"], options(storage, clip="delayed", **chosen), bound)
