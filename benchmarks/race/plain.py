@@ -61,9 +61,9 @@ class Plain(Contestant):
         return {name: master.detach() for name, master in zip(self.names, self.masters, strict=True)}
 
 
-def checkpoint_blocks(model: Any) -> None:
+def checkpoint_blocks(model: Any, *, reentrant: bool = False) -> None:
     """Every block is recomputed in the backward; there is no dropout, so no random state to keep."""
-    options = {"use_reentrant": False, "preserve_rng_state": False}
+    options = {"use_reentrant": reentrant, "preserve_rng_state": False}
     model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
 
 
