@@ -226,9 +226,10 @@ class Choice:
         late = alpha and not self.speculative  # otherwise all gradients wait, whatever alpha
         most = most_alpha(lambda smaller: self._fits(self._make(ratios, smaller))) if late else None
         if most is not None:
+            why = " (max_grad_norm makes all gradients wait)" if self.clip else ""
             message += (
                 ". Late gradients need the memory that obsolete parameters and checkpoints leave: the largest alpha "
-                f"possible here is {most:.2f}, not {alpha:g}" + (" (max_grad_norm needs 1)" if self.clip else "")
+                f"possible here is {most:.2f}, not {alpha:g}{why}"
             )
         raise MemoryBudgetError(message)
 

@@ -60,8 +60,9 @@ class StepInfo:
 class TieredOptimizer(torch.optim.Optimizer):
     """The base of the optimizers of this package; `max_grad_norm` clips the norm of all gradients together.
 
-    With `max_grad_norm` updates wait for that norm and run in the next forward, and a step whose gradients are not
-    finite is skipped as a whole, its state untouched; infinity clips nothing, but skips.
+    With `max_grad_norm` updates wait for that norm and run in the next forward, or are taken back if it says so
+    (`expert.clip`), and a step whose gradients are not finite is skipped as a whole, its state untouched; infinity
+    clips nothing, but skips.
     """
 
     rule: Rule

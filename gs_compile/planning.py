@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,9 +144,14 @@ class Planning:
                 f"updates:     {late / max(trained, 1):.0%} late, in the next forward (alpha {self.choice.alpha:g})",
                 f"peaks:       {peaks}; host budget {format_bytes(self.host_nbytes)}",
                 *([f"planned:     {self.choice.plan.seconds:.3g} s a step"] if self.choice.plan else []),
-                *([table(placement, self.choice.shape)] if placement.room else []),
+                *([self._inactive] if placement.room else []),
             ]
         )
+
+    @cached_property
+    def _inactive(self) -> str:
+        """What the schedule `lifetime` has decided; made once, as every call is described and this lowers a step."""
+        return table(self.placement, self.choice.shape)
 
     def _within_device(self, sized: Placement, shape: StepShape) -> Placement:
         """With checkpoints that would live on the device elsewhere, where it was not planned to hold as many."""

@@ -1,7 +1,7 @@
 """draw: the figures of docs/race.md, from the results that are there.
 
     python -m benchmarks.race.draw                        # all, into docs/figures
-    python -m benchmarks.race.draw race-curves alpha      # these
+    python -m benchmarks.race.draw race-curves race-alpha # these
 
 A figure whose results are missing is not drawn, and said so.
 """
