@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gs_compile.program import Op
+from gs_compile.program import Op, homed
 
 from .clock import Times
 from .waits import COMPUTE, Waits
@@ -66,7 +66,7 @@ class Chains:
 
 def label(op: Op) -> str:
     """The lane, and of a transfer the kind of what it moves: "ssd_read w"."""
-    kind = (*op.results, *op.into, *op.reads)[0].kind
+    kind = homed((*op.results, *op.into, *op.reads)[0]).kind
     return f"{op.lane} {kind}" if op.verb in ("prefetch", "offload") else op.lane
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gs_compile.placement import Placement
-from gs_compile.program import LANES, Op, Program
+from gs_compile.program import LANES, Op, Program, homed
 from gs_compile.text import format_op
 from gs_compile.traffic import op_nbytes
 
@@ -81,7 +81,8 @@ class Simulation:
         """The spans as the events of a run."""
         trace = Trace(events=True)
         for span in self.spans:
-            kind = span.op.verb if span.lane == "compute" else (*span.op.results, *span.op.into, *span.op.reads)[0].kind
+            first = (*span.op.results, *span.op.into, *span.op.reads)[0]
+            kind = span.op.verb if span.lane == "compute" else homed(first).kind
             where = span.lane, _name(span.op), span.start_seconds, span.stop_seconds
             trace.add(*where, span.nbytes, kind, str(span.op.stage))
         return trace
