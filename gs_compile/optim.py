@@ -68,10 +68,9 @@ class TieredOptimizer(torch.optim.Optimizer):
     rule: Rule
 
     def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise OptimizerError(f"max_grad_norm must be more than 0; got {max_grad_norm}")
         self.engine: Engine | None = None
         self.max_grad_norm = max_grad_norm
+        self._check_norm()
         self.num_steps = 0
         self.num_skipped = 0
         self.last_step: StepInfo | None = None
@@ -101,9 +100,21 @@ class TieredOptimizer(torch.optim.Optimizer):
         """The param groups as they are set now, without their parameters."""
         for group in self.param_groups:
             self._check(group)
+        self._check_norm()
         if self.engine is not None and self.components != self.engine.components:
             raise OptimizerError("momentum was 0 when the model first ran, so there is no state for it: set it before")
         return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+
+    def _check_norm(self) -> None:
+        if self.max_grad_norm is None:
+            return
+        if not self.max_grad_norm > 0:
+            raise OptimizerError(f"max_grad_norm must be more than 0; got {self.max_grad_norm}")
+        if self.engine is not None and not self.engine.placement.clip:
+            raise OptimizerError(
+                "max_grad_norm was None when the model first ran, so updates do not wait for a norm: give it when the "
+                "optimizer is made (math.inf clips nothing), and change it between steps from then on"
+            )
 
     @property
     def group_of(self) -> Mapping[torch.Tensor, int]:

@@ -212,7 +212,7 @@ class Placement:
 
     def takes_back(self, *, holds: bool) -> bool:
         """Whether early updates of a step are taken back, and run again; `holds`: nothing is scaled or skipped."""
-        return self.speculative and not holds
+        return self.speculative and not holds and any(self.speculated(unit) for unit in self.units)
 
     def homes(self, *, late: bool, again: bool = True) -> frozenset[Value]:
         """What lives on between steps; `late`: gradients wait for their update; `again`: also those of early ones."""

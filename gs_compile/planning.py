@@ -132,6 +132,7 @@ class Planning:
         homes, placement = nbytes_by_home(self.placement), self.placement
         kinds = ["parameters", "states", "checkpoints", *(["sums"] if placement.order == "horizontal" else [])]
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
+        others = [homes.get(("other places", tier), 0) for tier in ("host", "ssd")]
         peaks = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in program.peaks)
         return "\n".join(
             [
@@ -140,6 +141,11 @@ class Planning:
                     f"{format_bytes(homes.get((kind, 'host'), 0))} on host, "
                     f"{format_bytes(homes.get((kind, 'ssd'), 0))} on SSD"
                     for kind in kinds
+                ),
+                *(
+                    [f"other:       {format_bytes(others[0])} on host, {format_bytes(others[1])} on SSD, early updates"]
+                    if placement.speculative
+                    else []
                 ),
                 f"updates:     {late / max(trained, 1):.0%} late, in the next forward (alpha {self.choice.alpha:g})",
                 f"peaks:       {peaks}; host budget {format_bytes(self.host_nbytes)}",

@@ -13,7 +13,7 @@ from torch.nn import functional
 from zoo import GPT, VOCAB
 
 import gs_compile
-from gs_compile.errors import NonFiniteWarning
+from gs_compile.errors import NonFiniteWarning, OptimizerError
 
 # Clipping -------------------------------------------------------------------------------------------------------------
 
@@ -42,6 +42,14 @@ def test_clipping_is_exact(bound, tmp_path):
     first = trained()
     assert distance({name: first[name] for name in values(reference)}, values(reference)) < 1e-6
     assert_same(trained(separate_device=True, ratios={"parameter": 0.5, "optimizer": 0.3, "checkpoint": 1.0}), first)
+
+
+def test_a_bound_that_comes_too_late_is_refused(tmp_path):
+    with learner(tmp_path) as one:
+        one.train(0)
+        one.optimizer.max_grad_norm = 1.0
+        with pytest.raises(OptimizerError, match="max_grad_norm was None when the model first ran"):
+            one.train(1)
 
 
 # Gradients that are not finite ----------------------------------------------------------------------------------------

@@ -104,7 +104,8 @@ def add_bounds(results: dict[str, dict[str, Any]], profile: Profile) -> None:
     io_seconds: of the bytes that the contestant itself has moved, by the operating system's count.
     share: of the roofline, the larger of both, in the seconds it took.
     """
-    timed = {name: found for name, found in results.items() if "median_seconds" in found}
+    right = {name: found for name, found in results.items() if found["verdict"] == "right"}
+    timed = {name: found for name, found in right.items() if "median_seconds" in found}
     for found in timed.values():
         names = IN_MEMORY["inductor" if is_compiled(found["settings"]) else "eager"]
         computed = [timed[name]["median_seconds"] for name in names if name in timed]

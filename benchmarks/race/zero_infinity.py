@@ -93,6 +93,8 @@ class ZeroInfinity(Contestant):
         config = configuration(self.case, self.storage, settings)
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         self.model = model
+        for folder in ("offload_param", "offload_optimizer"):
+            config["zero_optimization"][folder]["nvme_path"] = "a folder of its own"
         return {**settings, "config": config, "threads": torch.get_num_threads()}
 
     def step(self, ids: torch.Tensor) -> float:
