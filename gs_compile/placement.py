@@ -237,7 +237,8 @@ class Placement:
         for op in ops:
             found |= dict.fromkeys(value for value in op.reads if value.kind == "dw" and value not in defined)
             defined.update(op.results)
-        groups = {self.by_unit[value.unit].dw[value.part].when for value in found if value.unit is not None}
+        placed = ((self.by_unit.get(value.unit), value.part) for value in found if value.unit is not None)
+        groups = {unit.dw[part].when for unit, part in placed if unit}
         return self.homes(late=bool(found), again="early" in groups)
 
     def reclaims(self, unit: UnitPlacement, part: Part) -> bool:

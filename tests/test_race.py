@@ -180,7 +180,8 @@ def test_least_seconds_of_the_drive(machine):
 
 def test_the_share_of_the_roofline(machine):
     def one(seconds, settings, nbytes=0.0):
-        return {"median_seconds": seconds, "settings": settings, "read_bytes": nbytes, "write_bytes": 0.0}
+        found = {"verdict": "right", "median_seconds": seconds, "settings": settings}
+        return {**found, "read_bytes": nbytes, "write_bytes": 0.0}
 
     results = {
         "plain": one(2.0, {}),
@@ -189,6 +190,7 @@ def test_the_share_of_the_roofline(machine):
         "vertical/ssd/eager": one(2.5, {"compiler": "eager"}),
         "vertical/ssd/inductor": one(4.0, {"compiler": "inductor"}, machine.ssd_read_bytes_per_second * 3.8),
         "fsdp2": {"verdict": "not raced", "settings": {}},
+        "vertical/host/eager/alpha=0": {**one(0.1, {"compiler": "eager"}), "verdict": "wrong: of its losses"},
     }
     add_bounds(results, machine)
     assert results["vertical/ssd/eager"]["share"] == pytest.approx(0.8)

@@ -120,7 +120,13 @@ def test_clipping_cannot_do_without_delay():
 
 
 def made(**changes):
-    usual = {"num_micro_batches": 4, "seconds": 2.0, "written": 100, "homes": {("states", "ssd"): 1}}
+    usual = {
+        "schedule": "vertical",
+        "num_micro_batches": 4,
+        "seconds": 2.0,
+        "written": 100,
+        "homes": {("states", "ssd"): 1},
+    }
     simulation = SimpleNamespace(busy={"compute": changes.pop("compute", 0.5)})
     budgets = replace(BUDGETS, wear_bytes_per_second=changes.pop("wear", None))
     return SimpleNamespace(**{**usual, **changes}, simulation=simulation, budgets=budgets)
