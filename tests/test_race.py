@@ -246,6 +246,15 @@ def test_bounds_that_hold_and_bounds_that_are_missed():
     assert sum(not claim.found for claim in claims.values()) == len(claims) - 5
 
 
+def test_a_roofline_that_is_exceeded_proves_nothing():
+    one = {"verdict": "right", "median_seconds": 1.0, "times_plain": 1.0, "share": 1.5, "step_peak_rss": 9}
+    heats = [{"micro_batches": 1, "contestants": {"vertical/ssd/eager": one}}]
+    (claim,) = (
+        claim for claim in bounds.bounds({"race-350m": {"heats": heats}}) if "roofline" in claim.what and claim.found
+    )
+    assert (claim.found, claim.verdict) == ("1.50: the drive was measured too slow", "")
+
+
 def test_curves_apart():
     losses = {"plain": [2.0, 1.0], "vertical": [2.0, 1.15], "horizontal": [2.02, 1.0], curves.NOISE[0]: [2.0, 1.05]}
     differences = curves.apart(losses)
