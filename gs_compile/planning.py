@@ -60,9 +60,7 @@ class Planning:
         """The layout's shape where parameters of the units `tied` are apart."""
         return layout.shape_of(self.sizes, tied, training=training)
 
-    def programs(
-        self, placement: Placement, shape: StepShape, *, late: bool, again: bool = False
-    ) -> tuple[Program, ...]:
+    def programs(self, placement: Placement, shape: StepShape, *, late: bool, again: bool) -> tuple[Program, ...]:
         """Every snapshot of a step; `late`: the step before has left updates; `again`: and some that did not hold."""
         key = (placement, shape, late, again)
         if key not in self._programs:
@@ -70,7 +68,7 @@ class Planning:
         return self._programs[key]
 
     def _snapshots(
-        self, placement: Placement, shape: StepShape, late: bool, again: bool = True, *, verified: bool = True
+        self, placement: Placement, shape: StepShape, late: bool, again: bool, *, verified: bool = True
     ) -> tuple[Program, ...]:
         return tuple(
             lower(
@@ -85,7 +83,7 @@ class Planning:
             )
         )
 
-    def flush(self, *, again: bool = False) -> Program:
+    def flush(self, *, again: bool) -> Program:
         """The late updates alone; `again`: and those that did not hold."""
         key = ("flush", again)
         if key not in self._programs:

@@ -19,23 +19,22 @@ from typing import Any
 
 from benchmarks.race.contest import Case
 from benchmarks.race.entrant import Entrant, EntrantError
-from benchmarks.race.heat import CHECKED_STEPS, START_SECONDS, STEP_SECONDS
+from benchmarks.race.heat import CHECKED_STEPS, START_SECONDS, STEP_SECONDS, warmed_up
 from benchmarks.race.measures import MachineSpeed, machine_facts
 from benchmarks.race.roster import Entry
 from benchmarks.race.terms import (
     Terms,
     add_case_arguments,
+    add_rows,
     add_terms_arguments,
     case_of,
     command_line,
     end_gently,
     load,
-    save,
     terms_of,
 )
 
 CONTESTANTS = ("plain", "vertical/host/eager", "vertical/ssd/eager", "vertical/half/eager", "horizontal/ssd/eager")
-MOST_STEPS = 8
 
 
 def break_down(case: Case, names: list[str], terms: Terms) -> dict[str, Any]:
@@ -60,8 +59,7 @@ def break_down(case: Case, names: list[str], terms: Terms) -> dict[str, Any]:
 def one(entrant: Entrant, entry: Entry, terms: Terms) -> dict[str, Any]:
     """The seconds of one of several steps, in parts."""
     entrant.ready(START_SECONDS)
-    warm = [entrant.ask(f"step {number}", STEP_SECONDS)["seconds"] for number in range(CHECKED_STEPS)][-1]
-    count = max(1, min(MOST_STEPS, round(2 * terms.round_seconds / warm)))
+    count = terms.num_steps(warmed_up(entrant) / 2)
     if entry.is_ours:
         return entrant.ask(f"breakdown {CHECKED_STEPS} {count}", STEP_SECONDS * count)
     seconds = entrant.ask(f"steps {CHECKED_STEPS} {count}", STEP_SECONDS * count)["seconds"] / count
@@ -90,18 +88,15 @@ def main() -> None:
     case, names = case_of(arguments), arguments.contestants.split(",")
     setting = {**asdict(case), "micro_batches": None}
     found = load(arguments.output, {"setting": setting, "contestants": names}, again=arguments.again)
-    rows = {row["micro_batches"]: row for row in found.get("rows", [])}
+
+    def measured(number: int) -> dict[str, Any]:
+        print(f"{number} micro-batches:", flush=True)
+        return break_down(replace(case, micro_batches=number), names, terms)
+
     with tempfile.TemporaryDirectory() as folder:
         terms, _ = terms_of(arguments, Path(folder))
         found |= {"commands": [*found.get("commands", []), command_line()], "machine": machine_facts()}
-        for number in arguments.micro_batches:
-            if number in rows or terms.left <= 0:
-                print(f"{number} micro-batches: {'done before' if number in rows else 'the time is up'}", flush=True)
-                continue
-            print(f"{number} micro-batches:", flush=True)
-            rows[number] = break_down(replace(case, micro_batches=number), names, terms)
-            found["rows"] = [rows[each] for each in sorted(rows)]
-            save(found, arguments.output)
+        add_rows(found, arguments.micro_batches, terms, arguments.output, measured)
 
 
 if __name__ == "__main__":

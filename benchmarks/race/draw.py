@@ -23,12 +23,10 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.race.curves import NOISE
 from benchmarks.race.measures import normalised
-from benchmarks.race.roster import PLAIN, ROOT
+from benchmarks.race.roster import FIGURES, PLAIN, RESULTS
 from benchmarks.race.traffic import draw_traffic
 from gs_compile.draw import COLOURS, INK, SERIES, SOFT, STYLE
 
-RESULTS = ROOT / "benchmarks" / "results"
-FIGURES = ROOT / "docs" / "figures"
 COLUMNS = 3  # of the panels
 KNOWN = {PLAIN: "#1c2128", "fsdp2": "#8c6bb1", "zero-infinity": "#d55e00"}  # ours take the other colours in turn
 OURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#b8a000", "#7f5539", "#40798c")

@@ -21,7 +21,7 @@ from benchmarks.race.contest import Case
 from benchmarks.race.entrant import Entrant, EntrantError
 from benchmarks.race.measures import MachineSpeed, spread
 from benchmarks.race.roster import PLAIN, Entry
-from benchmarks.race.terms import Terms
+from benchmarks.race.terms import MOST_STEPS, Terms
 from gs_compile.machine import available_memory, format_bytes
 
 CHECKED_STEPS = 2  # before anything is timed; they also compile, and fill whatever is kept from step to step
@@ -29,8 +29,12 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of losses against plain PyTorch's, r
 DRIFT = 10.0  # times as much for the steps that are timed: rounding grows as training goes on
 START_SECONDS = 1800.0  # a start may build operators in C++
 STEP_SECONDS = 1800.0
-MOST_STEPS = 8  # of a round
 HEADROOM = 1.25  # memory that has to be free for the next start, in peaks of the largest so far
+
+
+def warmed_up(entrant: Entrant) -> float:
+    """Seconds of the last of a contestant's first steps."""
+    return [entrant.ask(f"step {number}", STEP_SECONDS)["seconds"] for number in range(CHECKED_STEPS)][-1]
 
 
 @dataclass
@@ -134,7 +138,7 @@ class Heat:
         if not runners:
             return
         fastest = min(runner.step_seconds for runner in runners)
-        count = max(1, min(MOST_STEPS, round(self.terms.round_seconds / fastest)))
+        count = self.terms.num_steps(fastest)
         one_round = count * sum(runner.step_seconds for runner in runners)
         timed = {runner.entry.name: Timing() for runner in runners}
         for runner in list(runners):

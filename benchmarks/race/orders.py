@@ -19,25 +19,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.race.contest import Case
-from benchmarks.race.entrant import Entrant
-from benchmarks.race.heat import CHECKED_STEPS, START_SECONDS, STEP_SECONDS
+from benchmarks.race.heat import CHECKED_STEPS, START_SECONDS, STEP_SECONDS, warmed_up
 from benchmarks.race.measures import MachineSpeed, machine_facts, spread
 from benchmarks.race.roster import Entry
 from benchmarks.race.terms import (
+    MOST_STEPS,
     Terms,
     add_case_arguments,
+    add_rows,
     add_terms_arguments,
     case_of,
     command_line,
     end_gently,
     load,
-    save,
     terms_of,
 )
 
 ORDERS = ("vertical", "horizontal")
 SHORT = 32  # tokens of a sequence where none is given
-MOST_STEPS = 8
 
 
 def compare(case: Case, terms: Terms, home: str, compiler: str) -> dict[str, Any]:
@@ -53,7 +52,7 @@ def compare(case: Case, terms: Terms, home: str, compiler: str) -> dict[str, Any
         for entrant in entrants.values():
             entrant.ready(START_SECONDS)
         warm = {order: warmed_up(entrant) for order, entrant in entrants.items()}
-        count = max(1, min(MOST_STEPS, round(terms.round_seconds / min(warm.values()))))
+        count = terms.num_steps(min(warm.values()))
         seconds: dict[str, list[float]] = {order: [] for order in ORDERS}
         simulated: dict[str, list[float]] = {order: [] for order in ORDERS}
         for number in range(terms.rounds):
@@ -76,11 +75,6 @@ def compare(case: Case, terms: Terms, home: str, compiler: str) -> dict[str, Any
     }
 
 
-def warmed_up(entrant: Entrant) -> float:
-    """Seconds of the last of the first steps."""
-    return [entrant.ask(f"step {number}", STEP_SECONDS)["seconds"] for number in range(CHECKED_STEPS)][-1]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_case_arguments(parser)
@@ -97,26 +91,23 @@ def main() -> None:
     case = replace(case, sequence=SHORT) if arguments.sequence is None else case
     setting = {**asdict(case), "micro_batches": None, "home": arguments.home, "compiler": arguments.compiler}
     found = load(arguments.output, {"setting": setting}, again=arguments.again)
-    rows = {row["micro_batches"]: row for row in found.get("rows", [])}
+
+    def measured(number: int) -> dict[str, Any]:
+        row = compare(replace(case, micro_batches=number), terms, arguments.home, arguments.compiler)
+        medians = {order: statistics.median(values) for order, values in row["seconds"].items()}
+        print(
+            f"{number} micro-batches: {medians['vertical']:.3f} s vertical, {medians['horizontal']:.3f} s "
+            f"horizontal: {row['measured_ratio']:.3f} x, simulated {row['simulated_ratio']:.3f} x "
+            f"({row['apart']:+.1%})",
+            flush=True,
+        )
+        return row
+
     with tempfile.TemporaryDirectory() as folder:
         terms, machine = terms_of(arguments, Path(folder))
         found |= {"commands": [*found.get("commands", []), command_line()], "machine": machine_facts()}
         found |= {"profile": machine.as_dict()}
-        for number in arguments.micro_batches:
-            if number in rows or terms.left <= 0:
-                print(f"{number} micro-batches: {'done before' if number in rows else 'the time is up'}", flush=True)
-                continue
-            row = compare(replace(case, micro_batches=number), terms, arguments.home, arguments.compiler)
-            rows[number] = row
-            found["rows"] = [rows[each] for each in sorted(rows)]
-            save(found, arguments.output)
-            medians = {order: statistics.median(values) for order, values in row["seconds"].items()}
-            print(
-                f"{number} micro-batches: {medians['vertical']:.3f} s vertical, {medians['horizontal']:.3f} s "
-                f"horizontal: {row['measured_ratio']:.3f} x, simulated {row['simulated_ratio']:.3f} x "
-                f"({row['apart']:+.1%})",
-                flush=True,
-            )
+        add_rows(found, arguments.micro_batches, terms, arguments.output, measured)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from benchmarks.race.contest import ENVIRONMENT, Case
 from benchmarks.race.entrant import Entrant
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+FIGURES = ROOT / "docs" / "figures"
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 PEERS = {"plain": "plain", "fsdp2": "fsdp2", "zero-infinity": "zero_infinity"}  # name: module
 SCHEDULES = ("vertical", "horizontal", "single", "lifetime")

@@ -19,13 +19,11 @@ from typing import Any
 from benchmarks.race.bounds import bounds
 from benchmarks.race.curves import NOISE, noise
 from benchmarks.race.measures import normalised
-from benchmarks.race.roster import ROOT
+from benchmarks.race.roster import FIGURES, RESULTS, ROOT
 from gs_compile.machine import format_bytes
 
-RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "race.md"
 MISSING = "*Not measured yet.*"
-FIGURES = ROOT / "docs" / "figures"
 MARKERS = re.compile(r"(<!-- (table|figure): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from benchmarks.race.contest import PRESETS, Case
 from benchmarks.race.roster import PEERS_PYTHON, ROOT
 from gs_compile.profile import Profile
 from gs_compile.profiles import profile
+
+MOST_STEPS = 8  # of a round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,10 @@ class Terms:
     @property
     def left(self) -> float:
         return self.deadline - time.monotonic()
+
+    def num_steps(self, step_seconds: float) -> int:
+        """Of a round, where the fastest takes so long for one."""
+        return max(1, min(MOST_STEPS, round(self.round_seconds / step_seconds)))
 
 
 def end_gently() -> None:
@@ -103,6 +110,20 @@ def load(output: Path, asked: dict[str, Any], *, again: bool) -> dict[str, Any]:
     if any(found[key] != value for key, value in asked.items()):
         raise SystemExit(f"{output} is of another case or other contestants: choose another --output, or --again")
     return dict(found)
+
+
+def add_rows(
+    found: dict[str, Any], numbers: list[int], terms: Terms, output: Path, measure: Callable[[int], dict[str, Any]]
+) -> None:
+    """A row for each number of micro-batches that has none yet, as far as time goes; each is in `output` at once."""
+    rows = {row["micro_batches"]: row for row in found.get("rows", [])}
+    for number in numbers:
+        if number in rows or terms.left <= 0:
+            print(f"{number} micro-batches: {'done before' if number in rows else 'the time is up'}", flush=True)
+            continue
+        rows[number] = measure(number)
+        found["rows"] = [rows[each] for each in sorted(rows)]
+        save(found, output)
 
 
 def save(found: dict[str, Any], output: Path) -> None:
