@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch import fx
 
+from gs_compile.gradients import Term
 from gs_compile.program import EPILOGUE, Unit
 
 # What a graph input is. "batch" has the batch along dimension 0; "constant" is shared by all micro-batches; "size"
@@ -137,7 +138,7 @@ class UnitCode(Protocol):
 
     forward(*inputs)                returns the unit's results
     backward(*inputs, *gradients)   runs forward again; returns the gradients of `unit.differentiable`, given those of
-                                    `unit.differentiated` results
+                                    `unit.differentiated` results; parameters' may be factors
     both(*inputs)                   of the head: its results, then the gradients of its loss
     """
 
@@ -145,10 +146,10 @@ class UnitCode(Protocol):
     def forward(self) -> Callable[..., Sequence[torch.Tensor]]: ...
 
     @property
-    def backward(self) -> Callable[..., Sequence[torch.Tensor]]: ...
+    def backward(self) -> Callable[..., Sequence[Term]]: ...
 
     @property
-    def both(self) -> Callable[..., Sequence[torch.Tensor]]: ...
+    def both(self) -> Callable[..., Sequence[Any]]: ...
 
     @property
     def draws_random(self) -> bool: ...

@@ -4,6 +4,8 @@
     backward(inputs, gradients) -> gradients of the differentiable inputs     (runs forward again inside)
     both(inputs)                -> results, gradients of the loss             (the head's, in one go)
 
+Parameters' gradients may come as factors (`factor`); `graph` shows the graphs without that.
+
 Each is traced by functorch's `make_fx` with autograd running inside the trace, so what is compiled is a plain ATen
 graph: recomputation and backward are one graph, and what the backward does not need is not recomputed. (In the place
 of autograd `torch.func.vjp` refuses custom operators and autograd.Functions without `setup_context`, as in
@@ -15,14 +17,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from gs_compile.gradients import Term
 from gs_compile.graph import UnitGraph
 
+from .factor import assemble, factor
 from .generate import Generator
 
 Tensors = Sequence[torch.Tensor]
@@ -45,15 +50,15 @@ class Differentiated:
 
     @cached_property
     def forward(self) -> Callable[..., Sequence[torch.Tensor]]:
-        return self._compiled("forward")
+        return self._compiled("forward", self.graph("forward"))
 
     @cached_property
-    def backward(self) -> Callable[..., Sequence[torch.Tensor]]:
-        return self._compiled("backward")
+    def backward(self) -> Callable[..., Sequence[Term]]:
+        return self._factored("backward", 0)
 
     @cached_property
-    def both(self) -> Callable[..., Sequence[torch.Tensor]]:
-        return self._compiled("both")
+    def both(self) -> Callable[..., Sequence[Any]]:
+        return self._factored("both", len(self.unit.results))
 
     @cached_property
     def draws_random(self) -> bool:
@@ -103,8 +108,15 @@ class Differentiated:
         graph.recompile()
         return graph
 
-    def _compiled(self, name: str) -> Callable[..., Sequence[torch.Tensor]]:
-        graph, start = self.graph(name), time.perf_counter()
+    def _factored(self, name: str, num_results: int) -> Callable[..., Sequence[Term]]:
+        """`name` compiled; what follows its results are gradients, and those of parameters come as factors."""
+        chosen = [self.unit.sources[index].kind == "input" for index in self.unit.differentiable]
+        graph, forms = factor(self.graph(name), [*[False] * num_results, *chosen])
+        compiled = self._compiled(name, graph)
+        return lambda *arguments: assemble(compiled(*arguments), forms)
+
+    def _compiled(self, name: str, graph: fx.GraphModule) -> Callable[..., Sequence[torch.Tensor]]:
+        start = time.perf_counter()
         with torch.no_grad(), torch._C._DisableAutocast():
             compiled = self._generator.generate(graph, self._inputs(name))
         self.seconds += time.perf_counter() - start

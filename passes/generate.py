@@ -26,12 +26,16 @@ class Generator:
 
     @property
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        """What operations are traced as; inductor's may change strides, so its views must be chosen after them."""
+        """What operations are traced as; inductor's may change strides, so its views must be chosen after them.
+
+        Embeddings' backward stays whole, for `factor`; where that leaves it, inductor decomposes it itself.
+        """
         if self.compiler == "eager":
             return {}
         from torch._inductor.decomposition import select_decomp_table
 
-        return select_decomp_table()
+        whole = torch.ops.aten.embedding_dense_backward.default
+        return {operation: meaning for operation, meaning in select_decomp_table().items() if operation is not whole}
 
     def generate(self, graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
         """A function of the same inputs and outputs as `graph_module`, for tensors like `inputs` (fake ones)."""

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from gs_compile.gradients import Term, add_term, put_term
+
 from .arena import Buffer, Charge
 from .lanes import Ticket
 from .store import Extent
@@ -129,11 +131,9 @@ class Gradient(Held):
     def added(self) -> frozenset[Any]:
         return frozenset(self._added)
 
-    def add(self, gradients: Mapping[Any, torch.Tensor], among: Sequence[torch.Tensor]) -> None:
-        for key in gradients.keys() & self._added:
-            self.views[key].add_(gradients[key])
-        for key in gradients.keys() - self._added:
-            self.views[key].copy_(gradients[key])
+    def add(self, gradients: Mapping[Any, Term], among: Sequence[torch.Tensor]) -> None:
+        for key, term in gradients.items():
+            (add_term if key in self._added else put_term)(self.views[key], term)
         self._added |= gradients.keys()
 
     def scale(self, factor: torch.Tensor) -> None:

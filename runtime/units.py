@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from gs_compile.gradients import Term, add_term, tensors_of
 from gs_compile.graph import Source, TensorSpec, UnitCode, UnitGraph
 from gs_compile.program import EPILOGUE, PROLOGUE, Unit, Value
 
@@ -46,23 +47,31 @@ class Accumulator:
     def __init__(self) -> None:
         self.sums: dict[Any, torch.Tensor] = {}
 
-    def add(self, gradients: Mapping[Any, torch.Tensor], among: Tensors) -> None:
-        """Add `gradients`; the first of a key is kept itself where no other tensor `among` all alive has its memory."""
-        known = [key for key in gradients if key in self.sums]
-        if known:
-            torch._foreach_add_([self.sums[key] for key in known], [gradients[key] for key in known])
-        fresh = [key for key in gradients if key not in self.sums]
+    def add(self, gradients: Mapping[Any, Term], among: Tensors) -> None:
+        """Add gradients; the first of a key is kept itself where no other tensor `among` all alive has its memory."""
+        known = {key: gradient for key, gradient in gradients.items() if key in self.sums}
+        whole = {key: gradient for key, gradient in known.items() if isinstance(gradient, torch.Tensor)}
+        if whole:
+            torch._foreach_add_([self.sums[key] for key in whole], list(whole.values()))
+        for key in known.keys() - whole.keys():
+            add_term(self.sums[key], known[key])
         memory = [tensor.untyped_storage().data_ptr() for tensor in among]
-        for key in fresh:
-            gradient = gradients[key]
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            storage = gradient.untyped_storage()
-            alone = memory.count(storage.data_ptr()) == 1 and storage.nbytes() == gradient.nbytes
-            self.sums[key] = gradient if alone and gradient.dtype == wide else gradient.to(wide, copy=True)
+        for key in gradients.keys() - known.keys():
+            self.sums[key] = _kept(gradients[key], memory)
 
     def scale(self, factor: torch.Tensor) -> None:
         for total in self.sums.values():
             total.mul_(factor)
+
+
+def _kept(gradient: Term, memory: Sequence[int]) -> torch.Tensor:
+    """A gradient as the first of a sum; `memory`: what all tensors that are alive have, itself among them."""
+    if not isinstance(gradient, torch.Tensor):
+        return gradient.dense()
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    storage = gradient.untyped_storage()
+    alone = memory.count(storage.data_ptr()) == 1 and storage.nbytes() == gradient.nbytes
+    return gradient if alone and gradient.dtype == wide else gradient.to(wide, copy=True)
 
 
 class CompiledUnits:
@@ -201,17 +210,23 @@ class CompiledUnits:
         return tensor
 
     def _spread(
-        self, graph: UnitGraph, micro_batch: int, gradients: Tensors, reads: Mapping[str, Any], held: Tensors = ()
+        self,
+        graph: UnitGraph,
+        micro_batch: int,
+        gradients: Sequence[Term],
+        reads: Mapping[str, Any],
+        held: Tensors = (),
     ) -> torch.Tensor | None:
         """Add gradients to the accumulators they belong to; returns that of x.
 
         What passes a gradient on unchanged, as an addition does, gives one tensor for several inputs, or the one it
         was given (`held`): an accumulator must not add to that in place.
         """
-        dx, parameters, sides = None, dict[Any, torch.Tensor](), dict[Any, torch.Tensor]()
+        dx, parameters, sides = None, dict[Any, Term](), dict[Any, Term]()
         for index, gradient in zip(graph.differentiable, gradients, strict=True):
             source = graph.sources[index]
             if source.kind == "x":
+                assert isinstance(gradient, torch.Tensor)
                 dx = gradient
             elif source.kind == "side":
                 sides[source.index] = gradient
@@ -219,13 +234,14 @@ class CompiledUnits:
                 parameters[source.index, micro_batch] = gradient
             else:
                 parameters[source.index] = gradient
+        alive = [*(tensor for gradient in gradients for tensor in tensors_of(gradient)), *held]
         if "dwt" in reads:  # the unit's own, and those that it shares with others
             shared = {key: parameters.pop(key) for key in list(parameters) if key in reads["dwt"].views}
-            reads["dwt"].add(shared, among=(*gradients, *held))
+            reads["dwt"].add(shared, among=alive)
         if "dw" in reads:
-            reads["dw"].add(parameters, among=(*gradients, *held))
+            reads["dw"].add(parameters, among=alive)
         if "dside" in reads:
-            reads["dside"].add(sides, among=(*gradients, *held))
+            reads["dside"].add(sides, among=alive)
         return dx
 
 

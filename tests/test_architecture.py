@@ -22,6 +22,7 @@ FOUNDATION = {"program", "config", "errors", "machine"}
 GROUND = {
     "forms",
     "fx",
+    "gradients",
     "graph",
     "initialise",
     "mapped",

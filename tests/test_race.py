@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from benchmarks.race import bounds, curves, draw, tables
+from benchmarks.race import bounds, curves, draw, measures, tables
 from benchmarks.race.contest import Case
 from benchmarks.race.entrant import Entrant, EntrantError
 from benchmarks.race.heat import Heat, Terms, difference
@@ -262,3 +262,36 @@ def test_curves_apart():
     report = curves.report({"largest_difference": differences})
     assert "vertical: more than rounding, 3.00 times" in report
     assert "horizontal: within rounding noise, 0.20 times" in report
+
+
+@pytest.mark.parametrize(
+    ("each_second", "idle"),
+    [
+        ([(2.0, 0), (2.0, 0), (0.0, 0)], True),  # computation ends
+        ([(0.0, 900_000), (0.0, 90_000), (0.0, 5)], True),  # files go
+        ([(0.0, 0), (0.0, 0), (1.0, 0)], False),  # someone works now and then
+        ([(0.1, 0), (0.1, 50_000)], False),
+    ],
+)
+def test_waiting_until_the_machine_is_idle(monkeypatch, each_second, idle):
+    now, last = [0.0], len(each_second) - 1
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+    def work_done():
+        per_second = [each_second[min(second, last) if idle else second % (last + 1)] for second in range(int(now[0]))]
+        return sum(busy for busy, _ in per_second), sum(sectors for _, sectors in per_second)
+
+    monkeypatch.setattr(measures, "_work_done", work_done)
+    assert measures.wait_until_idle(30.0) is idle
+    assert now[0] == (5.0 if idle else 30.0)
+
+
+def test_work_done_is_what_the_system_counts():
+    before = measures._work_done()
+    end = time.process_time() + 0.2
+    while time.process_time() < end:
+        pass
+    after = measures._work_done()
+    assert after[0] - before[0] >= 0.1
+    assert after[1] >= before[1]

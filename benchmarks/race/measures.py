@@ -21,6 +21,8 @@ import torch
 from gs_compile.machine import usable_cores, usable_memory
 from gs_compile.profile import Profile
 
+MOST_BUSY = 0.2  # core seconds a second of an idle machine
+MOST_SECTORS = 20_000  # of 512 bytes, a second
 ROWS = 768  # of the product: it fits a core's cache, so that it tells the processor's speed and no one's traffic
 REPEATS = 12
 IN_MEMORY = {
@@ -118,6 +120,33 @@ def add_bounds(results: dict[str, dict[str, Any]], profile: Profile) -> None:
 def is_compiled(settings: Mapping[str, Any]) -> bool:
     """Whether a contestant with these settings runs generated code."""
     return settings.get("compiler", settings.get("compile", "eager")) not in ("eager", "none")
+
+
+def wait_until_idle(seconds: float = 180.0, *, quiet: int = 3) -> bool:
+    """Return when the machine has been idle for `quiet` seconds; False if it is not within `seconds`, or cannot tell.
+
+    What has just ended still gives its files and memory back, and a drive measured beside that is too slow.
+    """
+    end, idle_for = time.monotonic() + seconds, 0
+    try:
+        before = _work_done()
+        while idle_for < quiet and time.monotonic() < end:
+            time.sleep(1.0)
+            now = _work_done()
+            busy, sectors = (new - old for new, old in zip(now, before, strict=True))
+            idle_for = idle_for + 1 if busy <= MOST_BUSY and sectors <= MOST_SECTORS else 0
+            before = now
+    except (OSError, ValueError):
+        return False
+    return idle_for >= quiet
+
+
+def _work_done() -> tuple[float, int]:
+    """Seconds of all cores and sectors of all drives since the machine has started, as Linux counts them."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # without idle and waiting
+    fields = [line.split() for line in Path("/proc/diskstats").read_text().splitlines()]
+    return busy, sum(int(words[5]) + int(words[9]) for words in fields if not words[2].startswith(("loop", "ram")))
 
 
 def machine_facts() -> dict[str, Any]:

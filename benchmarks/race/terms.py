@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.race.contest import PRESETS, Case
+from benchmarks.race.measures import wait_until_idle
 from benchmarks.race.roster import PEERS_PYTHON, ROOT
 from gs_compile.profile import Profile
 from gs_compile.profiles import profile
@@ -81,6 +82,8 @@ def add_terms_arguments(parser: argparse.ArgumentParser) -> None:
 def terms_of(arguments: argparse.Namespace, folder: Path) -> tuple[Terms, Profile]:
     """How heats are run, and the machine's profile, measured now, which is kept in `folder` for our contestants."""
     deadline = time.monotonic() + 60 * arguments.minutes
+    if not wait_until_idle():
+        print("other work keeps this machine busy, or it does not tell: what is measured may be too slow", flush=True)
     found = profile(arguments.machine, arguments.storage or folder, refresh=arguments.machine is None)
     path = folder / "machine.json"
     found.save(path)

@@ -1,0 +1,98 @@
+"""gradients: how a unit's code hands over a parameter's gradient: the tensor, or factors that are smaller.
+
+    weight      dw = left @ right             Product     total += left @ right is one call of the matrix library
+    embedding   dw[ids] += rows, else zero    Rows        only the rows that a micro-batch has used are touched
+
+Added to a sum as factors, a gradient is never in memory by itself: neither written nor read again for the addition.
+`passes.factor` finds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The gradient of a matrix, `left` [rows, inner] times `right` [inner, columns]."""
+
+    left: Tensor
+    right: Tensor
+
+    def dense(self) -> Tensor:
+        return torch.mm(self.left, self.right)
+
+    def add_to(self, total: Tensor) -> None:
+        if total.dtype == self.left.dtype:
+            total.addmm_(self.left, self.right)
+        else:  # summed in float64 with others
+            total.add_(self.dense())
+
+    def copy_to(self, total: Tensor) -> None:
+        if total.dtype == self.left.dtype:
+            torch.mm(self.left, self.right, out=total)
+        else:
+            total.copy_(self.dense())
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The gradient of a table of `num_rows`: `rows` [..., width] add to the rows `ids` [...], which may repeat."""
+
+    ids: Tensor
+    rows: Tensor
+    num_rows: int
+
+    def dense(self) -> Tensor:
+        total = torch.zeros(self.num_rows, self.rows.shape[-1], dtype=self._dtype, device=self.rows.device)
+        self.add_to(total)
+        return total
+
+    def add_to(self, total: Tensor) -> None:
+        """Always in the same order: index_put_ sorts on CUDA, where index_add_ does not; on the CPU it is opposite."""
+        ids, rows = self.ids.reshape(-1), self.rows.reshape(-1, self.rows.shape[-1]).to(total.dtype)
+        if total.device.type == "cpu":
+            total.index_add_(0, ids, rows)
+        else:
+            total.index_put_((ids,), rows, accumulate=True)
+
+    def copy_to(self, total: Tensor) -> None:
+        total.zero_()
+        self.add_to(total)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.promote_types(self.rows.dtype, torch.float32)
+
+
+Factors = Product | Rows
+Term = Tensor | Factors
+
+
+def add_term(total: Tensor, term: Term) -> None:
+    """Add `term` to `total`, in the dtype of `total`."""
+    if isinstance(term, Tensor):
+        total.add_(term)
+    else:
+        term.add_to(total)
+
+
+def put_term(total: Tensor, term: Term) -> None:
+    """`term` in the place of whatever `total` was."""
+    if isinstance(term, Tensor):
+        total.copy_(term)
+    else:
+        term.copy_to(total)
+
+
+def tensors_of(term: Term) -> tuple[Tensor, ...]:
+    """The tensors that a term consists of."""
+    match term:
+        case Product(left, right):
+            return left, right
+        case Rows(ids, rows):
+            return ids, rows
+    return (term,)
