@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
+from cpu_time import cpu_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import A100, GB, gpt
@@ -62,9 +62,8 @@ def test_a_model_of_175_billion_parameters():
     """In two seconds of this process, whatever else the machine does."""
     workload = gpt(96, 12288)
     solve(gpt(2, 512), A100, 1, [0.0], SERVER, Fixed())  # imports the solver
-    before = time.process_time()
-    found = search(workload, A100, SERVER, Fixed())
-    assert time.process_time() - before < 2.0
+    seconds, found = cpu_seconds(lambda: search(workload, A100, SERVER, Fixed()))
+    assert seconds < 2.0
     assert workload.num_trained > 174e9
     assert [n for n, _ in found.history] == list(range(1, found.best.num_micro_batches + 2))
     growth = [b.throughput / a.throughput for (_, a), (_, b) in zip(found.history, found.history[1:], strict=False)]

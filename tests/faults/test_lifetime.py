@@ -64,9 +64,9 @@ def test_what_nobody_refers_to_ends(tmp_path, when):
 
     loss = train()
     del loss
-    gc.collect()
     deadline = time.monotonic() + SECONDS
     while our_threads() and time.monotonic() < deadline:
+        gc.collect()  # again, as what a thread still held the first time was no garbage yet
         time.sleep(0.01)
     assert our_threads() == []
     assert files_in(tmp_path) == []
