@@ -12,9 +12,10 @@ What was chosen, and why (all in SETTINGS; `--settings` changes any):
   large as the largest group, so groups are one block (`sub_group_blocks`); a group is never less than one parameter.
 - `parameter_buffers`: every parameter in memory takes a buffer of the largest one's size, and `reuse_blocks` 0 drops a
   parameter after its module, as the default of 1e9 elements would keep them all and end without buffers.
-- `prefetch_blocks` 0: with recompute a parameter is twice in the order that prefetch follows, and prefetch asserts
-  `already assigned swap buffer` (DeepSpeed issue 4072). `_swap_in_once` asks for it once, so that other values may be
-  tried.
+- `prefetch_blocks` 1: one block's parameters are read ahead, which saves a tenth of the step and a fifth of the bytes
+  read. With recompute a parameter is twice in the order that prefetch follows, and prefetch asserts `already assigned
+  swap buffer` (DeepSpeed issue 4072): `_swap_in_once` asks for it once. More of it, more parameter buffers, larger
+  groups and larger reduce buckets were within 4 % at 110 M, for up to half more memory.
 - Recomputation in torch's reentrant form. The other one keeps detached views of the parameters that it reads, and those
   are views of the swap buffers: their next content would be read in the backward, and the losses were wrong.
 - `grad_accum_dtype` fp32, as everyone else's sums are, also in bf16.
@@ -56,7 +57,7 @@ SETTINGS: dict[str, Any] = {
     "pipeline_write": True,
     "optimizer_buffers": 12,
     "sub_group_blocks": 1.0,
-    "prefetch_blocks": 0.0,
+    "prefetch_blocks": 1.0,
     "reuse_blocks": 0.0,
     "parameter_buffers": 12,
     "max_in_cpu": 0,
