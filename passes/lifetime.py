@@ -28,6 +28,7 @@ from gs_compile.program import Op, Program, Stage, Tier, Unit, Value
 from .free import free
 
 BACKWARD = 3.0  # forwards that a backward takes: one again, and twice one for its two gradients
+STAYING = frozenset({"w", "x", "dw"})  # kinds; optimizer states go home after each update: that is what is learned
 MOVES = frozenset({"prefetch", "offload", "keep", "gather"})  # what is of no use if nobody reads what it defines
 
 
@@ -114,6 +115,8 @@ class _Timeline:
         self.number += 1
         for value in op.results:
             left = self._begin(value, at)
+            if value.kind not in STAYING:
+                continue
             if left is not None and op.verb == "prefetch" and value.piece is None:
                 self._add(value, left, at)
             elif left is not None and op.verb == "prefetch":

@@ -35,7 +35,11 @@ def machine(request):
 def heat(tmp_path_factory):
     """A race of plain against ours, both in this environment."""
     terms = Terms(
-        rounds=2, round_seconds=0.1, storage=tmp_path_factory.mktemp("race"), peers_python=PEERS_PYTHON / "missing"
+        rounds=2,
+        round_seconds=0.1,
+        drive_seconds=0.2,
+        storage=tmp_path_factory.mktemp("race"),
+        peers_python=PEERS_PYTHON / "missing",
     )
     return Heat(TINY, [Entry.parse(name) for name in NAMES], terms).run()
 
@@ -46,6 +50,8 @@ def test_a_race(heat):
     assert 0 <= ours["difference"] < 1e-5
     assert ours["steps"] == plain["steps"] >= 2
     assert len(heat["matmul_seconds"]) == 8  # before and after each turn
+    assert len(heat["drive_samples"]) == 3  # before and after each round
+    assert all(heat["drive"][name] >= each[name] > 0 for each in heat["drive_samples"] for name in each)
     assert ours["write_bytes"] > 0 < ours["median_seconds"]
     assert ours["step_peak_rss"] > 0 < ours["times_plain"]
     assert "on host" in ours["describe"]["describe"]
@@ -116,8 +122,10 @@ for line in sys.stdin:
     if word == "quit":
         break
     count = int(numbers[1]) if word == "steps" else 1
-    answer = {"seconds": 0.5 * count, "loss": LOSS, "losses": [LOSS] * count}
-    answer |= {"peak_rss": 1, "read_bytes": 0, "write_bytes": 0}
+    if word in ("step", "steps"):
+        answer = {"seconds": 0.5 * count, "loss": LOSS, "losses": [LOSS] * count}
+    else:
+        answer = {"peak_rss": 1, "read_bytes": 0, "write_bytes": 0}
     print(json.dumps(answer), flush=True)
 """
 
@@ -136,7 +144,7 @@ def scripted(monkeypatch):
 
 def test_who_is_wrong_is_not_timed(scripted):
     names = ("plain", "fsdp2", "zero-infinity")
-    found = Heat(TINY, [Entry.parse(name) for name in names], Terms(rounds=1, round_seconds=0.1)).run()
+    found = Heat(TINY, [Entry.parse(name) for name in names], Terms(rounds=1, round_seconds=0.1, drive_seconds=0)).run()
     each = found["contestants"]
     assert each["fsdp2"]["verdict"] == "wrong: its losses differ from plain's by 5.0e-02"
     assert "median_seconds" not in each["fsdp2"]
@@ -147,10 +155,14 @@ def test_who_is_wrong_is_not_timed(scripted):
 
 def test_groups_where_memory_does_not_hold_all(scripted):
     names = ("plain", "zero-infinity", "vertical/ssd/eager")
-    terms = Terms(rounds=1, round_seconds=0.1, most_together=1)
+    terms = Terms(rounds=1, round_seconds=0.1, drive_seconds=0, most_together=1)
     found = Heat(TINY, [Entry.parse(name) for name in names], terms).run()
     assert found["groups"] == [["plain", "zero-infinity"], ["plain", "vertical/ssd/eager"]]
-    assert all("median_seconds" in each for each in found["contestants"].values())
+    assert {name: len(each["seconds"]) for name, each in found["contestants"].items()} == {
+        "plain": 2,  # of both groups
+        "zero-infinity": 1,
+        "vertical/ssd/eager": 1,
+    }
 
 
 def test_a_race_whose_time_is_up_says_so(scripted):

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.race.contest import Case
 from benchmarks.race.entrant import Entrant, EntrantError
-from benchmarks.race.measures import MachineSpeed, spread
+from benchmarks.race.measures import DriveSpeed, MachineSpeed, spread
 from benchmarks.race.roster import PLAIN, Entry
 from benchmarks.race.terms import MOST_STEPS, Terms
 from gs_compile.machine import available_memory, format_bytes
@@ -64,9 +64,10 @@ class Heat:
         start = time.monotonic()
         waiting = [entry for entry in self.entries if entry.name != PLAIN]
         with tempfile.TemporaryDirectory(dir=self.terms.storage, prefix="race-") as storage:
+            drive = DriveSpeed(Path(storage) / "drive", self.terms.drive_seconds)
             while True:
                 left = len(waiting)
-                self._race_group(waiting, Path(storage))
+                self._race_group(waiting, Path(storage), drive)
                 if not waiting or len(waiting) == left or self.terms.left <= 0:
                     break
         for entry in waiting:
@@ -79,10 +80,12 @@ class Heat:
             "groups": self.groups,
             "matmul_seconds": self.speed.seconds,
             "matmul_spread": self.speed.spread if self.speed.seconds else None,
+            "drive": drive.best,
+            "drive_samples": drive.samples,
             "contestants": {entry.name: self.results[entry.name] for entry in self.entries},
         }
 
-    def _race_group(self, waiting: list[Entry], storage: Path) -> None:
+    def _race_group(self, waiting: list[Entry], storage: Path, drive: DriveSpeed) -> None:
         """As many of `waiting` as memory holds, and plain; takes them off the list."""
         with ExitStack() as stack:
             plain = self._start(Entry.parse(PLAIN), storage, stack)
@@ -100,7 +103,7 @@ class Heat:
                     peak = max(peak, runner.result["peak_rss"])
                     runners.append(runner)
             self.groups.append([runner.entry.name for runner in runners])
-            self._rounds(runners, plain)
+            self._rounds(runners, plain, drive)
 
     def _start(self, entry: Entry, storage: Path, stack: ExitStack) -> Runner | None:
         """A contestant that has taken its first steps, rightly; None, with a verdict, for one that has not."""
@@ -133,7 +136,7 @@ class Heat:
         self.results[entry.name]["verdict"] = verdict
         print(f"  {entry.name}: {verdict}", flush=True)
 
-    def _rounds(self, runners: list[Runner], plain: Runner) -> None:
+    def _rounds(self, runners: list[Runner], plain: Runner, drive: DriveSpeed) -> None:
         """All rounds that the time allows; each takes everyone through the same steps."""
         if not runners:
             return
@@ -143,12 +146,14 @@ class Heat:
         timed = {runner.entry.name: Timing() for runner in runners}
         for runner in list(runners):
             self._ask(runner, runners, "reset_peak")
+        drive.sample()
         for number in range(self.terms.rounds):
             if self.terms.left < one_round:
                 print(f"  {number} of {self.terms.rounds} rounds: the time is up", flush=True)
                 break
             for runner in list(runners):
                 self._time(runner, runners, timed[runner.entry.name], CHECKED_STEPS + number * count, count)
+            drive.sample()
         for runner in runners:
             timed[runner.entry.name].close(runner.result, self.speed, count)
         for runner in runners:
@@ -207,14 +212,16 @@ class Timing:
         self.peak_rss = max(self.peak_rss, stop["peak_rss"])
 
     def close(self, result: dict[str, Any], speed: MachineSpeed, count: int) -> None:
-        """Enters what is known at the end, of one step each."""
+        """Enters what is known at the end, of one step each; plain races in every group, and all its rounds count."""
         if not self.seconds:
-            if "median_seconds" not in result:  # plain races again in every group
+            if "median_seconds" not in result:
                 result["verdict"] = "not raced: out of time"
             return
-        each = [seconds / count for seconds in self.seconds]
-        normalised = [speed.normalised(s, *speeds) for s, speeds in zip(each, self.speeds, strict=True)]
-        steps = count * len(each)
+        here = [seconds / count for seconds in self.seconds]
+        steps = count * len(here)
+        each = [*result.get("seconds", ()), *here]
+        normalised = [speed.normalised(s, *speeds) for s, speeds in zip(here, self.speeds, strict=True)]
+        normalised = [*result.get("normalised_seconds", ()), *normalised]
         result |= {
             "steps": count,
             "seconds": each,
@@ -224,7 +231,7 @@ class Timing:
             "spread": spread(each),
             "read_bytes": self.read_bytes / steps,
             "write_bytes": self.write_bytes / steps,
-            "step_peak_rss": self.peak_rss,
+            "step_peak_rss": max(self.peak_rss, result.get("step_peak_rss", 0)),
         }
 
 

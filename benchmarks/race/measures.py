@@ -20,6 +20,7 @@ import torch
 
 from gs_compile.machine import usable_cores, usable_memory
 from gs_compile.profile import Profile
+from gs_compile.runtime.probe_drive import drive_rates
 
 MOST_BUSY = 0.2  # core seconds a second of an idle machine
 MOST_SECTORS = 20_000  # of 512 bytes, a second
@@ -57,6 +58,38 @@ class MachineSpeed:
     def normalised(self, seconds: float, before: float, after: float) -> float:
         """What took `seconds` between two samples, at the median speed."""
         return seconds * self.median / ((before + after) / 2)
+
+
+@dataclass
+class DriveSpeed:
+    """What the drive of a directory gives, by the profile's names, one entry for each `sample`.
+
+    The best that was seen of each rate counts: whatever else the machine, or others on the drive, did has only slowed
+    the rest, and a roofline is what cannot be exceeded.
+    """
+
+    storage: Path
+    seconds: float  # of one sample
+    samples: list[dict[str, float]] = field(default_factory=list)
+
+    def sample(self) -> None:
+        if self.seconds:
+            rates, _ = drive_rates([self.storage], self.seconds, _flops)
+            self.samples.append(
+                {name: rate for name, rate in rates.items() if name.startswith(("ssd_read", "ssd_write"))}
+            )
+
+    @property
+    def best(self) -> dict[str, float]:
+        names = self.samples[0] if self.samples else ()
+        return {name: max(sample[name] for sample in self.samples) for name in names}
+
+
+def _flops() -> float:
+    """Some computation, and how much."""
+    matrix = torch.full((ROWS, ROWS), 0.5)
+    matrix @ matrix
+    return 2.0 * ROWS**3
 
 
 def _product(matrix: torch.Tensor) -> float:

@@ -68,7 +68,7 @@ def race(
         else:
             print(f"{number} micro-batches:", flush=True)
             heat = Heat(replace(case, micro_batches=number), [Entry.parse(name) for name in names], terms).run()
-            add_bounds(heat["contestants"], machine)
+            add_bounds(heat["contestants"], replace(machine, **heat["drive"]))
             show(heat)
             done[number] = heat
             found["heats"] = [done[each] for each in sorted(done)]

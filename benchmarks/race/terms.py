@@ -29,6 +29,7 @@ class Terms:
 
     rounds: int = 3
     round_seconds: float = 2.0  # a round has as many steps as the fastest takes in that time, MOST_STEPS at most
+    drive_seconds: float = 3.0  # in which the drive is measured before and after every round; 0: not at all
     storage: Path | None = None
     machine: Path | None = None  # the profile that ours plan with
     peers_python: Path = PEERS_PYTHON

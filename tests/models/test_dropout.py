@@ -105,7 +105,9 @@ def test_one_seed_gives_one_result():
 def test_the_order_of_micro_batches_does_not_change_what_is_drawn():
     (loss, snaked), (other, straight) = gradients_with(SEED), gradients_with(SEED, snake=False)
     assert loss == other
-    for name in snaked:  # a sum that goes on while a product is added rounds as it comes; another mask is another gradient
+    for (
+        name
+    ) in snaked:  # a sum that goes on while a product is added rounds as it comes; another mask is another gradient
         torch.testing.assert_close(snaked[name], straight[name], rtol=1e-5, atol=1e-7)
 
 

@@ -111,6 +111,18 @@ def test_it_is_delayed_clipping_bit_for_bit(rigs, storage, delayed, precision, r
     assert sum(taken_back) in {"never": [0], "sometimes": [2, 3], "always": [NUM_STEPS]}[bound]
 
 
+@pytest.mark.parametrize("schedule", ["horizontal", "lifetime", "single"])
+def test_so_it_is_in_the_other_schedules(storage, schedule):
+    rig = Rig(gpt2)
+    common = {"schedule": schedule, "separate_device": schedule == "lifetime"}
+    expected, _ = trained(rig, options(storage, clip="delayed", **common), BOUNDS["sometimes"])
+    found, taken_back = trained(rig, given(storage, 0.5, 0.3, **common), BOUNDS["sometimes"])
+    assert found.differences(expected) == []
+    assert taken_back == [norm > BOUNDS["sometimes"] for norm in found.norms]
+    assert True in taken_back
+    assert False in taken_back
+
+
 BAD = ((0, "e", math.nan), (2, 1, math.inf), (3, "h", -math.inf), (5, 0, math.nan))
 
 
