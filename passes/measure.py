@@ -96,7 +96,9 @@ class _Meter:
                 return self._pass((*op.reads, *op.results)[0].unit)
             case "count" | "clip":
                 return Price(seconds=self.profile.op_seconds)
-            case "gather" | "keep" | "empty" | "free" | "commit":
+            case "commit":
+                return self._commit(op)
+            case "gather" | "keep" | "empty" | "free":
                 return Price()
         return self._code(op)
 
@@ -113,6 +115,12 @@ class _Meter:
         placed = self.placement.by_unit.get(unit) if unit is not None else None
         nbytes = placed.num_trained * placed.gradient_itemsize if placed else 0
         return Price(nbytes, 0.0, nbytes / self.profile.memory_bytes_per_second)
+
+    def _commit(self, op: Op) -> Price:
+        """Places are exchanged for nothing, but what the device reads in host memory is copied home."""
+        in_place = () if self.placement.separate else (v for v in op.into[::2] if (v.kind, v.tier) == ("w", "host"))
+        nbytes = sum(part_nbytes(value, self.placement) for value in in_place)
+        return Price(0, 0.0, 2 * nbytes / self.profile.memory_bytes_per_second)
 
     def _transfer(self, op: Op) -> Price:
         nbytes = op_nbytes(op, self.program, self.placement)

@@ -153,6 +153,22 @@ def test_memory_under_another_name_costs_nothing(verb):
     assert set(found) == {Price()}
 
 
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("has_master", [False, True])
+def test_what_was_speculated_changes_places_unless_the_code_reads_it_there(separate, has_master):
+    """Parameters that are masters themselves have other places; in one memory those of the host's are copied home."""
+    chosen = Options(
+        parameter_ratio=1.0, optimizer_ratio=1.0, separate=separate, has_master=has_master, clip=True, speculative=True
+    )
+    placement = place(2, 2, PLAIN, chosen)
+    found = [each for op, each in prices(lower(2, 2, placement=placement)[-1], placement, CPU) if op.verb == "commit"]
+    trained = sum(unit.num_trained * unit.itemsize for unit in placement.units)
+    copied = 0 if separate or has_master else trained
+    assert sum(each.seconds for each in found) == pytest.approx(2 * copied / 1e12)
+    assert found
+    assert not any(each.nbytes for each in found)
+
+
 # The optimizer -------------------------------------------------------------------------------------------------------
 
 

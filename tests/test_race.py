@@ -51,7 +51,8 @@ def test_a_race(heat):
     assert ours["steps"] == plain["steps"] >= 2
     assert len(heat["matmul_seconds"]) == 8  # before and after each turn
     assert len(heat["drive_samples"]) == 3  # before and after each round
-    assert all(heat["drive"][name] >= each[name] > 0 for each in heat["drive_samples"] for name in each)
+    for name, rate in heat["drive"].items():
+        assert rate == sorted(each[name] for each in heat["drive_samples"])[1] > 0
     assert ours["write_bytes"] > 0 < ours["median_seconds"]
     assert ours["step_peak_rss"] > 0 < ours["times_plain"]
     assert "on host" in ours["describe"]["describe"]

@@ -151,11 +151,14 @@ def breakdown(found: dict[str, Any], path: Path) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-HOMES = {"vertical/host/eager": "all in host memory", "vertical/half/eager": "planned, half of it as host memory"}
-HOMES |= {"vertical/ssd/eager": "all on SSD"}
+HOMES = {
+    "vertical/host/eager": "all in host memory",
+    "vertical/0.75/eager": "planned, three quarters of it as host memory",
+    "vertical/ssd/eager": "all on SSD",
+}
 FIGURE_OF: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
-    **{f"race-{size}": (f"race-{size}", contestants) for size in ("25m", "110m", "350m", "bf16")},
-    **{f"race-{size}-bounds": (f"race-{size}", panels) for size in ("25m", "110m", "350m", "bf16")},
+    **{f"race-{size}": (f"race-{size}", contestants) for size in ("25m", "110m", "350m")},
+    "race-110m-bounds": ("race-110m", panels),
     "race-homes": ("race-110m", some(HOMES)),
     "race-alpha": ("race-alpha", some(ALPHAS)),
     "race-curves": ("race-curves", curves),

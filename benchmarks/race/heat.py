@@ -80,7 +80,7 @@ class Heat:
             "groups": self.groups,
             "matmul_seconds": self.speed.seconds,
             "matmul_spread": self.speed.spread if self.speed.seconds else None,
-            "drive": drive.best,
+            "drive": drive.median,
             "drive_samples": drive.samples,
             "contestants": {entry.name: self.results[entry.name] for entry in self.entries},
         }

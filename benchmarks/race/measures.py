@@ -64,8 +64,7 @@ class MachineSpeed:
 class DriveSpeed:
     """What the drive of a directory gives, by the profile's names, one entry for each `sample`.
 
-    The best that was seen of each rate counts: whatever else the machine, or others on the drive, did has only slowed
-    the rest, and a roofline is what cannot be exceeded.
+    A drive that others share gives twice as much in one minute as in the next, so one measurement tells little.
     """
 
     storage: Path
@@ -80,9 +79,14 @@ class DriveSpeed:
             )
 
     @property
-    def best(self) -> dict[str, float]:
+    def median(self) -> dict[str, float]:
         names = self.samples[0] if self.samples else ()
-        return {name: max(sample[name] for sample in self.samples) for name in names}
+        return {name: statistics.median(sample[name] for sample in self.samples) for name in names}
+
+    def mean(self, count: int) -> dict[str, float]:
+        """Of the last samples: what the drive gave between them, as far as anyone knows."""
+        last = self.samples[-count:]
+        return {name: statistics.mean(sample[name] for sample in last) for name in (last[0] if last else ())}
 
 
 def _flops() -> float:

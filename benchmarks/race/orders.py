@@ -2,7 +2,8 @@
 
 The drives are the limit here: short sequences, so that a step computes little beside what it moves. For each number of
 micro-batches both orders take steps in turn, and the simulator says what it thinks they take; what is compared is the
-ratio of the two orders' seconds. The simulator is given this machine's figures, and the layers' code timed at the time.
+ratio of the two orders' seconds. The simulator is given this machine's figures, the layers' code timed at the time, and
+the drive's rates right before and after the steps.
 
     python -m benchmarks.race.orders --output benchmarks/results/race-orders.json
 """
@@ -20,7 +21,7 @@ from typing import Any
 
 from benchmarks.race.contest import Case
 from benchmarks.race.heat import CHECKED_STEPS, START_SECONDS, STEP_SECONDS, warmed_up
-from benchmarks.race.measures import MachineSpeed, machine_facts, spread
+from benchmarks.race.measures import DriveSpeed, MachineSpeed, machine_facts, spread
 from benchmarks.race.roster import Entry
 from benchmarks.race.terms import (
     MOST_STEPS,
@@ -34,12 +35,13 @@ from benchmarks.race.terms import (
     load,
     terms_of,
 )
+from gs_compile.profile import Profile
 
 ORDERS = ("vertical", "horizontal")
 SHORT = 32  # tokens of a sequence where none is given
 
 
-def compare(case: Case, terms: Terms, home: str, compiler: str) -> dict[str, Any]:
+def compare(case: Case, terms: Terms, home: str, compiler: str, machine: Profile) -> dict[str, Any]:
     """Both orders at one number of micro-batches."""
     speed = MachineSpeed()
     with tempfile.TemporaryDirectory(dir=terms.storage, prefix="race-") as storage, ExitStack() as stack:
@@ -51,6 +53,7 @@ def compare(case: Case, terms: Terms, home: str, compiler: str) -> dict[str, Any
         }
         for entrant in entrants.values():
             entrant.ready(START_SECONDS)
+        drive, profile = DriveSpeed(Path(storage) / "drive", terms.drive_seconds), Path(storage) / "machine.json"
         warm = {order: warmed_up(entrant) for order, entrant in entrants.items()}
         count = terms.num_steps(min(warm.values()))
         seconds: dict[str, list[float]] = {order: [] for order in ORDERS}
@@ -58,9 +61,12 @@ def compare(case: Case, terms: Terms, home: str, compiler: str) -> dict[str, Any
         for number in range(terms.rounds):
             for order, entrant in entrants.items():
                 speed.sample()
-                simulated[order].append(entrant.ask("predict", STEP_SECONDS)["predict"])
+                drive.sample()
                 found = entrant.ask(f"steps {CHECKED_STEPS + number * count} {count}", STEP_SECONDS * MOST_STEPS)
                 seconds[order].append(found["seconds"] / count)
+                drive.sample()
+                replace(machine, **drive.mean(2)).save(profile)
+                simulated[order].append(entrant.ask(f"predict {profile}", STEP_SECONDS)["predict"])
     measured = statistics.median(h / v for v, h in zip(*seconds.values(), strict=True))
     predicted = statistics.median(h / v for v, h in zip(*simulated.values(), strict=True))
     return {
@@ -71,6 +77,7 @@ def compare(case: Case, terms: Terms, home: str, compiler: str) -> dict[str, Any
         "measured_ratio": measured,
         "simulated_ratio": predicted,
         "apart": predicted / measured - 1,
+        "drive_samples": drive.samples,
         "matmul_spread": speed.spread,
     }
 
@@ -93,7 +100,7 @@ def main() -> None:
     found = load(arguments.output, {"setting": setting}, again=arguments.again)
 
     def measured(number: int) -> dict[str, Any]:
-        row = compare(replace(case, micro_batches=number), terms, arguments.home, arguments.compiler)
+        row = compare(replace(case, micro_batches=number), terms, arguments.home, arguments.compiler, machine)
         medians = {order: statistics.median(values) for order, values in row["seconds"].items()}
         print(
             f"{number} micro-batches: {medians['vertical']:.3f} s vertical, {medians['horizontal']:.3f} s "

@@ -7,13 +7,14 @@ home      ssd: parameters, checkpoints and optimizer states are all on SSD; host
 compiler  of the layers' code: eager, as the peers run it, or inductor
 alpha     the part of every update that waits for the next forward; left out, it is the planner's (0 on ssd and host)
 
-Beside what every contestant answers: `describe` (where everything lives), `predict` (seconds of a step, simulated) and
-`breakdown K COUNT` (where the seconds of steps go).
+Beside what every contestant answers: `describe` (where everything lives), `predict [MACHINE]` (seconds of a step,
+simulated, by the profile in that file) and `breakdown K COUNT` (where the seconds of steps go).
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from benchmarks.race.waiting import waits
 from gs_compile.backend import greedysnake
 from gs_compile.config import Options
 from gs_compile.errors import OptionError
+from gs_compile.profile import Profile
 
 RATIOS = {"ssd": 0.0, "host": 1.0}
 PARTS = {"half": 0.5, "quarter": 0.25}
@@ -82,7 +84,7 @@ class GreedySnake(Contestant):
             case "describe":
                 return {"describe": engine.describe(), "alpha": engine.planning.choice.alpha}
             case "predict":
-                return self._predict(engine)
+                return self._predict(engine, *arguments)
             case "breakdown":
                 return self._breakdown(engine, int(arguments[0]), int(arguments[1]))
         return super().other(command, *arguments)
@@ -112,9 +114,12 @@ class GreedySnake(Contestant):
         each = 14 if self.case.precision == "bf16" else 12
         return each * sum(parameter.numel() for parameter in self.model.parameters())
 
-    def _predict(self, engine: Any) -> dict[str, Any]:
-        """With the layers' code timed now: the speed of a shared machine changes from minute to minute."""
-        vars(engine.planning.choice).pop("workload", None)
+    def _predict(self, engine: Any, machine: str | None = None) -> dict[str, Any]:
+        """With the layers' code timed now, and a profile of now: a shared machine changes from minute to minute."""
+        known = vars(engine.planning.choice)
+        known.pop("workload", None)
+        if machine is not None:
+            known["profile"] = Profile.load(Path(machine))
         simulation = engine.predict().simulation
         return {"predict": simulation.seconds, "busy": dict(simulation.busy), "bubbles": dict(simulation.bubbles)}
 
