@@ -35,7 +35,14 @@ from benchmarks.race.terms import (
     terms_of,
 )
 
-CONTESTANTS = ("plain", "zero-infinity", "vertical/host/eager", "vertical/ssd/eager", "horizontal/ssd/eager")
+CONTESTANTS = (
+    "plain",
+    "zero-infinity",
+    "vertical/host/eager",
+    "vertical/ssd/eager",
+    "vertical/half/eager",
+    "horizontal/ssd/eager",
+)
 TELLING = ("zero-infinity",)  # of the peers, who tells where its seconds go
 
 
