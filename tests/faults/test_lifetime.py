@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from functools import partial
 
@@ -65,8 +64,7 @@ def test_what_nobody_refers_to_ends(tmp_path, when):
     loss = train()
     del loss
     deadline = time.monotonic() + SECONDS
-    while our_threads() and time.monotonic() < deadline:
-        gc.collect()  # again, as what a thread still held the first time was no garbage yet
+    while our_threads() and time.monotonic() < deadline:  # what a thread held a moment ago was no garbage yet
         time.sleep(0.01)
     assert our_threads() == []
     assert files_in(tmp_path) == []
