@@ -16,8 +16,9 @@ def snake(program: Program) -> Program:
     """The same stages, every second one with its micro-batches from last to first; layer 0 keeps the natural order.
 
     A stage's last micro-batch is then the next stage's first, so that its checkpoint, or on the way back its
-    inter-layer gradient, is neither offloaded nor fetched. The order in which three or more micro-batch gradients are
-    added changes with it, so those are kept to rounding; everything else is kept to the bit.
+    inter-layer gradient, is neither offloaded nor fetched. The order in which micro-batch gradients are added changes
+    with it, so those are kept to rounding (two that are added as they are, not as a product, to the bit); everything
+    else is kept to the bit.
     """
     ops: list[Op] = []
     for place, (_, stage_ops) in enumerate(program.stages()):
