@@ -20,6 +20,7 @@ import torch
 
 from gs_compile.machine import usable_cores, usable_memory
 from gs_compile.profile import Profile
+from gs_compile.runtime.probe_compute import products_on
 from gs_compile.runtime.probe_drive import drive_rates
 
 MOST_BUSY = 0.2  # core seconds a second of an idle machine
@@ -73,7 +74,7 @@ class DriveSpeed:
 
     def sample(self) -> None:
         if self.seconds:
-            rates, _ = drive_rates([self.storage], self.seconds, _flops)
+            rates, _ = drive_rates([self.storage], self.seconds, products_on(torch.device("cpu")))
             self.samples.append(
                 {name: rate for name, rate in rates.items() if name.startswith(("ssd_read", "ssd_write"))}
             )
@@ -87,13 +88,6 @@ class DriveSpeed:
         """Of the last samples: what the drive gave between them, as far as anyone knows."""
         last = self.samples[-count:]
         return {name: statistics.mean(sample[name] for sample in last) for name in (last[0] if last else ())}
-
-
-def _flops() -> float:
-    """Some computation, and how much."""
-    matrix = torch.full((ROWS, ROWS), 0.5)
-    matrix @ matrix
-    return 2.0 * ROWS**3
 
 
 def _product(matrix: torch.Tensor) -> float:
