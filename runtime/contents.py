@@ -105,12 +105,6 @@ class Region:
     offset: int
     nbytes: int
 
-    def read(self, into: torch.Tensor) -> None:
-        self.extent.read(into, self.offset).wait()
-
-    def write(self, source: torch.Tensor) -> None:
-        self.extent.write(source, self.offset).wait()
-
 
 class Gradient(Held):
     """Sums of a unit's gradients over micro-batches, as `units.Accumulator`, in one flat tensor.

@@ -215,12 +215,11 @@ class InterLayerTensors:
         return Kept(torch.empty_like(source, device="meta"), flat=whole.reshape(-1), holds=(charge,))
 
     def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any]) -> None:
+        if op.lane in ("ssd_read", "ssd_write"):
+            transfer([kept.region or kept for kept in reads], [kept.region or kept for kept in targets])
+            return
         for source, target in zip(reads, targets, strict=True):
-            if isinstance(source, Kept) and source.region is not None:
-                source.region.read(target.flat)
-            elif isinstance(target, Kept) and target.region is not None:
-                target.region.write(source.flat)
-            elif isinstance(target, Kept):
+            if isinstance(target, Kept):
                 target.tensor.copy_(source, non_blocking=True)
                 on_this_stream(source)
             else:
@@ -252,11 +251,18 @@ def transfer(reads: Sequence[Any], targets: Sequence[Any]) -> None:
     moves = []
     for source, target in zip(reads, targets, strict=True):
         if isinstance(source, Region):
-            moves.append(source.extent.read(target.tensor, source.offset))
+            moves.append(source.extent.read(memory_of(target), source.offset))
         else:
-            moves.append(target.extent.write(source.tensor, target.offset))
+            moves.append(target.extent.write(memory_of(source), target.offset))
     for move in moves:
         move.wait()
+
+
+def memory_of(content: Flat | Kept) -> Tensor:
+    """As it lies there: what an activation's strides make of it is not contiguous."""
+    memory = content.flat if isinstance(content, Kept) else content.tensor
+    assert memory is not None
+    return memory
 
 
 def on_this_stream(tensor: Tensor) -> None:

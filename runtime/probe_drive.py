@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import mmap
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from gs_compile.errors import StorageFullError
 from gs_compile.machine import free_storage
 
 from .lanes import Failure, Lane
+from .memory import host_memory
 from .rates import Load, Work, medians
 from .ssd import PAGE, Transfer
 from .store import Extent, Store
@@ -169,5 +169,8 @@ def _lane(name: str) -> Lane:
 
 
 def _pages(nbytes: int) -> torch.Tensor:
-    """Memory on whole pages, as the arena's is; random, for drives that compress."""
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).random_()
+    """Memory as a run's arena maps it: huge pages are read into up to 1.6 times as fast.
+
+    Random, for drives that compress.
+    """
+    return torch.frombuffer(host_memory().map(nbytes), dtype=torch.uint8).random_()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gs_compile.program import Op, Stage, Value
 from gs_compile.runtime.arena import FREE, Arena
-from gs_compile.runtime.contents import Flat, Gradient, Hold, Kept
+from gs_compile.runtime.contents import Flat, Gradient, Hold, Kept, Region
+from gs_compile.runtime.coordinators import InterLayerTensors
 from gs_compile.runtime.lanes import Ticket
 
 PAGE = 4096
@@ -80,3 +82,31 @@ def test_a_charge_ends_with_what_was_kept():
     assert arena.ledger.now["checkpoints"] == 32
     kept.release([])
     assert arena.ledger.total == 0
+
+
+@pytest.mark.parametrize("towards", ["host", "ssd"])
+def test_checkpoints_move_all_at_once(towards):
+    """Each read by itself would wait for the drive's latency, a micro-batch after the other."""
+    log = []
+
+    class Extent:
+        def read(self, memory, offset):
+            assert memory.is_contiguous()
+            log.append("asked")
+            return self
+
+        write = read
+
+        def wait(self):
+            log.append("waited")
+
+    like = torch.empty((2, 3), device="meta").t()  # its strides are kept, and its memory moves as it lies
+    there = [Kept(like, region=Region(Extent(), 0, like.nbytes)) for _ in range(3)]
+    here = [Kept(like, flat=torch.zeros(6)) for _ in range(3)]
+    values = [[Value("x", 1, j, tier) for j in range(3)] for tier in ("ssd", "host")]
+    if towards == "ssd":
+        values, there, here = values[::-1], here, there
+    verb = "prefetch" if towards == "host" else "offload"
+    op = Op(verb, tuple(values[0]), Stage("backward", 1), tuple(values[1]))
+    InterLayerTensors(None).carry_out(op, there, here)
+    assert log == ["asked"] * 3 + ["waited"] * 3
