@@ -32,7 +32,7 @@ from gs_compile.profile import Profile
 from gs_compile.profiles import profile as find_profile
 from gs_compile.program import ORDERS, Program, StepShape
 from gs_compile.reasons import solver
-from gs_compile.settle import settle
+from gs_compile.settle import alphas_of, settle
 from gs_compile.step_plan import StepPlan
 from gs_compile.timing import timed
 from gs_compile.workload import UnitSize, Workload
@@ -174,7 +174,8 @@ class Choice:
         try:
             found = search(workload, profile, budgets, fixed, num_micro_batches=number)
             settled = settle(
-                lambda budgets: again(number, found.best.alpha, room=budgets),
+                lambda budgets, alpha: again(number, alpha, room=budgets),
+                alphas_of(found.best, fixed),
                 lambda solution: self._make(
                     solution.ratios, solution.alpha, solution.device_ratios, speculative=speculative
                 ),

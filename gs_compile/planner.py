@@ -32,7 +32,7 @@ from gs_compile.profile import Profile
 from gs_compile.profiles import profile as find_profile
 from gs_compile.program import Program, Schedule
 from gs_compile.reasons import WORTH_SAYING, alternatives, binding, notes, solver
-from gs_compile.settle import settle
+from gs_compile.settle import alphas_of, settle
 from gs_compile.step_plan import SECONDS_PER_DAY, StepPlan
 from gs_compile.workload import Workload
 from gs_compile.workloads import Sketch
@@ -152,7 +152,8 @@ class _Planner:
         number, clip = best.num_micro_batches, self.fixed.clip
         again = solver(workload, self.profile, self.budgets, self.fixed)
         settled = settle(
-            lambda budgets: again(number, best.alpha, room=budgets),
+            lambda budgets, alpha: again(number, alpha, room=budgets),
+            alphas_of(best, self.fixed),
             lambda s: _placed(
                 workload,
                 number,

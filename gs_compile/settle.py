@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.passes.fit import host_needed
-from gs_compile.passes.place import Budgets, Solution
+from gs_compile.passes.place import Budgets, Fixed, Solution
 from gs_compile.passes.search import Search
 from gs_compile.placement import Placement
 from gs_compile.prediction import Prediction
@@ -52,7 +52,8 @@ class Settled:
 
 
 def settle(
-    solve: Callable[[Budgets], Solution | None],
+    solve: Callable[[Budgets, float], Solution | None],
+    alphas: Sequence[float],
     make: Callable[[Solution], Placement],
     lowered: Callable[[Placement], Program],
     predicted: Callable[[Program, Placement], Prediction],
@@ -62,25 +63,44 @@ def settle(
     """The fastest of a few placements, by the simulator; all keep the budget of host memory by their planned peaks.
 
     A full host memory can cost more than it brings: where the drive is busy, writes end later than the plan issues
-    them, and the step waits for their buffers. So some memory is left free where that is faster. Raises
-    `MemoryBudgetError`.
+    them, and the step waits for their buffers. So some memory is left free where that is faster. `alphas`: the linear
+    program's choice, and what else to try. Raises `MemoryBudgetError`.
     """
-    found: list[Settled] = []
-    for turns in SPARE_TURNS:
-        spare = turns * _turn_nbytes(workload)
-        kept = _kept(solve, make, lowered, replace(budgets, host_nbytes=budgets.host_nbytes - spare))
+
+    def settled(alpha: float, turns: int) -> Settled | None:
+        room = replace(budgets, host_nbytes=budgets.host_nbytes - turns * _turn_nbytes(workload))
+        kept = _kept(lambda budgets: solve(budgets, alpha), make, lowered, room)
         if kept is None:
-            break
+            return None
         solution, placement, program = kept
-        found.append(Settled(solution, placement, predicted(program, placement)))
-        if found[-1].seconds <= GOOD_ENOUGH * found[0].solution.seconds:
+        return Settled(solution, placement, predicted(program, placement))
+
+    found: dict[int, Settled] = {}
+    for turns in SPARE_TURNS:
+        one = settled(alphas[0], turns)
+        if one is None:
             break
+        found[turns] = one
+        if one.seconds <= GOOD_ENOUGH * found[0].solution.seconds:
+            return one
     if not found:
         raise MemoryBudgetError(
             f"host memory of {format_bytes(budgets.host_nbytes)} is too little for this step: give it more, fewer "
             "micro-batches, or a smaller micro_batch_size"
         )
-    return min(found, key=lambda each: each.seconds)
+    spare = min(found, key=lambda turns: found[turns].seconds)
+    others = (settled(alpha, spare) for alpha in alphas[1:])
+    return min((found[spare], *filter(None, others)), key=lambda each: each.seconds)
+
+
+def alphas_of(best: Solution, fixed: Fixed) -> tuple[float, ...]:
+    """What to settle with: the best alpha by the linear program; where that was free to choose, also none late.
+
+    In the linear program a late update costs nothing as long as the forward hides its traffic. In the step that of the
+    first units stands between two steps, and every part is an operation of its own.
+    """
+    is_free = fixed.alpha is None and (not fixed.clip or fixed.speculative)
+    return (best.alpha, 0.0) if is_free and best.alpha else (best.alpha,)
 
 
 def _turn_nbytes(workload: Workload) -> int:

@@ -9,8 +9,8 @@ from planned import gpt
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.passes.fit import MARGIN
-from gs_compile.passes.place import Budgets
-from gs_compile.settle import settle
+from gs_compile.passes.place import Budgets, Fixed
+from gs_compile.settle import alphas_of, settle
 
 WORKLOAD = gpt(2, 64)
 TURN = max(size.num_trained for size in WORKLOAD.sizes if isinstance(size.unit, int)) * (12 + 2 + 4)
@@ -25,21 +25,22 @@ class Faked:
         self.over, self.seconds, self.bound = over, seconds, bound
         self.asked = []
 
-    def solve(self, budgets):
+    def solve(self, budgets, alpha):
         self.asked.append(budgets.host_nbytes)
         if budgets.host_nbytes < LEAST:
             return None
-        return SimpleNamespace(resident=max(0, budgets.host_nbytes - MARGIN), seconds=self.bound)
+        return SimpleNamespace(resident=max(0, budgets.host_nbytes - MARGIN), seconds=self.bound, alpha=alpha)
 
     def lowered(self, placement):
         return SimpleNamespace(peaks=(("device", 7), ("host", placement.resident + self.over)))
 
     def predicted(self, program, placement):
-        return SimpleNamespace(simulation=SimpleNamespace(seconds=self.seconds(placement.resident)))
+        seconds = self.seconds(placement.resident) * (1 + placement.alpha)
+        return SimpleNamespace(simulation=SimpleNamespace(seconds=seconds))
 
-    def settle(self, host_nbytes=BUDGET):
+    def settle(self, host_nbytes=BUDGET, alphas=(0.0,)):
         budgets = Budgets(host_nbytes=host_nbytes, ssd_nbytes=10**12)
-        return settle(self.solve, lambda solution: solution, self.lowered, self.predicted, WORKLOAD, budgets)
+        return settle(self.solve, alphas, lambda solution: solution, self.lowered, self.predicted, WORKLOAD, budgets)
 
 
 def test_what_fits_and_keeps_time_is_taken_at_once():
@@ -68,6 +69,27 @@ def test_it_stops_where_nothing_is_to_be_gained():
     faked = Faked(seconds=lambda resident: {10: 3.0, 9: 1.02}[resident // TURN])
     assert faked.settle().seconds == 1.02
     assert len(faked.asked) == 2
+
+
+def test_nothing_is_late_where_that_is_faster():
+    faked = Faked(seconds=lambda resident: 2.0)
+    found = faked.settle(alphas=(0.25, 0.0))
+    assert (found.seconds, found.solution.alpha) == (2.0, 0.0)
+    assert Faked().settle(alphas=(0.02, 0.0)).solution.alpha == 0.02  # as good as any
+
+
+@pytest.mark.parametrize(
+    ("fixed", "alphas"),
+    [
+        ({}, (0.25, 0.0)),
+        ({"alpha": 0.25}, (0.25,)),
+        ({"clip": True}, (0.25,)),
+        ({"clip": True, "speculative": True}, (0.25, 0.0)),
+    ],
+)
+def test_no_other_alpha_is_tried_where_it_is_given(fixed, alphas):
+    assert alphas_of(SimpleNamespace(alpha=0.25), Fixed(**fixed)) == alphas
+    assert alphas_of(SimpleNamespace(alpha=0.0), Fixed(**fixed)) == (0.0,)
 
 
 def test_memory_is_not_left_free_that_is_not_there():
