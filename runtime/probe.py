@@ -50,7 +50,7 @@ def probe(
     device = device or default_device()
     load = os.getloadavg()[0]
     if load > BUSY_SHARE * usable_cores():
-        log.warning("other work keeps %.1f cores busy: measure this machine again when it is idle", load)
+        log.warning("this machine was busy in the last minute (load %.1f): measure it again when it is idle", load)
     room = free_nbytes(storage, device)
     is_cuda = device.type == "cuda"
     measured = [

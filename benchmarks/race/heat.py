@@ -58,16 +58,17 @@ class Heat:
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[list[str]] = field(default_factory=list)
     correct: list[float] = field(default_factory=list)  # plain's losses, by step
+    drive: DriveSpeed = field(init=False)
 
     def run(self) -> dict[str, Any]:
         """What every contestant did, by name, and how fast the machine was meanwhile."""
         start = time.monotonic()
         waiting = [entry for entry in self.entries if entry.name != PLAIN]
         with tempfile.TemporaryDirectory(dir=self.terms.storage, prefix="race-") as storage:
-            drive = DriveSpeed(Path(storage) / "drive", self.terms.drive_seconds)
+            self.drive = DriveSpeed(Path(storage) / "drive", self.terms.drive_seconds)
             while True:
                 left = len(waiting)
-                self._race_group(waiting, Path(storage), drive)
+                self._race_group(waiting, Path(storage))
                 if not waiting or len(waiting) == left or self.terms.left <= 0:
                     break
         for entry in waiting:
@@ -80,12 +81,12 @@ class Heat:
             "groups": self.groups,
             "matmul_seconds": self.speed.seconds,
             "matmul_spread": self.speed.spread if self.speed.seconds else None,
-            "drive": drive.median,
-            "drive_samples": drive.samples,
+            "drive": self.drive.median,
+            "drive_samples": self.drive.samples,
             "contestants": {entry.name: self.results[entry.name] for entry in self.entries},
         }
 
-    def _race_group(self, waiting: list[Entry], storage: Path, drive: DriveSpeed) -> None:
+    def _race_group(self, waiting: list[Entry], storage: Path) -> None:
         """As many of `waiting` as memory holds, and plain; takes them off the list."""
         with ExitStack() as stack:
             plain = self._start(Entry.parse(PLAIN), storage, stack)
@@ -103,7 +104,7 @@ class Heat:
                     peak = max(peak, runner.result["peak_rss"])
                     runners.append(runner)
             self.groups.append([runner.entry.name for runner in runners])
-            self._rounds(runners, plain, drive)
+            self._rounds(runners, plain)
 
     def _start(self, entry: Entry, storage: Path, stack: ExitStack) -> Runner | None:
         """A contestant that has taken its first steps, rightly; None, with a verdict, for one that has not."""
@@ -136,7 +137,7 @@ class Heat:
         self.results[entry.name]["verdict"] = verdict
         print(f"  {entry.name}: {verdict}", flush=True)
 
-    def _rounds(self, runners: list[Runner], plain: Runner, drive: DriveSpeed) -> None:
+    def _rounds(self, runners: list[Runner], plain: Runner) -> None:
         """All rounds that the time allows; each takes everyone through the same steps."""
         if not runners:
             return
@@ -146,14 +147,14 @@ class Heat:
         timed = {runner.entry.name: Timing() for runner in runners}
         for runner in list(runners):
             self._ask(runner, runners, "reset_peak")
-        drive.sample()
+        self.drive.sample()
         for number in range(self.terms.rounds):
             if self.terms.left < one_round:
                 print(f"  {number} of {self.terms.rounds} rounds: the time is up", flush=True)
                 break
             for runner in list(runners):
                 self._time(runner, runners, timed[runner.entry.name], CHECKED_STEPS + number * count, count)
-            drive.sample()
+            self.drive.sample()
         for runner in runners:
             timed[runner.entry.name].close(runner.result, self.speed, count)
         for runner in runners:
