@@ -7,6 +7,7 @@ bytes of files that were written before. Nothing else should use the disk meanwh
 
     python benchmarks/ssd.py --directory /mnt/nvme0 --output benchmarks/results/ssd.json
     python benchmarks/ssd.py --directory /mnt/nvme0 --sweep       # why ssd.BLOCK and ssd.THREADS are what they are
+    python benchmarks/ssd.py --directory /mnt/nvme0 --pages --output benchmarks/results/ssd-pages.json
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 
 from gs_compile.runtime import ssd
+from gs_compile.runtime.memory import host_memory
 from gs_compile.runtime.store import Store
 
 MIB = 1 << 20
@@ -47,8 +49,9 @@ def main() -> None:
     parser.add_argument("--disk", default="unsaid", help="what it is, for the record")
     parser.add_argument("--output", type=Path, help="JSON to write")
     parser.add_argument("--sweep", action="store_true", help="the store's block sizes and threads instead")
+    parser.add_argument("--pages", action="store_true", help="the store with huge pages and with small ones instead")
     arguments = parser.parse_args()
-    result = sweep(arguments) if arguments.sweep else compare(arguments)
+    result = (sweep if arguments.sweep else pages if arguments.pages else compare)(arguments)
     print(json.dumps(result, indent=1))
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
@@ -98,14 +101,43 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**conditions(arguments), "median_bytes_per_second": medians}
 
 
+def pages(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Medians over rounds with huge pages, as a run's arena asks for them, and with the system's small ones."""
+    before = conditions(arguments)
+    folder = Path(tempfile.mkdtemp(dir=arguments.directory))
+    rates: dict[str, dict[str, list[float]]] = {load: {"huge": [], "small": []} for load in LOADS}
+    with Store([folder]) as store:
+        lanes = {"huge": Lanes(store, arguments), "small": Lanes(store, arguments, small_pages, "small-")}
+        for _ in range(arguments.rounds):
+            for load in LOADS:
+                for size, ours in lanes.items():
+                    rates[load][size].append(ours.bytes_per_second(load))
+    folder.rmdir()
+    medians = {load: {size: statistics.median(each) for size, each in rates[load].items()} for load in LOADS}
+    return {
+        **before,
+        "command": before["command"] + " --pages",
+        "load_after": os.getloadavg()[0],
+        "median_bytes_per_second": medians,
+        "ratio": {load: medians[load]["huge"] / medians[load]["small"] for load in LOADS},
+        "bytes_per_second": rates,
+    }
+
+
 class Lanes:
     """The store as the runtime uses it: a lane that reads and a lane that writes, a request at a time each."""
 
-    def __init__(self, store: Store, arguments: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        store: Store,
+        arguments: argparse.Namespace,
+        memory: Callable[[int], torch.Tensor] | None = None,
+        label: str = "",
+    ) -> None:
         self.nbytes = arguments.request_mib * MIB
         self.requests = arguments.requests
-        self.extents = {verb: store.allocate(verb, self.nbytes * self.requests) for verb in ("read", "write")}
-        self.memory = {verb: touched_pages(self.nbytes) for verb in self.extents}
+        self.extents = {verb: store.allocate(label + verb, self.nbytes * self.requests) for verb in ("read", "write")}
+        self.memory = {verb: (memory or arena_pages)(self.nbytes) for verb in self.extents}
         for verb, extent in self.extents.items():  # blocks are laid out before anything is timed
             for index in range(self.requests):
                 extent.write(self.memory[verb], index * self.nbytes).wait()
@@ -160,14 +192,18 @@ class Fio:
         return result
 
 
-def touched_pages(nbytes: int) -> torch.Tensor:
-    """Page-aligned memory that is there, as the runtime's arena is."""
-    memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-    return memory.random_()
+def arena_pages(nbytes: int) -> torch.Tensor:
+    """Memory that is there, mapped as the runtime's arena maps it: in huge pages."""
+    return torch.frombuffer(host_memory().map(nbytes), dtype=torch.uint8).random_()
+
+
+def small_pages(nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).random_()
 
 
 def conditions(arguments: argparse.Namespace) -> dict[str, Any]:
-    fio = subprocess.run(["fio", "--version"], check=True, capture_output=True, text=True).stdout.strip()
+    tool = shutil.which("fio")
+    fio = subprocess.run([tool, "--version"], check=True, capture_output=True, text=True).stdout.strip() if tool else ""
     names = ("request_mib", "requests", "rounds")
     options = {name: getattr(arguments, name) for name in names}
     return {

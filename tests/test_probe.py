@@ -184,7 +184,9 @@ def test_an_impossible_declaration_is_named(tmp_path, given):
 def test_a_busy_machine_is_warned_of(tmp_path, given, monkeypatch, caplog):
     monkeypatch.setattr(os, "getloadavg", lambda: (900.0, 0.0, 0.0))
     found = probe([tmp_path], device=CPU)
-    assert caplog.messages == ["this machine was busy in the last minute (load 900.0): measure it again when it is idle"]
+    assert caplog.messages == [
+        "this machine was busy in the last minute (load 900.0): measure it again when it is idle"
+    ]
     assert " at load 900.0, " in found.sources["op_seconds"]
 
 
