@@ -3,7 +3,8 @@
 Ours: whole requests one after the other through `Store`, as a lane issues them; "mixed" is one lane that reads and one
 that writes. fio: libaio with O_DIRECT, one job for each direction, at the best of several block sizes and queue depths,
 which a first sweep finds. Rounds alternate between the two; a figure is the median of its rounds. Both move the same
-bytes of files that were written before. Nothing else should use the disk meanwhile.
+bytes of files that were written before, to and from small pages: a run has huge ones, and what those bring is measured
+by itself. Nothing else should use the disk meanwhile.
 
     python benchmarks/ssd.py --directory /mnt/nvme0 --output benchmarks/results/ssd.json
     python benchmarks/ssd.py --directory /mnt/nvme0 --sweep       # why ssd.BLOCK and ssd.THREADS are what they are
@@ -58,11 +59,13 @@ def main() -> None:
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    if shutil.which("fio") is None:
+        raise SystemExit("fio is not installed")
     before = conditions(arguments)
     folder = Path(tempfile.mkdtemp(dir=arguments.directory))
     try:
         with Store([folder]) as store:
-            ours = Lanes(store, arguments)
+            ours = Lanes(store, arguments, small_pages)
             fio = Fio(folder, arguments)
             settings = {load: fio.best(load) for load in LOADS}
             rates: dict[str, dict[str, list[float]]] = {load: {"store": [], "fio": []} for load in LOADS}
@@ -92,7 +95,7 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
             ssd.BLOCK = block * MIB
             folder = Path(tempfile.mkdtemp(dir=arguments.directory))
             with Store([folder], threads=threads) as store:
-                ours = Lanes(store, arguments)
+                ours = Lanes(store, arguments, arena_pages)
                 for load in LOADS:
                     each = rates[load].setdefault(f"{block} MiB x {threads}", [])
                     each.append(ours.bytes_per_second(load))
@@ -102,17 +105,22 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def pages(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Medians over rounds with huge pages, as a run's arena asks for them, and with the system's small ones."""
+    """Medians of rounds with huge pages, as a run's arena has, and with small ones; they take turns in being first."""
     before = conditions(arguments)
     folder = Path(tempfile.mkdtemp(dir=arguments.directory))
     rates: dict[str, dict[str, list[float]]] = {load: {"huge": [], "small": []} for load in LOADS}
-    with Store([folder]) as store:
-        lanes = {"huge": Lanes(store, arguments), "small": Lanes(store, arguments, small_pages, "small-")}
-        for _ in range(arguments.rounds):
-            for load in LOADS:
-                for size, ours in lanes.items():
-                    rates[load][size].append(ours.bytes_per_second(load))
-    folder.rmdir()
+    try:
+        with Store([folder]) as store:
+            lanes = {
+                "huge": Lanes(store, arguments, arena_pages),
+                "small": Lanes(store, arguments, small_pages, label="small-"),
+            }
+            for number in range(arguments.rounds):
+                for load in LOADS:
+                    for size in sorted(lanes, reverse=number % 2 == 1):
+                        rates[load][size].append(lanes[size].bytes_per_second(load))
+    finally:
+        shutil.rmtree(folder)
     medians = {load: {size: statistics.median(each) for size, each in rates[load].items()} for load in LOADS}
     return {
         **before,
@@ -131,13 +139,13 @@ class Lanes:
         self,
         store: Store,
         arguments: argparse.Namespace,
-        memory: Callable[[int], torch.Tensor] | None = None,
+        memory: Callable[[int], torch.Tensor],
         label: str = "",
     ) -> None:
         self.nbytes = arguments.request_mib * MIB
         self.requests = arguments.requests
         self.extents = {verb: store.allocate(label + verb, self.nbytes * self.requests) for verb in ("read", "write")}
-        self.memory = {verb: (memory or arena_pages)(self.nbytes) for verb in self.extents}
+        self.memory = {verb: memory(self.nbytes) for verb in self.extents}
         for verb, extent in self.extents.items():  # blocks are laid out before anything is timed
             for index in range(self.requests):
                 extent.write(self.memory[verb], index * self.nbytes).wait()
@@ -198,7 +206,10 @@ def arena_pages(nbytes: int) -> torch.Tensor:
 
 
 def small_pages(nbytes: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).random_()
+    """The same in pages of 4 KiB, whatever the system prefers."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8).random_()
 
 
 def conditions(arguments: argparse.Namespace) -> dict[str, Any]:

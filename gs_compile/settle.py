@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.passes.fit import host_needed
 from gs_compile.passes.place import Budgets, Fixed, Solution
-from gs_compile.passes.search import Search
+from gs_compile.passes.search import Search, allowed_alphas
 from gs_compile.placement import Placement
 from gs_compile.prediction import Prediction
 from gs_compile.profile import Profile
 from gs_compile.program import Program
 from gs_compile.step_plan import StepPlan
 from gs_compile.workload import Workload
+
+Solve: TypeAlias = Callable[[Budgets, float], Solution | None]  # the linear program, within budgets, for an alpha
 
 MOST_ROUNDS = 8  # of solving again with less: each takes off what the program before was over
 SPARE_TURNS = (0, 1, 2, 4)  # of a layer's data, left free for writes that lag behind; tried in this order
@@ -33,6 +36,14 @@ class Settled:
     @property
     def seconds(self) -> float:
         return self.prediction.simulation.seconds
+
+    def search(self, found: Search, solve: Solve, budgets: Budgets) -> Search:
+        """The search as if it had ended with this alpha, so that what is said of the plan is said of this one."""
+        if self.solution.alpha == found.best.alpha:
+            return found
+        best = solve(budgets, self.solution.alpha)
+        assert best is not None, "what fits in less memory fits"
+        return replace(found, best=best)
 
     def plan(self, workload: Workload, profile: Profile, budgets: Budgets, found: Search) -> StepPlan:
         """As a plan; `found` is the search that has led here."""
@@ -52,7 +63,7 @@ class Settled:
 
 
 def settle(
-    solve: Callable[[Budgets, float], Solution | None],
+    solve: Solve,
     alphas: Sequence[float],
     make: Callable[[Solution], Placement],
     lowered: Callable[[Placement], Program],
@@ -83,14 +94,15 @@ def settle(
         found[turns] = one
         if one.seconds <= GOOD_ENOUGH * found[0].solution.seconds:
             return one
-    if not found:
+    spare = min(found, key=lambda turns: found[turns].seconds, default=0)
+    others = (settled(alpha, spare) for alpha in alphas[1:])
+    fitting = [one for one in (found.get(spare), *others) if one is not None]
+    if not fitting:
         raise MemoryBudgetError(
             f"host memory of {format_bytes(budgets.host_nbytes)} is too little for this step: give it more, fewer "
             "micro-batches, or a smaller micro_batch_size"
         )
-    spare = min(found, key=lambda turns: found[turns].seconds)
-    others = (settled(alpha, spare) for alpha in alphas[1:])
-    return min((found[spare], *filter(None, others)), key=lambda each: each.seconds)
+    return min(fitting, key=lambda each: each.seconds)
 
 
 def alphas_of(best: Solution, fixed: Fixed) -> tuple[float, ...]:
@@ -99,8 +111,7 @@ def alphas_of(best: Solution, fixed: Fixed) -> tuple[float, ...]:
     In the linear program a late update costs nothing as long as the forward hides its traffic. In the step that of the
     first units stands between two steps, and every part is an operation of its own.
     """
-    is_free = fixed.alpha is None and (not fixed.clip or fixed.speculative)
-    return (best.alpha, 0.0) if is_free and best.alpha else (best.alpha,)
+    return (best.alpha, 0.0) if best.alpha and 0.0 in allowed_alphas(fixed) else (best.alpha,)
 
 
 def _turn_nbytes(workload: Workload) -> int:

@@ -55,7 +55,7 @@ def search(
     Raises `PlanError` where settings contradict each other or nothing fits: it says what is short, and what is near.
     """
     check(workload, profile, budgets, fixed, num_micro_batches or 1)
-    formulas = Formulas(workload, profile, _alphas(fixed), speculative=fixed.speculative)
+    formulas = Formulas(workload, profile, allowed_alphas(fixed), speculative=fixed.speculative)
     bounds = _Bounds(len(formulas.alphas))
     found: Solution | None = None
     history: list[tuple[int, Solution | None]] = []
@@ -127,7 +127,7 @@ def shortfall(
     workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixed, *, num_micro_batches: int = 1
 ) -> str:
     """Why nothing fits: what is short, by how much, and the nearest settings that do fit. One sentence or two."""
-    alphas = _alphas(fixed)
+    alphas = allowed_alphas(fixed)
     formulas = Formulas(workload, profile, alphas, speculative=fixed.speculative)
     needed = short(formulas, num_micro_batches, budgets, fixed)
     alpha, least = min(zip(alphas, needed, strict=True), key=lambda each: _parts(each[1], budgets))
@@ -155,7 +155,7 @@ def _nearest(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixe
         solved = best(formulas, number, range(len(alphas)), budgets, fixed)
         return [solution.alpha for solution in solved if solution]
 
-    alphas, near = _alphas(fixed), []
+    alphas, near = allowed_alphas(fixed), []
     below = [number / 100 for number in range(100) if fixed.alpha and number / 100 < fixed.alpha]
     if below and (smaller := fits(num_micro_batches, below, fixed)):
         near.append(f"alpha {max(smaller):g}")
@@ -172,7 +172,8 @@ def _nearest(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixe
     return near
 
 
-def _alphas(fixed: Fixed) -> tuple[float, ...]:
+def allowed_alphas(fixed: Fixed) -> tuple[float, ...]:
+    """Those that may be chosen; one where it is given, or where clipping makes all updates wait."""
     if fixed.clip and not fixed.speculative:
         return (1.0,)
     return ALPHAS if fixed.alpha is None else (fixed.alpha,)

@@ -23,6 +23,7 @@ from gs_compile.program import Op, Unit, Value
 
 from .arena import Arena
 from .contents import Flat, Gathered, Hold, Kept, Region, Resident, Zone
+from .ssd import Transfer
 from .store import Extent, Store
 
 Tensor = torch.Tensor
@@ -247,15 +248,19 @@ class InterLayerTensors:
 
 
 def transfer(reads: Sequence[Any], targets: Sequence[Any]) -> None:
-    """Between host memory and SSD: all at once, and back when all is done."""
-    moves = []
-    for source, target in zip(reads, targets, strict=True):
-        if isinstance(source, Region):
-            moves.append(source.extent.read(memory_of(target), source.offset))
-        else:
-            moves.append(target.extent.write(memory_of(source), target.offset))
-    for move in moves:
-        move.wait()
+    """Between host memory and SSD: all at once, and back when nothing moves any more, well or badly."""
+    moves: list[Transfer] = []
+    try:
+        for source, target in zip(reads, targets, strict=True):
+            if isinstance(source, Region):
+                moves.append(source.extent.read(memory_of(target), source.offset))
+            else:
+                moves.append(target.extent.write(memory_of(source), target.offset))
+        for move in moves:
+            move.wait()
+    finally:
+        for move in moves:
+            move.settle()
 
 
 def memory_of(content: Flat | Kept) -> Tensor:

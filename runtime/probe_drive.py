@@ -23,7 +23,7 @@ from gs_compile.errors import StorageFullError
 from gs_compile.machine import free_storage
 
 from .lanes import Failure, Lane
-from .memory import host_memory
+from .memory import Memory, host_memory
 from .rates import Load, Work, medians
 from .ssd import PAGE, Transfer
 from .store import Extent, Store
@@ -36,10 +36,14 @@ NUM_ROUNDS = 5
 NUM_LATENCIES = 40
 
 
-def drive_rates(storage: Sequence[Path], seconds: float, products: Work) -> tuple[dict[str, float], dict[str, str]]:
+def drive_rates(
+    storage: Sequence[Path], seconds: float, products: Work, memory: Memory | None = None
+) -> tuple[dict[str, float], dict[str, str]]:
     """The profile's figures of the drives together, and how each was measured, in words.
 
-    `products` is computation on the thread that asks, whose speed beside transfers is measured too.
+    `products` is computation on the thread that asks, whose speed beside transfers is measured too. `memory` is where a
+    run's arena has its memory from, pageable memory if it is not given: huge pages are read into faster than small ones
+    (benchmarks/ssd.py --pages).
 
     Takes about `seconds`, longer where one request does. Raises the store's errors: a directory that cannot be written,
     that another run uses, that is full. Leaves nothing behind.
@@ -48,13 +52,14 @@ def drive_rates(storage: Sequence[Path], seconds: float, products: Work) -> tupl
     with _tidy(storage), Store(storage) as store:
         request_nbytes = _request_nbytes(storage)
         read, write = (store.allocate(verb, request_nbytes * NUM_REQUESTS) for verb in ("read", "write"))
-        memory = {verb: _pages(request_nbytes) for verb in ("read", "write")}
-        num_requests = _fill((read, write), memory["write"], seconds / 4)
+        memory = memory or host_memory()
+        pages = {verb: _pages(memory, request_nbytes) for verb in ("read", "write")}
+        num_requests = _fill((read, write), pages["write"], seconds / 4)
         offsets = [index * request_nbytes for index in range(num_requests)]
-        latency = _latency(read, offsets[-1] + request_nbytes)
+        latency = _latency(read, _pages(memory, PAGE), offsets[-1] + request_nbytes)
         with closing(_lane("ssd_read")) as reader, closing(_lane("ssd_write")) as writer:
-            reading = _requests(read.read, memory["read"], offsets)
-            writing = _requests(write.write, memory["write"], offsets)
+            reading = _requests(read.read, pages["read"], offsets)
+            writing = _requests(write.write, pages["write"], offsets)
             both: Load = {reader: reading, writer: writing}
             alone_read, alone_write, mixed, compute, all_three = medians(
                 [{reader: reading}, {writer: writing}, both, {None: products}, {None: products, **both}],
@@ -142,9 +147,8 @@ def _fill(extents: Sequence[Extent], memory: torch.Tensor, seconds: float) -> in
     return index + 1
 
 
-def _latency(extent: Extent, nbytes: int) -> float:
+def _latency(extent: Extent, page: torch.Tensor, nbytes: int) -> float:
     """Seconds of reading one page, at places all over the extent."""
-    page = _pages(PAGE)
     seconds = []
     for index in range(NUM_LATENCIES):
         begin = time.perf_counter()
@@ -168,9 +172,6 @@ def _lane(name: str) -> Lane:
     return Lane(name, Failure(), Trace(), num_threads=1)
 
 
-def _pages(nbytes: int) -> torch.Tensor:
-    """Memory as a run's arena maps it: huge pages are read into up to 1.6 times as fast.
-
-    Random, for drives that compress.
-    """
-    return torch.frombuffer(host_memory().map(nbytes), dtype=torch.uint8).random_()
+def _pages(memory: Memory, nbytes: int) -> torch.Tensor:
+    """Memory that is there; random, for drives that compress."""
+    return torch.frombuffer(memory.map(nbytes), dtype=torch.uint8).random_()

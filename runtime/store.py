@@ -38,6 +38,7 @@ from gs_compile.errors import LeftoverError, SlowStorageWarning, StorageError, S
 from gs_compile.machine import free_storage
 
 from . import ssd
+from .memory import host_memory
 from .ssd import Engine, File, Memory, Transfer, as_bytes, told
 
 FOLDER = "greedysnake-run"
@@ -281,7 +282,7 @@ class Drive:
         """The bandwidth of writing and reading the same amount, measured on a file that is removed again."""
         file = self.create(PROBE, PROBE_NBYTES)
         try:
-            memory = np.frombuffer(mmap.mmap(-1, PROBE_BLOCK), np.uint8)
+            memory = np.frombuffer(host_memory().map(PROBE_BLOCK), np.uint8)  # as a run's is
             written, write_seconds = timed(self.engine.write, file, memory, PROBE_NBYTES)
             read, read_seconds = timed(self.engine.read, file, memory, written)
             return (written + read) / (write_seconds + read_seconds)

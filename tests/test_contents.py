@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from gs_compile.errors import StorageError
 from gs_compile.program import Op, Stage, Value
 from gs_compile.runtime.arena import FREE, Arena
 from gs_compile.runtime.contents import Flat, Gradient, Hold, Kept, Region
-from gs_compile.runtime.coordinators import InterLayerTensors
+from gs_compile.runtime.coordinators import InterLayerTensors, transfer
 from gs_compile.runtime.lanes import Ticket
 
 PAGE = 4096
@@ -100,6 +104,9 @@ def test_checkpoints_move_all_at_once(towards):
         def wait(self):
             log.append("waited")
 
+        def settle(self):
+            log.append("still")
+
     like = torch.empty((2, 3), device="meta").t()  # its strides are kept, and its memory moves as it lies
     there = [Kept(like, region=Region(Extent(), 0, like.nbytes)) for _ in range(3)]
     here = [Kept(like, flat=torch.zeros(6)) for _ in range(3)]
@@ -109,4 +116,27 @@ def test_checkpoints_move_all_at_once(towards):
     verb = "prefetch" if towards == "host" else "offload"
     op = Op(verb, tuple(values[0]), Stage("backward", 1), tuple(values[1]))
     InterLayerTensors(None).carry_out(op, there, here)
-    assert log == ["asked"] * 3 + ["waited"] * 3
+    assert log == ["asked"] * 3 + ["waited"] * 3 + ["still"] * 3
+
+
+def test_after_an_error_nothing_moves_any_more():
+    """The buffers go back to the arena then, and others may have them."""
+    moving = {"first", "second", "third"}
+
+    class Move:
+        def __init__(self, name):
+            self.name = name
+
+        def wait(self):
+            if self.name == "second":
+                raise StorageError(errno.EIO, "read failed", "x")
+            self.settle()
+
+        def settle(self):
+            moving.discard(self.name)
+
+    moves = iter(["first", "second", "third"])
+    extent = SimpleNamespace(read=lambda memory, offset: Move(next(moves)))
+    with pytest.raises(StorageError, match="read failed"):
+        transfer([Region(extent, 0, 4)] * 3, [Flat(torch.zeros(1))] * 3)
+    assert not moving

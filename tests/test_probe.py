@@ -17,7 +17,7 @@ from gs_compile.runtime import probe_compute, probe_drive
 from gs_compile.runtime import rates as rates_module
 from gs_compile.runtime.arena import Arena
 from gs_compile.runtime.lanes import Failure, Lane
-from gs_compile.runtime.memory import Pages
+from gs_compile.runtime.memory import Pages, RegisteredPages
 from gs_compile.runtime.probe import free_nbytes, num_ranks, probe
 from gs_compile.runtime.probe_compute import link_rates
 from gs_compile.runtime.probe_drive import drive_rates, room_nbytes
@@ -91,12 +91,15 @@ def test_this_machine(tmp_path, monkeypatch):
     assert Profile.load(tmp_path / "machine.json") == found
 
 
-def test_the_drive_moves_memory_as_a_runs_arena_maps_it(small, tmp_path, monkeypatch):
-    mapped = []
+@pytest.mark.parametrize("pinned", [False, True])
+def test_the_drive_moves_memory_as_a_runs_arena_maps_it(small, tmp_path, monkeypatch, pinned):
+    mapped, registered = [], []
     map_pages = Pages.map
     monkeypatch.setattr(Pages, "map", lambda self, nbytes: mapped.append(nbytes) or map_pages(self, nbytes))
-    drive_rates([tmp_path], 0.1, products)
-    assert sorted(mapped) == [4096, 1 << 20, 1 << 20]
+    memory = RegisteredPages(lambda address, nbytes: registered.append(nbytes), lambda address: None)
+    drive_rates([tmp_path], 0.1, products, memory if pinned else None)
+    used = registered if pinned else mapped
+    assert [used.count(nbytes) for nbytes in (4096, 1 << 20)] == [1, 2]
 
 
 @pytest.mark.slow

@@ -176,6 +176,7 @@ def test_what_is_free_is_looked_up_every_time(tmp_path, probe):
         ("num_ranks", lambda: 77),
         ("correct_thread_count", lambda: 77),
         ("_processor", lambda: "Z80"),
+        ("MEASURING", 0),
     ],
     ids=lambda fact: fact[0],
 )

@@ -10,6 +10,7 @@ from planned import gpt
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.passes.fit import MARGIN
 from gs_compile.passes.place import Budgets, Fixed
+from gs_compile.passes.search import Search
 from gs_compile.settle import alphas_of, settle
 
 WORKLOAD = gpt(2, 64)
@@ -21,8 +22,8 @@ LEAST = TURN  # of host memory, for the linear program to find anything
 class Faked:
     """The linear program gives all the memory there is to one number; its program takes `over` more than that."""
 
-    def __init__(self, over=0, seconds=lambda resident: 1.0, bound=1.0):
-        self.over, self.seconds, self.bound = over, seconds, bound
+    def __init__(self, over=lambda alpha: 0, seconds=lambda resident: 1.0, bound=1.0, late=lambda alpha: 1 + alpha):
+        self.over, self.seconds, self.bound, self.late = over, seconds, bound, late
         self.asked = []
 
     def solve(self, budgets, alpha):
@@ -32,10 +33,10 @@ class Faked:
         return SimpleNamespace(resident=max(0, budgets.host_nbytes - MARGIN), seconds=self.bound, alpha=alpha)
 
     def lowered(self, placement):
-        return SimpleNamespace(peaks=(("device", 7), ("host", placement.resident + self.over)))
+        return SimpleNamespace(peaks=(("device", 7), ("host", placement.resident + self.over(placement.alpha))))
 
     def predicted(self, program, placement):
-        seconds = self.seconds(placement.resident) * (1 + placement.alpha)
+        seconds = self.seconds(placement.resident) * self.late(placement.alpha)
         return SimpleNamespace(simulation=SimpleNamespace(seconds=seconds))
 
     def settle(self, host_nbytes=BUDGET, alphas=(0.0,)):
@@ -50,7 +51,7 @@ def test_what_fits_and_keeps_time_is_taken_at_once():
 
 
 def test_it_shrinks_until_the_program_fits():
-    faked = Faked(over=1000)
+    faked = Faked(over=lambda alpha: 1000)
     found = faked.settle()
     assert faked.asked == [BUDGET, BUDGET - 1000]
     assert found.placement is found.solution
@@ -72,10 +73,36 @@ def test_it_stops_where_nothing_is_to_be_gained():
 
 
 def test_nothing_is_late_where_that_is_faster():
-    faked = Faked(seconds=lambda resident: 2.0)
+    """With as much memory left free as was best with late updates."""
+    faked = Faked(seconds=lambda resident: {10: 3.0, 9: 2.0, 8: 1.5, 6: 1.8}[resident // TURN])
     found = faked.settle(alphas=(0.25, 0.0))
-    assert (found.seconds, found.solution.alpha) == (2.0, 0.0)
-    assert Faked().settle(alphas=(0.02, 0.0)).solution.alpha == 0.02  # as good as any
+    assert (found.seconds, found.solution.alpha) == (1.5, 0.0)
+    assert faked.asked == [BUDGET - turns * TURN for turns in (0, 1, 2, 4, 2)]
+
+
+def test_late_updates_stay_where_they_are_faster():
+    assert Faked().settle(alphas=(0.02, 0.0)).solution.alpha == 0.02  # as good as any: no other is tried
+    faked = Faked(seconds=lambda resident: 2.0, late=lambda alpha: 1 - alpha)
+    assert faked.settle(alphas=(0.25, 0.0)).solution.alpha == 0.25
+    assert len(faked.asked) == 5
+
+
+def test_nothing_is_late_where_late_gradients_do_not_fit():
+    faked = Faked(over=lambda alpha: BUDGET * (alpha > 0))
+    assert faked.settle(alphas=(0.25, 0.0)).solution.alpha == 0.0
+
+
+def test_late_updates_stay_where_nothing_else_fits():
+    faked = Faked(seconds=lambda resident: 2.0, over=lambda alpha: BUDGET * (alpha == 0))
+    assert faked.settle(alphas=(0.25, 0.0)).solution.alpha == 0.25
+
+
+def test_what_is_said_of_a_plan_is_said_of_its_alpha():
+    faked, budgets = Faked(seconds=lambda resident: 2.0), Budgets(host_nbytes=BUDGET, ssd_nbytes=10**12)
+    found = Search(best=faked.solve(budgets, 0.25), history=())
+    late, prompt = (faked.settle(alphas=(alpha,)) for alpha in (0.25, 0.0))
+    assert late.search(found, faked.solve, budgets) is found
+    assert prompt.search(found, faked.solve, budgets).best.alpha == 0.0
 
 
 @pytest.mark.parametrize(
@@ -100,7 +127,7 @@ def test_memory_is_not_left_free_that_is_not_there():
 
 def test_a_program_that_never_fits_is_refused():
     with pytest.raises(MemoryBudgetError, match=r"^host memory of .* is too little for this step: give it more, fewer"):
-        Faked(over=BUDGET).settle()
+        Faked(over=lambda alpha: BUDGET).settle()
 
 
 def test_rounds_end():
