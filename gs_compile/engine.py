@@ -199,7 +199,7 @@ class Engine(Keeper):
 
     def finish(self) -> StepRecord | None:
         """Close the step whose backward has run; late updates may follow. None: there was no backward."""
-        self.tiers.failure.check()
+        self.tiers.check()
         record, self.record = self.record, None
         if record is not None and self.placement.has_late:
             self.tiers.leave(record)
@@ -222,7 +222,7 @@ class Engine(Keeper):
         self.tiers.synchronize()
 
     def _refuse_unfinished(self) -> None:
-        self.tiers.failure.check()
+        self.tiers.check()
         if self.record is not None:
             raise StepOrderError(
                 "a backward has run and optimizer.step() has not: some parameters are updated and some are not. Call "

@@ -215,7 +215,7 @@ class Tiers:
 
     def _home(self, value: Value) -> Any:
         """What is at home, once nobody works on it any more."""
-        self.failure.check()
+        self.check()
         assert not self.closed, f"{value}: the tiers are closed"
         for ticket in self.board.idle(value):
             ticket.wait()
@@ -249,6 +249,10 @@ class Tiers:
         ]:
             with contextlib.suppress(LaneError):  # what failed first is raised below
                 ticket.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what has failed on a lane, if anything; then it is over."""
         if self.failure.first is not None:
             self.close()
         self.failure.check()

@@ -312,7 +312,7 @@ def sleeping(seconds, amount):
 
 def test_a_rate_is_the_amount_by_the_time():
     (rate,) = at_once({None: sleeping(0.01, 5.0)}, 0.1).values()
-    assert 5.0 / 0.02 < rate <= 5.0 / 0.01
+    assert 5.0 / 0.05 < rate <= 5.0 / 0.01  # on a busy machine a sleep of 10 ms takes longer
 
 
 def test_work_that_outlasts_its_time_is_done_once():
