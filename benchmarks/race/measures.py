@@ -65,7 +65,7 @@ class MachineSpeed:
 class DriveSpeed:
     """What the drive of a directory gives, by the profile's names, one entry for each `sample`.
 
-    A drive that others share gives twice as much in one minute as in the next, so one measurement tells little.
+    A drive that others share does not give the same from minute to minute, so one measurement tells little.
     """
 
     storage: Path
