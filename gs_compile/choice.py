@@ -24,7 +24,7 @@ from gs_compile.lifetimes import NOTHING, fastest, has_periods, room_of
 from gs_compile.machine import available_memory, format_bytes, usable_memory
 from gs_compile.passes.cut import DEVICE_CLASSES, cut_units, on_device
 from gs_compile.passes.fit import CLASSES, fit, host_needed, most_alpha, peak, too_small
-from gs_compile.passes.place import Budgets, Fixed, Solution
+from gs_compile.passes.place import Budgets, Fixed
 from gs_compile.passes.search import GROWTH, search
 from gs_compile.placement import Placement
 from gs_compile.prediction import Prediction, predict
@@ -171,14 +171,11 @@ class Choice:
         number = len(self.layouts)
         workload, profile, budgets = self.workload, self.profile, self.budgets
         again = solver(workload, profile, budgets, fixed)
-
-        def solve(room: Budgets, alpha: float) -> Solution | None:
-            return again(number, alpha, room=room)
-
         try:
             found = search(workload, profile, budgets, fixed, num_micro_batches=number)
             settled = settle(
-                solve,
+                again,
+                number,
                 alphas_of(found.best, fixed),
                 lambda solution: self._make(
                     solution.ratios, solution.alpha, solution.device_ratios, speculative=speculative
@@ -190,7 +187,7 @@ class Choice:
             )
         except (PlanError, MemoryBudgetError):
             return None
-        return settled.plan(workload, profile, budgets, settled.search(found, solve, budgets))
+        return settled.plan(workload, profile, budgets, settled.search(found, again))
 
     # By the program's own peaks ---------------------------------------------------------------------------------------
 

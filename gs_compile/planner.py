@@ -24,7 +24,7 @@ from gs_compile.lifetimes import NOTHING, has_periods, room_of, why
 from gs_compile.passes.cut import cut_units, on_device
 from gs_compile.passes.fit import fit, host_needed, lessened
 from gs_compile.passes.lower import lower
-from gs_compile.passes.place import Budgets, Fixed, Solution
+from gs_compile.passes.place import Budgets, Fixed
 from gs_compile.passes.search import Search, search
 from gs_compile.placement import Placement, Room
 from gs_compile.prediction import Prediction, predict
@@ -151,12 +151,9 @@ class _Planner:
         workload, best = found[0][0], found[0][1].best
         number, clip = best.num_micro_batches, self.fixed.clip
         again = solver(workload, self.profile, self.budgets, self.fixed)
-
-        def solve(room: Budgets, alpha: float) -> Solution | None:
-            return again(number, alpha, room=room)
-
         settled = settle(
-            solve,
+            again,
+            number,
             alphas_of(best, self.fixed),
             lambda s: _placed(
                 workload,
@@ -173,7 +170,7 @@ class _Planner:
             workload,
             self.budgets,
         )
-        own = settled.search(found[0][1], solve, self.budgets)
+        own = settled.search(found[0][1], again)
         chosen = settled.plan(workload, self.profile, self.budgets, own)
         return replace(
             chosen,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
@@ -15,10 +14,9 @@ from gs_compile.placement import Placement
 from gs_compile.prediction import Prediction
 from gs_compile.profile import Profile
 from gs_compile.program import Program
+from gs_compile.reasons import Again
 from gs_compile.step_plan import StepPlan
 from gs_compile.workload import Workload
-
-Solve: TypeAlias = Callable[[Budgets, float], Solution | None]  # the linear program, within budgets, for an alpha
 
 MOST_ROUNDS = 8  # of solving again with less: each takes off what the program before was over
 SPARE_TURNS = (0, 1, 2, 4)  # of a layer's data, left free for writes that lag behind; tried in this order
@@ -37,11 +35,11 @@ class Settled:
     def seconds(self) -> float:
         return self.prediction.simulation.seconds
 
-    def search(self, found: Search, solve: Solve, budgets: Budgets) -> Search:
+    def search(self, found: Search, again: Again) -> Search:
         """The search as if it had ended with this alpha, so that what is said of the plan is said of this one."""
         if self.solution.alpha == found.best.alpha:
             return found
-        best = solve(budgets, self.solution.alpha)
+        best = again(found.best.num_micro_batches, self.solution.alpha)
         assert best is not None, "what fits in less memory fits"
         return replace(found, best=best)
 
@@ -63,7 +61,8 @@ class Settled:
 
 
 def settle(
-    solve: Solve,
+    again: Again,
+    num_micro_batches: int,
     alphas: Sequence[float],
     make: Callable[[Solution], Placement],
     lowered: Callable[[Placement], Program],
@@ -80,7 +79,7 @@ def settle(
 
     def settled(alpha: float, turns: int) -> Settled | None:
         room = replace(budgets, host_nbytes=budgets.host_nbytes - turns * _turn_nbytes(workload))
-        kept = _kept(lambda budgets: solve(budgets, alpha), make, lowered, room)
+        kept = _kept(lambda room: again(num_micro_batches, alpha, room=room), make, lowered, room)
         if kept is None:
             return None
         solution, placement, program = kept

@@ -23,7 +23,7 @@ import torch
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 
-from .memory import PAGE_NBYTES, Memory, host_memory, pinned_memory
+from .memory import PAGE_NBYTES, Memory, arena_memory
 
 FREE = "free"  # kept for reuse
 GONE = "released, but a tensor still refers to it"
@@ -153,7 +153,7 @@ class Arena:
     ) -> None:
         self.budget_nbytes = budget_nbytes
         self.name = name
-        self._memory = memory or (pinned_memory() if pinned else host_memory())
+        self._memory = memory or arena_memory(pinned=pinned)
         self._ledger = Ledger()
         self._free: list[_Piece] = []  # in the order of their release
         self._in_use: set[_Piece] = set()  # a buffer that is lost and not released stays mapped, and on the ledger

@@ -105,6 +105,11 @@ class PinnedBlocks:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()  # an array can be referred to weakly
 
 
+def arena_memory(*, pinned: bool) -> Memory:
+    """What a run's arena takes where it is not given other memory."""
+    return pinned_memory() if pinned else host_memory()
+
+
 def host_memory() -> Memory:
     """Pageable memory."""
     return Pages()

@@ -20,7 +20,7 @@ from gs_compile.errors import ProfileError
 from gs_compile.machine import DEFAULT_SHARE, available_memory, usable_cores
 from gs_compile.profile import FORMAT, MIXED, Profile
 
-from .memory import host_memory, pinned_memory
+from .memory import arena_memory
 from .probe_compute import compute_rates, link_rates, products_on
 from .probe_drive import drive_rates, room_nbytes
 
@@ -55,7 +55,7 @@ def probe(
     room = free_nbytes(storage, device)
     is_cuda = device.type == "cuda"
     measured = [
-        drive_rates(storage, seconds * DRIVE_SHARE, products_on(device), pinned_memory() if is_cuda else host_memory()),
+        drive_rates(storage, seconds * DRIVE_SHARE, products_on(device), arena_memory(pinned=is_cuda)),
         compute_rates(device, seconds * (1 - DRIVE_SHARE - is_cuda * LINK_SHARE)),
         *([link_rates(device, seconds * LINK_SHARE)] if is_cuda else []),
     ]

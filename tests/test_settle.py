@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from gs_compile.settle import alphas_of, settle
 WORKLOAD = gpt(2, 64)
 TURN = max(size.num_trained for size in WORKLOAD.sizes if isinstance(size.unit, int)) * (12 + 2 + 4)
 BUDGET = 10 * TURN + MARGIN
+BUDGETS = Budgets(host_nbytes=BUDGET, ssd_nbytes=10**12)
 LEAST = TURN  # of host memory, for the linear program to find anything
 
 
@@ -26,11 +28,12 @@ class Faked:
         self.over, self.seconds, self.bound, self.late = over, seconds, bound, late
         self.asked = []
 
-    def solve(self, budgets, alpha):
-        self.asked.append(budgets.host_nbytes)
-        if budgets.host_nbytes < LEAST:
+    def again(self, number, alpha, *, room=BUDGETS):
+        self.asked.append(room.host_nbytes)
+        if room.host_nbytes < LEAST:
             return None
-        return SimpleNamespace(resident=max(0, budgets.host_nbytes - MARGIN), seconds=self.bound, alpha=alpha)
+        resident = max(0, room.host_nbytes - MARGIN)
+        return SimpleNamespace(resident=resident, seconds=self.bound, alpha=alpha, num_micro_batches=number)
 
     def lowered(self, placement):
         return SimpleNamespace(peaks=(("device", 7), ("host", placement.resident + self.over(placement.alpha))))
@@ -40,8 +43,8 @@ class Faked:
         return SimpleNamespace(simulation=SimpleNamespace(seconds=seconds))
 
     def settle(self, host_nbytes=BUDGET, alphas=(0.0,)):
-        budgets = Budgets(host_nbytes=host_nbytes, ssd_nbytes=10**12)
-        return settle(self.solve, alphas, lambda solution: solution, self.lowered, self.predicted, WORKLOAD, budgets)
+        budgets = replace(BUDGETS, host_nbytes=host_nbytes)
+        return settle(self.again, 3, alphas, lambda solution: solution, self.lowered, self.predicted, WORKLOAD, budgets)
 
 
 def test_what_fits_and_keeps_time_is_taken_at_once():
@@ -98,11 +101,11 @@ def test_late_updates_stay_where_nothing_else_fits():
 
 
 def test_what_is_said_of_a_plan_is_said_of_its_alpha():
-    faked, budgets = Faked(seconds=lambda resident: 2.0), Budgets(host_nbytes=BUDGET, ssd_nbytes=10**12)
-    found = Search(best=faked.solve(budgets, 0.25), history=())
+    faked = Faked(seconds=lambda resident: 2.0)
+    found = Search(best=faked.again(3, 0.25), history=())
     late, prompt = (faked.settle(alphas=(alpha,)) for alpha in (0.25, 0.0))
-    assert late.search(found, faked.solve, budgets) is found
-    assert prompt.search(found, faked.solve, budgets).best.alpha == 0.0
+    assert late.search(found, faked.again) is found
+    assert prompt.search(found, faked.again).best.alpha == 0.0
 
 
 @pytest.mark.parametrize(
