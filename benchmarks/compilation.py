@@ -22,8 +22,8 @@ import transformers
 
 
 def measure(layers: int, compiler: str) -> dict[str, float]:
-    from gs_compile.backend import greedysnake
-    from gs_compile.compilation import compilations_of
+    from gs_compile.codegen.compiled import compilations_of
+    from gs_compile.model.backend import greedysnake
 
     transformers.logging.set_verbosity_error()
     config = transformers.GPT2Config(n_layer=layers, n_embd=256, n_head=4, n_positions=128, vocab_size=1024)

@@ -26,18 +26,18 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from gs_compile.draw import Point, Roofline, lanes, throughput, traffic_bars
+from gs_compile.cli.report.draw import Point, Roofline, lanes, throughput, traffic_bars
 from gs_compile.errors import NoFitError
-from gs_compile.passes.measure import forward_seconds
-from gs_compile.passes.place import Budgets, Fixed
-from gs_compile.passes.search import search
-from gs_compile.placement import QUANTUM
-from gs_compile.planner import plan
-from gs_compile.profile import Profile
-from gs_compile.profiles import profile
-from gs_compile.step_plan import StepPlan
-from gs_compile.workload import Workload
-from gs_compile.workloads import captured_workload
+from gs_compile.placement.placement import QUANTUM
+from gs_compile.placement.workload import Workload
+from gs_compile.planner.cost.counted import captured_workload
+from gs_compile.planner.lp.search import search
+from gs_compile.planner.lp.solve import Budgets, Fixed
+from gs_compile.planner.measure.machines import profile
+from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.plan import plan
+from gs_compile.planner.simulate.prices import forward_seconds
+from gs_compile.planner.step_plan import StepPlan
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "paper.json"

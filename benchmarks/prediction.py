@@ -24,10 +24,10 @@ import transformers
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import gs_compile
-from gs_compile.backend import greedysnake
-from gs_compile.prediction import Prediction
-from gs_compile.profile import Profile
-from gs_compile.profiles import profile
+from gs_compile.model.backend import greedysnake
+from gs_compile.planner.measure.machines import profile
+from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.prediction import Prediction
 
 SIZES = {"small": (4, 384), "middle": (6, 512), "large": (8, 768)}  # layers and hidden size
 PLACES = {"ssd": 0.0, "mixed": 0.5, "host": 1.0}  # what part of every class is in host memory

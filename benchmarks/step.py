@@ -26,7 +26,7 @@ import torch
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gs_compile.backend import greedysnake
+from gs_compile.model.backend import greedysnake
 
 
 def build(arguments: argparse.Namespace) -> GPT2LMHeadModel:

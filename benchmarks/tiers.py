@@ -24,7 +24,7 @@ import transformers
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import gs_compile
-from gs_compile.backend import greedysnake
+from gs_compile.model.backend import greedysnake
 
 RATIOS = {"ssd": 0.0, "host": 1.0}
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gs_compile.config import Expert, Options, Ratios
 from gs_compile.errors import GreedySnakeError
+from gs_compile.options import Expert, Options, Ratios
 
 if TYPE_CHECKING:
-    from gs_compile.initialise import init_on_storage
-    from gs_compile.inspection import Inspection, inspect
-    from gs_compile.materialized import materialize
-    from gs_compile.optim import SGD, Adam, AdamW, Lion
-    from gs_compile.planner import plan
-    from gs_compile.profile import Profile
-    from gs_compile.step_plan import StepPlan
+    from gs_compile.model.inspection import Inspection, inspect
+    from gs_compile.model.materialized import materialize
+    from gs_compile.model.optim import SGD, Adam, AdamW, Lion
+    from gs_compile.model.storage_init import init_on_storage
+    from gs_compile.planner.measure.profile import Profile
+    from gs_compile.planner.plan import plan
+    from gs_compile.planner.step_plan import StepPlan
 
 __version__ = "0.2.0"
 
@@ -46,17 +46,17 @@ __all__ = [
 
 # Names that need torch come when they are first used: importing this package takes no time.
 _MODULES = {
-    "Inspection": "inspection",
-    "inspect": "inspection",
-    "init_on_storage": "initialise",
-    "materialize": "materialized",
-    "Profile": "profile",
-    "StepPlan": "step_plan",
-    "plan": "planner",
-    "AdamW": "optim",
-    "Adam": "optim",
-    "SGD": "optim",
-    "Lion": "optim",
+    "Inspection": "model.inspection",
+    "inspect": "model.inspection",
+    "init_on_storage": "model.storage_init",
+    "materialize": "model.materialized",
+    "Profile": "planner.measure.profile",
+    "StepPlan": "planner.step_plan",
+    "plan": "planner.plan",
+    "AdamW": "model.optim",
+    "Adam": "model.optim",
+    "SGD": "model.optim",
+    "Lion": "model.optim",
 }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from gs_compile.placement import Placement
-from gs_compile.program import Op, Program, Value
+from gs_compile.placement.placement import Placement
+from gs_compile.program.ir import Op, Program, Value
 
 # What a step makes for itself. Inputs (batch, w) are not its to end; results (loss, y, dw) are what it is run for.
 TRANSIENT_KINDS = frozenset({"x", "side", "total", "dx", "dy", "dside"})

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from gs_compile.placement import Placement
-from gs_compile.program import Program, Schedule, StepShape, Value
-from gs_compile.verify import verify
-
-from .free import free
-from .horizontal import horizontal
-from .lifetime import lifetime
-from .offload import offload
-from .overlap import overlap
-from .pipeline import pipeline
-from .single import single
-from .snake import snake
-from .vertical import vertical
+from gs_compile.passes.baselines.horizontal import horizontal
+from gs_compile.passes.baselines.lifetime import lifetime
+from gs_compile.passes.baselines.single import single
+from gs_compile.passes.free import free
+from gs_compile.passes.offload import offload
+from gs_compile.passes.overlap import overlap
+from gs_compile.passes.pipeline import pipeline
+from gs_compile.passes.snake import snake
+from gs_compile.passes.vertical import vertical
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.verify import verify
+from gs_compile.program.ir import Program, Schedule, StepShape, Value
 
 SCHEDULES: dict[Schedule, Callable[..., Program]] = {
     "vertical": vertical,

@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from gs_compile.placement import Group, Part, Placement, UnitPlacement
-from gs_compile.program import FILL, Op, Program, Stage, Tier, Value, homed
+from gs_compile.placement.placement import Group, Part, Placement, UnitPlacement
+from gs_compile.program.ir import FILL, Op, Program, Stage, Tier, Value, homed
 
 
 def offload(program: Program, *, placement: Placement, keep: Iterable[Value] = ()) -> Program:

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
-from gs_compile.placement import Group, Placement, UnitPlacement
-from gs_compile.program import DRAIN, FILL, Op, Program, Stage, Value
+from gs_compile.placement.placement import Group, Placement, UnitPlacement
+from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Value
 
 
 def overlap(program: Program, *, placement: Placement, late: bool = False, again: bool = True) -> Program:

@@ -35,8 +35,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from gs_compile.placement import Placement
-from gs_compile.program import DRAIN, FILL, Op, Program, Stage, Value, homed
+from gs_compile.placement.placement import Placement
+from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Value, homed
 
 # Stages from the unit's own, for what moves between SSD and host; forward and backward alike.
 EARLY = {"prefetch s": 1, "empty w": 2, "update": 2, "offload w": 3, "offload s": 3}

@@ -9,7 +9,7 @@ layer i+1               2  1  0
 
 from __future__ import annotations
 
-from gs_compile.program import Op, Program
+from gs_compile.program.ir import Op, Program
 
 
 def snake(program: Program) -> Program:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from gs_compile.program import EPILOGUE, PROLOGUE, TIED, Op, Program, Stage, StepShape, Unit, Value
-from gs_compile.signatures import SIGNATURES, Slot
+from gs_compile.program.ir import EPILOGUE, PROLOGUE, TIED, Op, Program, Stage, StepShape, Unit, Value
+from gs_compile.program.signatures import SIGNATURES, Slot
 
 
 def vertical(num_layers: int, num_micro_batches: int, *, shape: StepShape | None = None) -> Program:

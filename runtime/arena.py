@@ -22,8 +22,7 @@ import torch
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
-
-from .memory import PAGE_NBYTES, Memory, arena_memory
+from gs_compile.runtime.memory import PAGE_NBYTES, Memory, arena_memory
 
 FREE = "free"  # kept for reuse
 GONE = "released, but a tensor still refers to it"

@@ -18,13 +18,12 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from gs_compile.placement import Part, Placement, UnitPlacement
-from gs_compile.program import Op, Unit, Value
-
-from .arena import Arena
-from .contents import Flat, Gathered, Hold, Kept, Region, Resident, Zone
-from .ssd import Transfer
-from .store import Extent, Store
+from gs_compile.placement.placement import Part, Placement, UnitPlacement
+from gs_compile.program.ir import Op, Unit, Value
+from gs_compile.runtime.arena import Arena
+from gs_compile.runtime.ssd import Transfer
+from gs_compile.runtime.store import Extent, Store
+from gs_compile.runtime.values import Flat, Gathered, Hold, Kept, Region, Resident, Zone
 
 Tensor = torch.Tensor
 

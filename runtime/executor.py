@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from gs_compile.program import Program, Value
-from gs_compile.reference import Units, perform
+from gs_compile.program.ir import Program, Value
+from gs_compile.program.reference import Units, perform
 
 FORWARD_VERBS = frozenset(("count", "embed", "forward", "head"))
 

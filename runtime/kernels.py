@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gs_compile.placement import QUANTUM
+from gs_compile.placement.placement import QUANTUM
 
 CHUNK = 64 * 1024  # elements a thread: 1 MB with scratch and two states. Half is slower by calls, twice by L2 misses
 

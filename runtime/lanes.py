@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from gs_compile.errors import LaneError
-
-from .threads import limit_threads
-from .trace import Trace
+from gs_compile.runtime.threads import limit_threads
+from gs_compile.runtime.trace import Trace
 
 
 class Ticket:

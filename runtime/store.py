@@ -36,10 +36,9 @@ import torch
 
 from gs_compile.errors import LeftoverError, SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
 from gs_compile.machine import free_storage
-
-from . import ssd
-from .memory import host_memory
-from .ssd import Engine, File, Memory, Transfer, as_bytes, told
+from gs_compile.runtime import ssd
+from gs_compile.runtime.memory import host_memory
+from gs_compile.runtime.ssd import Engine, File, Memory, Transfer, as_bytes, told
 
 FOLDER = "greedysnake-run"
 LOCK = ".lock"

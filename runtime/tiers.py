@@ -18,16 +18,15 @@ from typing import Any, TypeVar
 import torch
 
 from gs_compile.errors import LaneError
-from gs_compile.placement import Group, Placement, UnitPlacement
-from gs_compile.program import LANES, Op, Unit, Value
-
-from .arena import Arena
-from .contents import Flat, Region, Resident
-from .coordinators import InterLayerTensors, Parameters, Setting
-from .lanes import Failure, Lane, Ticket
-from .optimizer_step import OptimizerStep, Recipe, StepRecord
-from .store import Store
-from .trace import Trace
+from gs_compile.placement.placement import Group, Placement, UnitPlacement
+from gs_compile.program.ir import LANES, Op, Unit, Value
+from gs_compile.runtime.arena import Arena
+from gs_compile.runtime.coordinators import InterLayerTensors, Parameters, Setting
+from gs_compile.runtime.lanes import Failure, Lane, Ticket
+from gs_compile.runtime.optimizer import OptimizerStep, Recipe, StepRecord
+from gs_compile.runtime.store import Store
+from gs_compile.runtime.trace import Trace
+from gs_compile.runtime.values import Flat, Region, Resident
 
 T = TypeVar("T")
 Tensor = torch.Tensor

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from gs_compile.gradients import Term, add_term, tensors_of
-from gs_compile.graph import Source, TensorSpec, UnitCode, UnitGraph
-from gs_compile.program import EPILOGUE, PROLOGUE, Unit, Value
+from gs_compile.capture.gradients import Term, add_term, tensors_of
+from gs_compile.capture.graph import Source, TensorSpec, UnitCode, UnitGraph
+from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit, Value
 
 Tensors = Sequence[torch.Tensor]
 
@@ -75,7 +75,7 @@ def _kept(gradient: Term, memory: Sequence[int]) -> torch.Tensor:
 
 
 class CompiledUnits:
-    """`gs_compile.reference.Units` for a captured model: see there for how each verb is called.
+    """`gs_compile.program.reference.Units` for a captured model: see there for how each verb is called.
 
     Contents of values: `w` and `batch` map input indices to tensors; `side` and `y` are tuples; `total` is a tuple;
     `dw` is an `Accumulator` by input index, `dside` one by index of the side input. `dy` of the head is a tuple, one

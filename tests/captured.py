@@ -10,12 +10,12 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from gs_compile.backend import greedysnake
-from gs_compile.capture import capture
-from gs_compile.graph import Captured, Source, UnitGraph
-from gs_compile.passes.loss import Separated, loss
-from gs_compile.passes.specialize import specialize
-from gs_compile.passes.split import Split, split
+from gs_compile.capture.dynamo import capture
+from gs_compile.capture.graph import Captured, Source, UnitGraph
+from gs_compile.capture.loss import Separated, loss
+from gs_compile.capture.specialize import specialize
+from gs_compile.capture.split import Split, split
+from gs_compile.model.backend import greedysnake
 
 WIDTH, TOKENS, WORDS = 8, 5, 11
 

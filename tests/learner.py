@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import gs_compile
-from gs_compile.optim import TieredOptimizer
+from gs_compile.model.optim import TieredOptimizer
 
 EVERY = {
     "AdamW": gs_compile.AdamW,

@@ -8,8 +8,8 @@ from typing import Any
 
 import simpy
 
-from gs_compile.placement import Placement
-from gs_compile.program import LANES, Op, Program, Value
+from gs_compile.placement.placement import Placement
+from gs_compile.program.ir import LANES, Op, Program, Value
 
 
 @dataclass

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from hypothesis import strategies as st
 from tiers import frozen_quanta, tensors, tiered_steps, with_gradient
 
-from gs_compile.passes.cut import cut_units
 from gs_compile.passes.lower import lower
-from gs_compile.placement import QUANTUM, Placement
-from gs_compile.profile import Profile
-from gs_compile.program import Program, StepShape, Unit
-from gs_compile.workload import UnitCost, UnitSize, Workload
+from gs_compile.placement.cut import cut_units
+from gs_compile.placement.placement import QUANTUM, Placement
+from gs_compile.placement.workload import UnitCost, UnitSize, Workload
+from gs_compile.planner.measure.profile import Profile
+from gs_compile.program.ir import Program, StepShape, Unit
 
 GB = 10**9
 A100 = Profile(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gs_compile.config import Expert, Options, Ratios, parse_bytes
 from gs_compile.errors import OptionError
+from gs_compile.options import Expert, Options, Ratios, parse_bytes
 
 KNOWN = "micro_batch_size, outputs, storage, host_memory, device_memory, machine, precision, expert, mode"
 KNOWN_EXPERT = "schedule, compiler, snake, alpha, ratios, clip, separate_device, threads, trace"

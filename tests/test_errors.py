@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from zoo import GPT, TOKENS, VOCAB, WIDTH, Block, batch, compile_model, huggingface, train
 
-from gs_compile.capture import check_torch
+from gs_compile.capture.dynamo import check_torch
 from gs_compile.errors import (
     CaptureError,
     GraphBreakError,
@@ -278,7 +278,7 @@ def test_an_auxiliary_loss_of_experts():
     ids=str,
 )
 def test_options(options, message):
-    from gs_compile.backend import greedysnake
+    from gs_compile.model.backend import greedysnake
 
     model = GPT()
     model.compile(backend=greedysnake, options=options)

@@ -52,7 +52,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     modules = {name for name in wheel.namelist() if ".dist-info/" not in name}
     ground_and_roof = {f"gs_compile/{path.name}" for path in (ROOT / "gs_compile").glob("*.py")}
     wings = {f"gs_compile/{wing}/{path.name}" for wing in WINGS for path in (ROOT / wing).glob("*.py")}
-    machines = {f"gs_compile/machines/{path.name}" for path in (ROOT / "gs_compile" / "machines").iterdir()}
+    machines = {
+        f"gs_compile/planner/measure/machines/{path.name}"
+        for path in (ROOT / "gs_compile" / "planner" / "measure" / "machines").iterdir()
+    }
     assert modules == ground_and_roof | wings | machines | {"gs_compile/py.typed", "gs_compile/timeline.html"}
 
 
@@ -60,8 +63,8 @@ def test_the_wheel_names_the_backend_and_the_command(wheel):
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel.read(name).decode())
-    assert dict(entry_points["torch_dynamo_backends"]) == {"greedysnake": "gs_compile.backend:greedysnake"}
-    assert dict(entry_points["console_scripts"]) == {"greedysnake": "gs_compile.cli:main"}
+    assert dict(entry_points["torch_dynamo_backends"]) == {"greedysnake": "gs_compile.model.backend:greedysnake"}
+    assert dict(entry_points["console_scripts"]) == {"greedysnake": "gs_compile.cli.main:main"}
 
 
 def test_the_wheel_carries_its_licence(wheel):

@@ -18,7 +18,7 @@ from benchmarks.race.measures import MachineSpeed, add_bounds, io_seconds, norma
 from benchmarks.race.roster import PEERS_PYTHON, Entry
 from benchmarks.race.terms import load, save
 from benchmarks.race.waiting import waits
-from gs_compile.profile import Profile
+from gs_compile.planner.measure.profile import Profile
 from gs_compile.runtime.lanes import Failure, Lane
 from gs_compile.runtime.trace import Trace
 

@@ -14,11 +14,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import gs_compile
-from gs_compile.compilation import Compilation, compilations_of
-from gs_compile.config import Options
-from gs_compile.initialise import set_aside
-from gs_compile.optim import TieredOptimizer
-from gs_compile.placeholders import restore
+from gs_compile.codegen.compiled import Compilation, compilations_of
+from gs_compile.model.optim import TieredOptimizer
+from gs_compile.model.placeholders import restore
+from gs_compile.model.storage_init import set_aside
+from gs_compile.options import Options
 
 VOCABULARY, LENGTH = 70, 8
 BATCH = 5  # in micro-batches of 2 the last is smaller

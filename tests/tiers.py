@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy import WIDTH, Toy, steps
 
-from gs_compile.passes.cut import cut
 from gs_compile.passes.lower import flush, lower
 from gs_compile.passes.vertical import vertical
-from gs_compile.placement import QUANTUM, Group, Placement
-from gs_compile.program import Program, StepShape, Unit, Value, homed
-from gs_compile.reference import reference
+from gs_compile.placement.cut import cut
+from gs_compile.placement.placement import QUANTUM, Group, Placement
+from gs_compile.program.ir import Program, StepShape, Unit, Value, homed
+from gs_compile.program.reference import reference
 
 LEARNING_RATE, MOMENTUM, MAX_NORM = 0.015625, 0.5, 0.25
 X_NBYTES, SIDE_NBYTES = 1000, 10

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gs_compile.program import StepShape, Unit, Value
+from gs_compile.program.ir import StepShape, Unit, Value
 
 # Shapes: B samples of a micro-batch, D width of the model.
 SAMPLES, WIDTH = 2, 3

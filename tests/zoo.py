@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
-from gs_compile.backend import greedysnake
+from gs_compile.model.backend import greedysnake
 
 VOCAB, TOKENS, WIDTH, LAYERS, BATCH = 64, 12, 32, 3, 5
 

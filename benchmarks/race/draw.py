@@ -25,7 +25,7 @@ from benchmarks.race.curves import NOISE
 from benchmarks.race.measures import normalised
 from benchmarks.race.roster import FIGURES, PLAIN, RESULTS
 from benchmarks.race.traffic import draw_traffic
-from gs_compile.draw import COLOURS, INK, SERIES, SOFT, STYLE
+from gs_compile.cli.report.draw import COLOURS, INK, SERIES, SOFT, STYLE
 
 COLUMNS = 3  # of the panels
 KNOWN = {PLAIN: "#1c2128", "fsdp2": "#8c6bb1", "zero-infinity": "#d55e00"}  # ours take the other colours in turn

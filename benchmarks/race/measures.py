@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from gs_compile.machine import usable_cores, usable_memory
-from gs_compile.profile import Profile
-from gs_compile.runtime.probe_compute import products_on
-from gs_compile.runtime.probe_drive import drive_rates
+from gs_compile.planner.measure.probe_compute import products_on
+from gs_compile.planner.measure.probe_drive import drive_rates
+from gs_compile.planner.measure.profile import Profile
 
 MOST_BUSY = 0.2  # core seconds a second of an idle machine
 MOST_SECTORS = 20_000  # of 512 bytes, a second

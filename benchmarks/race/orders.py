@@ -35,7 +35,7 @@ from benchmarks.race.terms import (
     load,
     terms_of,
 )
-from gs_compile.profile import Profile
+from gs_compile.planner.measure.profile import Profile
 
 ORDERS = ("vertical", "horizontal")
 SHORT = 32  # tokens of a sequence where none is given

@@ -22,10 +22,10 @@ import torch
 import gs_compile
 from benchmarks.race.contest import BETAS, EPSILON, WEIGHT_DECAY, Cannot, Contestant, batch, build_model, main
 from benchmarks.race.waiting import waits
-from gs_compile.backend import greedysnake
-from gs_compile.config import Options
 from gs_compile.errors import OptionError
-from gs_compile.profile import Profile
+from gs_compile.model.backend import greedysnake
+from gs_compile.options import Options
+from gs_compile.planner.measure.profile import Profile
 
 RATIOS = {"ssd": 0.0, "host": 1.0}
 PARTS = {"half": 0.5, "quarter": 0.25}

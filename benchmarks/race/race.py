@@ -34,7 +34,7 @@ from benchmarks.race.terms import (
     terms_of,
 )
 from gs_compile.machine import format_bytes
-from gs_compile.profile import Profile
+from gs_compile.planner.measure.profile import Profile
 
 CONTESTANTS = (
     "plain",

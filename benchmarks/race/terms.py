@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks.race.contest import PRESETS, Case
 from benchmarks.race.measures import wait_until_idle
 from benchmarks.race.roster import PEERS_PYTHON, ROOT
-from gs_compile.profile import Profile
-from gs_compile.profiles import profile
+from gs_compile.planner.measure.machines import profile
+from gs_compile.planner.measure.profile import Profile
 
 MOST_STEPS = 8  # of a round
 

@@ -15,10 +15,10 @@ from typing import Any, get_args
 import transformers
 
 from benchmarks.race.contest import PRESETS
-from gs_compile.draw import COLOURS, INK, NAMES
+from gs_compile.cli.report.draw import COLOURS, INK, NAMES
 from gs_compile.errors import PlanError
-from gs_compile.planner import plan
-from gs_compile.program import Schedule
+from gs_compile.planner.plan import plan
+from gs_compile.program.ir import Schedule
 
 PRESET, MICRO_BATCHES, SEQUENCE = "350m", 8, 1024
 MACHINE = "rtx4090"  # its link and drives do not matter here: bytes are counted

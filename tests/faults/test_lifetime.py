@@ -10,7 +10,7 @@ import torch
 from captured import Block, Tiny, batch
 from tiered import Rig, adamw, files_in, gpt2, one_thread, options, our_threads, outcome, step, tokens, two_groups
 
-from gs_compile.placeholders import is_released
+from gs_compile.model.placeholders import is_released
 
 SECONDS = 5  # what is garbage is gone at once; what is more is a loaded machine
 

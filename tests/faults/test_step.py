@@ -28,7 +28,7 @@ from gs_compile.errors import (
 )
 from gs_compile.runtime import coordinators, ssd
 from gs_compile.runtime.coordinators import Parameters
-from gs_compile.runtime.optimizer_step import OptimizerStep
+from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.store import Store
 from gs_compile.runtime.units import CompiledUnits
 

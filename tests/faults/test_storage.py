@@ -15,13 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gs_compile.errors import (
-    LeftoverError,
-    SlowStorageWarning,
-    StorageError,
-    StorageFullError,
-    StorageLockedError,
-)
+from gs_compile.errors import LeftoverError, SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
 from gs_compile.runtime import ssd, store
 from gs_compile.runtime.store import FOLDER, Store
 

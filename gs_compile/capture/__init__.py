@@ -1,0 +1,1 @@
+"""From a model to units: one captured graph, specialised, its loss made separable, split at its blocks."""

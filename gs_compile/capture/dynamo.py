@@ -1,0 +1,291 @@
+"""Everything this package knows of Dynamo: how a model becomes one graph whose batch dimension is free.
+
+Dynamo first calls a backend with static shapes. To run micro-batches of any size from one capture, the batch
+dimension of every batch input has to be symbolic. So the first call names these inputs in
+``torch.compiler.config.dynamic_sources`` and raises the exception by which a backend may ask Dynamo to trace the
+frame again; the second call gets the symbols. The settings are global, so they are put back when Dynamo's compile
+of the frame ends, however it ends.
+
+Facts of Dynamo that this file rests on are each under a test in ``tests/test_capture.py``.
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from gs_compile.capture.graph import Captured, Input, Role
+from gs_compile.errors import CaptureError, GraphBreakError, MixedDeviceError, NoBatchInputError, VersionError
+
+OLDEST_TORCH = (2, 11)
+
+log = logging.getLogger(__name__)
+
+
+def check_torch(version: str = torch.__version__) -> None:
+    """Raise `VersionError` where torch is older than this package works with."""
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if found < OLDEST_TORCH:
+        wanted = ".".join(map(str, OLDEST_TORCH))
+        raise VersionError(f"torch {version} is too old: greedysnake needs torch >= {wanted}; pip install -U torch")
+
+
+check_torch()
+
+try:
+    from torch._dynamo import callback_handler
+    from torch._dynamo import config as dynamo_config
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+    from torch._dynamo.utils import counters
+    from torch._dynamo.variables import builder as dynamo_builder
+    from torch.fx.experimental import _config as symbolic_config
+except ImportError as error:  # a release of torch moved what this file rests on
+    raise VersionError(
+        f"torch {torch.__version__} moved what greedysnake's capture rests on ({error}); "
+        "install torch==2.13.0, or a newer greedysnake"
+    ) from error
+
+
+class _TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
+    """The first base passes through Dynamo's backend call; the second makes Dynamo forget earlier graph breaks."""
+
+
+def capture(
+    module: fx.GraphModule, example_inputs: Sequence[Any], claim: Callable[[Sequence[Any]], bool] = lambda _: False
+) -> Captured:
+    """The captured graph with its inputs named and its batch dimension free.
+
+    `claim` gets the parameters, and returns whether it changed what is in their place: then Dynamo traces again.
+
+    Raises an exception of Dynamo's when the frame has to be traced again, and `CaptureError` (graph break, no batch
+    input, inputs on several devices) when the graph cannot be used.
+    """
+    inputs = tuple(_input(node, example) for node, example in _placeholders(module, example_inputs))
+    if claim([example for entry, example in zip(inputs, example_inputs, strict=True) if entry.role == "parameter"]):
+        raise _TraceAgain(restart_reason="greedysnake: parameters moved to the tiers")
+    _refuse_graph_break(module)
+    _refuse_mixed_devices(inputs, example_inputs)
+    inputs = _with_batch(inputs, _placeholders(module, example_inputs))
+    sizes = {node.name: _example(node).shape for node, _ in _placeholders(module, ()) if _is_tensor(_example(node))}
+    batch = [entry for entry in inputs if entry.role == "batch"]
+    symbols = frozenset[sympy.Symbol]().union(*(_symbols(sizes[entry.name][0]) for entry in batch))
+    others = frozenset[sympy.Symbol]().union(*(_symbols(size) for shape in sizes.values() for size in shape[1:]))
+    if not _retracing():
+        fixed = not symbols and any(int(sizes[entry.name][0]) > 1 for entry in batch)
+        if fixed or symbols & others or _has_float_symbols(module):
+            _trace_again(_source(node) for node, _ in _placeholders(module, ()) if node.name in {b.name for b in batch})
+    if symbols:  # Dynamo has shown which sizes were the batch's only by coincidence: they are fixed, or another's
+        symbols -= others
+        if not symbols:
+            raise CaptureError("the batch size is tied to another dimension of the inputs, so it cannot be cut")
+        own = {entry.name for entry in batch if _symbols(sizes[entry.name][0]) & symbols}
+        inputs = tuple(replace(e, role="constant") if e.role == "batch" and e.name not in own else e for e in inputs)
+    devices = {example.device.type for example in example_inputs if _is_tensor(example)}
+    return Captured(module, inputs, symbols, next(filter(None, map(_autocast, sorted(devices))), None))
+
+
+def _autocast(device_type: str) -> tuple[Any, ...] | None:
+    """The autocast region around the model's call; Dynamo guards on it, so it is the same in every call."""
+    if not torch.amp.autocast_mode.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return (device_type, torch.get_autocast_dtype(device_type), True, torch.is_autocast_cache_enabled())
+
+
+def ignore_logging() -> bool:
+    """Let Dynamo pass over the "once" logging methods of HuggingFace, which break its graphs otherwise.
+
+    Some language model heads log a warning inside forward (no `loss_type` in the config). The warning is then not
+    printed; the computation is the same. Returns whether this changed anything.
+    """
+    transformers_logging = sys.modules.get("transformers.utils.logging")
+    names = ("warning_once", "info_once")
+    methods = {getattr(transformers_logging, name) for name in names if hasattr(transformers_logging, name)}
+    ignored = dynamo_config.ignore_logging_functions
+    changed = not methods <= ignored
+    ignored |= methods
+    return changed
+
+
+# Placeholders ---------------------------------------------------------------------------------------------------------
+
+
+def _placeholders(module: fx.GraphModule, examples: Sequence[Any]) -> list[tuple[fx.Node, Any]]:
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    return list(zip(nodes, examples, strict=True)) if examples else [(node, None) for node in nodes]
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _source(node: fx.Node) -> str:
+    try:
+        name = node.meta["grapharg"].source.name
+    except (KeyError, AttributeError) as error:
+        raise VersionError(
+            f"torch {torch.__version__} does not name the source of graph input {node.name} where greedysnake looks "
+            "for it; install torch==2.13.0, or a newer greedysnake"
+        ) from error
+    return str(name() if callable(name) else name)
+
+
+def _input(node: fx.Node, example: Any) -> Input:
+    source = _source(node)
+    role: Role
+    if not _is_tensor(_example(node)):
+        role = "size"
+    elif isinstance(example, torch.nn.Parameter) or "._parameters[" in source:
+        role = "parameter"
+    elif "._buffers[" in source:
+        role = "buffer"
+    else:
+        role = "constant"
+    return Input(node.name, role, _path(source))
+
+
+def _path(source: str) -> str:
+    """``L['self']._modules['h']._modules['0']._parameters['weight']`` as ``h.0.weight``."""
+    path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", source)
+    path = re.sub(r"^L\['(?:self|kwargs|args)'\]", "", path)
+    path = re.sub(r"\['([^']*)'\]", r".\1", re.sub(r"^L\['([^']*)'\]", r"\1", path))
+    return path.removeprefix(".") or source
+
+
+def _with_batch(inputs: Iterable[Input], placeholders: list[tuple[fx.Node, Any]]) -> tuple[Input, ...]:
+    """Mark the user's tensors that share the batch dimension.
+
+    The batch size is dimension 0 of the first tensor with two dimensions or more that the user passed (else of the
+    first with one); every tensor passed with that size in dimension 0 has the batch there.
+    """
+    inputs = tuple(inputs)
+    passed = [
+        (entry, node, _example(node))
+        for entry, (node, _) in zip(inputs, placeholders, strict=True)
+        if entry.role == "constant" and _example(node).dim() > 0 and _is_passed_by_user(_source(node))
+    ]
+    if not passed:
+        found = ", ".join(f"{e.path} ({e.role})" for e in inputs if e.role not in ("parameter", "size")) or "none"
+        raise NoBatchInputError(
+            f"the model was called without a tensor that has a batch dimension (inputs found: {found}); pass tensors "
+            "with the batch along dimension 0, such as input_ids of shape (batch, tokens)"
+        )
+    _, _, first = next((entry for entry in passed if entry[2].dim() > 1), passed[0])
+    batch = {entry.name for entry, _, example in passed if _same_size(example.shape[0], first.shape[0])}
+    return tuple(Input(e.name, "batch", e.path) if e.name in batch else e for e in inputs)
+
+
+def _is_passed_by_user(source: str) -> bool:
+    return source.startswith("L[") and "._modules[" not in source and not source.startswith("L['self'].")
+
+
+def _same_size(left: Any, right: Any) -> bool:
+    """Equal now, without leaving a guard on symbolic sizes."""
+    return _hint(left) == _hint(right)
+
+
+def _hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _symbols(size: Any) -> frozenset[sympy.Symbol]:
+    return frozenset(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else frozenset()
+
+
+def _has_float_symbols(module: fx.GraphModule) -> bool:
+    """Under ``dynamic=True`` Dynamo makes graph inputs of Python floats, epsilons for example."""
+    return any(isinstance(_example(node), torch.SymFloat) for node in module.graph.nodes)
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def _refuse_graph_break(module: fx.GraphModule) -> None:
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
+        if ignore_logging():
+            raise _TraceAgain(restart_reason="greedysnake: a logging call that can be passed over")
+        stack = [frame for frame in reason.user_stack if "torch/_dynamo" not in frame.filename]
+        where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
+        raise GraphBreakError(_broken(where, str(reason.reason)))
+    resumed = next(filter(None, map(_resumed, module.graph.nodes)), None)
+    if resumed is not None:
+        raise GraphBreakError(_broken(resumed, "step_unsupported"))
+
+
+def _resumed(node: fx.Node) -> str | None:
+    """Where forward broke before it came to this node, told by the name of the function that Dynamo goes on in."""
+    found = re.match(r'\s*File "(.*)", line \d+, in torch_dynamo_resume_in_\w*_at_(\d+)', node.stack_trace or "")
+    return f"{found[1]}:{found[2]}: {linecache.getline(found[1], int(found[2])).strip()}" if found else None
+
+
+def _broken(where: str, reason: str) -> str:
+    return (
+        f"the model's forward is not one graph: Dynamo breaks it at {where}\n"
+        f"Dynamo's reason: {_break_reason(reason)}\n"
+        "greedysnake reorders the whole step, so it needs forward in one graph: remove the construct, or move it out "
+        "of forward (print, .item(), control flow on tensor values are the usual causes)"
+    )
+
+
+def _break_reason(reason: str) -> str:
+    """A break inside an inlined call says only "step_unsupported"; the counter of breaks then has the words."""
+    counted = list(counters["graph_break"])
+    return str(counted[-1] if counted and reason == "step_unsupported" else reason).strip()
+
+
+def _refuse_mixed_devices(inputs: Sequence[Input], examples: Sequence[Any]) -> None:
+    first: dict[torch.device, str] = {}
+    for entry, example in zip(inputs, examples, strict=True):
+        if _is_tensor(example) and (example.dim() > 0 or entry.role == "parameter"):
+            first.setdefault(example.device, entry.path)
+    if len(first) > 1:
+        found = ", ".join(f"{path} on {device}" for device, path in first.items())
+        raise MixedDeviceError(f"inputs and parameters are on several devices: {found}; move all of them to one device")
+
+
+# Tracing again --------------------------------------------------------------------------------------------------------
+
+_undo: list[ExitStack] = []  # settings of a retrace under way; at most one, as Dynamo compiles one frame at a time
+
+
+def _retracing() -> bool:
+    return bool(_undo)
+
+
+def _trace_again(sources: Iterable[str]) -> None:
+    """Ask Dynamo to trace the frame again with dimension 0 of `sources` symbolic and floats constant."""
+    per_dimension = hasattr(dynamo_builder, "_parse_source_entry")  # else the whole source becomes symbolic
+    entries = [f"{re.escape(source)}:0" if per_dimension else source for source in sources]
+    before = torch.compiler.config.dynamic_sources
+    undo = ExitStack()
+    settings: tuple[tuple[Any, dict[str, Any]], ...] = (
+        (torch.compiler.config, {"dynamic_sources": ",".join(filter(None, [before, *entries]))}),
+        (dynamo_config, {"specialize_float": True}),
+        (symbolic_config, {"use_duck_shape": False}),  # two dimensions of one size are not one symbol
+    )
+    for module, values in settings:
+        undo.enter_context(module.patch(**values))
+    _undo.append(undo)
+    callback_handler.register_end_callback(_restore)
+    log.debug("tracing again with a symbolic batch: %s", entries)
+    raise _TraceAgain(restart_reason="greedysnake: symbolic batch dimension")
+
+
+def _restore(_: object) -> None:
+    callback_handler.remove_end_callback(_restore)
+    while _undo:
+        _undo.pop().close()

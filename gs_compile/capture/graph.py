@@ -1,0 +1,181 @@
+"""What is known of a captured model: its inputs, the shapes of its values, its units and their code.
+
+These are the nouns that the passes hand to each other. They hold `torch.fx` graphs and plain data, never tensors of
+the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import sympy
+import torch
+from torch import fx
+
+from gs_compile.capture.gradients import Term
+from gs_compile.program.ir import EPILOGUE, Unit
+
+# What a graph input is. "batch" has the batch along dimension 0; "constant" is shared by all micro-batches; "size"
+# is a number that stands for a symbolic dimension.
+Role = Literal["parameter", "buffer", "batch", "constant", "size"]
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One placeholder of the captured graph."""
+
+    name: str  # of the placeholder
+    role: Role
+    path: str  # as the user would write it: "transformer.h.0.attn.weight", "input_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A model's forward as one graph of torch functions, its batch dimension free where Dynamo left it so."""
+
+    module: fx.GraphModule
+    inputs: tuple[Input, ...]  # in the order of the placeholders and of the arguments of every call
+    batch_symbols: frozenset[sympy.Symbol]  # empty: the batch size is fixed
+    autocast: tuple[Any, ...] | None = None  # the region the user calls the model in: device type, dtype, True, cache
+
+    def names(self, *roles: Role) -> frozenset[str]:
+        return frozenset(entry.name for entry in self.inputs if entry.role in roles)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and kind of one tensor at a fixed micro-batch size; -1 where the size depends on the data."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    batch_dims: tuple[int, ...]  # the dimensions whose size grows with the batch
+
+    @property
+    def nbytes(self) -> int:
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a unit's graph takes one input from.
+
+    `kind` is "x", "side", "total" or "fraction" (values of the step program; `index` picks one of a group) or "input"
+    (argument `index` of the captured graph: a parameter, a buffer, a batch input).
+    """
+
+    kind: Literal["x", "side", "total", "fraction", "input"]
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class UnitGraph:
+    """The code of one unit: a graph module of torch functions, and what is bound to its placeholders."""
+
+    unit: Unit
+    module: fx.GraphModule  # returns a flat tuple
+    sources: tuple[Source, ...]  # one for each placeholder
+    specs: tuple[TensorSpec, ...]  # one for each placeholder
+    results: tuple[str, ...]  # the kind of each element returned: "x", "side", "loss" or "y"
+
+    @cached_property
+    def differentiable(self) -> tuple[int, ...]:
+        """The placeholders that require a gradient."""
+        return tuple(index for index, spec in enumerate(self.specs) if spec.requires_grad)
+
+    @cached_property
+    def result_specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(node.meta["spec"] for node in output_values(self.module))
+
+    @cached_property
+    def differentiated(self) -> tuple[int, ...]:
+        """The results whose gradients the backward takes: what goes to other units, and of the head everything."""
+        return tuple(
+            index
+            for index, (kind, spec) in enumerate(zip(self.results, self.result_specs, strict=True))
+            if spec.requires_grad and (kind != "y" or self.unit == EPILOGUE)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm:
+    """One line of the derivation by which a micro-batch's share of the loss was found."""
+
+    node: str
+    kind: str  # "sum", "mean" or "total": how values of micro-batches combine
+    why: str
+    where: str  # the user's source line
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """One output of the captured graph, and how micro-batches combine to it.
+
+    `combine`: "loss" or "sum" (shares add), "concat" along `dim`, "same" (of any micro-batch), "input" (an argument of
+    the call handed back), "none" (not kept, comes back as None), "constant" (`value` itself).
+    `unit` and `index` say which unit makes it, as which of its y results; for "x" the layer input of that number.
+    """
+
+    combine: Literal["loss", "sum", "concat", "same", "input", "none", "constant"]
+    unit: Unit | None = None
+    index: int = 0
+    dim: int = 0
+    is_layer_input: bool = False
+    spec: TensorSpec | None = None
+    value: Any = None
+
+
+class UnitCode(Protocol):
+    """The compiled functions of one class of units; all take the inputs of its graph in the placeholders' order.
+
+    forward(*inputs)                returns the unit's results
+    backward(*inputs, *gradients)   runs forward again; returns the gradients of `unit.differentiable`, given those of
+                                    `unit.differentiated` results; parameters' may be factors
+    both(*inputs)                   of the head: its results, then the gradients of its loss
+    """
+
+    @property
+    def forward(self) -> Callable[..., Sequence[torch.Tensor]]: ...
+
+    @property
+    def backward(self) -> Callable[..., Sequence[Term]]: ...
+
+    @property
+    def both(self) -> Callable[..., Sequence[Any]]: ...
+
+    @property
+    def draws_random(self) -> bool: ...
+
+
+def output_values(module: fx.GraphModule) -> tuple[Any, ...]:
+    """What a graph returns, one by one: nodes, or constants."""
+    values = module.graph.output_node().args[0]
+    assert isinstance(values, (tuple, list))
+    return tuple(values)
+
+
+def layer_name(layer: int, *, halved: bool = False) -> str:
+    """A layer for people; `halved`: each block is two layers."""
+    half = "feed-forward" if layer % 2 else "attention"
+    return f"the {half} half of layer {layer // 2}" if halved else f"layer {layer}"
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's line that made `node`, as ``file:line: text``; empty where Dynamo kept none."""
+    trace = str(node.meta.get("stack_trace") or node.stack_trace or "").strip().splitlines()
+    places = [(at, line) for at, line in enumerate(trace) if line.strip().startswith("File ")]
+    if not places:
+        return ""
+    at, line = places[-1]
+    _, path, rest = line.split('"', 2)
+    number = rest.split("line ", 1)[-1].split(",")[0].strip()
+    text = trace[at + 1].strip() if at + 1 < len(trace) else ""
+    return f"{path}:{number}: {text}"

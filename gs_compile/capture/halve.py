@@ -1,0 +1,114 @@
+"""halve: every block cut in two at the residual addition in its middle, as the single schedule wants it.
+
+    x ----+---------------> add ----+--------------------> add --> next block
+          '--> attention --'        '--> feed-forward ---'
+                             |
+          attention half     |     feed-forward half
+
+Everything on its way from a block's input to its output passes through that addition, so it is all that goes from one
+half to the other: a checkpoint (arXiv 2512.17570, section 3.2). It is found as the first of the two places where
+branches are added and nothing passes by. Norms may stand before, inside or after the branches. Where attention and
+feed-forward run side by side there is one such place, the end of the block, and the block is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from gs_compile.capture.arrange import Arrangement, is_free
+from gs_compile.capture.blocks import block_of
+from gs_compile.capture.graph import TensorSpec, source_line
+from gs_compile.capture.operations import operation
+from gs_compile.capture.regions import readers_of, vmap_regions
+from gs_compile.errors import UniformityError
+
+Readers = Mapping[fx.Node, Sequence[fx.Node]]
+NUM_RESIDUALS = 2  # of a block: around the attention, and around the feed-forward
+
+
+def halve(graph: fx.Graph, nodes: Sequence[fx.Node], whole: Arrangement, carried: Sequence[fx.Node]) -> Arrangement:
+    """`whole`, the arrangement of `nodes`, with two layers for each; `carried` is what goes from layer to layer.
+
+    Raises `UniformityError` where a block has not exactly two residual additions.
+    """
+    readers = readers_of(nodes, vmap_regions(graph))
+    position = {node: max(2 * at - 1, 0) for node, at in whole.position.items()}  # the first half's, and the ends
+    for layer in range(whole.num_layers):
+        block = [node for node in nodes if whole.position[node] == layer + 1 and not is_free(node)]
+        boundary = _boundary(layer, block, readers, carried[layer], carried[layer + 1])
+        for node in _after(boundary, block, readers):
+            position[node] += 1
+    return Arrangement(position, 2 * whole.num_layers)
+
+
+def _boundary(layer: int, block: Sequence[fx.Node], readers: Readers, first: fx.Node, last: fx.Node) -> fx.Node:
+    """The residual addition in the middle of a block that takes `first` to `last`."""
+    found = _residuals(_between(block, readers, first, last), readers)
+    spec, wanted = found[0].meta["spec"] if found else None, first.meta["spec"]
+    if len(found) != NUM_RESIDUALS:
+        raise UniformityError(_refusal(layer, block, _listed(found)))
+    if not isinstance(spec, TensorSpec) or (spec.shape, spec.dtype) != (wanted.shape, wanted.dtype):
+        raise UniformityError(
+            _refusal(layer, block, f"the first of two, `{found[0].name}`, is {spec} and the block's input {wanted}")
+        )
+    return found[0]
+
+
+def _between(block: Sequence[fx.Node], readers: Readers, first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """`first`, and the nodes on the ways from there to `last`, in order."""
+    inside, reached, leading = set(block), {first}, {last}
+    for node in (first, *block):
+        if node in reached:
+            reached.update(reader for reader in readers[node] if reader in inside)
+    for node in reversed(block):
+        if not leading.isdisjoint(readers[node]):
+            leading.add(node)
+    return [first, *(node for node in block if node in reached & leading)]
+
+
+def _residuals(path: Sequence[fx.Node], readers: Readers) -> list[fx.Node]:
+    """The additions that join branches and that no branch passes by."""
+    place = {node: index for index, node in enumerate(path)}
+    found, furthest = [], 0  # the last place where anything from before is read
+    for index, node in enumerate(path):
+        joins = sum(source in place for source in node.all_input_nodes) > 1
+        if furthest <= index and joins and operation(node) in ("add", "iadd"):
+            found.append(node)
+        furthest = max([furthest, *(place[reader] for reader in readers[node] if reader in place)])
+    return found
+
+
+def _after(boundary: fx.Node, block: Sequence[fx.Node], readers: Readers) -> set[fx.Node]:
+    """The nodes of the second half: what depends on the boundary, and what is read there alone."""
+    before, after = {boundary}, set(readers[boundary])
+    for node in block:
+        if node in after:
+            after.update(readers[node])
+    for node in reversed(block):
+        users = readers[node]
+        if not before.isdisjoint(users):
+            before.add(node)
+        elif node not in before and users and after.issuperset(users):
+            after.add(node)
+    return after.intersection(block)
+
+
+# Refusing -------------------------------------------------------------------------------------------------------------
+
+
+def _refusal(layer: int, block: Sequence[fx.Node], found: str) -> str:
+    path = next((f" ({'.'.join(map(str, name))})" for node in block if (name := block_of(node))), "")
+    return (
+        f"layer {layer}{path} cannot be cut in two: the single schedule keeps a checkpoint between attention and "
+        f"feed-forward, at the first of two residual additions that all of the block passes through; here {found}. "
+        'Choose expert.schedule="vertical"'
+    )
+
+
+def _listed(found: Sequence[fx.Node]) -> str:
+    names = ", ".join(f"`{node.name}`{f' at {line}' if (line := source_line(node)) else ''}" for node in found)
+    if len(found) == 1:
+        return f"there is one, {names}: the two run side by side, or one of them is missing"
+    return f"there are {len(found)}: {names}" if found else "there is none"

@@ -1,0 +1,341 @@
+"""loss: rewrite the model's outputs so that micro-batches add up to what the user wrote for the whole batch.
+
+Every value of the graph is one of
+
+    local    one row or more for each sample; a micro-batch has the rows of its own samples
+    sum      the whole batch's value is the sum of the micro-batches' values
+    mean     ... is their sum weighted by size:  sum_j (m_j / B) value_j
+    same     does not depend on the samples
+    mixed    none of these: batch statistics, products of means
+
+and the classes follow from the operations:  sum(local) = sum,  mean(local) = mean,  sum + sum = sum,  same * sum = sum,
+sum + (m_j / B) mean = sum, ...  A denominator made from the inputs alone, as the count of labels in a cross-entropy
+mean, is a sum that can be known before any layer runs: the `count` verb adds it over all micro-batches, and the head
+reads the total. So  cross_entropy(mean)  becomes  cross_entropy(sum) / total,  which is right for uneven labels and
+for micro-batches without any. What ends as a mean is multiplied by the micro-batch's `fraction` m_j / B.
+
+A mixed value that reaches an output is refused by name. (Contract: the loss of the global batch.)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+from torch.nn import functional
+
+from gs_compile.capture.blocks import block_of
+from gs_compile.capture.graph import Captured, LossTerm, TensorSpec, output_values, source_line
+from gs_compile.capture.operations import (
+    ADDING,
+    ARITHMETIC,
+    AVERAGED_LOSSES,
+    COUNTED_LOSSES,
+    COUNTING,
+    DIVIDING,
+    FILLING,
+    JOINING,
+    LINEAR,
+    PICKING,
+    SCALING,
+    SHAPING,
+    dimensions,
+    is_arange,
+    is_mutation,
+    mutated,
+    normalises_by_batch,
+    operation,
+    reduction_of,
+)
+from gs_compile.capture.shares import Kind, Shares, State
+from gs_compile.errors import SeparationError
+
+
+@dataclass(frozen=True, slots=True)
+class Separated:
+    """The rewritten graph, and how its outputs combine."""
+
+    module: fx.GraphModule  # with new placeholders total_0 ... and fraction where they are needed
+    totals: tuple[fx.Node, ...]  # nodes of `module` whose sum over micro-batches is total_k
+    kinds: dict[fx.Node, Kind]  # of every output node: "local", "sum" or "same"
+    terms: tuple[LossTerm, ...]  # the derivation, for people
+
+
+def loss(module: fx.GraphModule, captured: Captured, *, kept: Sequence[bool], alone: bool) -> Separated:
+    """Rewrite the outputs of `module` that are `kept` (one truth for each).
+
+    Raises `SeparationError` for one that does not separate.
+    `alone`: the micro-batch is the whole batch, so there is nothing to combine.
+    """
+    if alone:
+        return Separated(module, (), dict.fromkeys(module.graph.output_node().all_input_nodes, "sum"), ())
+    return _Separation(module, captured).run(kept)
+
+
+ALONG_SAMPLES = "runs along the batch dimension"
+
+
+class _Separation:
+    def __init__(self, module: fx.GraphModule, captured: Captured) -> None:
+        self.module = module
+        self.graph = module.graph
+        self.batch = captured.names("batch")
+        self.data = captured.names("batch", "constant", "buffer")
+        self.shares = Shares(module.graph)
+        self.states = self.shares.states
+
+    def run(self, kept: Sequence[bool]) -> Separated:
+        for node in list(self.graph.nodes):
+            if node.op == "output":
+                break
+            self.states[node] = self._state(node)
+            if is_mutation(node):
+                self._change(node)
+        output = self.graph.output_node()
+        given = zip(output_values(self.module), kept, strict=True)
+        made = [self._output(value) if keep and isinstance(value, fx.Node) else value for value, keep in given]
+        output.args = (tuple(made),)
+        self.module.recompile()
+        kinds = {value: self.states[value].kind for value in made if isinstance(value, fx.Node)}
+        return Separated(self.module, tuple(self.shares.totals), kinds, tuple(self.shares.terms))
+
+    def _output(self, node: fx.Node) -> fx.Node:
+        state = self.states[node]
+        if state.kind == "mixed":
+            raise SeparationError(_refusal(node, state))
+        if state.kind == "mean":
+            self.shares.say(node, "mean", "micro-batches are weighted by their size, m_j / B")
+            return self.shares.of(node, self.graph.output_node())
+        if state.kind == "sum":
+            self.shares.say(node, "sum", "micro-batches add")
+        return node
+
+    # The classes -----------------------------------------------------------------------------------------------------
+
+    def _state(self, node: fx.Node) -> State:
+        if node.op in ("placeholder", "get_attr"):
+            return State("local" if node.name in self.batch else "same", from_inputs=self._is_data(node))
+        sources = [self.states[source] for source in node.all_input_nodes]
+        mixed = next((state for state in sources if state.kind == "mixed"), None)
+        if mixed is not None:
+            return mixed
+        state = self._rule(node, sources)  # which may bind totals to the node in place of its inputs
+        from_inputs = all(self.states[source].from_inputs for source in node.all_input_nodes)
+        return replace(state, from_inputs=from_inputs and block_of(node) is None)
+
+    def _is_data(self, node: fx.Node) -> bool:
+        return node.op == "get_attr" or node.name in self.data
+
+    def _change(self, node: fx.Node) -> None:
+        """After a change in place of one class by another, the old names of the memory stand for neither."""
+        target, state = mutated(node), self.states[node]
+        if self.states[target].kind == state.kind != "mixed":
+            return
+        changed = state if state.kind == "mixed" else _mixed(node, "is changed in place and read by its old name")
+        storage = target.meta.get("storage")
+        for other in [target, *(known for known in self.states if storage is not None)]:
+            if other is target or (other is not node and other.meta.get("storage") == storage):
+                self.states[other] = changed
+
+    def _rule(self, node: fx.Node, sources: Sequence[State]) -> State:
+        name, spec = operation(node), node.meta.get("spec")
+        kinds = {state.kind for state in sources}
+        if name in COUNTED_LOSSES or name in AVERAGED_LOSSES:
+            return self._functional_loss(node, name)
+        if kinds & {"sum", "mean"}:
+            return self._combine(node, name)
+        if "local" not in kinds:
+            return self._made_from_sizes(node, name)
+        if not isinstance(spec, TensorSpec):
+            return _mixed(node, ALONG_SAMPLES) if self._works_along_samples(node, name) else State("local")
+        mixes = self._why_it_mixes(node, name, spec)
+        if mixes:
+            return _mixed(node, mixes)
+        inside = block_of(node) is not None
+        if spec.batch_dims or (inside and (not spec.dtype.is_floating_point or name in COUNTING)):
+            return State("local")  # integers inside a block are indices: the order of tokens, counts per expert
+        if name in FILLING:
+            return State("same")  # x.new_ones(()): takes from x its kind alone
+        if name in ("sum", "mean", "count_nonzero"):
+            return State("mean" if name == "mean" else "sum")
+        return _mixed(node, "reduces over the samples of the batch")
+
+    def _made_from_sizes(self, node: fx.Node, name: str) -> State:
+        """A value made of numbers and parameters alone."""
+        spec = node.meta.get("spec")
+        grows = isinstance(spec, TensorSpec) and bool(spec.batch_dims)
+        if node.meta.get("batch_numbers") and not grows and name not in SHAPING:
+            return _mixed(node, "computes with the batch size")
+        return State("local" if grows else "same")
+
+    def _why_it_mixes(self, node: fx.Node, name: str, spec: TensorSpec) -> str:
+        """Why an operation on samples mixes them; empty where it keeps them apart."""
+        if normalises_by_batch(node):
+            return "normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)"
+        if len(spec.batch_dims) > 1:
+            return "pairs the samples of the batch with each other"
+        if node.meta.get("uneven"):
+            return "takes a part of the samples"
+        if node.meta.get("batch_numbers") and name in ARITHMETIC and spec.dtype.is_floating_point:
+            return "computes with the batch size"
+        if (
+            spec.dtype.is_floating_point
+            and name in (*ARITHMETIC, "embedding")
+            and any(map(_numbers, node.all_input_nodes))
+        ):
+            return "computes with the numbers of the samples, which every micro-batch counts from 0"
+        return ALONG_SAMPLES if self._works_along_samples(node, name) else ""
+
+    def _works_along_samples(self, node: fx.Node, name: str) -> bool:
+        """Whether an operation that works along a dimension, or several, does so along the samples'."""
+        spec = node.all_input_nodes[0].meta.get("spec")
+        if not isinstance(spec, TensorSpec) or not spec.shape:
+            return False
+        if name in PICKING and block_of(node) is None and self._picks_samples(node, spec):
+            return True
+        dims = dimensions(node, len(spec.shape), inside_block=block_of(node) is not None)
+        return any(dim % len(spec.shape) in spec.batch_dims for dim in dims)
+
+    def _picks_samples(self, node: fx.Node, spec: TensorSpec) -> bool:
+        """``x[index]`` with an index for the samples other than their own numbers, as in ``x[arange(B), last]``."""
+        index = node.args[1]
+        first = index[0] if isinstance(index, tuple) and index else index
+        if 0 not in spec.batch_dims or not isinstance(first, fx.Node) or is_arange(first):
+            return False
+        if first.meta.get("storage") is None:  # inside a vmap, where masks are looked up sample by sample
+            return False
+        found = first.meta.get("spec")
+        return isinstance(found, TensorSpec) and bool(found.batch_dims)
+
+    # Values that are reduced over the batch ---------------------------------------------------------------------------
+
+    def _combine(self, node: fx.Node, name: str) -> State:
+        """An operation on sums or means."""
+        state: State | None = None
+        if name in LINEAR and len(node.all_input_nodes) == 1:
+            state = self._linear(node)
+        elif name in ADDING and len(node.args) == 2 and not node.kwargs:
+            state = self._add(node)
+        elif name in JOINING:
+            state = self._join(node)
+        elif (name in SCALING or name in DIVIDING) and len(node.args) == 2 and not node.kwargs:
+            state = self._scale(node, *node.args, commutes=name in SCALING)
+        if state is None and self._globalise(node):
+            state = self._rule(node, [self.states[source] for source in node.all_input_nodes])
+        return state or _not_shares(node, name)
+
+    def _linear(self, node: fx.Node) -> State | None:
+        source = node.all_input_nodes[0]
+        before, after = source.meta.get("spec"), node.meta.get("spec")
+        if not isinstance(before, TensorSpec) or not isinstance(after, TensorSpec) or after.batch_dims:
+            return None
+        rounds = before.dtype.is_floating_point and not after.dtype.is_floating_point
+        return None if rounds else self.states[source]
+
+    def _scale(self, node: fx.Node, left: Any, right: Any, *, commutes: bool) -> State | None:
+        """same * sum = sum; sum / B = mean; mean * B = sum; and a sum of the inputs alone becomes a total, the same."""
+        for one, other in ((left, right), (right, left))[: 2 if commutes else 1]:
+            kind = self._kind(one, node)
+            if kind in ("sum", "mean", "local") and self._make_same(other, node):
+                if self._kind(other, node) != "batch":
+                    return State(kind)
+                if kind == ("mean" if commutes else "sum"):
+                    return State("sum" if commutes else "mean")
+                return None
+        return None
+
+    def _kind(self, value: Any, node: fx.Node) -> Any:
+        """The class of an operand; "batch" for the batch size."""
+        if isinstance(value, fx.Node):
+            return self.states[value].kind
+        return "batch" if value in node.meta.get("batch_numbers", {}) else "same"
+
+    def _make_same(self, value: Any, node: fx.Node) -> bool:
+        """Whether `value` is one for all micro-batches; a sum of the inputs alone is made so."""
+        kind = self._kind(value, node)
+        if kind in ("sum", "mean") and self.states[value].from_inputs:
+            node.replace_input_with(value, self.shares.total(value))
+            return True
+        return kind == "same" or (kind == "batch" and bool(node.meta["batch_numbers"][value]))
+
+    def _add(self, node: fx.Node) -> State | None:
+        kinds = {self._kind(operand, node) for operand in node.args}
+        if kinds & {"local", "batch"}:
+            return None
+        if kinds <= {"mean", "same"}:
+            return State("mean")
+        node.args = tuple(o if self._kind(o, node) == "sum" else self.shares.of(o, node) for o in node.args)
+        return State("sum")
+
+    def _join(self, node: fx.Node) -> State | None:
+        kinds = {self.states[source].kind for source in node.all_input_nodes}
+        if "local" in kinds:
+            return None
+        if len(kinds) == 1:
+            return State(kinds.pop())
+        for source in node.all_input_nodes:
+            if self.states[source].kind != "sum":
+                node.replace_input_with(source, self.shares.of(source, node))
+        return State("sum")
+
+    def _functional_loss(self, node: fx.Node, name: str) -> State:
+        kinds = {self.states[source].kind for source in node.all_input_nodes}
+        if {"sum", "mean"} & kinds and not self._globalise(node):
+            return _not_shares(node, name)
+        if "local" not in kinds:
+            return State("same")
+        bound = inspect.signature(getattr(functional, name)).bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        reduction = reduction_of(arguments)
+        if reduction == "none":
+            return State("local")
+        if reduction == "sum":
+            return State("sum")
+        target = arguments.get("target")
+        if name in AVERAGED_LOSSES or (isinstance(target, fx.Node) and target.meta["spec"].dtype.is_floating_point):
+            return State("mean")
+        if not isinstance(target, fx.Node) or not self.states[target].from_inputs:
+            return _mixed(node, "averages over labels that the model makes itself")
+        weight = arguments["weight"]
+        if isinstance(weight, fx.Node) and not self.states[weight].from_inputs:
+            return _mixed(node, "weighs labels by what is not known before the step")
+        self.shares.counted(node, arguments)
+        return State("sum")
+
+    def _globalise(self, node: fx.Node) -> bool:
+        """Replace operands that are sums of the inputs alone by their total; whether that leaves no other sum."""
+        sums = [source for source in node.all_input_nodes if self.states[source].kind in ("sum", "mean")]
+        if not all(self.states[source].from_inputs for source in sums):
+            return False
+        for source in sums:
+            node.replace_input_with(source, self.shares.total(source))
+        return bool(sums)
+
+
+def _mixed(node: fx.Node, why: str) -> State:
+    return State("mixed", cause=node, why=why)
+
+
+def _numbers(source: fx.Node) -> bool:
+    """Whether a value holds the samples' numbers."""
+    spec = source.meta.get("spec")
+    return isinstance(spec, TensorSpec) and bool(spec.batch_dims) and is_arange(source)
+
+
+def _not_shares(node: fx.Node, name: str) -> State:
+    return _mixed(node, f"`{name}` of values reduced over the batch is not a sum of shares")
+
+
+def _refusal(output: fx.Node, state: State) -> str:
+    assert state.cause is not None
+    where = source_line(state.cause)
+    return (
+        f"output `{output.name}` of the whole batch cannot be computed from micro-batches: `{state.cause.name}` "
+        f"({operation(state.cause)}) {state.why}{f', at {where}' if where else ''}. "
+        "Compute it outside of the model from its other outputs, leave it out (options={'outputs': 'loss'} drops all "
+        "but the loss), or set micro_batch_size to the whole batch"
+    )

@@ -1,0 +1,111 @@
+"""shares: the edits by which a value of the whole batch becomes shares of micro-batches that add.
+
+total     a placeholder: a sum made from the inputs alone, added over all micro-batches before the head runs
+fraction  a placeholder: the micro-batch's part of the samples, m_j / B
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from gs_compile.capture.graph import LossTerm, TensorSpec, source_line
+from gs_compile.capture.operations import operation
+
+FRACTION = "fraction"
+TOTAL = "total"
+
+SUM = {"reduction": "sum", "size_average": None, "reduce": None}  # the last two are older and would win
+
+Kind = Literal["local", "sum", "mean", "same", "mixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How a value of the whole batch follows from the micro-batches' values."""
+
+    kind: Kind
+    from_inputs: bool = False  # made from the user's inputs alone, so it can be known before the step
+    cause: fx.Node | None = None  # of "mixed"
+    why: str = ""
+
+
+class Shares:
+    """Edits one graph; keeps the state of every node, new ones included, and what was done, for people."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.states: dict[fx.Node, State] = {}
+        self.totals: dict[fx.Node, fx.Node] = {}  # a value of one micro-batch: the placeholder of its total
+        self.terms: list[LossTerm] = []
+        self.fraction: fx.Node | None = None
+
+    def of(self, value: Any, before: fx.Node) -> fx.Node:
+        """`value`, a mean or the same everywhere, as shares that add: value * m_j / B, in fp32 at least."""
+        like = value if isinstance(value, fx.Node) else before
+        if self.fraction is None:
+            spec = replace(like.meta["spec"], shape=(), stride=(), dtype=torch.float32)
+            self.fraction = self._placeholder(FRACTION, spec)
+        with self.graph.inserting_before(before):
+            share = self._new(torch.mul, (self.fraction, value), like=like)
+        self.states[share] = State("sum", self.states[value].from_inputs if isinstance(value, fx.Node) else True)
+        return share
+
+    def total(self, value: fx.Node) -> fx.Node:
+        """The placeholder that holds the sum of `value` over all micro-batches."""
+        if self.states[value].kind == "mean":
+            value = self.of(value, value.next)
+        if value not in self.totals:
+            self.totals[value] = self._placeholder(f"{TOTAL}_{len(self.totals)}", value.meta["spec"])
+            self.say(value, "total", "made from the inputs alone: counted over the whole batch")
+        return self.totals[value]
+
+    def counted(self, loss: fx.Node, arguments: Mapping[str, Any]) -> None:
+        """cross_entropy(mean) becomes cross_entropy(sum) / total of the counted labels' weights."""
+        logits, name = arguments["input"], operation(loss)
+        with self.graph.inserting_before(loss):
+            count = self._count(loss, arguments)
+            if logits.meta["spec"].dtype == torch.float16:  # a sum over all tokens does not fit its range
+                logits = self._new(torch.Tensor.float, (logits,), like=logits)
+        with self.graph.inserting_after(loss):
+            shares = self._new(torch.div, (loss, self.total(count)), like=loss)
+        self.states[shares] = State("sum")
+        loss.replace_all_uses_with(shares, delete_user_cb=lambda user: user is not shares)
+        loss.args, loss.kwargs = (), {**arguments, **SUM, "input": logits}
+        self.say(loss, "sum", f"{name}(mean) = {name}(sum) / total, the counted labels of the whole batch")
+
+    def say(self, node: fx.Node, kind: str, why: str) -> None:
+        self.terms.append(LossTerm(node.name, kind, why, source_line(node)))
+
+    def _count(self, loss: fx.Node, arguments: Mapping[str, Any]) -> fx.Node:
+        target, weight = arguments["target"], arguments["weight"]
+        counted = self._new(torch.ne, (target, arguments["ignore_index"]), like=target)
+        if weight is not None:
+            labels = self._new(torch.clamp, (target,), {"min": 0}, like=target)
+            column = self._new(torch.unsqueeze, (weight, -1), like=weight)
+            weights = self._new(functional.embedding, (labels, column), like=target)
+            counted = self._new(torch.mul, (self._new(torch.squeeze, (weights, -1), like=target), counted), like=target)
+        count = self._new(torch.sum, (counted,), {"dtype": torch.float32}, like=loss)
+        count.meta["spec"] = replace(loss.meta["spec"], dtype=torch.float32, requires_grad=False)
+        self.states[count] = State("sum", from_inputs=True)
+        return count
+
+    def _new(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: fx.Node
+    ) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs or {})
+        node.meta = {**like.meta, "batch_numbers": {}}
+        self.states[node] = State("local", from_inputs=True)
+        return node
+
+    def _placeholder(self, name: str, spec: TensorSpec) -> fx.Node:
+        with self.graph.inserting_before(next(iter(self.graph.nodes))):
+            placeholder = self.graph.placeholder(name)
+        placeholder.meta = {"spec": replace(spec, requires_grad=False, batch_dims=()), "batch_numbers": {}}
+        self.states[placeholder] = State("same", from_inputs=name == FRACTION)  # a total is not known while counting
+        return placeholder

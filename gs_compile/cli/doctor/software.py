@@ -1,0 +1,133 @@
+"""checks_software: torch, what the capture rests on in it, compilers, the solver, and CUDA where there is any.
+
+torch is imported by the checks that need it: a broken one is a finding, not the end.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import time
+from collections.abc import Callable
+from importlib import import_module, metadata
+from pathlib import Path
+
+from gs_compile.cli.doctor.check import Check
+from gs_compile.errors import ProfileError, VersionError
+from gs_compile.machine import PROC, format_bytes
+
+NEWEST_TORCH = (2, 13)  # that the tests have run with
+OLD_SECONDS = 90 * 86400.0  # drives age and machines change
+PIN_NBYTES = 64 << 20  # more than the usual limit of locked memory
+
+
+def torch_version(version: Callable[[], str] | None = None) -> Check:
+    """Whether torch can be imported, and is one that the tests have run with."""
+    try:
+        found = (version or _torch_version)()
+    except (ImportError, OSError) as error:  # a shared library that is missing
+        return Check("torch", "bad", f"cannot be imported: {error}", "reinstall torch: pip install --force-reinstall")
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) > NEWEST_TORCH:
+        tested = ".".join(map(str, NEWEST_TORCH))
+        return Check("torch", "warn", found, f"newer than the tests have seen: install torch=={tested}.* in doubt")
+    return Check("torch", "ok", found)
+
+
+def capture(load: Callable[[str], object] = import_module) -> Check:
+    """Whether torch is new enough, and Dynamo has what the capture rests on."""
+    try:
+        load("gs_compile.capture.dynamo")
+    except VersionError as error:
+        found, _, advice = str(error).partition("; ")
+        return Check("capture by Dynamo", "bad", found, advice)
+    return Check("capture by Dynamo", "ok", "all that it rests on is there")
+
+
+def compiler(device_type: str, best: Callable[[str], str] | None = None) -> Check:
+    """What compiles the code of a layer for a device."""
+    if best is None:
+        from gs_compile.codegen.generate import best_compiler
+
+        best = best_compiler
+    if best(device_type) == "inductor":
+        return Check("compiler", "ok", f"inductor, for {device_type}")
+    advice = "install g++" if device_type == "cpu" else "install the Triton that belongs to this torch"
+    return Check("compiler", "warn", "none that inductor can use: layers will run uncompiled", advice)
+
+
+def transformers(version: Callable[[str], str] = metadata.version) -> Check:
+    """Optional: where most models come from, and what `inspect` and `plan` build from a config."""
+    try:
+        return Check("transformers", "ok", version("transformers"))
+    except metadata.PackageNotFoundError:
+        advice = "for models of HuggingFace: pip install 'greedysnake[hf]'"
+        return Check("transformers", "warn", "not installed", advice)
+
+
+def solver(load: Callable[[str], object] = import_module, version: Callable[[str], str] = metadata.version) -> Check:
+    """Whether the planner can solve: it needs HiGHS, and cvxpy to speak to it."""
+    try:
+        load("highspy")
+        return Check("solver", "ok", f"HiGHS {version('highspy')}, by cvxpy {version('cvxpy')}")
+    except (ImportError, OSError) as error:  # PackageNotFoundError is an ImportError
+        return Check("solver", "bad", f"HiGHS or cvxpy is missing: {error}", "pip install cvxpy highspy")
+
+
+def cuda(devices: Callable[[], list[tuple[str, int]]] | None = None, *, proc: Path = PROC) -> Check:
+    """The devices that torch sees: their names and memory."""
+    found = (devices or _cuda_devices)()
+    if found:
+        return Check("CUDA", "ok", ", ".join(f"{name} with {format_bytes(nbytes)}" for name, nbytes in found))
+    if (proc / "driver/nvidia/version").exists():
+        advice = "install a torch that is built for CUDA, or look at CUDA_VISIBLE_DEVICES"
+        return Check("CUDA", "warn", "NVIDIA's driver is there, but torch sees no device", advice)
+    return Check("CUDA", "ok", "no device: what it would compute, the CPU does")
+
+
+def pinned_memory(*, has_cuda: bool, limit: int | None = None, pin: Callable[[int], object] | None = None) -> Check:
+    """Whether host memory can be pinned for a GPU, beyond the `limit` of locked memory too: bytes, or -1 for none."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    limited = "no limit of locked memory" if limit < 0 else f"limit of locked memory {format_bytes(limit)}"
+    if not has_cuda:
+        return Check("pinned memory", "ok", f"nothing is pinned without CUDA; {limited}")
+    try:
+        (pin or _pin)(PIN_NBYTES)
+    except RuntimeError as error:
+        found = f"{format_bytes(PIN_NBYTES)} cannot be pinned ({str(error).splitlines()[0]}); {limited}"
+        return Check("pinned memory", "bad", found, "ulimit -l unlimited; for docker, --ulimit memlock=-1")
+    return Check("pinned memory", "ok", f"{format_bytes(PIN_NBYTES)} pinned; {limited}")
+
+
+def profile(path: Path, now: float | None = None) -> Check:
+    """Whether this machine has been measured, and lately."""
+    from gs_compile.planner.measure.profile import Profile
+
+    name, measure = "machine profile", "greedysnake probe"
+    if not path.exists():
+        return Check(name, "ok", f"not measured yet; {measure} does")
+    try:
+        Profile.load(path)
+    except ProfileError as error:
+        return Check(name, "warn", str(error), f"{measure} --refresh")
+    seconds = (now or time.time()) - path.stat().st_mtime
+    found = f"measured {seconds / 86400:.0f} days ago, {path}"
+    return Check(name, "warn", found, f"{measure} --refresh") if seconds > OLD_SECONDS else Check(name, "ok", found)
+
+
+def _torch_version() -> str:
+    return str(import_module("torch").__version__)
+
+
+def _cuda_devices() -> list[tuple[str, int]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [(each.name, each.total_memory) for each in properties]
+
+
+def _pin(nbytes: int) -> object:
+    import torch
+
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -1,0 +1,1 @@
+"""Plans and steps for people: text, tables, pages, figures."""

@@ -1,0 +1,140 @@
+"""command_simulate: what ``greedysnake simulate`` shows of a plan's step, and the files it draws it into."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gs_compile.cli.report import explain
+from gs_compile.cli.report.tables import text
+from gs_compile.errors import MemoryBudgetError, NoFitError
+from gs_compile.machine import format_bytes
+
+if TYPE_CHECKING:
+    from gs_compile.planner.step_plan import StepPlan
+    from gs_compile.program.ir import Schedule
+
+SCHEDULES: tuple[Schedule, ...] = ("vertical", "horizontal")  # that figures show side by side
+
+
+def report(plan: StepPlan, files: Mapping[str, Path]) -> str:
+    """How the step runs: its lanes, what the computation waits for, the critical path, memory, and what was drawn."""
+    simulation = plan.simulation
+    waits = [
+        (cause, f"{seconds:.3g} s", f"{seconds / plan.seconds:.1%}")
+        for cause, seconds in sorted(simulation.bubbles.items(), key=lambda entry: -entry[1])
+        if seconds > 0
+    ]
+    path = [(lane, f"{seconds:.3g} s", f"{seconds / plan.seconds:.1%}") for lane, seconds in _critical(plan).items()]
+    memory = [
+        (tier, format_bytes(nbytes), format_bytes(plan.peaks.get(tier, 0))) for tier, nbytes in simulation.peaks.items()
+    ]
+    numbers = ("", "seconds", "of the step")
+    parts = [
+        explain.headline(plan),
+        f"What each lane does in a step:\n{explain.indented(explain.lanes_table(plan))}",
+        _titled("What the computation waits for:", text(numbers, waits, right=numbers[1:]) if waits else "nothing"),
+        _titled("The critical path, by lane:", text(numbers, path, right=numbers[1:])),
+        _titled("Memory at its peak:", text(("", "simulated", "planned"), memory, right=("simulated", "planned"))),
+        _titled("What is inactive between two uses:", _inactive(plan)) if plan.schedule == "lifetime" else "",
+        _titled("What to know:", "\n".join(plan.notes)) if plan.schedule == "single" and plan.notes else "",
+        "\n".join(f"{what}: {path}" for what, path in files.items()),
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def as_dict(plan: StepPlan, files: Mapping[str, Path]) -> dict[str, Any]:
+    """The plan's, with what the simulation adds; its operations, which are many, are in the trace."""
+    simulated: dict[str, Any] = {"peaks": plan.simulation.peaks, "critical_path": _critical(plan)}
+    if plan.schedule == "lifetime":
+        from gs_compile.planner.lifetimes import as_dicts, periods
+
+        simulated["periods"] = as_dicts(periods(plan.placement, plan.workload.shape))
+    return explain.as_dict(plan) | {"simulated": simulated, "files": {what: str(path) for what, path in files.items()}}
+
+
+def save(plan: StepPlan, *, trace: Path | None, page: Path | None, figures: Path | None) -> dict[str, Path]:
+    """Write what is asked for: the paths by what they are."""
+    files: dict[str, Path] = {}
+    if trace is not None:
+        trace.write_text(json.dumps(plan.simulation.chrome()))
+        files["trace"] = trace
+    if page is not None:
+        from gs_compile.cli.report.timeline import timeline_html
+
+        texts = {"The plan": explain.report(plan), "The program": str(plan.program)}
+        page.write_text(
+            timeline_html(plan.simulation, title=_title(plan), notes=[explain.paragraph(plan)], texts=texts)
+        )
+        files["timeline"] = page
+    if figures is not None:
+        files |= _figures(plan, figures)
+    return files
+
+
+def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
+    """The lanes of this step; of whole layers also throughput over the batch size and bytes moved, in both orders."""
+    from gs_compile.cli.report import draw
+
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {name: folder / f"{name}.svg" for name in ("throughput", "traffic", "lanes")}
+    title = _title(plan)
+    draw.lanes(plan.simulation, paths["lanes"], title=title)
+    if plan.schedule == "single":  # both orders run layers, and its workload has halves
+        return {"lanes": paths["lanes"]}
+    sizes = sorted({2**power for power in range(plan.num_micro_batches.bit_length())} | {plan.num_micro_batches})
+    planned = {schedule: list(_planned(plan, schedule, sizes)) for schedule in SCHEDULES}
+    plans: dict[str, list[StepPlan]] = {schedule: found for schedule, found in planned.items() if found}
+    points = {schedule: [draw.Point.of(each) for each in found] for schedule, found in plans.items()}
+    roofline = draw.Roofline.of(plan.workload, plan.profile)
+    draw.throughput(points, paths["throughput"], roofline=roofline, title=title)
+    moved = {schedule: found[-1].traffic for schedule, found in plans.items()}
+    draw.traffic_bars(moved, paths["traffic"], title=f"{title}, {plan.num_micro_batches} micro-batches")
+    return paths
+
+
+def _planned(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterator[StepPlan]:
+    """Plans of the same model within the same budgets, for numbers of micro-batches, as far as they fit."""
+    from gs_compile.planner.plan import plan as make
+
+    for number in sizes:
+        try:
+            yield make(
+                plan.workload,
+                machine=plan.profile,
+                micro_batch_size=plan.workload.micro_batch_size,
+                num_micro_batches=number,
+                host_memory=plan.budgets.host_nbytes,
+                device_memory=plan.budgets.device_nbytes or None,
+                schedule=schedule,
+            )
+        except (NoFitError, MemoryBudgetError):
+            return
+
+
+def _title(plan: StepPlan) -> str:
+    """In few words: a machine's name goes on to say what is in it."""
+    return f"{plan.workload.name} on {re.split('[:,(]', plan.profile.name)[0].strip()}"
+
+
+def _critical(plan: StepPlan) -> dict[str, float]:
+    """Seconds of the critical path, by lane."""
+    found: dict[str, float] = {}
+    for span in plan.simulation.critical_path:
+        found[span.lane] = found.get(span.lane, 0.0) + span.stop_seconds - span.start_seconds
+    return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+
+
+def _inactive(plan: StepPlan) -> str:
+    """What the schedule `lifetime` has decided, and what for."""
+    from gs_compile.planner.lifetimes import table
+
+    rows = [table(plan.placement, plan.workload.shape)] if plan.placement.room else []
+    return "\n".join([*rows, *plan.notes])
+
+
+def _titled(heading: str, lines: str) -> str:
+    return f"{heading}\n{explain.indented(lines)}"

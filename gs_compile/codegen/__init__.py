@@ -1,0 +1,1 @@
+"""From units to code: differentiated per class, compiled once per class."""

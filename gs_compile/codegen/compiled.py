@@ -1,0 +1,237 @@
+"""A captured model as compiled units and step programs: the passes in order, each result kept for its sizes.
+
+captured --specialize--> --loss--> --split--> --uniform--> --differentiate-->  units' code
+                                                                 vertical, snake, free -->  step program
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import CompileContext, CompileId
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gs_compile.capture.graph import Captured, OutputSpec, TensorSpec, output_values
+from gs_compile.capture.loss import Separated, loss
+from gs_compile.capture.specialize import specialize
+from gs_compile.capture.split import Split, split
+from gs_compile.capture.uniform import Uniform, uniform
+from gs_compile.codegen.differentiate import Differentiated, differentiate
+from gs_compile.codegen.generate import Compiler, Generator, best_compiler
+from gs_compile.errors import UniformityWarning
+from gs_compile.options import Options
+from gs_compile.passes.lower import lower
+from gs_compile.placement.workload import UnitSize
+from gs_compile.program.ir import EPILOGUE, ORDERS, PROLOGUE, TIED, Program, StepShape, Unit, Value, height
+from gs_compile.runtime.units import Sized
+
+# For inspection: the compilations of each parameter's model. By identity: `==` of two tensors is a tensor.
+compilations_of: MutableMapping[torch.nn.Parameter, list[Compilation]] = WeakTensorKeyDictionary()
+
+_codes: dict[Hashable, Differentiated] = {}  # equal layers of all captures share their code
+MOST_CODES = 512  # a model has three for each size of the micro-batch
+MOST_LAYOUTS = 64  # of one capture: sequence lengths, and sizes of the last micro-batch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the passes made of a captured model at one micro-batch size."""
+
+    micro_batch_size: int
+    specialized: fx.GraphModule
+    separated: Separated
+    split: Split
+    uniform: Uniform
+    sized: Sized
+
+    @property
+    def outputs(self) -> tuple[OutputSpec, ...]:
+        return self.split.outputs
+
+    @cached_property
+    def shape(self) -> StepShape:
+        """What a training step of this model consists of."""
+        units = {unit.unit: unit for unit in self.split.units}
+        trained = [u for u, g in units.items() if any(g.sources[i].kind == "input" for i in g.differentiable)]
+        return StepShape(
+            has_loss="loss" in units[EPILOGUE].results,
+            has_total=self.split.count is not None,
+            has_side=bool(self.split.sides),
+            side_gradient=any(spec.requires_grad for spec in self.split.sides) and PROLOGUE in trained,
+            emits=frozenset(u for u, graph in units.items() if "y" in graph.results),
+            frozen=frozenset(set(units) - set(trained)),
+            first_grad=trained[0] if trained else EPILOGUE,
+        )
+
+    def shape_of(self, sizes: Iterable[UnitSize], tied: Set[Unit], *, training: bool = True) -> StepShape:
+        """What a step consists of where the parameters of `sizes` are apart, those that the units `tied` share too."""
+        trained = {size.unit for size in sizes if size.trained}
+        units: set[Unit] = {graph.unit for graph in self.split.units}
+        first = min((trained | (tied if TIED in trained else set())) & units, key=height)
+        sides = any(spec.requires_grad for spec in self.split.sides)
+        return replace(
+            self.shape,
+            training=training,
+            tied=frozenset(tied),
+            frozen=frozenset((units | {TIED}) - trained),
+            first_grad=first,
+            side_gradient=sides and first == PROLOGUE,
+        )
+
+    @cached_property
+    def draws_random(self) -> bool:
+        return any(code.draws_random for code in self.sized.codes.values())
+
+    @cached_property
+    def scales_gradients(self) -> bool:
+        """Whether the epilogue computes in fp16, whose gradients need the user's loss scale from the start."""
+        nodes = self.split.units[-1].module.graph.nodes
+        return any(getattr(node.meta.get("spec"), "dtype", None) == torch.float16 for node in nodes)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kind of step that was asked for: the code it runs, and every snapshot of its program."""
+
+    layout: Layout
+    shape: StepShape
+    programs: tuple[Program, ...]
+
+
+@dataclass
+class Compilation:
+    """Everything made from one capture; filled as calls of new sizes come."""
+
+    captured: Captured
+    options: Options
+    layouts: dict[Hashable, Layout] = field(default_factory=dict)
+    programs: dict[Hashable, list[Program]] = field(default_factory=dict)
+    steps: dict[Hashable, Step] = field(default_factory=dict)  # the latest last
+    tiers: str = ""  # where everything lives, once it is on tiers
+    seconds: float = 0.0  # spent in the passes
+    compile_id: CompileId | None = field(default_factory=CompileContext.current_compile_id)  # for traces
+    _warned: bool = False
+
+    @property
+    def halved(self) -> bool:
+        """Whether every block is two layers, its attention half and its feed-forward half."""
+        return self.options.expert.schedule == "single"
+
+    @property
+    def layers_of_a_block(self) -> int:
+        return 1 + self.halved
+
+    def layout(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> Layout:
+        """The model's units at one micro-batch size; `alone`: this micro-batch is the whole batch."""
+        key = (micro_batch_size, tuple(sorted(sizes.items())), alone, self.halved)
+        if key not in self.layouts:
+            start = time.perf_counter()
+            self.layouts[key] = self._make_layout(micro_batch_size, sizes, alone)
+            while len(self.layouts) > MOST_LAYOUTS:
+                dropped = self.layouts.pop(next(iter(self.layouts)))
+                self.steps = {k: step for k, step in self.steps.items() if step.layout is not dropped}
+            self.seconds += time.perf_counter() - start
+        return self.layouts[key]
+
+    def program(self, layout: Layout, num_micro_batches: int, shape: StepShape) -> list[Program]:
+        """Every snapshot of the step program, from `vertical` to the one that runs, which is the last."""
+        keep = self._kept(layout, num_micro_batches) if shape.training else frozenset()
+        key = (layout.split.num_layers, num_micro_batches, shape, keep)
+        if key not in self.programs:
+            start = time.perf_counter()
+            self.programs[key] = lower(
+                layout.split.num_layers,
+                num_micro_batches,
+                shape=shape,
+                schedule=self.options.expert.schedule,
+                snake=self.options.expert.snake,
+                keep=keep,
+            )
+            self.seconds += time.perf_counter() - start
+        self.remember(layout, shape, self.programs[key])
+        return self.programs[key]
+
+    def remember(self, layout: Layout, shape: StepShape, programs: Sequence[Program]) -> None:
+        """Keep this kind of step as the latest."""
+        key = (id(layout), shape, id(programs[-1]))
+        known = self.steps.pop(key, None)
+        self.steps[key] = known or Step(layout, shape, tuple(programs))
+
+    def _kept(self, layout: Layout, num_micro_batches: int) -> frozenset[Value]:
+        """What is an output too, and what the head needs once more where gradients may come for others than the loss.
+
+        In the horizontal order such a step is run anew.
+        """
+        if ORDERS[self.options.expert.schedule] == "horizontal":
+            inner = {o.unit for o in layout.outputs if o.is_layer_input}
+            return frozenset(Value("x", unit, j) for unit in inner for j in range(num_micro_batches))
+        if not any(o.combine not in ("loss", "input") and o.spec and o.spec.requires_grad for o in layout.outputs):
+            return frozenset()
+        kept = {Value("total")}
+        for j in range(num_micro_batches):
+            kept |= {Value("x", layout.split.num_layers, j), Value("side", micro_batch=j)}
+        return frozenset(kept)
+
+    def _make_layout(self, micro_batch_size: int, sizes: Mapping[str, int], alone: bool) -> Layout:
+        captured = self.captured
+        module = specialize(captured, micro_batch_size, sizes)
+        given = output_values(module)
+        losses = losses_among(given)
+        kept = [self.options.outputs == "all" or not losses or value in losses for value in given]
+        separated = loss(module, captured, kept=kept, alone=alone)
+        outputs = [value if keep else None for value, keep in zip(output_values(module), kept, strict=True)]
+        cut = split(separated, captured, outputs=outputs, halved=self.halved)
+        alike = uniform(cut.units, captured, halved=self.halved)
+        self._warn(alike)
+        codes: dict[Unit, Any] = {}
+        for unit, key in zip(cut.units, alike.keys, strict=True):
+            codes[unit.unit] = self._code(unit, key)
+        units = {unit.unit: unit for unit in cut.units}
+        sized = Sized(units, codes, cut.count, cut.count_sources, self.halved)
+        return Layout(micro_batch_size, module, separated, cut, alike, sized)
+
+    def _warn(self, alike: Uniform) -> None:
+        if alike.differences and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the model's {'half-blocks' if alike.halved else 'blocks'} are of {len(alike.layer_classes)} kinds, "
+                "each compiled once: " + "; ".join(alike.differences),
+                UniformityWarning,
+                stacklevel=2,
+            )
+
+    def _code(self, unit: Any, key: Hashable) -> Differentiated:
+        device = next((spec.device.type for spec in unit.specs), "cpu")
+        chosen = self.options.expert.compiler
+        compiler: Compiler = best_compiler(device) if chosen == "auto" or device == "meta" else chosen
+        generator = Generator(compiler, self.options.mode)
+        full_key = (key, generator, _global_settings())
+        code = _codes.pop(full_key, None) or differentiate(unit, generator)
+        _codes[full_key] = code  # the latest last
+        while len(_codes) > MOST_CODES:
+            del _codes[next(iter(_codes))]
+        return code
+
+
+def _global_settings() -> Hashable:
+    """What code depends on beside its graph; Dynamo guards on it, so a change comes with a new capture."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return (torch.get_default_dtype(), deterministic, torch.get_float32_matmul_precision(), torch.get_num_threads())
+
+
+def losses_among(outputs: Sequence[Any]) -> list[Any]:
+    """The scalar outputs that have a gradient; where none has (no_grad), every scalar."""
+    nodes = [value for value in outputs if isinstance(value, fx.Node)]
+    scalars = [n for n in nodes if isinstance(n.meta["spec"], TensorSpec) and is_float_scalar(n.meta["spec"])]
+    return [node for node in scalars if node.meta["spec"].requires_grad] or scalars
+
+
+def is_float_scalar(spec: TensorSpec) -> bool:
+    return not spec.shape and spec.dtype.is_floating_point

@@ -1,0 +1,139 @@
+"""differentiate: per class of units one forward, and one backward that recomputes from the unit's inputs.
+
+    forward(inputs)             -> results
+    backward(inputs, gradients) -> gradients of the differentiable inputs     (runs forward again inside)
+    both(inputs)                -> results, gradients of the loss             (the head's, in one go)
+
+Parameters' gradients may come as factors (`factor`); `graph` shows the graphs without that.
+
+Each is traced by functorch's `make_fx` with autograd running inside the trace, so what is compiled is a plain ATen
+graph: recomputation and backward are one graph, and what the backward does not need is not recomputed. (In the place
+of autograd `torch.func.vjp` refuses custom operators and autograd.Functions without `setup_context`, as in
+HuggingFace's mixture-of-experts layers.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from gs_compile.capture.gradients import Term
+from gs_compile.capture.graph import UnitGraph
+from gs_compile.codegen.factor import assemble, factor
+from gs_compile.codegen.generate import Generator
+
+Tensors = Sequence[torch.Tensor]
+
+
+def differentiate(unit: UnitGraph, generator: Generator) -> Differentiated:
+    """The functions of `unit`, each traced and compiled by `generator` when it is first asked for."""
+    return Differentiated(unit, generator)
+
+
+class Differentiated:
+    """The compiled functions of one class of units; `graphs` holds the ATen graphs made so far."""
+
+    def __init__(self, unit: UnitGraph, generator: Generator) -> None:
+        self.unit = unit
+        self.graphs: dict[str, fx.GraphModule] = {}
+        self.seconds = 0.0  # spent in tracing and compiling
+        self._generator = generator
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    @cached_property
+    def forward(self) -> Callable[..., Sequence[torch.Tensor]]:
+        return self._compiled("forward", self.graph("forward"))
+
+    @cached_property
+    def backward(self) -> Callable[..., Sequence[Term]]:
+        return self._factored("backward", 0)
+
+    @cached_property
+    def both(self) -> Callable[..., Sequence[Any]]:
+        return self._factored("both", len(self.unit.results))
+
+    @cached_property
+    def draws_random(self) -> bool:
+        """Whether the forward draws random numbers, so that the backward must draw the same."""
+        return any(_draws_random(node) for node in self.graph("forward").graph.nodes)
+
+    def graph(self, name: str) -> fx.GraphModule:
+        """The ATen graph of "forward", "backward" or "both"; traced, not compiled, when it is first asked for."""
+        if name not in self.graphs:
+            start = time.perf_counter()
+            self.graphs[name] = self._traced(name)
+            self.seconds += time.perf_counter() - start
+        return self.graphs[name]
+
+    # The functions that are traced -----------------------------------------------------------------------------------
+
+    def _run(self, *inputs: torch.Tensor) -> Tensors:
+        results: Tensors = self.unit.module(*inputs)
+        return results
+
+    def _backward(self, *arguments: torch.Tensor) -> Tensors:
+        inputs, gradients = arguments[: len(self.unit.specs)], arguments[len(self.unit.specs) :]
+        results = self._run(*inputs)
+        return self._pull([results[index] for index in self.unit.differentiated], inputs, gradients)
+
+    def _both(self, *inputs: torch.Tensor) -> Tensors:
+        results = self._run(*inputs)
+        loss = results[self.unit.results.index("loss")]
+        gradients = self._pull([loss], inputs, [torch.ones_like(loss)])
+        return (*(result.detach() for result in results), *gradients)
+
+    def _pull(self, results: Tensors, inputs: Tensors, gradients: Tensors) -> Tensors:
+        """Gradients of the differentiable inputs; zeros for one that the results do not depend on."""
+        wanted = [inputs[index] for index in self.unit.differentiable]
+        return torch.autograd.grad(results, wanted, gradients, allow_unused=True, materialize_grads=True)
+
+    # Tracing ---------------------------------------------------------------------------------------------------------
+
+    def _traced(self, name: str) -> fx.GraphModule:
+        functions = {"forward": self._run, "backward": self._backward, "both": self._both}
+        inputs = self._inputs(name)
+        for tensor, spec in zip(inputs, self.unit.specs, strict=False):
+            tensor.requires_grad_(spec.requires_grad)
+        with self._fake_mode, torch.enable_grad(), torch._C._DisableAutocast():
+            graph = make_fx(functions[name], decomposition_table=self._generator.decompositions)(*inputs)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        return graph
+
+    def _factored(self, name: str, num_results: int) -> Callable[..., Sequence[Term]]:
+        """`name` compiled; what follows its results are gradients, and those of parameters come as factors."""
+        chosen = [self.unit.sources[index].kind == "input" for index in self.unit.differentiable]
+        graph, forms = factor(self.graph(name), [*[False] * num_results, *chosen])
+        compiled = self._compiled(name, graph)
+        return lambda *arguments: assemble(compiled(*arguments), forms)
+
+    def _compiled(self, name: str, graph: fx.GraphModule) -> Callable[..., Sequence[torch.Tensor]]:
+        start = time.perf_counter()
+        with torch.no_grad(), torch._C._DisableAutocast():
+            compiled = self._generator.generate(graph, self._inputs(name))
+        self.seconds += time.perf_counter() - start
+        return compiled
+
+    def _inputs(self, name: str) -> list[torch.Tensor]:
+        """Tensors without memory in the place of the real ones."""
+        gradients = self.unit.differentiated if name == "backward" else ()
+        specs = (*self.unit.specs, *(self.unit.result_specs[index] for index in gradients))
+        with self._fake_mode:
+            return [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in specs]
+
+
+def _draws_random(node: fx.Node) -> bool:
+    """Attention is marked as drawing whatever its rate of dropout; with none it does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    assert isinstance(node.target, torch._ops.OpOverload)
+    arguments = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
+    arguments |= dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+    return arguments.get("dropout_p") != 0

@@ -1,0 +1,112 @@
+"""The backend: ``torch.compile(model, backend="greedysnake", options={"micro_batch_size": 2})``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from gs_compile.capture.dynamo import capture, ignore_logging
+from gs_compile.capture.graph import Captured
+from gs_compile.codegen.compiled import Compilation, Layout, compilations_of, is_float_scalar
+from gs_compile.errors import CaptureError, GreedySnakeError, NothingRequiresGradError
+from gs_compile.model.engine import claim, engine_for
+from gs_compile.model.step import Call
+from gs_compile.options import Options
+from gs_compile.runtime.units import CompiledUnits, MicroBatch
+
+ignore_logging()
+
+
+def greedysnake(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | Options | None = None,
+) -> Callable[..., Any]:
+    """What Dynamo calls with a model's graph; returns what runs in its place.
+
+    An error of this package is raised at the model's call, as itself: raised here, Dynamo would wrap it in one of its
+    own.
+    """
+    try:
+        checked = Options.of(options, mode)
+        return CompiledModel(capture(module, example_inputs, partial(claim, options=checked)), checked)
+    except GreedySnakeError as error:
+        kind, message = type(error), str(error)  # not the error: its traceback holds the model
+
+    def refuse(*_: Any) -> Any:
+        raise kind(message)
+
+    return refuse
+
+
+class CompiledModel:
+    """A captured model that runs layer-major; one for each graph that Dynamo captures."""
+
+    def __init__(self, captured: Captured, options: Options) -> None:
+        self.compilation = Compilation(captured, options)
+
+    def __call__(self, *args: Any) -> list[Any]:
+        """The model's outputs for the arguments of the captured graph."""
+        self._register(args)
+        inputs = self.compilation.captured.inputs
+        batch = [index for index, entry in enumerate(inputs) if entry.role == "batch"]
+        sizes = {entry.name: int(arg) for entry, arg in zip(inputs, args, strict=True) if entry.role == "size"}
+        lengths = self._micro_batches(int(args[batch[0]].shape[0]))
+        layouts = [self.compilation.layout(length, sizes, alone=len(lengths) == 1) for length in lengths]
+        training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        if torch.is_grad_enabled() and not training:
+            _refuse_a_loss(layouts[0])
+        parts = list(_slices(args, batch, lengths, layouts))
+        seed = int(torch.randint(2**62, (), device="cpu")) if any(layout.draws_random for layout in layouts) else None
+        devices = {arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.device.type == "cuda"}
+        units = CompiledUnits(parts, seed, sorted(devices, key=str))
+        engine = engine_for(self.compilation, layouts, args)
+        return Call(self.compilation, layouts[0], layouts, args, units, training, engine).run()
+
+    def _register(self, args: Sequence[Any]) -> None:
+        """Make this known for the model that calls: Dynamo runs one capture for all models that are alike."""
+        for entry, arg in zip(self.compilation.captured.inputs, args, strict=True):
+            if entry.role == "parameter":
+                known = compilations_of.setdefault(arg, [])
+                if any(compilation is self.compilation for compilation in known):
+                    return
+                known.append(self.compilation)
+
+    def _micro_batches(self, batch_size: int) -> list[int]:
+        size = self.compilation.options.micro_batch_size
+        if batch_size <= size or self.compilation.options.expert.schedule == "single":
+            return [batch_size]
+        if not self.compilation.captured.batch_symbols:
+            raise CaptureError(
+                f"the model's code fixes the batch size at {batch_size}, so it cannot run in micro-batches of {size}; "
+                "take the size from the input's shape, or set micro_batch_size to the batch size"
+            )
+        rest = batch_size % size
+        return [size] * (batch_size // size) + ([rest] if rest else [])
+
+
+def _slices(
+    args: Sequence[Any], batch: Sequence[int], lengths: Sequence[int], layouts: Sequence[Layout]
+) -> Iterator[MicroBatch]:
+    """The micro-batches: the batch inputs cut along dimension 0, views of the user's tensors."""
+    total, start = sum(lengths), 0
+    for length, layout in zip(lengths, layouts, strict=True):
+        inputs = {index: args[index].narrow(0, start, length) for index in batch}
+        fraction = torch.tensor(length / max(total, 1), dtype=torch.float32, device=args[batch[0]].device)
+        counted = {source.index: args[source.index] for source in layout.sized.count_sources if source.kind == "input"}
+        yield MicroBatch(layout.sized, inputs, fraction, counted)
+        start += length
+
+
+def _refuse_a_loss(layout: Layout) -> None:
+    if any(output.spec is not None and is_float_scalar(output.spec) for output in layout.outputs):
+        raise NothingRequiresGradError(
+            "the model computes a loss, but no parameter requires a gradient: unfreeze what is to be trained "
+            "(requires_grad_()), or evaluate under torch.no_grad()"
+        )

@@ -1,0 +1,357 @@
+"""inspect: everything that was made of a compiled model, open to look at.
+
+    inspection = gs_compile.inspect(model)      # after one call of the model
+    print(inspection)                           # sizes, classes, the loss, and the program that runs
+    print(inspection.program("vertical"))       # the same step before the other passes
+    inspection.classes[0].backward.print_readable()
+
+(The file is not called inspect.py: importing that would put the module where `gs_compile.inspect` is.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from gs_compile.capture.graph import LossTerm, Source, TensorSpec, UnitGraph
+from gs_compile.codegen.compiled import Compilation, Layout, Step, compilations_of
+from gs_compile.codegen.differentiate import Differentiated
+from gs_compile.errors import InspectionError
+from gs_compile.program.fx import graph_module
+from gs_compile.program.ir import EPILOGUE, PROLOGUE, Program, StepShape, Unit, height
+from gs_compile.program.text import timetable
+
+
+def inspect(model: torch.nn.Module) -> Inspection:
+    """What the greedysnake backend made of `model`: of the latest capture that trains, else of the latest.
+
+    `model` was compiled in place or is what torch.compile returned. Raises `InspectionError` if it has not been called
+    since.
+    """
+    known = {id(compilation): compilation for p in model.parameters() for compilation in compilations_of.get(p, ())}
+    compilations = [compilation for compilation in reversed(known.values()) if compilation.steps]
+    if not compilations:
+        raise InspectionError(
+            f"there is nothing to inspect: this {type(model).__name__} has not run with the greedysnake backend. "
+            'Compile it, model.compile(backend="greedysnake"), and call the model once with inputs of the size you '
+            "are interested in"
+        )
+    compilations.sort(key=lambda compilation: not _latest(compilation).shape.training)
+    return Inspection(compilations[0], tuple(compilations))
+
+
+@dataclass(frozen=True)
+class UnitClass:
+    """Units of equal code, and that code: one forward and one backward, called with each unit's own parameters."""
+
+    units: tuple[Unit, ...]
+    graph: UnitGraph  # of the first: its module, in torch functions, and what is bound to the placeholders
+    inputs: tuple[str, ...]  # of all graphs, as the first unit binds them: "x", "side 0", "h.0.mlp.c_fc.weight"
+    code: Differentiated
+
+    @property
+    def forward(self) -> fx.GraphModule:
+        """The ATen graph of the forward; traced now if no call has needed it yet."""
+        return self.code.graph("forward")
+
+    @property
+    def backward(self) -> fx.GraphModule | None:
+        """The ATen graph of the forward again and its backward; None where nothing has a gradient.
+
+        A layer's takes the gradient of its result after its other inputs; that of a head with a loss starts from the
+        loss. Returns the gradients of the inputs that have one, the head's after its results.
+        """
+        if not self.graph.differentiable or not self.graph.differentiated:
+            return None
+        return self.code.graph("both" if "loss" in self.graph.results else "backward")
+
+    @property
+    def num_operations(self) -> int:
+        """Operations of the forward as the model's code has them, views included."""
+        return sum(node.op.startswith("call_") for node in self.graph.module.graph.nodes)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """One capture of a model, and the latest step that ran with it."""
+
+    compilation: Compilation
+    compilations: tuple[Compilation, ...]  # all captures of the model, in the order of `captures`
+
+    def __repr__(self) -> str:
+        return f"<Inspection: {self.headline}>"
+
+    def __str__(self) -> str:
+        return self.report()
+
+    @property
+    def captures(self) -> tuple[Inspection, ...]:
+        """Every capture of the model (lengths, gradient modes): those that train first, of these the latest first."""
+        return tuple(replace(self, compilation=compilation) for compilation in self.compilations)
+
+    # The model -------------------------------------------------------------------------------------------------------
+
+    @property
+    def captured(self) -> fx.GraphModule:
+        """The model's forward as Dynamo captured it, its batch dimension a symbol."""
+        return self.compilation.captured.module
+
+    @property
+    def specialized(self) -> fx.GraphModule:
+        """The captured graph at the size of one micro-batch, its loss rewritten to a share of the whole batch's."""
+        return self._layout.separated.module
+
+    @property
+    def classes(self) -> tuple[UnitClass, ...]:
+        """The classes of the layers: one, where all layers are alike."""
+        return tuple(self._class(layers) for layers in self._layout.uniform.layer_classes)
+
+    @property
+    def prologue(self) -> UnitClass:
+        """What comes before the layers: the embedding."""
+        return self._class((PROLOGUE,))
+
+    @property
+    def epilogue(self) -> UnitClass:
+        """What comes after the layers: the final norm, the head, the loss."""
+        return self._class((EPILOGUE,))
+
+    @property
+    def uniformity(self) -> str:
+        """Which layers are of which class, and how the classes differ."""
+        return self._layout.uniform.report
+
+    @property
+    def loss_terms(self) -> tuple[LossTerm, ...]:
+        """How the shares of micro-batches were made to add up to the loss of the whole batch, operation by operation.
+
+        Empty where the micro-batch is the whole batch.
+        """
+        return self._layout.separated.terms
+
+    @property
+    def derivation(self) -> str:
+        """`loss_terms` as text: a line for each operation, and one for the user's line that it stands in."""
+        if not self.loss_terms:
+            return "the micro-batch is the whole batch: nothing to combine"
+        lines, place = [], ""
+        for term in self.loss_terms:
+            if term.where != place:
+                place = term.where
+                lines.append(f"at {place.rpartition('site-packages/')[2]}")
+            lines.append(f"  {term.node}: {term.kind}: {term.why}")
+        return "\n".join(lines)
+
+    # The step --------------------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> StepShape:
+        """What the step consists of."""
+        return self._step.shape
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The step program after every pass; the last is the one that runs. `str` of one is its text."""
+        return self._step.programs
+
+    def program(self, after: str | None = None) -> Program:
+        """The step program after the pass called `after`, or the one that runs."""
+        known = {program.made_by: program for program in self.programs}
+        if after is not None and after not in known:
+            raise InspectionError(f"no pass called {after!r} made this program; its passes: {', '.join(known)}")
+        return self.programs[-1] if after is None else known[after]
+
+    def timetable(self, after: str | None = None) -> str:
+        """What runs beside what: one row a compute operation, one column a lane."""
+        return timetable(self.program(after))
+
+    def graph_module(self, after: str | None = None) -> fx.GraphModule:
+        """The step program for tools that read torch.fx."""
+        return graph_module(self.program(after))
+
+    @property
+    def tiers(self) -> str:
+        """What lives where, with the planned peaks; "everything is on the device" without an optimizer of ours."""
+        return self.compilation.tiers or "everything is on the device"
+
+    # Sizes -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        """The single schedule has two of each block: its attention half, then its feed-forward half."""
+        return self._layout.split.num_layers
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.programs[-1].num_micro_batches
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples in a micro-batch; the last of a batch may have fewer."""
+        return self._layout.micro_batch_size
+
+    @property
+    def checkpoint(self) -> TensorSpec:
+        """The input of one layer for one micro-batch."""
+        graph = self.classes[0].graph
+        return next(spec for source, spec in zip(graph.sources, graph.specs, strict=True) if source.kind == "x")
+
+    def parameters(self, *units: Unit) -> dict[int, TensorSpec]:
+        """What `units` (without any: the whole model) read of the model's parameters, by index among the captured
+        graph's inputs: each once, wherever it is tied to.
+        """
+        entries = self.compilation.captured.inputs
+        return {
+            source.index: spec
+            for unit in self._layout.split.units
+            if unit.unit in units or not units
+            for source, spec in zip(unit.sources, unit.specs, strict=True)
+            if source.kind == "input" and entries[source.index].role == "parameter"
+        }
+
+    @property
+    def seconds_in_passes(self) -> float:
+        """Spent so far in the passes over this capture, for all sizes it was called with."""
+        return self.compilation.seconds
+
+    @property
+    def seconds_in_code(self) -> float:
+        """Spent so far in tracing and compiling the units' code, which equal units of all captures share."""
+        codes = {code for layout in self.compilation.layouts.values() for code in layout.sized.codes.values()}
+        return sum(code.seconds for code in codes if isinstance(code, Differentiated))
+
+    # For people ------------------------------------------------------------------------------------------------------
+
+    @property
+    def headline(self) -> str:
+        """Layers, classes, micro-batches and sizes in one line."""
+        parameters = self.parameters().values()
+        count = sum(torch.Size(spec.shape).numel() for spec in parameters)
+        return (
+            f"{_counted(self.num_layers, self._layer)} of {_counted(len(self.classes), 'class', 'classes')}, "
+            f"{_counted(self.num_micro_batches, 'micro-batch', 'micro-batches')} of {self.micro_batch_size}, "
+            f"{count:,} parameters of {_size(parameters)}, checkpoints of {_size([self.checkpoint])}"
+        )
+
+    def report(self, after: str | None = None) -> str:
+        """Sizes, classes, the derivation of the loss, times, and the program after the pass `after` or all passes."""
+        units = [self.prologue, *self.classes, self.epilogue]
+        names = [
+            "embedding",
+            *(f"{self._layer.removesuffix('-layer')} of class {index}" for index in range(len(units) - 2)),
+            "head",
+        ]
+        sizes = [_size(self.parameters(unit.units[0]).values()) for unit in units]
+        rows = [
+            f"  {name + ':':<19} {_counted(unit.num_operations, 'operation')}, {size}"
+            for name, unit, size in zip(names, units, sizes, strict=True)
+        ]
+        return "\n".join(
+            [
+                self.headline,
+                *rows,
+                f"  {'checkpoint:':<19} {self.checkpoint} for each {self._layer} and micro-batch",
+                f"step: {_describe(self.shape)}",
+                self.uniformity,
+                "loss of the whole batch:",
+                *(f"  {line}" for line in self.derivation.splitlines()),
+                f"seconds: {self.seconds_in_passes:.2f} in passes, {self.seconds_in_code:.2f} in compiling code",
+                "tiers:",
+                *(f"  {line}" for line in self.tiers.splitlines()),
+                "",
+                str(self.program(after)),
+            ]
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for programs: numbers and strings, fit for JSON."""
+        return {
+            "num_layers": self.num_layers,
+            "halved": self._layout.split.halved,
+            "num_micro_batches": self.num_micro_batches,
+            "micro_batch_size": self.micro_batch_size,
+            "parameters_nbytes": _nbytes(self.parameters().values()),
+            "checkpoint": {"spec": str(self.checkpoint), "nbytes": self.checkpoint.nbytes},
+            "units": [
+                {"units": list(c.units), "parameters_nbytes": _nbytes(self.parameters(c.units[0]).values())}
+                for c in (self.prologue, *self.classes, self.epilogue)
+            ],
+            "differences": list(self._layout.uniform.differences),
+            "loss": [asdict(term) for term in self.loss_terms],
+            "shape": {key: _plain(value) for key, value in asdict(self.shape).items()},
+            "programs": {program.made_by: str(program) for program in self.programs},
+            "seconds": {"passes": self.seconds_in_passes, "code": self.seconds_in_code},
+        }
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _step(self) -> Step:
+        return _latest(self.compilation)
+
+    @property
+    def _layout(self) -> Layout:
+        return self._step.layout
+
+    @property
+    def _layer(self) -> str:
+        """What a layer of the program is called."""
+        return "half-layer" if self._layout.split.halved else "layer"
+
+    def _class(self, units: tuple[Unit, ...]) -> UnitClass:
+        graph, code = self._layout.sized.units[units[0]], self._layout.sized.codes[units[0]]
+        assert isinstance(code, Differentiated)
+        return UnitClass(units, graph, tuple(self._name(source) for source in graph.sources), code)
+
+    def _name(self, source: Source) -> str:
+        match source.kind:
+            case "input":
+                return self.compilation.captured.inputs[source.index].path
+            case "side" | "total":
+                return f"{source.kind} {source.index}"
+            case _:
+                return source.kind
+
+
+def _nbytes(specs: Iterable[TensorSpec]) -> int:
+    return sum(spec.nbytes for spec in specs)
+
+
+def _size(specs: Iterable[TensorSpec]) -> str:
+    """Bytes for people: ``27.0 MiB``"""
+    size, units = float(_nbytes(specs)), ["KiB", "MiB", "GiB"]
+    while size >= 1024**2 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size / 1024:.1f} {units[0]}"
+
+
+def _counted(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _latest(compilation: Compilation) -> Step:
+    return list(compilation.steps.values())[-1]
+
+
+def _describe(shape: StepShape) -> str:
+    """``forward and backward; the head computes the loss, divided by a total over the whole batch; side inputs``"""
+    units = {name: " ".join(map(str, _plain(getattr(shape, name)))) for name in ("emits", "outside", "frozen")}
+    parts = {
+        "forward and backward": shape.training,
+        "forward alone": not shape.training,
+        "the head computes the loss": shape.has_loss,
+        "divided by a total over the whole batch": shape.has_total,
+        "side inputs for the layers": shape.has_side,
+        f"other outputs of {units['emits']}": shape.emits,
+        f"gradients from outside for {units['outside']}": shape.outside,
+        f"frozen: {units['frozen']}": shape.frozen,
+    }
+    return ", ".join(part for part, holds in parts.items() if holds)
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value, key=height) if isinstance(value, frozenset) else value

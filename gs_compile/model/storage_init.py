@@ -1,0 +1,274 @@
+"""A model larger than memory is built as usual, and its values go to storage as they are drawn.
+
+    factory()   each operation runs as it is; then
+                [1] what is large and new moves to a file that is mapped into memory
+                [2] pages of the tensors that were used longest ago leave memory
+    its model   [3] the values of each parameter are kept in their file, for `take`; a placeholder stands for them
+
+Nothing is recorded and replayed: each random number is drawn by torch's own code, in its own order, into the very
+tensor it was meant for. So the values are those of ordinary construction bit for bit, whatever the initialiser does:
+views, copies, arithmetic, reading a value, even numpy. A mapped tensor is an ordinary tensor of which the kernel holds
+as much in memory as it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from itertools import combinations, groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gs_compile.errors import InitialisationError, ReleasedParameterError
+from gs_compile.model.mapped import SMALL_NBYTES, directory, leave_memory, map_file
+from gs_compile.model.placeholders import is_released, release
+
+CACHE_NBYTES = 256 << 20  # of mapped tensors in memory: a layer's usual weights are drawn, scaled and copied in it
+
+# Parameter -> its initial values, mapped from a file (or in memory, if small). An entry ends with its parameter.
+_initial: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+aten = torch.ops.aten
+_UNINITIALISED = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
+
+
+def init_on_storage(factory: Callable[[], nn.Module], *, storage: str | os.PathLike[str] | None = None) -> nn.Module:
+    """The model that `factory` builds, bitwise, its parameters released and their values in files under `storage`.
+
+    `storage` is a directory, by default ~/.cache/greedysnake. Memory holds no more than CACHE_NBYTES of parameters and
+    what one operation needs; tied parameters stay tied, and buffers are in memory.
+
+    Raises InitialisationError, naming the parameter, for what cannot be kept in a file: values that are not on the CPU,
+    lazy or tensor-like parameters, two parameters that share memory, a parameter that is resized; and StorageFullError.
+    Warns of parameters whose values were not made by torch operations in this thread, as those from numpy: their
+    values are right, but they were in memory until all was built.
+    """
+    from gs_compile.model.materialized import watch  # it reads what is kept here
+
+    folder = directory(storage)
+    with _Births(folder) as births:
+        model = factory()
+    parameters = {name: each for name, each in model.named_parameters() if not is_released(each)}
+    buffers = dict(model.named_buffers())
+    for name, parameter in parameters.items():
+        _check(name, parameter)
+    _check_apart(parameters, buffers)
+    _warn_of_resident({name: each for name, each in parameters.items() if births.missed(each)})
+    for parameter in parameters.values():  # [3]
+        _initial[parameter] = _moved(parameter, folder) if births.missed(parameter) else _alias(parameter)
+        release(parameter)
+    _into_memory(each for each in buffers.values() if births.holds(each))
+    births.drop_pages(down_to_nbytes=0)
+    watch(model)
+    return model
+
+
+def contents_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The initial values of a parameter that `init_on_storage` released: read from storage where they are touched."""
+    values = _initial.get(parameter)
+    if values is None:
+        raise ReleasedParameterError(
+            f"a parameter of shape {tuple(parameter.shape)} has no initial values on storage: "
+            "they were taken already (a run that failed keeps none), or it was not built by init_on_storage"
+        )
+    assert isinstance(values, torch.Tensor)
+    return values
+
+
+def take(parameter: torch.Tensor) -> torch.Tensor:
+    """The initial values, handed over: their space on storage is freed when the tensor returned here ends."""
+    values = contents_of(parameter)
+    discard(parameter)
+    return values
+
+
+def discard(parameter: torch.Tensor) -> None:
+    """Forget the initial values of a parameter, if it has any left."""
+    _initial.pop(parameter, None)
+
+
+def set_aside(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """Release a parameter, its values kept in memory until they are taken; the placeholder may have another dtype."""
+    if not is_released(parameter):
+        _initial[parameter] = parameter.data
+    release(parameter, dtype)
+
+
+def values_of(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's values wherever they are, handed over if they were set aside."""
+    return take(parameter) if is_released(parameter) else parameter.data
+
+
+# While the factory runs -----------------------------------------------------------------------------------------------
+
+
+class _Births(TorchDispatchMode):
+    """Every large tensor that is born lives in a file, and only those used last are in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.folder = folder
+        # By address of the storage, which is not given out again while the weak reference lives.
+        self.mapped: dict[int, StorageWeakRef] = {}
+        self.resident: OrderedDict[int, int] = OrderedDict()  # its bytes; what was used last is last
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [each for each in tree_leaves((args, kwargs)) if _is_plain(each)]
+        self._refuse_resize(operation, args)
+        self._touch(given)  # and make room, before the operation needs more
+        results = operation(*args, **kwargs)
+        # `lift_fresh` is how torch.tensor() shows what it has just made.
+        old = set() if operation is aten.lift_fresh.default else {_address(each) for each in given}
+        old |= {each._cdata for each in args if isinstance(each, torch.UntypedStorage)}
+        files: dict[int, torch.UntypedStorage] = {}
+
+        def at_home(result: torch.Tensor) -> torch.Tensor:
+            if not _is_plain(result) or _address(result) in old:
+                return result
+            storage = result.untyped_storage()
+            if storage.nbytes() < SMALL_NBYTES or not storage.resizable():  # memory of numpy's, say, is used by others
+                return result
+            if storage._cdata not in files:  # [1]
+                files[storage._cdata] = self._file(storage.nbytes())
+                if operation.overloadpacket not in _UNINITIALISED:
+                    files[storage._cdata].copy_(storage)
+            return _alias(result, files[storage._cdata])
+
+        results = tree_map_only(torch.Tensor, at_home, results)
+        self._touch(each for each in tree_leaves(results) if _is_plain(each))
+        return results
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return _is_plain(tensor) and _address(tensor) in self.mapped
+
+    def missed(self, tensor: torch.Tensor) -> bool:
+        """Whether it is large and yet in memory."""
+        return tensor.untyped_storage().nbytes() >= SMALL_NBYTES and not self.holds(tensor)
+
+    def drop_pages(self, *, down_to_nbytes: int) -> None:
+        """[2] The kernel writes them to the file when it wants to; they are no memory of this process any more."""
+        while sum(self.resident.values()) > down_to_nbytes:
+            address, _ = self.resident.popitem(last=False)
+            storage = torch.UntypedStorage._new_with_weak_ptr(self.mapped[address].cdata)
+            if storage is not None:
+                leave_memory(storage)
+
+    def _file(self, nbytes: int) -> torch.UntypedStorage:
+        for address in [address for address, reference in self.mapped.items() if reference.expired()]:
+            self.resident.pop(address, None)
+            del self.mapped[address]
+        storage = map_file(self.folder, nbytes)
+        self.mapped[storage._cdata] = StorageWeakRef(storage)
+        return storage
+
+    def _touch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that they are used; what was used longest ago makes room."""
+        for tensor in tensors:
+            if self.holds(tensor):
+                self.resident[_address(tensor)] = tensor.untyped_storage().nbytes()
+                self.resident.move_to_end(_address(tensor))
+        self.drop_pages(down_to_nbytes=CACHE_NBYTES)
+
+    def _refuse_resize(self, operation: Any, args: tuple[Any, ...]) -> None:
+        if operation is not aten.resize_.default or not self.holds(args[0]):
+            return
+        numel = args[0].storage_offset() + torch.Size(args[1]).numel()
+        if numel * args[0].element_size() > args[0].untyped_storage().nbytes():
+            raise InitialisationError(
+                f"resize_ of a tensor of shape {tuple(args[0].shape)} to {tuple(args[1])}: a tensor on storage cannot "
+                "grow. Make it of its final shape at once"
+            )
+
+
+def _is_plain(value: object) -> bool:
+    """A tensor with memory of its own on the CPU: not fake, sparse or a wrapper of others."""
+    return type(value) in (torch.Tensor, nn.Parameter) and value.device.type == "cpu" and value.layout == torch.strided  # type: ignore[attr-defined]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _alias(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
+    """A tensor of its own that sees `storage` (by default the same) as `tensor` does; autograd knows of no relation."""
+    storage = tensor.untyped_storage() if storage is None else storage
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+# When it has run ------------------------------------------------------------------------------------------------------
+
+
+def _check(name: str, parameter: torch.Tensor) -> None:
+    """The parameter's values can be kept in a file; InitialisationError if not."""
+    if is_lazy(parameter):
+        found, remedy = "has no shape yet", "Give the module its sizes instead of a lazy one"
+    elif parameter.device.type != "cpu":
+        found, remedy = f"is on {parameter.device}", "Build the model on the CPU; it is moved when it runs"
+    elif not _is_plain(parameter):
+        found, remedy = f"is a {type(parameter).__name__}, {parameter.layout}", "Only plain dense parameters are kept"
+    else:
+        return
+    raise InitialisationError(f"parameter {name} {found}, so its values cannot go to storage. {remedy}")
+
+
+def _check_apart(parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor]) -> None:
+    """No parameter shares memory with another one or a buffer: once in files, they would part."""
+    spans = []
+    for name, tensor in [*parameters.items(), *buffers.items()]:
+        if _is_plain(tensor) and tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            first = tensor.storage_offset() * tensor.element_size()
+            spans.append((_address(tensor), first, first + (last + 1) * tensor.element_size(), name))
+    for _, together in groupby(sorted(spans), key=itemgetter(0)):
+        for (_, _, end, name), (_, start, _, other) in combinations(together, 2):
+            if start < end and {name, other} & parameters.keys():
+                raise InitialisationError(
+                    f"{name} and {other} are two tensors in the same memory, which would part on storage. "
+                    "Tie them by assigning the same Parameter to both modules"
+                )
+
+
+def _warn_of_resident(parameters: dict[str, nn.Parameter]) -> None:
+    if parameters:
+        names = ", ".join(parameters)
+        warnings.warn(
+            f"initial values that no torch operation of this thread has made (from_numpy, a checkpoint, a thread) were "
+            f"in memory until the model was built; they are right, but took their room: {names}",
+            stacklevel=3,  # init_on_storage's caller
+        )
+
+
+def _moved(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
+    """A copy in a file, of the strides a clone has."""
+    layout = torch.empty_like(tensor, device="meta")
+    storage = map_file(folder, layout.numel() * layout.element_size())
+    with torch.no_grad():
+        copy = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, layout.size(), layout.stride()).copy_(tensor)
+    leave_memory(storage)
+    return copy
+
+
+def _into_memory(buffers: Iterable[torch.Tensor]) -> None:
+    """Buffers leave their files; those that shared one go on sharing."""
+    copies: dict[int, torch.UntypedStorage] = {}
+    for buffer in buffers:
+        storage = buffer.untyped_storage()
+        if storage._cdata not in copies:
+            copies[storage._cdata] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
+        buffer.data = _alias(buffer, copies[storage._cdata])

@@ -1,0 +1,246 @@
+"""The options of ``torch.compile(model, backend="greedysnake", options={...})``, checked when they are made."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from gs_compile.errors import OptionError
+from gs_compile.program.ir import ORDERS, Schedule
+
+T = TypeVar("T")
+
+UNITS: dict[str, int] = {"B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+BYTES_FORMS = 'a whole number of bytes, or text such as "6GiB", "512 MiB", "6 GB" or "80%"'
+DEFAULT_STORAGE = "greedysnake"  # under the user's cache
+
+
+def parse_bytes(value: int | str, *, whole: int | None = None, name: str = "bytes") -> int:
+    """The bytes that `value` stands for; `whole` is what a percentage is of, `name` what an `OptionError` calls it.
+
+    "6 GB" is 6 * 10**9 and "6 GiB" 6 * 2**30; case and spaces do not matter. A number without a unit is refused in
+    text: it is as likely meant in gigabytes as in bytes.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        nbytes = value
+    elif isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[a-z]+)\s*", value, re.I)):
+        nbytes = _scaled(float(found[1]), found[2], value, whole, name)
+    else:
+        raise OptionError(f"{name} must be {BYTES_FORMS}; got {value!r}")
+    if nbytes < 1:
+        raise OptionError(f"{name} must be at least one byte; got {value!r}")
+    return nbytes
+
+
+def _scaled(number: float, unit: str, value: str, whole: int | None, name: str) -> int:
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise OptionError(f"{name} must be more than 0% and at most 100%; got {value!r}")
+        if whole is None:
+            raise OptionError(f"{name} cannot be a percentage here; got {value!r}")
+        return int(whole * number / 100)
+    for known, factor in UNITS.items():
+        if known.lower() == unit.lower():
+            return round(number * factor)
+    raise OptionError(f"{name} has an unknown unit; got {value!r}; known: {', '.join(UNITS)}, %")
+
+
+def default_storage() -> Path:
+    """Where data goes that nobody gave a place: under the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    cache = cache if cache.is_absolute() else Path("~/.cache").expanduser()  # a relative one is to be ignored
+    return cache / DEFAULT_STORAGE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratios:
+    """The fraction of each class of data that stays in host memory, 0 to 1; the rest is on SSD. None: chosen by us.
+
+    gradient: of the sums between two micro-batches, which the horizontal order alone has.
+    device_parameter, device_checkpoint: what lives on a device with memory of its own. None: chosen by us together with
+        the fraction in host memory; 0 where that is given.
+    """
+
+    checkpoint: float | None = None
+    parameter: float | None = None
+    optimizer: float | None = None
+    gradient: float | None = None
+    device_parameter: float | None = None
+    device_checkpoint: float | None = None
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = _fraction(f"expert.ratios.{entry.name}", getattr(self, entry.name))
+            object.__setattr__(self, entry.name, value)
+        for name in ("parameter", "checkpoint"):
+            host, device = getattr(self, name), getattr(self, f"device_{name}")
+            if (host or 0.0) + (device or 0.0) > 1:
+                raise OptionError(
+                    f"expert.ratios.{name} is {host:g} and expert.ratios.device_{name} is {device:g}: together they "
+                    "are more than there is, so lower one of the two"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expert:
+    """What few users should touch.
+
+    schedule: the order of layers and micro-batches; "vertical" runs a layer for all micro-batches before the next,
+        "horizontal" a micro-batch through all layers and back before the next, to compare with, and "single" the whole
+        batch as one micro-batch, whatever micro_batch_size says, with another checkpoint in the middle of each block.
+        "lifetime" is the horizontal order where what is inactive stays where it is, as far as there is room.
+    compiler: what compiles the layers' code: "inductor", "eager" (runs it as it is), or "auto": inductor where a C++
+        compiler (Triton on a GPU) is there.
+    snake: alternate the micro-batch order from layer to layer.
+    alpha: the fraction of every optimizer step that is put off to the next forward, 0 to 1; None: chosen by us.
+    clip: with max_grad_norm, when updates run: "delayed" all wait for the norm and run in the next forward; those that
+        are "speculative" run beside the backward and are taken back if the norm says so; None: chosen by us, and
+        "speculative" with an alpha below 1.
+    ratios: what stays in host memory: a `Ratios`, or a dict of its fields, such as {"checkpoint": 1.0}.
+    separate_device: on a CPU, copy to and from a device that is memory of its own, as a GPU's is; for tests.
+    threads: of the CPU's optimizer; None: chosen by us.
+    trace: record every operation of every step.
+    """
+
+    schedule: Schedule = "vertical"
+    compiler: Literal["auto", "inductor", "eager"] = "auto"
+    snake: bool = True
+    alpha: float | None = None
+    ratios: Ratios = field(default_factory=Ratios)
+    clip: Literal["delayed", "speculative"] | None = None
+    separate_device: bool = False
+    threads: int | None = None
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("expert.schedule", self.schedule, get_args(Schedule))
+        _one_of("expert.compiler", self.compiler, ("auto", "inductor", "eager"))
+        _one_of("expert.clip", self.clip, ("delayed", "speculative", None))
+        for name in ("snake", "separate_device", "trace"):
+            _one_of(f"expert.{name}", getattr(self, name), (True, False))
+        object.__setattr__(self, "alpha", _fraction("expert.alpha", self.alpha))
+        object.__setattr__(self, "ratios", _nested("expert.ratios", Ratios, {} if self.ratios is None else self.ratios))
+        if self.ratios.gradient is not None and ORDERS[self.schedule] != "horizontal":
+            raise OptionError(
+                f"expert.ratios.gradient is {self.ratios.gradient:g}, but gradient sums leave the device between two "
+                'micro-batches in the horizontal order alone: leave it out, or choose expert.schedule="horizontal"'
+            )
+        if self.threads is not None:
+            _whole("expert.threads", self.threads, "a whole number, 1 or more, or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of the backend.
+
+    micro_batch_size: samples that run through a layer at a time; the last micro-batch of a batch may be smaller.
+    outputs: "all" gives back everything the model returns; "loss" keeps the loss alone (no logits, no caches: they come
+        back as None), which is what training wants.
+    storage: the directory for what is kept on SSD, or several, one for each SSD; kept as a tuple of absolute paths.
+        None or empty: in the user's cache, that is $XDG_CACHE_HOME/greedysnake or ~/.cache/greedysnake.
+    host_memory: how much memory of the host to use: bytes, text such as "6GiB", or a percentage, "80%", of what this
+        process may use. None: chosen by us.
+    device_memory: the same for the device; a percentage is of the device's memory, on a CPU of what this process may
+        use. `parse_bytes` turns both into bytes.
+    machine: the profile that the plan is made for: a `Profile`, the name of one that is shipped, or a file. None: this
+        machine's own, measured once for each storage.
+    precision: "model" computes in the model's own dtype; "bf16" in bf16, with the parameters kept in fp32 beside it.
+    expert: an `Expert`, or a dict of its fields.
+    mode: torch.compile's `mode`, passed on to inductor.
+    """
+
+    micro_batch_size: int = 1
+    outputs: Literal["all", "loss"] = "all"
+    storage: tuple[Path, ...] = ()
+    host_memory: int | str | None = None
+    device_memory: int | str | None = None
+    machine: Any = None
+    precision: Literal["model", "bf16"] = "model"
+    expert: Expert = field(default_factory=Expert)
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        _whole("micro_batch_size", self.micro_batch_size, "a whole number of samples, 1 or more")
+        _one_of("outputs", self.outputs, ("all", "loss"))
+        _one_of("precision", self.precision, ("model", "bf16"))
+        object.__setattr__(self, "storage", _directories(self.storage or default_storage()))
+        for name in ("host_memory", "device_memory"):
+            object.__setattr__(self, name, _budget(name, getattr(self, name)))
+        object.__setattr__(self, "expert", _nested("expert", Expert, self.expert))
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | Options | None, mode: str | None = None) -> Options:
+        """The options from what torch.compile hands to a backend; raises `OptionError` for what it does not know."""
+        if isinstance(options, Options):
+            return replace(options, mode=mode or options.mode)
+        given = dict(options or {})
+        if mode is not None:
+            given["mode"] = mode
+        return _from_mapping(cls, given, "")
+
+
+def _from_mapping(cls: type[T], given: Mapping[str, Any], prefix: str) -> T:
+    known = [entry.name for entry in fields(cls)]  # type: ignore[arg-type]
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(prefix + k for k in known)}"
+            raise OptionError(f"unknown option {prefix}{key}; {hint}")
+    return cls(**given)
+
+
+def _nested(name: str, cls: type[T], value: Any) -> T:
+    if isinstance(value, cls):
+        return value
+    if isinstance(value, Mapping):
+        return _from_mapping(cls, value, f"{name}.")
+    raise OptionError(f"{name} must be a dict or gs_compile.{cls.__name__}; got {value!r}")
+
+
+def _directories(storage: Any) -> tuple[Path, ...]:
+    given = [storage] if isinstance(storage, str | Path) else storage
+    valid = isinstance(given, Sequence) and all(isinstance(entry, str | Path) and str(entry) for entry in given)
+    if not valid or not given:
+        raise OptionError(f"storage must be a directory or a list of directories; got {storage!r}")
+    try:
+        paths = tuple(Path(entry).expanduser().absolute() for entry in given)
+    except RuntimeError as error:  # no home, or nobody of that name
+        raise OptionError(f"storage cannot be {', '.join(map(str, given))}: {error}; name another directory") from None
+    if len(set(paths)) < len(paths):
+        raise OptionError(f"storage names a directory twice; got {storage!r}")
+    return paths
+
+
+def _budget(name: str, value: int | str | None) -> int | str | None:
+    """Bytes; a percentage is checked, but stays one until somebody knows what it is of."""
+    if value is None:
+        return None
+    nbytes = parse_bytes(value, whole=2**60, name=name)
+    return value.strip() if isinstance(value, str) and "%" in value else nbytes
+
+
+def _fraction(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise OptionError(f"{name} must be a number from 0 to 1, or None; got {value!r}")
+    return float(value)
+
+
+def _whole(name: str, value: object, form: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise OptionError(f"{name} must be {form}; got {value!r}")
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if not any(value is entry or (value == entry and type(value) is type(entry)) for entry in allowed):
+        raise OptionError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")

@@ -1,0 +1,161 @@
+"""cut: the parts of every unit, from ratios, alpha and the size of one update."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, count, pairwise
+from math import ceil
+
+from gs_compile.placement.placement import QUANTUM, Group, Part, Placement, UnitPlacement
+from gs_compile.placement.workload import UnitSize
+from gs_compile.program.ir import Schedule, Tier, Unit
+
+TIERS: tuple[Tier, ...] = ("device", "host", "ssd")  # the zones of a unit, in this order
+NOTHING: Mapping[str, float] = {}
+DEVICE_CLASSES = ("device_parameter", "device_checkpoint")  # as users call the ratios of what lives on the device
+
+
+def cut_units(
+    sizes: tuple[UnitSize, ...],
+    ratios: Mapping[str, float],
+    *,
+    alpha: float,
+    clip: bool,
+    separate: bool,
+    num_layers: int,
+    x_nbytes: tuple[int, ...],
+    side_nbytes: tuple[int, ...],
+    schedule: Schedule = "vertical",
+    gradient_ratio: float | None = None,
+    device_ratios: Mapping[str, float] = NOTHING,
+    speculative: bool = False,
+) -> Placement:
+    """The placement that ratios and alpha describe. No update takes more elements at a time than a whole layer has.
+
+    speculative: early updates do not wait for the scale of clipping, and are taken back if they should have.
+    gradient_ratio: of the gradient sums of the horizontal order; None: all in host memory.
+    device_ratios: what part of "parameter" and "checkpoint" lives on a device with memory of its own. Whole tensors do:
+        what one unit is short of its part, the next ones may have on top.
+    """
+    layers = [sum(size.trained) for size in sizes if isinstance(size.unit, int)]
+    units: list[UnitPlacement] = []
+    spare = 0.0  # elements that the units so far have left of the device's part
+    for size in sizes:
+        spare += device_ratios.get("parameter", 0.0) * size.numel if size.may_reside else 0.0
+        units.append(
+            cut(
+                size.unit,
+                size.trained,
+                size.frozen,
+                parameter_ratio=ratios["parameter"],
+                optimizer_ratio=ratios["optimizer"],
+                alpha=alpha,
+                most_numel=max(layers, default=0) or max(sum(size.trained) for size in sizes) or 1,
+                separate=separate,
+                itemsize=size.itemsize,
+                gradient_itemsize=size.gradient_itemsize,
+                state_itemsize=size.state_itemsize,
+                has_master=size.has_master,
+                device_numel=int(spare + 1e-9) if size.may_reside else 0,
+            )
+        )
+        spare -= units[-1].num_resident
+    device_checkpoint = device_ratios.get("checkpoint", 0.0)
+    gradients = 1.0 if gradient_ratio is None else gradient_ratio
+    return Placement(
+        tuple(units),
+        separate,
+        clip,
+        min(ratios["checkpoint"], 1 - device_checkpoint),
+        x_nbytes,
+        side_nbytes,
+        num_layers,
+        schedule,
+        gradients,
+        device_checkpoint,
+        speculative=speculative,
+    )
+
+
+def on_device(ratios: Mapping[str, float]) -> dict[str, float]:
+    """The ratios of what lives on the device, by class, among those that users give."""
+    return {name.removeprefix("device_"): ratio for name, ratio in ratios.items() if name in DEVICE_CLASSES}
+
+
+def cut(
+    unit: Unit,
+    trained: Sequence[int],
+    frozen: Sequence[int] = (),
+    *,
+    parameter_ratio: float,
+    optimizer_ratio: float,
+    alpha: float,
+    most_numel: int,
+    separate: bool,
+    itemsize: int,
+    gradient_itemsize: int,
+    state_itemsize: int,
+    has_master: bool,
+    device_numel: int = 0,
+) -> UnitPlacement:
+    """Where the parts of a unit live whose tensors have `trained` and `frozen` elements (multiples of QUANTUM).
+
+    The ratios are the shares of parameters and of optimizer state in host memory, `alpha` the share of the update that
+    is late, `most_numel` the most elements that one update takes at a time. Without a separate device the code reads
+    host memory as it is, so no tensor may straddle the cut between host and SSD: the parameter ratio is rounded down
+    to the end of a tensor. `device_numel` is the most elements that live on the device, as whole tensors.
+    """
+    num_trained, numel = sum(trained), sum(trained) + sum(frozen)
+    tensors = [0, *accumulate((*trained, *frozen))]
+    device = max(end for end in tensors if end <= device_numel)
+    limit = min(int(parameter_ratio * numel + 1e-9), numel - device)
+    ends = [limit // QUANTUM * QUANTUM] if separate else tensors
+    bounds = [0, device, device + max(end for end in ends if end <= limit), numel]
+    fractions = _fractions(num_trained, alpha, most_numel)
+    pieces = [_cuts(min(a, num_trained), min(b, num_trained), fractions) for a, b in pairwise(bounds)]
+    zones: list[tuple[str, list[tuple[Tier, int, int]]]] = [
+        (when, [(tier, *piece[number]) for tier, piece in zip(TIERS, pieces, strict=True)])
+        for number, (when, _) in enumerate(fractions)
+    ]
+    rest = [max(end, num_trained) for end in bounds]
+    zones.append(("never", list(zip(TIERS, rest, rest[1:], strict=False))))
+
+    w_letters, s_letters, dw_letters = _letters(), _letters(), _letters()
+    groups = []
+    for when, zone in zones:
+        w = tuple(Part(next(w_letters), tier, start, stop) for tier, start, stop in zone if start < stop)
+        size = sum(part.numel for part in w)
+        if size:
+            resident = int(optimizer_ratio * size + 1e-9) // QUANTUM * QUANTUM
+            homes: list[tuple[Tier, int, int]] = [("host", 0, resident), ("ssd", resident, size)]
+            has_state = when != "never" and state_itemsize
+            s = tuple(Part(next(s_letters), tier, a, b) for tier, a, b in homes if a < b) if has_state else ()
+            groups.append(Group(next(dw_letters), when, w, s))
+    return UnitPlacement(unit, tuple(groups), itemsize, gradient_itemsize, state_itemsize, has_master)
+
+
+def _fractions(numel: int, alpha: float, most_numel: int) -> list[tuple[str, float]]:
+    """When each group is updated, and where it ends as a fraction of the unit: early groups first."""
+    groups: list[tuple[str, float]] = []
+    for when, start, share in (("early", 0.0, 1 - alpha), ("late", 1 - alpha, alpha)):
+        number = ceil(share * numel / most_numel)
+        groups += [(when, start + share * (k + 1) / number) for k in range(number)]
+    return groups
+
+
+def _cuts(start: int, stop: int, fractions: Sequence[tuple[str, float]]) -> list[tuple[int, int]]:
+    """A zone cut at fractions of its length, to the nearest quantum."""
+    ends = [start + round((stop - start) * end / QUANTUM) * QUANTUM for _, end in fractions]
+    ends[-1:] = [stop] if ends else []
+    return list(zip([start, *ends[:-1]], ends, strict=True)) if ends else []
+
+
+def _letters() -> Iterator[str]:
+    """a, b ... z, ba, bb ..."""
+    alphabet = string.ascii_lowercase
+
+    def name(number: int) -> str:
+        return (name(number // 26) if number >= 26 else "") + alphabet[number % 26]
+
+    return map(name, count())

@@ -1,0 +1,358 @@
+"""Where the data of a step lives: the parts of every unit, each with one home, and what each value takes.
+
+A unit's parameters stand one after the other in one flat space, trained ones first, every tensor at a multiple of
+QUANTUM elements. A ratio cuts the space into a host zone and an SSD zone; alpha, and the size of one update, cut both
+into groups. A group is what one update changes. Its parameter parts are its pieces of the two zones; its state is cut
+by a ratio of its own.
+
+      host zone         SSD zone
+    [ a    | c    ] [ b      | d      ]     w: group 0 is a and b, group 1 (late, say) is c and d
+    [ group 0             | group 1   ]     dw, s: the same elements, group after group
+
+On a device with memory of its own a zone of whole tensors may come first that lives there: the code reads it where it
+is, and what an update makes of it goes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from gs_compile.program.ir import ALTERNATES, ORDERS, Op, Order, Schedule, Tier, Unit, Value, homed
+
+# Elements. Cuts are at multiples, so that a part begins on a 4 KiB page in 16 bits and in 32, and that the optimizer's
+# vector code takes every element the same way wherever a unit is cut.
+QUANTUM = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a unit's parameters or of a group's state, `start` to `stop` in elements, and its home."""
+
+    letter: str
+    tier: Tier
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The elements that one update changes; frozen ones are a group that none does."""
+
+    letter: str  # of its gradient
+    when: str  # "early", "late" or "never"
+    w: tuple[Part, ...]  # in the unit's space: the pieces of the device's zone, the host's and the SSD's
+    s: tuple[Part, ...]  # in the group's own space, which is its w parts end to end
+
+    @property
+    def numel(self) -> int:
+        return sum(part.numel for part in self.w)
+
+
+@dataclass(frozen=True)
+class UnitPlacement:
+    """One unit's groups. `state_itemsize` counts all components of the state, of one element."""
+
+    unit: Unit
+    groups: tuple[Group, ...]
+    itemsize: int
+    gradient_itemsize: int
+    state_itemsize: int
+    has_master: bool  # the parameters are narrow copies of a master in the state
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(group.numel for group in self.groups)
+
+    @cached_property
+    def num_trained(self) -> int:
+        return sum(group.numel for group in self.groups if group.when != "never")
+
+    @cached_property
+    def w(self) -> dict[str, Part]:
+        return {part.letter: part for group in self.groups for part in group.w}
+
+    @cached_property
+    def s(self) -> dict[str, Part]:
+        return {part.letter: part for group in self.groups for part in group.s}
+
+    @cached_property
+    def dw(self) -> dict[str, Group]:
+        return {group.letter: group for group in self.groups}
+
+    @cached_property
+    def ssd_zone(self) -> tuple[int, int]:
+        """Where the parameters on SSD begin and end in the unit's space: one request moves them."""
+        parts = [part for part in self.w.values() if part.tier == "ssd"]
+        return (min(p.start for p in parts), max(p.stop for p in parts)) if parts else (0, 0)
+
+    @cached_property
+    def num_resident(self) -> int:
+        """Elements of the parameters that live on the device: the first ones."""
+        return max((part.stop for part in self.w.values() if part.tier == "device"), default=0)
+
+    def group_of(self, value: Value) -> Group:
+        """The group that a part of the parameters or of the state belongs to."""
+        is_parameter = homed(value).kind == "w"
+        part = (self.w if is_parameter else self.s)[value.part]
+        return next(group for group in self.groups if part in (group.w if is_parameter else group.s))
+
+    def trained(self, *when: str) -> tuple[Group, ...]:
+        return tuple(group for group in self.groups if group.when in (when or ("early", "late")))
+
+    def value(self, kind: str, part: Part, tier: Tier | None = None) -> Value:
+        """The value that a part is, at its home or on another tier."""
+        return Value(kind, self.unit, tier=tier or part.tier, part=part.letter)
+
+    def alternates(self, group: Group) -> tuple[tuple[Value, Value], ...]:
+        """The parts of a group, at home, that an update needs to be done again, and the other place of each.
+
+        A narrow parameter is not among them: it follows from its master.
+        """
+        parts = [("s", part) for part in group.s] + [("w", part) for part in group.w if not self.has_master]
+        return tuple((self.value(kind, part), self.value(ALTERNATES[kind], part)) for kind, part in parts)
+
+    def gradient(self, group: Group) -> Value:
+        return Value("dw", self.unit, tier="host", part=group.letter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What the schedule `lifetime` may fill with what is inactive, and what moving costs.
+
+    device_nbytes, host_nbytes: the planned peaks that it keeps; of the device only where that has memory of its own.
+    bytes_per_second: of each lane that moves data, alone.
+    """
+
+    device_nbytes: int
+    host_nbytes: int
+    bytes_per_second: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Homes and sizes for one model. Without `units` the parameters are the user's and only checkpoints move.
+
+    separate: the device has memory of its own; otherwise it is the host's, and nothing is copied between them but
+        what has to be collected for the SSD.
+    clip: late updates wait for the scale that follows from all gradients' norms.
+    speculative: early ones do not; should gradients have to be scaled, they are taken back and are late ones too. What
+        they make stands in other places than what they made it from, until the scale is known.
+    x_nbytes, side_nbytes: of the checkpoint, and of the side inputs, of each micro-batch.
+    schedule: the order of a training step.
+    device_checkpoint_ratio: of the checkpoints, how many stay in memory of the device's own.
+    gradient_ratio: of the units, how many have their gradient sums in host memory between two micro-batches of the
+        horizontal order; those of the others go to SSD.
+    room: for what the schedule `lifetime` keeps where it is; None: nothing is kept, as in the horizontal schedule.
+    """
+
+    units: tuple[UnitPlacement, ...] = ()
+    separate: bool = False
+    clip: bool = False
+    checkpoint_ratio: float = 1.0
+    x_nbytes: tuple[int, ...] = ()
+    side_nbytes: tuple[int, ...] = ()
+    num_layers: int = 0
+    schedule: Schedule = "vertical"
+    gradient_ratio: float = 1.0
+    device_checkpoint_ratio: float = 0.0
+    room: Room | None = None
+    speculative: bool = False
+
+    def __post_init__(self) -> None:
+        on_device = self.device_checkpoint_ratio or any(unit.num_resident for unit in self.units)
+        assert self.separate or not on_device, "the device has no memory of its own for anything to live in"
+        assert self.checkpoint_ratio + self.device_checkpoint_ratio <= 1 + 1e-9, "more checkpoints than there are"
+        assert self.clip or not self.speculative, "without clipping no update is taken back"
+
+    @property
+    def order(self) -> Order:
+        return ORDERS[self.schedule]
+
+    @cached_property
+    def by_unit(self) -> Mapping[Unit, UnitPlacement]:
+        return {unit.unit: unit for unit in self.units}
+
+    @cached_property
+    def has_late(self) -> bool:
+        """Whether a step may leave gradients to the next one."""
+        return any(unit.trained(*self.waiting(again=True)) for unit in self.units)
+
+    def waiting(self, *, again: bool) -> tuple[str, ...]:
+        """The groups whose update is in the next forward; `again`: early ones were taken back, if they may be."""
+        return ("early", "late") if self.speculative and again else ("late",)
+
+    def checkpoint_home(self, value: Value) -> Tier:
+        """Device, host or SSD, for the input of a layer: the ratios' shares of all of them, spread evenly."""
+        assert isinstance(value.unit, int)
+        assert value.micro_batch is not None
+        at, ratio = value.unit * len(self.x_nbytes) + value.micro_batch, self.checkpoint_ratio
+        if _is_chosen(at, ratio):
+            return "host"
+        elsewhere = at - int(at * ratio + 1e-9)  # of those before it: the device has a share of these
+        return "device" if _is_chosen(elsewhere, self.device_checkpoint_ratio / (1 - ratio)) else "ssd"
+
+    def gradient_home(self, unit: UnitPlacement) -> Tier:
+        """Host or SSD, for a unit's gradient sums between two micro-batches: the ratio's share of all units."""
+        return "host" if _is_chosen(self.units.index(unit), self.gradient_ratio) else "ssd"
+
+    @property
+    def num_pieces(self) -> int:
+        """In how many pieces a unit's parameters go to the device: one beside each micro-batch of a stage."""
+        return 1 if self.order == "horizontal" else len(self.x_nbytes)
+
+    def speculated(self, unit: UnitPlacement) -> tuple[Group, ...]:
+        """The groups of a unit whose updates may be taken back."""
+        return unit.trained("early") if self.speculative else ()
+
+    def takes_back(self, *, holds: bool) -> bool:
+        """Whether early updates of a step are taken back, and run again; `holds`: nothing is scaled or skipped."""
+        return self.speculative and not holds and any(self.speculated(unit) for unit in self.units)
+
+    def homes(self, *, late: bool, again: bool = True) -> frozenset[Value]:
+        """What lives on between steps; `late`: gradients wait for their update; `again`: also those of early ones."""
+        found: set[Value] = set()
+        for unit in self.units:
+            for group in unit.groups:
+                stale = late and group.when == "late"
+                if group in self.speculated(unit):
+                    found.update(other for _, other in unit.alternates(group))
+                if late and group.when in self.waiting(again=again):
+                    found.add(unit.gradient(group))
+                found |= {unit.value("s", part) for part in group.s}
+                found |= {unit.value("w", part) for part in group.w if not (stale and self.reclaims(unit, part))}
+        if late and self.clip:
+            found.add(Value("scale", tier="host"))
+        return frozenset(found)
+
+    def present(self, ops: Iterable[Op]) -> frozenset[Value]:
+        """What is at home when `ops` begin: they read gradients of the step before, or there are none."""
+        defined: set[Value] = set()
+        found: dict[Value, None] = {}
+        for op in ops:
+            found |= dict.fromkeys(value for value in op.reads if value.kind == "dw" and value not in defined)
+            defined.update(op.results)
+        placed = ((self.by_unit.get(value.unit), value.part) for value in found if value.unit is not None)
+        groups = {unit.dw[part].when for unit, part in placed if unit}
+        return self.homes(late=bool(found), again="early" in groups)
+
+    def reclaims(self, unit: UnitPlacement, part: Part) -> bool:
+        """Whether a late part's host memory is free between backward and update (paper, section 4.3).
+
+        The parameter is then stale, and its update can do without it: the master is elsewhere. Where the device reads
+        host memory itself, a unit's host zone stays in one piece.
+        """
+        return self.separate and unit.has_master and part.tier == "host"
+
+    # Bytes -----------------------------------------------------------------------------------------------------------
+
+    def slot(self, value: Value) -> tuple[object, int]:
+        """The memory a value is in, and its bytes; values of one slot share it, and it lasts as long as any of them."""
+        if value.kind in ("x", "dx"):
+            return self._activation_slot(value)
+        unit = self.by_unit.get(value.unit) if value.unit is not None else None
+        if unit is None:
+            return value, self._other_nbytes(value)
+        match value.kind, value.tier:
+            case "w", "device" if self.separate and not value.part:
+                return (value.unit, "w.device"), (unit.numel - unit.num_resident) * unit.itemsize
+            case "w", "device" | "host" if not value.part or unit.w[value.part].tier == "ssd":
+                start, stop = unit.ssd_zone
+                return (value.unit, "w.host"), (stop - start) * unit.itemsize
+            case "w", _:
+                return value, unit.w[value.part].numel * unit.itemsize
+            case "aw", _:
+                return value, unit.w[value.part].numel * unit.itemsize
+            case (("s" | "as"), _):
+                return value, unit.s[value.part].numel * unit.state_itemsize
+            case "dw", "device":
+                return (value.unit, "dw"), unit.num_trained * unit.gradient_itemsize
+            case "dw", tier if not value.part:  # a sum between two micro-batches
+                key = value if self.separate or tier == "ssd" else (value.unit, "dw")
+                return key, unit.num_trained * unit.gradient_itemsize
+            case "dw", _ if self.keeps_gradient(unit):
+                return (value.unit, "dw"), unit.num_trained * unit.gradient_itemsize
+            case "dw", _:
+                return value, unit.dw[value.part].numel * unit.gradient_itemsize
+        return value, 0
+
+    def tier_of(self, value: Value) -> Tier:
+        """Whose memory a value takes: the host's, where the device reads its parameters and gradients there."""
+        in_host = not self.separate and value.kind in ("w", "dw") and value.tier == "device"
+        return "host" if in_host else value.tier or "device"
+
+    def keeps_gradient(self, unit: UnitPlacement) -> bool:
+        """Whether late gradients stay where they were summed: in one memory, if all of the unit's may be late."""
+        return not self.separate and (self.speculative or not unit.trained("early"))
+
+    def _activation_slot(self, value: Value) -> tuple[object, int]:
+        assert value.micro_batch is not None
+        on_ssd = value.kind == "x" and value.unit != self.num_layers and self.checkpoint_home(value) == "ssd"
+        if value.tier == "host" and on_ssd and self.order == "vertical":
+            there = [j for j in range(len(self.x_nbytes)) if self._is_on_ssd(value, j)]
+            return (value.unit, "x.host"), sum(self.x_nbytes[j] for j in there)
+        return value, self.x_nbytes[value.micro_batch] if value.micro_batch < len(self.x_nbytes) else 0
+
+    def _is_on_ssd(self, value: Value, micro_batch: int) -> bool:
+        return self.checkpoint_home(Value("x", value.unit, micro_batch)) == "ssd"
+
+    def _other_nbytes(self, value: Value) -> int:
+        if value.kind == "side" and value.micro_batch is not None and self.side_nbytes:
+            return self.side_nbytes[value.micro_batch]
+        return 0
+
+    def peaks(self, ops: Iterable[Op]) -> tuple[tuple[str, int], ...]:
+        """The most bytes alive at a time on each tier while `ops` run in order, what stays at home included.
+
+        Where the device reads host memory as it is, parameters and gradients count there.
+        """
+        return _Count(self).peaks(ops)
+
+
+def _is_chosen(at: int, ratio: float) -> bool:
+    """Whether the one at a place among many is, such that the ratio's share of them, spread evenly, are."""
+    return int((at + 1) * ratio + 1e-9) > int(at * ratio + 1e-9)
+
+
+class _Count:
+    """Slots alive, and bytes by tier, at one point of a program."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.alive: dict[object, tuple[Tier, int, set[Value]]] = {}
+        self.now: dict[Tier, int] = {"device": 0, "host": 0, "ssd": 0}
+        self.most = dict(self.now)
+
+    def peaks(self, ops: Iterable[Op]) -> tuple[tuple[str, int], ...]:
+        ops = tuple(ops)
+        for value in self.placement.present(ops):
+            self._begin(value)
+        for op in ops:
+            for value in op.results:
+                self._begin(value)
+            if op.verb == "free":
+                self._end(op.reads[0])
+        return tuple(self.most.items())
+
+    def _begin(self, value: Value) -> None:
+        key, nbytes = self.placement.slot(value)
+        tier = self.placement.tier_of(value)
+        if key not in self.alive:
+            self.alive[key] = (tier, nbytes, set())
+            self.now[tier] += nbytes
+            self.most[tier] = max(self.most[tier], self.now[tier])
+        self.alive[key][2].add(value)
+
+    def _end(self, value: Value) -> None:
+        key, _ = self.placement.slot(value)
+        if key in self.alive:
+            tier, nbytes, values = self.alive[key]
+            values.discard(value)
+            if not values:
+                self.now[tier] -= nbytes
+                del self.alive[key]

@@ -1,0 +1,1 @@
+"""From a model and a machine to a placement: measure, solve, simulate."""

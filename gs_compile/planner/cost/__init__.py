@@ -1,0 +1,1 @@
+"""What a model takes: bytes, FLOPs and seconds of its units."""

@@ -1,0 +1,1 @@
+"""What a machine can do: profiles, named machines, and the probe."""

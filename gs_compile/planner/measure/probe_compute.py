@@ -1,0 +1,185 @@
+"""probe_compute: what the processors and the link between them give: products of matrices, updates, passes and copies.
+
+[1] AdamW on a cpu lane, with the threads a run gives it
+[2] the three matrix products of a linear layer, on the thread that asks: forward, and backward for input and weight
+[3] copies between pinned memory and the device, each on its lane's stream
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from gs_compile.planner.measure.rates import Load, Work, at_once, medians
+from gs_compile.runtime.arena import Arena
+from gs_compile.runtime.kernels import ADAMW
+from gs_compile.runtime.lanes import Failure, Lane
+from gs_compile.runtime.threads import correct_thread_count
+from gs_compile.runtime.trace import Trace
+
+NUM_ROUNDS = 3
+NUM_ELEMENTS = 16 << 20  # of [1]: 256 MiB, more than caches hold
+ROWS = {"cpu": 256, "cuda": 4096}  # of [2]: tokens of a micro-batch
+WIDTH = {"cpu": 1024, "cuda": 4096}  # and a model's hidden size
+FEW_ROWS = 16
+TOO_SLOW = 25  # times slower than fp32: the processor has no instructions for the dtype, and whole pieces take seconds
+COPY_NBYTES = 64 << 20  # of [3]: as large as a request to the drives
+NUM_OPS = 512
+OP_COST = 6  # bare ones: what memory, tickets and bookkeeping make of an operation (benchmarks/prediction.py)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def compute_rates(device: torch.device, seconds: float) -> tuple[dict[str, Any], dict[str, str]]:
+    """The profile's figures of computation and updates, alone and beside one another, and how each was measured."""
+    rows, width = ROWS[device.type], WIDTH[device.type]
+    num_threads = max(1, correct_thread_count() // 2)  # as a run has it
+    matmul, matmul_words = _matmul_rates(device, rows, width, seconds / 2)
+    products, update = products_on(device), _update(NUM_ELEMENTS)
+    with closing(Lane("cpu", Failure(), Trace(), num_threads=num_threads)) as cpu:
+        at_once({None: products, cpu: update}, 0.0)  # the first touch of memory
+        compute, updates, both, copies = medians(
+            [{None: products}, {cpu: update}, {None: products, cpu: update}, {None: _pass(device)}],
+            seconds / 2,
+            NUM_ROUNDS,
+        )
+        (ops,) = medians([{None: _handing_over(cpu)}], 0.0, NUM_ROUNDS)
+    figures = {
+        "matmul_flops_per_second": matmul,
+        "memory_bytes_per_second": copies[None],
+        "update_elements_per_second": updates[cpu],
+        "update_mixed_elements_per_second": min(both[cpu], updates[cpu]),
+        "compute_mixed_speed": min(1.0, both[None] / compute[None]),
+        "op_seconds": OP_COST / ops[None],
+    }
+    words = {
+        "matmul_flops_per_second": f"{matmul_words}; {torch.get_num_threads()} threads",
+        "memory_bytes_per_second": f"copies of {NUM_ELEMENTS >> 18} MiB, bytes read and written",
+        "update_elements_per_second": f"{NUM_ELEMENTS >> 20} Mi elements, {num_threads} threads",
+        "update_mixed_elements_per_second": f"{NUM_ELEMENTS >> 20} Mi elements, {num_threads} threads, beside products",
+        "compute_mixed_speed": "fp32 products beside updates and alone",
+        "op_seconds": f"{OP_COST} times one of {NUM_OPS} operations that do nothing, handed to a lane and waited for",
+    }
+    return figures, {name: f"{each}, up to {NUM_ROUNDS} rounds" for name, each in words.items()}
+
+
+def link_rates(device: torch.device, seconds: float) -> tuple[dict[str, float], dict[str, str]]:
+    """The profile's figures of the link between host and a CUDA device, and how each was measured."""
+    arena = Arena(None, pinned=True)
+    buffers = [arena.take(COPY_NBYTES, "probe") for _ in range(2)]
+    try:
+        with closing(_stream_lane("h2d", device)) as h2d, closing(_stream_lane("d2h", device)) as d2h:
+            up, down = (torch.empty(COPY_NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
+            works: Load = {h2d: _copy(buffers[0].tensor, up), d2h: _copy(down, buffers[1].tensor)}
+            at_once(works, 0.0)
+            alone_up, alone_down, both = medians([{h2d: works[h2d]}, {d2h: works[d2h]}, works], seconds, NUM_ROUNDS)
+            figures = {
+                "h2d_bytes_per_second": alone_up[h2d],
+                "d2h_bytes_per_second": alone_down[d2h],
+                "h2d_mixed_bytes_per_second": min(both[h2d], alone_up[h2d]),
+                "d2h_mixed_bytes_per_second": min(both[d2h], alone_down[d2h]),
+            }
+    finally:
+        for buffer in buffers:
+            buffer.release()
+        arena.close()
+    return figures, dict.fromkeys(
+        figures, f"copies of {COPY_NBYTES >> 20} MiB of pinned memory, up to {NUM_ROUNDS} rounds"
+    )
+
+
+def products_on(device: torch.device) -> Work:
+    """Computation as that of a layer, in fp32."""
+    return _products(device, torch.float32, ROWS[device.type], WIDTH[device.type])
+
+
+def _update(numel: int) -> Work:  # [1]
+    master, gradient, mean, square = (torch.zeros(numel) for _ in range(4))
+    master.normal_()
+    gradient.normal_()
+
+    def update() -> float:
+        ADAMW.update(master, gradient, [mean, square], HYPER, 1)
+        return numel
+
+    return update
+
+
+def _products(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Work:  # [2]
+    x_TD = torch.randn(rows, width, device=device).to(dtype)  # T tokens, D hidden, F inner width
+    w_DF = torch.randn(width, 4 * width, device=device).to(dtype)
+    y_TF = x_TD @ w_DF
+
+    def products() -> float:
+        torch.mm(x_TD, w_DF)
+        torch.mm(y_TF, w_DF.t())
+        torch.mm(x_TD.t(), y_TF)
+        _finish(device)
+        return 3 * 2 * rows * width * 4 * width
+
+    return products
+
+
+def _matmul_rates(device: torch.device, rows: int, width: int, seconds: float) -> tuple[dict[str, float], str]:
+    """The rate of products by dtype, and how large they were: whole, or with few rows where those show a slow dtype."""
+    rates: dict[str, float] = {}
+    works: dict[str, Work] = {}
+    for name, dtype in DTYPES.items():
+        few = _products(device, dtype, FEW_ROWS, width)
+        rates[name] = at_once({None: few}, 0.0)[None]
+        if name == "fp32" or device.type == "cuda" or rates[name] * TOO_SLOW > rates["fp32"]:
+            works[name] = _products(device, dtype, rows, width)
+            rates[name] = at_once({None: works[name]}, 0.0)[None]
+    found = medians([{None: work} for work in works.values()], seconds, NUM_ROUNDS)
+    rates |= {name: rate[None] for name, rate in zip(works, found, strict=True)}
+    sizes = ", ".join(f"{name} with {rows if name in works else FEW_ROWS} rows" for name in DTYPES)
+    return rates, f"products of rows x {width} x {4 * width}, {sizes}"
+
+
+def _pass(device: torch.device) -> Work:
+    """A copy: memory is read and written once."""
+    source = torch.zeros(NUM_ELEMENTS, device=device)
+    target = torch.zeros_like(source)
+
+    def copy() -> float:
+        target.copy_(source)
+        _finish(device)
+        return 2 * source.nbytes
+
+    return copy
+
+
+def _handing_over(lane: Lane) -> Work:
+    """Trivial operations: what a run pays for each, beside its work."""
+
+    def hand_over() -> float:
+        tickets = [lane.submit("probe", _nothing, (), nbytes=0, kind="", stage="") for _ in range(NUM_OPS)]
+        for ticket in tickets:
+            ticket.wait()
+        return NUM_OPS
+
+    return hand_over
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> Work:  # [3]
+    def copy() -> float:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        return source.nbytes
+
+    return copy
+
+
+def _stream_lane(name: str, device: torch.device) -> Lane:
+    return Lane(name, Failure(), Trace(), stream=torch.cuda.Stream(device), num_threads=1)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,62 @@
+"""rates: how fast pieces of work get done, alone and beside one another, as medians of short rounds.
+
+A piece of work is a call that returns when it is done and says how much it was: bytes, elements, floating-point
+operations. Each kind of work has a lane, as in a run; work on the lane None is done by the thread that asks.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
+
+from gs_compile.runtime.lanes import Lane
+
+Work: TypeAlias = Callable[[], float]
+Load: TypeAlias = Mapping[Lane | None, Work]  # what goes on side by side
+Rates: TypeAlias = dict[Lane | None, float]  # amounts a second
+
+OVERRUN_SECONDS = 0.5
+
+
+def medians(loads: Sequence[Load], seconds: float, num_rounds: int) -> list[Rates]:
+    """The rate of every work of every load.
+
+    Rounds go through all loads in turn, so that what else the machine does meets all of them alike; together they take
+    about `seconds`. Where single pieces take longer than a round may, there are fewer rounds.
+    """
+    begin = time.perf_counter()
+    share = seconds / (num_rounds * len(loads))
+    rounds: list[list[Rates]] = []
+    while len(rounds) < num_rounds and (not rounds or time.perf_counter() < begin + seconds + OVERRUN_SECONDS):
+        rounds.append([at_once(load, share) for load in loads])
+    return [
+        {lane: statistics.median(each[index][lane] for each in rounds) for lane in load}
+        for index, load in enumerate(loads)
+    ]
+
+
+def at_once(load: Load, seconds: float) -> Rates:
+    """The rate of each work while all of them go on, piece after piece, for that long; at least one piece of each."""
+    found: Rates = {}
+    deadline = time.perf_counter() + seconds
+
+    def go_on(lane: Lane | None, work: Work) -> None:
+        begin = time.perf_counter()
+        amount = work()
+        while (now := time.perf_counter()) < deadline:
+            amount += work()
+        found[lane] = amount / (now - begin)
+
+    tickets = [
+        lane.submit("probe", partial(go_on, lane, work), (), nbytes=0, kind="", stage="")
+        for lane, work in load.items()
+        if lane is not None
+    ]
+    if None in load:
+        go_on(None, load[None])
+    for ticket in tickets:
+        ticket.wait()
+    return found

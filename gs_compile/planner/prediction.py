@@ -1,0 +1,44 @@
+"""prediction: what a step of a placed model will take, by running its own program through the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.workload import Workload
+from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.simulate.prices import Price, measure
+from gs_compile.planner.simulate.simulator import Simulation, simulate
+from gs_compile.program.ir import Program
+
+NUM_STEPS = 3  # the first finds all lanes idle; from the second on steps are alike, or nearly so
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step in its steady state: the program that runs, what each operation costs, and when it runs."""
+
+    program: Program
+    prices: tuple[Price, ...]
+    simulation: Simulation
+
+
+def predict(
+    program: Program, placement: Placement, workload: Workload, profile: Profile, *, host_nbytes: int | None = None
+) -> Prediction:
+    """A step of `program` that follows on others like it.
+
+    host_nbytes: the budget of host memory, where buffers may have to be waited for; None: there is always enough.
+    """
+    prices = measure(program, placement, workload, profile)
+    seconds = [price.seconds for price in prices]
+    simulation = simulate(
+        [program] * NUM_STEPS,
+        [seconds] * NUM_STEPS,
+        placement=placement,
+        speeds=profile.speeds(),
+        inline=not profile.separate,
+        op_seconds=profile.op_seconds,
+        host_nbytes=host_nbytes,
+    )
+    return Prediction(program, prices, simulation)

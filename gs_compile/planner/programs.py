@@ -1,0 +1,195 @@
+"""planning: where everything lives, within the budgets, and the programs that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gs_compile.errors import MemoryBudgetError
+from gs_compile.machine import format_bytes
+from gs_compile.options import Options
+from gs_compile.passes.lower import flush, lower
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.workload import UnitSize
+from gs_compile.planner.choice import Choice, activations
+from gs_compile.planner.lifetimes import table
+from gs_compile.planner.lp.fit import host_needed, peak
+from gs_compile.planner.prediction import Prediction, predict
+from gs_compile.planner.step_plan import nbytes_by_home
+from gs_compile.program.ir import DRAIN, Op, Program, StepShape, Unit
+
+if TYPE_CHECKING:
+    from gs_compile.codegen.compiled import Layout
+
+
+class Planning:
+    """The placement of one model's data, decided at its first call, and its programs by size and shape."""
+
+    def __init__(
+        self,
+        options: Options,
+        sizes: tuple[UnitSize, ...],
+        layouts: Sequence[Layout],
+        tied: Set[Unit],
+        *,
+        clip: bool,
+        device: torch.device,
+    ) -> None:
+        self.options = options
+        self.sizes = sizes
+        self._programs: dict[Any, tuple[Program, ...]] = {}
+        self._placements: dict[Any, Placement] = {}
+        self.choice = Choice(
+            options,
+            sizes,
+            layouts,
+            self.shape(layouts[0], tied, training=True),
+            clip=clip,
+            device=device,
+            lowered=lambda placement: self._lowered(placement, self.choice.shape),
+            usual=lambda placement: self._usual(placement, self.choice.shape),
+        )
+        self.host_nbytes = self.choice.host_nbytes
+        self.placement = self.choice.placement()
+
+    def shape(self, layout: Layout, tied: Set[Unit], *, training: bool) -> StepShape:
+        """The layout's shape where parameters of the units `tied` are apart."""
+        return layout.shape_of(self.sizes, tied, training=training)
+
+    def programs(self, placement: Placement, shape: StepShape, *, late: bool, again: bool) -> tuple[Program, ...]:
+        """Every snapshot of a step; `late`: the step before has left updates; `again`: and some that did not hold."""
+        key = (placement, shape, late, again)
+        if key not in self._programs:
+            self._programs[key] = self._snapshots(placement, shape, late, again)
+        return self._programs[key]
+
+    def _snapshots(
+        self, placement: Placement, shape: StepShape, late: bool, again: bool, *, verified: bool = True
+    ) -> tuple[Program, ...]:
+        return tuple(
+            lower(
+                placement.num_layers,
+                len(placement.x_nbytes),
+                shape=shape,
+                snake=self.options.expert.snake,
+                placement=placement,
+                late=late,
+                again=again,
+                verified=verified,
+            )
+        )
+
+    def flush(self, *, again: bool) -> Program:
+        """The late updates alone; `again`: and those that did not hold."""
+        key = ("flush", again)
+        if key not in self._programs:
+            self._programs[key] = tuple(flush(self.placement.num_layers, self.placement, again=again))
+        return self._programs[key][-1]
+
+    def sized(self, layouts: Sequence[Layout], shape: StepShape) -> Placement:
+        """The homes as they are, for a step of another size; raises `MemoryBudgetError` if it does not fit."""
+        x_nbytes, side_nbytes = activations(layouts)
+        if (x_nbytes, side_nbytes) == (self.placement.x_nbytes, self.placement.side_nbytes):
+            return self.placement
+        key = (x_nbytes, side_nbytes, shape.training)
+        if key not in self._placements:
+            sized = self._within_device(replace(self.placement, x_nbytes=x_nbytes, side_nbytes=side_nbytes), shape)
+            if not self._fits(sized, shape) and self.uses_ssd:
+                sized = replace(sized, checkpoint_ratio=0.0)
+            if not self._fits(sized, shape):
+                needed = host_needed(self._lowered(sized, shape))
+                raise MemoryBudgetError(
+                    f"host_memory is {format_bytes(self.host_nbytes)}; a batch of this size needs "
+                    f"{format_bytes(needed)} beside what the first batch has settled: begin with the largest batch"
+                )
+            self._placements[key] = sized
+        return self._placements[key]
+
+    def predict(self, placement: Placement, shape: StepShape) -> Prediction:
+        """What consecutive steps of a kind take on this machine, by the simulator."""
+        program = self._usual(placement, replace(shape, training=True))
+        choice = self.choice
+        return predict(program, placement, choice.workload, choice.profile, host_nbytes=self.host_nbytes)
+
+    @property
+    def uses_ssd(self) -> bool:
+        placement = self.placement
+        return placement.checkpoint_ratio + placement.device_checkpoint_ratio < 1 or self.ssd_nbytes > 0
+
+    @property
+    def ssd_nbytes(self) -> int:
+        """What the files of this run take: parameters, states and gradient sums by their homes, and checkpoints."""
+        return sum(nbytes for (_, tier), nbytes in nbytes_by_home(self.placement).items() if tier == "ssd")
+
+    def describe(self, program: Program) -> str:
+        """For people: each class of data by tier, and the planned peaks of a program."""
+        homes, placement = nbytes_by_home(self.placement), self.placement
+        kinds = ["parameters", "states", "checkpoints", *(["sums"] if placement.order == "horizontal" else [])]
+        late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
+        others = [homes.get(("other places", tier), 0) for tier in ("host", "ssd")]
+        peaks = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in program.peaks)
+        return "\n".join(
+            [
+                *(
+                    f"{kind + ':':<12} {_on_device(homes.get((kind, 'device'), 0))}"
+                    f"{format_bytes(homes.get((kind, 'host'), 0))} on host, "
+                    f"{format_bytes(homes.get((kind, 'ssd'), 0))} on SSD"
+                    for kind in kinds
+                ),
+                *(
+                    [f"other:       {format_bytes(others[0])} on host, {format_bytes(others[1])} on SSD, early updates"]
+                    if placement.speculative
+                    else []
+                ),
+                f"updates:     {late / max(trained, 1):.0%} late, in the next forward (alpha {self.choice.alpha:g})",
+                f"peaks:       {peaks}; host budget {format_bytes(self.host_nbytes)}",
+                *([f"planned:     {self.choice.plan.seconds:.3g} s a step"] if self.choice.plan else []),
+                *([self._inactive] if placement.room else []),
+            ]
+        )
+
+    @cached_property
+    def _inactive(self) -> str:
+        """What the schedule `lifetime` has decided; made once, as every call is described and this lowers a step."""
+        return table(self.placement, self.choice.shape)
+
+    def _within_device(self, sized: Placement, shape: StepShape) -> Placement:
+        """With checkpoints that would live on the device elsewhere, where it was not planned to hold as many."""
+        if not sized.device_checkpoint_ratio:
+            return sized
+        planned, needed = (
+            peak(self._lowered(each, of), "device")
+            for each, of in ((self.placement, self.choice.shape), (sized, shape))
+        )
+        if needed <= planned:
+            return sized
+        elsewhere = sized.checkpoint_ratio if self.uses_ssd else 1.0
+        return replace(sized, device_checkpoint_ratio=0.0, checkpoint_ratio=elsewhere)
+
+    def _usual(self, placement: Placement, shape: StepShape) -> Program:
+        """The program of a step before and after which updates hold, with the end of what it has kept for the case."""
+        program = self._lowered(placement, shape, again=False)
+        if not placement.speculative:
+            return program
+        over = placement.homes(late=True) - placement.present(program.ops)
+        frees = tuple(Op("free", (value,), DRAIN) for value in sorted(over, key=str))
+        return replace(program, ops=(*program.ops, *frees))
+
+    def _lowered(self, placement: Placement, shape: StepShape, *, again: bool = True) -> Program:
+        """The program of a candidate, which is not kept: there are many, and they are large.
+
+        Of all there are it is the one that takes the most memory, or without `again` one whose updates before held.
+        """
+        late = shape.training and any(unit.trained(*placement.waiting(again=again)) for unit in placement.units)
+        return self._snapshots(placement, shape, late, again, verified=False)[-1]
+
+    def _fits(self, placement: Placement, shape: StepShape) -> bool:
+        return host_needed(self._lowered(placement, shape)) <= self.host_nbytes
+
+
+def _on_device(nbytes: int) -> str:
+    return f"{format_bytes(nbytes)} on the device, " if nbytes else ""

@@ -1,0 +1,123 @@
+"""reasons: what limits a step, what is nearly as good, and what is worth knowing, each found by solving again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from gs_compile.machine import format_bytes
+from gs_compile.placement.workload import Workload
+from gs_compile.planner.lp.search import Search
+from gs_compile.planner.lp.solve import Budgets, Fixed, Solution, solve
+from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.step_plan import Alternative, StepPlan
+
+WORTH_SAYING = 0.01  # a change of the step's time below this is nothing
+MOST_ALTERNATIVES = 3
+FASTER_DEVICE = 0.1
+NOTHING_RESIDENT = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}
+
+Again = Callable[..., Solution | None]
+
+
+def solver(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixed) -> Again:
+    """The linear program of one plan, to be solved with one thing or another changed."""
+
+    def again(
+        num_micro_batches: int,
+        alpha: float,
+        *,
+        machine: Profile = profile,
+        room: Budgets = budgets,
+        kept: Fixed = fixed,
+    ) -> Solution | None:
+        return solve(workload, machine, num_micro_batches, (alpha,), room, kept)[0]
+
+    return again
+
+
+def binding(solution: Solution, profile: Profile, budgets: Budgets, again: Again) -> Iterator[str]:
+    """What more of each resource would bring, by the linear program; `solution` is the best without."""
+    for words, machine, room in _more(profile, budgets):
+        better = again(solution.num_micro_batches, solution.alpha, machine=machine, room=room)
+        yield _gain(words, solution.seconds / better.seconds - 1 if better else 0.0)
+    saved = -solution.duals["compute"] * FASTER_DEVICE  # seconds; as in all duals, for a small change
+    yield _gain(f"a device that computes {FASTER_DEVICE:.0%} faster", saved / solution.seconds)
+
+
+def alternatives(found: Sequence[tuple[Workload, Search]], again: Again, *, clip: bool) -> Iterator[Alternative]:
+    """The settings nearest in throughput to the best of the first search, by the linear program."""
+    (workload, chosen), others = found[0], found[1:]
+    solution, number, alpha = chosen.best, chosen.best.num_micro_batches, chosen.best.alpha
+    near = [each for n, each in chosen.history if n in (number // 2, number - 1) and each is not None]
+    tries: list[tuple[str, Workload, Solution | None]] = [
+        (f"{each.num_micro_batches} micro-batch{'es' if each.num_micro_batches > 1 else ''}", workload, each)
+        for each in near
+    ]
+    if others:  # the best of them
+        other, result = max(others, key=lambda each: each[0].tokens * each[1].best.throughput)
+        tries.append((f"micro-batches of {other.micro_batch_size}", other, result.best))
+    if alpha and not clip:
+        tries.append(("no delayed updates (alpha 0)", workload, again(number, 0.0)))
+    if any(solution.ratios.values()):
+        bare = Fixed(ratios=NOTHING_RESIDENT)
+        tries.append(("everything on SSD", workload, again(number, alpha, kept=bare)))
+    rows = [_alternative(label, other, result) for label, other, result in tries if result is not None]
+    own = number * workload.tokens / solution.seconds
+    rows.sort(key=lambda row: abs(row.tokens_per_second / own - 1))
+    yield from rows[:MOST_ALTERNATIVES]
+
+
+def notes(plan: StepPlan) -> Iterator[str]:
+    """What a reader should know before spending time on this."""
+    if plan.num_micro_batches == 1 and plan.schedule == "vertical":
+        yield "one micro-batch: the horizontal order is the same step"
+    if not any(tier == "ssd" for _, tier in plan.homes):
+        where = "device and host memory" if any(tier == "device" for _, tier in plan.homes) else "host memory"
+        yield f"everything fits in {where}: nothing is moved to SSD"
+    compute = plan.simulation.busy.get("compute", 0.0)
+    if compute > 1 - WORTH_SAYING:
+        yield "the computation never waits"
+    wear = plan.budgets.wear_bytes_per_second
+    if wear and plan.written / wear > plan.seconds * (1 + WORTH_SAYING):  # the program itself does not wait for that
+        yield f"the drives last as long as asked if a step begins every {plan.written / wear:.3g} s, and not sooner"
+
+
+def _gain(words: str, gain: float) -> str:
+    return f"{words}: {f'{gain:.0%} faster' if gain > WORTH_SAYING else 'nothing'}"
+
+
+def _alternative(label: str, workload: Workload, solution: Solution) -> Alternative:
+    return Alternative(
+        label=label,
+        num_micro_batches=solution.num_micro_batches,
+        micro_batch_size=workload.micro_batch_size,
+        alpha=solution.alpha,
+        seconds=solution.seconds,
+        tokens_per_second=solution.num_micro_batches * workload.tokens / solution.seconds,
+    )
+
+
+def _more(profile: Profile, budgets: Budgets) -> Iterator[tuple[str, Profile, Budgets]]:
+    """More of one resource at a time, in amounts that one can buy."""
+    host = _gibibytes(budgets.host_nbytes / 8)
+    yield f"{format_bytes(host)} more host memory", profile, replace(budgets, host_nbytes=budgets.host_nbytes + host)
+    wear = budgets.wear_bytes_per_second
+    second = replace(budgets, ssd_nbytes=2 * budgets.ssd_nbytes, wear_bytes_per_second=wear and 2 * wear)
+    yield "a second SSD like the first", _faster(profile, "ssd"), second
+    if profile.separate:
+        device = _gibibytes(budgets.device_nbytes / 4)
+        more = replace(budgets, device_nbytes=budgets.device_nbytes + device)
+        yield f"{format_bytes(device)} more device memory", profile, more
+        yield "a link to the device twice as fast", _faster(profile, "h2d", "d2h"), budgets
+    yield "an optimizer twice as fast", _faster(profile, "update"), budgets
+
+
+def _gibibytes(nbytes: float) -> int:
+    return max(1, round(nbytes / 2**30)) * 2**30
+
+
+def _faster(profile: Profile, *lanes: str) -> Profile:
+    """The same machine with all rates of some lanes doubled."""
+    names = [name for name in vars(profile) if name.startswith(lanes) and name.endswith("_per_second")]
+    return replace(profile, **{name: 2 * getattr(profile, name) for name in names})

@@ -1,0 +1,1 @@
+"""A step's times before it runs, by the executor's own rule."""

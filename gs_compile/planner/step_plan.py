@@ -1,0 +1,145 @@
+"""step_plan: where everything of a step lives, how it runs, and why: what a plan says, in numbers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+
+from gs_compile.machine import format_bytes
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.traffic import traffic
+from gs_compile.placement.workload import Workload
+from gs_compile.planner.lp.solve import Budgets
+from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.prediction import Prediction
+from gs_compile.planner.simulate.simulator import Simulation
+from gs_compile.program.ir import Program, Value
+
+SECONDS_PER_DAY = 86400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Another setting near the plan's, by the linear program."""
+
+    label: str
+    num_micro_batches: int
+    micro_batch_size: int
+    alpha: float
+    seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """Where everything lives and how a step runs. Seconds and throughput are simulated; see `explain.report`."""
+
+    workload: Workload
+    profile: Profile
+    budgets: Budgets
+    alpha: float
+    ratios: Mapping[str, float]  # in host memory, of "parameter", "checkpoint" and "optimizer"
+    device_ratios: Mapping[str, float]  # in device memory
+    placement: Placement = field(repr=False)
+    prediction: Prediction = field(repr=False)
+    bound_seconds: float = math.inf  # by the linear program: each lane's work spread evenly over its phase
+    history: tuple[tuple[int, float, float], ...] = ()  # micro-batches, seconds and tokens a second, by the LP
+    binding: tuple[str, ...] = ()  # what limits the step, and what more of it would bring
+    notes: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.placement.x_nbytes)
+
+    @property
+    def schedule(self) -> str:
+        return self.placement.schedule
+
+    @property
+    def program(self) -> Program:
+        return self.prediction.program
+
+    @property
+    def simulation(self) -> Simulation:
+        return self.prediction.simulation
+
+    @property
+    def seconds(self) -> float:
+        """Of a step among others."""
+        return self.simulation.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_micro_batches * self.workload.tokens / self.seconds
+
+    @property
+    def flops_per_second(self) -> float:
+        """Model FLOPs, 3 x those of the forward: what is recomputed does not count."""
+        return self.num_micro_batches * self.workload.model_flops / self.seconds
+
+    @cached_property
+    def traffic(self) -> Mapping[tuple[str, str], int]:
+        """Bytes of a step, by lane and kind."""
+        return traffic(self.program, self.placement)
+
+    @cached_property
+    def homes(self) -> Mapping[tuple[str, str], int]:
+        """Bytes by class and tier, of what outlives a unit's turn."""
+        return nbytes_by_home(self.placement)
+
+    @property
+    def peaks(self) -> Mapping[str, int]:
+        """The planned peak of each tier."""
+        return dict(self.program.peaks)
+
+    @property
+    def lanes(self) -> Mapping[str, tuple[float, float]]:
+        """Seconds of work and share of the step, by lane."""
+        return {lane: (share * self.seconds, share) for lane, share in self.simulation.busy.items()}
+
+    @property
+    def written(self) -> int:
+        """Bytes that a step writes to SSD."""
+        return sum(nbytes for (lane, _), nbytes in self.traffic.items() if lane == "ssd_write")
+
+    @property
+    def written_per_day(self) -> float:
+        """Bytes that go to SSD in a day of training."""
+        return self.written / self.seconds * SECONDS_PER_DAY
+
+    @property
+    def wear(self) -> str:
+        """For people: what a day of training writes, and how long the drives are rated for that."""
+        if not self.written_per_day:
+            return "nothing is written to SSD"
+        words = f"{format_bytes(int(self.written_per_day))} written to SSD in a day"
+        if self.profile.ssd_rated_nbytes:
+            years = self.profile.ssd_rated_nbytes / self.written_per_day / 365
+            words += (
+                f"; the drives are rated for {format_bytes(self.profile.ssd_rated_nbytes)}, {years:.1f} years of it"
+            )
+        return words
+
+
+def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
+    """Bytes by class and tier of what lives on from one unit's turn to the next: what each ratio has decided."""
+    found: Counter[tuple[str, str]] = Counter()
+    for unit in placement.units:
+        for part in unit.w.values():
+            found["parameters", part.tier] += part.numel * unit.itemsize
+        for part in unit.s.values():
+            found["states", part.tier] += part.numel * unit.state_itemsize
+        for _, other in (pair for group in placement.speculated(unit) for pair in unit.alternates(group)):
+            found["other places", other.tier or "host"] += placement.slot(other)[1]
+        if placement.order == "horizontal":
+            found["sums", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
+        waiting = sum(group.numel for group in unit.trained(*placement.waiting(again=True)))
+        found["late gradients", "host"] += waiting * unit.gradient_itemsize
+    for layer, (micro_batch, nbytes) in product(range(placement.num_layers), enumerate(placement.x_nbytes)):
+        found["checkpoints", placement.checkpoint_home(Value("x", layer, micro_batch))] += nbytes
+    return {key: nbytes for key, nbytes in found.items() if nbytes}

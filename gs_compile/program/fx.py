@@ -1,0 +1,144 @@
+"""The step program as a torch.fx graph: for those who have tools for these, and for reading it in their terms.
+
+Its nodes call the verbs below, which mean something to an interpreter only: `run` is one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.node import has_side_effect
+
+from gs_compile.errors import ProgramError
+from gs_compile.program.ir import VERBS, Op, Program, Value
+from gs_compile.program.reference import Units, perform
+from gs_compile.program.text import parse_value
+
+
+def graph_module(program: Program) -> GraphModule:
+    """`program` as a graph whose inputs are its batches, parameters and outside gradients, and what else is at home.
+
+    Nodes are named as the values are (x1_0_device), call verbs with the keywords `unit=`, `micro_batch=` and
+    `into=`, and carry verb, kind, unit, micro_batch, tier and stage in `meta`, next to the whole operation (`op`) and
+    value. The output is a dictionary, by name, of what the program does not free.
+    """
+    graph = Graph()
+    env: dict[Value, Node] = {}
+    for value in _inputs(program):
+        env[value] = graph.placeholder(_identifier(value))
+        env[value].meta.update(_value_meta(value))
+    inputs = set(env.values())
+    for op in program.ops:
+        env.update(zip(op.results, _call(graph, op, env), strict=True))
+        if op.verb == "free":
+            del env[op.reads[0]]
+    graph.output({value.name: node for value, node in env.items() if node not in inputs})
+    graph.lint()
+    return GraphModule(torch.nn.Module(), graph, class_name="Step")
+
+
+def run(module: GraphModule, units: Units, inputs: Mapping[Value, Any]) -> dict[Value, Any]:
+    """What `reference` returns for the program that `module` was made of."""
+    placeholders = [node.meta["value"] for node in module.graph.find_nodes(op="placeholder")]
+    outputs: dict[str, Any] = _Verbs(module, units).run(*(inputs[value] for value in placeholders))
+    return {parse_value(name): output for name, output in outputs.items()}
+
+
+class _Verbs(Interpreter):
+    """Gives the verbs their meaning; everything else in the graph means what it always does."""
+
+    def __init__(self, module: GraphModule, units: Units) -> None:
+        super().__init__(module)
+        self.units = units
+
+    def run_node(self, n: Node) -> Any:
+        if "op" not in n.meta:
+            return super().run_node(n)
+        op: Op = n.meta["op"]
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        results = perform(op, self.units, args, kwargs.get("into", ()))
+        return results[0] if len(results) == 1 else results
+
+
+def _inputs(program: Program) -> Iterator[Value]:
+    """What is read and never defined, in the order of first use."""
+    known: set[Value] = set()
+    for op in program.ops:
+        for value in dict.fromkeys((*op.reads, *op.into)):
+            if value not in known:
+                yield value
+        known.update(op.reads, op.into, op.results)
+
+
+def _call(graph: Graph, op: Op, env: Mapping[Value, Node]) -> list[Node]:
+    """The node of an operation, and one node for each of several results."""
+    node = graph.create_node(
+        "call_function",
+        TARGETS[op.verb],
+        tuple(env[value] for value in op.reads),
+        _keywords(op) | ({"into": tuple(env[value] for value in op.into)} if op.into else {}),
+        name=_node_name(op),
+    )
+    node.meta.update(verb=op.verb, stage=op.stage, op=op, unit=op.stage.unit, micro_batch=op.micro_batch)
+    if len(op.results) == 1:
+        node.meta.update(_value_meta(op.results[0]))
+        return [node]
+    parts = []
+    for index, value in enumerate(op.results):
+        part = graph.create_node("call_function", operator.getitem, (node, index), name=_identifier(value))
+        part.meta.update(_value_meta(value), verb=op.verb, stage=op.stage)
+        parts.append(part)
+    return parts
+
+
+def _keywords(op: Op) -> dict[str, Any]:
+    """Unit and micro-batch: of the computation, or of the value that is made or freed."""
+    if op.micro_batch is not None:
+        return {"unit": op.stage.unit, "micro_batch": op.micro_batch}
+    value = (*op.results, *op.reads)[0]
+    return {"unit": value.unit, "micro_batch": value.micro_batch}
+
+
+def _node_name(op: Op) -> str:
+    if len(op.results) == 1:
+        return _identifier(op.results[0])
+    subject = _identifier(op.reads[0]) if op.micro_batch is None else f"{op.stage.unit}_{op.micro_batch}"
+    return f"{op.verb}_{subject}"
+
+
+def _identifier(value: Value) -> str:
+    return value.name.replace(".", "_").replace("[", "_piece").replace("]", "")
+
+
+def _value_meta(value: Value) -> dict[str, Any]:
+    return {
+        "value": value,
+        "kind": value.kind,
+        "unit": value.unit,
+        "micro_batch": value.micro_batch,
+        "tier": value.tier,
+        "part": value.part,
+    }
+
+
+def _verb(name: str) -> Callable[..., Any]:
+    """A function that stands for a verb in a graph. It changes accumulators, so no clean-up may drop its calls."""
+
+    def call(*reads: Any, **keywords: Any) -> Any:
+        raise ProgramError(
+            f"{name} is a word of a step program, not code: run the graph with program.fx.run"
+        )
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = VERBS[name]
+    has_side_effect(call)
+    return call
+
+
+# Module attributes, because a graph's generated code and its pickle find a target by its name.
+TARGETS: dict[str, Callable[..., Any]] = {name: _verb(name) for name in VERBS}
+globals().update(TARGETS)

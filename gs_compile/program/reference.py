@@ -1,0 +1,147 @@
+"""What each verb means, on one device, one operation after the other: the oracle of all tests.
+
+No overlap, no tiers, no memory to save. Whatever runs a program differently must give the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any, Protocol, cast
+
+from gs_compile.program.ir import TIED, Op, Program, Unit, Value, homed
+
+
+class Units(Protocol):
+    """The computations of a model's units, one method a verb; `TieredUnits` adds those of a step with tiers.
+
+    `count` and `zeros` are called as written. The others are called as
+
+        embed("e", micro_batch, wants=("x", "side"), batch=..., w=...)
+
+    with one keyword for each value read and each accumulator to add to in place (`dw`, `dside`), by its kind (`wt` and
+    `dwt` are those of the unit "t"), and return a tuple with one entry for each kind in `wants`, in that order.
+    """
+
+    def count(self, batches: list[Any]) -> Any: ...
+
+    def zeros(self, value: Value) -> Any: ...
+
+    def embed(self, unit: Unit, micro_batch: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
+
+    def forward(self, unit: Unit, micro_batch: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
+
+    def head(self, unit: Unit, micro_batch: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
+
+    def head_backward(self, unit: Unit, micro_batch: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
+
+    def backward(self, unit: Unit, micro_batch: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
+
+    def embed_backward(self, unit: Unit, micro_batch: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
+
+
+class TieredUnits(Units, Protocol):
+    """What a step with tiers needs beside its computations. Parts are flat; how, is the units' own affair."""
+
+    def gather(self, value: Value, parts: Mapping[str, Any]) -> Any:
+        """A unit's parameters from its parts, by letter."""
+
+    def split(self, value: Value, gradient: Any) -> Any:
+        """The part `value` of a unit's gradient."""
+
+    def empty(self, value: Value) -> Any: ...
+
+    def norm(self, gradient: Any) -> Any: ...
+
+    def clip(self, norms: Sequence[Any]) -> Any: ...
+
+    def holds(self, scale: Any) -> bool:
+        """Whether what was updated without the scale is what it should be."""
+
+    def update(self, reads: Mapping[Value, Any], into: Mapping[Value, Any]) -> None:
+        """The optimizer on the parts in `into`, in place; a gradient read is the unit's whole one or a part."""
+
+
+def reference(program: Program, units: Units, inputs: Mapping[Value, Any]) -> dict[Value, Any]:
+    """What `program` defines, anew or for the first time, and does not free, given its inputs (batch, w, dy)."""
+    env = dict(inputs)
+    for op in program.ops:
+        results = perform(op, units, [env[value] for value in op.reads], [env[value] for value in op.into])
+        env.update(zip(op.results, results, strict=True))
+        if op.verb == "free":
+            del env[op.reads[0]]
+    return {value: result for value, result in env.items() if value not in inputs or result is not inputs[value]}
+
+
+def perform(op: Op, units: Units, reads: Sequence[Any], into: Sequence[Any]) -> tuple[Any, ...]:
+    """One operation on the contents of its values: returns its results, and adds in place to those of `into`."""
+    match op.verb:
+        case "free":
+            return ()
+        case "zeros":
+            return (units.zeros(op.results[0]),)
+        case "count":
+            return (units.count(list(reads)),)
+        case "prefetch" | "offload" | "gather" | "keep" | "empty" | "norm" | "clip" | "update" | "commit":
+            return _perform_on_tiers(op, cast(TieredUnits, units), reads, into)
+    contents = zip((*op.reads, *op.into), (*reads, *into), strict=True)
+    results: tuple[Any, ...] = getattr(units, op.verb)(
+        op.unit,
+        op.micro_batch,
+        wants=tuple(value.kind for value in op.results),
+        **{value.kind + ("t" if value.unit == TIED else ""): content for value, content in contents},
+    )
+    return results
+
+
+def _perform_on_tiers(op: Op, units: TieredUnits, reads: Sequence[Any], into: Sequence[Any]) -> tuple[Any, ...]:
+    match op.verb:
+        case "empty":
+            return (units.empty(op.results[0]),)
+        case "norm":
+            return (units.norm(reads[0]),)
+        case "clip":
+            return (units.clip(reads),)
+        case "update":
+            _update(op, units, dict(zip(op.reads, reads, strict=True)), into)
+            return ()
+        case "commit":
+            for home, other in zip(into[::2], into[1::2], strict=True):
+                if units.holds(reads[0]):
+                    home.copy_(other)
+            return ()
+        case "gather":
+            return (units.gather(op.results[0], _gathered(op.reads, reads)),)
+    if op.reads[0].kind == "dw" and op.results[0].part:
+        return tuple(units.split(value, reads[0]) for value in op.results)
+    if op.reads[0].kind == "dw":
+        return (deepcopy(reads[0]),)  # a sum that is still to grow
+    if op.results and op.results[0].piece is not None:
+        return (_by_letter(op.reads, reads),)  # a piece of every part; what they are is known once they are together
+    for target, content in zip(into, reads, strict=False):
+        target.copy_(content)
+    return tuple(content if op.verb == "keep" else _copied(content) for content in reads[: len(op.results)])
+
+
+def _update(op: Op, units: TieredUnits, reads: dict[Value, Any], into: Sequence[Any]) -> None:
+    """What is read of parameters and state is changed in its other place."""
+    for value, content in zip(op.into, into, strict=True):
+        if homed(value) in reads:
+            content.copy_(reads.pop(homed(value)))
+    units.update(reads, {homed(value): content for value, content in zip(op.into, into, strict=True)})
+
+
+def _by_letter(values: Sequence[Value], contents: Sequence[Any]) -> dict[str, Any]:
+    return {value.part: _copied(content) for value, content in zip(values, contents, strict=True)}
+
+
+def _gathered(values: Sequence[Value], contents: Sequence[Any]) -> dict[str, Any]:
+    """Parts by letter, those that have come in pieces and those that were there."""
+    found: dict[str, Any] = {}
+    for value, content in zip(values, contents, strict=True):
+        found |= _by_letter([value], [content]) if value.piece is None else content
+    return found
+
+
+def _copied(content: Any) -> Any:
+    return content.clone() if hasattr(content, "clone") else content

@@ -1,0 +1,236 @@
+"""The program's second face: one operation a line, valid Python, and back.
+
+    # gs_compile 0.1   after snake   3 layers x 2 micro-batches
+    # forward 1   micro-batches 1 0
+    x2_1.device = forward(x1_1.device, w1.device)
+    x2_0.device = forward(x1_0.device, w1.device)
+
+`parse(str(program)) == program`, so a golden test is five lines of text and a bug report is a pasted program.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import get_args
+
+from gs_compile.errors import ProgramError
+from gs_compile.program.ir import DRAIN, FILL, KINDS, VERBS, Op, Program, Stage, Tier, Unit, Value
+from gs_compile.program.signatures import SIGNATURES
+
+VERSION = "0.1"  # of the text: a new one when old text no longer parses
+MIN_FOLDED_STAGES = 3  # fewer are quicker read than unfolded in the mind
+PERIODS = (1, 2)  # two, because `snake` turns every second stage round
+
+_Stages = list[tuple[Stage, tuple[Op, ...]]]
+
+_TIERS: dict[str, Tier] = {tier: tier for tier in get_args(Tier)}
+_HEADER = re.compile(r"# gs_compile (\S+) +after (\S+) +(\d+) layers x (\d+) micro-batches(?: +peak(.*) bytes)?")
+_STAGE = re.compile(r"# (fill|drain|(?:forward|backward) (?:e|h|\d+)(?: of \d+)?)( +micro-batches.*)?")
+_FOLDED = re.compile(r"# (forward|backward) (\d+) \.\. (\d+)(?: of \d+)? +repeat \1 (\d+)( \d+)?")
+_VALUE = re.compile(rf"({'|'.join(KINDS)})(?:(e|h|t|\d+)([a-z]*))?(?:_(\d+))?(?:\.({'|'.join(_TIERS)}))?(?:\[(\d+)\])?")
+
+
+def format_program(program: Program, fold: bool = True) -> str:
+    """The program as text. With `fold`, a run of equal stages is one line that names the stages it repeats.
+
+    Equal means: the same operations with all layer numbers moved by the same amount, one or two stages back.
+    """
+    stages = list(program.stages())
+    lines = [
+        f"# gs_compile {VERSION}   after {program.made_by}   "
+        f"{program.num_layers} layers x {program.num_micro_batches} micro-batches"
+        + (f"   peak {', '.join(f'{tier} {nbytes}' for tier, nbytes in program.peaks)} bytes" if program.peaks else "")
+    ]
+    at = 0
+    while at < len(stages):
+        length, period = max(((_repeats(stages, at, p), p) for p in PERIODS), key=lambda run: run[0])
+        if fold and length >= MIN_FOLDED_STAGES:
+            (first, _), (last, _) = stages[at], stages[at + length - 1]
+            models = " ".join(str(stage.unit) for stage, _ in stages[at - period : at])
+            lines.append(f"# {replace(first, micro_batch=None)} .. {_end(last)}   repeat {first.phase} {models}")
+            at += length
+        else:
+            lines += _stage_lines(*stages[at])
+            at += 1
+    return "\n".join(lines) + "\n"
+
+
+def format_op(op: Op) -> str:
+    """One line: ``x2_0.device = forward(x1_0.device, w1.device)``."""
+    arguments = [value.name for value in op.reads]
+    if op.into:
+        names = ", ".join(value.name for value in op.into)
+        arguments.append(f"into={names}" if len(op.into) == 1 else f"into=({names})")
+    results = ", ".join(value.name for value in op.results)
+    return f"{results} = {op.verb}({', '.join(arguments)})" if results else f"{op.verb}({', '.join(arguments)})"
+
+
+def line_of(program: Program, index: int) -> int:
+    """The line, from 1, on which operation `index` stands in the unfolded text."""
+    headings = 0
+    seen = 0
+    for _, ops in program.stages():
+        headings += 1
+        seen += len(ops)
+        if seen > index:
+            break
+    return 1 + headings + index + 1
+
+
+def parse(text: str) -> Program:
+    """The program that `text` shows, folded or not: the inverse of `format_program`.
+
+    Indented or surrounded by blank lines, as pasted text is, it reads the same. Raises ProgramError with the line.
+    """
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    header = _HEADER.fullmatch(lines[0][1]) if lines else None
+    if not header:
+        raise ProgramError("line 1: a program starts with: # gs_compile 0.1   after vertical   3 layers x 2 ...")
+    stages: list[tuple[Stage, list[Op]]] = []
+    for number, line in lines[1:]:
+        try:
+            _read_line(line, stages)
+        except (ProgramError, SyntaxError) as error:
+            raise ProgramError(f"line {number}: {line}: {error}") from error
+    _, made_by, num_layers, num_micro_batches, peaks = header.groups()
+    planned = tuple((tier, int(nbytes)) for tier, nbytes in (peak.split() for peak in (peaks or "").split(",") if peak))
+    ops = tuple(op for _, ops in stages for op in ops)
+    return Program(ops, int(num_layers), int(num_micro_batches), made_by, planned)
+
+
+def parse_value(name: str) -> Value:
+    """The value a name such as ``x1_0.device`` stands for."""
+    match = _VALUE.fullmatch(name)
+    if not match:
+        raise ProgramError(f"{name} is not the name of a value")
+    kind, unit, part, micro_batch, tier, piece = match.groups()
+    return Value(
+        kind,
+        _unit(unit) if unit else None,
+        int(micro_batch) if micro_batch else None,
+        _TIERS.get(tier),
+        part or "",
+        int(piece) if piece else None,
+    )
+
+
+def timetable(program: Program) -> str:
+    """What runs beside what: one row a compute operation, one column a lane.
+
+    The compute column has one operation; the others have what is issued after it and before the next one.
+    """
+    others = list(dict.fromkeys(op.lane for op in program.ops if op.lane != "compute"))
+    rows = [["stage", "compute", *others]]
+    for op in program.ops:
+        if op.lane == "compute" or len(rows) == 1:
+            rows.append([str(op.stage), "", *("" for _ in others)])
+        row, column = rows[-1], rows[0].index(op.lane)
+        row[column] += ("; " if row[column] else "") + _short(op)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in padded) + "\n"
+
+
+def _short(op: Op) -> str:
+    if op.lane == "compute":
+        return op.verb if op.micro_batch is None else f"{op.verb} {op.stage.unit}_{op.micro_batch}"
+    return " ".join([op.verb, *(value.name for value in op.results or op.reads)])
+
+
+def _stage_lines(stage: Stage, ops: Iterable[Op]) -> list[str]:
+    ops = tuple(ops)
+    order = " ".join(str(op.micro_batch) for op in ops if op.micro_batch is not None)
+    heading = f"# {stage}" if stage.micro_batch is not None else f"# {stage}   micro-batches {order}".rstrip()
+    return [heading, *map(format_op, ops)]
+
+
+def _end(last: Stage) -> str:
+    """Where a run of folded stages ends: the unit, and the micro-batch where its stages are of one."""
+    return str(last).removeprefix(f"{last.phase} ")
+
+
+def _repeats(stages: _Stages, at: int, period: int) -> int:
+    """How many stages from `at` on equal the one `period` before, moved by as many layers."""
+    if at < period:
+        return 0
+    step = _step(stages, at)
+    here = at
+    while step and here < len(stages) and stages[here] == _moved(*stages[here - period], step * period):
+        here += 1
+    return here - at
+
+
+def _step(stages: _Stages, at: int) -> int:
+    """By how many layers a stage is from the one before: 1, -1, or 0 where the run of layers is broken."""
+    before, here = stages[at - 1][0].unit, stages[at][0].unit
+    step = here - before if isinstance(here, int) and isinstance(before, int) else 0
+    return step if step in (1, -1) else 0
+
+
+def _moved(stage: Stage, ops: Iterable[Op], by: int) -> tuple[Stage, tuple[Op, ...]]:
+    """The same stage `by` layers on."""
+
+    def moved(values: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(replace(v, unit=v.unit + by) if isinstance(v.unit, int) else v for v in values)
+
+    there = replace(stage, unit=stage.unit + by) if isinstance(stage.unit, int) else stage
+    return there, tuple(
+        replace(op, reads=moved(op.reads), results=moved(op.results), into=moved(op.into), stage=there) for op in ops
+    )
+
+
+def _read_line(line: str, stages: list[tuple[Stage, list[Op]]]) -> None:
+    """Add what one line says: a stage, a run of folded stages, or an operation."""
+    if match := _FOLDED.fullmatch(line):
+        _, first, last, *models = match.groups()
+        step, period = (1 if int(last) >= int(first) else -1), sum(model is not None for model in models)
+        if len(stages) < period:
+            raise ProgramError("there is nothing before it to repeat")
+        for _ in range(abs(int(last) - int(first)) + 1):
+            stage, moved = _moved(*stages[-period], step * period)
+            stages.append((stage, list(moved)))
+    elif match := _STAGE.fullmatch(line):
+        stages.append((_stage(match[1]), []))
+    elif not stages:
+        raise ProgramError("an operation before the first stage heading")
+    else:
+        stage, ops = stages[-1]
+        ops.append(_parse_op(line, stage))
+
+
+def _stage(name: str) -> Stage:
+    match name.split():
+        case [("forward" | "backward") as phase, unit, *of]:
+            return Stage("forward" if phase == "forward" else "backward", _unit(unit), int(of[1]) if of else None)
+        case _:
+            return FILL if name == "fill" else DRAIN
+
+
+def _unit(text: str) -> Unit:
+    return "e" if text == "e" else "h" if text == "h" else "t" if text == "t" else int(text)
+
+
+def _parse_op(line: str, stage: Stage) -> Op:
+    match ast.parse(line).body:
+        case [ast.Assign([target], ast.Call(ast.Name(verb), reads, keywords))]:
+            results = _values(target)
+        case [ast.Expr(ast.Call(ast.Name(verb), reads, keywords))]:
+            results = ()
+        case _:
+            raise ProgramError("not of the form: results = verb(reads, into=...)")
+    if verb not in VERBS:
+        raise ProgramError(f"no verb is called {verb}")
+    if [keyword.arg for keyword in keywords] not in ([], ["into"]):
+        raise ProgramError("the only keyword is into=")
+    values = tuple(value for node in reads for value in _values(node))
+    into = _values(keywords[0].value) if keywords else ()
+    micro_batches = (value.micro_batch for value in values if value.micro_batch is not None)
+    return Op(verb, values, stage, results, into, next(micro_batches, None) if verb in SIGNATURES else None)
+
+
+def _values(node: ast.expr) -> tuple[Value, ...]:
+    nodes = node.elts if isinstance(node, ast.Tuple) else [node]
+    return tuple(parse_value(ast.unparse(element)) for element in nodes)

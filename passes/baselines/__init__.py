@@ -1,0 +1,1 @@
+"""Other schedules, to compare with."""

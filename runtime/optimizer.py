@@ -1,0 +1,278 @@
+"""optimizer_step: gradients, optimizer states and the updates, early and late (arXiv 2512.17570, sections 4.3 and 4.4).
+
+The state of a part is one stretch of memory, component after component (the master first, where the parameters are
+narrower), so that one read serves one update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from gs_compile.placement.placement import Group, Part, UnitPlacement
+from gs_compile.program.ir import ALTERNATES, Op, Unit, Value, homed
+from gs_compile.runtime.coordinators import Binding, Setting, on_this_stream, transfer
+from gs_compile.runtime.kernels import CHUNK, Rule, sum_of_squares
+from gs_compile.runtime.store import Extent
+from gs_compile.runtime.values import Flat, Gradient, Hold, Region
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class StepRecord:
+    """What the updates of one step need, early and late: captured when its backward begins."""
+
+    number: int  # of the optimizer's steps, from 1
+    hypers: Sequence[Mapping[str, Any]]  # by param group
+    max_grad_norm: float | None = None
+    squares: dict[Unit, float] = field(default_factory=dict)
+    scale: float = 1.0
+    skipped: bool = False
+    updated: list[Unit] = field(default_factory=list)
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of all gradients, before clipping."""
+        return (
+            math.sqrt(math.fsum(self.squares.values()))
+            if math.isfinite(max(self.squares.values(), default=0))
+            else math.inf
+        )
+
+    def clip(self) -> None:
+        """Find what torch's clip_grad_norm_ would multiply by, in its float32; skip where a gradient is not finite."""
+        norm = torch.tensor(self.grad_norm, dtype=torch.float32)
+        self.skipped = self.skipped or not bool(norm.isfinite())
+        if self.max_grad_norm is not None and not self.skipped:
+            self.scale = min(1.0, (self.max_grad_norm / (norm + 1e-6)).item())
+
+    @property
+    def holds(self) -> bool:
+        """Whether what was updated before the scale was known is what it should be."""
+        return not self.skipped and self.scale == 1.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a unit is updated: the rule, and which param group each stretch of its trained elements belongs to."""
+
+    rule: Rule
+    runs: Mapping[Unit, Sequence[tuple[int, int, int]]]  # start, stop, group
+    num_components: Mapping[Unit, int]  # of the state, the master included
+
+
+class OptimizerStep:
+    """Gradients and optimizer states, and the updates."""
+
+    def __init__(self, setting: Setting, recipe: Recipe) -> None:
+        self.setting = setting
+        self.recipe = recipe
+        self._extents: dict[Unit, Extent] = {}  # of gradient sums
+        self._added: dict[Unit, frozenset[Any]] = {}  # the parameters that have sums, of gradients that are away
+
+    def state_dtype(self, unit: Unit) -> torch.dtype:
+        return torch.promote_types(self.setting.dtypes[unit], torch.float32)
+
+    def home(self, unit: UnitPlacement, part: Part, kind: str = "s") -> Flat | Region:
+        """A part of the state where it lives: component after component; zero until it is written.
+
+        kind: "as" for its other place.
+        """
+        numel = part.numel * self.recipe.num_components[unit.unit]
+        dtype = self.state_dtype(unit.unit)
+        if part.tier == "host":
+            flat = self.setting.flat(numel, dtype, "optimizer state")
+            flat.tensor.zero_()
+            return flat
+        nbytes = numel * dtype.itemsize
+        return Region(self.setting.extent(f"{kind}{unit.unit}-{part.letter}", nbytes, kind="s"), 0, nbytes)
+
+    def allocate(self, value: Value) -> Flat:
+        unit = self.setting.unit(value)
+        dtype = self.state_dtype(unit.unit)
+        if value.kind == "dw":
+            numel = unit.dw[value.part].numel if value.part else unit.num_trained
+            return self.setting.flat(numel, dtype, "gradients")
+        return self.setting.flat(
+            unit.s[value.part].numel * self.recipe.num_components[unit.unit], dtype, "optimizer state on its way"
+        )
+
+    def zeros(self, value: Value, bindings: Sequence[Binding]) -> Gradient:
+        """A unit's gradient, nothing added yet."""
+        unit = self.setting.unit(value)
+        dtype, trained = self.state_dtype(unit.unit), sorted((b for b in bindings if b.trained), key=lambda b: b.offset)
+        hold = None
+        if self.setting.placement.separate:
+            flat = self._on_device(unit)
+        else:
+            hold = Hold(self.setting.arena.take(unit.num_trained * dtype.itemsize, "gradients"))
+            flat = hold.buffer.view(dtype, unit.num_trained)
+        end = 0
+        for binding in trained:
+            flat[end : binding.offset].zero_()
+            end = binding.offset + math.prod(binding.shape)
+        flat[end:].zero_()
+        return Gradient(flat, _views(flat, bindings), hold)
+
+    def keep(self, value: Value, gradient: Gradient) -> Flat:
+        """A late part that stays where it was summed, or a sum on its way to SSD."""
+        self._leave(value, gradient)
+        return Flat(gradient.flat, tuple(hold.share() for hold in gradient.holds if isinstance(hold, Hold)))
+
+    # Sums between two micro-batches of the horizontal order ---------------------------------------------------------
+
+    def allocate_sum(self, value: Value, source: Any, bindings: Sequence[Binding]) -> Any:
+        """Memory for a unit's gradient on its way to another tier."""
+        unit = self.setting.unit(value)
+        if value.tier == "device":
+            return self._back(value, self._on_device(unit), None, bindings)
+        if isinstance(source, Gradient):
+            self._leave(value, source)
+        if value.tier == "host":
+            return self.allocate(value)
+        nbytes = unit.num_trained * self.state_dtype(unit.unit).itemsize
+        if unit.unit not in self._extents:
+            self._extents[unit.unit] = self.setting.extent(f"dw{unit.unit}", nbytes, kind="dw")
+        return Region(self._extents[unit.unit], 0, nbytes)
+
+    def keep_sum(self, value: Value, sums: Flat, bindings: Sequence[Binding]) -> Gradient:
+        """A sum that has come back, in the memory it has come to."""
+        (hold,) = sums.holds
+        assert isinstance(hold, Hold)
+        return self._back(value, sums.tensor, hold, bindings)
+
+    def _on_device(self, unit: UnitPlacement) -> Tensor:
+        return torch.empty(unit.num_trained, dtype=self.state_dtype(unit.unit), device=self.setting.device)
+
+    def _leave(self, value: Value, gradient: Gradient) -> None:
+        assert value.unit is not None
+        self._added[value.unit] = gradient.added
+
+    def _back(self, value: Value, flat: Tensor, hold: Hold | None, bindings: Sequence[Binding]) -> Gradient:
+        assert value.unit is not None
+        return Gradient(flat, _views(flat, bindings), hold, self._added[value.unit])
+
+    # Carrying out ----------------------------------------------------------------------------------------------------
+
+    def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any], record: StepRecord | None) -> None:
+        if op.verb == "update":
+            assert record is not None
+            self._update(op, reads, targets, record)
+        elif op.reads[0].kind == "dw" and not op.results[0].part:
+            _move_sum(reads[0], targets[0])
+        elif op.reads[0].kind == "dw":
+            for value, target in zip(op.results, targets, strict=True):
+                at = 0
+                for segment in self._segments(self.setting.unit(value).dw[value.part], reads[0].flat):
+                    target.tensor[at : at + len(segment)].copy_(segment, non_blocking=True)
+                    at += len(segment)
+            on_this_stream(reads[0].flat)
+        else:
+            transfer(reads, targets)
+
+    def norm(self, unit: Unit, gradient: Gradient, record: StepRecord) -> float:
+        """The sum of squares of a complete gradient; infinite where an element is not: nothing is updated from then."""
+        gradient.complete()
+        if gradient.flat.device.type == "cpu":
+            square = sum_of_squares(gradient.flat)
+        else:
+            square = float(torch.linalg.vector_norm(gradient.flat, dtype=torch.float64).square())
+            square = square if math.isfinite(square) else math.inf
+        record.squares[unit] = square
+        record.skipped = record.skipped or not math.isfinite(square)
+        return square
+
+    def _segments(self, group: Group, flat: Tensor) -> Iterator[Tensor]:
+        """A group's elements in its unit's flat gradient."""
+        return (flat[part.start : part.stop] for part in group.w)
+
+    def _update(self, op: Op, reads: Sequence[Any], targets: Sequence[Flat], record: StepRecord) -> None:
+        unit, gradient = self.setting.unit(op.into[0]), reads[0]
+        group = unit.group_of(op.into[0])
+        flats = {(homed(value).kind, value.part): flat.tensor for value, flat in zip(op.into, targets, strict=True)}
+        kept = {(v.kind, v.part): flat.tensor for v, flat in zip(op.reads, reads, strict=True) if v.kind in ALTERNATES}
+        is_whole = isinstance(gradient, Gradient) or self.setting.placement.keeps_gradient(unit)
+        sums = gradient.flat if isinstance(gradient, Gradient) else gradient.tensor
+        for piece in self._in_chunks(unit, group) if kept else self._pieces(unit, group):
+            w = _parameters(flats, piece)
+            g = sums[piece.unit_start if is_whole else piece.start :][: piece.numel]
+            state = self._components(unit, flats, piece)
+            if piece.s is not None and ("s", piece.s.letter) in kept:
+                for new, old in zip(state, self._components(unit, kept, piece), strict=True):
+                    new.copy_(old)
+            if ("w", piece.w.letter) in kept:
+                w.copy_(_parameters(kept, piece))
+            master, low = (state.pop(0), w) if unit.has_master else (w, None)
+            if not record.skipped:
+                hyper = record.hypers[piece.hyper]
+                self.recipe.rule.update(master, g, state, hyper, record.number, low=low, scale=record.scale)
+            elif low is not None:
+                low.copy_(master)
+
+    def _components(self, unit: UnitPlacement, flats: Mapping[tuple[str, str], Tensor], piece: _Piece) -> list[Tensor]:
+        if piece.s is None:
+            return []
+        offset, whole = piece.start - piece.s.start, flats["s", piece.s.letter]
+        return [
+            whole[component * piece.s.numel + offset :][: piece.numel]
+            for component in range(self.recipe.num_components[unit.unit])
+        ]
+
+    def _in_chunks(self, unit: UnitPlacement, group: Group) -> Iterator[_Piece]:
+        """Pieces that are still in cache when they are updated, once they have been copied."""
+        size = CHUNK * torch.get_num_threads()
+        for piece in self._pieces(unit, group):
+            for at in range(0, piece.numel, size):
+                numel = min(size, piece.numel - at)
+                yield piece._replace(start=piece.start + at, numel=numel, unit_start=piece.unit_start + at)
+
+    def _pieces(self, unit: UnitPlacement, group: Group) -> Iterator[_Piece]:
+        """A group cut wherever its parameters' part, its state's part or the param group changes."""
+        at = 0
+        for w in group.w:
+            for start, stop, hyper in self.recipe.runs[unit.unit]:
+                begin, end = max(start, w.start), min(stop, w.stop)
+                if begin < end:
+                    yield from self._by_state(group, w, at + begin - w.start, at + end - w.start, begin, hyper)
+            at += w.numel
+
+    def _by_state(self, group: Group, w: Part, start: int, stop: int, unit_start: int, hyper: int) -> Iterator[_Piece]:
+        for s in group.s or (None,):
+            begin, end = (start, stop) if s is None else (max(start, s.start), min(stop, s.stop))
+            if begin < end:
+                yield _Piece(w, s, begin, end - begin, unit_start + begin - start, hyper)
+
+
+def _parameters(flats: Mapping[tuple[str, str], Tensor], piece: _Piece) -> Tensor:
+    return flats["w", piece.w.letter][piece.unit_start - piece.w.start :][: piece.numel]
+
+
+def _views(flat: Tensor, bindings: Sequence[Binding]) -> dict[Any, Tensor]:
+    """The gradient of each trained parameter, by its place among the inputs."""
+    return {binding.input: binding.view(flat) for binding in bindings if binding.trained}
+
+
+def _move_sum(source: Any, target: Any) -> None:
+    if isinstance(source, Region) or isinstance(target, Region):
+        transfer([source], [target])
+        return
+    old, new = (each.flat if isinstance(each, Gradient) else each.tensor for each in (source, target))
+    new.copy_(old, non_blocking=True)
+    on_this_stream(old)
+    on_this_stream(new)
+
+
+class _Piece(NamedTuple):
+    """Elements of a group that one call of the rule updates."""
+
+    w: Part
+    s: Part | None
+    start: int  # in the group's space
+    numel: int
+    unit_start: int  # the same in the unit's
+    hyper: int

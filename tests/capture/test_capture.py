@@ -1,0 +1,227 @@
+"""What the capture rests on: facts of Dynamo, each under a test, so that a release that breaks one is told by name."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import callback_handler
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import builder as dynamo_builder
+from torch.fx.experimental import _config as symbolic_config
+from torch.nn import functional
+from zoo import GPT, VOCAB, WIDTH, Block, assert_same_gradients, batch, compile_model, gradients, train
+
+from gs_compile.codegen.compiled import compilations_of
+from gs_compile.model.backend import greedysnake
+
+OPTIONS = {"micro_batch_size": 2, "expert": {"compiler": "eager"}}
+
+
+def settings():
+    return {
+        "dynamic_sources": torch.compiler.config.dynamic_sources,
+        "specialize_float": dynamo_config.specialize_float,
+        "use_duck_shape": symbolic_config.use_duck_shape,
+        "end_callbacks": list(callback_handler.end_callbacks),
+    }
+
+
+@pytest.fixture(autouse=True)
+def settings_are_put_back():
+    before = settings()
+    yield
+    assert settings() == before
+
+
+class Spy:
+    """The backend, which notes the settings of each trace, and fails in the one numbered `fails_at`."""
+
+    def __init__(self, fails_at=None):
+        self.traces = []
+        self.fails_at = fails_at
+
+    def __call__(self, module, example_inputs, **options):
+        self.traces.append(settings())
+        if len(self.traces) - 1 == self.fails_at:
+            raise ZeroDivisionError
+        return greedysnake(module, example_inputs, **options)
+
+
+def captured(model):
+    """The single capture of a compiled model."""
+    (compilation,) = compilations_of[next(model.parameters())]
+    return compilation.captured
+
+
+def roles(model):
+    return {entry.path: entry.role for entry in captured(model).inputs if entry.role not in ("parameter", "size")}
+
+
+# Tracing again ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_retrace_happens_once_and_under_its_own_settings():
+    model, spy = GPT(), Spy()
+    model.compile(backend=spy, options=OPTIONS)
+    with torch.compiler.config.patch(dynamic_sources="L['another']"):
+        train(model, *batch())
+        train(model, *batch(4))
+        assert torch.compiler.config.dynamic_sources == "L['another']"
+    static, symbolic = spy.traces
+    assert static["dynamic_sources"] == "L['another']"
+    assert symbolic["dynamic_sources"].split(",") == ["L['another']", r"L\['ids'\]:0", r"L\['labels'\]:0"]
+    assert symbolic["specialize_float"] is True
+    assert symbolic["use_duck_shape"] is False
+    assert len(symbolic["end_callbacks"]) == len(static["end_callbacks"]) + 1
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_settings_are_put_back_when_tracing_fails(fails_at):
+    model, before = GPT(), settings()
+    model.compile(backend=Spy(fails_at), options=OPTIONS)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="ZeroDivisionError"):
+        train(model, *batch())
+    assert settings() == before
+    torch._dynamo.reset()
+    assert_same_gradients(train(compile_model(GPT(), 2), *batch())[1], train(GPT(), *batch())[1])
+
+
+def test_settings_are_put_back_when_the_retrace_does_not_reach_the_backend(monkeypatch):
+    runs = []
+
+    def run(translator):
+        runs.append(settings())
+        if len(runs) > 1:
+            raise ZeroDivisionError
+        return original(translator)
+
+    original = InstructionTranslator.run
+    monkeypatch.setattr(InstructionTranslator, "run", run)
+    before = settings()
+    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError, match="ZeroDivisionError"):
+        train(compile_model(GPT(), 2), *batch())
+    assert len(runs) == 2
+    assert runs[1] != before
+    assert settings() == before
+
+
+def test_one_sample_is_captured_without_a_retrace():
+    """A batch of one is a constant to Dynamo; the first larger one is captured anew."""
+    model, spy = GPT(), Spy()
+    model.compile(backend=spy, options=OPTIONS)
+    ids, _ = batch(1)
+    assert_same_gradients(train(model, ids, ids)[1], train(GPT(), ids, ids)[1])
+    assert len(spy.traces) == 1
+
+
+def test_releases_that_cannot_name_a_dimension(monkeypatch):
+    """There every dimension of a named source becomes symbolic, the tokens with the batch."""
+
+    def is_dynamic_source(name, dim=None):
+        sources = torch.compiler.config.dynamic_sources.split(",")
+        return any(name == source or re.match(source, name) for source in filter(None, sources))
+
+    monkeypatch.delattr(dynamo_builder, "_parse_source_entry")
+    monkeypatch.setattr(dynamo_builder, "is_dynamic_source", is_dynamic_source)
+    model, spy = GPT(), Spy()
+    model.compile(backend=spy, options=OPTIONS)
+    for size, tokens in [(5, 12), (4, 8)]:
+        ids, labels = batch(size, tokens)
+        model.zero_grad()
+        assert_same_gradients(train(model, ids, labels)[1], train(GPT(), ids, labels)[1])
+    assert len(spy.traces) == 2
+    assert spy.traces[1]["dynamic_sources"] == "L['ids'],L['labels']"
+
+
+# What an input is ------------------------------------------------------------------------------------------------------
+
+
+def check(model, *args, **kwargs):
+    """The gradients on greedysnake are those of plain PyTorch; returns the compiled model."""
+    reference = copy.deepcopy(model)
+    for each in (reference, compile_model(model, 2)):
+        each(*args, **kwargs).backward()
+    assert_same_gradients(gradients(model), gradients(reference))
+    return model
+
+
+class Called(nn.Module):
+    """A small model with a loss, whose inputs are what `read` makes of the arguments."""
+
+    def __init__(self, read):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.read = read
+
+    def forward(self, *args, **kwargs):
+        ids, weight_B, shift = self.read(*args, **kwargs)
+        x_BTD = self.embedding(ids)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return ((x_BTD + shift).square().mean((1, 2)) * weight_B).sum()
+
+
+SHIFT = torch.linspace(-1, 1, WIDTH)  # the same for every sample
+WEIGHTS = torch.arange(1.0, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("read", "args", "kwargs"),
+    [
+        (lambda ids, weights, shift: (ids, weights, shift), ("ids", "weights", "shift"), {}),
+        (lambda *, a, b, c: (a, b, c), (), {"a": "ids", "b": "weights", "c": "shift"}),
+        (lambda ids, *, b, c: (ids, b, c), ("ids",), {"c": "shift", "b": "weights"}),
+        (lambda d: (d["x"]["ids"], d["w"], d["s"]), ({"x": {"ids": "ids"}, "w": "weights", "s": "shift"},), {}),
+        (lambda inputs: inputs, (["ids", "weights", "shift"],), {}),
+    ],
+    ids=["positional", "keyword", "both", "dict", "list"],
+)
+def test_forms_of_a_call(read, args, kwargs):
+    values = {"ids": batch()[0], "weights": WEIGHTS, "shift": SHIFT}
+    args, kwargs = torch.utils._pytree.tree_map(lambda name: values[name], (args, kwargs))
+    model = check(Called(read), *args, **kwargs)
+    assert sorted(roles(model).values()) == ["batch", "batch", "constant"]
+
+
+def test_a_sequence_as_long_as_the_batch_is_large():
+    """Equal sizes are not one symbol, so a later batch may have another."""
+    model = compile_model(GPT(), 2)
+    for size in (5, 3, 8):
+        ids, labels = batch(size, tokens=5)
+        model.zero_grad()
+        assert_same_gradients(train(model, ids, labels)[1], train(GPT(), ids, labels)[1])
+    assert captured(model).batch_symbols
+    assert roles(model) == {"ids": "batch", "labels": "batch"}
+
+
+def test_paths_are_as_the_user_writes_them():
+    model = compile_model(GPT(), 2)
+    train(model, *batch())
+    parameters = {entry.path for entry in captured(model).inputs if entry.role == "parameter"}
+    assert parameters == dict(model.named_parameters()).keys()
+
+
+def test_a_batch_of_vectors():
+    """Without any input of two dimensions, the first of one dimension has the batch."""
+    model = Called(lambda tokens, weights: (tokens[:, None], weights, 0.0))
+    assert list(roles(check(model, torch.arange(5), WEIGHTS)).values()) == ["batch", "batch"]
+
+
+def test_floats_of_the_model_are_constants_with_dynamic_shapes():
+    class Scaled(Block):
+        scale = 0.5
+
+        def forward(self, x_BTD):
+            return super().forward(x_BTD) * self.scale + functional.layer_norm(x_BTD, (WIDTH,), eps=self.scale)
+
+    model = GPT(Scaled)
+    reference = copy.deepcopy(model)
+    model.compile(backend=greedysnake, options=OPTIONS, dynamic=True)
+    assert_same_gradients(train(model, *batch())[1], train(reference, *batch())[1])

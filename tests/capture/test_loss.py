@@ -1,0 +1,295 @@
+"""loss: every form of a loss, from shares of micro-batches as from the whole batch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import expecttest
+import pytest
+import torch
+from captured import TOKENS, WORDS, Tiny, assert_same_step, batch, captured, compiled, text
+from criteria import (
+    EXACT,
+    WEIGHT,
+    accumulated,
+    assert_combines,
+    classes,
+    cross_entropy,
+    logits_and_labels,
+    mask_of,
+    shifted,
+    short,
+)
+from torch import nn
+from torch.nn import functional
+
+from gs_compile.capture.loss import loss
+from gs_compile.errors import SeparationError
+
+# Every form that is recognised, as a function of logits (batch, tokens, words) and labels (batch, tokens).
+FORMS = {
+    "cross_entropy mean": cross_entropy,
+    "cross_entropy sum": lambda p, y: cross_entropy(p, y, reduction="sum"),
+    "cross_entropy none, masked mean": lambda p, y: (
+        (cross_entropy(p, y, reduction="none") * mask_of(y).flatten()).sum() / mask_of(y).sum()
+    ),
+    "cross_entropy none, tokens averaged first": lambda p, y: (
+        cross_entropy(p, y, reduction="none").view(y.shape).mean(1).mean()
+    ),
+    "cross_entropy ignore_index": lambda p, y: cross_entropy(p, y.clamp(min=0), ignore_index=0),
+    "cross_entropy label_smoothing": lambda p, y: cross_entropy(p, y, label_smoothing=0.1),
+    "cross_entropy class weights": lambda p, y: cross_entropy(p, y, weight=WEIGHT),
+    "cross_entropy class weights and label_smoothing": lambda p, y: cross_entropy(
+        p, y, weight=WEIGHT, label_smoothing=0.2
+    ),
+    "cross_entropy class probabilities": lambda p, y: functional.cross_entropy(
+        p.flatten(0, 1), classes(y).flatten(0, 1)
+    ),
+    "cross_entropy unflattened": lambda p, y: functional.cross_entropy(p.transpose(1, 2), y),
+    "cross_entropy of one label a sample": lambda p, y: functional.cross_entropy(p.mean(1), y[:, 3]),
+    "HuggingFace's causal mean": shifted,
+    "nll_loss mean": lambda p, y: functional.nll_loss(functional.log_softmax(p.flatten(0, 1), -1), y.flatten()),
+    "nll_loss class weights": lambda p, y: functional.nll_loss(
+        functional.log_softmax(p.flatten(0, 1), -1), y.flatten(), weight=WEIGHT
+    ),
+    "nll_loss sum": lambda p, y: functional.nll_loss(
+        functional.log_softmax(p.flatten(0, 1), -1), y.flatten(), reduction="sum"
+    ),
+    "mse_loss": lambda p, y: functional.mse_loss(p, classes(y)),
+    "mse_loss sum": lambda p, y: functional.mse_loss(p, classes(y), reduction="sum"),
+    "mse_loss against a constant": lambda p, y: functional.mse_loss(p.mean(-1).mean(-1), p.new_zeros(p.shape[0])),
+    "l1_loss": lambda p, y: functional.l1_loss(p, classes(y)),
+    "smooth_l1_loss": lambda p, y: functional.smooth_l1_loss(p, classes(y), beta=0.3),
+    "huber_loss": lambda p, y: functional.huber_loss(p, classes(y), delta=0.3),
+    "binary_cross_entropy": lambda p, y: functional.binary_cross_entropy(p.sigmoid(), classes(y)),
+    "binary_cross_entropy_with_logits": lambda p, y: functional.binary_cross_entropy_with_logits(p, classes(y)),
+    "bce_with_logits pos_weight": lambda p, y: functional.binary_cross_entropy_with_logits(
+        p, classes(y), pos_weight=WEIGHT
+    ),
+    "kl_div batchmean": lambda p, y: functional.kl_div(p.log_softmax(-1), classes(y), reduction="batchmean"),
+    "kl_div sum": lambda p, y: functional.kl_div(p.log_softmax(-1), classes(y), reduction="sum"),
+    "mean": lambda p, y: p.mean(),
+    "sum": lambda p, y: p.pow(2).sum(),
+    "a count of labels as an int": lambda p, y: cross_entropy(p, y, reduction="sum") / 12,
+    "loss / batch size": lambda p, y: cross_entropy(p, y, reduction="sum") / p.shape[0],
+    "loss / number of tokens": lambda p, y: cross_entropy(p, y, reduction="sum") / (p.shape[0] * p.shape[1]),
+    "mean * batch size": lambda p, y: p.mean() * p.shape[0],
+    "count clamped": lambda p, y: (p.logsumexp(-1) * mask_of(y)).sum() / mask_of(y).sum().clamp(min=1),
+    "weights that add to one": lambda p, y: (p.logsumexp(-1) * (mask_of(y) / mask_of(y).sum())).sum(),
+    "z-loss": lambda p, y: cross_entropy(p, y) + 1e-2 * (p.logsumexp(-1) ** 2).mean(),
+    "linear combination": lambda p, y: (
+        2 * cross_entropy(p, y) - p.sum() / 3 + 0.25 * p.pow(2).mean() - (1 - p.mean()) + 7
+    ),
+    "accumulated in place": accumulated,
+    "a penalty on parameters is not counted twice": lambda p, y: cross_entropy(p, y) + 0.1 * WEIGHT.pow(2).sum(),
+    "stack and sum": lambda p, y: torch.stack([cross_entropy(p, y), p.mean(), p.sum()]).sum(),
+    "mean in fp64": lambda p, y: p.double().mean(),
+    "rows of different classes": lambda p, y: functional.mse_loss(p[:, 1:], p[:, :-1].detach()),
+    "attention over tokens": lambda p, y: functional.scaled_dot_product_attention(p, p, p).mean(),
+    "softmax over words": lambda p, y: -(p.log_softmax(-1) * classes(y)).sum(-1).mean(),
+    "cumulative over tokens": lambda p, y: p.cumsum(1).tanh().mean(),
+    "last token by index": lambda p, y: p[torch.arange(p.shape[0]), y[:, 3].clamp(0, TOKENS - 1)].pow(2).mean(),
+    "batch_norm in eval mode": lambda p, y: (
+        functional.batch_norm(p.flatten(0, 1), torch.zeros(WORDS), torch.ones(WORDS)).tanh().mean()
+    ),
+}
+
+
+QUICK = frozenset(
+    [
+        "HuggingFace's causal mean",
+        "cross_entropy class weights",
+        "count clamped",
+        "linear combination",
+        "accumulated in place",
+    ]
+)  # end to end; the others are run through the pass alone, and through the backend by the slow tests
+
+
+@pytest.mark.parametrize("form", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FORMS])
+def test_form_equals_the_whole_batch(form):
+    """Five samples as 2 + 2 + 1: uneven labels, the second micro-batch without any."""
+    torch.manual_seed(0)
+    assert_same_step(short(FORMS[form]), *batch(5), tolerance=EXACT)
+
+
+@pytest.mark.parametrize("given_as", [int, lambda n: torch.tensor(float(n))], ids=["int", "tensor"])
+def test_number_of_labels_given_by_the_trainer(given_as):
+    class Trained(Tiny):
+        def forward(self, ids, labels, num_items_in_batch):
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = block(x)
+            return cross_entropy(self.head(x), labels, reduction="sum") / num_items_in_batch
+
+    torch.manual_seed(0)
+    assert_same_step(Trained(), *batch(5), given_as(12), tolerance=EXACT)
+
+
+def test_no_label_at_all_is_nan_as_in_plain_pytorch():
+    ids, labels = batch(4)
+    labels[:] = -100
+    model = short(cross_entropy)
+    assert model(ids, labels).isnan()
+    assert compiled(model)(ids, labels).isnan()
+
+
+def test_half_precision_does_not_overflow():
+    """A sum of losses over many tokens is beyond fp16; their mean is not."""
+    torch.manual_seed(0)
+    model = short(lambda p, y: cross_entropy((p * 300).half(), y))
+    ids, labels = batch(40, 40, ignored=False)
+    expected = cross_entropy((model.head(nn.Sequential(*model.blocks)(model.embed(ids))) * 300).half().float(), labels)
+    assert expected * labels.numel() > torch.finfo(torch.float16).max
+    found = compiled(model, micro_batch_size=32)(ids, labels)
+    torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=0)
+
+
+# What the pass writes -------------------------------------------------------------------------------------------------
+
+
+class TestText(expecttest.TestCase):
+    def tail(self, criterion, first):
+        case = captured(short(criterion), *batch(4))
+        separated = case.separated(2)
+        lines = text(separated.module, case.captured).splitlines()
+        start = next(index for index, line in enumerate(lines) if line.startswith(first))
+        return "\n".join(lines[start:]), separated
+
+    def derivation(self, separated):
+        terms = []
+        for term in separated.terms:
+            assert re.match(rf"{Path(__file__).parents[1]}/(capture/test_loss|criteria)\.py:\d+: ", term.where)
+            terms.append(f"{term.node}: {term.kind}: {term.why}")
+        return "\n".join(terms)
+
+    def test_huggingface_mean(self):
+        tail, separated = self.tail(shifted, "pad =")
+        self.assertExpectedInline(
+            tail,
+            """\
+pad = pad(labels, (0, 1), constant, -100)
+getitem = getitem(pad, (Ellipsis, slice(1, None, None)))
+labels = contiguous(getitem)
+view = view(linear, -1, 11)
+float_1 = float(view)
+view_1 = view(labels, -1)
+ne = ne(view_1, -100)
+sum_1 = sum(ne, dtype=torch.float32)
+cross_entropy = cross_entropy(input=float_1, target=view_1, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction=sum, label_smoothing=0.0)
+div = div(cross_entropy, total_0)
+return (div,)""",
+        )
+        self.assertExpectedInline(
+            self.derivation(separated),
+            """\
+sum_1: total: made from the inputs alone: counted over the whole batch
+cross_entropy: sum: cross_entropy(mean) = cross_entropy(sum) / total, the counted labels of the whole batch
+div: sum: micro-batches add""",
+        )
+        assert list(separated.kinds.values()) == ["sum"]
+        assert [node.name for node in separated.totals] == ["sum_1"]
+
+    def test_means_and_sums(self):
+        tail, separated = self.tail(lambda p, y: p.mean() + 2 * p.sum(), "mean =")
+        self.assertExpectedInline(
+            tail,
+            """\
+mean = mean(linear)
+sum_1 = sum(linear)
+mul_2 = mul(2, sum_1)
+mul = mul(fraction, mean)
+add = add(mul, mul_2)
+return (add,)""",
+        )
+        self.assertExpectedInline(self.derivation(separated), """add: sum: micro-batches add""")
+
+    def test_class_weights(self):
+        tail, _ = self.tail(lambda p, y: functional.cross_entropy(p.transpose(1, 2), y, weight=WEIGHT), "transpose =")
+        self.assertExpectedInline(
+            tail,
+            """\
+transpose = transpose(linear, 1, 2)
+ne = ne(labels, -100)
+clamp = clamp(labels, min=0)
+unsqueeze = unsqueeze(G.__import_test_loss.WEIGHT, -1)
+embedding = embedding(clamp, unsqueeze)
+squeeze = squeeze(embedding, -1)
+mul = mul(squeeze, ne)
+sum_1 = sum(mul, dtype=torch.float32)
+cross_entropy = cross_entropy(input=transpose, target=labels, weight=G.__import_test_loss.WEIGHT, size_average=None, ignore_index=-100, reduce=None, reduction=sum, label_smoothing=0.0)
+div = div(cross_entropy, total_0)
+return (div,)""",
+        )
+
+
+def test_alone_changes_nothing():
+    case = captured(short(lambda p, y: p.std() * p.max()), *batch(2))
+    module = case.specialized(2)
+    before = text(module, case.captured)
+    separated = case.separated(2, alone=True)
+    assert text(separated.module, case.captured) == before
+    assert (separated.totals, separated.terms) == ((), ())
+    assert set(separated.kinds.values()) == {"sum"}
+
+
+def test_what_is_not_kept_may_be_anything():
+    case = captured(short(lambda p, y: (cross_entropy(p, y), p.std())), *batch(4))
+    separated = loss(case.specialized(2), case.captured, kept=[True, False], alone=False)
+    assert next(iter(separated.kinds.values())) == "sum"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shares_add_up(form):
+    assert_combines(FORMS[form], *logits_and_labels())
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def test_outputs_beside_the_loss():
+    torch.manual_seed(0)
+
+    def criterion(logits, labels):
+        return {
+            "loss": cross_entropy(logits, labels),
+            "logits": logits,
+            "turned": logits.transpose(0, 1).detach(),
+            "hits": (logits.argmax(-1) == labels).sum(),
+            "spread": logits.detach().mean(),
+            "constant": WEIGHT * 2,
+            "number": 3,
+            "labels": labels,
+        }
+
+    model, args = short(criterion), batch(5)
+    assert_same_step(model, *args, tolerance=EXACT)
+    kinds = captured(model, *args).separated(2).kinds
+    assert sorted(kinds.values()) == ["local", "local", "same", "sum", "sum", "sum"]
+    expected, found = model(*args), compiled(model)(*args)
+    assert found.keys() == expected.keys()
+    assert found["number"] == 3
+    assert found["labels"] is args[1]
+    only_loss = compiled(model, outputs="loss")(*args)
+    assert only_loss["logits"] is None
+    assert torch.equal(only_loss["loss"], found["loss"])
+
+
+def test_mixed_outputs_are_refused_unless_left_out():
+    torch.manual_seed(0)
+    model = short(lambda p, y: (cross_entropy(p, y), p.detach().std()))
+    args = batch(5)
+    with pytest.raises(SeparationError, match=r"output `std`.*\(std\) reduces.*options=\{'outputs': 'loss'\}"):
+        compiled(model)(*args)
+    loss, left_out = compiled(model, outputs="loss")(*args)
+    assert left_out is None
+    torch.testing.assert_close(loss, model(*args)[0], rtol=EXACT, atol=EXACT)
+
+
+def test_two_losses():
+    torch.manual_seed(0)
+    assert_same_step(short(lambda p, y: (cross_entropy(p, y), p.mean(), p.sum(0))), *batch(5), tolerance=EXACT)
+
+
+# Any tree of sums, means, scalings and additions ----------------------------------------------------------------------

@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+from captured import WORDS, Block, Tiny, batch, captured, leaves, run, text
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from gs_compile.capture.blocks import block_of
+from gs_compile.capture.graph import TensorSpec
+from gs_compile.capture.specialize import SYMBOLIC
+
+
+def everything(module):
+    """All arguments of all nodes, opened up."""
+    return [leaf for node in module.graph.nodes for leaf in torch.utils._pytree.tree_leaves((node.args, node.kwargs))]
+
+
+def node_of(module, name):
+    return next(node for node in module.graph.nodes if node.name == name)
+
+
+class TestText(expecttest.TestCase):
+    def test_two_layers(self):
+        case = captured(Tiny(), *batch(4))
+        self.assertExpectedInline(
+            text(case.specialized(2), case.captured),
+            """\
+inputs embed.weight, ids, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.down.bias, blocks.1.up.weight, blocks.1.up.bias, blocks.1.down.weight, blocks.1.down.bias, head.weight, head.bias, labels
+x = embedding(ids, embed.weight, None, None, 2.0, False, False)
+linear = linear(x, blocks.0.up.weight, blocks.0.up.bias)
+tanh = tanh(linear)
+linear_1 = linear(tanh, blocks.0.down.weight, blocks.0.down.bias)
+x_1 = add(x, linear_1)
+linear_2 = linear(x_1, blocks.1.up.weight, blocks.1.up.bias)
+tanh_1 = tanh(linear_2)
+linear_3 = linear(tanh_1, blocks.1.down.weight, blocks.1.down.bias)
+x_2 = add(x_1, linear_3)
+linear_4 = linear(x_2, head.weight, head.bias)
+flatten = flatten(linear_4, 0, 1)
+flatten_1 = flatten(labels)
+cross_entropy = cross_entropy(flatten, flatten_1)
+return (cross_entropy,)""",
+        )
+
+    def test_views_get_numbers(self):
+        case = captured(Tiny(lambda p, y: p.view(p.shape[0], -1)[:, : p.shape[0] + 1].sum()), *batch(4))
+        lines = text(case.specialized(3), case.captured).splitlines()
+        self.assertExpectedInline(
+            "\n".join(lines[-4:]),
+            """\
+view = view(linear_4, 3, -1)
+getitem_6 = getitem(view, (slice(None, None, None), slice(None, 4, None)))
+sum_1 = sum(getitem_6)
+return (sum_1,)""",
+        )
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_no_symbol_is_left(micro_batch_size, dynamic):
+    def criterion(logits, labels):
+        mask = torch.ones(logits.shape[0], 1, logits.shape[1] * 2)[:, :, : logits.shape[1]]
+        return functional.cross_entropy(logits.view(-1, WORDS), labels.view(-1)) + (logits.sum(-1) * mask[:, 0]).mean()
+
+    case = captured(Tiny(criterion), *batch(4), dynamic=dynamic)
+    assert any(
+        isinstance(value, fx.Node) and isinstance(value.meta["example_value"], SYMBOLIC)
+        for value in everything(case.captured.module)
+    )
+    module = case.specialized(micro_batch_size)
+    assert not any(isinstance(value, SYMBOLIC) for value in everything(module))
+    for node in module.graph.nodes:
+        spec = node.meta.get("spec")
+        if node.op != "output":
+            assert isinstance(spec, TensorSpec)
+            assert all(type(size) is int for size in (*spec.shape, *spec.stride))
+    assert not any(node.op == "placeholder" and node.name in case.sizes for node in module.graph.nodes)
+
+
+def test_batch_dims():
+    def criterion(logits, labels):
+        return (
+            logits,
+            logits.transpose(0, 1),
+            logits.flatten(0, 1),
+            logits.sum(0),
+            logits[:, None] - logits[None],
+            logits.sum(),
+        )
+
+    case = captured(Tiny(criterion), *batch(4))
+    outputs = case.specialized(3).graph.output_node().args[0]
+    found = [(node.meta["spec"].shape, node.meta["spec"].batch_dims) for node in outputs]
+    assert found == [
+        ((3, 5, 11), (0,)),
+        ((5, 3, 11), (1,)),
+        ((15, 11), (0,)),
+        ((5, 11), ()),
+        ((3, 3, 5, 11), (0, 1)),
+        ((), ()),
+    ]
+    specs = {node.name: node.meta["spec"] for node in case.specialized(3).graph.nodes if node.op == "placeholder"}
+    for entry in case.captured.inputs:
+        if entry.role != "size":
+            assert specs[entry.name].batch_dims == ((0,) if entry.role == "batch" else ())
+
+
+def test_spec_says_what_a_tensor_is():
+    (spec,) = (
+        n.meta["spec"]
+        for n in captured(Tiny(lambda p, y: p.half()), *batch(4)).specialized(2).graph.output_node().args[0]
+    )
+    assert spec == TensorSpec((2, 5, 11), (55, 11, 1), torch.float16, torch.device("cpu"), True, (0,))
+    assert (spec.nbytes, str(spec)) == (220, "float16[2, 5, 11]")
+
+
+@pytest.mark.parametrize(
+    ("criterion", "numbers"),
+    [
+        (lambda p, y: p.sum() / p.shape[0], {3: True}),
+        (lambda p, y: p.sum() / (p.shape[0] * p.shape[1]), {15: True}),
+        (lambda p, y: p.sum() / (p.shape[0] - 1), {2: False}),
+        (lambda p, y: p.sum() / (p.shape[0] ** 2), {9: False}),
+        (lambda p, y: p.sum() / (p.shape[0] // 2), {1: False}),
+        (lambda p, y: p.sum() / p.shape[1], {}),
+        (lambda p, y: p.sum() / 3, {}),
+    ],
+)
+def test_batch_numbers_tell_proportional_from_not(criterion, numbers):
+    case = captured(Tiny(criterion), *batch(4))
+    (output,) = case.specialized(3).graph.output_node().args[0]
+    assert output.meta["batch_numbers"] == numbers
+
+
+def test_two_batch_symbols():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, left, right):
+            return self.head(left).sum(-1) * self.head(right).sum(-1)
+
+    case = captured(Pair(), torch.randn(4, 3), torch.randn(4, 3))
+    (output,) = case.specialized(2).graph.output_node().args[0]
+    assert (output.meta["spec"].shape, output.meta["spec"].batch_dims) == ((2,), (0,))
+
+
+class Checkpointed(Tiny):
+    def __init__(self, on, *args):
+        super().__init__(*args)
+        self.on = on
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.on else block(x)
+        return self.criterion(self.head(x), labels)
+
+
+def test_checkpointing_is_absorbed():
+    plain, marked = (captured(Checkpointed(on), *batch(4)) for on in (False, True))
+    texts = [text(case.specialized(2), case.captured) for case in (plain, marked)]
+    assert "checkpoint" in str(marked.captured.module.graph)
+
+    def operations(code):
+        found = [line.split(" = ", 1)[-1].split("(")[0] for line in code.splitlines()[1:]]
+        return [name for name in found if not name.startswith("attribute wrap_body")]
+
+    assert operations(texts[0]) == operations(texts[1])
+    layers = [block_of(node) for node in marked.specialized(2).graph.nodes if "tanh" in node.name]
+    assert layers == [("blocks", 0), ("blocks", 1)]
+
+
+def test_checkpointed_model_computes_the_same():
+    model, args = Checkpointed(True), batch(4)
+    case = captured(model, *args)
+    torch.testing.assert_close(run(case.specialized(4), case.named())[0], model(*args))
+
+
+def test_no_grad_becomes_detach():
+    def criterion(logits, labels):
+        with torch.no_grad():
+            target = logits.exp()
+            assert not target.requires_grad
+        return functional.mse_loss(logits, target)
+
+    torch.manual_seed(0)
+    model, args = Tiny(criterion), batch(4)
+    case = captured(model, *args)
+    module = case.specialized(4)
+    names = [getattr(node.target, "__name__", str(node.target)) for node in module.graph.nodes]
+    assert names.count("detach") == 1
+    assert not any("grad_enabled" in name for name in names)
+    assert not node_of(module, "detach").meta["spec"].requires_grad
+    parameters = list(model.parameters())
+    ours = torch.autograd.grad(run(module, case.named())[0], parameters)
+    torch.testing.assert_close(ours, torch.autograd.grad(model(*args), parameters))
+
+
+def test_autocast_regions_are_recorded():
+    def criterion(logits, labels):
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = logits @ logits.transpose(1, 2)
+            with torch.autocast("cpu", enabled=False):
+                plain = logits @ logits.transpose(1, 2)
+        return scores.sum() + plain.sum()
+
+    module = captured(Tiny(criterion), *batch(4)).specialized(2)
+    regions = {node.name: node.meta.get("autocast") for node in module.graph.nodes}
+    ((*inner, _),) = regions["scores"]
+    assert inner == ["cpu", torch.bfloat16, True]
+    assert regions["plain"][0] == regions["scores"][0]
+    assert (len(regions["plain"]), regions["plain"][1][2]) == (2, False)
+    assert regions["linear"] is None
+    assert node_of(module, "scores").meta["spec"].dtype == torch.bfloat16
+    assert not any("autocast" in name for name in regions)
+
+
+def test_autocast_around_the_call_is_recorded():
+    with torch.autocast("cpu", torch.bfloat16):
+        case = captured(Tiny(), *batch(4))
+    assert case.captured.autocast == ("cpu", torch.bfloat16, True, True)
+    nodes = [node for node in case.specialized(2).graph.nodes if node.op == "call_function"]
+    assert {node.meta["autocast"] for node in nodes} == {(case.captured.autocast,)}
+
+
+class Varied(nn.Module):
+    """Views and sizes of several kinds, chosen by `kind`."""
+
+    def __init__(self, width, kind):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.kind = kind
+
+    def forward(self, x):
+        size, tokens, width = x.shape
+        y = self.linear(x)
+        match self.kind:
+            case 0:
+                return y.view(size * tokens, width).sum(-1).view(size, tokens)
+            case 1:
+                return y + torch.arange(size)[:, None, None] * 0 + torch.zeros(size, 1, width)
+            case 2:
+                return y.permute(1, 0, 2).reshape(tokens, size * width).view(tokens, size, width) / size
+            case 3:
+                return torch.cat([y, y[:, :1].expand(size, tokens, width)], 1).split([tokens, tokens], 1)
+            case _:
+                return y.new_full((size, tokens * 2), size) + y.sum((1, 2), keepdim=True)[:, :, 0]
+
+
+@settings(deadline=None, max_examples=10)
+@given(
+    st.integers(0, 4),
+    st.integers(2, 5),
+    st.integers(1, 5),
+    st.integers(2, 4),
+    st.integers(1, 4),
+    st.sampled_from([None, True]),
+)
+def test_specialized_equals_the_model_on_the_micro_batch(kind, size, micro_batch_size, tokens, width, dynamic):
+    micro_batch_size = min(size, micro_batch_size)
+    torch.manual_seed(0)
+    model, x = Varied(width, kind), torch.randn(size, tokens, width)
+    case = captured(model, x, dynamic=dynamic)
+    found = run(case.specialized(micro_batch_size), case.named(0, micro_batch_size))
+    torch.testing.assert_close(leaves(found), leaves(model(x[:micro_batch_size])), rtol=0, atol=1e-6)
+
+
+def test_blocks_keep_their_names():
+    case = captured(Tiny(blocks=[Block() for _ in range(3)]), *batch(4))
+    layers = [block_of(node) for node in case.specialized(2).graph.nodes if "tanh" in node.name]
+    assert layers == [("blocks", 0), ("blocks", 1), ("blocks", 2)]

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import expecttest
+import pytest
+import torch
+from captured import WIDTH, Block, Tiny, batch, captured
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+from gs_compile.capture.graph import Source, TensorSpec, UnitGraph
+from gs_compile.capture.uniform import structure, uniform
+from gs_compile.errors import UniformityError
+
+
+class Scaled(Block):
+    """A block with a constant in its code."""
+
+    def __init__(self, factor=2.0, hidden=2 * WIDTH, operation=torch.tanh, frozen=False):
+        super().__init__(hidden=hidden)
+        self.factor, self.operation = factor, operation
+        self.requires_grad_(not frozen)
+
+    def forward(self, x):
+        return x + self.down(self.operation(self.up(x))) * self.factor
+
+
+def classes(*blocks):
+    case = captured(Tiny(blocks=blocks), *batch(4))
+    return uniform(case.split().units, case.captured)
+
+
+class TestText(expecttest.TestCase):
+    def report(self, *blocks):
+        return classes(*blocks).report
+
+    def test_one_class(self):
+        self.assertExpectedInline(self.report(Scaled(), Scaled(), Scaled()), """class 0: 3 layers: 0-2""")
+
+    def test_constant(self):
+        self.assertExpectedInline(
+            self.report(Scaled(), Scaled(), Scaled(3.0), Scaled(), Scaled(3.0)),
+            """\
+class 0: 3 layers: 0-1, 3
+class 1: 2 layers: 2, 4
+layer 2 differs from layer 0 at blocks.2: mul(3.0) against mul(2.0)""",
+        )
+
+    def test_shape(self):
+        self.assertExpectedInline(
+            self.report(Scaled(), Scaled(hidden=5), Scaled()),
+            """\
+class 0: 2 layers: 0, 2
+class 1: 1 layers: 1
+layer 1 differs from layer 0 at blocks.1.up.weight: float32[5, 8] against float32[16, 8]""",
+        )
+
+    def test_operation(self):
+        self.assertExpectedInline(
+            self.report(Scaled(), Scaled(), Scaled(operation=torch.relu)),
+            """\
+class 0: 2 layers: 0-1
+class 1: 1 layers: 2
+layer 2 differs from layer 0 at blocks.2: relu() against tanh()""",
+        )
+
+    def test_trainable_against_frozen(self):
+        self.assertExpectedInline(
+            self.report(Scaled(frozen=True), Scaled(), Scaled(), Scaled(frozen=True)),
+            """\
+class 0: 2 layers: 0, 3
+class 1: 2 layers: 1-2
+layer 1 differs from layer 0 at blocks.1.up.weight: float32[16, 8] against float32[16, 8] (trainable against frozen)""",
+        )
+        self.assertExpectedInline(
+            self.report(Scaled(), Scaled(), Scaled(frozen=True)),
+            """\
+class 0: 2 layers: 0-1
+class 1: 1 layers: 2
+layer 2 differs from layer 0 at blocks.2.up.weight: float32[16, 8] against float32[16, 8] (frozen against trainable)""",
+        )
+
+    def test_number_of_operations(self):
+        class Longer(Scaled):
+            def forward(self, x):
+                return super().forward(x).neg()
+
+        self.assertExpectedInline(
+            self.report(Scaled(), Scaled(), Longer()),
+            """\
+class 0: 2 layers: 0-1
+class 1: 1 layers: 2
+layer 2 differs from layer 0: 6 operations against 5""",
+        )
+
+    def test_no_two_alike(self):
+        with pytest.raises(UniformityError) as caught:
+            classes(Scaled(), Scaled(hidden=5), Scaled(3.0))
+        self.assertExpectedInline(
+            str(caught.value),
+            """the model has no repeated block: all 3 blocks differ, the first two thus: layer 1 differs from layer 0 at blocks.1.up.weight: float32[5, 8] against float32[16, 8]. greedysnake needs blocks of equal code and shapes""",
+        )
+
+
+def test_classes_and_keys():
+    found = classes(Scaled(), Scaled(3.0), Scaled(), Scaled(4.0), Scaled(3.0))
+    assert found.layer_classes == ((0, 2), (1, 4), (3,))
+    assert len(found.keys) == 7
+    assert found.keys[1] == found.keys[3]
+    assert found.keys[2] == found.keys[5]
+    assert len(set(found.keys)) == 5
+    assert len(found.differences) == 2
+
+
+def test_48_equal_layers_are_one_class():
+    found = classes(*(Scaled() for _ in range(48)))
+    assert found.layer_classes == (tuple(range(48)),)
+    assert found.differences == ()
+    assert found.report == "class 0: 48 layers: 0-47"
+
+
+def test_a_norm_beside_a_norm():
+    """A difference far down is named by its module."""
+
+    class Normed(Scaled):
+        def __init__(self, epsilon):
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH, eps=epsilon)
+
+        def forward(self, x):
+            return super().forward(self.norm(x))
+
+    (difference,) = classes(Normed(1e-5), Normed(1e-5), Normed(1e-6)).differences
+    assert re.match(
+        r"layer 2 differs from layer 0 at .*norm: layer_norm\(.*1e-06.*\) against layer_norm\(.*1e-05", difference
+    )
+
+
+# structure, by itself -------------------------------------------------------------------------------------------------
+
+SPEC = TensorSpec((2, 3), (3, 1), torch.float32, torch.device("cpu"), True, (0,))
+
+
+def unit(
+    constant=1, *, target=torch.add, spec=SPEC, source="x", kind="x", names=("x", "y"), attribute=None, order=(0, 0)
+):
+    graph = fx.Graph()
+    x = graph.placeholder(names[0])
+    y = graph.call_function(target, (x, constant))
+    y.name = names[1]
+    z = graph.call_function(torch.mul, tuple((x, y)[i] for i in order))
+    root = nn.Module()
+    if attribute is not None:
+        root.constant = attribute
+        z = graph.call_function(torch.add, (z, graph.get_attr("constant")))
+    z.meta["spec"] = spec
+    graph.output((z,))
+    return UnitGraph(0, fx.GraphModule(root, graph), (Source(source),), (spec,), (kind,))
+
+
+CONSTANTS = [
+    0.0,
+    -0.0,
+    0,
+    False,
+    1,
+    1.0,
+    True,
+    2,
+    float("nan"),
+    float("inf"),
+    None,
+    "1",
+    (1, 2),
+    (1, 2.0),
+    (True, 2),
+    slice(None, 1),
+    slice(None, True),
+    slice(1, None),
+    torch.float32,
+    torch.float16,
+    torch.device("cpu"),
+]
+
+
+@pytest.mark.parametrize("left", range(len(CONSTANTS)))
+def test_constants_are_told_apart(left):
+    for right, constant in enumerate(CONSTANTS):
+        assert (structure(unit(CONSTANTS[left])) == structure(unit(constant))) == (left == right)
+
+
+def test_nan_equals_itself_however_it_was_made():
+    assert structure(unit(float("nan"))) == structure(unit(float("inf") - float("inf")))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        unit(target=torch.sub),
+        unit(spec=replace(SPEC, shape=(2, 4))),
+        unit(spec=replace(SPEC, stride=(1, 2))),
+        unit(spec=replace(SPEC, dtype=torch.float16)),
+        unit(spec=replace(SPEC, requires_grad=False)),
+        unit(source="side"),
+        unit(kind="loss"),
+        unit(order=(0, 1)),
+        unit(order=(1, 0)),
+        unit(attribute=torch.ones(2)),
+    ],
+    ids=["operation", "shape", "stride", "dtype", "frozen", "source", "result", "wiring", "order", "attribute"],
+)
+def test_what_makes_a_difference(other):
+    assert structure(unit()) != structure(other)
+
+
+def test_what_makes_no_difference():
+    assert structure(unit()) == structure(unit(names=("hidden", "result")))
+    other = replace(unit(), unit=7, sources=(Source("x", 3),))
+    assert structure(unit()) == structure(other)
+    assert hash(structure(unit())) == hash(structure(other))
+
+
+def test_attributes_count_by_their_values():
+    left, right = (structure(unit(attribute=torch.tensor(v))) for v in ([1.0, 2.0], [1.0, 2.0]))
+    assert left == right
+    for other in (torch.tensor([1.0, 3.0]), torch.tensor([1, 2]), torch.tensor([[1.0, 2.0]])):
+        assert left != structure(unit(attribute=other))
+
+
+def test_attributes_that_are_nan_equal_themselves():
+    left, right = (structure(unit(attribute=torch.tensor([float("nan")]))) for _ in range(2))
+    assert left == right
+
+
+def test_negative_zero_in_an_attribute_is_not_zero():
+    assert structure(unit(attribute=torch.tensor([0.0]))) != structure(unit(attribute=torch.tensor([-0.0])))
+
+
+DRAWN = st.recursive(
+    st.one_of(st.integers(-2, 2), st.floats(), st.booleans(), st.none(), st.text(max_size=2)),
+    lambda children: st.one_of(st.tuples(children, children), st.builds(slice, children, children)),
+    max_leaves=4,
+)
+
+
+def spelled(value):
+    """repr tells apart what Python's == does not, and joins what it tells apart: nan."""
+    return repr(value)
+
+
+@settings(deadline=None, max_examples=100)
+@given(DRAWN, DRAWN)
+def test_structure_is_equal_exactly_where_code_is(left, right):
+    assert (structure(unit(left)) == structure(unit(right))) == (spelled(left) == spelled(right))
+    assert structure(unit(left)) == structure(unit(left))

@@ -1,0 +1,303 @@
+"""The command line, on models without weights; and the example that shows the same from a script."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import expecttest
+import pytest
+from typer.testing import CliRunner
+
+import gs_compile
+from gs_compile.cli.inspect import PROGRAM_PASSES
+from gs_compile.cli.main import app
+from gs_compile.errors import (
+    InspectionError,
+    MemoryBudgetError,
+    NoFitError,
+    OptionError,
+    PlanError,
+    ProfileError,
+    StorageError,
+    StorageFullError,
+    StorageLockedError,
+)
+from gs_compile.program.text import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+GPT2 = ("inspect", "--model", "gpt2", "--layers", "3", "--micro-batches", "2")
+FORMS = {
+    "report": (),
+    "report after snake": ("--after", "snake"),
+    "program": ("--graph", "program"),
+    "program after vertical": ("--graph", "program", "--after", "vertical"),
+    "captured": ("--graph", "captured"),
+    "forward": ("--graph", "forward"),
+    "backward": ("--graph", "backward"),
+    "json": ("--json",),
+    "json with a graph": ("--json", "--graph", "backward"),
+}
+
+
+def run(*arguments):
+    """What a command prints, and its exit code."""
+    return CliRunner().invoke(app, arguments, prog_name="greedysnake")
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, str]:
+    """All that can be printed of one model, which Dynamo captures once."""
+    texts = {}
+    for form, arguments in FORMS.items():
+        result = run(*GPT2, *arguments)
+        assert (result.exit_code, result.stderr, result.exception) == (0, "", None)
+        texts[form] = result.stdout
+    return texts
+
+
+def test_the_program_of_gpt2(printed):
+    expecttest.assert_expected_inline(
+        printed["program"],
+        """\
+# gs_compile 0.1   after free   3 layers x 2 micro-batches
+# forward e   micro-batches 1 0
+total.device = count(batch_0, batch_1)
+x0_1.device, side_1.device = embed(batch_1, we.device)
+x0_0.device, side_0.device = embed(batch_0, we.device)
+# forward 0   micro-batches 0 1
+x1_0.device = forward(x0_0.device, side_0.device, w0.device)
+x1_1.device = forward(x0_1.device, side_1.device, w0.device)
+# forward 1   micro-batches 1 0
+x2_1.device = forward(x1_1.device, side_1.device, w1.device)
+x2_0.device = forward(x1_0.device, side_0.device, w1.device)
+# forward 2   micro-batches 0 1
+x3_0.device = forward(x2_0.device, side_0.device, w2.device)
+x3_1.device = forward(x2_1.device, side_1.device, w2.device)
+# backward h   micro-batches 1 0
+dwh.device = zeros()
+loss_1.device, dx3_1.device, yh_1.device = head(x3_1.device, side_1.device, batch_1, total.device, wh.device, into=dwh.device)
+loss_0.device, dx3_0.device, yh_0.device = head(x3_0.device, side_0.device, batch_0, total.device, wh.device, into=dwh.device)
+# backward 2   micro-batches 0 1
+dw2.device = zeros()
+dx2_0.device = backward(x2_0.device, dx3_0.device, side_0.device, w2.device, into=dw2.device)
+free(x2_0.device)
+free(dx3_0.device)
+dx2_1.device = backward(x2_1.device, dx3_1.device, side_1.device, w2.device, into=dw2.device)
+free(x2_1.device)
+free(dx3_1.device)
+# backward 1   micro-batches 1 0
+dw1.device = zeros()
+dx1_1.device = backward(x1_1.device, dx2_1.device, side_1.device, w1.device, into=dw1.device)
+free(x1_1.device)
+free(dx2_1.device)
+dx1_0.device = backward(x1_0.device, dx2_0.device, side_0.device, w1.device, into=dw1.device)
+free(x1_0.device)
+free(dx2_0.device)
+# backward 0   micro-batches 0 1
+dw0.device = zeros()
+dx0_0.device = backward(x0_0.device, dx1_0.device, side_0.device, w0.device, into=dw0.device)
+free(x0_0.device)
+free(dx1_0.device)
+dx0_1.device = backward(x0_1.device, dx1_1.device, side_1.device, w0.device, into=dw0.device)
+free(x0_1.device)
+free(dx1_1.device)
+# backward e   micro-batches 1 0
+dwe.device = zeros()
+embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
+free(dx0_1.device)
+embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
+free(dx0_0.device)
+""",
+    )
+
+
+def test_the_report_of_gpt2(printed):
+    headline, *lines = printed["report"].splitlines()
+    assert headline.startswith("3 layers of 1 class, 2 micro-batches of 1, 60,648,960 parameters of 231.4 MiB")
+    assert "class 0: 3 layers: 0-2" in lines
+    assert any("cross_entropy(mean) = cross_entropy(sum) / total" in line for line in lines)
+    assert printed["report"].endswith(printed["program"])
+
+
+def test_the_program_after_a_pass(printed):
+    assert parse(printed["program after vertical"]).made_by == "vertical"
+    assert "# gs_compile 0.1   after snake" in printed["report after snake"]
+
+
+def test_graphs(printed):
+    assert "torch.nn.functional.embedding" in printed["captured"]
+    assert "aten.addmm" in printed["forward"]
+    assert printed["backward"].startswith(
+        "# backward of layers 0 1 2\n#   arg0_1: x\n#   arg1_1: transformer.h.0.ln_1.weight"
+    )
+    assert "#   arg14_1: gradient of x" in printed["backward"]
+    assert printed["backward"].count("aten.mm") > printed["forward"].count("aten.addmm")
+
+
+def test_json(printed):
+    found = json.loads(printed["json"])
+    assert (found["num_layers"], found["num_micro_batches"], found["micro_batch_size"]) == (3, 2, 1)
+    assert tuple(found["programs"]) == PROGRAM_PASSES
+    assert found["programs"]["free"] == printed["program"]
+    assert found["units"][1] == {"units": [0, 1, 2], "parameters_nbytes": 28351488}
+    assert "graph" not in found
+    assert json.loads(printed["json with a graph"])["graph"].strip() == printed["backward"].strip()
+
+
+def test_a_config_file_made_narrow_and_shallow(tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 30, "vocab_size": 100} | sizes))
+    arguments = ("--layers", "2", "--hidden", "64", "--micro-batch-size", "3", "--sequence", "16", "--json")
+    found = json.loads(run("inspect", "--model", str(path), *arguments).stdout)
+    assert found["num_layers"] == 2
+    assert found["checkpoint"]["spec"] == "float32[3, 16, 64]"
+    attention, mlp, norms = 64 * 64 * 2 + 64 * 32 * 2, 64 * 128 * 3, 64 * 2
+    assert found["units"][1]["parameters_nbytes"] == 4 * (attention + mlp + norms)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--model", "gtp2"), "did you mean gpt2?"),
+        (("--model", "t5"), "Unrecognized configuration class"),
+        (("--model", __file__), "not a JSON file"),
+        (("--model", "gpt2", "--layers", "0"), "Invalid value for '--layers'"),
+        (("--model", "gpt2", "--layers", "many"), "Invalid value for '--layers'"),
+        (("--model", "gpt2", "--sequence", "2000"), "--sequence 2000: the model has 1024 positions"),
+        (("--model", "gpt2", "--after", "sneak"), "invalid choice: 'sneak'"),
+        (("--model", "gpt2", "--graph", "whole"), "Invalid value for '--graph'"),
+        ((), "Missing option '--model'"),
+    ],
+)
+def test_wrong_arguments(arguments, complaint):
+    result = run("inspect", *arguments)
+    assert result.exit_code == 2
+    assert complaint in result.stderr
+    assert not result.stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "complaint"),
+    [
+        ("gpt2", "1", "UniformityError: the model has no repeated block: transformer.h (1 block)"),
+        ("falcon", "2", "InspectionError: Dynamo cannot capture this model without weights"),
+    ],
+)
+def test_a_refusal(model, layers, complaint):
+    result = run("inspect", "--model", model, "--layers", layers)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(complaint)
+    assert not result.stdout
+
+
+# How a command ends ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InspectionError("two\n  lines"), 1),
+        (OptionError("wrong"), 2),
+        (ProfileError("wrong"), 2),
+        (MemoryBudgetError("too large"), 3),
+        (NoFitError("too large"), 3),
+        (PlanError("contradicts itself"), 2),
+        (StorageError(5, "broken"), 5),
+        (StorageFullError(28, "full"), 5),
+        (PermissionError(13, "no"), 5),
+        (StorageLockedError(11, "locked"), 6),
+        (KeyboardInterrupt(), 130),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_exit_codes(monkeypatch, error, code):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("gs_compile.cli.inspect.inspect_text", fail)
+    result = run(*GPT2)
+    assert (result.exit_code, result.stdout) == (code, "")
+    message = str(error).replace("\n ", "")
+    assert result.stderr == ("" if code == 130 else f"{type(error).__name__}: {message}\n")
+
+
+def test_an_error_that_is_not_ours_is_not_hidden(monkeypatch):
+    monkeypatch.setattr("gs_compile.cli.inspect.inspect_text", lambda *_, **__: 1 / 0)
+    assert isinstance(run(*GPT2).exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_command_and_lets_it_tidy_up(number, code):
+    script = (
+        "import time, gs_compile.cli.main as cli\n"
+        "@cli.app.command()\n"
+        "def wait():\n"
+        "    try: print('begun', flush=True); time.sleep(60)\n"
+        "    finally: print('tidied', flush=True)\n"
+        "cli.main()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, "wait"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(number)
+        assert process.stdout.read() == "tidied\n"
+    assert process.returncode == code
+
+
+def test_the_version():
+    assert run("--version").stdout == f"greedysnake {gs_compile.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [(), ("plan",)], ids=" ".join)
+def test_help_comes_at_once(command):
+    """In 0.3 seconds on two quiet cores; twice that here, for what else the machine does. torch alone takes a second."""
+    assert min(timed(*command, "--help") for _ in range(3)) < 0.6
+
+
+def timed(*arguments):
+    """Seconds of computation that a command takes, all in all."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = subprocess.run(
+        [sys.executable, "-m", "gs_compile", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "Usage: greedysnake" in run.stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_help_needs_nothing_heavy():
+    script = (
+        "import sys, gs_compile.cli.main as cli\n"
+        "try: cli.main()\n"
+        "except SystemExit as stopped: assert stopped.code == 0\n"
+        "heavy = {'torch', 'numpy', 'cvxpy', 'transformers', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    for command in ("inspect", "doctor", "probe", "plan", "simulate"):
+        subprocess.run([sys.executable, "-c", script, command, "--help"], cwd=ROOT, capture_output=True, check=True)
+
+
+def test_the_example_runs(tmp_path):
+    installed = tmp_path / "greedysnake-0.dist-info"  # what pip would leave, so that torch finds the backend by name
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: greedysnake\nVersion: 0\n")
+    (installed / "entry_points.txt").write_text(
+        "[torch_dynamo_backends]\ngreedysnake = gs_compile.model.backend:greedysnake\n"
+    )
+    run = subprocess.run(
+        [sys.executable, ROOT / "examples" / "inspect_program.py"],
+        env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert "3 layers of 1 class, 2 micro-batches of 2" in run.stdout
+    assert "Layers (0, 1, 2) share one forward" in run.stdout

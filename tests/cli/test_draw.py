@@ -1,0 +1,184 @@
+"""Figures: what they show is what they were given, and a missing matplotlib is said in words."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import matplotlib
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_timeline import simulated
+
+from gs_compile.cli.report.draw import COLOURS, Point, Roofline, _apart, _bars, lanes, throughput, traffic_bars
+from gs_compile.cli.report.timeline import KINDS
+from gs_compile.errors import PlanError
+from gs_compile.placement.workload import UnitCost, UnitSize, Workload
+from gs_compile.planner.measure.profile import Profile
+
+GIB = 2**30
+
+
+@pytest.fixture
+def svg(tmp_path):
+    """A path, and its text once drawn: with text as text."""
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        yield tmp_path / "figure.svg"
+
+
+def profile(**numbers):
+    rates = {"ssd_read": 4e9, "ssd_write": 2e9, "ssd_read_mixed": 2e9, "ssd_write_mixed": 1e9, "memory": 1e11}
+    return Profile(
+        name="machine",
+        device="cuda",
+        host_nbytes=1,
+        ssd_nbytes=1,
+        device_nbytes=1,
+        matmul_flops_per_second={"bf16": 1e12},
+        update_elements_per_second=1e9,
+        update_mixed_elements_per_second=1e9,
+        h2d_bytes_per_second=1e10,
+        d2h_bytes_per_second=1e10,
+        h2d_mixed_bytes_per_second=1e10,
+        d2h_mixed_bytes_per_second=1e10,
+        **{f"{name}_bytes_per_second": rate for name, rate in (rates | numbers).items()},
+    )
+
+
+def workload(state_itemsize=12):
+    cost = UnitCost(forward_flops=1e12, backward_flops=3e12)
+    units = ("e", 0, 1, "h")
+    return Workload(
+        name="model",
+        num_layers=2,
+        sizes=tuple(UnitSize(unit, (10**9,), (), 2, 4, state_itemsize, True) for unit in units),
+        costs={"e": UnitCost(forward_flops=0, backward_flops=0), 0: cost, 1: cost, "h": cost},
+        micro_batch_size=2,
+        sequence=1000,
+        x_nbytes=1,
+        dtype="bf16",
+    )
+
+
+def test_throughput_names_its_series_notes_and_rooflines(svg):
+    roofline = Roofline(io_seconds=10.0, compute_tokens_per_second=900.0, tokens=1000)
+    series = {"late updates": [Point(2, 200.0, "30%"), Point(4, 800.0, "7%")], "everything on SSD": [Point(2, 100.0)]}
+    throughput(series, svg, roofline=roofline, title="a model")
+    text = svg.read_text()
+    wanted = "late updates", "everything on SSD", "30%", "7%", "computation roofline", "I/O roofline", "a model"
+    assert [
+        word for word in (*wanted, "throughput (tokens/s)", "batch size (samples a step)") if word not in text
+    ] == []
+
+
+@pytest.mark.parametrize(("alpha", "note"), [(0.25, "25%"), (0.0, "")])
+def test_a_plan_is_a_point(alpha, note):
+    plan = SimpleNamespace(
+        num_micro_batches=3, workload=SimpleNamespace(micro_batch_size=2), tokens_per_second=7.0, alpha=alpha
+    )
+    assert Point.of(plan) == Point(6, 7.0, note)
+
+
+def test_traffic_says_totals_and_pieces(svg):
+    vertical = {("h2d", "w"): 20 * GIB, ("h2d", "x"): 30 * GIB, ("ssd_read", "s"): 77 * GIB}
+    horizontal = {("h2d", "w"): 2000 * GIB, ("d2h", "dw"): 1300 * GIB}
+    traffic_bars({"vertical": vertical, "horizontal": horizontal}, svg)
+    text = svg.read_text()
+    assert [
+        word for word in ("load, vertical", "50 GiB", "2,000 GiB", "1,300", "checkpoints") if word not in text
+    ] == []
+    assert "optimizer state" not in text, "a lane that was not asked for"
+    assert text.count(">parameters</text>") == 1, "named once, for both lanes"
+
+
+def test_traffic_of_other_lanes(svg):
+    traffic_bars({"vertical": {("ssd_read", "w"): 77 * GIB}}, svg, lanes={"ssd_read": "read"})
+    assert "read, vertical" in svg.read_text()
+
+
+def test_nothing_moved_is_a_figure_too(svg):
+    traffic_bars({"vertical": {}}, svg)
+    assert "load, vertical" in svg.read_text()
+
+
+def test_lanes_are_rows(svg):
+    _, simulation = simulated(bytes_per_second=2e6)
+    lanes(simulation, svg, title="a step")
+    text = svg.read_text()
+    used = {span.lane for span in simulation.spans}
+    assert [word for word in (*used, "optimizer state", "forward", "waits", "a step") if f">{word}<" not in text] == []
+
+
+def test_bars_are_all_that_is_in_view():
+    _, simulation = simulated(bytes_per_second=2e6)
+    rows = sorted({span.lane for span in simulation.spans})
+    bars = _bars(simulation, rows, 0.0, simulation.seconds)
+    inside = [span for span in simulation.spans if span.stop_seconds > 0 and span.start_seconds < simulation.seconds]
+    own = [piece for (_, _, of_others), pieces in bars.items() for piece in pieces if not of_others]
+    assert sorted(start for start, _ in own) == sorted(span.start_seconds for span in inside)
+
+
+def test_what_ends_after_the_step_stands_at_its_start():
+    _, simulation = simulated(bytes_per_second=2e6)
+    rows = sorted({span.lane for span in simulation.spans})
+    bars = _bars(simulation, rows, 0.0, simulation.seconds)
+    over = [span for span in simulation.spans if span.stop_seconds > simulation.seconds]
+    before = [start for (_, _, of_others), pieces in bars.items() for start, _ in pieces if of_others]
+    assert over
+    assert {span.start_seconds - simulation.seconds for span in over} <= set(before)
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_the_suffix_says_what_is_written(tmp_path, suffix):
+    path = tmp_path / f"figure.{suffix}"
+    throughput({"one": [Point(1, 1.0)]}, path)
+    assert path.read_bytes()[:5] == {"svg": b"<?xml", "png": b"\x89PNG\r"}[suffix]
+
+
+def test_the_same_figure_is_the_same_file(tmp_path):
+    paths = [tmp_path / "a.svg", tmp_path / "b.svg"]
+    for path in paths:
+        traffic_bars({"vertical": {("h2d", "w"): GIB}}, path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(PlanError, match=r"figures need matplotlib: pip install 'greedysnake\[plot\]'"):
+        throughput({"one": [Point(1, 1.0)]}, tmp_path / "figure.svg")
+
+
+def test_every_kind_has_a_colour_of_its_own():
+    assert set(COLOURS) == set(KINDS)
+    assert len(set(COLOURS.values())) == len(KINDS)
+
+
+def test_the_computation_roofline_is_the_computation_alone():
+    # e: nothing; two layers: 1 s and 3 s; the head: its backward is all of it, 3 s
+    assert Roofline.of(workload(), profile()).compute_tokens_per_second == pytest.approx(2000 / 11)
+
+
+def test_the_io_roofline_is_all_states_both_ways():
+    # 48 GB: 24 s to read beside the writes, in which 24 GB are written; the other 24 GB alone take 12 s
+    assert Roofline.of(workload(), profile()).io_seconds == pytest.approx(36)
+
+
+def test_the_io_roofline_of_a_drive_that_writes_faster():
+    drive = profile(ssd_read=2e9, ssd_read_mixed=1e9, ssd_write=4e9, ssd_write_mixed=2e9)
+    assert Roofline.of(workload(), drive).io_seconds == pytest.approx(36)
+    assert Roofline.of(workload(), replace(drive, ssd_read_mixed_bytes_per_second=2e9)).io_seconds == pytest.approx(24)
+
+
+@given(st.lists(st.floats(0, 1000), max_size=8), st.floats(1, 50))
+def test_labels_keep_their_order_and_distance(heights, gap):
+    places = _apart(heights, gap)
+    ordered = [places[i] for i in sorted(range(len(heights)), key=heights.__getitem__)]
+    assert all(low + gap <= high + 1e-6 for low, high in pairwise(ordered))
+    assert sum(places) == pytest.approx(sum(heights), abs=1e-6)
+
+
+def test_labels_that_are_apart_stay():
+    assert _apart([100.0, 0.0, 50.0], 13) == [100.0, 0.0, 50.0]

@@ -1,0 +1,172 @@
+"""A step as a page: what the page is given is the simulation, and it needs nothing from outside."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from tiers import Options, place
+
+from gs_compile.cli.report.timeline import KINDS, kind_of, summary, timeline_html
+from gs_compile.passes.lower import lower
+from gs_compile.placement.traffic import op_nbytes
+from gs_compile.planner.simulate.simulator import Simulation, simulate
+from gs_compile.program.ir import MEMORY_VERBS
+from gs_compile.program.text import format_op, parse
+
+SECONDS = {"forward": 3e-3, "backward": 9e-3, "update": 4e-3}
+MOST_NBYTES = 5_000_000  # of a page
+
+
+def simulated(num_layers=3, num_micro_batches=2, bytes_per_second=2e7):
+    placement = place(num_layers, num_micro_batches, options=Options(alpha=0.25, parameter_ratio=0.3))
+    programs = [lower(num_layers, num_micro_batches, placement=placement, late=late)[-1] for late in (False, True)]
+
+    def price(op, program):
+        moves = op.verb in ("prefetch", "offload")
+        return op_nbytes(op, program, placement) / bytes_per_second if moves else SECONDS.get(op.verb, 0.0)
+
+    seconds = [[price(op, program) for op in program.ops] for program in programs]
+    return programs[-1], simulate(programs, seconds, placement=placement)
+
+
+def data_of(page):
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(text)
+
+
+def unpacked(data):
+    """Lane, start, stop, bytes, line, cause and stage of every operation, as the page reads them."""
+    for lane in data["lanes"]:
+        now, numbers = 0, iter(lane["numbers"])
+        for row, gap in enumerate(lane["gap"]):
+            start, now = now + gap, now + gap + lane["length"][row]
+            pieces = data["words"]["lines"][lane["line"][row]].split("#")
+            line = pieces[0] + "".join(f"{next(numbers)}{piece}" for piece in pieces[1:])
+            cause = data["words"]["causes"][lane["cause"][row]]
+            stage = data["words"]["stages"][lane["stage"][row]]
+            yield lane["name"], start, now, lane["nbytes"][row], line, cause, stage
+
+
+def nanoseconds(seconds):
+    return round(seconds * 1e9)
+
+
+def test_a_page_holds_every_operation_that_takes_time():
+    program, simulation = simulated()
+    found = set(unpacked(data_of(timeline_html(simulation, title="a step"))))
+    assert found == {
+        (
+            span.lane,
+            nanoseconds(span.start_seconds),
+            nanoseconds(span.stop_seconds),
+            span.nbytes,
+            format_op(span.op),
+            span.waited_for,
+            str(span.op.stage),
+        )
+        for span in simulation.spans
+    }
+    assert len(found) == sum(op.verb not in MEMORY_VERBS for op in program.ops)
+
+
+def test_what_an_operation_came_after_ended_when_it_began():
+    data = data_of(timeline_html(simulated()[1], title="a step"))
+    spans = list(unpacked(data))
+    after = [number for lane in data["lanes"] for number in lane["after"]]
+    pairs = [(span, spans[number]) for span, number in zip(spans, after, strict=True) if number >= 0]
+    assert len(pairs) > len(spans) / 2
+    for (_, start, *_, cause, _), (lane, _, stop, *_) in pairs:
+        assert (lane, stop) == (cause.split()[0], start)
+
+
+def test_the_critical_path_is_marked():
+    _, simulation = simulated()
+    data = data_of(timeline_html(simulation, title="a step"))
+    marked = [
+        span[:2]
+        for span, critical in zip(unpacked(data), [c for lane in data["lanes"] for c in lane["critical"]], strict=True)
+        if critical
+    ]
+    path = [span for span in simulation.critical_path if span in simulation.spans]
+    assert sorted(marked) == sorted((span.lane, nanoseconds(span.start_seconds)) for span in path)
+    assert path
+
+
+def test_the_edges_hold_the_step_and_all_of_its_operations():
+    _, simulation = simulated(bytes_per_second=2e6)  # the drives lag behind
+    data = data_of(timeline_html(simulation, title="a step"))
+    assert data["seconds"] == nanoseconds(simulation.seconds)
+    assert data["begin"] == min(0, *(start for _, start, *_ in unpacked(data)))
+    assert data["end"] == max(data["seconds"], *(stop for _, _, stop, *_ in unpacked(data)))
+    assert data["end"] > data["seconds"]
+
+
+def test_stages_are_those_of_the_computation_one_after_the_other():
+    program, simulation = simulated()
+    data = data_of(timeline_html(simulation, title="a step"))
+    names = [f"{stage['phase']} {stage['unit']}" for stage in data["stages"]]
+    assert names == [str(stage) for stage, ops in program.stages() if any(op.lane == "compute" for op in ops)]
+    stops = [stage["stop"] for stage in data["stages"]]
+    assert [stage["start"] for stage in data["stages"][1:]] == stops[:-1]
+
+
+def test_memory_is_the_simulations():
+    _, simulation = simulated()
+    for tier in data_of(timeline_html(simulation, title="a step"))["memory"]:
+        now, level, found = 0, 0, []
+        for gap, change in zip(tier["times"], tier["nbytes"], strict=True):
+            now, level = now + gap, level + change
+            found.append((now, level))
+        assert found == [(nanoseconds(seconds), nbytes) for seconds, nbytes in simulation.memory[tier["tier"]]]
+
+
+def test_a_page_needs_nothing_from_outside():
+    page = re.sub(r'id="data">.*?</script>', "", timeline_html(simulated()[1], title="a step"))
+    assert not re.findall(r"https?:|src=|href=|url\(|@import|import\(|fetch\(", page)
+
+
+def test_texts_are_shown_as_they_are():
+    page = timeline_html(
+        simulated()[1], title="</h1><b> & @data", notes=["1 < 2 @title"], texts={"<program>": "# </pre> @notes"}
+    )
+    assert page.count("<h1>&lt;/h1&gt;&lt;b&gt; &amp; @data</h1>") == 1
+    assert "<p>1 &lt; 2 @title</p>" in page
+    assert "<summary>&lt;program&gt;</summary><pre># &lt;/pre&gt; @notes</pre>" in page
+    data_of(page)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("w0a.host = prefetch(w0a.ssd)", "w"),
+        ("dw0a.host = offload(dw0.device)", "dw"),
+        ("side_0.host = offload(side_0.device)", "other"),
+        ("x0_0.device = embed(batch_0, we.device)", "forward"),
+        ("loss_0.device = head(x3_0.device, batch_0, wh.device)", "forward"),
+        ("loss_0.device, dx3_0.device = head(x3_0.device, batch_0, wh.device, into=dwh.device)", "backward"),
+        ("dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)", "backward"),
+        ("update(dw0a.host, into=(w0a.host, s0a.host))", "update"),
+        ("norm0.device = norm(dw0.device)", "other"),
+    ],
+)
+def test_an_operation_has_a_colour(line, kind):
+    (op,) = parse(f"# gs_compile 0.1   after free   3 layers x 1 micro-batches\n# forward 0\n{line}\n").ops
+    assert kind_of(op) == kind
+    assert kind in KINDS
+
+
+def test_the_summary_says_what_the_computation_waits_for():
+    step = Simulation(10.0, (), {"compute": 0.75}, {"cpu": 0.5, "ssd_read s": 2.0, "turn": 0.0}, {}, ())
+    assert summary(step) == (
+        "Simulated: 10 s a step, of which the computation works 75.0%, and waits 20.0% for ssd_read s, 5.0% for cpu."
+    )
+    step = Simulation(10.0, (), {"compute": 1.0}, {}, {}, ())
+    assert summary(step) == "Simulated: 10 s a step, of which the computation works 100.0%."
+
+
+@pytest.mark.slow
+def test_a_large_step_is_a_small_page():
+    _, simulation = simulated(96, 16, bytes_per_second=1e9)
+    assert len(timeline_html(simulation, title="a step")) < MOST_NBYTES

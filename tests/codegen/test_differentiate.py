@@ -1,0 +1,363 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from captured import WIDTH, Block, Tiny, batch, captured, compiled
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from gs_compile.capture.graph import Source
+from gs_compile.codegen import compiled as compilation
+from gs_compile.codegen import differentiate as differentiate_module
+from gs_compile.codegen.differentiate import differentiate
+from gs_compile.codegen.generate import Generator
+from gs_compile.program.ir import EPILOGUE, PROLOGUE
+
+EAGER = Generator("eager")
+COMPILERS = [EAGER, pytest.param(Generator("inductor"), marks=pytest.mark.slow)]
+
+
+def units_of(model, size=2, tokens=5):
+    return captured(model, *batch(4, tokens)).split(size).units
+
+
+def block_unit(block):
+    """The unit of one layer in a model of two such layers."""
+    torch.manual_seed(0)
+    return units_of(Tiny(lambda p, y: p, [block(), block()]))[1]
+
+
+def inputs_of(unit):
+    torch.manual_seed(1)
+    inputs = []
+    for spec in unit.specs:
+        if spec.dtype.is_floating_point:
+            value = torch.rand(spec.shape).to(spec.dtype).add(0.1)
+        else:
+            value = torch.randint(2, 5, spec.shape).to(spec.dtype)
+        inputs.append(value.requires_grad_(spec.requires_grad))
+    return inputs
+
+
+def expected_gradients(unit, inputs, gradients):
+    results = unit.module(*[tensor.clone() for tensor in inputs])
+    wanted = [inputs[index] for index in unit.differentiable]
+    return torch.autograd.grad(
+        [results[index] for index in unit.differentiated], wanted, gradients, allow_unused=True, materialize_grads=True
+    )
+
+
+def dense(terms):
+    return [term if isinstance(term, torch.Tensor) else term.dense() for term in terms]
+
+
+def assert_equals_autograd(unit, generator=EAGER, tolerance=1e-6):
+    code, inputs = differentiate(unit, generator), inputs_of(unit)
+    plain = [tensor.detach().clone() for tensor in inputs]
+    expected = unit.module(*[tensor.clone() for tensor in inputs])
+    close = {"rtol": tolerance, "atol": tolerance}
+    with torch.no_grad():
+        torch.testing.assert_close(list(code.forward(*plain)), [e.detach() for e in expected], **close)
+        torch.manual_seed(2)
+        gradients = [torch.randn(expected[i].shape).to(expected[i].dtype) for i in unit.differentiated]
+        found = dense(code.backward(*plain, *gradients))
+    torch.testing.assert_close(found, list(expected_gradients(unit, inputs, gradients)), **close)
+    if "loss" in unit.results:
+        with torch.no_grad():
+            both = list(code.both(*plain))
+        results, found = both[: len(unit.results)], dense(both[len(unit.results) :])
+        torch.testing.assert_close(results, [e.detach() for e in expected], **close)
+        loss = unit.module(*[tensor.clone() for tensor in inputs])[unit.results.index("loss")]
+        wanted = [inputs[index] for index in unit.differentiable]
+        torch.testing.assert_close(found, list(torch.autograd.grad(loss, wanted)), **close)
+    torch.testing.assert_close(plain, [tensor.detach() for tensor in inputs], rtol=0, atol=0, equal_nan=True)
+    return code
+
+
+@pytest.mark.parametrize("generator", COMPILERS)
+def test_every_unit_of_a_model(generator):
+    torch.manual_seed(0)
+    units = units_of(Tiny(lambda p, y: functional.mse_loss(p, p.detach() + 1, reduction="sum")))
+    assert [unit.unit for unit in units] == [PROLOGUE, 0, 1, EPILOGUE]
+    for unit in units:
+        assert_equals_autograd(unit, generator)
+
+
+class Cubed(torch.autograd.Function):
+    """With a gradient that autograd alone would not give."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * x * 5
+
+
+# Dynamo itself makes one, to look at it
+INSTANTIATED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+class OwnFunction(Block):
+    def forward(self, x):
+        return super().forward(Cubed.apply(x))
+
+
+@torch.library.custom_op("greedysnake_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+doubled.register_fake(lambda x: torch.empty_like(x))
+doubled.register_autograd(lambda ctx, gradient: gradient * 7)
+
+
+class OwnOperator(Block):
+    def forward(self, x):
+        return super().forward(doubled(x))
+
+
+class InPlace(Block):
+    def forward(self, x):
+        x = x * 1
+        x.mul_(2)
+        x[:, 0] = 1
+        y = self.up(x)
+        y += 1
+        return x + self.down(y.relu_())
+
+
+class Region(Block):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.up(x)
+            assert y.dtype == torch.bfloat16
+        return x + self.down(y.float())
+
+
+class Ungraded(Block):
+    def forward(self, x):
+        with torch.no_grad():
+            scale = x.exp().mean(-1, keepdim=True)
+        return super().forward(x / scale)
+
+
+@INSTANTIATED
+@pytest.mark.parametrize("block", [OwnFunction, OwnOperator, InPlace, Region, Ungraded])
+def test_hard_blocks(block):
+    assert_equals_autograd(block_unit(block))
+
+
+@pytest.mark.slow
+@INSTANTIATED
+@pytest.mark.parametrize("block", [OwnFunction, OwnOperator, InPlace, Ungraded])
+def test_hard_blocks_with_inductor(block):
+    assert_equals_autograd(block_unit(block), Generator("inductor"), 1e-5)
+
+
+class FunctionAlone(Block):
+    def forward(self, x):
+        return Cubed.apply(x) + self.up(x).sum(-1, keepdim=True) * 0
+
+
+class OperatorAlone(Block):
+    def forward(self, x):
+        return doubled(x) + self.up(x).sum(-1, keepdim=True) * 0
+
+
+@INSTANTIATED
+@pytest.mark.parametrize(
+    ("block", "factor"), [(FunctionAlone, lambda x: 5 * x), (OperatorAlone, lambda x: torch.full_like(x, 7))]
+)
+def test_own_gradients_are_used(block, factor):
+    """They are wrong on purpose: that they arrive shows whose they are."""
+    unit = block_unit(block)
+    inputs = [tensor.detach() for tensor in inputs_of(unit)]
+    place = unit.sources.index(Source("x"))
+    gradients = differentiate(unit, EAGER).backward(*inputs, torch.ones(2, 5, WIDTH))
+    torch.testing.assert_close(gradients[unit.differentiable.index(place)], factor(inputs[place]))
+
+
+def test_autocast_outside_does_not_matter():
+    unit, code = block_unit(Block), None
+    inputs = [tensor.detach() for tensor in inputs_of(unit)]
+    expected = differentiate(unit, EAGER).forward(*inputs)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        code = differentiate(unit, EAGER)
+        graph_dtypes = {
+            n.meta["val"].dtype for n in (code.forward, code.graphs["forward"])[1].graph.nodes if "val" in n.meta
+        }
+    assert graph_dtypes == {torch.float32}
+    assert torch.equal(code.forward(*inputs)[0], expected)
+
+
+class Sided(Tiny):
+    """Layers read a whole number and a mask for every sample."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        mask = ids > 3
+        scale = self.embed(labels.clamp(min=0)).mean(-1, keepdim=True)
+        for block in self.blocks:
+            x = block(x, ids, mask, scale)
+        return self.head(x)
+
+
+class Reading(Block):
+    def forward(self, x, ids, mask, scale):
+        return super().forward(torch.where(mask[..., None], x * scale, x + ids[..., None]))
+
+
+def test_side_inputs_of_all_kinds():
+    torch.manual_seed(0)
+    units = units_of(Sided(blocks=[Reading(), Reading()]))
+    code = assert_equals_autograd(units[1])
+    assert sorted(
+        str(spec.dtype) for s, spec in zip(units[1].sources, units[1].specs, strict=True) if s.kind == "side"
+    ) == [
+        "torch.bool",
+        "torch.float32",
+        "torch.int64",
+    ]
+    assert len(code.unit.differentiable) == len(units[1].specs) - 2
+    assert_equals_autograd(units[0])
+
+
+def test_a_parameter_that_no_gradient_reaches_gets_zeros():
+    class Idle(Block):
+        def forward(self, x):
+            return x + self.up(x)[..., :WIDTH] + self.down(self.up(x)).detach()
+
+    unit = block_unit(Idle)
+    gradients = differentiate(unit, EAGER).backward(*[t.detach() for t in inputs_of(unit)], torch.ones(2, 5, WIDTH))
+    assert len(gradients) == len(unit.differentiable)
+    assert [tuple(g.shape) for g in gradients] == [unit.specs[i].shape for i in unit.differentiable]
+    assert sum(not g.any() for g in gradients) == 2
+
+
+class Attending(Block):
+    """Attention is one operation, marked as drawing whatever its rate."""
+
+    def forward(self, x):
+        return super().forward(functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("block", "draws"),
+    [
+        (lambda: nn.Sequential(Block(), nn.Dropout(0.5)), True),
+        (lambda: nn.Sequential(Block(), nn.Dropout(0.0)), False),
+        (Block, False),
+        (Attending, False),
+    ],
+)
+def test_draws_random(block, draws):
+    assert differentiate(block_unit(block), EAGER).draws_random is draws
+
+
+def operations(graph_module):
+    return [node.target.__name__ for node in graph_module.graph.nodes if node.op == "call_function"]
+
+
+def test_the_backward_recomputes_only_what_it_needs():
+    """The result of the last linear is not needed for any gradient."""
+    unit = block_unit(Block)
+    code = differentiate(unit, EAGER)
+    _ = code.forward, code.backward
+    assert operations(code.graphs["forward"]) == [
+        "view.default",
+        "t.default",
+        "addmm.default",
+        "view.default",
+        "tanh.default",
+        "view.default",
+        "t.default",
+        "addmm.default",
+        "view.default",
+        "add.Tensor",
+    ]
+    assert operations(code.graphs["backward"]) == [
+        "view.default",
+        "t.default",
+        "addmm.default",
+        "view.default",
+        "tanh.default",
+        "detach.default",
+        "view.default",
+        "t.default",
+        "view.default",
+        "t.default",
+        "mm.default",
+        "t.default",
+        "mm.default",
+        "t.default",
+        "sum.dim_IntList",
+        "view.default",
+        "t.default",
+        "view.default",
+        "detach.default",
+        "tanh_backward.default",
+        "view.default",
+        "t.default",
+        "mm.default",
+        "t.default",
+        "mm.default",
+        "t.default",
+        "sum.dim_IntList",
+        "view.default",
+        "t.default",
+        "view.default",
+        "add.Tensor",
+    ]
+
+
+def test_compiled_once_for_all_layers(monkeypatch):
+    made = []
+    compiled_function = differentiate_module.Differentiated._compiled
+
+    def counting(self, name, graph):
+        made.append((self.unit.unit, name))
+        return compiled_function(self, name, graph)
+
+    monkeypatch.setattr(differentiate_module.Differentiated, "_compiled", counting)
+    monkeypatch.setattr(compilation, "_codes", {})
+    args = batch(4)
+    run = compiled(Tiny(blocks=[Block() for _ in range(6)]))
+    run(*args).backward()
+    once = [("e", "forward"), (0, "forward"), ("h", "both"), (0, "backward"), ("e", "backward")]
+    assert made == once
+    run(*args).backward()
+    compiled(Tiny(blocks=[Block() for _ in range(9)]))(*args).backward()
+    assert made == once
+
+
+OPERATIONS = [
+    torch.tanh,
+    torch.relu,
+    torch.sigmoid,
+    lambda x: x.softmax(-1),
+    lambda x: x * x.detach(),
+    lambda x: x[:, :1],
+]
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=4), st.booleans())
+def test_any_block_equals_autograd(operations, frozen):
+    class Drawn(Block):
+        def __init__(self):
+            super().__init__()
+            self.up.requires_grad_(not frozen)
+
+        def forward(self, x):
+            y = x
+            for operation in operations:
+                y = operation(y)
+            return super().forward(x + y)
+
+    assert_equals_autograd(block_unit(Drawn))

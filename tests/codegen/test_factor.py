@@ -1,0 +1,203 @@
+"""Parameters' gradients as factors: where they come so, and that sums of them are what autograd gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from captured import Block, Tiny, batch, captured
+from torch import nn
+from torch.nn import functional
+
+from gs_compile.capture.gradients import Product, Rows, add_term, put_term, tensors_of
+from gs_compile.codegen.differentiate import differentiate
+from gs_compile.codegen.generate import Generator
+from gs_compile.program.ir import EPILOGUE, PROLOGUE
+
+WIDE, WORDS = 64, 96
+EAGER = Generator("eager")
+COMPILERS = [EAGER, pytest.param(Generator("inductor"), marks=pytest.mark.slow)]
+
+
+class Columns(nn.Module):
+    """A linear map whose weight is stored as its transpose, as GPT-2's are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDE, WIDE) / 8)
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class Twice(nn.Module):
+    """One weight in two products: its gradient is a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDE, WIDE, bias=False)
+
+    def forward(self, x):
+        return self.linear(torch.tanh(self.linear(x)))
+
+
+class Layer(Block):
+    def __init__(self, inner):
+        super().__init__(WIDE)
+        self.up = inner
+        self.down = nn.Identity()
+
+    def forward(self, x):
+        return x + torch.tanh(self.up(x))
+
+
+class Model(nn.Module):
+    """Units around layers of one kind."""
+
+    def __init__(self, inner, table):
+        super().__init__()
+        self.table = table
+        self.blocks = nn.ModuleList(Layer(inner()) for _ in range(2))
+        self.head = nn.Linear(WIDE, WORDS, bias=False)
+
+    def forward(self, ids, labels):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return functional.cross_entropy(logits.view(-1, WORDS), labels.view(-1))
+
+
+def linear():
+    return nn.Linear(WIDE, WIDE)
+
+
+def table(**chosen):
+    return nn.Embedding(WORDS, WIDE, **chosen)
+
+
+def found(inner=linear, embedding=None, *, tokens=6, generator=EAGER, dtype=torch.float32):
+    """For each unit the gradients of its code, by the parameter's shape, and autograd's."""
+    torch.manual_seed(0)
+    model = Model(inner, embedding or table()).to(dtype)
+    ids = torch.randint(0, 12, (4, tokens))  # few words, so that they repeat
+    units = captured(model, ids, ids).split(2).units
+    results = {}
+    for unit in units:
+        torch.manual_seed(1)
+        inputs = [
+            torch.randn(spec.shape).to(spec.dtype) if spec.dtype.is_floating_point else torch.randint(0, 12, spec.shape)
+            for spec in unit.specs
+        ]
+        code = differentiate(unit, generator)
+        leaves = [t.clone().requires_grad_(s.requires_grad) for t, s in zip(inputs, unit.specs, strict=True)]
+        wanted = [leaves[index] for index in unit.differentiable]
+        values = unit.module(*leaves)
+        if "loss" in unit.results:
+            at = unit.results.index("loss")
+            expected = torch.autograd.grad(values[at], wanted)
+            with torch.no_grad():
+                terms = code.both(*inputs)[len(unit.results) :]
+        else:
+            given = [torch.randn_like(values[index]) for index in unit.differentiated]
+            expected = torch.autograd.grad([values[index] for index in unit.differentiated], wanted, given)
+            with torch.no_grad():
+                terms = code.backward(*inputs, *given)
+        kinds = [unit.sources[index].kind for index in unit.differentiable]
+        results[unit.unit] = list(zip(kinds, terms, expected, strict=True))
+    return results
+
+
+def weights(results, unit):
+    """The terms of a unit's matrices, and what they have to be."""
+    return [(term, right) for kind, term, right in results[unit] if kind == "input" and right.dim() == 2]
+
+
+def assert_adds_up(term, right, tolerance=1e-5):
+    close = {"rtol": tolerance, "atol": tolerance}
+    before = torch.randn(right.shape)
+    total = before.clone()
+    add_term(total, term)
+    torch.testing.assert_close(total, before + right, **close)
+    flat = torch.full((right.numel() + 7,), torch.nan)
+    view = flat[3:-4].view(right.shape)
+    put_term(view, term)
+    torch.testing.assert_close(view, right, **close)
+    assert flat[:3].isnan().all()
+    assert flat[-4:].isnan().all()
+    double = torch.zeros(right.shape, dtype=torch.float64)
+    add_term(double, term)
+    torch.testing.assert_close(double, right.double(), **close)
+    put_term(double, term)
+    torch.testing.assert_close(double, right.double(), **close)
+    if not isinstance(term, torch.Tensor):
+        torch.testing.assert_close(term.dense(), right, **close)
+
+
+@pytest.mark.parametrize("generator", COMPILERS)
+@pytest.mark.parametrize("inner", [linear, Columns])
+def test_weights_and_tables_come_as_factors(inner, generator):
+    results = found(inner, generator=generator)
+    for unit, form in ((PROLOGUE, Rows), (0, Product), (1, Product), (EPILOGUE, Product)):
+        ((term, right),) = weights(results, unit)
+        assert isinstance(term, form)
+        assert sum(tensor.numel() for tensor in tensors_of(term)) < right.numel()
+        assert_adds_up(term, right)
+    for kind, term, right in (entry for unit in results.values() for entry in unit):
+        if kind != "input" or right.dim() < 2:
+            assert isinstance(term, torch.Tensor), "only parameters' gradients are added to anything"
+            torch.testing.assert_close(term, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("generator", COMPILERS)
+@pytest.mark.parametrize(
+    "chosen", [{"inner": Twice}, {"tokens": 40}, {"dtype": torch.bfloat16}], ids=["a sum", "many tokens", "bf16"]
+)
+def test_what_is_no_smaller_in_factors_comes_as_it_is(chosen, generator):
+    results = found(**chosen, generator=generator)
+    ((term, right),) = weights(results, 0)
+    assert isinstance(term, torch.Tensor)
+    torch.testing.assert_close(term, right, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("generator", COMPILERS)
+def test_the_row_that_is_padding_gets_nothing(generator):
+    ((term, right),) = weights(found(embedding=table(padding_idx=11), generator=generator), PROLOGUE)
+    assert isinstance(term, Rows)
+    assert 11 in term.ids
+    assert not right[11].any()
+    assert_adds_up(term, right)
+
+
+@pytest.mark.parametrize("generator", COMPILERS)
+def test_rows_that_are_scaled_by_their_frequency_come_as_a_table(generator):
+    ((term, right),) = weights(found(embedding=table(scale_grad_by_freq=True), generator=generator), PROLOGUE)
+    assert isinstance(term, torch.Tensor)
+    torch.testing.assert_close(term, right, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_bf16_are_summed_in_fp32():
+    ((term, right),) = weights(found(dtype=torch.bfloat16), PROLOGUE)
+    assert isinstance(term, Rows)
+    assert term.dense().dtype == torch.float32
+    torch.testing.assert_close(term.dense(), right.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_repeated_rows_are_added_in_one_order():
+    ids = torch.randint(0, 4, (512,), generator=torch.Generator().manual_seed(0))
+    term = Rows(ids, torch.randn(512, 768, generator=torch.Generator().manual_seed(1)), 4)
+    threads = torch.get_num_threads()
+    sums = []
+    for number in (1, 2, 4, 2):
+        torch.set_num_threads(number)
+        sums.append(term.dense())
+    torch.set_num_threads(threads)
+    assert all(torch.equal(sums[0], each) for each in sums)
+
+
+def test_the_graph_that_is_shown_is_whole():
+    unit = captured(Tiny(), *batch(4, 2)).split(2).units[1]
+    code = differentiate(unit, EAGER)
+    before = code.graph("backward").code
+    assert code.backward is not None
+    assert code.graph("backward").code == before
+    assert len(code.graph("backward").graph.output_node().args[0]) == len(unit.differentiable)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch._inductor import compile_fx as inductor
+from torch._inductor import cpp_builder
+from torch._inductor.exc import InvalidCxxCompiler
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _triton
+
+from gs_compile.codegen.generate import Generator, best_compiler
+
+
+@pytest.fixture(autouse=True)
+def unknown_machine():
+    """What is known of this machine is forgotten before and after."""
+    best_compiler.cache_clear()
+    yield
+    best_compiler.cache_clear()
+
+
+def graph():
+    return make_fx(lambda x: (x.sin() + 1,))(torch.zeros(3))
+
+
+def test_eager_runs_the_graph_itself():
+    module = graph()
+    assert Generator("eager").generate(module, [torch.zeros(3)]) is module
+    assert Generator("eager").decompositions == {}
+
+
+@pytest.mark.slow
+def test_inductor_computes_the_same():
+    x = torch.linspace(0, 1, 3)
+    (found,) = Generator("inductor").generate(graph(), [x])(x)
+    torch.testing.assert_close(found, x.sin() + 1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "patches"),
+    [
+        (None, {}),
+        ("max-autotune-no-cudagraphs", {"max_autotune": True, "coordinate_descent_tuning": True}),
+        ("reduce-overhead", {}),  # without CUDA graphs, whose outputs would not live as long as checkpoints do
+    ],
+)
+def test_mode_reaches_inductor(monkeypatch, mode, patches):
+    seen = []
+    monkeypatch.setattr(
+        inductor, "compile_fx", lambda module, inputs, config_patches: seen.append((inputs, config_patches)) or module
+    )
+    module, x = graph(), torch.zeros(3)
+    assert Generator("inductor", mode).generate(module, (x,)) is module
+    ((inputs, found),) = seen
+    assert isinstance(inputs, list)
+    assert inputs[0] is x
+    assert found.items() >= patches.items()
+    assert "triton.cudagraphs" not in found
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(RuntimeError, match="Unrecognized mode=fastest"):
+        Generator("inductor", "fastest").generate(graph(), [torch.zeros(3)])
+
+
+def test_decompositions_of_inductor():
+    assert torch.ops.aten.addmm.default not in Generator("eager").decompositions
+    assert len(Generator("inductor").decompositions) > 100
+
+
+def test_a_cpu_with_a_compiler(monkeypatch, caplog):
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "python3")  # anything that is there
+    with caplog.at_level(logging.WARNING, "gs_compile"):
+        assert best_compiler("cpu") == "inductor"
+    assert caplog.messages == []
+
+
+def raises():
+    raise InvalidCxxCompiler
+
+
+@pytest.mark.parametrize("found", [raises, lambda: "no-such-compiler"], ids=["none", "not there"])
+def test_a_cpu_without_a_compiler_says_so_once(monkeypatch, caplog, found):
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", found)
+    with caplog.at_level(logging.WARNING, "gs_compile"):
+        assert [best_compiler("cpu") for _ in range(3)] == ["eager"] * 3
+    assert caplog.messages == [
+        "no C++ compiler was found (install g++): layers run uncompiled; set expert={'compiler': 'eager'} to choose this"
+    ]
+
+
+@pytest.mark.parametrize(("works", "compiler"), [(True, "inductor"), (False, "eager")])
+def test_a_gpu_needs_triton(monkeypatch, caplog, works, compiler):
+    monkeypatch.setattr(_triton, "has_triton", lambda: works)
+    with caplog.at_level(logging.WARNING, "gs_compile"):
+        assert best_compiler("cuda") == compiler
+    assert [m.split(":")[0] for m in caplog.messages] == ([] if works else ["Triton does not work for cuda here"])
+
+
+def test_meta_tensors_are_not_compiled():
+    assert best_compiler("meta") == "eager"

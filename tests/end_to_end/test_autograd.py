@@ -1,0 +1,332 @@
+"""A compiled model behaves under autograd as the user's own: same values, same gradients, same errors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from zoo import (
+    GPT,
+    WIDTH,
+    Block,
+    assert_same_gradients,
+    batch,
+    both_ways,
+    compile_model,
+    gradients,
+    huggingface,
+    scaled,
+)
+
+from gs_compile.errors import OutputGradientError
+
+# What is differentiated ------------------------------------------------------------------------------------------------
+
+
+def two_forwards_then_two_backwards(model):
+    first, second = model(*batch(seed=1))[1], model(*batch(4, seed=2))[1]
+    second.backward()
+    first.backward()
+
+
+def one_backward_of_two_forwards(model):
+    (model(*batch(seed=1))[1] + 2 * model(*batch(seed=2))[1]).backward()
+
+
+def accumulated_over_calls(model):
+    for seed in (1, 2, 3):
+        model(*batch(seed=seed))[1].backward()
+
+
+def loss_outside(model):
+    ids, labels = batch()
+    functional.cross_entropy(model(ids)[0].flatten(0, 1), labels.flatten()).backward()
+
+
+def loss_outside_of_logits_that_came_with_one(model):
+    model(*batch())[0].square().mean().backward()
+
+
+def loss_and_logits(model):
+    logits, loss = model(*batch())
+    (loss + 0.1 * logits.mean() - logits[:, 0].logsumexp(-1).sum()).backward()
+
+
+def gradients_of_chosen_parameters(model):
+    loss = model(*batch())[1]
+    return torch.autograd.grad(loss, [model.head.weight, model.blocks[1].up.weight])
+
+
+def with_grad_scale(model):
+    model(*batch())[1].backward(torch.tensor(0.125))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        scaled,
+        two_forwards_then_two_backwards,
+        one_backward_of_two_forwards,
+        accumulated_over_calls,
+        loss_outside,
+        loss_outside_of_logits_that_came_with_one,
+        loss_and_logits,
+        with_grad_scale,
+    ],
+)
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_what_is_differentiated(use, compiler):
+    both_ways(GPT(), use, compiler=compiler)
+
+
+def test_gradients_asked_for_by_name():
+    reference = GPT()
+    expected = gradients_of_chosen_parameters(copy.deepcopy(reference))
+    found = gradients_of_chosen_parameters(compile_model(reference, 2))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert gradients(reference) == {}
+
+
+def gpt2_that_captures_hidden_states():
+    """transformers installs its hooks at the first such call, behind a lock, which Dynamo does not enter."""
+    model = huggingface("gpt2")
+    model(batch()[0], output_hidden_states=True)
+    return model
+
+
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_hidden_states(compiler):
+    """Those of every layer, the embedding's and the last among them, next to the loss."""
+
+    def use(model):
+        ids, labels = batch()
+        output = model(input_ids=ids, labels=labels, output_hidden_states=True, use_cache=False)
+        weights = range(1, 1 + len(output.hidden_states))
+        (
+            output.loss + sum(w * h.square().mean() for w, h in zip(weights, output.hidden_states, strict=True))
+        ).backward()
+        return output.hidden_states
+
+    both_ways(gpt2_that_captures_hidden_states(), use, compiler=compiler)
+
+
+def test_one_hidden_state_without_the_loss():
+    def use(model):
+        model(input_ids=batch()[0], output_hidden_states=True, use_cache=False).hidden_states[
+            2
+        ].square().mean().backward()
+
+    reference = gpt2_that_captures_hidden_states()
+    model = compile_model(copy.deepcopy(reference), 2)
+    use(reference)
+    use(model)
+    found, expected = gradients(model), gradients(reference)
+    assert expected
+    above = found.keys() - expected.keys()  # which plain PyTorch leaves at None
+    assert all(not found[name].any() for name in above)
+    assert_same_gradients({name: found[name] for name in expected}, expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])  # llama's first block reads them as they are
+def test_inputs_that_require_a_gradient(name):
+    reference = huggingface(name)
+    model = compile_model(copy.deepcopy(reference), 2)
+    _, labels = batch()
+    embedded = torch.randn(*labels.shape, WIDTH, generator=torch.Generator().manual_seed(0))
+    found, expected = embedded.clone().requires_grad_(), embedded.clone().requires_grad_()
+    model(inputs_embeds=found, labels=labels).loss.backward()
+    reference(inputs_embeds=expected, labels=labels).loss.backward()
+    torch.testing.assert_close(found.grad, expected.grad, rtol=1e-5, atol=1e-8)
+    assert expected.grad[:, 0].any()
+    assert_same_gradients(gradients(model), gradients(reference))
+
+
+def test_a_cache_takes_no_gradient():
+    ids, labels = batch()
+    output = compile_model(huggingface("gpt2"), 2)(input_ids=ids, labels=labels, use_cache=True)
+    keys = output.past_key_values.layers[1].keys
+    with pytest.raises(OutputGradientError, match="an output made inside layer 1"):
+        (output.loss + keys.sum()).backward()
+
+
+# Which parameters ------------------------------------------------------------------------------------------------------
+
+FREEZE = {
+    "all but the biases": lambda name: not name.endswith("bias"),
+    "the embedding": lambda name: name.startswith("embedding"),
+    "the lower half": lambda name: name.startswith(("embedding", "blocks.0", "blocks.1")),
+    "the head": lambda name: name.startswith(("norm", "head")),
+    "all but the embedding": lambda name: not name.startswith("embedding"),
+    "all but the head": lambda name: not name.startswith("head"),
+    "one block": lambda name: name.startswith("blocks.1"),
+}
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["loss", "logits"])
+@pytest.mark.parametrize("what", FREEZE)
+@pytest.mark.filterwarnings("ignore:the model's blocks are of:gs_compile.errors.UniformityWarning")
+def test_frozen_parameters_get_no_gradient(what, outside):
+    model = GPT(num_layers=4)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not FREEZE[what](name))
+    both_ways(model, loss_and_logits if outside else scaled)
+    assert {n for n, p in model.named_parameters() if p.grad is None} == {
+        n for n, _ in model.named_parameters() if FREEZE[what](n)
+    }
+
+
+def test_low_rank_adapters():
+    class Adapted(Block):
+        def __init__(self):
+            super().__init__()
+            self.requires_grad_(False)
+            self.down_projection = nn.Parameter(torch.randn(4, WIDTH) * 0.1)
+            self.up_projection = nn.Parameter(torch.randn(WIDTH, 4) * 0.1)
+
+        def forward(self, x_BTD):
+            return super().forward(x_BTD) + x_BTD @ self.down_projection.T @ self.up_projection.T
+
+    model = GPT(Adapted)
+    for part in (model.embedding, model.norm, model.head):
+        part.requires_grad_(False)
+    both_ways(model, scaled)
+    assert len(gradients(model)) == 2 * len(model.blocks)
+
+
+@pytest.mark.parametrize("use", [scaled, loss_outside], ids=lambda use: use.__name__)
+def test_tied_embeddings_get_the_sum(use):
+    both_ways(GPT(tied=True), use)
+
+
+def test_hooks_of_parameters_see_the_gradient_of_the_batch():
+    seen = {}
+
+    def use(model):
+        seen.clear()
+        weight, bias = model.blocks[1].up.weight, model.blocks[1].up.bias
+        weight.register_hook(lambda gradient: seen.update(hook=gradient.clone()) or gradient * 10)
+        bias.register_post_accumulate_grad_hook(lambda parameter: seen.update(post=parameter.grad.clone()))
+        scaled(model)
+        return seen["hook"].clone(), seen["post"].clone()
+
+    both_ways(GPT(), use)
+
+
+def test_hooks_that_take_the_gradient_away():
+    """As an optimizer that steps inside the backward does."""
+    model = compile_model(GPT(), 2)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    scaled(model)
+    assert gradients(model) == {}
+
+
+# Without gradients, and the usual errors -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation(mode):
+    model = GPT(lambda: Block(dropout=0.5)).eval()
+    reference = copy.deepcopy(model)
+    verbs = spy_on_verbs(compile_model(model, 2))
+    with mode():
+        torch.testing.assert_close(model(*batch()), reference(*batch()), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(model(batch()[0])[0], reference(batch()[0])[0], rtol=1e-5, atol=1e-6)
+    assert verbs() == {"count", "embed", "forward", "head", "free"}
+    assert gradients(model) == {}
+
+
+def spy_on_verbs(model):
+    """A function that tells the verbs of all step programs made for `model` so far."""
+    from gs_compile.codegen.compiled import compilations_of
+
+    def verbs():
+        compilations = compilations_of[next(model.parameters())]
+        return {
+            op.verb
+            for compilation in compilations
+            for programs in compilation.programs.values()
+            for op in programs[-1].ops
+        }
+
+    return verbs
+
+
+def test_training_after_evaluation():
+    """The same shapes without and with gradients are two codes."""
+
+    def use(model):
+        with torch.no_grad():
+            model(batch()[0])
+        scaled(model)
+
+    both_ways(GPT(), use, 5)
+
+
+def test_evaluation_between_two_halves_of_a_step():
+    def use(model):
+        loss = model(*batch())[1]
+        with torch.no_grad():
+            model(*batch(seed=2))
+        loss.backward()
+
+    both_ways(GPT(), use)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_second_backward_is_the_usual_error(retain):
+    loss = compile_model(GPT(), 2)(*batch())[1]
+    loss.backward(retain_graph=retain)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_a_parameter_changed_before_the_backward_is_the_usual_error():
+    model = compile_model(GPT(), 2)
+    loss = model(*batch())[1]
+    with torch.no_grad():
+        model.blocks[0].up.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_input_changed_before_the_backward_is_the_usual_error():
+    model = GPT()
+    compile_model(model)
+    ids, labels = batch()
+    loss = model(ids, labels)[1]
+    ids.add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_loss_that_lives_on_keeps_nothing_of_its_step():
+    model = GPT()
+    compile_model(model)
+    ids, labels = batch()
+    loss = model(ids, labels)[1]
+    loss.backward()
+    kept = weakref.ref(ids)
+    del ids
+    gc.collect()
+    assert kept() is None
+    assert loss.grad_fn is not None
+
+
+def test_outputs_are_the_users_to_change():
+    model = compile_model(GPT(), 5)  # one micro-batch: nothing is put together, so nothing is copied for that
+    with torch.no_grad():
+        first = model(batch()[0])[0]
+        first.zero_()
+        assert model(batch()[0])[0].any()
+
+
+def test_the_loss_alone():
+    logits, loss = compile_model(GPT(), 2, outputs="loss")(*batch())
+    assert logits is None
+    torch.testing.assert_close(loss, GPT()(*batch())[1])

@@ -1,0 +1,130 @@
+"""Batches of any size and shape, captured as seldom as can be, whichever way the model was compiled."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+import torch
+from torch.nn import functional
+from zoo import GPT, WIDTH, assert_same_gradients, batch, both_ways, gradients, huggingface, train
+
+from gs_compile.model.backend import greedysnake
+
+
+@pytest.mark.parametrize(("size", "micro_batch_size"), [(5, 2), (3, 8), (1, 1), (1, 4), (2, 1), (7, 3)])
+def test_batch_sizes(size, micro_batch_size):
+    def use(model):
+        ids, _ = batch(size)
+        loss = model(ids, ids)[1]
+        loss.backward()
+        return loss
+
+    both_ways(GPT(), use, micro_batch_size)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_transposed_batch(compiler):
+    """A micro-batch of it has the strides of the whole."""
+
+    def use(model):
+        ids, labels = batch()
+        model(ids.T.contiguous().T, labels.repeat_interleave(2, 1)[:, ::2])[1].backward()
+
+    both_ways(GPT(), use, compiler=compiler)
+
+
+def test_a_size_equal_to_the_batch_by_coincidence():
+    """The bias has as many rows as the batch has samples, but they are tokens."""
+
+    class Biased(GPT):
+        def forward(self, ids, labels, bias_TD):
+            x_BTD = self.embedding(ids) + bias_TD
+            for block in self.blocks:
+                x_BTD = block(x_BTD)
+            logits = self.head(self.norm(x_BTD))
+            return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    bias_TD = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0))
+    both_ways(Biased(), lambda model: model(*batch(5, tokens=5), bias_TD).backward(), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_users_default_dtype_is_not_the_fractions(dtype):
+    class Meaned(GPT):
+        def forward(self, ids, labels):
+            return super().forward(ids)[0].square().mean()
+
+    torch.set_default_dtype(dtype)
+    try:
+        both_ways(Meaned().float(), lambda model: model(*batch(5)).backward(), 2, compiler="inductor")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_embedded_inputs_go_straight_to_the_first_block():
+    _, labels = batch()
+    embedded = torch.randn(*labels.shape, WIDTH, generator=torch.Generator().manual_seed(0))
+    both_ways(huggingface("llama"), lambda model: model(inputs_embeds=embedded, labels=labels).loss.backward())
+
+
+def count_captures(model, micro_batch_size, **options):
+    """`model` compiled, and the list of its captures."""
+    calls = []
+
+    def backend(module, example_inputs, **keywords):
+        result = greedysnake(module, example_inputs, **keywords)
+        calls.append(module)  # a call that asked for a retrace did not get here
+        return result
+
+    model.compile(
+        backend=backend, options={"micro_batch_size": micro_batch_size, "expert": {"compiler": "eager"}}, **options
+    )
+    return model, calls
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}], ids=["automatic", "dynamic"])
+def test_other_sizes_are_not_captured_again(options):
+    model, captures = count_captures(GPT(), 2, **options)
+    reference = GPT()
+    expected = {}
+    for size, tokens, num_captures in [
+        (5, 12, 1),
+        (4, 12, 1),
+        (7, 12, 1),
+        (2, 12, 1),
+        (3, 8, 2),
+        (5, 10, 2),
+        (4, 12, 2),
+    ]:
+        model.zero_grad(), reference.zero_grad()
+        ids, _ = batch(size, tokens)
+        _, found = train(model, ids, ids)
+        _, expected = train(reference, ids, ids)
+        assert_same_gradients(found, expected)
+        assert len(captures) == (1 if options else num_captures), (size, tokens)
+
+
+# Ways to compile -------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrapped_model_is_the_same():
+    options = {"micro_batch_size": 2, "expert": {"compiler": "eager"}}
+    in_place, inner = GPT(), GPT()
+    in_place.compile(backend=greedysnake, options=options)
+    wrapped = torch.compile(inner, backend=greedysnake, options=options)
+    ids, labels = batch()
+    (loss, found), (other, _) = train(in_place, ids, labels), train(wrapped, ids, labels)
+    assert torch.equal(loss, other)
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients(inner).items())
+    assert found.keys() == gradients(inner).keys() == dict(in_place.named_parameters()).keys()
+
+
+def test_the_name_of_the_backend():
+    try:
+        metadata.distribution("greedysnake")
+    except metadata.PackageNotFoundError:
+        pytest.skip("torch finds the backend by name only where the distribution is installed: pip install -e .")
+    model = GPT()
+    model.compile(backend="greedysnake", options={"micro_batch_size": 2, "expert": {"compiler": "eager"}})
+    assert_same_gradients(train(model, *batch())[1], train(GPT(), *batch())[1])

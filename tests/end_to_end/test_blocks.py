@@ -1,0 +1,204 @@
+"""Ways to write a model's blocks: each gives the gradients that plain PyTorch gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from zoo import (
+    GPT,
+    TOKENS,
+    WIDTH,
+    Block,
+    assert_same_gradients,
+    batch,
+    both_ways,
+    compile_model,
+    gradients,
+    huggingface,
+    scaled,
+    train,
+)
+
+from gs_compile.codegen.compiled import compilations_of
+
+
+class Square(torch.autograd.Function):
+    """Twice the right gradient, so that one sees whose backward ran."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 4 * x * gradient
+
+
+class OwnFunction(Block):
+    def forward(self, x_BTD):
+        return super().forward(x_BTD) + Square.apply(self.norm(x_BTD))
+
+
+class InPlace(Block):
+    def forward(self, x_BTD):
+        y_BTD = self.up(self.norm(x_BTD))
+        y_BTD += 0.5
+        y_BTD = y_BTD.masked_fill_(y_BTD > 1, 0.25).clone()
+        y_BTD[:, 0] = y_BTD[:, 1] * 2
+        y_BTD[..., ::2].mul_(3)
+        x_BTD = x_BTD + 0
+        x_BTD += self.down(y_BTD)
+        return x_BTD
+
+
+class ToldInPlace(Block):
+    """Changes told by a flag, the result not used: the activation, and what the block reads."""
+
+    def forward(self, x_BTD):
+        functional.leaky_relu(x_BTD, 0.5, True)
+        y_BTD = self.up(self.norm(x_BTD))
+        functional.relu(y_BTD, inplace=True)
+        return x_BTD + self.down(y_BTD)
+
+
+class ChangesItsInput(Block):
+    def forward(self, x_BTD):
+        x_BTD += self.down(functional.gelu(self.up(self.norm(x_BTD.clone()))))
+        return x_BTD
+
+
+class TakesNone(Block):
+    def forward(self, x_BTD, mask=None, scale=None):
+        x_BTD = super().forward(x_BTD)
+        return x_BTD if mask is None else x_BTD * mask
+
+
+class HasBuffers(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", 1 + torch.rand(WIDTH))  # another in each layer
+        self.register_buffer("places", torch.arange(64).float() / 64, persistent=False)
+
+    def forward(self, x_BTD):
+        return super().forward(x_BTD) * self.scale + self.places[: x_BTD.shape[1], None]
+
+
+class Shift(nn.Module):
+    """Its parameter has the hidden state's shape where a micro-batch is one sample, and so its very gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(1, TOKENS, WIDTH))
+
+    def forward(self, x_BTD):
+        return x_BTD + self.shift
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
+@pytest.mark.parametrize("block", [OwnFunction, InPlace, ToldInPlace, ChangesItsInput, TakesNone, HasBuffers, Shift])
+def test_blocks(block, micro_batch_size):
+    both_ways(GPT(block), scaled, micro_batch_size)
+
+
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_shared_block(compiler):
+    block = Block()
+    both_ways(GPT(lambda: block), scaled, compiler=compiler)
+
+
+def test_a_wide_block_is_a_class_of_its_own():
+    widths = iter([48, 48, 96, 48])
+    model = GPT(lambda: Block(hidden=next(widths)), num_layers=4)
+    with pytest.warns(
+        UserWarning, match=r"of 2 kinds.*layer 2 differs from layer 0 at blocks\.2\.up\.weight: .*96.*48"
+    ):
+        both_ways(model, scaled)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_gradient_checkpointing_is_absorbed():
+    model = huggingface("gpt2")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    reference = copy.deepcopy(model)
+    compile_model(model, 2)
+    assert_same_gradients(train(model, *batch())[1], train(reference, *batch())[1])
+    assert len(compilations_of[next(model.parameters())]) == 1
+
+
+class Autocast(Block):
+    """Down in fp32, whatever region the model is called in."""
+
+    def forward(self, x_BTD):
+        with torch.autocast("cpu", torch.bfloat16):
+            y_BTD = functional.gelu(self.up(self.norm(x_BTD)))
+            with torch.autocast("cpu", enabled=False):
+                return x_BTD + self.down(y_BTD.float())
+
+
+def around_nothing(model):
+    loss = model(*batch())[1]
+    loss.backward()
+    return loss.detach()
+
+
+def around_the_call(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(*batch())[1]
+    loss.backward()
+    return loss.detach()
+
+
+def around_all(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(*batch())[1]
+        loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize(
+    ("block", "use"),
+    [(Block, around_the_call), (Block, around_all), (Autocast, around_nothing), (Autocast, around_the_call)],
+    ids=["call", "all", "inside", "both"],
+)
+@pytest.mark.parametrize(("micro_batch_size", "tolerance"), [(5, 1e-5), (2, 2**-7)])
+def test_autocast(block, use, micro_batch_size, tolerance):
+    """One micro-batch does the operations of eager; several round partial sums, by 2^-9 each, in another order."""
+    both_ways(GPT(block), use, micro_batch_size, tolerance)
+
+
+@pytest.mark.parametrize("use", [around_the_call, around_all])
+def test_autocast_changes_what_is_computed(use):
+    """So the test above cannot pass in fp32."""
+    found, exact = GPT(), GPT()
+    use(found)
+    train(exact, *batch())
+    with pytest.raises(AssertionError):
+        assert_same_gradients(gradients(found), gradients(exact), 1e-4)
+
+
+def test_gradients_of_bf16_parameters_are_summed_in_fp32():
+    """256 samples that each add 1 to a gradient: in bf16 the sum of more than 256 ones stays at 256."""
+
+    class Ones(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+            self.bias = nn.Parameter(torch.zeros(2))
+
+        def forward(self, x):
+            x = x.clone()
+            for block in self.blocks:
+                x = block(x)
+            return (x + self.bias).sum()
+
+    model = compile_model(Ones().bfloat16(), 1)
+    model(torch.ones(300, 2, dtype=torch.bfloat16)).backward()
+    assert model.bias.grad.tolist() == [300, 300]
+    assert torch.ones((), dtype=torch.bfloat16) + 256 == 256

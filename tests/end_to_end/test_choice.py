@@ -1,0 +1,275 @@
+"""Where a tiny GPT-2's data goes when nobody says it, and that the step then keeps what was planned."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tiered import Rig, adamw, gpt2, one_thread, options, outcome, step, tokens
+
+import gs_compile
+from gs_compile.errors import MemoryBudgetError, PlanError, ProfileError
+from gs_compile.placement.traffic import traffic
+from gs_compile.planner import choice
+from gs_compile.planner.lp.fit import MARGIN, peak
+from gs_compile.planner.measure.profile import FORMAT, Profile
+
+MACHINE = Path(__file__).parent.parent / "machine.json"
+NUM_LAYERS = 4
+FREE = {"parameter": None, "checkpoint": None, "optimizer": None}
+EVERYTHING = {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_dynamo():
+    """Captures are kept from test to test."""
+    torch._dynamo.reset()
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def rig():
+    return Rig(partial(gpt2, num_layers=NUM_LAYERS, width=128))
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory):
+    return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture
+def unasked(monkeypatch):
+    """Neither the machine nor the code may be measured, and nothing is solved."""
+
+    def fail(*_, **__):
+        raise AssertionError("asked")
+
+    for name in ("find_profile", "timed", "search"):
+        monkeypatch.setattr(choice, name, fail)
+
+
+def given(storage, **changes):
+    """Options that leave ratios to the choice, but for those in `changes`."""
+    machine = changes.pop("machine", None)
+    found = options(storage, **{**changes, "ratios": FREE | changes.pop("ratios", {})})
+    return found if machine is None else found | {"machine": machine}
+
+
+def tight(rig, storage, make=adamw, **changes):
+    """A budget between the least that the step needs and all that it could use."""
+    peaks = []
+    for ratio in (0.0, 1.0):
+        ratios = dict.fromkeys(EVERYTHING, ratio) | changes.get("ratios", {})
+        with rig.fresh(make, options(storage, **{**changes, "ratios": ratios})) as optimizer:
+            for number in range(2):  # the second has late updates of the first
+                step(rig.model, optimizer, tokens(number))
+            peaks.append(peak(optimizer.engine.programs[-1], "host"))
+    return sum(peaks) // 2 + MARGIN
+
+
+# Without the linear program -------------------------------------------------------------------------------------------
+
+
+def test_what_fits_is_in_host_memory_and_nothing_is_measured(rig, storage, unasked, caplog):
+    with caplog.at_level(logging.INFO, "gs_compile.planner.choice"), rig.fresh(adamw, given(storage)) as optimizer:
+        step(rig.model, optimizer, tokens(0))
+        planning = optimizer.engine.planning
+        assert planning.choice.plan is None
+        assert not planning.uses_ssd
+        assert not planning.placement.has_late
+        assert "(alpha 0)" in optimizer.engine.describe()
+        assert "planned:" not in optimizer.engine.describe()
+    assert caplog.messages == ["all that may be in host memory fits there: nothing was planned"]
+
+
+def test_what_is_given_is_not_planned(rig, storage, unasked, caplog):
+    everything = given(storage, alpha=0.5, ratios={"parameter": 0.0, "checkpoint": 0.5, "optimizer": 0.0})
+    with caplog.at_level(logging.INFO, "gs_compile.planner.choice"), rig.fresh(adamw, everything) as optimizer:
+        step(rig.model, optimizer, tokens(0))
+        assert optimizer.engine.placement.checkpoint_ratio == 0.5
+        assert optimizer.engine.planning.ssd_nbytes > 0
+    assert caplog.messages == ["ratios and alpha are given: nothing was planned"]
+
+
+def test_the_horizontal_order_has_a_simple_rule(rig, storage, unasked, caplog):
+    with (
+        caplog.at_level(logging.INFO, "gs_compile.planner.choice"),
+        rig.fresh(adamw, given(storage, schedule="horizontal")) as optimizer,
+    ):
+        step(rig.model, optimizer, tokens(0))
+        assert not optimizer.engine.planning.uses_ssd
+    assert caplog.messages == ["the horizontal order fills host memory by a simple rule"]
+
+
+def test_too_little_memory_is_refused_before_anything_is_measured(rig, storage, unasked):
+    with (
+        rig.fresh(adamw, given(storage, host_memory="2MiB")) as optimizer,
+        pytest.raises(MemoryBudgetError, match=r"host_memory is 2\.0 MiB; this step needs .* with ratios parameter 0"),
+    ):
+        step(rig.model, optimizer, tokens(0))
+
+
+def test_too_little_memory_for_clipping_says_what_would_fit_without(rig, storage, unasked):
+    budget = tight(rig, storage, ratios=dict.fromkeys(EVERYTHING, 0.0), alpha=0.0)
+    with (
+        rig.fresh(partial(adamw, max_grad_norm=0.5), given(storage, host_memory=budget)) as optimizer,
+        pytest.raises(MemoryBudgetError, match=r"the largest alpha possible here is 0\.\d\d, not 1 \(max_grad_norm"),
+    ):
+        step(rig.model, optimizer, tokens(0))
+
+
+# By the linear program ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("separate_device", "clip"),
+    [(False, None), (True, None), (False, "delayed"), (True, "speculative"), (False, "chosen")],
+    ids=str,
+)
+def test_what_does_not_fit_is_planned_and_learns_the_same(rig, storage, caplog, separate_device, clip):
+    make = partial(adamw, max_grad_norm=0.5) if clip else adamw
+    changes = {"separate_device": separate_device}
+    budget = tight(rig, storage, make, alpha=float(clip is not None), **changes)
+    changes["clip"] = None if clip == "chosen" else clip
+    with (
+        caplog.at_level(logging.INFO, "gs_compile.planner.choice"),
+        rig.fresh(make, given(storage, host_memory=budget, **changes)) as optimizer,
+    ):
+        for number in range(3):
+            step(rig.model, optimizer, tokens(number))
+        engine = optimizer.engine
+        program, placement, plan = engine.programs[-1], engine.placement, engine.planning.choice.plan
+        optimizer.synchronize()
+        found = outcome(rig.model, optimizer, [], [])
+        assert engine.tiers.setting.arena.ledger.peak_total <= budget
+        described = engine.describe()
+    assert plan.placement == placement
+    assert engine.planning.ssd_nbytes > 0
+    assert any(plan.ratios.values())
+    assert placement.clip == (clip is not None)
+    assert placement.speculative == (clip == "speculative" or "Clipping is speculative" in caplog.text)
+    assert (clip == "chosen") == ("with delayed updates, " in caplog.text)
+    assert plan.alpha == 1.0 if clip and not placement.speculative else plan.alpha <= 0.5
+    assert f"(alpha {plan.alpha:g})" in described
+    assert f"planned:     {plan.seconds:.3g} s a step" in described
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith(
+        "Plan of model on for tests, vertical: 3 micro-batches of 2 samples of 8 tokens, alpha "
+    )
+    assert dict(program.peaks)["host"] <= budget
+    changes["clip"] = "delayed"
+    in_memory = options(storage, ratios=EVERYTHING, alpha=float(clip is not None), **changes)
+    assert found.differences(replace(rig.train(make, in_memory, num_steps=3), losses=[], norms=[])) == []
+
+
+def test_bytes_are_those_of_the_program(rig, storage):
+    with rig.fresh(adamw, given(storage, host_memory=tight(rig, storage))) as optimizer:
+        for number in range(2):
+            step(rig.model, optimizer, tokens(number))
+        engine = optimizer.engine
+        engine.tiers.synchronize()
+        engine.tiers.trace.reset()
+        ids = tokens(2)
+        rig.model(input_ids=ids, labels=ids).loss.backward()
+        engine.tiers.synchronize()  # what is under way belongs to this step
+        optimizer.step()
+        planned = traffic(engine.programs[-1], engine.placement)
+        assert engine.planning.choice.plan.traffic == planned
+        assert planned == {
+            (lane, kind): nbytes
+            for lane, total in optimizer.last_step.lanes.items()
+            for kind, nbytes in total.nbytes_by_kind.items()
+        }
+
+
+def test_ratios_that_are_given_are_kept(rig, storage):
+    fixed = {"parameter": 0.0}
+    budget = tight(rig, storage, ratios=fixed)
+    with rig.fresh(adamw, given(storage, host_memory=budget, alpha=0.25, ratios=fixed)) as optimizer:
+        step(rig.model, optimizer, tokens(0))
+        plan = optimizer.engine.planning.choice.plan
+        assert plan.ratios["optimizer"] > 0
+        assert (plan.ratios["parameter"], plan.alpha) == (0.0, 0.25)
+
+
+def test_a_machine_from_a_file(rig, storage, tmp_path):
+    named = replace(Profile.load(MACHINE), name="from a file")
+    named.save(tmp_path / "mine.json")
+    budget = tight(rig, storage)
+    with rig.fresh(adamw, given(storage, host_memory=budget, machine=tmp_path / "mine.json")) as optimizer:
+        step(rig.model, optimizer, tokens(0))
+        assert optimizer.engine.planning.choice.plan.profile == named
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"format": FORMAT + 1}, r"mine\.json: format is \d+, not \d+; it is newer than this release reads"),
+        ({"ssd_nbytes": -1}, r"mine\.json: ssd_nbytes is -1, which no machine has"),
+    ],
+    ids=["newer", "impossible"],
+)
+def test_a_machine_that_is_none_is_refused_at_the_first_call(rig, storage, tmp_path, changes, complaint):
+    (tmp_path / "mine.json").write_text(json.dumps(json.loads(MACHINE.read_text()) | changes))
+    budget = tight(rig, storage)
+    with (
+        rig.fresh(adamw, given(storage, host_memory=budget, machine=tmp_path / "mine.json")) as optimizer,
+        pytest.raises(ProfileError, match=complaint),
+    ):
+        step(rig.model, optimizer, tokens(0))
+
+
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [("search", PlanError("nothing fits")), ("settle", MemoryBudgetError("no program fits"))],
+    ids=["infeasible", "unsettled"],
+)
+def test_what_fits_runs_where_the_linear_program_finds_nothing(rig, storage, monkeypatch, caplog, broken, error):
+    def fail(*_, **__):
+        raise error
+
+    budget = tight(rig, storage)
+    monkeypatch.setattr(choice, broken, fail)
+    with (
+        caplog.at_level(logging.INFO, "gs_compile.planner.choice"),
+        rig.fresh(adamw, given(storage, host_memory=budget)) as optimizer,
+    ):
+        step(rig.model, optimizer, tokens(0))
+        assert {part.tier for unit in optimizer.engine.placement.units for part in unit.w.values()} == {"ssd"}
+        assert optimizer.engine.planning.choice.plan is None
+    assert caplog.messages == ["no plan fits by the linear program's bounds: host memory keeps the least it can"]
+
+
+# What is said of a model at hand --------------------------------------------------------------------------------------
+
+
+def test_what_a_step_will_take(rig, storage):
+    """Also where nothing had to be planned."""
+    with rig.fresh(adamw, given(storage)) as optimizer:
+        step(rig.model, optimizer, tokens(0))
+        engine = optimizer.engine
+        found = engine.predict()
+        assert found.simulation.seconds > 0
+        assert len(found.prices) == len(found.program.ops)
+        assert found.program.ops == engine.programs[-1].ops
+        assert found.simulation.peaks["host"] <= engine.planning.host_nbytes
+
+
+def test_a_live_model_is_planned_before_and_after_it_has_left(rig, storage):
+    """Its shapes stay when its values have gone: they are all that a plan looks at."""
+    settings = {"machine": MACHINE, "sequence": 8, "micro_batch_size": 2, "num_micro_batches": 3}
+    before = gs_compile.plan(rig.model, **settings)
+    with rig.fresh(adamw, given(storage)) as optimizer:
+        step(rig.model, optimizer, tokens(0))
+        after = gs_compile.plan(rig.model, **settings)
+        assert after.seconds == before.seconds
+        assert after.placement == before.placement
+        assert after.workload.sizes == before.workload.sizes
+        assert before.workload.parameters_nbytes == 4 * sum(u.numel for u in optimizer.engine.placement.units)
+        step(rig.model, optimizer, tokens(1))  # and the plan has left it alone

@@ -1,0 +1,264 @@
+"""The horizontal order trains as the vertical one does, on real models, wherever their data lives."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache, partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiered import BATCH, LENGTH, VOCABULARY, Rig, adamw, gpt2, one_thread, options, step, tokens
+from transformers import LlamaConfig, LlamaForCausalLM
+from zoo import assert_same_gradients, batch, gradients, huggingface
+
+import gs_compile
+from gs_compile.placement.traffic import traffic
+from gs_compile.planner.lp.fit import peak
+from gs_compile.runtime.memory import PAGE_NBYTES
+
+NUM_LAYERS, WIDTH, MICRO_BATCH = 2, 32, 2
+RATIOS = (0.0, 0.4, 1.0)
+ROUNDING = 4 * (NUM_LAYERS + 1) * BATCH * PAGE_NBYTES  # buffers are whole pages, and the plan counts bytes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_dynamo():
+    """Captures are kept from test to test."""
+    torch._dynamo.reset()
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def rigs():
+    dropout = {"model": 0.1, "bf16": 0.0}
+    return cache(lambda precision: Rig(partial(gpt2, NUM_LAYERS, WIDTH, dropout[precision]), precision))
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory):
+    return tmp_path_factory.mktemp("storage")
+
+
+def chosen(storage, schedule="horizontal", ratio=1.0, gradient=1.0, separate=False, **others):
+    ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), ratio)
+    ratios |= {"gradient": gradient} if schedule == "horizontal" else {}
+    return options(storage, schedule=schedule, ratios=ratios, separate_device=separate, **others)
+
+
+def sgd(groups):
+    """Its one update is the gradient itself."""
+    return gs_compile.SGD([{"params": group["params"]} for group in groups], lr=1.0)
+
+
+# Values --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def references(rigs, storage):
+    """What the horizontal order learns where everything is in one memory."""
+
+    @cache
+    def learn(precision, clip, batch_size):
+        make = partial(adamw, max_grad_norm=0.3) if clip else adamw
+        return rigs(precision).train(make, chosen(storage), num_steps=3, batch_size=batch_size)
+
+    return learn
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    precision=st.sampled_from(("model", "bf16")),
+    batch_size=st.sampled_from((2, 4, 5)),
+    clip=st.booleans(),
+    ratio=st.sampled_from(RATIOS),
+    gradient=st.sampled_from(RATIOS),
+    separate=st.booleans(),
+)
+def test_any_placement_learns_the_same(
+    rigs, storage, references, precision, batch_size, clip, ratio, gradient, separate
+):
+    make = partial(adamw, max_grad_norm=0.3) if clip else adamw
+    given = chosen(storage, ratio=ratio, gradient=gradient, separate=separate)
+    found = rigs(precision).train(make, given, num_steps=3, batch_size=batch_size)
+    assert not found.differences(references(precision, clip, batch_size))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("batch_size", [2, 4, 5])
+def test_learns_what_the_vertical_order_learns(rigs, storage, references, batch_size, clip):
+    make = partial(adamw, max_grad_norm=0.3) if clip else adamw
+    expected = rigs("model").train(make, chosen(storage, "vertical"), num_steps=3, batch_size=batch_size)
+    found = references("model", clip, batch_size)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-6)
+    for name, values in expected.values.items():
+        torch.testing.assert_close(found.values[name], values, rtol=1e-3, atol=5e-5)  # AdamW magnifies rounding
+
+
+@pytest.mark.parametrize(("ratio", "gradient", "separate"), [(0.0, 0.0, True), (0.4, 0.4, False), (1.0, 1.0, True)])
+@pytest.mark.parametrize("batch_size", [2, 4, 5])
+def test_gradients_are_those_of_the_vertical_order(rigs, storage, batch_size, ratio, gradient, separate):
+    """On the same dropout masks, the last micro-batch smaller than the others."""
+    rig = rigs("model")
+    expected = rig.train(sgd, chosen(storage, "vertical"), num_steps=1, batch_size=batch_size)
+    found = rig.train(sgd, chosen(storage, "horizontal", ratio, gradient, separate), 1, batch_size)
+    assert found.losses == expected.losses
+    names = [name for name, _ in rig.model.named_parameters()]
+    for name, initial in zip(names, rig.initial, strict=True):
+        was, now = initial - expected.values[name], initial - found.values[name]
+        assert (now - was).norm() <= 1e-6 * was.norm() + 1e-9
+
+
+def test_a_scaled_loss_has_scaled_gradients(rigs, storage):
+    rig, values = rigs("model"), {}
+    for schedule in ("vertical", "horizontal"):
+        torch.manual_seed(1)
+        with rig.fresh(sgd, chosen(storage, schedule, 0.0, 0.0, separate=True)) as optimizer:
+            ids = tokens(0)
+            (0.3 * rig.model(input_ids=ids, labels=ids).loss).backward()
+            optimizer.step()
+            optimizer.synchronize()
+            slices = optimizer.engine.slices
+            values[schedule] = [optimizer.engine.tiers.read(slices[id(p)]).clone() for p in rig.model.parameters()]
+    for initial, was, now in zip(rig.initial, values["vertical"], values["horizontal"], strict=True):
+        assert (now - was).norm() <= 1e-6 * (initial - was).norm() + 1e-9
+        assert not torch.equal(initial, now)
+
+
+# Bytes ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("gradient", [0.0, 1.0])
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_a_step_moves_what_the_paper_says(rigs, storage, precision, gradient, separate):
+    """Measured, counted on the program, and by the formulas of section 3.3; everything else is on SSD."""
+    rig, n = rigs(precision), 3
+    given = chosen(storage, ratio=0.0, gradient=gradient, separate=separate)
+    with rig.fresh(adamw, given) as optimizer:
+        step(rig.model, optimizer, tokens(0, MICRO_BATCH * n))
+        optimizer.synchronize()
+        engine = optimizer.engine
+        store = engine.tiers.setting.store
+        before = {"ssd_read": store.read_nbytes.copy(), "ssd_write": store.written_nbytes.copy()}
+        engine.tiers.trace.reset()
+        ids = tokens(1, MICRO_BATCH * n)
+        rig.model(input_ids=ids, labels=ids).loss.backward()
+        engine.tiers.synchronize()
+        optimizer.step()
+        found = {
+            (lane, kind): nbytes
+            for lane, total in optimizer.last_step.lanes.items()
+            for kind, nbytes in total.nbytes_by_kind.items()
+        }
+        after = {"ssd_read": store.read_nbytes, "ssd_write": store.written_nbytes}
+        asked = {(lane, kind): nbytes for lane in after for kind, nbytes in (after[lane] - before[lane]).items()}
+        assert found == traffic(engine.programs[-1], engine.placement)
+        units = {unit.unit: unit.numel for unit in engine.placement.units}
+    numel, itemsize = sum(units.values()), 4 if precision == "model" else 2
+    loads = {"e": 2, "h": 1, "t": 3}  # the head's backward follows at once; it shares the embedding with the prologue
+    loaded = sum(units[unit] * loads.get(unit, 2) for unit in units) * itemsize * n
+    checkpoints = NUM_LAYERS * MICRO_BATCH * LENGTH * WIDTH * itemsize * n
+    state = numel * 4 * (2 if precision == "model" else 3)
+    form = {("ssd_read", "w"): loaded, ("ssd_write", "w"): numel * itemsize}
+    form |= {(lane, "s"): state for lane in ("ssd_read", "ssd_write")}
+    form |= {(lane, "x"): checkpoints for lane in ("ssd_read", "ssd_write", "d2h")}
+    if not gradient:
+        form |= {(lane, "dw"): (n - 1) * numel * 4 for lane in ("ssd_read", "ssd_write")}
+    if separate:
+        form |= {("h2d", "w"): loaded, ("h2d", "x"): checkpoints}
+        form |= {("h2d", "dw"): (n - 1) * numel * 4, ("d2h", "dw"): n * numel * 4}  # (2 n - 1) times together
+    assert found == form
+    assert {key: nbytes for key, nbytes in found.items() if key[0].startswith("ssd")} == asked
+
+
+@settings(deadline=None, max_examples=8)
+@given(ratio=st.sampled_from(RATIOS), gradient=st.sampled_from(RATIOS), separate=st.booleans(), clip=st.booleans())
+def test_the_planned_memory_is_enough(rigs, storage, ratio, gradient, separate, clip):
+    rig, make = rigs("model"), partial(adamw, max_grad_norm=0.5) if clip else adamw
+    given = chosen(storage, ratio=ratio, gradient=gradient, separate=separate)
+    with rig.fresh(make, given) as optimizer:
+        step(rig.model, optimizer, tokens(0))
+        step(rig.model, optimizer, tokens(1))
+        budget = peak(optimizer.engine.programs[-1], "host") + ROUNDING
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("gs_compile.planner.lp.fit.MARGIN", 0)
+        with rig.fresh(make, {**given, "host_memory": budget}) as optimizer:
+            for number in range(3):
+                step(rig.model, optimizer, tokens(number))
+            optimizer.synchronize()
+            assert optimizer.engine.tiers.setting.arena.ledger.peak_total <= budget
+
+
+# Models that are captured for one test: last, as a rig is captured once -----------------------------------------------
+
+
+def llama():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes)).train()
+
+
+def test_llama_is_the_same_to_the_bit(storage):
+    """No unit shares parameters with another, so all sums are added in the order of the micro-batches."""
+    rig = Rig(llama)
+    expected = rig.train(adamw, chosen(storage, "vertical", snake=False), num_steps=3)
+    for ratio, separate in ((0.0, True), (0.4, False)):
+        found = rig.train(adamw, chosen(storage, ratio=ratio, gradient=ratio, separate=separate), num_steps=3)
+        assert not found.differences(expected)
+
+
+def test_a_forward_without_gradients_comes_between_steps(storage):
+    model = gpt2()
+    optimizer = adamw(list(model.parameters()))
+    model.compile(backend="greedysnake", options=chosen(storage, ratio=0.0, gradient=0.0, separate=True))
+    step(model, optimizer, tokens(0))
+    with torch.no_grad():
+        alone = model(input_ids=tokens(1), labels=tokens(1)).loss
+    assert optimizer.engine.programs[-1].order == "vertical"
+    assert step(model, optimizer, tokens(1)) == float(alone)
+    assert optimizer.engine.programs[-1].order == "horizontal"
+    optimizer.engine.tiers.close()
+
+
+# Without tiers -------------------------------------------------------------------------------------------------------
+
+
+def use_hidden_states(model, ids, labels):
+    output = model(input_ids=ids, labels=labels, output_hidden_states=True)
+    return output.loss + output.hidden_states[1].square().mean()
+
+
+def use_logits_too(model, ids, labels):
+    output = model(input_ids=ids, labels=labels)
+    return output.loss + output.logits.square().mean()
+
+
+USES = {
+    "its own loss": lambda model, ids, labels: model(input_ids=ids, labels=labels).loss,
+    "a scaled loss": lambda model, ids, labels: 3 * model(input_ids=ids, labels=labels).loss,
+    "a loss outside": lambda model, ids, labels: model(input_ids=ids).logits.square().mean(),
+    "logits too": use_logits_too,
+    "hidden states": use_hidden_states,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_a_model_in_memory_has_the_same_gradients(name, use):
+    model, losses, found = huggingface(name), {}, {}
+    ids, labels = batch()
+    if use == "hidden states":
+        model(ids, output_hidden_states=True)  # transformers installs its hooks, which Dynamo cannot
+    for schedule in ("vertical", "horizontal"):
+        compiled = copy.deepcopy(model)
+        expert = {"schedule": schedule, "snake": False, "compiler": "eager"}
+        compiled.compile(backend="greedysnake", options={"micro_batch_size": MICRO_BATCH, "expert": expert})
+        losses[schedule] = USES[use](compiled, ids, labels)
+        losses[schedule].backward()
+        found[schedule] = gradients(compiled)
+    assert torch.equal(losses["horizontal"], losses["vertical"])
+    assert_same_gradients(found["horizontal"], found["vertical"], tolerance=0.0 if use == "its own loss" else 1e-6)

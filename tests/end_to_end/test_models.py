@@ -1,0 +1,111 @@
+"""Every family of models: the loss and all gradients of the whole batch, as eager computes them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from zoo import (
+    BATCH,
+    MODELS,
+    accumulate,
+    assert_same_gradients,
+    batch,
+    build,
+    compile_model,
+    gradients,
+    huggingface,
+    loss_of,
+    train,
+)
+
+from gs_compile.codegen.compiled import compilations_of
+
+pytestmark = [
+    # bloom instantiates an autograd.Function; mamba calls a cached function: Dynamo warns of both, for plain torch too
+    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
+    # gemma2 and gpt_oss give back caches of two kinds
+    pytest.mark.filterwarnings("ignore:the model's blocks are of 2 kinds:gs_compile.errors.UniformityWarning"),
+]
+
+FAST = ("gpt2", "llama", "mixtral", "plain")  # with any number of micro-batches; the others with two
+
+
+def cases():
+    for name in MODELS:
+        for size in (BATCH, 3, 1):  # 1, 2 and 5 micro-batches; the second of two is smaller
+            slow = size != 3 and name not in FAST
+            yield pytest.param(name, size, id=f"{name}-{-(-BATCH // size)}", marks=[pytest.mark.slow] * slow)
+
+
+@pytest.mark.parametrize(("name", "size"), list(cases()))
+def test_gradients_of_the_batch(name, size):
+    check(build(name), size)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "gpt2")) for name in MODELS])
+def test_compiled_by_inductor(name):
+    check(build(name), 3, compiler="inductor", outputs="loss")
+
+
+def check(model, size, **options):
+    ids, labels = batch()
+    expected = train(copy.deepcopy(model), ids, labels)
+    loss, found = train(compile_model(model, size, **options), ids, labels)
+    torch.testing.assert_close(loss, expected[0], rtol=1e-6, atol=0)
+    assert_same_gradients(found, expected[1])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(name, side):
+    model = huggingface(name)
+    ids, _ = batch()
+    place = torch.arange(ids.shape[1])
+    kept = (place if side == "right" else place.flip(0)) < torch.tensor([12, 3, 7, 5, 9])[:, None]
+    inputs = {"input_ids": ids, "attention_mask": kept.long(), "labels": ids.where(kept, -100)}
+    reference = copy.deepcopy(model)
+    reference(**inputs).loss.backward()
+    compile_model(model, 2)(**inputs).loss.backward()
+    assert_same_gradients(gradients(model), gradients(reference))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_bf16_is_as_near_to_fp32_as_gradient_accumulation(name):
+    model = huggingface(name).bfloat16()
+    ids, labels = batch()
+    _, exact = train(copy.deepcopy(model).float(), ids, labels)
+    plain = {key: value.bfloat16() for key, value in accumulate(copy.deepcopy(model), ids, labels, 1).items()}
+    _, found = train(compile_model(model, 1), ids, labels)
+    assert {gradient.dtype for gradient in found.values()} == {torch.bfloat16}
+    assert distance(found, exact) <= 1.1 * distance(plain, exact)
+    assert distance(found, exact) < 0.05 * distance(exact, {})  # so the bound above does not come from noise alone
+
+
+def distance(left, right):
+    return sum((value.float() - right.get(key, 0.0)).square().sum() for key, value in left.items()).sqrt().item()
+
+
+def layer_classes(model):
+    (compilation,) = compilations_of[next(model.parameters())]
+    (layout,) = compilation.layouts.values()
+    return layout.uniform.layer_classes
+
+
+@pytest.mark.parametrize(("name", "num_layers"), [("gemma2", 4), ("gpt_neo", 4), ("llama", 3)])
+def test_layers_that_differ_in_their_masks_are_one_class(name, num_layers):
+    model = huggingface(name, **({"num_hidden_layers": num_layers} if name == "gemma2" else {}))
+    ids, labels = batch(4)
+    loss_of(compile_model(model, 2, outputs="loss"), ids, labels).backward()
+    assert layer_classes(model) == (tuple(range(num_layers)),)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_a_head_that_logs_inside_forward_is_one_graph(name):
+    model = huggingface(name)
+    model.loss_type = None  # transformers then warns, in the midst of forward
+    torch._dynamo.utils.counters.clear()
+    check(model, 2)
+    assert not torch._dynamo.utils.counters["graph_break"]

@@ -1,0 +1,78 @@
+"""The executor and the simulator have one rule: what is simulated from a run's own durations is that run."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from functools import partial
+
+import pytest
+import torch
+from tiered import Rig, adamw, gpt2, one_thread, options, step, tokens
+
+from gs_compile.planner.simulate.simulator import simulate
+from gs_compile.program.ir import LANES
+from gs_compile.runtime.issue import TieredExecutor
+from gs_compile.runtime.lanes import Lane
+
+NUM_STEPS = 3
+OP_SECONDS = 1e-4  # what a line of the program costs the walk beside its work, about
+HALF = {"parameter": 0.5, "checkpoint": 0.5, "optimizer": 0.5}
+ROUNDING = 2 * 5 * 2 * 4096  # buffers are whole pages, and the plan counts bytes
+
+
+@pytest.fixture
+def executors(monkeypatch):
+    """Of a run whose operations sleep, each for a time of its own, so that the lanes wait for each other."""
+    found = []
+    submit, compute, begin = Lane.submit, TieredExecutor._result, TieredExecutor.__init__
+
+    def sleep(name):
+        time.sleep(0.005 * (1 + zlib.crc32(name.encode()) % 5))
+
+    def slow_submit(self, name, run, after, **told):
+        return submit(self, name, lambda: (sleep(name), run()), after, **told)
+
+    def slow_compute(self, op):
+        sleep(str(op.results))
+        return compute(self, op)
+
+    def noted(self, *arguments, **named):
+        begin(self, *arguments, **named)
+        found.append(self)
+
+    monkeypatch.setattr(Lane, "submit", slow_submit)
+    monkeypatch.setattr(TieredExecutor, "_result", slow_compute)
+    monkeypatch.setattr(TieredExecutor, "__init__", noted)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"alpha": 0.5, "ratios": HALF}, {"separate_device": True, "alpha": 0.25}])
+def test_a_run_takes_what_is_simulated(tmp_path, executors, monkeypatch, changes):
+    torch._dynamo.reset()
+    rig = Rig(partial(gpt2, num_layers=4))
+    monkeypatch.setattr("gs_compile.planner.lp.fit.MARGIN", 0)
+    taken, found, host_nbytes = run(rig, executors, options(tmp_path, trace=True, **changes))
+    tight, found_tight, _ = run(rig, executors, options(tmp_path, trace=True, host_memory=host_nbytes, **changes))
+    assert (taken, tight) == pytest.approx((found, found_tight), rel=0.1)
+
+
+def run(rig, executors, given):
+    """The seconds of the last step, those simulated, and the host memory that would have been enough."""
+    executors.clear()
+    with one_thread(), rig.fresh(adamw, given) as optimizer:
+        for number in range(NUM_STEPS):
+            step(rig.model, optimizer, tokens(number, 4))
+        optimizer.engine.tiers.synchronize()
+        tiers = optimizer.engine.tiers
+        placement, budget, events = tiers.placement, tiers.setting.arena.budget_nbytes, tiers.trace.events()
+    programs = [executor.program for executor in executors[:NUM_STEPS]]
+    lanes = {lane: iter([each for each in events if each.lane == lane]) for lane in LANES}
+    seconds, ends = [], []
+    for program in programs:
+        events = [next(lanes[op.lane]) if op.lane != "memory" else None for op in program.ops]
+        seconds.append([event.end_seconds - event.start_seconds if event else 0.0 for event in events])
+        ends.append(max(event.end_seconds for event in events if event and event.lane == "compute"))
+    found = simulate(programs, seconds, placement=placement, inline=True, op_seconds=OP_SECONDS, host_nbytes=budget)
+    return ends[-1] - ends[-2], found.seconds, dict(programs[-1].peaks)["host"] + ROUNDING

@@ -1,0 +1,217 @@
+"""The single schedule trains as the vertical one does on the same batch, and moves twice its checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache, partial
+
+import pytest
+import torch
+from learner import distance
+from tiered import LENGTH, VOCABULARY, Rig, adamw, gpt2, one_thread, options, step, tokens
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from zoo import GPT, LAYERS, assert_same_gradients, batch, gradients, huggingface, train
+
+import gs_compile
+from gs_compile.placement.traffic import traffic
+
+NUM_BLOCKS, WIDTH, BATCH = 2, 32, 4
+HALVES = {"vertical": 1, "single": 2}  # layers of a block
+PLACES = [
+    pytest.param({"ratio": 0.0, "separate": True}, id="ssd"),
+    pytest.param({"ratio": 0.4, "separate": False}, id="mixed", marks=pytest.mark.slow),
+    pytest.param({"ratio": 1.0, "separate": False}, id="host"),
+]
+
+
+def llama():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": NUM_BLOCKS, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes)).train()
+
+
+BUILDS = {"gpt2": partial(gpt2, NUM_BLOCKS, WIDTH, 0.1), "llama": llama}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_dynamo():
+    """Captures are kept from test to test."""
+    torch._dynamo.reset()
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory):
+    return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture(scope="module")
+def rigs():
+    return cache(lambda name: Rig(BUILDS[name]))
+
+
+def chosen(storage, schedule, ratio=1.0, separate=False, **others):
+    """Micro-batches of the whole batch for the vertical order; the single one must not look at their size."""
+    size = BATCH if schedule == "vertical" else 1
+    ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), ratio)
+    return options(storage, schedule=schedule, ratios=ratios, separate_device=separate, micro_batch_size=size, **others)
+
+
+def sgd(groups):
+    """Its one update is the gradient itself."""
+    return gs_compile.SGD([{"params": group["params"]} for group in groups], lr=1.0)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", BUILDS)
+def test_learns_what_the_vertical_order_learns(rigs, storage, name, place):
+    """Parameters after 5 steps, and the gradients of one; on the same dropout masks."""
+    rig = rigs(name)
+    expected = rig.train(adamw, chosen(storage, "vertical", **place), num_steps=5, batch_size=BATCH)
+    found = rig.train(adamw, chosen(storage, "single", **place), num_steps=5, batch_size=BATCH)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    names = [name for name, _ in rig.model.named_parameters()]
+    assert distance(*({name: each.values[name] for name in names} for each in (found, expected))) <= 1e-6
+    was, now = (
+        rig.train(sgd, chosen(storage, schedule, **place), num_steps=1, batch_size=BATCH)
+        for schedule in ("vertical", "single")
+    )
+    for name, initial in zip(names, rig.initial, strict=True):
+        gradient = initial - was.values[name]
+        assert (now.values[name] - was.values[name]).norm() <= 1e-6 * gradient.norm() + 1e-9
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_twice_the_checkpoints_move(storage, separate):
+    torch._dynamo.reset()
+    rig, moved, programs = Rig(BUILDS["gpt2"]), {}, {}
+    for schedule in ("vertical", "single"):
+        with rig.fresh(adamw, chosen(storage, schedule, ratio=0.0, separate=separate)) as optimizer:
+            step(rig.model, optimizer, tokens(0, BATCH))
+            step(rig.model, optimizer, tokens(1, BATCH))
+            engine = optimizer.engine
+            programs[schedule] = engine.programs[-1]
+            moved[schedule] = traffic(engine.programs[-1], engine.placement)
+    assert [program.num_micro_batches for program in programs.values()] == [1, 1]
+    assert [program.num_layers for program in programs.values()] == [NUM_BLOCKS, 2 * NUM_BLOCKS]
+    checkpoints = NUM_BLOCKS * BATCH * LENGTH * WIDTH * 4
+    of_x = {
+        schedule: {lane: n for (lane, kind), n in found.items() if kind == "x"} for schedule, found in moved.items()
+    }
+    lanes = {"ssd_read", "ssd_write", "d2h"} | ({"h2d"} if separate else set())
+    assert of_x["vertical"] == dict.fromkeys(lanes, checkpoints)
+    assert of_x["single"] == dict.fromkeys(lanes, 2 * checkpoints)
+    others = [{key: n for key, n in found.items() if key[1] != "x"} for found in moved.values()]
+    assert others[0] == others[1]
+
+
+# Without tiers -------------------------------------------------------------------------------------------------------
+
+
+class Drops(nn.Module):
+    """A block that drops in both halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        x_BTD = x_BTD + self.dropout(self.mix(x_BTD))
+        return x_BTD + self.dropout(self.up(x_BTD))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_whatever_compiles_the_halves_they_draw_the_same(compiler):
+    torch._dynamo.reset()
+    model, (ids, labels), found = GPT(Drops), batch(), {}
+    for schedule, size in (("vertical", len(ids)), ("single", 2)):
+        compiled = copy.deepcopy(model)
+        expert = {"schedule": schedule, "compiler": compiler}
+        compiled.compile(backend="greedysnake", options={"micro_batch_size": size, "expert": expert})
+        torch.manual_seed(7)
+        found[schedule] = train(compiled, ids, labels)[1]
+        assert gs_compile.inspect(compiled).num_layers == LAYERS * HALVES[schedule]
+    assert_same_gradients(found["single"], found["vertical"], 1e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("opt", marks=pytest.mark.slow)])
+def test_the_halves_draw_the_masks_of_the_block(name):
+    """With dropout in attention and feed-forward: the second half goes on where the first has stopped."""
+    torch._dynamo.reset()
+    model, (ids, labels), found = huggingface(name, dropout=None), batch(), {}
+    for schedule, size in (("vertical", len(ids)), ("single", 2)):
+        expert = {"schedule": schedule, "compiler": "eager"}
+        compiled = copy.deepcopy(model)
+        compiled.compile(backend="greedysnake", options={"micro_batch_size": size, "expert": expert})
+        torch.manual_seed(7)
+        with torch.no_grad():
+            alone = compiled(input_ids=ids, labels=labels).loss
+        torch.manual_seed(7)
+        loss, gradient = train(compiled, ids, labels)
+        torch.testing.assert_close(alone, loss, rtol=1e-6, atol=0)
+        found[schedule] = loss, gradient
+        assert gs_compile.inspect(compiled).num_layers == LAYERS * HALVES[schedule]
+    torch.testing.assert_close(found["single"][0], found["vertical"][0], rtol=1e-6, atol=0)
+    assert_same_gradients(found["single"][1], found["vertical"][1], 1e-6)
+
+
+def test_hidden_states_and_gradients_from_outside():
+    torch._dynamo.reset()
+    model, found = huggingface("llama"), {}
+    ids, labels = batch()
+    model(ids, output_hidden_states=True)  # transformers installs its hooks, which Dynamo cannot
+    for schedule in ("vertical", "single"):
+        compiled = copy.deepcopy(model)
+        expert = {"schedule": schedule, "compiler": "eager"}
+        compiled.compile(backend="greedysnake", options={"micro_batch_size": len(ids), "expert": expert})
+        output = compiled(input_ids=ids, labels=labels, output_hidden_states=True)
+        (output.loss + output.hidden_states[1].square().mean()).backward()
+        found[schedule] = gradients(compiled)
+        assert gs_compile.inspect(compiled).num_layers == LAYERS * HALVES[schedule]
+    assert_same_gradients(found["single"], found["vertical"], 1e-6)
+
+
+def test_inspection_names_the_halves():
+    torch._dynamo.reset()
+    model, (ids, labels) = huggingface("gpt2"), batch()
+    model.compile(backend="greedysnake", options={"expert": {"schedule": "single", "compiler": "eager"}})
+    train(model, ids, labels)
+    found = gs_compile.inspect(model)
+    assert found.headline.startswith("6 half-layers of 2 classes, 1 micro-batch of 5, ")
+    assert found.uniformity.splitlines() == [
+        "class 0: the attention halves of 3 layers: 0-2",
+        "class 1: the feed-forward halves of 3 layers: 0-2",
+    ]
+    assert "half of class 1:" in found.report()
+    assert found.programs[0].made_by == "single"
+    assert found.as_dict()["halved"]
+
+
+ALL = ["bert", "bloom", "gemma2", "gpt_oss", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_every_family_with_two_residuals(name):
+    model, (ids, labels), found = huggingface(name), batch(), {}
+    for schedule in ("vertical", "single"):
+        torch._dynamo.reset()
+        compiled = copy.deepcopy(model)
+        expert = {"schedule": schedule, "compiler": "eager"}
+        compiled.compile(backend="greedysnake", options={"micro_batch_size": len(ids), "expert": expert})
+        found[schedule] = train(compiled, ids, labels)[1]
+    assert_same_gradients(found["single"], found["vertical"], 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["falcon", "gpt_neox", "gptj", "mamba"])
+def test_blocks_with_one_residual_are_refused_by_name(name):
+    model, (ids, labels) = huggingface(name), batch()
+    model.compile(backend="greedysnake", options={"expert": {"schedule": "single", "compiler": "eager"}})
+    with pytest.raises(
+        gs_compile.errors.UniformityError, match=r"layer 0 \(.*\.0\) cannot be cut in two.*there is one"
+    ):
+        train(model, ids, labels)

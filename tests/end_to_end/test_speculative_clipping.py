@@ -1,0 +1,195 @@
+"""Speculative clipping learns what delayed clipping learns, bit for bit, whatever gradients do."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from tiered import Outcome, Rig, adamw, gpt2, one_thread, options, outcome, step, tokens
+
+from gs_compile.errors import NonFiniteWarning, OptionError
+from gs_compile.placement.traffic import traffic
+from gs_compile.runtime.optimizer import OptimizerStep
+
+NUM_STEPS = 6
+BOUNDS = {"never": 1e6, "sometimes": 1.15, "always": 0.3}
+CLASSES = ("parameter", "checkpoint", "optimizer")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_dynamo():
+    """Captures are kept from test to test."""
+    torch._dynamo.reset()
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def rigs():
+    return {precision: Rig(gpt2, precision) for precision in ("model", "bf16")}
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory):
+    return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture(scope="module")
+def delayed(rigs, storage):
+    """What delayed clipping comes to, by everything that matters."""
+    found: dict[object, tuple[Outcome, list[bool]]] = {}
+
+    def of(precision, bound, bad=()):
+        key = precision, bound, tuple(bad)
+        if key not in found:
+            found[key] = trained(rigs[precision], options(storage, clip="delayed"), bound, bad)
+        return found[key]
+
+    return of
+
+
+def given(storage, ratio, alpha, **others):
+    return options(storage, alpha=alpha, clip="speculative", ratios=dict.fromkeys(CLASSES, ratio), **others)
+
+
+def trained(rig, given, bound, bad=(), look=()):
+    """Some steps, and whether each was taken back; `bad`: steps, units and what an element of their gradient becomes.
+
+    look: steps after which all values are read.
+    """
+    torch.manual_seed(1)
+    losses, norms, taken_back = [], [], []
+    spoiled = {number: (unit, value) for number, unit, value in bad}
+    with pytest.MonkeyPatch.context() as patched, rig.fresh(partial(adamw, max_grad_norm=bound), given) as optimizer:
+        norm = OptimizerStep.norm
+
+        def spoil(self, unit, gradient, record):
+            if spoiled.get(len(losses), (None, 0.0))[0] == unit:
+                gradient.flat[5] = spoiled[len(losses)][1]
+            return norm(self, unit, gradient, record)
+
+        patched.setattr(OptimizerStep, "norm", spoil)
+        for number in range(NUM_STEPS):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", NonFiniteWarning)
+                losses.append(step(rig.model, optimizer, tokens(number)))
+            assert not any("updated" in str(warning.message) for warning in caught), "nothing is left half done"
+            info = optimizer.last_step
+            assert info.skipped == (number in spoiled) == any(w.category is NonFiniteWarning for w in caught)
+            norms.append(info.grad_norm)
+            taken_back.append(info.taken_back)
+            if number in look:
+                outcome(rig.model, optimizer, losses, norms)
+        return outcome(rig.model, optimizer, losses, norms), taken_back
+
+
+PLACES = [
+    pytest.param("model", 0.0, 0.0, False, id="fp32-ssd"),
+    pytest.param("model", 0.5, 0.3, False, id="fp32-both"),
+    pytest.param("model", 1.0, 0.0, True, id="fp32-host-separate", marks=pytest.mark.slow),
+    pytest.param("model", 0.5, 0.0, True, id="fp32-both-separate"),
+    pytest.param("model", 1.0, 0.3, False, id="fp32-host", marks=pytest.mark.slow),
+    pytest.param("bf16", 0.0, 0.3, True, id="bf16-ssd-separate", marks=pytest.mark.slow),
+    pytest.param("bf16", 0.5, 0.0, False, id="bf16-both"),
+    pytest.param("bf16", 0.5, 0.3, True, id="bf16-both-separate"),
+    pytest.param("bf16", 1.0, 0.0, False, id="bf16-host", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize(("precision", "ratio", "alpha", "separate"), PLACES)
+def test_it_is_delayed_clipping_bit_for_bit(rigs, storage, delayed, precision, ratio, alpha, separate, bound):
+    expected, _ = delayed(precision, BOUNDS[bound])
+    found, taken_back = trained(
+        rigs[precision], given(storage, ratio, alpha, separate_device=separate), BOUNDS[bound], look=(1,)
+    )
+    assert found.differences(expected) == []
+    assert taken_back == [norm > BOUNDS[bound] for norm in found.norms]
+    assert sum(taken_back) in {"never": [0], "sometimes": [2, 3], "always": [NUM_STEPS]}[bound]
+
+
+@pytest.mark.parametrize("schedule", ["horizontal", "lifetime", "single"])
+def test_so_it_is_in_the_other_schedules(storage, schedule):
+    rig = Rig(gpt2)
+    common = {"schedule": schedule, "separate_device": schedule == "lifetime"}
+    expected, _ = trained(rig, options(storage, clip="delayed", **common), BOUNDS["sometimes"])
+    found, taken_back = trained(rig, given(storage, 0.5, 0.3, **common), BOUNDS["sometimes"])
+    assert found.differences(expected) == []
+    assert taken_back == [norm > BOUNDS["sometimes"] for norm in found.norms]
+    assert True in taken_back
+    assert False in taken_back
+
+
+BAD = ((0, "e", math.nan), (2, 1, math.inf), (3, "h", -math.inf), (5, 0, math.nan))
+
+
+@pytest.mark.parametrize("bound", [1.15, pytest.param(math.inf, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("precision", "ratio", "alpha", "separate"), PLACES)
+def test_gradients_that_are_not_finite_leave_no_trace(rigs, storage, delayed, precision, ratio, alpha, separate, bound):
+    expected, _ = delayed(precision, bound, BAD)
+    found, taken_back = trained(rigs[precision], given(storage, ratio, alpha, separate_device=separate), bound, BAD)
+    assert found.differences(expected) == []
+    assert all(taken_back[number] for number, *_ in BAD)
+    assert bound == 1.15 or sum(taken_back) == len(BAD)
+
+
+def test_a_bound_that_changes_from_step_to_step(rigs, storage):
+    def run(given):
+        with rigs["model"].fresh(partial(adamw, max_grad_norm=math.inf), given) as optimizer:
+            losses = []
+            for number, bound in enumerate((math.inf, 0.2, 5.0, None, 0.3)):
+                optimizer.max_grad_norm = bound
+                losses.append(step(rigs["model"].model, optimizer, tokens(number)))
+            return outcome(rigs["model"].model, optimizer, losses, [])
+
+    assert run(given(storage, 0.5, 0.3)).differences(run(options(storage, clip="delayed"))) == []
+
+
+def test_what_holds_moves_what_early_updates_move(rigs, storage):
+    """As the program says: other places cost no traffic."""
+
+    def moved(make, chosen):
+        with rigs["model"].fresh(make, chosen) as optimizer:
+            for number in range(2):
+                step(rigs["model"].model, optimizer, tokens(number))
+            tiers = optimizer.engine.tiers
+            tiers.synchronize()
+            before = tiers.setting.store.read_nbytes + tiers.setting.store.written_nbytes
+            step(rigs["model"].model, optimizer, tokens(2))
+            tiers.synchronize()
+            found = tiers.setting.store.read_nbytes + tiers.setting.store.written_nbytes - before
+            return traffic(optimizer.engine.programs[-1], optimizer.engine.placement), found
+
+    plain = moved(adamw, options(storage, alpha=0.0))
+    assert moved(partial(adamw, max_grad_norm=1e6), given(storage, 0.0, 0.0)) == plain
+
+
+def test_a_smaller_alpha_says_that_updates_are_speculative(rigs, storage):
+    make = partial(adamw, max_grad_norm=1.0)
+    with rigs["model"].fresh(make, options(storage, alpha=0.3)) as optimizer:
+        step(rigs["model"].model, optimizer, tokens(0))
+        assert optimizer.engine.placement.speculative
+    with (
+        rigs["model"].fresh(make, options(storage, alpha=0.3, clip="delayed")) as optimizer,
+        pytest.raises(OptionError, match=r'expert.alpha is 0.3, but with max_grad_norm and expert.clip="delayed" all'),
+    ):
+        step(rigs["model"].model, optimizer, tokens(0))
+
+
+def test_without_a_bound_nothing_is_speculative(rigs, storage):
+    with rigs["model"].fresh(adamw, given(storage, 0.0, 0.0)) as optimizer:
+        step(rigs["model"].model, optimizer, tokens(0))
+        assert not optimizer.engine.placement.speculative
+        assert not optimizer.last_step.taken_back
+
+
+@pytest.mark.parametrize("bound", [1.15, pytest.param(1e6, marks=pytest.mark.slow)])
+def test_the_horizontal_order_clips_so_too(rigs, storage, bound):
+    chosen = {"schedule": "horizontal", "separate_device": True}
+    expected, _ = trained(rigs["model"], options(storage, clip="delayed", **chosen), bound)
+    found, taken_back = trained(rigs["model"], given(storage, 0.5, 0.3, **chosen), bound)
+    assert found.differences(expected) == []
+    assert any(taken_back) == (bound < 2)

@@ -1,0 +1,158 @@
+"""The bytes a step moves: measured, counted on the program, and written out from first principles, all the same."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from tiered import LENGTH, Rig, adamw, gpt2, one_thread, options, step, tokens
+
+from gs_compile.placement.placement import QUANTUM
+from gs_compile.placement.traffic import traffic
+
+NUM_LAYERS, WIDTH, VOCABULARY = 3, 32, 301
+MOMENTS = 2  # of AdamW, in fp32
+MICRO_BATCH = 2
+# How often a step needs the parameters of a unit: the prologue and a layer once forward and once backward, the epilogue
+# once, as its backward follows at once, and what prologue and epilogue share with each of them.
+LOADS = {"e": 2, **dict.fromkeys(range(NUM_LAYERS), 2), "h": 1, "t": 3}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_dynamo():
+    """Captures are kept from test to test."""
+    torch._dynamo.reset()
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def rigs():
+    return {
+        precision: Rig(lambda: gpt2(num_layers=NUM_LAYERS, width=WIDTH, vocab_size=VOCABULARY), precision)
+        for precision in ("model", "bf16")
+    }
+
+
+def measured(rig, directory, num_micro_batches, **chosen):
+    """Bytes by lane and kind of a step with another before and after it, as the lanes, the program and storage say."""
+    with rig.fresh(adamw, options(directory, micro_batch_size=MICRO_BATCH, **chosen)) as optimizer:
+        for number in range(2):
+            step(rig.model, optimizer, tokens(number, MICRO_BATCH * num_micro_batches))
+        optimizer.synchronize()
+        step(rig.model, optimizer, tokens(2, MICRO_BATCH * num_micro_batches))
+        engine = optimizer.engine
+        engine.tiers.synchronize()
+        store = engine.tiers.setting.store
+        before = [store.read_nbytes.copy(), store.written_nbytes.copy()]
+        engine.tiers.trace.reset()
+        ids = tokens(3, MICRO_BATCH * num_micro_batches)
+        rig.model(input_ids=ids, labels=ids).loss.backward()
+        engine.tiers.synchronize()  # what is under way belongs to this step
+        optimizer.step()
+        found = {
+            (lane, kind): nbytes
+            for lane, total in optimizer.last_step.lanes.items()
+            for kind, nbytes in total.nbytes_by_kind.items()
+        }
+        asked = {
+            (lane, kind): nbytes
+            for lane, old, new in (
+                ("ssd_read", before[0], store.read_nbytes),
+                ("ssd_write", before[1], store.written_nbytes),
+            )
+            for kind, nbytes in (new - old).items()
+        }
+        numel = {unit.unit: unit.numel for unit in engine.placement.units}
+        predicted = traffic(engine.programs[-1], engine.placement)
+    assert numel == units_of(rig)
+    return found, predicted, asked
+
+
+def units_of(rig):
+    """Elements of each unit: its tensors in whole quanta, and what it shares in a unit of its own."""
+    numel = dict.fromkeys(LOADS, 0)
+    for (name, _), values in zip(rig.model.named_parameters(), rig.initial, strict=True):
+        layer = re.search(r"\.h\.(\d)\.", name)
+        unit = int(layer[1]) if layer else {"wte": "t", "wpe": "e", "ln_f": "h"}[name.split(".")[1]]
+        numel[unit] += -(-values.numel() // QUANTUM) * QUANTUM
+    return numel
+
+
+def closed_form(rig, n, *, separate_device, checkpoint, alpha):
+    """Everything that can be on SSD is there, but for the share `checkpoint` of the checkpoints."""
+    has_master = rig.precision == "bf16"
+    itemsize = 2 if has_master else 4
+    units = units_of(rig)
+    numel = sum(units.values())
+    loads = sum(units[unit] * LOADS[unit] for unit in units) * itemsize
+    x = MICRO_BATCH * LENGTH * WIDTH * itemsize
+    num_checkpoints = NUM_LAYERS * n
+    on_ssd = num_checkpoints - int(num_checkpoints * checkpoint)
+    made_anew = numel * itemsize if has_master and alpha == 1.0 else 0  # from masters, before the first use
+    form = {
+        ("ssd_read", "w"): loads - made_anew,
+        ("ssd_write", "w"): numel * itemsize,
+        ("ssd_read", "s"): numel * 4 * (MOMENTS + has_master),
+        ("ssd_write", "s"): numel * 4 * (MOMENTS + has_master),
+        ("ssd_read", "x"): on_ssd * x,
+        ("ssd_write", "x"): on_ssd * x,
+        ("d2h", "x"): on_ssd * x,  # collected for the SSD
+    }
+    if separate_device:
+        boundaries = (NUM_LAYERS + 1) * (n - 1)  # between stages, one micro-batch stays on the device
+        form |= {
+            ("h2d", "w"): loads,
+            ("d2h", "dw"): numel * 4,
+            ("d2h", "x"): (num_checkpoints + n - 1) * x,  # the epilogue's inputs too
+            ("h2d", "x"): (num_checkpoints + boundaries) * x,
+            ("d2h", "dx"): boundaries * x,
+            ("h2d", "dx"): boundaries * x,
+        }
+    return {key: nbytes for key, nbytes in form.items() if nbytes}
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4, 8])
+@pytest.mark.parametrize("separate_device", [False, True])
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+@pytest.mark.parametrize(("alpha", "checkpoint"), [(0.0, 0.0), (1.0, 0.5)])
+def test_a_step_moves_what_it_has_to(rigs, tmp_path, num_micro_batches, precision, separate_device, alpha, checkpoint):
+    chosen = {"separate_device": separate_device, "alpha": alpha, "checkpoint": checkpoint}
+    ratios = {"checkpoint": chosen["checkpoint"]}
+    moves = {"alpha": chosen["alpha"], "separate_device": chosen["separate_device"], "ratios": ratios}
+    found, predicted, asked = measured(rigs[precision], tmp_path, num_micro_batches, **moves)
+    assert found == closed_form(rigs[precision], num_micro_batches, **chosen)
+    assert found == predicted
+    assert {key: nbytes for key, nbytes in found.items() if key[0].startswith("ssd")} == asked
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_what_lives_on_the_device_goes_there_once_it_is_updated(rigs, tmp_path, alpha):
+    ratios = {"device_parameter": 1.0, "device_checkpoint": 1.0}
+    found, predicted, _ = measured(rigs["bf16"], tmp_path, 3, alpha=alpha, separate_device=True, ratios=ratios)
+    assert found == predicted
+    everything = closed_form(rigs["bf16"], 3, separate_device=True, checkpoint=0.0, alpha=alpha)
+    head = {("d2h", "x"): 2, ("h2d", "x"): 2}  # micro-batches of the head's inputs: the third is still there
+    x = MICRO_BATCH * LENGTH * WIDTH * 2
+    there = {("h2d", "w"): sum(units_of(rigs["bf16"]).values()) * 2} | {key: n * x for key, n in head.items()}
+    gone = [("ssd_read", "w"), ("ssd_write", "w"), ("ssd_read", "x"), ("ssd_write", "x")]
+    assert found == {key: nbytes for key, nbytes in (everything | there).items() if key not in gone}
+
+
+@pytest.mark.parametrize("separate_device", [False, True])
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+@pytest.mark.parametrize("ratio", [0.3, 0.7])
+def test_what_is_cut_moves_in_part(rigs, tmp_path, precision, separate_device, ratio):
+    ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), ratio)
+    if separate_device:
+        ratios["device_checkpoint"] = 0.2
+    if separate_device and precision == "bf16":
+        ratios["device_parameter"] = 0.2
+    moves = {"alpha": 0.5, "separate_device": separate_device, "ratios": ratios}
+    found, predicted, asked = measured(rigs[precision], tmp_path, 3, **moves)
+    assert found == predicted
+    assert {key: nbytes for key, nbytes in found.items() if key[0].startswith("ssd")} == asked
+    everything = closed_form(rigs[precision], 3, separate_device=separate_device, checkpoint=0.0, alpha=0.5)
+    for key in asked:
+        assert 0 < found[key] < everything[key]

@@ -1,0 +1,317 @@
+"""A compiled model, looked at: the object, the log lines, the trace artifacts."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import expecttest
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+import gs_compile
+from gs_compile.errors import InspectionError
+from gs_compile.model.backend import greedysnake
+from gs_compile.program.text import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS, WIDTH = 5, 8
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int = 16) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x_BTD):
+        return x_BTD + self.down(functional.gelu(self.up(x_BTD)))
+
+
+class Toy(nn.Module):
+    """Tokens to tokens, the loss inside."""
+
+    def __init__(self, *hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block(size) for size in hidden or (16, 16, 16))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(self, tokens_BT):
+        x_BTD = self.embedding(tokens_BT)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return functional.cross_entropy(self.head(x_BTD).flatten(0, 1), tokens_BT.flatten())
+
+
+def toy(*hidden: int) -> Toy:
+    model = Toy(*hidden)
+    torch._dynamo.reset()
+    model.compile(backend=greedysnake, options={"micro_batch_size": 2, "expert": {"compiler": "eager"}})
+    return model
+
+
+def tokens(batch: int = 4, length: int = TOKENS) -> torch.Tensor:
+    return torch.arange(batch * length).reshape(batch, length) % 11
+
+
+def batch_sizes(module: fx.GraphModule, key: str) -> list[int | torch.SymInt]:
+    inputs = (node.meta.get(key) for node in module.graph.find_nodes(op="placeholder"))
+    return [example.shape[0] for example in inputs if getattr(example, "dtype", None) == torch.int64]
+
+
+@pytest.fixture
+def inspection():
+    model = toy()
+    model(tokens()).backward()
+    return gs_compile.inspect(model)
+
+
+def test_the_report(inspection):
+    report = re.sub(r"\d+\.\d\d in", "_ in", str(inspection).replace(str(ROOT), ""))
+    expecttest.assert_expected_inline(
+        re.sub(r"\.py:\d+", ".py:_", report),
+        """\
+3 layers of 1 class, 2 micro-batches of 2, 1,027 parameters of 4.0 KiB, checkpoints of 0.3 KiB
+  embedding:          1 operation, 0.3 KiB
+  layer of class 0:   4 operations, 1.1 KiB
+  head:               5 operations, 0.4 KiB
+  checkpoint:         float32[2, 5, 8] for each layer and micro-batch
+step: forward and backward, the head computes the loss, divided by a total over the whole batch
+class 0: 3 layers: 0-2
+loss of the whole batch:
+  at /tests/test_inspect.py:_: return functional.cross_entropy(self.head(x_BTD).flatten(0, 1), tokens_BT.flatten())
+    sum_1: total: made from the inputs alone: counted over the whole batch
+    cross_entropy: sum: cross_entropy(mean) = cross_entropy(sum) / total, the counted labels of the whole batch
+    div: sum: micro-batches add
+seconds: _ in passes, _ in compiling code
+tiers:
+  everything is on the device
+
+# gs_compile 0.1   after free   3 layers x 2 micro-batches
+# forward e   micro-batches 1 0
+total.device = count(batch_0, batch_1)
+x0_1.device = embed(batch_1, we.device)
+x0_0.device = embed(batch_0, we.device)
+# forward 0   micro-batches 0 1
+x1_0.device = forward(x0_0.device, w0.device)
+x1_1.device = forward(x0_1.device, w0.device)
+# forward 1   micro-batches 1 0
+x2_1.device = forward(x1_1.device, w1.device)
+x2_0.device = forward(x1_0.device, w1.device)
+# forward 2   micro-batches 0 1
+x3_0.device = forward(x2_0.device, w2.device)
+x3_1.device = forward(x2_1.device, w2.device)
+# backward h   micro-batches 1 0
+dwh.device = zeros()
+loss_1.device, dx3_1.device = head(x3_1.device, batch_1, total.device, wh.device, into=dwh.device)
+free(x3_1.device)
+loss_0.device, dx3_0.device = head(x3_0.device, batch_0, total.device, wh.device, into=dwh.device)
+free(x3_0.device)
+free(total.device)
+# backward 2   micro-batches 0 1
+dw2.device = zeros()
+dx2_0.device = backward(x2_0.device, dx3_0.device, w2.device, into=dw2.device)
+free(x2_0.device)
+free(dx3_0.device)
+dx2_1.device = backward(x2_1.device, dx3_1.device, w2.device, into=dw2.device)
+free(x2_1.device)
+free(dx3_1.device)
+# backward 1   micro-batches 1 0
+dw1.device = zeros()
+dx1_1.device = backward(x1_1.device, dx2_1.device, w1.device, into=dw1.device)
+free(x1_1.device)
+free(dx2_1.device)
+dx1_0.device = backward(x1_0.device, dx2_0.device, w1.device, into=dw1.device)
+free(x1_0.device)
+free(dx2_0.device)
+# backward 0   micro-batches 0 1
+dw0.device = zeros()
+dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
+free(x0_0.device)
+free(dx1_0.device)
+dx0_1.device = backward(x0_1.device, dx1_1.device, w0.device, into=dw0.device)
+free(x0_1.device)
+free(dx1_1.device)
+# backward e   micro-batches 1 0
+dwe.device = zeros()
+embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
+free(dx0_1.device)
+embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
+free(dx0_0.device)
+""",
+    )
+
+
+def test_both_ways_of_compiling():
+    model = Toy()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=greedysnake, options={"expert": {"compiler": "eager"}})
+    with torch.no_grad():
+        compiled(tokens(batch=2))
+    assert gs_compile.inspect(compiled).num_layers == 3
+    assert gs_compile.inspect(model) == gs_compile.inspect(compiled)
+
+
+def test_there_must_have_been_a_call():
+    for model in (Toy(), toy()):
+        with pytest.raises(InspectionError, match=r"this Toy has not run .* call the model once"):
+            gs_compile.inspect(model)
+
+
+def test_graphs_of_the_model(inspection):
+    assert isinstance(inspection.captured, fx.GraphModule)
+    assert isinstance(inspection.specialized, fx.GraphModule)
+    assert "s" in str(batch_sizes(inspection.captured, "example_value"))
+    assert batch_sizes(inspection.specialized, "spec") == [2]
+
+
+def test_graphs_of_the_layers(inspection):
+    (layers,) = inspection.classes
+    assert layers.units == (0, 1, 2)
+    assert layers.inputs[0] == "x"
+    assert layers.inputs[1:] == tuple(
+        f"blocks.0.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")
+    )
+    targets = [
+        node.target for node in layers.forward.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)
+    ]
+    assert len(targets) == 1
+    assert layers.backward.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu_backward.default)
+    assert inspection.prologue.units == ("e",)
+    assert inspection.epilogue.units == ("h",)
+    assert "loss" in inspection.epilogue.graph.results
+    assert len(inspection.epilogue.backward.graph.output_node().args[0]) == 1 + 3  # loss; dx, weight, bias
+
+
+def test_graphs_that_no_call_has_needed_are_traced_on_demand():
+    model = toy(40, 40)  # code of its own: equal layers of all models share theirs
+    model(tokens())  # without a backward
+    (layers,) = gs_compile.inspect(model).classes
+    assert layers.code.graphs.keys() == {"forward"}
+    assert layers.backward.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu_backward.default)
+
+
+def test_a_frozen_embedding_has_no_backward():
+    model = toy()
+    model.embedding.requires_grad_(False)
+    model(tokens()).backward()
+    inspection = gs_compile.inspect(model)
+    assert inspection.prologue.backward is None
+    assert inspection.shape.frozen == {"e"}
+    assert "frozen: e" in str(inspection)
+
+
+def test_classes_of_layers():
+    model = toy(16, 16, 24, 16)
+    with pytest.warns(gs_compile.errors.UniformityWarning):
+        model(tokens())
+    inspection = gs_compile.inspect(model)
+    assert [c.units for c in inspection.classes] == [(0, 1, 3), (2,)]
+    assert "layer 2 differs from layer 0" in inspection.uniformity
+    assert inspection.uniformity in str(inspection)
+
+
+def test_sizes(inspection):
+    assert (inspection.num_layers, inspection.num_micro_batches, inspection.micro_batch_size) == (3, 2, 2)
+    assert inspection.checkpoint.shape == (2, TOKENS, WIDTH)
+    model = Toy()
+    total = sum(spec.nbytes for spec in inspection.parameters().values())
+    assert total == sum(parameter.nbytes for parameter in model.parameters())
+    assert sum(spec.nbytes for spec in inspection.parameters(1).values()) == sum(
+        p.nbytes for p in model.blocks[1].parameters()
+    )
+    assert inspection.seconds_in_passes > 0
+    assert inspection.seconds_in_code > 0
+
+
+def test_the_program_after_every_pass(inspection):
+    assert [program.made_by for program in inspection.programs] == ["vertical", "snake", "free"]
+    assert inspection.program() is inspection.programs[-1]
+    assert inspection.program("vertical") is inspection.programs[0]
+    assert parse(str(inspection.program())) == inspection.program()
+    assert inspection.timetable("snake").splitlines()[0].startswith("stage")
+    assert len(inspection.graph_module().graph.nodes) > len(inspection.graph_module("vertical").graph.nodes)
+    with pytest.raises(InspectionError, match=r"no pass called 'sneak' .* vertical, snake, free"):
+        inspection.program("sneak")
+
+
+def test_captures_that_train_come_first():
+    model = toy()
+    with torch.no_grad():
+        model(tokens())
+    assert not gs_compile.inspect(model).shape.training
+    model(tokens())
+    model(tokens(length=7))
+    with torch.no_grad():
+        model(tokens())
+    inspection = gs_compile.inspect(model)
+    assert inspection.captures[0] == inspection
+    assert [(c.shape.training, c.checkpoint.shape[1]) for c in inspection.captures] == [
+        (True, 7),
+        (True, 5),
+        (False, 5),
+    ]
+
+
+def test_of_several_batch_sizes_the_latest_is_shown():
+    model = toy()
+    for batch, micro_batches in ((4, 2), (6, 3), (4, 2)):
+        model(tokens(batch))
+        assert gs_compile.inspect(model).num_micro_batches == micro_batches
+
+
+def test_nothing_to_combine_in_one_micro_batch():
+    model = toy()
+    model(tokens(batch=2))
+    inspection = gs_compile.inspect(model)
+    assert inspection.loss_terms == ()
+    assert "nothing to combine" in inspection.derivation
+
+
+def test_the_dictionary_is_json(inspection):
+    found = json.loads(json.dumps(inspection.as_dict()))
+    assert found["programs"]["free"] == str(inspection.program())
+    assert [entry["units"] for entry in found["units"]] == [["e"], [0, 1, 2], ["h"]]
+    assert found["loss"][0]["why"]
+
+
+def test_what_is_remembered_keeps_no_model_alive():
+    model = toy()
+    model(tokens()).backward()
+    parameter = weakref.ref(model.head.weight)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert parameter() is None
+
+
+def test_the_package_is_imported_without_torch():
+    code = "import sys, gs_compile; assert 'torch' not in sys.modules; import gs_compile.model.inspection; gs_compile.inspect.__call__"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=100)
+    with pytest.raises(AttributeError, match="no attribute 'inspects'"):
+        _ = gs_compile.inspects
+
+
+def test_logs_and_trace_artifacts(tmp_path):
+    code = "import sys; sys.path.insert(0, 'tests'); import test_inspect as t; t.toy()(t.tokens())"
+    environment = {"TORCH_LOGS": "+gs_compile", "TORCH_TRACE": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=100
+    )
+    (summary,) = (line for line in run.stderr.splitlines() if "3 layers of 1 class, 2 micro-batches of 2" in line)
+    assert summary.startswith("I")
+    assert "x1_0.device = forward(x0_0.device, w0.device)" in run.stderr
+    (trace,) = tmp_path.iterdir()
+    artifacts = dict(re.findall(r'"artifact": {"name": "gs_compile_(\w+)".*\n((?:\t.*\n)*)', trace.read_text()))
+    assert artifacts.keys() >= {"program", "layers", "loss"}
+    assert "x1_0.device = forward(" in artifacts["program"]
+    assert "class 0: 3 layers: 0-2" in artifacts["layers"]
+    assert "cross_entropy" in artifacts["loss"]
+    assert '"frame_id": 0' in next(line for line in trace.read_text().splitlines() if "gs_compile_program" in line)

@@ -1,0 +1,275 @@
+"""A model whose parameters are on the tiers can be read, saved, loaded and changed, and training does not notice."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from learner import PLACES, assert_same, distance, gpt2, inside, learner, plain, same_tensors, values
+from tiered import options, step, tokens, two_groups
+
+import gs_compile
+from gs_compile.errors import OptimizerError, ReleasedParameterError, StepOrderError
+from gs_compile.model.placeholders import is_released
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Plain PyTorch after two steps."""
+    return plain(2, lr=1e-3)[2]
+
+
+make = partial(gs_compile.AdamW, lr=1e-3)
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", PLACES)
+def test_parameters_hold_their_values(changes, trained, tmp_path):
+    with learner(tmp_path, make, **changes) as one:
+        one.train(0, 1)
+        engine = one.optimizer.engine
+        found = inside(one)
+        same_tensors(found, {name: engine.read(p) for name, p in one.model.named_parameters()})
+        masters = inside(one, master=True)
+        assert all(value.dtype == torch.float32 for value in masters.values())
+        tolerance = 1e-6 if engine.options.precision == "model" else 1e-2
+        assert distance(masters, values(trained)) < tolerance
+        assert all(is_released(parameter) for parameter in one.model.parameters())
+        assert one.model.transformer.wte.weight is one.model.lm_head.weight
+
+
+@pytest.mark.parametrize("changes", PLACES)
+def test_reading_changes_nothing(changes, tmp_path):
+    """With all of it between steps, training goes on bit for bit, and is captured no more often."""
+    with learner(tmp_path, make, **changes) as one:
+        one.train(0, 1, 2)
+        wanted = one.values()
+    with learner(tmp_path, make, **changes) as one:
+        for number in range(3):
+            one.train(number)
+            torch._dynamo.utils.counters.clear()
+            with gs_compile.materialize(one.model), torch.no_grad():
+                one.loss(7)
+                one.model.generate(tokens(0)[:, :3], attention_mask=torch.ones(5, 3), max_new_tokens=2, pad_token_id=0)
+            one.model.state_dict()
+            one.optimizer.state_dict()
+            assert not torch._dynamo.utils.counters["stats"]
+        assert_same(one.values(), wanted)
+
+
+def test_it_computes_what_the_compiled_model_does(tmp_path):
+    with learner(tmp_path, make) as one:
+        one.train(0)
+        one.model.eval()
+        with torch.no_grad():
+            compiled = one.loss(1)
+            with gs_compile.materialize(one.model) as model:
+                eager = model(input_ids=tokens(1), labels=tokens(1)).loss
+        torch.testing.assert_close(eager, compiled, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("alpha", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
+def test_training_and_evaluation_alternate(alpha, tmp_path):
+    reference = gpt2()
+    optimizer = torch.optim.AdamW(two_groups(reference), lr=1e-3)
+    with learner(tmp_path, make, alpha=alpha) as one:
+        for number in range(3):
+            step(reference, optimizer, tokens(number))
+            one.train(number)
+            one.model.eval()
+            with torch.no_grad():
+                found, wanted = one.loss(7), reference.eval()(input_ids=tokens(7), labels=tokens(7)).loss
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+            one.model.train()
+            reference.train()
+        found = one.values()
+    with learner(tmp_path, make, alpha=alpha) as one:
+        one.train(0, 1, 2)
+        assert_same(one.values(), found)
+
+
+def test_training_inside_is_refused(tmp_path):
+    with learner(tmp_path, make) as one:
+        one.train(0)
+        with gs_compile.materialize(one.model):
+            with pytest.raises(StepOrderError, match="cannot be trained, only evaluated"):
+                one.loss(1)
+            one.optimizer.step()
+        one.train(1)
+        assert one.optimizer.num_steps == 2
+
+
+def test_what_torch_compile_returns(tmp_path):
+    """The other form: the compiled module is another one than the model."""
+    model = gpt2()
+    optimizer = make(two_groups(model))
+    compiled = torch.compile(model, backend="greedysnake", options=options(tmp_path))
+    step(compiled, optimizer, tokens(0))
+    wanted = model.state_dict()
+    assert {name.removeprefix("_orig_mod."): None for name in compiled.state_dict()} == dict.fromkeys(wanted)
+    with gs_compile.materialize(compiled):
+        same_tensors(values(model), {name: wanted[name] for name, _ in model.named_parameters()})
+        with torch.no_grad():
+            inner = compiled(input_ids=tokens(1), labels=tokens(1)).loss
+        with pytest.raises(StepOrderError, match="cannot be trained"):
+            compiled(input_ids=tokens(1), labels=tokens(1))
+    with (
+        gs_compile.materialize(model),
+        torch.no_grad(),
+        pytest.raises(StepOrderError, match="compiled model does not run"),
+    ):
+        compiled(input_ids=tokens(1), labels=tokens(1))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(input_ids=tokens(1), labels=tokens(1)).loss, inner, rtol=1e-5, atol=0)
+    step(compiled, optimizer, tokens(1))
+    assert optimizer.num_steps == 2
+    optimizer.engine.tiers.close()
+
+
+def test_between_backward_and_step_it_is_too_early(tmp_path):
+    with learner(tmp_path, make) as one:
+        one.loss(0).backward()
+        with pytest.raises(StepOrderError, match=r"optimizer.step\(\) has not"), gs_compile.materialize(one.model):
+            pass
+        assert all(is_released(parameter) for parameter in one.model.parameters())
+        one.optimizer.step()
+        one.train(1)
+
+
+def test_a_loss_outlives_a_reading(tmp_path):
+    with learner(tmp_path, make, alpha=0.5) as one:
+        one.train(0, 1)
+        wanted = one.values()
+    with learner(tmp_path, make, alpha=0.5) as one:
+        one.train(0)
+        loss = one.loss(1)
+        inside(one)
+        loss.backward()
+        one.optimizer.step()
+        assert_same(one.values(), wanted)
+
+
+def test_blocks_nest_and_end_after_an_error(tmp_path):
+    with learner(tmp_path, make) as one:
+        one.train(0)
+        with gs_compile.materialize(one.model):
+            inside(one)
+            assert not any(is_released(parameter) for parameter in one.model.parameters())
+
+        def fail():
+            with gs_compile.materialize(one.model, write=True):
+                one.model.lm_head.weight.data.zero_()
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fail()
+        assert all(is_released(parameter) for parameter in one.model.parameters())
+        assert one.model.state_dict()["lm_head.weight"].abs().sum() > 0
+
+
+def test_a_model_in_memory_is_left_alone():
+    model = gpt2()
+    before = values(model)
+    with gs_compile.materialize(model, write=True) as same:
+        assert same is model
+        model(input_ids=tokens(0), labels=tokens(0)).loss.backward()
+    same_tensors(values(model), before)
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", PLACES)
+def test_changes_are_written_where_they_are_wanted(changes, tmp_path):
+    with learner(tmp_path, make, **changes) as one:
+        one.train(0)
+        before = one.values()
+        with gs_compile.materialize(one.model), torch.no_grad():
+            one.model.transformer.wpe.weight.zero_()
+        assert_same(one.values(), before)
+        with gs_compile.materialize(one.model, write=True), torch.no_grad():
+            one.model.transformer.wpe.weight[3].zero_()
+        wanted = dict(before)
+        wanted["transformer.wpe.weight"] = before["transformer.wpe.weight"].clone()
+        wanted["transformer.wpe.weight"][3] = 0
+        assert_same(one.values(), wanted)  # also masters that were not changed
+        one.train(1)
+
+
+def test_masters_are_written_as_they_are(tmp_path):
+    with learner(tmp_path, make, precision="bf16") as one:
+        one.train(0)
+        with gs_compile.materialize(one.model, write=True, master=True), torch.no_grad():
+            one.model.transformer.wpe.weight.fill_(1 / 3)
+        assert one.values()["transformer.wpe.weight"].unique().tolist() == [torch.tensor(1 / 3).item()]
+        assert one.model.state_dict()["transformer.wpe.weight"].dtype == torch.bfloat16
+        one.train(1)
+
+
+def test_a_change_gives_up_the_loss_before(tmp_path):
+    with learner(tmp_path, make) as one:
+        one.train(0)
+        loss = one.loss(1)
+        with gs_compile.materialize(one.model, write=True):
+            pass
+        with pytest.raises(RuntimeError):
+            loss.backward()
+        one.train(1)
+
+
+def test_values_given_past_it_are_refused(tmp_path):
+    with learner(tmp_path, make) as one:
+        one.train(0)
+        one.model.transformer.wpe.weight.data = torch.zeros(8, 32)
+        with pytest.raises(OptimizerError, match=r"lives on the tiers, but was given other values"):
+            one.loss(1)
+
+
+# Copies ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
+def test_a_copy_would_have_no_values(copies, tmp_path):
+    with learner(tmp_path, make) as one:
+        one.train(0)
+        with pytest.raises(ReleasedParameterError, match="cannot be copied or pickled"):
+            copies(one.model)
+
+
+def test_a_copy_made_inside_has_values(tmp_path):
+    with learner(tmp_path, make) as one:
+        one.train(0)
+        with gs_compile.materialize(one.model):
+            copied = copy.deepcopy(one.model)
+        same_tensors(values(copied), inside(one))
+        one.train(1)
+        assert copied.state_dict()["lm_head.weight"].isfinite().all()
+
+
+# Before the first call ------------------------------------------------------------------------------------------------
+
+
+def test_a_model_on_storage_that_has_not_run(tmp_path):
+    model = gs_compile.init_on_storage(gpt2, storage=tmp_path / "initial")
+    wanted = values(gpt2())
+    with gs_compile.materialize(model):
+        same_tensors(values(model), wanted)
+        with torch.no_grad():
+            assert model(input_ids=tokens(0), labels=tokens(0)).loss.isfinite()
+    found = model.state_dict()
+    same_tensors({name: found[name] for name in wanted}, wanted)
+    with gs_compile.materialize(model, write=True), torch.no_grad():
+        model.transformer.wpe.weight.fill_(2.0)
+    model.load_state_dict({"transformer.wte.weight": wanted["transformer.wte.weight"] + 1}, strict=False)
+    wanted["transformer.wpe.weight"] = torch.full((8, 32), 2.0)
+    wanted["transformer.wte.weight"] = wanted["transformer.wte.weight"] + 1
+    with learner(tmp_path / "storage", make, build=lambda: model) as one:
+        with torch.no_grad():
+            one.loss(0)
+        same_tensors(inside(one), wanted)
+        one.train(0)

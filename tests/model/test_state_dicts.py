@@ -1,0 +1,185 @@
+"""State dicts of a model on the tiers have its values, and give it others, within a piece of its size in memory."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from learner import PLACES, inside, learner, plain, same_tensors, values
+from torch import nn
+from transformers import GPT2LMHeadModel
+
+import gs_compile
+from gs_compile.model.placeholders import is_released
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Plain PyTorch after two steps."""
+    return plain(2, lr=1e-3)[2]
+
+
+make = partial(gs_compile.AdamW, lr=1e-3)
+
+
+# State dicts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", PLACES)
+def test_a_state_dict_has_the_values(changes, tmp_path):
+    with learner(tmp_path, make, **changes) as one:
+        keys = list(one.model.state_dict())
+        one.train(0, 1)
+        wanted, found = inside(one), one.model.state_dict()
+        assert list(found) == keys
+        same_tensors({name: found[name] for name in wanted}, wanted)
+        assert found["lm_head.weight"].data_ptr() == found["transformer.wte.weight"].data_ptr()
+        same_tensors(
+            one.model.transformer.h[1].state_dict(),
+            {
+                name.removeprefix("transformer.h.1."): value
+                for name, value in found.items()
+                if name.startswith("transformer.h.1.")
+            },
+        )
+
+
+def test_a_state_dict_is_the_callers(tmp_path):
+    with learner(tmp_path, make) as one:
+        one.train(0)
+        found = one.model.state_dict()
+        before = found["lm_head.weight"].clone()
+        found["lm_head.weight"].zero_()
+        assert torch.equal(one.model.state_dict()["lm_head.weight"], before)
+        found = one.model.state_dict()
+        one.train(1)
+        assert torch.equal(found["lm_head.weight"], before)
+        assert not torch.equal(one.model.state_dict()["lm_head.weight"], before)
+
+
+def test_a_model_that_holds_the_model(tmp_path):
+    class Holder(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.inner = model
+
+    with learner(tmp_path, make) as one:
+        holder = Holder(one.model)
+        one.train(0)
+        assert torch.equal(holder.state_dict()["inner.lm_head.weight"], one.model.state_dict()["lm_head.weight"])
+
+
+@pytest.mark.parametrize("changes", PLACES)
+def test_loading_writes_through(changes, trained, tmp_path):
+    with learner(tmp_path, make, **changes) as one:
+        one.train(7)
+        result = one.model.load_state_dict(trained.state_dict())
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+        same_tensors(inside(one, master=True), values(trained))
+        assert all(is_released(parameter) for parameter in one.model.parameters())
+        one.train(2)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_what_does_not_fit_is_torchs_error(assign, trained, tmp_path):
+    with learner(tmp_path, make) as one:
+        one.train(0)
+        before, state = inside(one), dict(trained.state_dict())
+        state["transformer.wpe.weight"] = torch.zeros(3, 32)
+        with pytest.raises(RuntimeError, match=r"size mismatch for transformer.wpe.weight"):
+            one.model.load_state_dict(state, assign=assign)
+        found = inside(one)
+        assert torch.equal(found["transformer.wpe.weight"], before["transformer.wpe.weight"])
+
+
+def test_save_and_load_as_pretrained(tmp_path):
+    with learner(tmp_path / "storage", make, alpha=0.5) as one:
+        one.train(0, 1)
+        one.model.save_pretrained(tmp_path / "saved")
+        again = GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+        same_tensors(values(again), inside(one))
+        assert again.lm_head.weight is again.transformer.wte.weight
+        one.train(2)
+
+
+def test_torch_save(tmp_path):
+    with learner(tmp_path, make) as one:
+        one.train(0)
+        file = io.BytesIO()
+        torch.save({"model": one.model.state_dict(), "optimizer": one.optimizer.state_dict()}, file)
+        file.seek(0)
+        found = torch.load(file)
+        same_tensors(found["model"], one.model.state_dict())
+        assert found["model"]["lm_head.weight"].data_ptr() == found["model"]["transformer.wte.weight"].data_ptr()
+        assert found["optimizer"]["state"].keys() == one.optimizer.state_dict()["state"].keys()
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import resource, sys
+import torch
+from torch import nn
+import gs_compile
+from gs_compile.backend import greedysnake
+
+def status(name):
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 1024)
+        self.blocks = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(int(sys.argv[2]))))
+    def forward(self, ids):
+        return self.blocks(self.embedding(ids)).square().mean()
+
+torch.set_num_threads(1)
+model = gs_compile.init_on_storage(Model, storage=sys.argv[1])
+optimizer = gs_compile.AdamW(model.parameters())
+ratios = {"parameter": 0, "checkpoint": 0, "optimizer": 0}
+options = {"storage": sys.argv[1], "host_memory": "100MiB", "expert": {"compiler": "eager", "ratios": ratios}}
+model.compile(backend=greedysnake, options=options)
+model(torch.arange(4).view(1, 4)).backward()
+optimizer.step()
+optimizer.synchronize()
+torch.save(model.blocks[0].weight.detach()[:1].clone(), sys.argv[1] + "/small")
+
+before = status("VmRSS")
+found = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+made = status("VmRSS") - before
+
+def limit():  # of memory that no file stands for
+    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + (64 << 20), resource.RLIM_INFINITY))
+
+limit()
+torch.save(found, sys.argv[1] + "/saved")
+del found
+resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+loaded = torch.load(sys.argv[1] + "/saved", mmap=True)  # a private mapping, which the limit counts as a whole
+limit()
+model.load_state_dict(loaded["model"])
+optimizer.load_state_dict(loaded["optimizer"])
+with gs_compile.materialize(model, write=True):
+    model.blocks[0].weight.data.zero_()
+print(made)
+"""
+
+
+@pytest.mark.parametrize("num_layers", [16, pytest.param(64, marks=pytest.mark.slow)])
+def test_memory_holds_a_piece_of_what_is_saved_and_loaded(num_layers, tmp_path):
+    """192 MiB of values and states, or 768, within 64 MiB; what is in files is the kernel's to keep or drop."""
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(num_layers)]
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) < 64 << 20
+    assert (tmp_path / "saved").stat().st_size > num_layers * 3 * (4 << 20)

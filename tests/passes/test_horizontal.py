@@ -1,0 +1,394 @@
+"""The horizontal order: the vertical step's operations, one micro-batch after the other, and all passes after it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import expecttest
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import Options, options, place, tiered_steps, train
+from toy import Toy, steps
+
+from gs_compile.passes.baselines.horizontal import horizontal
+from gs_compile.passes.lower import lower
+from gs_compile.passes.vertical import vertical
+from gs_compile.placement.traffic import traffic
+from gs_compile.placement.verify import verify
+from gs_compile.program.ir import StepShape, Value
+from gs_compile.program.reference import reference
+from gs_compile.program.text import format_program, parse
+
+ALL_SSD = Options(separate=True)
+KEPT = ("loss", "y", "dw")  # what a step is run for
+
+
+def homes(step, chosen, gradient_ratio=1.0):
+    return replace(place(*step, options=chosen), schedule="horizontal", gradient_ratio=gradient_ratio)
+
+
+class TestText(expecttest.TestCase):
+    maxDiff = None
+
+    def test_two_layers(self):
+        self.assertExpectedInline(
+            str(horizontal(2, 2)),
+            """\
+# gs_compile 0.1   after horizontal   2 layers x 2 micro-batches
+# forward e of 0
+x0_0.device = embed(batch_0, we.device)
+# forward 0 of 0
+x1_0.device = forward(x0_0.device, w0.device)
+# forward 1 of 0
+x2_0.device = forward(x1_0.device, w1.device)
+# backward h of 0
+dwh.device = zeros()
+loss_0.device, dx2_0.device = head(x2_0.device, batch_0, wh.device, into=dwh.device)
+# backward 1 of 0
+dw1.device = zeros()
+dx1_0.device = backward(x1_0.device, dx2_0.device, w1.device, into=dw1.device)
+# backward 0 of 0
+dw0.device = zeros()
+dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
+# backward e of 0
+dwe.device = zeros()
+embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
+# forward e of 1
+x0_1.device = embed(batch_1, we.device)
+# forward 0 of 1
+x1_1.device = forward(x0_1.device, w0.device)
+# forward 1 of 1
+x2_1.device = forward(x1_1.device, w1.device)
+# backward h of 1
+loss_1.device, dx2_1.device = head(x2_1.device, batch_1, wh.device, into=dwh.device)
+# backward 1 of 1
+dx1_1.device = backward(x1_1.device, dx2_1.device, w1.device, into=dw1.device)
+# backward 0 of 1
+dx0_1.device = backward(x0_1.device, dx1_1.device, w0.device, into=dw0.device)
+# backward e of 1
+embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
+""",
+        )
+
+    def test_after_all_passes(self):
+        """Without the lines that free."""
+        text = str(lower(2, 2, placement=homes((2, 2), ALL_SSD, 0.0))[-1])
+        self.assertExpectedInline(
+            "".join(x for x in text.splitlines(True) if not x.startswith("free")),
+            """\
+# gs_compile 0.1   after free   2 layers x 2 micro-batches   peak device 413600, host 999424, ssd 1721320 bytes
+# fill   micro-batches
+wea.host = prefetch(wea.ssd)
+w0a.host = prefetch(w0a.ssd)
+we.device[0] = prefetch(wea.host)
+# forward e of 0
+w1a.host, w1b.host = prefetch(w1a.ssd, w1b.ssd)
+we.device = gather(we.device[0])
+w0.device[0] = prefetch(w0a.host)
+x0_0.device = embed(batch_0, we.device)
+x0_0.host = offload(x0_0.device)
+# forward 0 of 0
+wha.host = prefetch(wha.ssd)
+x0_0.ssd = offload(x0_0.host)
+w0.device = gather(w0.device[0])
+w1.device[0] = prefetch(w1a.host, w1b.host)
+x1_0.device = forward(x0_0.device, w0.device)
+x1_0.host = offload(x1_0.device)
+# forward 1 of 0
+w1a.host, w1b.host = prefetch(w1a.ssd, w1b.ssd)
+x1_0.ssd = offload(x1_0.host)
+w1.device = gather(w1.device[0])
+wh.device[0] = prefetch(wha.host)
+x2_0.device = forward(x1_0.device, w1.device)
+# backward h of 0
+x1_0.host = prefetch(x1_0.ssd)
+w0a.host = prefetch(w0a.ssd)
+wh.device = gather(wh.device[0])
+dwh.device = zeros()
+w1.device[0] = prefetch(w1a.host, w1b.host)
+x1_0.device = prefetch(x1_0.host)
+loss_0.device, dx2_0.device = head(x2_0.device, batch_0, wh.device, into=dwh.device)
+# backward 1 of 0
+x0_0.host = prefetch(x0_0.ssd)
+wea.host = prefetch(wea.ssd)
+dwh.host = offload(dwh.device)
+w1.device = gather(w1.device[0])
+dw1.device = zeros()
+w0.device[0] = prefetch(w0a.host)
+x0_0.device = prefetch(x0_0.host)
+dx1_0.device = backward(x1_0.device, dx2_0.device, w1.device, into=dw1.device)
+# backward 0 of 0
+dwh.ssd = offload(dwh.host)
+dw1.host = offload(dw1.device)
+w0.device = gather(w0.device[0])
+dw0.device = zeros()
+we.device[0] = prefetch(wea.host)
+wea.host = prefetch(wea.ssd)
+dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
+# backward e of 0
+w0a.host = prefetch(w0a.ssd)
+dw1.ssd = offload(dw1.host)
+dw0.host = offload(dw0.device)
+we.device = gather(we.device[0])
+dwe.device = zeros()
+embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
+we.device[0] = prefetch(wea.host)
+# forward e of 1
+w1a.host, w1b.host = prefetch(w1a.ssd, w1b.ssd)
+dw0.ssd = offload(dw0.host)
+dwe.host = offload(dwe.device)
+we.device = gather(we.device[0])
+w0.device[0] = prefetch(w0a.host)
+x0_1.device = embed(batch_1, we.device)
+x0_1.host = offload(x0_1.device)
+# forward 0 of 1
+wha.host = prefetch(wha.ssd)
+dwh.host = prefetch(dwh.ssd)
+dwe.ssd = offload(dwe.host)
+x0_1.ssd = offload(x0_1.host)
+w0.device = gather(w0.device[0])
+w1.device[0] = prefetch(w1a.host, w1b.host)
+x1_1.device = forward(x0_1.device, w0.device)
+x1_1.host = offload(x1_1.device)
+# forward 1 of 1
+w1a.host, w1b.host = prefetch(w1a.ssd, w1b.ssd)
+dw1.host = prefetch(dw1.ssd)
+x1_1.ssd = offload(x1_1.host)
+w1.device = gather(w1.device[0])
+dwh.device = prefetch(dwh.host)
+wh.device[0] = prefetch(wha.host)
+x2_1.device = forward(x1_1.device, w1.device)
+# backward h of 1
+x1_1.host = prefetch(x1_1.ssd)
+w0a.host = prefetch(w0a.ssd)
+dw0.host = prefetch(dw0.ssd)
+wh.device = gather(wh.device[0])
+dw1.device = prefetch(dw1.host)
+w1.device[0] = prefetch(w1a.host, w1b.host)
+x1_1.device = prefetch(x1_1.host)
+loss_1.device, dx2_1.device = head(x2_1.device, batch_1, wh.device, into=dwh.device)
+normh.device = norm(dwh.device)
+# backward 1 of 1
+x0_1.host = prefetch(x0_1.ssd)
+wea.host = prefetch(wea.ssd)
+dwe.host = prefetch(dwe.ssd)
+sha.host = prefetch(sha.ssd)
+dwha.host = offload(dwh.device)
+w1.device = gather(w1.device[0])
+dw0.device = prefetch(dw0.host)
+w0.device[0] = prefetch(w0a.host)
+x0_1.device = prefetch(x0_1.host)
+dx1_1.device = backward(x1_1.device, dx2_1.device, w1.device, into=dw1.device)
+norm1.device = norm(dw1.device)
+# backward 0 of 1
+s1a.host = prefetch(s1a.ssd)
+wha.host = empty()
+update(dwha.host, into=(wha.host, sha.host))
+dw1a.host = offload(dw1.device)
+w0.device = gather(w0.device[0])
+dwe.device = prefetch(dwe.host)
+we.device[0] = prefetch(wea.host)
+dx0_1.device = backward(x0_1.device, dx1_1.device, w0.device, into=dw0.device)
+norm0.device = norm(dw0.device)
+# backward e of 1
+s0a.host = prefetch(s0a.ssd)
+offload(wha.host, into=wha.ssd)
+offload(sha.host, into=sha.ssd)
+w1a.host = empty()
+update(dw1a.host, into=(w1a.host, s1a.host))
+dw0a.host = offload(dw0.device)
+we.device = gather(we.device[0])
+embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
+norme.device = norm(dwe.device)
+# drain   micro-batches
+sea.host = prefetch(sea.ssd)
+offload(w1a.host, into=w1a.ssd)
+offload(s1a.host, into=s1a.ssd)
+w0a.host = empty()
+update(dw0a.host, into=(w0a.host, s0a.host))
+dwea.host = offload(dwe.device)
+offload(w0a.host, into=w0a.ssd)
+offload(s0a.host, into=s0a.ssd)
+wea.host = empty()
+update(dwea.host, into=(wea.host, sea.host))
+offload(wea.host, into=wea.ssd)
+offload(sea.host, into=sea.ssd)
+""",
+        )
+
+    def test_gradients_from_outside_come_after_all_forwards(self):
+        self.assertExpectedInline(
+            _headings(horizontal(1, 2, shape=StepShape(outside=frozenset({"h"})))),
+            """\
+# forward e of 0
+# forward 0 of 0
+# forward h of 0
+# forward e of 1
+# forward 0 of 1
+# forward h of 1
+# backward h of 0
+# backward 0 of 0
+# backward e of 0
+# backward h of 1
+# backward 0 of 1
+# backward e of 1
+""",
+        )
+
+    def test_stages_of_one_micro_batch_fold(self):
+        self.assertExpectedInline(
+            _headings(horizontal(6, 2)),
+            """\
+# forward e of 0
+# forward 0 of 0
+# forward 1 .. 5 of 0   repeat forward 0
+# backward h of 0
+# backward 5 of 0
+# backward 4 .. 0 of 0   repeat backward 5
+# backward e of 0
+# forward e of 1
+# forward 0 of 1
+# forward 1 .. 5 of 1   repeat forward 0
+# backward h of 1
+# backward 5 of 1
+# backward 4 .. 0 of 1   repeat backward 5
+# backward e of 1
+""",
+        )
+
+
+def _headings(program):
+    return "".join(line for line in str(program).splitlines(True)[1:] if line.startswith("#"))
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps())
+def test_keeps_every_bit_of_the_vertical_step(step):
+    num_layers, num_micro_batches, shape = step
+    toy = Toy(num_layers, num_micro_batches, shape, torch.float32)
+    program = horizontal(num_layers, num_micro_batches, shape=shape)
+    verify(program)
+    expected = reference(vertical(num_layers, num_micro_batches, shape=shape), toy, toy.inputs())
+    torch.testing.assert_close(reference(program, toy, toy.inputs()), expected, rtol=0, atol=0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(steps())
+def test_the_same_operations_each_in_the_stage_of_its_micro_batch(step):
+    num_layers, num_micro_batches, shape = step
+    program = horizontal(num_layers, num_micro_batches, shape=shape)
+    plain = [replace(op, stage=replace(op.stage, micro_batch=None)) for op in program.ops]
+    assert Counter(plain) == Counter(vertical(num_layers, num_micro_batches, shape=shape).ops)
+    for op in program.ops:
+        assert op.micro_batch in (None, op.stage.micro_batch)
+    if not shape.outside:
+        order = [op.stage.micro_batch for op in program.ops]
+        assert order == sorted(order)
+
+
+@settings(deadline=None, max_examples=25)
+@given(tiered_steps(), options(), st.sampled_from((0.0, 0.5, 1.0)), st.lists(st.booleans(), min_size=1, max_size=2))
+def test_every_pass_keeps_every_bit(step, chosen, gradient_ratio, modes):
+    placement = homes(step, chosen, gradient_ratio)
+    passes = ("overlap", "offload", "pipeline", "free")
+    results = [train(*step, placement, made_by, modes) for made_by in passes]
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], rtol=0, atol=0)
+
+
+@settings(deadline=None, max_examples=25)
+@given(tiered_steps(), options(), st.sampled_from((0.0, 0.5, 1.0)))
+def test_learns_what_the_vertical_order_learns(step, chosen, gradient_ratio):
+    """To rounding: sums of parameters that are shared are added in another order."""
+    found = train(*step, homes(step, chosen, gradient_ratio))
+    torch.testing.assert_close(found, train(*step, place(*step, chosen)), rtol=1e-6, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(tiered_steps(), options(), st.sampled_from((0.0, 0.5, 1.0)), st.booleans())
+def test_text_and_back(step, chosen, gradient_ratio, fold):
+    num_layers, num_micro_batches, shape = step
+    for program in lower(num_layers, num_micro_batches, shape=shape, placement=homes(step, chosen, gradient_ratio)):
+        assert parse(format_program(program, fold)) == program
+
+
+# What moves ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 5])
+@pytest.mark.parametrize("gradient_ratio", [0.0, 1.0])
+def test_traffic_is_that_of_the_paper(num_micro_batches, gradient_ratio):
+    """Of layers: 2 n P of parameters, (2 n - 1) 2 P of gradient sums, 2 n C of checkpoints (section 3.3).
+
+    The head's backward follows at once, so it is loaded n times.
+    """
+    n, num_layers = num_micro_batches, 3
+    placement = homes((num_layers, n), ALL_SSD, gradient_ratio)
+    moved = traffic(lower(num_layers, n, placement=placement)[-1], placement)
+    units = placement.by_unit
+    loaded = sum(unit.numel * unit.itemsize * (1 if unit.unit == "h" else 2) for unit in units.values())
+    gradients = sum(unit.num_trained * unit.gradient_itemsize for unit in units.values())
+    parameters = sum(unit.numel * unit.itemsize for unit in units.values())
+    trained = sum(unit.num_trained * unit.itemsize for unit in units.values())
+    checkpoints = num_layers * placement.x_nbytes[0]
+    assert gradients == 2 * trained  # as fp32 next to 16 bits
+    assert moved["h2d", "w"] == moved["ssd_read", "w"] == n * loaded
+    assert moved.get(("h2d", "dw"), 0) + moved["d2h", "dw"] == (2 * n - 1) * gradients
+    assert moved["h2d", "x"] + moved["d2h", "x"] == 2 * n * checkpoints
+    assert moved["ssd_read", "x"] == moved["ssd_write", "x"] == n * checkpoints
+    assert moved["ssd_write", "w"] == trained <= parameters
+    assert ("d2h", "dx") not in moved
+    on_ssd = (n - 1) * gradients * (1 - gradient_ratio)
+    assert moved.get(("ssd_read", "dw"), 0) == moved.get(("ssd_write", "dw"), 0) == on_ssd
+
+
+def test_in_one_memory_sums_stay_where_they_are():
+    placement = homes((3, 3), replace(ALL_SSD, separate=False))
+    moved = traffic(lower(3, 3, placement=placement)[-1], placement)
+    assert not [key for key in moved if key[1] == "dw"]
+
+
+def test_half_of_the_units_have_their_sums_on_ssd():
+    placement = homes((3, 2), ALL_SSD, 0.4)
+    assert [placement.gradient_home(unit) for unit in placement.units] == ["ssd", "ssd", "host", "ssd", "host"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(tiered_steps(), options())
+def test_checkpoints_of_one_micro_batch_are_alive(step, chosen):
+    num_layers, num_micro_batches, shape = step
+    shape = replace(shape, outside=frozenset())
+    placement = homes((num_layers, num_micro_batches, shape), chosen)
+    alive: set[Value] = set()
+    for op in lower(num_layers, num_micro_batches, shape=shape, placement=placement)[-1].ops:
+        if shape.training and op.stage.unit is not None and op.verb not in ("free", "offload"):
+            of = {value.micro_batch for value in alive if value.kind == "x"}
+            assert len(of) <= 1
+        alive.update(op.results)
+        if op.verb == "free":
+            alive.difference_update(op.reads)
+
+
+@settings(deadline=None, max_examples=40)
+@given(tiered_steps(), options(), st.sampled_from((0.0, 0.5, 1.0)))
+def test_only_the_last_backward_is_beside_early_updates(step, chosen, gradient_ratio):
+    num_layers, num_micro_batches, shape = step
+    program = lower(num_layers, num_micro_batches, shape=shape, placement=homes(step, chosen, gradient_ratio))[-1]
+    updated = False
+    for op in program.ops:
+        updated = updated or op.verb == "update"
+        assert not (updated and op.micro_batch is not None and op.micro_batch < num_micro_batches - 1)
+
+
+def test_a_forward_alone_is_vertical():
+    shape = StepShape(training=False)
+    placement = homes((2, 2, shape), ALL_SSD)
+    for snapshots in (lower(2, 2, shape=shape, placement=placement), lower(2, 2, shape=shape, schedule="horizontal")):
+        assert snapshots[-1].order == "vertical"
+
+
+def test_the_snake_is_left_out():
+    assert [program.made_by for program in lower(2, 2, schedule="horizontal")] == ["horizontal", "free"]

@@ -1,0 +1,235 @@
+"""The schedule `lifetime`: what the horizontal order moves away and back stays, as far as there is room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import expecttest
+import pytest
+import torch
+from cpu_time import cpu_seconds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import X_NBYTES, Options, options, place, tiered_steps, train
+
+from gs_compile.passes.baselines.lifetime import decide
+from gs_compile.passes.lower import lower
+from gs_compile.placement.placement import Placement, Room
+from gs_compile.placement.traffic import traffic
+from gs_compile.planner.lifetimes import table
+from gs_compile.program.ir import StepShape
+from gs_compile.program.text import format_program, parse
+
+ALL_SSD = Options(separate=True)
+RATES = (("h2d", 8.0), ("d2h", 8.0), ("ssd_read", 2.0), ("ssd_write", 1.0))
+SECONDS = 10.0  # for a program of 24 layers and 8 micro-batches; it takes one or two
+ENDLESS = 1 << 40
+SHARES = (0.0, 0.3, 0.7, 1.0)  # of the way from the peaks of plain horizontal to those with everything kept
+
+
+def homes(step, chosen=ALL_SSD, gradient_ratio=0.0, schedule="lifetime") -> Placement:
+    return replace(place(*step, options=chosen), schedule=schedule, gradient_ratio=gradient_ratio)
+
+
+def within(placement: Placement, device_nbytes: int, host_nbytes: int = ENDLESS) -> Placement:
+    return replace(placement, room=Room(device_nbytes=device_nbytes, host_nbytes=host_nbytes, bytes_per_second=RATES))
+
+
+def lowered(step, placement, late=False):
+    num_layers, num_micro_batches, *shape = step
+    return lower(num_layers, num_micro_batches, shape=shape[0] if shape else None, placement=placement, late=late)
+
+
+def peaks(step, placement, late=False) -> dict[str, int]:
+    return dict(lowered(step, placement, late)[-1].peaks)
+
+
+def roomy(step, placement: Placement, share: float) -> Placement:
+    """With a room somewhere between what plain horizontal takes and what everything takes."""
+    least, most = peaks(step, placement), peaks(step, within(placement, ENDLESS))
+    device, host = (int(least[tier] + share * max(most[tier] - least[tier], 0)) for tier in ("device", "host"))
+    return within(placement, device, host)
+
+
+class TestText(expecttest.TestCase):
+    maxDiff = None
+
+    def test_what_there_is_room_for_stays(self):
+        """Without the lines that free: checkpoints, some parameters, and all sums but one."""
+        text = str(lowered((1, 2), roomy((1, 2), homes((1, 2)), 0.5))[-1])
+        self.assertExpectedInline(
+            "".join(x for x in text.splitlines(True) if not x.startswith("free")),
+            """\
+# gs_compile 0.1   after free   1 layers x 2 micro-batches   peak device 461752, host 983040, ssd 983040 bytes
+# fill   micro-batches
+wea.host = prefetch(wea.ssd)
+w0a.host = prefetch(w0a.ssd)
+we.device[0] = prefetch(wea.host)
+# forward e of 0
+wha.host = prefetch(wha.ssd)
+we.device = gather(we.device[0])
+w0.device[0] = prefetch(w0a.host)
+x0_0.device = embed(batch_0, we.device)
+# forward 0 of 0
+w0.device = gather(w0.device[0])
+wh.device[0] = prefetch(wha.host)
+x1_0.device = forward(x0_0.device, w0.device)
+# backward h of 0
+wh.device = gather(wh.device[0])
+dwh.device = zeros()
+loss_0.device, dx1_0.device = head(x1_0.device, batch_0, wh.device, into=dwh.device)
+# backward 0 of 0
+dw0.device = zeros()
+dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
+# backward e of 0
+dwe.device = zeros()
+embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
+# forward e of 1
+dwe.host = offload(dwe.device)
+w0.device[0] = prefetch(w0a.host)
+x0_1.device = embed(batch_1, we.device)
+# forward 0 of 1
+w0.device = gather(w0.device[0])
+wh.device[0] = prefetch(wha.host)
+x1_1.device = forward(x0_1.device, w0.device)
+# backward h of 1
+wh.device = gather(wh.device[0])
+loss_1.device, dx1_1.device = head(x1_1.device, batch_1, wh.device, into=dwh.device)
+normh.device = norm(dwh.device)
+# backward 0 of 1
+sha.host = prefetch(sha.ssd)
+dwha.host = offload(dwh.device)
+dwe.device = prefetch(dwe.host)
+dx0_1.device = backward(x0_1.device, dx1_1.device, w0.device, into=dw0.device)
+norm0.device = norm(dw0.device)
+# backward e of 1
+s0a.host = prefetch(s0a.ssd)
+wha.host = empty()
+update(dwha.host, into=(wha.host, sha.host))
+dw0a.host = offload(dw0.device)
+embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
+norme.device = norm(dwe.device)
+# drain   micro-batches
+sea.host = prefetch(sea.ssd)
+offload(wha.host, into=wha.ssd)
+offload(sha.host, into=sha.ssd)
+w0a.host = empty()
+update(dw0a.host, into=(w0a.host, s0a.host))
+dwea.host = offload(dwe.device)
+offload(w0a.host, into=w0a.ssd)
+offload(s0a.host, into=s0a.ssd)
+wea.host = empty()
+update(dwea.host, into=(wea.host, sea.host))
+offload(wea.host, into=wea.ssd)
+offload(sea.host, into=sea.ssd)
+""",
+        )
+
+    def test_the_table(self):
+        self.assertExpectedInline(
+            table(roomy((2, 2), homes((2, 2)), 0.5), StepShape()),
+            """\
+               on      inactive                   times      bytes  stay  bytes that stay  others go to
+checkpoints    device  from forward to backward       4    3.9 KiB     4          3.9 KiB
+parameters     device  between two uses              10  688.0 KiB     8        560.0 KiB  host
+gradient sums  device  between two micro-batches      4  512.0 KiB     3        384.0 KiB  host
+parameters     host    between two uses               2  128.0 KiB     2        128.0 KiB
+gradient sums  host    between two micro-batches      1  128.0 KiB     1        128.0 KiB""",
+        )
+
+
+def decided(step, placement):
+    program = next(program for program in lowered(step, placement) if program.made_by == "pipeline")
+    return decide(program, placement=placement)
+
+
+def test_without_a_room_nothing_stays():
+    snapshots = lowered((2, 2), homes((2, 2)))
+    names = ["horizontal", "overlap", "offload", "pipeline", "lifetime", "free"]
+    assert [program.made_by for program in snapshots] == names
+    assert snapshots[-1] == lowered((2, 2), homes((2, 2), schedule="horizontal"))[-1]
+
+
+def test_what_a_journey_takes():
+    """There and back on every lane; parameters are where they go already."""
+    placement = within(homes((1, 2)), 0, 0)
+    found = {period.value.kind: period for period in decided((1, 2), placement)[1] if period.tier == "device"}
+    assert found.keys() == {"w", "x", "dw"}
+    for kind, period in found.items():
+        there_and_back = period.nbytes * ((1 / 8 + 1 / 8 + 1 / 2 + 1) if kind != "w" else (1 / 8 + 1 / 2))
+        assert period.seconds == pytest.approx(there_and_back)
+        assert period.worth == pytest.approx(period.nbytes * period.duration / there_and_back)
+
+
+def test_a_checkpoint_is_inactive_from_its_forward_to_its_backward():
+    (period,) = (p for p in decided((2, 1), within(homes((2, 1)), ENDLESS))[1] if str(p.value) == "x0_0.device")
+    assert (str(period.since), str(period.until)) == ("forward 0 of 0", "backward 1 of 0")  # fetched one stage ahead
+    assert period.nbytes == X_NBYTES
+    assert period.kept
+
+
+def test_one_byte_too_little_moves_one_tensor():
+    """The one that frees most for least, of those over the peak."""
+    step = (3, 1)
+    plain = homes(step)
+    most = peaks(step, within(plain, ENDLESS))["device"]
+    found = [p for p in decided(step, within(plain, most - 1))[1] if p.tier == "device"]
+    (moved,) = (period for period in found if not period.kept)
+    assert moved.value.kind == "w"  # which need not be written
+    assert moved.worth == max(p.worth for p in found if p.first <= moved.first and moved.last <= p.last)
+
+
+def test_in_one_memory_what_stays_is_not_copied():
+    placement = within(homes((2, 2), replace(ALL_SSD, separate=False)), ENDLESS)
+    moved = traffic(lowered((2, 2), placement)[-1], placement)
+    assert {kind for _, kind in moved} == {"w", "s"}
+    once = sum(unit.numel * unit.itemsize for unit in placement.units)
+    assert moved["ssd_read", "w"] == once
+
+
+def test_a_large_program_takes_little_time():
+    chosen = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.3, alpha=0.25)
+    plain = homes((24, 8), chosen, 0.5)
+    device_nbytes = 4 * dict(lower(24, 8, placement=plain, late=True, verified=False)[-1].peaks)["device"]
+    fitting = within(plain, device_nbytes)
+    seconds, _ = cpu_seconds(lambda: lower(24, 8, placement=fitting, late=True, verified=False))
+    assert seconds < SECONDS
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    tiered_steps(),
+    options(),
+    st.sampled_from((0.0, 0.5, 1.0)),
+    st.sampled_from(SHARES),
+    st.lists(st.booleans(), min_size=1, max_size=2),
+)
+def test_keeps_every_bit_of_the_horizontal_step(step, chosen, gradient_ratio, share, modes):
+    plain = homes(step, chosen, gradient_ratio)
+    expected = train(*step, replace(plain, schedule="horizontal"), modes=modes)
+    torch.testing.assert_close(train(*step, roomy(step, plain, share), modes=modes), expected, rtol=0, atol=0)
+
+
+@settings(deadline=None, max_examples=30)
+@given(tiered_steps(), options(), st.sampled_from((0.0, 0.5, 1.0)), st.sampled_from(SHARES), st.booleans())
+def test_within_its_room_and_no_lane_moves_more(step, chosen, gradient_ratio, share, late):
+    plain = homes(step, chosen, gradient_ratio)
+    late = late and plain.has_late and step[2].training
+    placement = roomy(step, plain, share)
+    *_, program = lowered(step, placement, late)  # verified
+    base = lowered(step, plain, late)[-1]
+    found, before = dict(program.peaks), dict(base.peaks)
+    if plain.separate:
+        assert found["device"] <= max(placement.room.device_nbytes, before["device"])
+    assert found["host"] <= max(placement.room.host_nbytes, before["host"])
+    assert found["ssd"] <= before["ssd"]
+    moved, at_first = traffic(program, placement), traffic(base, plain)
+    assert moved.keys() <= at_first.keys()
+    assert all(nbytes <= at_first[key] for key, nbytes in moved.items())
+
+
+@settings(deadline=None, max_examples=12)
+@given(tiered_steps(), options(), st.sampled_from(SHARES), st.booleans())
+def test_text_and_back(step, chosen, share, fold):
+    for program in lowered(step, roomy(step, homes(step, chosen), share)):
+        assert parse(format_program(program, fold)) == program

@@ -1,0 +1,370 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import expecttest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import X_NBYTES, Options, after, options, place, tiered_steps, train, with_gradient
+from toy import Toy
+
+from gs_compile.passes.lower import lower
+from gs_compile.passes.snake import snake
+from gs_compile.passes.vertical import vertical
+from gs_compile.placement.traffic import traffic
+from gs_compile.program.ir import Value
+from gs_compile.program.reference import reference
+
+SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
+
+
+class TestText(expecttest.TestCase):
+    def test_separate_memories(self):
+        program = after(lower(1, 2, placement=place(1, 2, options=SMALL), late=True), "offload")
+        self.assertExpectedInline(
+            str(program),
+            """\
+# gs_compile 0.1   after offload   1 layers x 2 micro-batches
+# fill   micro-batches
+wec.host = empty()
+sec.host = prefetch(sec.ssd)
+update(dweb.host, into=(wec.host, sec.host))
+offload(wec.host, into=wec.ssd)
+offload(sec.host, into=sec.ssd)
+w0c.host = empty()
+s0c.host = prefetch(s0c.ssd)
+update(dw0b.host, into=(w0c.host, s0c.host))
+offload(w0c.host, into=w0c.ssd)
+offload(s0c.host, into=s0c.ssd)
+whc.host = empty()
+shc.host = prefetch(shc.ssd)
+update(dwhb.host, into=(whc.host, shc.host))
+offload(whc.host, into=whc.ssd)
+offload(shc.host, into=shc.ssd)
+# forward e   micro-batches 1 0
+web.host = prefetch(web.ssd)
+we.device[0] = prefetch(wea.host, web.host, wec.host)
+we.device[1] = prefetch(wea.host, web.host, wec.host)
+we.device = gather(we.device[0], we.device[1])
+x0_1.device = embed(batch_1, we.device)
+x0_1.host = offload(x0_1.device)
+x0_0.device = embed(batch_0, we.device)
+x0_0.host = offload(x0_0.device)
+x0_0.ssd = offload(x0_0.host)
+# forward 0   micro-batches 0 1
+w0b.host = prefetch(w0b.ssd)
+w0.device[0] = prefetch(w0a.host, w0b.host, w0c.host)
+w0.device[1] = prefetch(w0a.host, w0b.host, w0c.host)
+w0.device = gather(w0.device[0], w0.device[1])
+x1_0.device = forward(x0_0.device, w0.device)
+x1_0.host = offload(x1_0.device)
+x0_1.device = prefetch(x0_1.host)
+x1_1.device = forward(x0_1.device, w0.device)
+# backward h   micro-batches 1 0
+whb.host = prefetch(whb.ssd)
+wh.device[0] = prefetch(wha.host, whb.host, whc.host)
+wh.device[1] = prefetch(wha.host, whb.host, whc.host)
+wh.device = gather(wh.device[0], wh.device[1])
+dwh.device = zeros()
+loss_1.device, dx1_1.device = head(x1_1.device, batch_1, wh.device, into=dwh.device)
+dx1_1.host = offload(dx1_1.device)
+x1_0.device = prefetch(x1_0.host)
+loss_0.device, dx1_0.device = head(x1_0.device, batch_0, wh.device, into=dwh.device)
+normh.device = norm(dwh.device)
+dwha.host, dwhb.host = offload(dwh.device)
+whb.host = empty()
+shb.host = prefetch(shb.ssd)
+update(dwha.host, into=(wha.host, whb.host, sha.host, shb.host))
+offload(whb.host, into=whb.ssd)
+offload(shb.host, into=shb.ssd)
+# backward 0   micro-batches 0 1
+x0_0.host = prefetch(x0_0.ssd)
+w0b.host, w0c.host = prefetch(w0b.ssd, w0c.ssd)
+w0.device[0] = prefetch(w0a.host, w0b.host, w0c.host)
+w0.device[1] = prefetch(w0a.host, w0b.host, w0c.host)
+w0.device = gather(w0.device[0], w0.device[1])
+dw0.device = zeros()
+x0_0.device = prefetch(x0_0.host)
+dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
+dx0_0.host = offload(dx0_0.device)
+x0_1.device = prefetch(x0_1.host)
+dx1_1.device = prefetch(dx1_1.host)
+dx0_1.device = backward(x0_1.device, dx1_1.device, w0.device, into=dw0.device)
+norm0.device = norm(dw0.device)
+dw0a.host, dw0b.host = offload(dw0.device)
+w0b.host = empty()
+s0b.host = prefetch(s0b.ssd)
+update(dw0a.host, into=(w0a.host, w0b.host, s0a.host, s0b.host))
+offload(w0b.host, into=w0b.ssd)
+offload(s0b.host, into=s0b.ssd)
+# backward e   micro-batches 1 0
+web.host, wec.host = prefetch(web.ssd, wec.ssd)
+we.device[0] = prefetch(wea.host, web.host, wec.host)
+we.device[1] = prefetch(wea.host, web.host, wec.host)
+we.device = gather(we.device[0], we.device[1])
+dwe.device = zeros()
+embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
+dx0_0.device = prefetch(dx0_0.host)
+embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
+norme.device = norm(dwe.device)
+dwea.host, dweb.host = offload(dwe.device)
+web.host = empty()
+seb.host = prefetch(seb.ssd)
+update(dwea.host, into=(wea.host, web.host, sea.host, seb.host))
+offload(web.host, into=web.ssd)
+offload(seb.host, into=seb.ssd)
+""",
+        )
+
+    def test_one_memory(self):
+        placement = place(2, 1, options=replace(SMALL, separate=False))
+        text = str(after(lower(2, 1, placement=placement), "offload"))
+        self.assertExpectedInline(
+            text[text.index("# backward 1") : text.index("# backward e")],
+            """\
+# backward 1   micro-batches 0
+w1a.host, w1b.host, w1c.host = prefetch(w1a.ssd, w1b.ssd, w1c.ssd)
+w1.device = gather(w1a.host, w1b.host, w1c.host)
+dw1.device = zeros()
+x1_0.device = keep(x1_0.host)
+dx1_0.device = backward(x1_0.device, dx2_0.device, w1.device, into=dw1.device)
+norm1.device = norm(dw1.device)
+dw1b.host = offload(dw1.device)
+w1a.host = empty()
+s1b.host = prefetch(s1b.ssd)
+update(dw1.device, into=(w1a.host, s1a.host, s1b.host))
+offload(w1a.host, into=w1a.ssd)
+offload(s1b.host, into=s1b.ssd)
+# backward 0   micro-batches 0
+x0_0.host = prefetch(x0_0.ssd)
+w0a.host, w0b.host = prefetch(w0a.ssd, w0b.ssd)
+w0.device = gather(w0a.host, w0b.host)
+dw0.device = zeros()
+x0_0.device = keep(x0_0.host)
+dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
+norm0.device = norm(dw0.device)
+dw0b.host = offload(dw0.device)
+w0a.host = empty()
+s0b.host = prefetch(s0b.ssd)
+update(dw0.device, into=(w0a.host, s0a.host, s0b.host))
+offload(w0a.host, into=w0a.ssd)
+offload(s0b.host, into=s0b.ssd)
+""",
+        )
+
+    def test_without_a_master(self):
+        """The late update needs the parameters themselves."""
+        placement = place(1, 1, options=replace(SMALL, has_master=False, separate=False))
+        text = str(after(lower(1, 1, placement=placement, late=True), "offload"))
+        self.assertExpectedInline(
+            text[: text.index("# forward e")],
+            """\
+# gs_compile 0.1   after offload   1 layers x 1 micro-batches
+# fill   micro-batches
+wec.host = prefetch(wec.ssd)
+sec.host = prefetch(sec.ssd)
+update(dweb.host, into=(wec.host, sec.host))
+offload(wec.host, into=wec.ssd)
+offload(sec.host, into=sec.ssd)
+w0b.host = prefetch(w0b.ssd)
+s0c.host = prefetch(s0c.ssd)
+update(dw0b.host, into=(w0b.host, s0c.host))
+offload(w0b.host, into=w0b.ssd)
+offload(s0c.host, into=s0c.ssd)
+whc.host = prefetch(whc.ssd)
+shc.host = prefetch(shc.ssd)
+update(dwhb.host, into=(whc.host, shc.host))
+offload(whc.host, into=whc.ssd)
+offload(shc.host, into=shc.ssd)
+""",
+        )
+
+    def test_all_late_in_one_memory(self):
+        """The gradient waits where it was summed."""
+        placement = place(1, 1, options=replace(SMALL, alpha=1.0, separate=False))
+        text = str(after(lower(1, 1, placement=placement), "offload"))
+        self.assertExpectedInline(
+            text[text.index("# backward e") :],
+            """\
+# backward e   micro-batches 0
+web.host = prefetch(web.ssd)
+we.device = gather(wea.host, web.host)
+dwe.device = zeros()
+embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
+norme.device = norm(dwe.device)
+dwea.host = keep(dwe.device)
+""",
+        )
+
+
+@settings(deadline=None, max_examples=60)
+@given(tiered_steps(), options(), st.lists(st.booleans(), min_size=1, max_size=3))
+def test_keeps_every_bit(step, options, modes):
+    """Nothing that steps give, and nothing they leave, depends on where data lives."""
+    resident = replace(options, parameter_ratio=1.0, optimizer_ratio=1.0, alpha=1.0 if options.clip else 0.0)
+    expected = train(*step, place(*step, resident), "overlap", modes)
+    torch.testing.assert_close(train(*step, place(*step, options), "offload", modes), expected, rtol=0, atol=0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(tiered_steps(), options())
+def test_one_memory_copies_only_what_is_collected(step, options):
+    num_layers, num_micro_batches, shape = step
+    placement = place(*step, replace(options, separate=False))
+    program = lower(num_layers, num_micro_batches, shape=shape, placement=placement)[-1]
+    assert not any(op.lane == "h2d" for op in program.ops)
+    for op in program.ops:
+        if op.lane == "d2h":
+            assert op.reads[0].kind == "dw" or placement.checkpoint_home(op.reads[0]) == "ssd"
+
+
+def test_kept_values_stay_on_the_device():
+    kept = Value("x", 1, 0)
+    placement = place(2, 2, options=SMALL)
+    programs = [lower(2, 2, placement=placement, keep=keep)[-1] for keep in ([], [kept])]
+    moved = [{(v.kind, v.unit, v.micro_batch) for op in p.ops if op.lane == "d2h" for v in op.reads} for p in programs]
+    assert moved[0] - moved[1] == {("x", 1, 0)}
+    assert kept not in {op.reads[0] for op in programs[1].ops if op.verb == "free"}
+
+
+@settings(deadline=None, max_examples=60)
+@given(tiered_steps(), options())
+def test_checkpoints_alone(step, options):
+    """Parameters may be the user's: then activations move, and gradients stay as results."""
+    num_layers, num_micro_batches, shape = step
+    whole = replace(shape, tied=frozenset(), frozen=shape.frozen - {"t"}, first_grad=_first(num_layers, shape))
+    placement = replace(place(num_layers, num_micro_batches, whole, options), units=(), clip=False)
+    toy = Toy(num_layers, num_micro_batches, whole)
+    resident = reference(lower(num_layers, num_micro_batches, shape=whole)[-1], toy, toy.inputs())
+    for program in lower(num_layers, num_micro_batches, shape=whole, placement=placement)[2:]:
+        found = reference(program, toy, toy.inputs())
+        torch.testing.assert_close({v: found[v] for v in resident}, resident, rtol=0, atol=0)
+
+
+def _first(num_layers, shape):
+    return next(unit for unit in ("e", *range(num_layers), "h") if unit not in shape.frozen)
+
+
+def test_gradients_of_layers_never_go_to_ssd():
+    program = lower(3, 3, placement=place(3, 3, options=SMALL))[-1]
+    assert not any(v.kind == "dx" and v.tier == "ssd" for op in program.ops for v in (*op.reads, *op.results))
+
+
+# Bytes, against closed forms -----------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=150)
+@given(tiered_steps(), options(), st.booleans(), st.integers(1, 6))
+def test_traffic_of_a_step(step, options, late, num_micro_batches):
+    """How often each class of data moves, in the words of the paper."""
+    num_layers, _, shape = step
+    step = num_layers, num_micro_batches, shape
+    placement = place(*step, options)
+    last = lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late)[-1]
+    found = traffic(last, placement)
+    assert found == {key: nbytes for key, nbytes in sorted(_expected(step, options, placement, late).items()) if nbytes}
+
+
+def test_parameters_are_loaded_twice_however_many_micro_batches():
+    def loads(num_micro_batches):
+        placement = place(4, num_micro_batches, options=SMALL)
+        found = traffic(lower(4, num_micro_batches, placement=placement)[-1], placement)
+        return found["ssd_read", "w"], found["h2d", "w"]
+
+    assert loads(1) == loads(2) == loads(7)
+
+
+def test_the_pieces_of_a_unit_are_one_unit_together():
+    placement = place(1, 7, options=SMALL)
+    per_stage = sum(unit.numel * unit.itemsize for unit in placement.units)
+    twice = per_stage * 2 - placement.by_unit["h"].numel * 4
+    assert traffic(lower(1, 7, placement=placement)[-1], placement)["h2d", "w"] == twice
+
+
+def test_checkpoints_kept_at_a_boundary():
+    """Of three layers and four micro-batches, one a boundary stays: below layers 1 and 2, and at the turn."""
+    placement = place(3, 4, options=replace(SMALL, checkpoint_ratio=1.0))
+    found = traffic(lower(3, 4, placement=placement)[-1], placement)
+    assert found["d2h", "x"] == (4 * 4 - 1) * X_NBYTES  # x3 of the last micro-batch is read by the head at once
+    assert found["h2d", "x"] == (3 * (3 + 4) + 3) * X_NBYTES
+    assert found["d2h", "dx"] == found["h2d", "dx"] == 4 * 3 * X_NBYTES  # into layers 2, 1, 0 and the prologue
+
+
+def _expected(step, options, placement, late):
+    num_layers, _, shape = step
+    by_unit = placement.by_unit
+    stages = _stages(step)
+    trained = with_gradient(num_layers, shape) if shape.training else frozenset()
+    expected = dict.fromkeys([(lane, "w") for lane in ("ssd_read", "ssd_write", "h2d")], 0)
+
+    def nbytes(tier, unit, kind, *when):
+        groups = unit.groups if not when else unit.trained(*when)
+        size = unit.itemsize if kind == "w" else unit.state_itemsize
+        return size * sum(p.numel for g in groups for p in (g.w if kind == "w" else g.s) if p.tier == tier)
+
+    on_ssd = partial(nbytes, "ssd")
+
+    state_read = state_written = gradients = 0
+    for unit in by_unit.values():
+        first = late and bool(unit.trained("late"))
+        expected["ssd_read", "w"] += stages[unit.unit] * on_ssd(unit, "w")
+        if first and unit.has_master:  # what the late update has made need not be read
+            expected["ssd_read", "w"] -= on_ssd(unit, "w", "late")
+        when = (["late"] if first else []) + (["early"] if unit.unit in trained else [])
+        for which in when:
+            expected["ssd_write", "w"] += on_ssd(unit, "w", which)
+            state_read += on_ssd(unit, "s", which)
+            state_written += on_ssd(unit, "s", which)
+            expected["h2d", "w"] += nbytes("device", unit, "w", which)
+        if options.separate:
+            sent = unit.numel * unit.itemsize - nbytes("device", unit, "w")
+            expected["h2d", "w"] += stages[unit.unit] * sent
+        if unit.unit in trained:
+            one_memory = unit.trained("late") if unit.trained("early") else ()
+            leaves = unit.trained() if options.separate else one_memory
+            gradients += unit.gradient_itemsize * sum(group.numel for group in leaves)
+    expected |= {("ssd_read", "s"): state_read, ("ssd_write", "s"): state_written, ("d2h", "dw"): gradients}
+    return expected | _expected_activations(step, options, placement)
+
+
+def _expected_activations(step, options, placement):
+    num_layers, n, shape = step
+    stages = {str(op.stage) for op in vertical(*step[:2], shape=shape).ops}
+    recomputed = [i for i in range(num_layers) if f"backward {i}" in stages]
+    backward = sum(stage.startswith("backward") for stage in stages)
+    all_on_ssd = [Value("x", i, j) for i in recomputed for j in range(n)]
+    on_ssd = X_NBYTES * sum(placement.checkpoint_home(value) == "ssd" for value in all_on_ssd)
+    expected = {("ssd_write", "x"): on_ssd, ("ssd_read", "x"): on_ssd}
+    if not options.separate:
+        return expected | {("d2h", "x"): on_ssd}
+    head_twice = {"forward h", "backward h"} <= stages
+    fetched = (num_layers + 1 + head_twice) * (n - 1) + len(recomputed) * n
+    left = (num_layers - len(recomputed)) * (n - 1) + len(recomputed) * n + (n if head_twice and n > 1 else n - 1)
+    stay = [value for value in all_on_ssd if placement.checkpoint_home(value) == "device"]
+    left -= len(stay)
+    fetched -= sum(1 + (value.micro_batch != _still_there(step, value.unit)) for value in stay)
+    gradients = max(backward - 1, 0) * (n - 1)
+    for lane, x in (("h2d", fetched), ("d2h", left)):
+        expected |= {(lane, "x"): x * X_NBYTES, (lane, "dx"): gradients * X_NBYTES}
+    return expected
+
+
+def _still_there(step, layer):
+    """The micro-batch that runs first through a layer: its input is still there."""
+    program = snake(vertical(*step[:2], shape=step[2]))
+    return next(op.micro_batch for op in program.ops if op.verb == "forward" and op.unit == layer)
+
+
+def _stages(step):
+    """How many stages read the parameters of each unit."""
+    num_layers, n, shape = step
+    reads = {
+        (value.unit, op.stage)
+        for op in vertical(num_layers, n, shape=shape).ops
+        for value in op.reads
+        if value.kind == "w"
+    }
+    return Counter(unit for unit, _ in reads)

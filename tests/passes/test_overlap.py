@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import expecttest
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import LEARNING_RATE, MOMENTUM, RESIDENT, Options, TieredToy, after, options, place, tiered_steps, train
+
+from gs_compile.passes.lower import lower
+from gs_compile.program.ir import DRAIN, FILL, StepShape, Value
+
+
+class TestText(expecttest.TestCase):
+    def test_three_layers(self):
+        program = after(lower(3, 2, placement=place(3, 2, options=SMALL), late=True), "overlap")
+        self.assertExpectedInline(
+            str(program),
+            """\
+# gs_compile 0.1   after overlap   3 layers x 2 micro-batches
+# fill   micro-batches
+update(dweb.device, into=(wec.device, wed.device, sec.device, sed.device))
+update(dw0b.device, into=(w0c.device, w0d.device, s0c.device, s0d.device))
+update(dw1b.device, into=(w1c.device, w1d.device, s1c.device, s1d.device))
+update(dw2b.device, into=(w2c.device, w2d.device, s2c.device, s2d.device))
+update(dwhb.device, into=(whc.device, whd.device, shc.device, shd.device))
+# forward e   micro-batches 1 0
+we.device = gather(wea.device, web.device, wec.device, wed.device)
+x0_1.device = embed(batch_1, we.device)
+x0_0.device = embed(batch_0, we.device)
+# forward 0   micro-batches 0 1
+w0.device = gather(w0a.device, w0b.device, w0c.device, w0d.device)
+x1_0.device = forward(x0_0.device, w0.device)
+x1_1.device = forward(x0_1.device, w0.device)
+# forward 1   micro-batches 1 0
+w1.device = gather(w1a.device, w1b.device, w1c.device, w1d.device, w1e.device)
+x2_1.device = forward(x1_1.device, w1.device)
+x2_0.device = forward(x1_0.device, w1.device)
+# forward 2   micro-batches 0 1
+w2.device = gather(w2a.device, w2b.device, w2c.device, w2d.device)
+x3_0.device = forward(x2_0.device, w2.device)
+x3_1.device = forward(x2_1.device, w2.device)
+# backward h   micro-batches 1 0
+wh.device = gather(wha.device, whb.device, whc.device, whd.device)
+dwh.device = zeros()
+loss_1.device, dx3_1.device = head(x3_1.device, batch_1, wh.device, into=dwh.device)
+loss_0.device, dx3_0.device = head(x3_0.device, batch_0, wh.device, into=dwh.device)
+normh.device = norm(dwh.device)
+dwhb.device = keep(dwh.device)
+update(dwh.device, into=(wha.device, whb.device, sha.device, shb.device))
+# backward 2   micro-batches 0 1
+w2.device = gather(w2a.device, w2b.device, w2c.device, w2d.device)
+dw2.device = zeros()
+dx2_0.device = backward(x2_0.device, dx3_0.device, w2.device, into=dw2.device)
+dx2_1.device = backward(x2_1.device, dx3_1.device, w2.device, into=dw2.device)
+norm2.device = norm(dw2.device)
+dw2b.device = keep(dw2.device)
+update(dw2.device, into=(w2a.device, w2b.device, s2a.device, s2b.device))
+# backward 1   micro-batches 1 0
+w1.device = gather(w1a.device, w1b.device, w1c.device, w1d.device, w1e.device)
+dw1.device = zeros()
+dx1_1.device = backward(x1_1.device, dx2_1.device, w1.device, into=dw1.device)
+dx1_0.device = backward(x1_0.device, dx2_0.device, w1.device, into=dw1.device)
+norm1.device = norm(dw1.device)
+dw1b.device = keep(dw1.device)
+update(dw1.device, into=(w1a.device, w1b.device, s1a.device, s1b.device))
+# backward 0   micro-batches 0 1
+w0.device = gather(w0a.device, w0b.device, w0c.device, w0d.device)
+dw0.device = zeros()
+dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
+dx0_1.device = backward(x0_1.device, dx1_1.device, w0.device, into=dw0.device)
+norm0.device = norm(dw0.device)
+dw0b.device = keep(dw0.device)
+update(dw0.device, into=(w0a.device, w0b.device, s0a.device, s0b.device))
+# backward e   micro-batches 1 0
+we.device = gather(wea.device, web.device, wec.device, wed.device)
+dwe.device = zeros()
+embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
+embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
+norme.device = norm(dwe.device)
+dweb.device = keep(dwe.device)
+update(dwe.device, into=(wea.device, web.device, sea.device, seb.device))
+""",
+        )
+
+    def test_clip(self):
+        placement = place(1, 1, options=replace(SMALL, alpha=1.0, clip=True))
+        program = after(lower(1, 1, placement=placement, late=True), "overlap")
+        self.assertExpectedInline(
+            _without_computation(program),
+            """\
+# gs_compile 0.1   after overlap   1 layers x 1 micro-batches
+# fill   micro-batches
+update(dwea.device, scale.device, into=(wea.device, web.device, sea.device, seb.device))
+update(dw0a.device, scale.device, into=(w0a.device, w0b.device, s0a.device, s0b.device))
+update(dwha.device, scale.device, into=(wha.device, whb.device, sha.device, shb.device))
+# forward e   micro-batches 0
+we.device = gather(wea.device, web.device)
+# forward 0   micro-batches 0
+w0.device = gather(w0a.device, w0b.device)
+# backward h   micro-batches 0
+wh.device = gather(wha.device, whb.device)
+dwh.device = zeros()
+normh.device = norm(dwh.device)
+dwha.device = keep(dwh.device)
+# backward 0   micro-batches 0
+w0.device = gather(w0a.device, w0b.device)
+dw0.device = zeros()
+norm0.device = norm(dw0.device)
+dw0a.device = keep(dw0.device)
+# backward e   micro-batches 0
+we.device = gather(wea.device, web.device)
+dwe.device = zeros()
+norme.device = norm(dwe.device)
+dwea.device = keep(dwe.device)
+# drain   micro-batches
+scale.device = clip(norme.device, norm0.device, normh.device)
+""",
+        )
+
+
+SMALL = Options(parameter_ratio=0.5, optimizer_ratio=0.5, checkpoint_ratio=0.5, alpha=0.25)
+
+
+def _without_computation(program) -> str:
+    lines = str(program).splitlines(keepends=True)
+    return "".join(line for line in lines if not any(verb in line for verb in ("embed", "forward(", "head(", "d(x")))
+
+
+@settings(deadline=None, max_examples=30)
+@given(tiered_steps(), options(), st.lists(st.booleans(), min_size=1, max_size=3))
+def test_alpha_changes_no_bit(step, options, modes):
+    """After any steps and the late updates of the last, parameters and states are those without late updates."""
+    resident = replace(options, parameter_ratio=1.0, optimizer_ratio=1.0, alpha=1.0 if options.clip else 0.0)
+    expected = train(*step, place(*step, resident), "overlap", modes)
+    torch.testing.assert_close(train(*step, place(*step, options), "overlap", modes), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_equals_training_without_this_package(alpha):
+    """float64: the sums of a batch in another order differ by far less than 1e-9."""
+    shape = StepShape(has_side=True, side_gradient=True)
+    placement = place(2, 3, shape, replace(RESIDENT, has_master=False, alpha=alpha))
+    toy = TieredToy(2, 3, shape, placement=placement)
+    first = toy.home()
+    _, found = train(2, 3, shape, placement, "overlap", (True, True, True))
+    w = toy.whole(first)
+    momentum = {unit: torch.zeros_like(flat) for unit, flat in w.items()}
+    for number in range(3):
+        toy = TieredToy(2, 3, shape, seed=number, placement=placement)
+        for unit in placement.units:
+            parts = {part.letter: w[f"w{unit.unit}"][part.start : part.stop] for part in unit.w.values()}
+            toy.weights[unit.unit] = toy.gather(Value("w", unit.unit), parts)
+        _, gradients = toy.plain()
+        for unit in placement.units:
+            name = f"w{unit.unit}"
+            for group in unit.trained():
+                gradient = toy.split(unit.gradient(group), gradients[unit.unit])
+                for part, piece in zip(group.w, gradient.split([p.numel for p in group.w]), strict=True):
+                    here = slice(part.start, part.stop)
+                    momentum[name][here] = MOMENTUM * momentum[name][here] + piece
+                    w[name][here] -= LEARNING_RATE * momentum[name][here]
+    for name, flat in w.items():
+        if name.startswith("w"):
+            torch.testing.assert_close(found[name], flat, rtol=1e-9, atol=1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(tiered_steps(), options(), st.booleans())
+def test_each_trained_part_is_updated_once(step, options, late):
+    num_layers, num_micro_batches, shape = step
+    placement = place(num_layers, num_micro_batches, shape, options)
+    program = after(lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late), "overlap")
+    updates = [op for op in program.ops if op.verb == "update"]
+    early = [] if not shape.training else [p for unit in placement.units for p in _parts(unit, "early")]
+    late_parts = [p for unit in placement.units for p in _parts(unit, "late")] if late else []
+    assert sorted(map(str, (v for op in updates if op.stage != FILL for v in op.into))) == sorted(map(str, early))
+    assert sorted(map(str, (v for op in updates if op.stage == FILL for v in op.into))) == sorted(map(str, late_parts))
+
+
+def test_late_updates_come_in_the_order_of_first_use():
+    placement = place(2, 1, StepShape(tied=frozenset("eh")), replace(SMALL, alpha=1.0))
+    program = after(lower(2, 1, shape=StepShape(tied=frozenset("eh")), placement=placement, late=True), "overlap")
+    assert [op.into[0].unit for op in program.ops if op.verb == "update"] == ["e", "t", 0, 1, "h"]
+
+
+def test_the_scale_follows_from_all_norms_at_the_end():
+    placement = place(2, 1, options=replace(SMALL, alpha=1.0, clip=True))
+    program = after(lower(2, 1, placement=placement), "overlap")
+    (clip,) = (op for op in program.ops if op.verb == "clip")
+    assert clip.stage == DRAIN
+    assert [value.name for value in clip.reads] == ["norme.device", "norm0.device", "norm1.device", "normh.device"]
+    assert not any(op.verb == "update" for op in program.ops)
+
+
+def test_clipping_has_no_early_updates():
+    placement = replace(place(2, 1, options=SMALL), clip=True)
+    with pytest.raises(AssertionError, match="wait for the norm"):
+        lower(2, 1, placement=placement)
+
+
+def _parts(unit, when):
+    return [
+        unit.value(kind, part, "device")
+        for group in unit.trained(when)
+        for kind, parts in (("w", group.w), ("s", group.s))
+        for part in parts
+    ]

@@ -1,0 +1,303 @@
+"""The stage table of the paper, held against every transfer of a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import expecttest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import Options, after, options, place, tiered_steps, train
+
+from gs_compile.passes.lower import flush, lower
+from gs_compile.program.ir import DRAIN, FILL
+
+SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
+
+# Verb, kind and tiers, and the stages from the unit's own.
+TABLE = {
+    "prefetch w ssd host": -2,
+    "prefetch w host device": -1,
+    "prefetch x ssd host": -1,
+    "offload x host ssd": 1,
+    "offload dw device host": 1,
+    "prefetch s ssd host": 1,
+    "empty w": 2,
+    "update w": 2,
+    "offload w host ssd": 3,
+    "offload s host ssd": 3,
+    "home w host device": 3,
+    "late prefetch w ssd host": -3,
+    "late prefetch s ssd host": -3,
+    "late empty w": -2,
+    "late update w": -2,
+    "late offload w host ssd": -1,
+    "late offload s host ssd": -1,
+    "late home w host device": -1,
+}
+
+
+class TestText(expecttest.TestCase):
+    def test_separate_memories(self):
+        program = after(lower(3, 2, placement=place(3, 2, options=SMALL), late=True), "pipeline")
+        self.assertExpectedInline(
+            _stage(program, "forward 1") + _stage(program, "backward 1"),
+            """\
+# forward 1   micro-batches 1 0
+whb.host = prefetch(whb.ssd)
+offload(w2c.host, into=w2c.ssd)
+offload(s2c.host, into=s2c.ssd)
+whc.host = empty()
+update(dwhb.host, into=(whc.host, shc.host))
+x1_0.ssd = offload(x1_0.host)
+w1.device = gather(w1.device[0], w1.device[1])
+x1_0.device = prefetch(x1_0.host)
+w2.device[0] = prefetch(w2a.host, w2b.host, w2c.host)
+x2_1.device = forward(x1_1.device, w1.device)
+x2_1.host = offload(x2_1.device)
+w2.device[1] = prefetch(w2a.host, w2b.host, w2c.host)
+x2_0.device = forward(x1_0.device, w1.device)
+x2_0.host = offload(x2_0.device)
+# backward 1   micro-batches 1 0
+x0_0.host = prefetch(x0_0.ssd)
+web.host, wec.host = prefetch(web.ssd, wec.ssd)
+s2b.host = prefetch(s2b.ssd)
+whb.host = empty()
+update(dwha.host, into=(wha.host, whb.host, sha.host, shb.host))
+dw2a.host, dw2b.host = offload(dw2.device)
+w1.device = gather(w1.device[0], w1.device[1])
+dw1.device = zeros()
+x1_0.device = prefetch(x1_0.host)
+dx2_0.device = prefetch(dx2_0.host)
+w0.device[0] = prefetch(w0a.host, w0b.host, w0c.host)
+dx1_1.device = backward(x1_1.device, dx2_1.device, w1.device, into=dw1.device)
+dx1_1.host = offload(dx1_1.device)
+w0.device[1] = prefetch(w0a.host, w0b.host, w0c.host)
+x0_0.device = prefetch(x0_0.host)
+dx1_0.device = backward(x1_0.device, dx2_0.device, w1.device, into=dw1.device)
+norm1.device = norm(dw1.device)
+""",
+        )
+
+    def test_one_memory(self):
+        placement = place(3, 2, options=replace(SMALL, separate=False))
+        program = after(lower(3, 2, placement=placement, late=True), "pipeline")
+        self.assertExpectedInline(
+            _stage(program, "forward 1") + _stage(program, "backward 1"),
+            """\
+# forward 1   micro-batches 1 0
+w2a.host = prefetch(w2a.ssd)
+offload(w2b.host, into=w2b.ssd)
+offload(s2c.host, into=s2c.ssd)
+whc.host = empty()
+update(dwhb.host, into=(whc.host, shc.host))
+x1_0.ssd = offload(x1_0.host)
+w1.device = gather(w1a.host, w1b.host, w1c.host)
+x2_1.device = forward(x1_1.device, w1.device)
+x2_1.host = keep(x2_1.device)
+x2_0.device = forward(x1_0.device, w1.device)
+x2_0.host = offload(x2_0.device)
+# backward 1   micro-batches 1 0
+x0_0.host = prefetch(x0_0.ssd)
+w0a.host, w0b.host = prefetch(w0a.ssd, w0b.ssd)
+s1b.host = prefetch(s1b.ssd)
+offload(whb.host, into=whb.ssd)
+offload(shb.host, into=shb.ssd)
+dw2b.host = offload(dw2.device)
+w2a.host = empty()
+update(dw2.device, into=(w2a.host, s2a.host, s2b.host))
+w1.device = gather(w1a.host, w1b.host, w1c.host)
+dw1.device = zeros()
+x1_1.device = keep(x1_1.host)
+dx1_1.device = backward(x1_1.device, dx2_1.device, w1.device, into=dw1.device)
+x1_0.device = keep(x1_0.host)
+dx1_0.device = backward(x1_0.device, dx2_0.device, w1.device, into=dw1.device)
+norm1.device = norm(dw1.device)
+""",
+        )
+
+
+@settings(deadline=None, max_examples=40)
+@given(tiered_steps(), options(), st.lists(st.booleans(), min_size=1, max_size=3))
+def test_keeps_every_bit(step, options, modes):
+    placement = place(*step, options)
+    torch.testing.assert_close(
+        train(*step, placement, "pipeline", modes), train(*step, placement, "offload", modes), rtol=0, atol=0
+    )
+
+
+def _shift(name):
+    early = {"prefetch s ssd host", "empty w", "update w", "offload w host ssd", "offload s host ssd"}
+    return 1 if name == "prefetch w ssd host" else -1 if name in early else 0
+
+
+@settings(deadline=None, max_examples=150)
+@given(tiered_steps(), options(), st.booleans())
+def test_each_operation_stands_in_the_stage_of_the_table(step, options, late):
+    """Or in the one after what it depends on, where that is later."""
+    _, _, shape = step
+    placement = place(*step, options)
+    snapshots = lower(*step[:2], shape=shape, placement=placement, late=late)
+    before, program = after(snapshots, "offload"), after(snapshots, "pipeline")
+    stages = list(dict.fromkeys(op.stage for op in before.ops if op.stage not in (FILL, DRAIN)))
+    index = {FILL: -1, DRAIN: len(stages)} | {stage: number for number, stage in enumerate(stages)}
+    first_use = {}
+    for op in before.ops:
+        if op.verb == "gather":
+            first_use.setdefault(op.results[0].unit, index[op.stage])
+    there = _by_identity(program)
+    blocked = _blocked(before, program, index)
+    for key, original in _by_identity(before).items():
+        assert len(there[key]) == len(original)
+        for op, number in zip(original, range(len(original)), strict=True):
+            is_late = op.stage == FILL
+            name = ("late " if is_late else "") + _name(op)
+            if name in TABLE:
+                value = (*op.into, *op.results, *op.reads)[0]
+                own = first_use.get(value.unit, -1) if is_late else index[op.stage]
+                at = own + TABLE[name] + _turn(name, value, placement)
+                if not options.separate:  # the way to and from the device takes no stage
+                    at += _shift(name)
+                expected = min(max(at, -1), len(stages))
+                found = index[there[key][number].stage]
+                assert found == expected or (found > expected and blocked[key, number]), (name, str(op))
+
+
+@settings(deadline=None, max_examples=60)
+@given(tiered_steps(), options(), st.booleans())
+def test_parameters_go_to_the_device_in_pieces_beside_the_micro_batches(step, options, late):
+    num_layers, num_micro_batches, shape = step
+    placement = place(*step, replace(options, separate=True))
+    program = lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late)[-1]
+    pieces = defaultdict(list)
+    for stage, ops in program.stages():
+        position = -1
+        for op in ops:
+            position += op.micro_batch is not None
+            if op.results and op.results[0].piece is not None:
+                pieces[op.results[0].unit, stage].append((op.results[0].piece, position))
+    assert len(pieces) == sum(op.verb == "gather" and op.reads[0].piece is not None for op in program.ops)
+    used = {(op.results[0].unit, op.stage) for op in program.ops if op.verb == "gather"}
+    for (unit, stage), found in pieces.items():
+        assert [piece for piece, _ in found] == list(range(num_micro_batches))
+        if stage != FILL and (unit, stage) not in used:  # piece k before the k-th computation, if its place is free
+            assert [place + 1 for _, place in found] == list(range(num_micro_batches))
+
+
+@settings(deadline=None, max_examples=60)
+@given(tiered_steps(), options())
+def test_activations_come_one_micro_batch_ahead(step, options):
+    num_layers, num_micro_batches, shape = step
+    placement = place(*step, replace(options, separate=True))
+    program = after(lower(num_layers, num_micro_batches, shape=shape, placement=placement), "pipeline")
+    computations = [op for op in program.ops if op.micro_batch is not None]
+    number = -1
+    for op in program.ops:
+        number += op.micro_batch is not None
+        value = (*op.results, *op.reads)[0]
+        if op.verb == "prefetch" and op.lane == "h2d" and value.kind in ("x", "dx"):
+            reader = next(k for k in range(number + 1, len(computations)) if value in computations[k].reads)
+            # [1] it comes while the computation before the reader's runs
+            assert reader - number == 2 or (reader - number == 1 and _just_left(program, value, op))
+
+
+def test_the_first_checkpoint_of_a_stage_has_never_left():
+    program = after(lower(3, 2, placement=place(3, 2, options=SMALL)), "pipeline")
+    fetched = [str(op.results[0]) for op in program.ops if op.lane == "h2d" and op.stage.phase == "forward"]
+    assert [name for name in fetched if name.startswith("x")] == ["x0_1.device", "x1_0.device", "x2_1.device"]
+
+
+def test_outputs_leave_as_soon_as_they_are_made():
+    program = after(lower(3, 3, placement=place(3, 3, options=SMALL)), "pipeline")
+    for before, op in zip(program.ops, program.ops[1:], strict=False):
+        if op.lane == "d2h" and op.reads[0].kind in ("x", "dx"):
+            assert op.reads[0] in before.results
+
+
+@settings(deadline=None, max_examples=60)
+@given(tiered_steps(), options(), st.booleans())
+def test_a_unit_is_not_changed_while_it_is_loaded(step, options, late):
+    """All pieces of one load are of one state. (In one memory the whole is its parts, and `verify` has a law.)"""
+    num_layers, num_micro_batches, shape = step
+    placement = place(*step, replace(options, separate=True))
+    program = lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late)[-1]
+    loading = set()
+    for op in program.ops:
+        if op.verb in ("update", "empty"):
+            assert not loading & {value.unit for value in (*op.results, *op.into)}
+        elif op.verb == "gather":
+            loading.discard(op.results[0].unit)
+        elif op.results and op.results[0].piece is not None:
+            loading.add(op.results[0].unit)
+
+
+def test_updates_alone_follow_each_other():
+    placement = place(3, 1, options=SMALL)
+    program = after(flush(3, placement), "pipeline")
+    updates = [op.into[0].unit for op in program.ops if op.verb == "update"]
+    assert updates == ["e", 0, 1, 2, "h"]
+
+
+def _stage(program, name):
+    text = str(program)
+    start = text.index(f"# {name} ")
+    return text[start : text.index("# ", start + 2)]
+
+
+def _name(op):
+    value = (*op.results, *op.into)[0] if op.results or op.into else op.reads[0]
+    if op.verb not in ("prefetch", "offload"):
+        return f"{op.verb} {value.kind}"
+    if op.into and op.verb == "prefetch":
+        return f"home {value.kind} {op.reads[0].tier} {value.tier}"
+    return f"{op.verb} {value.kind} {op.reads[0].tier} {value.tier}"
+
+
+def _turn(name, value, placement):
+    """A unit of several updates takes a stage for each: later for early ones, sooner for late ones."""
+    if name == "prefetch w ssd host" or value.kind not in ("w", "s") or not value.part:
+        return 0
+    unit = placement.by_unit[value.unit]
+    groups = unit.trained("late" if name.startswith("late") else "early")
+    (place,) = (
+        k for k, g in enumerate(groups) if value.part in {p.letter for p in (g.w if value.kind == "w" else g.s)}
+    )
+    return place - (len(groups) - 1) if name.startswith("late") else place
+
+
+def _by_identity(program):
+    """Operations by all but their stage; several of one identity in order."""
+    found = defaultdict(list)
+    for op in program.ops:
+        found[replace(op, stage=FILL)].append(op)
+    return found
+
+
+def _blocked(before, program, index):
+    """Whether each operation had to wait: what it needs, or overwrites the use of, is issued no earlier."""
+    counts, found = defaultdict(int), {}
+    there = _by_identity(program)
+    issued = []
+    alias = {}
+    for op in before.ops:
+        key = replace(op, stage=FILL)
+        at = index[there[key][counts[key]].stage]
+        changed = {*op.results, *op.into}
+        needs = {*op.reads, *op.into}
+        found[key, counts[key]] = any(stage == at and (needs & made or changed & used) for made, used, stage in issued)
+        used = {value for read in (*op.reads, *op.into) for value in (read, *alias.get(read, ()))}
+        if op.verb == "gather":
+            alias[op.results[0]] = op.reads
+        issued.append((changed, used, at))
+        counts[key] += 1
+    return found
+
+
+def _just_left(program, value, op):
+    """Whether it comes back where only the reader is left to wait for."""
+    at = program.ops.index(op)
+    home = replace(value, tier="host")
+    maker = max(k for k in range(at) if home in program.ops[k].results)
+    return not any(between.micro_batch is not None for between in program.ops[maker:at])

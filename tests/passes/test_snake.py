@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import itertools
+
+import expecttest
+import torch
+from hypothesis import given, settings
+from toy import Toy, steps
+
+from gs_compile.passes.snake import snake
+from gs_compile.passes.vertical import vertical
+from gs_compile.placement.verify import verify
+from gs_compile.program.ir import StepShape
+from gs_compile.program.reference import reference
+
+
+class TestText(expecttest.TestCase):
+    def test_three_layers(self):
+        self.assertExpectedInline(
+            str(snake(vertical(3, 2))),
+            """\
+# gs_compile 0.1   after snake   3 layers x 2 micro-batches
+# forward e   micro-batches 1 0
+x0_1.device = embed(batch_1, we.device)
+x0_0.device = embed(batch_0, we.device)
+# forward 0   micro-batches 0 1
+x1_0.device = forward(x0_0.device, w0.device)
+x1_1.device = forward(x0_1.device, w0.device)
+# forward 1   micro-batches 1 0
+x2_1.device = forward(x1_1.device, w1.device)
+x2_0.device = forward(x1_0.device, w1.device)
+# forward 2   micro-batches 0 1
+x3_0.device = forward(x2_0.device, w2.device)
+x3_1.device = forward(x2_1.device, w2.device)
+# backward h   micro-batches 1 0
+dwh.device = zeros()
+loss_1.device, dx3_1.device = head(x3_1.device, batch_1, wh.device, into=dwh.device)
+loss_0.device, dx3_0.device = head(x3_0.device, batch_0, wh.device, into=dwh.device)
+# backward 2   micro-batches 0 1
+dw2.device = zeros()
+dx2_0.device = backward(x2_0.device, dx3_0.device, w2.device, into=dw2.device)
+dx2_1.device = backward(x2_1.device, dx3_1.device, w2.device, into=dw2.device)
+# backward 1   micro-batches 1 0
+dw1.device = zeros()
+dx1_1.device = backward(x1_1.device, dx2_1.device, w1.device, into=dw1.device)
+dx1_0.device = backward(x1_0.device, dx2_0.device, w1.device, into=dw1.device)
+# backward 0   micro-batches 0 1
+dw0.device = zeros()
+dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
+dx0_1.device = backward(x0_1.device, dx1_1.device, w0.device, into=dw0.device)
+# backward e   micro-batches 1 0
+dwe.device = zeros()
+embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
+embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
+""",
+        )
+
+
+@settings(deadline=None)
+@given(steps())
+def test_neighbouring_stages_share_a_micro_batch(step):
+    num_layers, num_micro_batches, shape = step
+    program = snake(vertical(num_layers, num_micro_batches, shape=shape))
+    verify(program)
+    orders = [[op.micro_batch for op in ops if op.micro_batch is not None] for _, ops in program.stages()]
+    for before, after in itertools.pairwise(orders):
+        assert after == before[::-1]
+    assert orders[1] == list(range(num_micro_batches))  # layer 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(steps(max_micro_batches=2))
+def test_two_micro_batches_keep_every_bit(step):
+    """a + b is b + a."""
+    before, after = _both(*step)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@settings(deadline=None, max_examples=50)
+@given(steps(max_micro_batches=6))
+def test_more_micro_batches_keep_all_but_the_order_of_addition(step):
+    """Only dw sums over micro-batches: six float64 terms in another order differ by a few 2**-53 of their size."""
+    before, after = _both(*step)
+    sums = {value for value in before if value.kind == "dw"}
+    torch.testing.assert_close(_only(after, sums), _only(before, sums), rtol=1e-9, atol=1e-9)
+    rest = set(before) - sums
+    torch.testing.assert_close(_only(after, rest), _only(before, rest), rtol=0, atol=0)
+
+
+def test_three_micro_batches_do_not_keep_every_bit():
+    """Why the law above has a tolerance at all."""
+    before, after = _both(2, 3, StepShape(), torch.float32)
+    assert any(
+        not torch.equal(a, b) for v in before if v.kind == "dw" for a, b in zip(before[v], after[v], strict=True)
+    )
+
+
+def test_twice_is_once():
+    once = snake(vertical(3, 3))
+    assert snake(once) == once
+
+
+def _both(num_layers, num_micro_batches, shape, dtype=torch.float64):
+    toy = Toy(num_layers, num_micro_batches, shape, dtype)
+    program = vertical(num_layers, num_micro_batches, shape=shape)
+    return reference(program, toy, toy.inputs()), reference(snake(program), toy, toy.inputs())
+
+
+def _only(values, keys):
+    return {value.name: values[value] for value in keys}

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import SIDE_NBYTES, X_NBYTES, Options, options, place, tiered_steps
+
+from gs_compile.passes.lower import flush, lower
+from gs_compile.placement.placement import Placement
+from gs_compile.program.ir import StepShape, Value
+
+SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
+
+
+def names(values):
+    return sorted(map(str, values))
+
+
+def test_homes_between_steps():
+    placement = place(1, 1, options=replace(SMALL, has_master=True))
+    unit = replace(placement, units=placement.units[:1])
+    assert names(unit.homes(late=False)) == ["sea.host", "seb.ssd", "sec.ssd", "wea.host", "web.ssd", "wec.ssd"]
+    assert names(unit.homes(late=True)) == [
+        "dweb.host",
+        "sea.host",
+        "seb.ssd",
+        "sec.ssd",
+        "wea.host",
+        "web.ssd",
+        "wec.ssd",
+    ]
+
+
+def test_a_stale_late_part_gives_its_memory_to_the_gradient():
+    """Where there is a master, and the device has memory of its own."""
+    late = replace(SMALL, alpha=1.0, parameter_ratio=1.0)
+    lost = [
+        options
+        for options in (late, replace(late, has_master=False), replace(late, separate=False))
+        if not any(value.kind == "w" for value in place(1, 1, options=options).homes(late=True))
+    ]
+    assert lost == [late]
+
+
+def test_the_scale_lives_on_with_the_gradients_it_is_for():
+    placement = place(1, 1, options=replace(SMALL, alpha=1.0, clip=True))
+    assert Value("scale", tier="host") in placement.homes(late=True)
+    assert Value("scale", tier="host") not in placement.homes(late=False)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 20), st.integers(1, 8), st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 0.9, 1.0]))
+def test_checkpoints_are_spread_evenly(num_layers, num_micro_batches, ratio):
+    placement = Placement(checkpoint_ratio=ratio, x_nbytes=(1,) * num_micro_batches, num_layers=num_layers)
+    homes = [placement.checkpoint_home(Value("x", i, j)) for i in range(num_layers) for j in range(num_micro_batches)]
+    for stop in range(len(homes) + 1):
+        assert abs(homes[:stop].count("host") - ratio * stop) < 1 + 1e-6
+
+
+@settings(deadline=None)
+@given(st.integers(1, 20), st.integers(1, 8), st.floats(0, 1), st.floats(0, 1))
+def test_checkpoints_on_the_device_are_spread_evenly(num_layers, num_micro_batches, host, of_the_rest):
+    x_nbytes, device = (1,) * num_micro_batches, of_the_rest * (1 - host)
+    placement = Placement((), True, False, host, x_nbytes, (), num_layers, device_checkpoint_ratio=device)
+    homes = [placement.checkpoint_home(Value("x", i, j)) for i in range(num_layers) for j in range(num_micro_batches)]
+    for stop in range(len(homes) + 1):
+        assert abs(homes[:stop].count("host") - host * stop) < 1 + 1e-6
+        assert abs(homes[:stop].count("device") - device * stop) < 2 + 1e-6
+
+
+def test_nothing_lives_on_a_device_that_is_the_host():
+    with pytest.raises(AssertionError, match="no memory of its own"):
+        Placement(device_checkpoint_ratio=0.5, checkpoint_ratio=0.5)
+
+
+# Peaks ---------------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=120)
+@given(tiered_steps(), options(), st.booleans())
+def test_planned_peaks_are_what_is_alive_at_a_time(step, options, late):
+    num_layers, num_micro_batches, shape = step
+    placement = place(*step, options)
+    late = late and placement.has_late
+    program = lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late)[-1]
+    assert dict(program.peaks) == _recount(program, placement, late)
+
+
+def test_peaks_of_updates_alone():
+    placement = place(3, 2, options=SMALL)
+    program = flush(3, placement)[-1]
+    assert dict(program.peaks) == _recount(program, placement, True)
+
+
+def test_what_is_not_used_counts_too():
+    """Evaluation does not touch the optimizer's state, which is there nevertheless."""
+    placement = place(2, 1, options=replace(SMALL, optimizer_ratio=1.0, alpha=0.0))
+    peaks = dict(lower(2, 1, shape=StepShape(training=False), placement=placement)[-1].peaks)
+    assert peaks["host"] >= sum(unit.num_trained * unit.state_itemsize for unit in placement.units)
+
+
+@pytest.mark.parametrize("separate", [True, False])
+@pytest.mark.parametrize("ratio", ["parameter_ratio", "optimizer_ratio", "checkpoint_ratio"])
+def test_more_residency_moves_bytes_from_ssd_to_host(ratio, separate):
+    few, many = (_peaks(replace(SMALL, separate=separate, **{ratio: share})) for share in (0.0, 1.0))
+    assert many["host"] > few["host"]
+    assert many["ssd"] < few["ssd"]
+    assert many["device"] == few["device"]
+
+
+def test_late_gradients_take_host_memory():
+    """Those of early updates are gone soon; those of late ones are all there at the end."""
+    resident = replace(SMALL, parameter_ratio=1.0, optimizer_ratio=1.0, checkpoint_ratio=0.0, has_master=False)
+    host = [_peaks(replace(resident, alpha=alpha))["host"] for alpha in (0.0, 0.25, 0.5, 1.0)]
+    assert host == sorted(host)
+    assert host[0] < host[1] < host[-1]
+
+
+def test_reclaimed_memory_pays_for_late_gradients():
+    """With all parameters on host, at alpha 1, gradients take the room of the parameters they will change."""
+    resident = replace(SMALL, parameter_ratio=1.0, optimizer_ratio=1.0, alpha=1.0)
+    placement = place(8, 2, options=resident)
+    program = lower(8, 2, placement=placement, late=True)[-1]
+    states = sum(unit.num_trained * unit.state_itemsize for unit in placement.units)
+    gradients = sum(unit.num_trained * unit.gradient_itemsize for unit in placement.units)
+    whole = sum(unit.numel * unit.itemsize for unit in placement.units)
+    assert dict(program.peaks)["host"] < states + gradients + whole
+
+
+def _peaks(options):
+    placement = replace(place(24, 2, options=options), x_nbytes=(100_000,) * 2)
+    return dict(lower(24, 2, placement=placement, late=options.alpha > 0)[-1].peaks)
+
+
+def _recount(program, placement, late):
+    """After each operation, the bytes of all memory that has anything in it."""
+    alive = set(placement.homes(late=late))
+    most = dict.fromkeys(("device", "host", "ssd"), 0)
+    for op in (None, *program.ops):
+        if op is not None:
+            alive |= set(op.results)
+            alive -= set(op.reads) if op.verb == "free" else set()
+        memory = dict(_memory(value, placement) for value in alive)
+        for tier in most:
+            most[tier] = max(most[tier], sum(nbytes for (where, _), nbytes in memory.items() if where == tier))
+    return most
+
+
+def _memory(value, placement):
+    """The tier and identity of the memory a value is in, and its bytes."""
+    n = len(placement.x_nbytes)
+    unit = placement.by_unit.get(value.unit)
+    tier = value.tier or "device"
+    if value.kind in ("w", "dw") and not placement.separate and tier == "device":
+        tier = "host"
+    match value.kind:
+        case "x" if tier == "host" and value.unit < placement.num_layers and placement.checkpoint_home(value) == "ssd":
+            homes = [placement.checkpoint_home(Value("x", value.unit, j)) for j in range(n)]
+            return (tier, ("x", value.unit)), X_NBYTES * homes.count("ssd")
+        case "x" | "dx":
+            return (tier, value), X_NBYTES
+        case "side":
+            return (tier, value), SIDE_NBYTES
+        case "w" if tier == "device" and not value.part:
+            staged = sum(part.numel for part in unit.w.values() if part.tier != "device")
+            return (tier, ("w", value.unit)), staged * unit.itemsize
+        case "w" if tier == "host" and (not value.part or unit.w[value.part].tier == "ssd"):
+            zone = sum(part.numel for part in unit.w.values() if part.tier == "ssd")
+            return (tier, ("w", value.unit)), zone * unit.itemsize
+        case "w":
+            return (tier, value), unit.w[value.part].numel * unit.itemsize
+        case "s":
+            return (tier, value), unit.s[value.part].numel * unit.state_itemsize
+        case "dw" if not value.part or (not placement.separate and not unit.trained("early")):
+            return (tier, ("dw", value.unit)), unit.num_trained * unit.gradient_itemsize
+        case "dw":
+            return (tier, value), unit.dw[value.part].numel * unit.gradient_itemsize
+    return (tier, value), 0

@@ -1,0 +1,205 @@
+"""Models captured without their weights, as they are when captured whole."""
+
+from __future__ import annotations
+
+import captured
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import gs_compile
+from gs_compile.capture.uniform import structure
+from gs_compile.errors import CaptureError, GraphBreakError, InspectionError
+from gs_compile.planner.cost import meta as module
+from gs_compile.planner.cost.meta import DEPTH, blueprint
+
+
+def depths(found, micro_batch_size=2):
+    """Layers of the model, and those that were captured."""
+    return found.num_layers, found.layout(micro_batch_size).split.num_layers
+
+
+def plain(num_layers=5, **changes):
+    return zoo.GPT(num_layers=num_layers, **changes)
+
+
+def test_two_layers_stand_for_all_that_are_alike():
+    found = blueprint(plain(), sequence=zoo.TOKENS)
+    assert depths(found) == (5, DEPTH)
+    whole = blueprint(plain(2), sequence=zoo.TOKENS)
+    assert depths(whole) == (2, 2)
+    for short, long in zip(found.layout(2).split.units, whole.layout(2).split.units, strict=True):
+        assert structure(short) == structure(long)
+
+
+def test_any_micro_batch_size_follows_from_one_capture():
+    found = blueprint(plain(), sequence=zoo.TOKENS)
+    for size in (1, 3, 4):
+        assert found.layout(size).split.units[0].result_specs[0].shape[0] == size
+
+
+def test_the_model_stays_as_it_is():
+    model = plain().eval()
+    values = {name: (p, p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+    fields = [dict(vars(m)) for m in model.modules()]
+    blueprint(model, sequence=zoo.TOKENS, precision="bf16")
+    assert [vars(m) for m in model.modules()] == fields
+    for name, parameter in model.named_parameters():
+        same, pointer, value = values[name]
+        assert parameter is same
+        assert parameter.data_ptr() == pointer
+        torch.testing.assert_close(parameter.detach(), value, rtol=0, atol=0)
+
+
+def test_a_capture_leaves_the_models_own_alone():
+    """Dynamo keeps no more than some captures of one function: those of planning must not be among them."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(2):
+            assert depths(blueprint(plain(2), sequence=zoo.TOKENS)) == (2, 2)
+        captured.compiled(model := plain(2))(*zoo.batch())
+    assert gs_compile.inspect(model).num_layers == 2
+
+
+def test_bf16_is_of_the_parameters():
+    specs = [s for unit in blueprint(plain(), sequence=8, precision="bf16").layout(1).split.units for s in unit.specs]
+    assert {spec.dtype for spec in specs if spec.requires_grad} == {torch.bfloat16}
+
+
+def test_shared_parameters_stay_shared():
+    found = blueprint(plain(tied=True), sequence=zoo.TOKENS)
+    units = found.layout(1).split.units
+    prologue, epilogue = ({s.index for s in unit.sources if s.kind == "input"} for unit in (units[0], units[-1]))
+    names = {found.compilation.captured.inputs[index].path for index in prologue & epilogue}
+    assert names == {"embedding.weight"}
+
+
+def uneven(model):
+    model.blocks[3] = zoo.Block(hidden=3 * zoo.WIDTH)
+
+
+def frozen(model):
+    model.blocks[2].requires_grad_(False)
+
+
+def marked(model):
+    model.blocks[1].dropout.p = 0.5
+
+
+def shared(model):
+    model.blocks[4] = model.blocks[0]
+
+
+SLOW = [pytest.param(change, marks=pytest.mark.slow) for change in (uneven, marked)]
+
+
+@pytest.mark.parametrize("change", [frozen, *SLOW])
+@pytest.mark.filterwarnings("ignore::gs_compile.errors.UniformityWarning")
+def test_blocks_that_can_be_told_apart_are_all_captured(change):
+    model = plain()
+    change(model)
+    assert depths(blueprint(model, sequence=zoo.TOKENS)) == (5, 5)
+
+
+def test_blocks_are_told_apart_by_tensors_in_a_list():
+    blocks = [zoo.Block() for _ in range(3)]
+    for block in blocks:
+        block.table = [torch.zeros(2)]
+    assert not module._are_alike(blocks)
+
+
+def test_blocks_that_share_are_not_independent():
+    model = plain()
+    shared(model)
+    assert module._stack(model) is None
+
+
+class Numbered(zoo.Block):
+    """Code that differs by the number of the block, beyond what its twin shows."""
+
+    number = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_idx = Numbered.number
+        Numbered.number += 1
+
+    def forward(self, x):
+        return super().forward(x) * (2.0 if self.layer_idx == 3 else 1.0)
+
+
+def test_a_number_counts_blocks():
+    Numbered.number = 0
+    assert module._are_alike([Numbered() for _ in range(3)])
+    Numbered.number = 0
+    first, second, third = (Numbered() for _ in range(3))
+    assert not module._are_alike([first, third, second])
+
+
+class Counting(zoo.GPT):
+    """Its code goes by the number of its blocks."""
+
+    def forward(self, ids, labels):
+        x = self.embedding(ids)
+        for number in range(4):
+            x = self.blocks[number](x)
+        return captured.token_loss(self.head(self.norm(x)), labels)
+
+
+@pytest.mark.slow
+def test_code_that_counts_its_blocks_is_captured_whole():
+    assert depths(blueprint(Counting(num_layers=4), sequence=zoo.TOKENS)) == (4, 4)
+
+
+def test_inputs_by_name():
+    class Regression(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(captured.Block() for _ in range(2))
+
+        def forward(self, features, target=None):
+            x = features + 0
+            for block in self.blocks:
+                x = block(x)
+            return ((x - target) ** 2).mean()
+
+    inputs = {name: torch.zeros(7, captured.TOKENS, captured.WIDTH) for name in ("features", "target")}
+    layout = blueprint(Regression(), sequence=1, inputs=inputs).layout(3)
+    assert layout.split.units[0].result_specs[0].shape == (3, captured.TOKENS, captured.WIDTH)
+    assert layout.shape.has_loss
+
+
+class Silent(nn.Module):
+    def forward(self, *arguments, **named):
+        return None
+
+
+class Reading(captured.Tiny):
+    def forward(self, ids, labels):
+        return super().forward(ids, labels) * self.head.weight.sum().item()
+
+
+class Fixed(captured.Tiny):
+    def forward(self, ids, labels):
+        return super().forward(ids.view(2, captured.TOKENS), labels)
+
+
+def test_a_model_that_names_no_tokens():
+    with pytest.raises(InspectionError, match=r"^Silent\.forward has no required argument"):
+        blueprint(Silent(), sequence=4)
+
+
+def test_a_model_without_a_graph():
+    with pytest.raises(InspectionError, match=r"^Dynamo made no graph of Silent"):
+        blueprint(Silent(), sequence=4, inputs={"x": torch.zeros(1, 4)})
+
+
+def test_a_model_that_breaks_its_graph():
+    with pytest.raises(GraphBreakError, match="forward is not one graph"):
+        blueprint(Reading(), sequence=captured.TOKENS)
+
+
+def test_a_model_with_a_batch_size_of_its_own():
+    with pytest.raises(CaptureError, match="fixes the batch size"):
+        blueprint(Fixed(), sequence=captured.TOKENS)

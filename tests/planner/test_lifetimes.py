@@ -1,0 +1,82 @@
+"""Whether to keep what is inactive: by the simulator; and what is told of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from planned import A100, gpt
+from test_planner import FIVE, TINY
+
+from gs_compile.cli import simulate as command_simulate
+from gs_compile.placement.placement import Placement
+from gs_compile.planner.lifetimes import EVERYTHING, fastest, has_periods, periods, room_of
+from gs_compile.planner.lp.fit import MARGIN
+from gs_compile.planner.lp.solve import Budgets
+from gs_compile.planner.plan import plan
+
+PLAIN = Placement(x_nbytes=(1000,), schedule="lifetime")
+KEPT = replace(PLAIN, room=EVERYTHING)
+LINKS = [f"{lane}_bytes_per_second" for lane in ("h2d", "d2h", "h2d_mixed", "d2h_mixed")]
+BUDGETS = Budgets(host_nbytes=10**9, device_nbytes=10**8, ssd_nbytes=10**10)
+
+
+def predicted(seconds, nbytes):
+    """A prediction by its seconds and what it moves."""
+    program = SimpleNamespace(ops=[SimpleNamespace(verb="prefetch")])
+    simulation = SimpleNamespace(seconds=seconds)
+    return SimpleNamespace(program=program, prices=[SimpleNamespace(nbytes=nbytes)], simulation=simulation)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nbytes", "chosen", "reason"),
+    [
+        (3.0, 1 << 20, KEPT, "1.0 MiB less are moved in a step, which takes 3 s in simulation, and 4 s by the horizo"),
+        (4.0, 1 << 20, KEPT, "1.0 MiB less are moved"),  # as fast, and fewer bytes
+        (3.0, 3 << 20, KEPT, "1.0 MiB more are moved"),  # with ratios of its own
+        (4.1, 1 << 20, PLAIN, "would not be faster than 4 s: nothing is kept"),
+    ],
+)
+def test_the_faster_is_taken(seconds, nbytes, chosen, reason):
+    found = {PLAIN: predicted(4.0, 2 << 20), KEPT: predicted(seconds, nbytes)}
+    outcome = fastest(PLAIN, [KEPT], lambda placement: placement, lambda _, placement: found[placement])
+    assert (outcome.placement, outcome.prediction) == (chosen, found[chosen])
+    assert reason in outcome.reason
+
+
+def test_there_is_something_to_keep_where_programs_differ():
+    assert has_periods(PLAIN, lambda placement: SimpleNamespace(ops=(placement.room,)))
+    assert not has_periods(PLAIN, lambda placement: SimpleNamespace(ops=()))
+
+
+def test_a_room_is_what_budgets_leave():
+    workload = gpt(2, 128)
+    room = room_of(BUDGETS, workload, A100)
+    assert room.device_nbytes == 10**8 - max(cost.workspace_nbytes for cost in workload.costs.values())
+    assert room.host_nbytes == 10**9 - MARGIN
+    assert dict(room.bytes_per_second) == {"h2d": 24e9, "d2h": 24e9, "ssd_read": 6e9, "ssd_write": 3e9}
+
+
+def test_a_copy_in_one_memory_reads_and_writes():
+    here = replace(A100, device="cpu", device_nbytes=0, **dict.fromkeys(LINKS, math.inf))
+    room = room_of(replace(BUDGETS, device_nbytes=0), gpt(2, 128), here)
+    assert dict(room.bytes_per_second)["d2h"] == A100.memory_bytes_per_second / 2
+    assert room.device_nbytes > 10**15  # nothing there is counted
+
+
+def test_what_is_told_of_a_plan():
+    found = plan(TINY, machine="a100", host_memory="220MiB", schedule="lifetime", **FIVE)
+    shown = command_simulate.report(found, {})
+    assert "What is inactive between two uses:" in shown
+    assert re.search(r"^  checkpoints +device +from forward to backward +20 +5\.0 MiB +20 +5\.0 MiB$", shown, re.M)
+    assert found.notes[0] in shown
+    told = command_simulate.as_dict(found, {})["simulated"]["periods"]
+    every = periods(found.placement, found.workload.shape)
+    assert len(told) == len(every) == 63 + 20 + 28
+    assert {entry["tensor"].partition(".")[2] for entry in told} <= {"device", "host"}
+    first = next(entry for entry in told if entry["tensor"] == "x0_0.device")
+    assert (first["since"], first["until"], first["stays"]) == ("forward 0 of 0", "backward 1 of 0", True)
+    assert first["nbytes"] == TINY.x_nbytes

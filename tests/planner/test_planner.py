@@ -1,0 +1,251 @@
+"""Plans of made-up models: what is given is kept, what is chosen is within budgets, and what contradicts is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from planned import gpt
+from transformers import GPT2Config
+
+from gs_compile.errors import MemoryBudgetError, NoFitError, OptionError, PlanError, ProfileError
+from gs_compile.placement.placement import QUANTUM
+from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.plan import plan
+
+HERE = Path(__file__).parents[1] / "machine.json"
+TINY = gpt(4, 512, sequence=256, vocabulary=5000)  # 15 M parameters, 175 MiB of states
+FIVE = {"micro_batch_size": 1, "num_micro_batches": 5}
+MiB = 2**20
+
+
+def rated(nbytes: int) -> Profile:
+    return replace(Profile.load(HERE), ssd_rated_nbytes=nbytes)
+
+
+# What is given --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_fixed_is_kept():
+    found = plan(
+        TINY,
+        machine=HERE,
+        alpha=0.3,
+        ratios={"optimizer": 0.1, "parameter": 1.0},
+        micro_batch_size=2,
+        num_micro_batches=3,
+        host_memory="200MiB",
+    )
+    assert (found.alpha, found.ratios["optimizer"], found.ratios["parameter"]) == (0.3, 0.1, 1.0)
+    assert (found.workload.micro_batch_size, found.num_micro_batches) == (2, 3)
+    assert found.budgets.host_nbytes == 200 * MiB
+    trained = sum(unit.num_trained for unit in found.placement.units)
+    late = sum(group.numel for unit in found.placement.units for group in unit.trained("late"))
+    assert late / trained == pytest.approx(0.3, abs=2 * QUANTUM * len(found.placement.units) / trained)
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "number"),
+    [
+        ({"batch_size": 12, "micro_batch_size": 4}, 4, 3),
+        ({"batch_size": 12, "num_micro_batches": 6}, 2, 6),
+        ({"batch_size": 5, "micro_batch_size": 2}, 2, 3),
+        ({"batch_size": 5, "num_micro_batches": 3}, 2, 3),
+        ({"batch_size": 3}, 1, 3),  # no other size cuts it evenly
+    ],
+)
+def test_a_batch_is_cut(settings, size, number):
+    found = plan(TINY, machine=HERE, **settings)
+    assert (found.workload.micro_batch_size, found.num_micro_batches) == (size, number)
+
+
+def test_a_workload_has_other_micro_batches_when_asked():
+    found = plan(replace(TINY, side_nbytes=100), machine=HERE, micro_batch_size=3, num_micro_batches=2).workload
+    assert (found.x_nbytes, found.side_nbytes) == (3 * TINY.x_nbytes, 300)
+    assert found.model_flops == 3 * TINY.model_flops
+    assert found.sizes == TINY.sizes
+
+
+def test_seconds_that_were_measured_grow_with_the_micro_batch():
+    measured = {unit: replace(cost, forward_seconds=1.0, backward_seconds=2.0) for unit, cost in TINY.costs.items()}
+    found = plan(replace(TINY, costs=measured), machine=HERE, micro_batch_size=2, num_micro_batches=1)
+    assert {(cost.forward_seconds, cost.backward_seconds) for cost in found.workload.costs.values()} == {(2.0, 4.0)}
+    assert found.seconds == pytest.approx(5 * 6.0 + 4.0, rel=0.1)  # embedding and layers; the head's backward has both
+
+
+def test_clipping_makes_all_updates_late():
+    found = plan(TINY, machine=HERE, clip=True, **FIVE)
+    assert found.alpha == 1.0
+    assert found.placement.clip
+
+
+def test_device_memory_is_a_budget():
+    found = plan(TINY, machine="a100", device_memory="100MiB", **FIVE)
+    assert found.budgets.device_nbytes == 100 * MiB
+    assert found.peaks["device"] <= 100 * MiB
+    with pytest.raises(NoFitError, match="of device memory"):
+        plan(TINY, machine="a100", device_memory="10MiB", **FIVE)
+
+
+# What is chosen -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", [HERE, "a100", "laptop"], ids=["cpu", "a100", "laptop"])
+@pytest.mark.parametrize("host_memory", ["160MiB", "220MiB"])
+def test_the_planned_peak_keeps_the_budget(machine, host_memory):
+    found = plan(TINY, machine=machine, host_memory=host_memory, **FIVE)
+    assert found.peaks["host"] <= found.budgets.host_nbytes
+    assert found.seconds >= 0.999 * found.bound_seconds
+    assert any(tier == "ssd" for _, tier in found.homes) or machine == "a100"  # its device has room for the rest
+
+
+def test_more_host_memory_is_never_slower():
+    seconds = [plan(TINY, machine=HERE, host_memory=f"{size}MiB", **FIVE).seconds for size in (130, 160, 200, 260, 500)]
+    for less, more in pairwise(seconds):
+        assert more <= 1.01 * less
+
+
+def test_the_micro_batch_size_is_chosen():
+    """Of those within a percent of the best the smallest batch; what was searched is told."""
+    found = plan(TINY, machine=HERE, host_memory="130MiB")
+    others = [plan(TINY, machine=HERE, host_memory="130MiB", micro_batch_size=size) for size in (1, 4)]
+    rate = found.history[-1][2] if len(found.history) == 1 else max(row[2] for row in found.history)
+    assert all(max(row[2] for row in other.history) <= 1.011 * rate for other in others)
+    assert found.history[0][0] == 1
+
+
+def test_without_a_batch_it_is_the_smallest_that_saturates():
+    found = plan(TINY, machine="laptop", micro_batch_size=1, host_memory="130MiB")
+    rates = [rate for _, _, rate in found.history]
+    number = found.num_micro_batches
+    assert 1 < number == (len(rates) - 1 if rates[-1] < 1.01 * rates[-2] else len(rates))
+    assert all(after >= 1.01 * before for before, after in pairwise(rates[:number]))
+
+
+def test_drives_last_as_long_as_they_are_to():
+    """What cannot be kept in memory has to be written more slowly."""
+    free = plan(TINY, machine=rated(10**15), host_memory="160MiB", **FIVE)
+    years = 2 * 10**15 / free.written_per_day / 365  # so that half as much may be written
+    spared = plan(TINY, machine=rated(10**15), host_memory="160MiB", wear_years=years, **FIVE)
+    assert spared.written <= free.written
+    assert spared.bound_seconds > 1.1 * free.bound_seconds
+    (note,) = (note for note in spared.notes if "the drives last as long as asked" in note)
+    seconds = spared.written / spared.budgets.wear_bytes_per_second
+    assert f"if a step begins every {seconds:.3g} s" in note
+    assert not any("drives" in note for note in free.notes)
+
+
+def test_a_plan_says_why():
+    found = plan(TINY, machine="a100", host_memory="160MiB", micro_batch_size=1, num_micro_batches=2)
+    assert [words.split(":")[0] for words in found.binding] == [
+        "1.0 GiB more host memory",
+        "a second SSD like the first",
+        "10.0 GiB more device memory",
+        "a link to the device twice as fast",
+        "an optimizer twice as fast",
+        "a device that computes 10% faster",
+    ]
+    assert found.alternatives
+
+
+@pytest.mark.parametrize("machine", [HERE, "a100"], ids=["cpu", "a100"])
+def test_the_baseline_is_planned_for_the_same_batch(machine):
+    vertical, baseline = (
+        plan(TINY, machine=machine, host_memory="220MiB", schedule=schedule, **FIVE)
+        for schedule in ("vertical", "horizontal")
+    )
+    assert baseline.schedule == baseline.program.order == "horizontal"
+    assert baseline.num_micro_batches == vertical.num_micro_batches == 5
+    assert baseline.peaks["host"] <= baseline.budgets.host_nbytes
+    assert baseline.seconds > (1.1 if vertical.profile.separate else 0.99) * vertical.seconds
+    assert baseline.ratios.keys() == {"gradient", "parameter", "checkpoint", "optimizer"}
+
+
+def test_the_baseline_keeps_what_is_fixed():
+    found = plan(TINY, machine=HERE, schedule="horizontal", alpha=0.5, ratios={"optimizer": 0.25}, **FIVE)
+    assert (found.alpha, found.ratios["optimizer"], found.ratios["parameter"]) == (0.5, 0.25, 1.0)
+    assert found.placement.has_late
+
+
+@pytest.mark.parametrize(("machine", "host_memory"), [(HERE, "180MiB"), ("a100", "220MiB"), ("a100", "1GiB")])
+def test_keeping_what_is_inactive_is_never_slower(machine, host_memory):
+    plain, kept = (
+        plan(TINY, machine=machine, host_memory=host_memory, schedule=schedule, **FIVE)
+        for schedule in ("horizontal", "lifetime")
+    )
+    assert (kept.schedule, kept.program.order) == ("lifetime", "horizontal")
+    assert kept.seconds <= plain.seconds
+    assert kept.peaks["host"] <= kept.budgets.host_nbytes
+    assert kept.peaks["device"] <= max(kept.budgets.device_nbytes, plain.peaks["device"])
+    (note,) = kept.notes
+    assert ("stays where it is" in note) == (kept.placement.room is not None)
+    assert ("nothing is kept" in note) == (kept.placement.room is None)
+
+
+def test_where_nothing_moves_there_is_nothing_to_keep():
+    found = plan(TINY, machine=HERE, host_memory="2GiB", schedule="lifetime", **FIVE)
+    assert found.notes == ("nothing is moved away and back within a step: there is nothing to keep",)
+    assert found.placement.room is None
+
+
+# Models by name and config --------------------------------------------------------------------------------------------
+
+
+def test_a_config_is_planned_in_bf16_like_a_name():
+    config = GPT2Config(n_layer=3, n_embd=64, n_head=2, vocab_size=100, n_positions=32)
+    settings = {"machine": HERE, "sequence": 16, "micro_batch_size": 1, "num_micro_batches": 2}
+    found = plan(config, **settings).workload
+    assert (found.name, found.num_layers, found.sequence, found.dtype) == ("gpt2", 3, 16, "bf16")
+    assert all(size.has_master for size in found.sizes)
+    assert plan(config, precision="model", **settings).workload.dtype == "fp32"
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"batch_size": 0}, "batch_size is 0; it is 1 or more"),
+        ({"micro_batch_size": 0}, "micro_batch_size is 0; it is 1 or more"),
+        ({"num_micro_batches": -1}, "num_micro_batches is -1; it is 1 or more"),
+        (
+            {"batch_size": 10, "micro_batch_size": 2, "num_micro_batches": 3},
+            "a batch of 10 cannot be cut into 3 micro-batches of 2: leave one of batch_size, micro_batch_size and "
+            "num_micro_batches out",
+        ),
+        ({"batch_size": 4, "num_micro_batches": 3}, "a batch of 4 cannot be cut into 3 micro-batches of 2: "),
+        ({"batch_size": 4, "num_micro_batches": 8}, "a batch of 4 cannot be cut into 8 micro-batches of 1: "),
+        ({"batch_size": 4, "micro_batch_size": 8}, "a batch of 4 cannot be cut into 1 micro-batch of 8: "),
+        ({"clip": True, "alpha": 0.2}, "alpha is 0.2, but with clipping all updates wait"),
+        ({"alpha": 1.5}, "alpha is 1.5; it is a part of each update"),
+        ({"ratios": {"parameter": 2.0}}, "the ratio parameter is 2; "),
+        ({"wear_years": 3}, "for tests does not say what its drives are rated for: give its profile ssd_rated_nbytes"),
+        ({"wear_years": 0}, "wear_years is 0; it is more than 0"),
+        ({"schedule": "diagonal"}, "schedule is 'diagonal'; there are vertical and horizontal"),
+    ],
+)
+def test_settings_that_contradict_are_refused(settings, complaint):
+    with pytest.raises(PlanError) as caught:
+        plan(TINY, machine=HERE, **settings)
+    assert str(caught.value).startswith(complaint)
+
+
+def test_a_model_that_fits_nowhere_is_refused():
+    with pytest.raises(NoFitError, match=r"gpt 4 x 512 does not fit with 5 micro-batches of 1 .* of host memory, .*"):
+        plan(TINY, machine=HERE, host_memory="20MiB", **FIVE)
+    with pytest.raises(
+        MemoryBudgetError, match=r"host_memory is 130\.0 MiB; this step needs .* with ratios gradient 0"
+    ):
+        plan(TINY, machine=HERE, host_memory="130MiB", schedule="horizontal", **FIVE)
+
+
+def test_what_others_refuse_arrives_as_it_is():
+    with pytest.raises(OptionError, match="host_memory has an unknown unit"):
+        plan(TINY, machine=HERE, host_memory="3 stones")
+    with pytest.raises(OptionError, match="precision must be one of"):
+        plan("gpt2", machine=HERE, precision="fp8", sequence=8)
+    with pytest.raises(ProfileError, match="unknown machine abacus"):
+        plan(TINY, machine="abacus")

@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gs_compile.errors import LeftoverError, ProfileError, StorageError, StorageFullError, StorageLockedError
+from gs_compile.machine import usable_memory
+from gs_compile.planner.measure import probe as probe_module
+from gs_compile.planner.measure import probe_compute, probe_drive
+from gs_compile.planner.measure import rates as rates_module
+from gs_compile.planner.measure.probe import free_nbytes, num_ranks, probe
+from gs_compile.planner.measure.probe_compute import link_rates
+from gs_compile.planner.measure.probe_drive import drive_rates, room_nbytes
+from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.measure.rates import at_once, medians
+from gs_compile.runtime.arena import Arena
+from gs_compile.runtime.lanes import Failure, Lane
+from gs_compile.runtime.memory import Pages, RegisteredPages
+from gs_compile.runtime.store import FOLDER, Store
+from gs_compile.runtime.trace import Trace
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Requests of one MiB: for tests of what surrounds the measurement."""
+    monkeypatch.setattr(probe_drive, "REQUEST_NBYTES", 1 << 20)
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """Figures that are not measured."""
+    rates = {f"ssd_{verb}_bytes_per_second": rate for verb, rate in DRIVE.items()} | {"request_seconds": 1e-4}
+    monkeypatch.setattr(probe_module, "drive_rates", lambda *_: (dict(rates), dict.fromkeys(rates, "given")))
+    monkeypatch.setattr(probe_module, "compute_rates", lambda *_: (dict(COMPUTE), dict.fromkeys(COMPUTE, "given")))
+
+
+DRIVE = {"read": 4e9, "write": 2e9, "read_mixed": 3e9, "write_mixed": 1e9}
+COMPUTE = {
+    "matmul_flops_per_second": {"fp32": 1e11},
+    "memory_bytes_per_second": 2e10,
+    "update_elements_per_second": 1e9,
+    "update_mixed_elements_per_second": 4e8,
+    "compute_mixed_speed": 0.9,
+    "op_seconds": 1e-5,
+}
+
+
+# All of it -------------------------------------------------------------------------------------------------------------
+
+
+def products() -> float:
+    """Computation that takes a moment."""
+    torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+    return 1.0
+
+
+def test_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe_drive, "REQUEST_NBYTES", 8 << 20)
+    monkeypatch.setattr(probe_compute, "NUM_ELEMENTS", 1 << 20)
+    monkeypatch.setattr(probe_compute, "ROWS", {"cpu": 64})
+    monkeypatch.setattr(probe_compute, "WIDTH", {"cpu": 256})
+    num_threads = threading.active_count()
+    found = probe([tmp_path], seconds=0.5, device=CPU)
+    assert not list(tmp_path.iterdir())
+    assert threading.active_count() == num_threads
+
+    assert found.device == "cpu"
+    assert not found.device_nbytes
+    assert 0 < found.host_nbytes < usable_memory()
+    assert found.ssd_nbytes > 0
+    for rate in (found.ssd_read_bytes_per_second, found.ssd_write_bytes_per_second):
+        assert 1e6 < rate < 1e12
+    assert 1e6 < found.update_elements_per_second < 1e11
+    assert 1e8 < found.memory_bytes_per_second < 1e13
+    assert 1e8 < found.matmul_flops_per_second["fp32"] < 1e14
+    assert found.matmul_flops_per_second.keys() == {"fp32", "bf16", "fp16"}
+    assert 1e-7 < found.op_seconds < 1e-2
+    assert 1e-7 < found.request_seconds < 0.5
+    numbers = found.as_dict().keys() - {"format", "name", "device", "sources", "num_ranks"}
+    assert found.sources.keys() == numbers - {"device_nbytes", "ssd_rated_nbytes"}
+    assert found.sources["op_seconds"].startswith(f"measured {time.strftime('%Y-')}")
+    found.save(tmp_path / "machine.json")
+    assert Profile.load(tmp_path / "machine.json") == found
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_the_drive_moves_memory_as_a_runs_arena_maps_it(small, tmp_path, monkeypatch, pinned):
+    mapped, registered = [], []
+    map_pages = Pages.map
+    monkeypatch.setattr(Pages, "map", lambda self, nbytes: mapped.append(nbytes) or map_pages(self, nbytes))
+    memory = RegisteredPages(lambda address, nbytes: registered.append(nbytes), lambda address: None)
+    drive_rates([tmp_path], 0.1, products, memory if pinned else None)
+    used = registered if pinned else mapped
+    assert [used.count(nbytes) for nbytes in (4096, 1 << 20)] == [1, 2]
+
+
+@pytest.mark.slow
+def test_this_machine_takes_little_more_than_it_may(tmp_path):
+    begin = time.perf_counter()
+    probe([tmp_path], device=CPU)
+    assert time.perf_counter() - begin < 30  # 8 to 12 where nothing else runs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_this_machine_with_a_gpu(tmp_path):
+    found = probe([tmp_path], seconds=2.0)
+    assert found.device == "cuda"
+    assert 1 << 30 < found.device_nbytes < torch.cuda.mem_get_info()[1]
+    assert 1e9 < found.h2d_mixed_bytes_per_second <= found.h2d_bytes_per_second < 1e12
+    assert 1e9 < found.d2h_mixed_bytes_per_second <= found.d2h_bytes_per_second < 1e12
+    assert found.matmul_flops_per_second["bf16"] > found.matmul_flops_per_second["fp32"] > 1e12
+    assert "pinned" in found.sources["h2d_bytes_per_second"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_link_alone():
+    before = torch.cuda.memory_allocated()
+    rates, words = link_rates(torch.device("cuda"), 0.5)
+    assert rates.keys() == words.keys()
+    assert len(rates) == 4
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_link_that_is_pretended(monkeypatch):
+    """The same without a device: copies within host memory, on lanes without streams."""
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(probe_compute, "_stream_lane", lambda name, device: Lane(name, Failure(), Trace()))
+    monkeypatch.setattr(probe_compute, "Arena", lambda budget, pinned: Arena(budget, pinned=not pinned))
+    monkeypatch.setattr(probe_compute, "COPY_NBYTES", 1 << 20)
+    num_threads = threading.active_count()
+    rates, words = link_rates(CPU, 0.1)
+    assert threading.active_count() == num_threads
+    assert 0 < rates["h2d_mixed_bytes_per_second"] <= rates["h2d_bytes_per_second"]
+    assert 0 < rates["d2h_mixed_bytes_per_second"] <= rates["d2h_bytes_per_second"]
+    assert words["d2h_bytes_per_second"] == "copies of 1 MiB of pinned memory, up to 3 rounds"
+    assert len(rates) == len(words) == 4
+
+
+def test_a_device_has_a_share_of_its_free_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 4000))
+    assert free_nbytes([tmp_path], torch.device("cuda"))["device_nbytes"] == 900
+
+
+# What is declared ------------------------------------------------------------------------------------------------------
+
+
+def test_a_declared_rate_takes_the_rate_beside_another_with_it(tmp_path, given):
+    found = probe([tmp_path], device=CPU, sustained={"ssd_write_bytes_per_second": 5e8})
+    assert found.ssd_write_bytes_per_second == 5e8
+    assert found.ssd_write_mixed_bytes_per_second == 2.5e8
+    assert found.ssd_read_bytes_per_second == 4e9
+    assert found.sources["ssd_write_bytes_per_second"] == "declared"
+    assert found.sources["ssd_write_mixed_bytes_per_second"].endswith("in proportion to the declared rate alone")
+
+
+def test_both_rates_may_be_declared(tmp_path, given):
+    declared = {"ssd_write_bytes_per_second": 5e8, "ssd_write_mixed_bytes_per_second": 4e8}
+    found = probe([tmp_path], device=CPU, sustained=declared)
+    assert (found.ssd_write_bytes_per_second, found.ssd_write_mixed_bytes_per_second) == (5e8, 4e8)
+
+
+@pytest.mark.parametrize("name", ["ssd_speed", "matmul_flops_per_second", "host_nbytes"])
+def test_what_is_no_rate_cannot_be_declared(tmp_path, given, name):
+    with pytest.raises(ProfileError, match=f"{name} cannot be declared: measured here are ssd_read_bytes_per_second, "):
+        probe([tmp_path], device=CPU, sustained={name: 1.0})
+
+
+def test_an_impossible_declaration_is_named(tmp_path, given):
+    with pytest.raises(ProfileError, match=r"ssd_read_bytes_per_second is -1\.0, which no machine has"):
+        probe([tmp_path], device=CPU, sustained={"ssd_read_bytes_per_second": -1.0})
+
+
+# Other work ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_busy_machine_is_warned_of(tmp_path, given, monkeypatch, caplog):
+    monkeypatch.setattr(os, "getloadavg", lambda: (900.0, 0.0, 0.0))
+    found = probe([tmp_path], device=CPU)
+    assert caplog.messages == [
+        "this machine was busy in the last minute (load 900.0): measure it again when it is idle"
+    ]
+    assert " at load 900.0, " in found.sources["op_seconds"]
+
+
+def test_an_idle_machine_is_not(tmp_path, given, monkeypatch, caplog):
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.2, 0.0, 0.0))
+    probe([tmp_path], device=CPU)
+    assert not caplog.messages
+
+
+# Ranks -----------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_share_memory_and_drives(tmp_path, given, monkeypatch):
+    monkeypatch.setattr(probe_module, "available_memory", lambda: 1000)
+    monkeypatch.setattr(probe_module, "room_nbytes", lambda storage: 1000)
+    alone = probe([tmp_path], device=CPU)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    shared = probe([tmp_path], device=CPU)
+    assert alone.sources["host_nbytes"].startswith("80% of what was free on ")
+    assert (alone.num_ranks, alone.host_nbytes, alone.ssd_nbytes) == (1, 800, 1000)
+    assert (shared.num_ranks, shared.host_nbytes, shared.ssd_nbytes) == (4, 200, 250)
+    assert shared.ssd_read_bytes_per_second == alone.ssd_read_bytes_per_second / 4
+    assert shared.ssd_write_mixed_bytes_per_second == alone.ssd_write_mixed_bytes_per_second / 4
+    assert shared.request_seconds == alone.request_seconds
+    assert shared.update_elements_per_second == alone.update_elements_per_second
+
+
+@pytest.mark.parametrize(("value", "count"), [("", 1), ("many", 1), ("0", 1), ("3", 3)])
+def test_the_number_of_ranks(monkeypatch, value, count):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+    assert num_ranks() == count
+
+
+def test_a_full_machine_still_has_a_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe_module, "available_memory", lambda: 0)
+    monkeypatch.setattr(probe_module, "room_nbytes", lambda storage: 0)
+    assert free_nbytes([tmp_path], CPU) == {"host_nbytes": 1, "ssd_nbytes": 1}
+
+
+# Drives ----------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_of_directories_that_were_not_there(tmp_path, small):
+    drive_rates([tmp_path / "one" / "a", tmp_path / "one" / "b"], 0.1, products)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_there_stays(tmp_path, small):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("words")
+    drive_rates([tmp_path / "mine"], 0.1, products)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+
+def test_nothing_is_slower_alone(tmp_path, small):
+    rates, words = drive_rates([tmp_path], 0.1, products)
+    assert rates["ssd_read_mixed_bytes_per_second"] <= rates["ssd_read_bytes_per_second"]
+    assert rates["ssd_write_mixed_bytes_per_second"] <= rates["ssd_write_bytes_per_second"]
+    assert rates.keys() == words.keys()
+
+
+def test_a_run_has_the_directory(tmp_path):
+    with Store([tmp_path]), pytest.raises(StorageLockedError, match="another model of this process uses this folder"):
+        probe([tmp_path], device=CPU)
+
+
+def test_a_run_was_killed_in_the_directory(tmp_path):
+    (tmp_path / FOLDER).mkdir(mode=0o700)
+    (tmp_path / FOLDER / "w0").write_text("weights")
+    with pytest.raises(LeftoverError):
+        probe([tmp_path], device=CPU)
+    assert (tmp_path / FOLDER / "w0").exists()
+
+
+@pytest.mark.parametrize("path", ["/proc/storage", "/sys/storage"])
+def test_a_directory_that_nobody_may_write(path):
+    with pytest.raises(StorageError, match="open failed"):
+        probe([Path(path)], device=CPU)
+
+
+def test_a_directory_that_cannot_be_looked_at(tmp_path):
+    with pytest.raises(StorageError, match="File name too long"):
+        probe([tmp_path / ("x" * 300)], device=CPU)
+
+
+def test_a_drive_without_room_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe_drive, "free_storage", lambda folder: 4096)
+    with pytest.raises(StorageFullError, match="4096 bytes are free: make room or choose another storage="):
+        drive_rates([tmp_path], 0.1, products)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_small_drive_is_measured_with_small_requests(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe_drive, "free_storage", lambda folder: 64 << 20)
+    _, words = drive_rates([tmp_path], 0.1, products)
+    assert "requests of 1 MiB" in words["ssd_read_bytes_per_second"]
+
+
+def test_directories_of_one_filesystem_share_its_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe_drive, "free_storage", lambda folder: 1000)
+    assert room_nbytes([tmp_path]) == room_nbytes([tmp_path / "a", tmp_path / "b"]) == 1000
+
+
+def test_the_fullest_filesystem_binds(tmp_path, monkeypatch):
+    shm = Path("/dev/shm")
+    monkeypatch.setattr(probe_drive, "free_storage", lambda folder: 100 if folder == shm else 1000)
+    assert room_nbytes([tmp_path, shm]) == 200
+
+
+# Rates -----------------------------------------------------------------------------------------------------------------
+
+
+def sleeping(seconds, amount):
+    def work():
+        time.sleep(seconds)
+        return amount
+
+    return work
+
+
+def test_a_rate_is_the_amount_by_the_time():
+    (rate,) = at_once({None: sleeping(0.01, 5.0)}, 0.1).values()
+    assert 5.0 / 0.05 < rate <= 5.0 / 0.01  # on a busy machine a sleep of 10 ms takes longer
+
+
+def test_work_that_outlasts_its_time_is_done_once():
+    (rate,) = at_once({None: sleeping(0.05, 1.0)}, 0.0).values()
+    assert rate <= 20
+
+
+def test_works_go_on_side_by_side():
+    lane = Lane("cpu", Failure(), Trace())
+    begin = time.perf_counter()
+    rates = at_once({None: sleeping(0.01, 1.0), lane: sleeping(0.02, 1.0)}, 0.2)
+    assert time.perf_counter() - begin < 0.4
+    assert rates[lane] < rates[None]
+    lane.close()
+
+
+def test_a_round_that_is_disturbed_does_not_count():
+    amounts = iter([10.0, 1e9, 10.0])
+    (rates,) = medians([{None: lambda: time.sleep(0.01) or next(amounts)}], 0.0, 3)
+    assert rates[None] < 1001
+
+
+def test_long_pieces_leave_time_for_fewer_rounds(monkeypatch):
+    monkeypatch.setattr(rates_module, "OVERRUN_SECONDS", 0.01)
+    pieces = []
+    medians([{None: lambda: time.sleep(0.02) or pieces.append(1) or 1.0}], 0.0, 50)
+    assert len(pieces) == 1

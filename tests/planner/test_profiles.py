@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from gs_compile.errors import ProfileError, StorageError
+from gs_compile.planner.measure import machines as profiles
+from gs_compile.planner.measure.machines import known, profile
+from gs_compile.planner.measure.profile import FORMAT, Profile
+
+MEASURED = Profile(
+    name="measured",
+    device="cpu",
+    host_nbytes=1000,
+    ssd_nbytes=2000,
+    matmul_flops_per_second={"fp32": 1e11},
+    memory_bytes_per_second=2e10,
+    ssd_read_bytes_per_second=2e9,
+    ssd_write_bytes_per_second=1e9,
+    ssd_read_mixed_bytes_per_second=1e9,
+    ssd_write_mixed_bytes_per_second=5e8,
+    update_elements_per_second=1e9,
+    update_mixed_elements_per_second=4e8,
+)
+
+
+class FakedProbe:
+    """Counts its calls, and tells what it is given to tell."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Path, ...]] = []
+        self.free = {"host_nbytes": 1000, "ssd_nbytes": 2000}
+
+    def __call__(self, storage):
+        self.calls.append(storage)
+        return MEASURED
+
+
+@pytest.fixture
+def probe(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(profiles.ENVIRONMENT, raising=False)
+    faked = FakedProbe()
+    monkeypatch.setattr(profiles, "probe", faked)
+    monkeypatch.setattr(profiles, "free_nbytes", lambda storage: faked.free)
+    return faked
+
+
+def remembered(tmp_path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "greedysnake" / "machines").iterdir())
+
+
+# Machines that ship ----------------------------------------------------------------------------------------------------
+
+
+def test_the_machines_that_ship():
+    assert known() == ("a100", "a5000", "h200", "laptop", "rtx4090")
+
+
+@pytest.mark.parametrize("name", known())
+def test_every_number_of_a_shipped_machine_has_its_source(name):
+    given = json.loads((profiles.SHIPPED / f"{name}.json").read_text())
+    assert given["sources"].keys() == given.keys() - {"format", "name", "device", "sources"}
+    assert all(len(source) > 3 for source in given["sources"].values())
+
+
+@pytest.mark.parametrize("name", known())
+def test_a_shipped_machine_leaves_nothing_to_defaults(name):
+    given = json.loads((profiles.SHIPPED / f"{name}.json").read_text())
+    link = {entry.name for entry in fields(Profile) if entry.name.startswith(("h2d", "d2h", "device_nbytes"))}
+    expected = {entry.name for entry in fields(Profile)} - (link if given["device"] == "cpu" else set())
+    assert given.keys() - {"format"} == expected
+
+
+def test_the_papers_micro_batch_takes_the_papers_time():
+    """arXiv 2512.17570, section 5: 65B, one micro-batch, 16.4 s of forward, recomputation and backward."""
+    tokens, layers, hidden = 2048, 80, 8192
+    flops = 4 * layers * tokens * (24 * hidden**2 + 4 * tokens * hidden)
+    for name, samples in (("a5000", 1), ("a100", 2)):
+        assert samples * flops / profile(name).matmul_flops_per_second["fp16"] == pytest.approx(16.4, rel=0.02)
+
+
+def test_the_papers_checkpoint_takes_the_papers_time():
+    """arXiv 2512.17570, section 5: 1.1 s to write and read the checkpoints of that micro-batch; machine 1, one sample."""
+    nbytes, machine = 2 * 80 * 2048 * 8192, profile("a5000")
+    seconds = nbytes / machine.ssd_write_bytes_per_second + nbytes / machine.ssd_read_bytes_per_second
+    assert seconds == pytest.approx(1.1, rel=0.1)
+
+
+# Names and paths -------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_may_have_its_ending(probe):
+    assert profile("a100.json") == profile("a100")
+    assert not probe.calls
+
+
+def test_a_path_is_read(tmp_path, probe):
+    MEASURED.save(tmp_path / "mine.json")
+    assert profile(tmp_path / "mine.json") == profile(str(tmp_path / "mine.json")) == MEASURED
+
+
+def test_a_profile_is_itself(probe):
+    assert profile(MEASURED) is MEASURED
+
+
+def test_a_file_here_comes_before_a_name(tmp_path, probe, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    MEASURED.save("a100.json")
+    assert profile("a100.json") == MEASURED
+
+
+def test_an_unknown_name_says_what_is_known_and_close():
+    with pytest.raises(ProfileError) as caught:
+        profile("A1000")
+    assert str(caught.value) == (
+        "unknown machine A1000; did you mean a100? known: a100, a5000, h200, laptop, rtx4090, or the path of a profile"
+    )
+
+
+def test_a_file_that_is_missing_is_refused(tmp_path):
+    with pytest.raises(ProfileError, match=r"mine\.json: there is no such file; machines that ship: a100"):
+        profile(tmp_path / "mine.json")
+
+
+def test_a_file_of_a_newer_format_is_refused(tmp_path):
+    (tmp_path / "mine.json").write_text(json.dumps(MEASURED.as_dict() | {"format": FORMAT + 1}))
+    with pytest.raises(ProfileError, match=r"mine\.json: format is 2, not 1; it is newer than this release reads"):
+        profile(tmp_path / "mine.json")
+
+
+def test_the_environment_takes_the_place_of_none(tmp_path, probe, monkeypatch):
+    monkeypatch.setenv(profiles.ENVIRONMENT, "a100")
+    assert profile(None, tmp_path) == profile("a100")
+    assert profile("h200", tmp_path) != profile("a100")
+    assert not probe.calls
+    assert profile(None, tmp_path, refresh=True) == MEASURED
+
+
+def test_an_empty_environment_is_none(tmp_path, probe, monkeypatch):
+    monkeypatch.setenv(profiles.ENVIRONMENT, "")
+    assert profile(None, tmp_path) == MEASURED
+
+
+# This machine ----------------------------------------------------------------------------------------------------------
+
+
+def test_this_machine_is_measured_once(tmp_path, probe):
+    assert profile(None, tmp_path) == MEASURED
+    assert profile(None, [tmp_path]) == MEASURED
+    assert probe.calls == [(tmp_path,)]
+    assert [path.suffix for path in remembered(tmp_path)] == [".json"]
+
+
+def test_it_is_measured_again_on_request(tmp_path, probe):
+    profile(None, tmp_path)
+    profile(None, tmp_path, refresh=True)
+    assert len(probe.calls) == 2
+
+
+def test_what_is_free_is_looked_up_every_time(tmp_path, probe):
+    profile(None, tmp_path)
+    probe.free = {"host_nbytes": 700, "ssd_nbytes": 30}
+    assert profile(None, tmp_path) == replace(MEASURED, host_nbytes=700, ssd_nbytes=30)
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        ("usable_cores", lambda: 77),
+        ("usable_memory", lambda: 77),
+        ("num_ranks", lambda: 77),
+        ("correct_thread_count", lambda: 77),
+        ("_processor", lambda: "Z80"),
+        ("MEASURING", 0),
+    ],
+    ids=lambda fact: fact[0],
+)
+def test_another_machine_is_measured(tmp_path, probe, monkeypatch, fact):
+    profile(None, tmp_path)
+    monkeypatch.setattr(profiles, *fact)
+    profile(None, tmp_path)
+    assert len(probe.calls) == 2
+
+
+def test_another_drive_is_measured(tmp_path, probe):
+    profile(None, tmp_path)
+    profile(None, tmp_path / "a folder on the same drive")
+    assert len(probe.calls) == 1
+    profile(None, "/dev/shm")
+    assert len(probe.calls) == 2
+
+
+def test_without_storage_it_is_the_default(tmp_path, probe):
+    profile()
+    assert probe.calls == [(tmp_path / "cache" / "greedysnake",)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", json.dumps(MEASURED.as_dict() | {"format": 99}), json.dumps(MEASURED.as_dict() | {"num_ranks": -1})],
+    ids=["broken", "a list", "newer", "impossible"],
+)
+def test_what_cannot_be_read_is_measured_again(tmp_path, probe, caplog, content):
+    profile(None, tmp_path)
+    (path,) = remembered(tmp_path)
+    path.write_text(content)
+    with caplog.at_level(logging.WARNING):
+        assert profile(None, tmp_path) == MEASURED
+    assert caplog.messages[0].startswith(f"measuring this machine again: {path}: ")
+    assert len(probe.calls) == 2
+    assert Profile.load(path) == MEASURED
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, probe, caplog):
+    (tmp_path / "cache").write_text("in the way")
+    assert profile(None, tmp_path) == MEASURED
+    assert caplog.messages[0].startswith("what was measured of this machine could not be kept: ")
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, probe, monkeypatch):
+    profile(None, tmp_path)
+    before = [(path, path.read_text()) for path in remembered(tmp_path)]
+
+    def fails(self, path):
+        Path(path).write_text("half a pro")
+        raise OSError("no room")
+
+    monkeypatch.setattr(Profile, "save", fails)
+    assert profile(None, tmp_path, refresh=True) == MEASURED
+    assert [(path, path.read_text()) for path in remembered(tmp_path)] == before
+
+
+def test_storage_that_cannot_be_used_is_the_stores_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(profiles.ENVIRONMENT, raising=False)
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(StorageError, match="open failed: Not a directory"):
+        profile(None, tmp_path / "file" / "storage")
+    assert not (tmp_path / "cache").exists()

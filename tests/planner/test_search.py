@@ -1,0 +1,200 @@
+"""Algorithm 1, and what is said where it finds nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cpu_time import cpu_seconds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned import A100, GB, gpt
+
+from gs_compile.errors import PlanError
+from gs_compile.planner.lp.search import ALPHAS, GROWTH, search, shortfall
+from gs_compile.planner.lp.solve import Budgets, Fixed, solve
+
+SERVER = Budgets(host_nbytes=400 * GB, device_nbytes=40 * GB, ssd_nbytes=8000 * GB)
+DESKTOP = Budgets(host_nbytes=20 * GB, device_nbytes=20 * GB, ssd_nbytes=1000 * GB)
+XL = gpt(12, 2048)
+
+
+def plainly(workload, profile, budgets, fixed):
+    """The paper's algorithm as it stands: every alpha of every n."""
+    found, history = None, []
+    for n in range(1, 200):
+        alphas = (1.0,) if fixed.clip else ALPHAS
+        fitting = [each for each in solve(workload, profile, n, alphas, budgets, fixed) if each]
+        solution = min(fitting, key=lambda each: each.seconds, default=None)
+        history.append((n, solution))
+        if solution is None or (found and solution.throughput < GROWTH * found.throughput):
+            break
+        found = solution
+    return found, history
+
+
+@settings(deadline=None, max_examples=4)
+@given(st.floats(5, 60), st.floats(1e9, 1e10), st.booleans(), st.booleans())
+def test_leaving_alphas_out_changes_nothing(host, update, clip, roomy):
+    workload = gpt(8, 1024, sequence=1024)
+    profile = replace(
+        A100,
+        matmul_flops_per_second={"bf16": 2e13 if roomy else 6e13},
+        update_elements_per_second=update,
+        update_mixed_elements_per_second=update / 2,
+    )
+    budgets, fixed = replace(DESKTOP, host_nbytes=int(host * 1e8)), Fixed(clip=clip)
+    expected, history = plainly(workload, profile, budgets, fixed)
+    if expected is None:
+        with pytest.raises(PlanError):
+            search(workload, profile, budgets, fixed)
+        return
+    found = search(workload, profile, budgets, fixed)
+    assert found.best.num_micro_batches == expected.num_micro_batches
+    assert found.best.seconds == pytest.approx(expected.seconds, rel=3e-4)
+    assert [n for n, _ in found.history] == [n for n, _ in history]
+    for (_, mine), (_, plain) in zip(found.history, history, strict=True):
+        assert (mine is None) == (plain is None)
+        assert mine is None or mine.seconds == pytest.approx(plain.seconds, rel=3e-4)
+
+
+def test_a_model_of_175_billion_parameters():
+    """In two seconds of this process, whatever else the machine does."""
+    workload = gpt(96, 12288)
+    solve(gpt(2, 512), A100, 1, [0.0], SERVER, Fixed())  # imports the solver
+    seconds, found = cpu_seconds(lambda: search(workload, A100, SERVER, Fixed()))
+    assert seconds < 2.0
+    assert workload.num_trained > 174e9
+    assert [n for n, _ in found.history] == list(range(1, found.best.num_micro_batches + 2))
+    growth = [b.throughput / a.throughput for (_, a), (_, b) in zip(found.history, found.history[1:], strict=False)]
+    assert min(growth[:-1]) >= GROWTH > growth[-1]
+    compute = sum(found.best.lanes[phase, "compute"] for phase in ("forward", "backward"))
+    assert compute > 0.9 * found.best.seconds  # saturated: it computes nearly all the time
+
+
+def test_alpha_leaves_the_saturation_and_lowers_the_batch_that_reaches_it():
+    """Section 6 of the paper."""
+    free, without = (search(XL, A100, SERVER, Fixed(alpha=alpha, ratios={"optimizer": 0.0})) for alpha in (None, 0.0))
+    assert free.best.num_micro_batches < without.best.num_micro_batches
+    assert free.best.throughput == pytest.approx(without.best.throughput, rel=0.05)
+
+
+def test_one_number_of_micro_batches():
+    found = search(XL, A100, DESKTOP, Fixed(alpha=0.25), num_micro_batches=6)
+    assert found.best.num_micro_batches == 6
+    assert found.best.alpha == 0.25
+    assert [n for n, _ in found.history] == [6]
+
+
+def test_clipping_makes_all_updates_late():
+    assert search(XL, A100, DESKTOP, Fixed(clip=True), num_micro_batches=2).best.alpha == 1.0
+
+
+def test_the_search_ends_where_memory_does():
+    """More micro-batches need more memory for their checkpoints, in host memory or on SSD."""
+    fast = replace(A100, matmul_flops_per_second={"bf16": 4e15})
+    fixed = Fixed(ratios=dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.0))
+    found = search(XL, fast, replace(DESKTOP, ssd_nbytes=11 * GB), fixed)
+    assert found.history[-1][1] is None
+    assert found.history[-2][1] == found.best
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+def refused(*args, **kwargs):
+    with pytest.raises(PlanError) as caught:
+        search(*args, **kwargs)
+    return str(caught.value)
+
+
+def test_a_model_that_fits_nowhere():
+    said = refused(XL, A100, Budgets(host_nbytes=GB, device_nbytes=2 * GB, ssd_nbytes=5 * GB), Fixed())
+    assert "gpt 12 x 2048 does not fit with 1 micro-batch of 1 and alpha 0.05: it needs" in said
+    assert "of host memory" in said
+    assert "more than it may use" in said
+    assert "smaller" in said
+
+
+def test_what_is_short_is_said_of_each_tier():
+    said = refused(XL, A100, replace(DESKTOP, device_nbytes=GB), Fixed())
+    assert "of device memory" in said
+    assert "of host memory" not in said
+    fixed = Fixed(alpha=0.0, ratios=dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.0))
+    said = refused(XL, A100, replace(DESKTOP, ssd_nbytes=GB), fixed)
+    assert "of SSD" in said
+
+
+def test_a_smaller_alpha_is_near():
+    budgets = replace(DESKTOP, host_nbytes=4 * GB)
+    said = refused(XL, A100, budgets, Fixed(alpha=0.9), num_micro_batches=4)
+    assert "What would fit: alpha 0." in said
+    near = float(said.split("alpha ")[-1])
+    assert solve(XL, A100, 4, [near], budgets, Fixed())[0]
+    assert not solve(XL, A100, 4, [near + 0.01], budgets, Fixed())[0]
+
+
+def test_fewer_micro_batches_are_near():
+    budgets = replace(DESKTOP, ssd_nbytes=11 * GB, host_nbytes=6 * GB)
+    said = refused(XL, A100, budgets, Fixed(alpha=0.0), num_micro_batches=2000)
+    near = int(said.split("What would fit: ")[1].split()[0])
+    assert solve(XL, A100, near, [0.0], budgets, Fixed())[0]
+    assert not solve(XL, A100, near + 1, [0.0], budgets, Fixed())[0]
+
+
+def test_other_ratios_are_near():
+    fixed = Fixed(ratios={"optimizer": 0.4})
+    said = refused(XL, A100, replace(DESKTOP, host_nbytes=5 * GB), fixed)
+    assert "other ratios than optimizer 0.4" in said
+
+
+def test_no_clipping_is_near():
+    assert "no clipping" in refused(XL, A100, replace(DESKTOP, host_nbytes=4 * GB), Fixed(clip=True))
+
+
+def test_nothing_is_near_where_only_more_memory_helps():
+    assert "Give it more" in shortfall(XL, A100, replace(DESKTOP, host_nbytes=GB // 2), Fixed())
+
+
+@pytest.mark.parametrize(
+    ("fixed", "said"),
+    [
+        (Fixed(clip=True, alpha=0.5), "alpha is 0.5, but with clipping"),
+        (Fixed(alpha=1.5), "alpha is 1.5; it is a part of each update"),
+        (Fixed(ratios={"gradient": 1.0}), "the ratio gradient is 1; there are parameter, checkpoint, optimizer, dev"),
+        (
+            Fixed(ratios={"parameter": 0.5, "device_parameter": 0.75}),
+            "the ratios parameter 0.5 and device_parameter 0.75 are more than there is",
+        ),
+        (Fixed(ratios={"optimizer": 1.5}), "the ratio optimizer is 1.5"),
+        (
+            Fixed(ratios={"optimizer": 1.0, "parameter": 1.0}),
+            "the ratios optimizer 1, parameter 1 keep 9.3 GiB in host",
+        ),
+    ],
+)
+def test_settings_that_contradict(fixed, said):
+    assert said in refused(XL, A100, replace(DESKTOP, host_nbytes=5 * GB), fixed)
+
+
+def test_device_ratios_need_a_device_memory_and_masters():
+    laptop = replace(A100, name="laptop", device="cpu", device_nbytes=0)
+    said = refused(XL, laptop, DESKTOP, Fixed(ratios={"device_checkpoint": 0.5}))
+    assert said.startswith("the ratio device_checkpoint is 0.5, but the device of laptop has no memory of its own")
+    wide = replace(A100, matmul_flops_per_second={"fp32": 1e12})
+    said = refused(gpt(2, 256, bf16=False), wide, DESKTOP, Fixed(ratios={"device_parameter": 0.5}))
+    assert "only what an update makes from fp32 masters" in said
+
+
+def test_what_is_given_for_host_memory_leaves_the_rest_on_ssd():
+    fixed = Fixed(device=True, ratios={"parameter": 0.25})
+    assert search(XL, A100, DESKTOP, fixed, num_micro_batches=2).best.device_ratios["parameter"] == 0.0
+    free = search(XL, A100, DESKTOP, Fixed(device=True), num_micro_batches=2).best
+    assert free.device_ratios["parameter"] > 0
+    fixed = Fixed(device=True, ratios={"device_parameter": 0.125, "device_checkpoint": 0.0})
+    found = search(XL, A100, DESKTOP, fixed, num_micro_batches=2).best
+    assert found.device_ratios == {"parameter": 0.125, "checkpoint": 0.0}
+
+
+def test_a_type_without_a_rate():
+    assert "no matrix rate, only of bf16: add" in refused(gpt(2, 256, bf16=False), A100, DESKTOP, Fixed())

@@ -1,0 +1,317 @@
+"""The simulator against its rule written down a second time (`oracle`), closed forms, and the laws of what it reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+
+import pytest
+from cpu_time import cpu_seconds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import Oracle
+from tiers import PLAIN, Options, options, place, tiered_steps
+
+from gs_compile.passes.lower import lower
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.traffic import traffic
+from gs_compile.planner.simulate.simulator import Simulation, simulate
+from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, StepShape, Value
+
+ALL_ON_SSD = Options()  # and a device of its own
+LANES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu")
+DURATIONS = st.integers(0, 12).map(lambda quarters: quarters / 4)  # sums of these are exact
+
+
+def steady(num_layers: int, num_micro_batches: int, placement: Placement, shape: StepShape = PLAIN) -> list[Program]:
+    """A first step without late updates, and two with."""
+    late = placement.has_late and shape.training
+    first, then = (
+        lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=each)[-1] for each in (False, late)
+    )
+    return [first, then, then]
+
+
+def by_lane(programs: Sequence[Program], seconds: Mapping[str, float]) -> list[list[float]]:
+    return [[seconds.get(op.lane, 0.0) for op in program.ops] for program in programs]
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[list[Program], list[list[float]], Placement, bool, float]:
+    num_layers, num_micro_batches, shape = draw(tiered_steps())
+    placement = place(num_layers, num_micro_batches, shape, draw(options()))
+    programs = steady(num_layers, num_micro_batches, placement, shape)
+    typical = {lane: draw(DURATIONS) for lane in LANES}
+    random = draw(st.randoms(use_true_random=False))
+    seconds = [
+        [typical.get(op.lane, 0.25 * (op.verb == "zeros")) * random.choice((0, 1, 1, 2)) for op in program.ops]
+        for program in programs
+    ]
+    return programs, seconds, placement, draw(st.booleans()), draw(st.sampled_from((0.0, 1 / 64)))
+
+
+def times(found: Simulation) -> dict[int, tuple[float, float]]:
+    return {span.index: (span.start_seconds, span.stop_seconds) for span in found.spans}
+
+
+def expected(oracle: Oracle) -> dict[int, tuple[float, float]]:
+    since, started, stopped = oracle.steps[-2], oracle.started[-1], oracle.stopped[-1]
+    return {index: (started[index] - since, stopped[index] - since) for index in started}
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs())
+def test_times_are_those_of_the_rule(run):
+    programs, seconds, placement, inline, op_seconds = run
+    found = simulate(programs, seconds, placement=placement, inline=inline, op_seconds=op_seconds)
+    oracle = Oracle(programs, seconds, inline, op_seconds).run()
+    assert times(found) == expected(oracle)
+    assert found.seconds == oracle.steps[-1] - oracle.steps[-2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs())
+def test_with_a_budget_the_walk_waits_for_memory(run):
+    programs, seconds, placement, inline, op_seconds = run
+    budget = max(dict(program.peaks)["host"] for program in programs)
+    options = {"placement": placement, "inline": inline, "op_seconds": op_seconds, "host_nbytes": budget}
+    found = simulate(programs, seconds, **options)
+    oracle = Oracle(programs, seconds, inline, op_seconds, placement, budget).run()
+    assert times(found) == expected(oracle)
+    assert found.seconds == oracle.steps[-1] - oracle.steps[-2]
+    assert found.peaks["host"] <= budget
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs(), st.sampled_from((0.5, 1.0)))
+def test_the_report_adds_up(run, speed):
+    programs, seconds, placement, inline, op_seconds = run
+    speeds = {("ssd_read", "ssd_write"): speed, ("compute", "cpu"): speed, ("h2d", "compute"): speed}
+    options = {"placement": placement, "speeds": speeds, "inline": inline, "op_seconds": op_seconds}
+    found = simulate(programs, seconds, **options)
+    if found.seconds:
+        computing = found.busy.get("compute", 0.0) * found.seconds
+        assert sum(found.bubbles.values()) + computing == pytest.approx(found.seconds)
+        assert all(0 <= share <= 1 + 1e-9 for share in found.busy.values())
+    for span in found.spans:
+        alone = seconds[-1][span.index]
+        taken = span.stop_seconds - span.start_seconds
+        assert alone - 1e-9 <= taken <= alone / speed**2 + 1e-9
+    starts = [span.start_seconds for span in found.spans]
+    assert starts == sorted(starts)
+    path = found.critical_path
+    assert all(a.stop_seconds <= b.start_seconds + 1e-9 or not inline for a, b in pairwise(path))
+    assert not path or path[-1].lane == "compute"
+
+
+@settings(max_examples=30, deadline=None)
+@given(tiered_steps(), options(), st.booleans())
+def test_if_nothing_takes_time_the_planned_peaks_are_true(step, options, inline):
+    num_layers, num_micro_batches, shape = step
+    placement = place(num_layers, num_micro_batches, shape, options)
+    programs = steady(num_layers, num_micro_batches, placement, shape)
+    nothing = [[0.0] * len(program.ops) for program in programs]
+    found = simulate(programs, nothing, placement=placement, inline=inline, op_seconds=1.0)
+    planned = dict(programs[-1].peaks)
+    assert {tier: found.peaks[tier] for tier in planned} == planned
+
+
+# Closed forms --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_everything_in_memory_takes_what_it_computes(inline):
+    program = lower(3, 2)[-1]
+    seconds = by_lane([program, program], {"compute": 1.5})
+    found = simulate([program, program], seconds, inline=inline)
+    assert found.seconds == sum(seconds[0])
+    assert found.busy == {"compute": 1.0}
+    assert found.bubbles == {}
+    assert [span.index for span in found.critical_path] == [
+        index for index, op in enumerate(program.ops) if op.lane == "compute"
+    ]
+
+
+@pytest.mark.parametrize("lane", ["h2d", "d2h", "ssd_read", "ssd_write", "cpu"])
+@pytest.mark.parametrize("inline", [True, False])
+def test_the_one_lane_that_takes_time_is_the_step(lane, inline):
+    """Where the walk waits for a lane as it does for memory, a step is what the lane works in it."""
+    placement = place(4, 3, PLAIN, ALL_ON_SSD)
+    programs = steady(4, 3, placement) * 2
+    seconds = by_lane(programs, {lane: 1.0})
+    budget = dict(programs[-1].peaks)["host"]
+    found = simulate(programs, seconds, placement=placement, inline=inline, host_nbytes=budget)
+    assert found.seconds == sum(seconds[-1])
+    assert found.busy[lane] == 1.0
+
+
+def test_more_of_the_only_lane_is_never_slower():
+    placement = place(4, 3, PLAIN, ALL_ON_SSD)
+    programs = steady(4, 3, placement)
+    for lane in ("h2d", "ssd_read", "cpu"):
+        found = [simulate(programs, by_lane(programs, {lane: each, "compute": 0.5}), inline=True) for each in (3, 2, 1)]
+        assert sorted((each.seconds for each in found), reverse=True) == [each.seconds for each in found]
+
+
+def test_issuing_takes_time():
+    program = lower(2, 2)[-1]
+    nothing = by_lane([program, program], {})
+    found = simulate([program, program], nothing, inline=True, op_seconds=0.5)
+    assert found.seconds == 0.5 * len(program.ops)
+    assert found.bubbles.keys() <= {"fill", "turn", "issue"}
+
+
+def test_the_pipeline_is_filled_once():
+    """The first parameters arrive before anything computes, those of the other layers beside the computation."""
+    placement = place(6, 2, PLAIN, Options(checkpoint_ratio=1.0, optimizer_ratio=1.0, separate=False))
+    program = lower(6, 2, placement=placement)[-1]
+    seconds = [1.0 if op.micro_batch is not None or op.lane == "ssd_read" else 0.0 for op in program.ops]
+    found = simulate([program], [seconds], inline=True)
+    assert found.bubbles == {"fill": 1.0}
+    assert found.seconds == 1.0 + sum(op.micro_batch is not None for op in program.ops)
+
+
+def test_what_is_waited_for_has_a_name():
+    placement = place(6, 2, PLAIN, ALL_ON_SSD)
+    programs = steady(6, 2, placement)
+    causes = {lane: simulate(programs, by_lane(programs, {"compute": 1.0, lane: 9.0})).bubbles for lane in LANES}
+    assert causes["ssd_read"].keys() <= {"fill", "turn", "ssd_read w", "ssd_read x", "ssd_read s"}
+    assert causes["ssd_read"]["ssd_read w"] > 0
+    assert causes["h2d"].keys() == {"fill", "turn", "h2d w", "h2d x", "h2d dx"}
+    assert causes["d2h"].keys() <= {"fill", "turn", "d2h x", "d2h dx", "d2h dw"}
+    assert causes["d2h"]["d2h dx"] > 0
+    assert causes["compute"] == {}
+
+
+def test_the_critical_path_goes_through_all_that_waited():
+    """All on SSD, which is slow: from the last computation back, it is reads after reads."""
+    placement = place(6, 2, PLAIN, ALL_ON_SSD)
+    programs = steady(6, 2, placement)
+    found = simulate(programs, by_lane(programs, {"compute": 1.0, "ssd_read": 9.0}))
+    lanes = [span.lane for span in found.critical_path]
+    assert lanes.count("ssd_read") > 10
+    assert all(a.stop_seconds == b.start_seconds for a, b in pairwise(found.critical_path))
+
+
+# The rule, line by line ----------------------------------------------------------------------------------------------
+
+W, W_SSD, W_DEVICE = (Value("w", 0, tier=tier, part="a") for tier in ("host", "ssd", "device"))
+GRADIENT = Value("dw", 0, tier="host", part="a")
+
+
+def test_what_is_changed_in_place_has_no_user_left():
+    """An update waits for a transfer that still reads the parameters, and for the one that brings them."""
+    come, go = Op("prefetch", (W_SSD,), FILL, (W,)), Op("prefetch", (W,), FILL, (W_DEVICE,))
+    program = Program((come, go, Op("update", (GRADIENT,), FILL, into=(W,))), 1, 1, "by hand")
+    found = simulate([program], [[2.0, 3.0, 1.0]])
+    assert [(span.lane, span.start_seconds, span.waited_for) for span in found.spans] == [
+        ("ssd_read", 0.0, "issue"),
+        ("h2d", 2.0, "ssd_read w"),
+        ("cpu", 5.0, "h2d w"),
+    ]
+
+
+def test_memory_is_given_back_when_its_users_are_done():
+    """x0_0.host is freed as soon as it is on its way, and is there until it has arrived."""
+    placement = Placement(separate=True, checkpoint_ratio=0.0, x_nbytes=(7,), num_layers=1)
+    made, there, away = (Value("x", 0, 0, tier) for tier in ("device", "host", "ssd"))
+    ops = [
+        Op("embed", (), Stage("forward", "e"), (made,), micro_batch=0),
+        Op("offload", (made,), DRAIN, (there,)),
+        Op("free", (made,), DRAIN),
+        Op("offload", (there,), DRAIN, (away,)),
+        Op("free", (there,), DRAIN),
+        Op("norm", (GRADIENT,), DRAIN, (Value("norm", 0),)),
+    ]
+    found = simulate([Program(tuple(ops), 1, 1, "by hand")], [[1.0, 2.0, 0.0, 3.0, 0.0, 9.0]], placement=placement)
+    assert found.memory["device"] == ((0.0, 7), (3.0, 0))
+    assert found.memory["host"] == ((0.0, 7), (6.0, 0))
+
+
+# Lanes that slow each other down -------------------------------------------------------------------------------------
+
+
+def side_by_side(*lanes: str, speeds: Mapping[tuple[str, str], float], seconds: Sequence[float]) -> dict[str, float]:
+    """One operation a lane, all from the start: when each stops."""
+    routes = {"ssd_read": ("ssd", "host"), "ssd_write": ("host", "ssd"), "h2d": ("host", "device")}
+    ops = []
+    for unit, lane in enumerate(lanes):
+        if lane == "cpu":
+            ops.append(Op("update", (Value("dw", unit, tier="host"),), FILL, into=(Value("w", unit, tier="host"),)))
+        elif lane == "compute":
+            ops.append(Op("norm", (Value("dw", unit),), FILL, (Value("norm", unit),)))
+        else:
+            here, there = routes[lane]
+            verb = "offload" if lane == "ssd_write" else "prefetch"
+            ops.append(Op(verb, (Value("w", unit, tier=here),), FILL, (Value("w", unit, tier=there),)))
+    found = simulate([Program(tuple(ops), len(ops), 1, "by hand")], [list(seconds)], speeds=speeds)
+    return {span.lane: span.stop_seconds for span in found.spans}
+
+
+RATES = st.sampled_from((0.25, 0.4, 0.5, 0.8, 1.0))
+
+
+@given(st.integers(1, 20), st.integers(1, 20), RATES, RATES)
+def test_two_lanes(x, y, a, b):
+    """The first to end has run at its mixed speed; the other has then done that time at its own, and the rest alone."""
+    speeds = {("ssd_read", "ssd_write"): a, ("ssd_write", "ssd_read"): b}
+    stops = side_by_side("ssd_read", "ssd_write", speeds=speeds, seconds=(x, y))
+    if x / a <= y / b:
+        assert stops == pytest.approx({"ssd_read": x / a, "ssd_write": y + x * (1 - b) / a})
+    else:
+        assert stops == pytest.approx({"ssd_write": y / b, "ssd_read": x + y * (1 - a) / b})
+
+
+def test_several_neighbours_multiply():
+    """The computation runs at a quarter beside two, at a half beside the one that is left, then alone."""
+    speeds = {("compute", "cpu"): 0.5, ("compute", "ssd_read"): 0.5}
+    stops = side_by_side("compute", "cpu", "ssd_read", speeds=speeds, seconds=(4.0, 4.0, 6.0))
+    assert stops == {"cpu": 4.0, "ssd_read": 6.0, "compute": 8.0}
+
+
+def test_lanes_that_are_not_named_do_not_disturb_each_other():
+    stops = side_by_side("h2d", "ssd_read", speeds={("ssd_read", "ssd_write"): 0.5}, seconds=(3.0, 5.0))
+    assert stops == {"h2d": 3.0, "ssd_read": 5.0}
+
+
+# What comes out ------------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_opens_as_a_run_does():
+    placement = place(3, 2, PLAIN, ALL_ON_SSD)
+    program = lower(3, 2, placement=placement)[-1]
+    found = simulate([program], by_lane([program], dict.fromkeys(LANES, 1.0)), placement=placement)
+    slices = [event for event in found.chrome()["traceEvents"] if event["ph"] == "X"]
+    assert len(slices) == len(found.spans)
+    assert {"name": "forward 1_0", "cat": "compute", "dur": 1e6}.items() <= next(
+        event for event in slices if event["name"] == "forward 1_0"
+    ).items()
+    moved: dict[tuple[str, str], int] = {}
+    for event in slices:
+        if event["args"]["bytes"]:
+            key = event["cat"], event["args"]["kind"]
+            moved[key] = moved.get(key, 0) + event["args"]["bytes"]
+    assert moved == traffic(program, placement)
+
+
+def test_as_dict_is_json():
+    placement = place(2, 2, PLAIN, ALL_ON_SSD)
+    program = lower(2, 2, placement=placement)[-1]
+    found = simulate([program], by_lane([program], dict.fromkeys(LANES, 1.0)), placement=placement)
+    there = json.loads(json.dumps(found.as_dict()))
+    assert there["seconds"] == found.seconds
+    assert there["peaks"] == found.peaks
+    assert len(there["spans"]) == len(found.spans)
+    assert there["critical_path"][-1]["op"].startswith("norme.device = norm(")
+
+
+def test_a_large_program_takes_seconds():
+    placement = place(96, 16, PLAIN, ALL_ON_SSD)
+    program = lower(96, 16, placement=placement)[-1]
+    seconds = by_lane([program], {lane: 1.0 + index / 7 for index, lane in enumerate(LANES)})
+    speeds = {("ssd_read", "ssd_write"): 0.6, ("h2d", "d2h"): 0.7, ("compute", "cpu"): 0.9}
+    run = partial(simulate, [program] * 2, seconds * 2, placement=placement, speeds=speeds, op_seconds=1e-5)
+    taken, _ = cpu_seconds(run)
+    assert taken < 3.0

@@ -1,0 +1,86 @@
+"""What a plan says in numbers, against closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned import A100, gpt, placed, ratios, toys
+
+from gs_compile.planner.plan import plan
+from gs_compile.planner.step_plan import nbytes_by_home
+
+fractions = st.sampled_from((0.0, 0.3, 0.5, 1.0))
+
+
+@pytest.fixture(scope="module")
+def found():
+    workload = gpt(4, 512, sequence=256, vocabulary=5000)
+    return plan(workload, machine=A100, host_memory="160MiB", micro_batch_size=2, num_micro_batches=3)
+
+
+@settings(deadline=None)
+@given(toy=toys(), shares=st.tuples(fractions, fractions, fractions), alpha=fractions, separate=st.booleans())
+def test_homes_hold_everything_once(toy, shares, alpha, separate):
+    workload, number = toy
+    homes = nbytes_by_home(placed(workload, number, ratios(*shares), alpha, separate=separate))
+
+    def total(kind):
+        return sum(nbytes for (each, _), nbytes in homes.items() if each == kind)
+
+    assert total("parameters") == workload.parameters_nbytes
+    assert total("states") == workload.states_nbytes
+    assert total("checkpoints") == number * workload.num_layers * workload.x_nbytes
+    assert {kind for kind, _ in homes} <= {"parameters", "states", "checkpoints", "late gradients"}
+    assert all(homes.values())
+
+
+def test_checkpoints_are_counted_where_they_are():
+    """One and a half of three micro-batches cannot be: every checkpoint is in one place."""
+    workload = gpt(1, 64)
+    placement = placed(workload, 3, ratios(0.5, 0, 0), 0.0, separate=True)
+    homes = nbytes_by_home(placement)
+    assert homes["checkpoints", "host"] == workload.x_nbytes
+    assert homes["checkpoints", "ssd"] == 2 * workload.x_nbytes
+
+
+def test_rates_are_of_the_whole_batch(found):
+    assert found.seconds == found.prediction.simulation.seconds > 0
+    assert found.tokens_per_second == pytest.approx(3 * 2 * 256 / found.seconds)
+    forward = sum(cost.forward_flops for cost in found.workload.costs.values())
+    assert found.flops_per_second == pytest.approx(3 * 3 * forward / found.seconds)
+
+
+def test_lanes_are_busy_for_a_part_of_the_step(found):
+    assert found.lanes.keys() >= {"compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu"}
+    for seconds, share in found.lanes.values():
+        assert 0 < share <= 1
+        assert seconds == pytest.approx(share * found.seconds)
+
+
+def test_what_is_written_is_what_is_on_ssd(found):
+    """Parameters, states and checkpoints that live there, once a step each."""
+    assert found.written == sum(nbytes for (_, tier), nbytes in found.homes.items() if tier == "ssd")
+    assert found.written_per_day == pytest.approx(found.written * 86400 / found.seconds)
+
+
+def test_wear(found):
+    assert found.wear.endswith(" written to SSD in a day")
+    years = 7.0
+    rated = replace(found, profile=replace(A100, ssd_rated_nbytes=int(years * 365 * found.written_per_day)))
+    assert rated.wear.startswith(found.wear + "; the drives are rated for ")
+    assert rated.wear.endswith(", 7.0 years of it")
+
+
+def test_nothing_written_is_no_wear():
+    one_memory = replace(A100, device="cpu")
+    resident = plan(gpt(2, 64, vocabulary=500), machine=one_memory, micro_batch_size=1, num_micro_batches=1)
+    assert resident.written == 0
+    assert resident.wear == "nothing is written to SSD"
+
+
+def test_what_is_printed_of_it_is_short(found):
+    """A program has thousands of lines."""
+    assert "Op(" not in repr(found)

@@ -1,0 +1,86 @@
+"""The code of a tiny GPT-2 is timed on this machine, and nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+
+from gs_compile.codegen.compiled import compilations_of
+from gs_compile.model.layout import owners_of
+from gs_compile.planner.cost import timing
+from gs_compile.planner.cost.counted import sizes_of, workload_of
+from gs_compile.planner.cost.timing import timed
+
+
+def ran(model):
+    """A model that has run one step: its layout, and its workload."""
+    torch._dynamo.reset()
+    zoo.compile_model(model, 2, outputs="loss")
+    zoo.train(model, *zoo.batch())
+    compilation = compilations_of[next(p for p in model.parameters() if p.requires_grad)][-1]
+    layout = next(iter(compilation.layouts.values()))
+    sizes = sizes_of(layout, owners_of(layout, compilation.captured), 2)
+    return layout, workload_of(layout, sizes)
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return ran(zoo.huggingface("gpt2", dropout=0.1))
+
+
+def test_every_unit_is_timed_and_equal_ones_once(gpt2):
+    layout, workload = gpt2
+    state = torch.get_rng_state()
+    found = timed(workload, layout, seconds=0.1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found.costs.keys() == workload.costs.keys()
+    assert all(cost.forward_seconds > 0 and cost.backward_seconds > 0 for cost in found.costs.values())
+    assert {id(found.costs[layer]) for layer in range(zoo.LAYERS)} == {id(found.costs[0])}
+    assert found.costs["h"].forward_seconds < found.costs["h"].backward_seconds
+    assert [c.forward_flops for c in found.costs.values()] == [c.forward_flops for c in workload.costs.values()]
+
+
+def test_the_workload_of_a_running_model(gpt2):
+    _, workload = gpt2
+    assert (workload.num_layers, workload.sequence, workload.micro_batch_size) == (zoo.LAYERS, zoo.TOKENS, 2)
+    assert workload.shape.has_loss
+
+
+def test_the_backward_is_that_of_a_step(gpt2, monkeypatch):
+    """Gradients of all parameters are added up, in fp32."""
+    layout, workload = gpt2
+    added = []
+
+    class Watched(timing.Gradient):
+        def add(self, gradients, among):
+            super().add(gradients, among)
+            added.append({index: self.views[index].dtype for index in gradients})
+
+    monkeypatch.setattr(timing, "Gradient", Watched)
+    timed(workload, layout, seconds=0.0)
+    classes = len(set(layout.uniform.keys))
+    assert len(added) == 2 * classes  # one to warm up, one that counts
+    wanted = [len([s for s in unit.specs if s.requires_grad and s.shape != (2, 12, 32)]) for unit in layout.split.units]
+    assert sorted(map(len, added)) == sorted(2 * [wanted[0], wanted[1], wanted[-1]])
+    assert all(set(dtypes.values()) == {torch.float32} for dtypes in added)
+
+
+def test_what_has_no_gradient_has_no_backward():
+    model = zoo.GPT(num_layers=2)
+    model.embedding.requires_grad_(False)
+    model.blocks.requires_grad_(False)
+    layout, workload = ran(model)
+    found = timed(workload, layout, seconds=0.0)
+    assert [found.costs[unit].backward_seconds > 0 for unit in ("e", 0, 1, "h")] == [False, False, False, True]
+
+
+def test_runs_are_as_many_as_there_is_time_for(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
+    runs = []
+    cpu = torch.device("cpu")
+    for share, expected in ((0.0, 1), (2.0, 2), (100.0, timing.MOST_RUNS)):
+        runs.clear()
+        assert timing._median_seconds(lambda: runs.append(1), share, cpu) == 1.0
+        assert len(runs) == 1 + expected

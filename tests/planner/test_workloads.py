@@ -1,0 +1,168 @@
+"""Workloads of real models, against closed forms and against the same models captured whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import zoo
+
+from gs_compile.errors import CaptureError, PlanError
+from gs_compile.placement.placement import QUANTUM
+from gs_compile.planner.cost import meta as blueprint
+from gs_compile.planner.cost.counted import Sketch, captured_workload
+from gs_compile.program.ir import height
+
+FAMILIES = [
+    "gpt2",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "qwen3", "mistral", "gpt_neox", "opt")),
+]
+
+# B samples, T tokens, D width, V words.
+B, T, D, V = 8, 2048, 8192, 50304
+
+
+@pytest.fixture(scope="module")
+def gpt_65b():
+    return captured_workload("gpt-65b", micro_batch_size=B, sequence=T, precision="bf16")
+
+
+def size(workload, unit):
+    (found,) = (size for size in workload.sizes if size.unit == unit)
+    return found
+
+
+def test_a_layer_of_65b_has_six_times_the_elements_of_its_checkpoint(gpt_65b):
+    layer = size(gpt_65b, 5)
+    assert layer.num_trained == 12 * D**2 + 13 * D == pytest.approx(8.05e8, rel=1e-3)
+    assert gpt_65b.x_nbytes == B * T * D * 2
+    assert layer.num_trained / (gpt_65b.x_nbytes / layer.itemsize) == pytest.approx(6, rel=1e-3)
+
+
+def test_the_sizes_of_65b(gpt_65b):
+    assert (gpt_65b.name, gpt_65b.num_layers, gpt_65b.dtype, gpt_65b.tokens) == ("gpt-65b", 80, "bf16", B * T)
+    assert [s.unit for s in gpt_65b.sizes] == ["t", "e", *range(80), "h"]
+    assert gpt_65b.num_trained == 80 * (12 * D**2 + 13 * D) + V * D + T * D + 2 * D
+    assert {(s.itemsize, s.gradient_itemsize, s.state_itemsize, s.has_master) for s in gpt_65b.sizes} == {
+        (2, 4, 12, True)
+    }
+    assert gpt_65b.shape.tied == {"e", "h"}
+    assert gpt_65b.shape.has_loss
+    assert gpt_65b.shape.frozen == frozenset()
+
+
+def test_the_operations_of_65b(gpt_65b):
+    matrices, attention, last = 24 * B * T * D**2, 4 * B * T**2 * D, 8 * B * T * D**2
+    layer, head = gpt_65b.costs[79], gpt_65b.costs["h"]
+    assert layer.forward_flops == matrices + attention
+    # Twice the forward, and the forward again: but for its last product, which no gradient needs. The fused kernel
+    # makes the scores once more.
+    assert layer.backward_flops == 3 * layer.forward_flops - last + attention / 2
+    assert head.forward_flops == 2 * B * T * D * V
+    assert head.backward_flops == 3 * head.forward_flops
+    assert gpt_65b.model_flops == pytest.approx(6 * gpt_65b.num_trained * gpt_65b.tokens, rel=0.06)
+    assert gpt_65b.model_flops == 3 * (80 * layer.forward_flops + head.forward_flops)
+
+
+def test_layers_of_a_class_share_a_cost(gpt_65b):
+    assert len({id(gpt_65b.costs[layer]) for layer in range(80)}) == 1
+    assert list(gpt_65b.costs) == ["e", *range(80), "h"]
+
+
+def test_what_a_layer_needs_inside(gpt_65b):
+    """Its gradients, and of its activations what its backward reads, at least."""
+    gradients, hidden = 2 * (12 * D**2 + 13 * D), 2 * B * T * D
+    assert gradients < gpt_65b.costs[0].workspace_nbytes < gradients + 80 * hidden
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_short_captures_give_the_workloads_of_whole_ones(name, monkeypatch):
+    config = zoo.configuration(name)
+    short = captured_workload(config, micro_batch_size=2, sequence=zoo.TOKENS)
+    monkeypatch.setattr(blueprint, "_stack", lambda _: None)
+    sketch = Sketch.of(config, sequence=zoo.TOKENS)
+    assert sketch.blueprint.layout(2).split.num_layers == zoo.LAYERS
+    assert sketch.workload(2) == short
+    model = zoo.huggingface(name)
+    padded = sum(-(-p.numel() // QUANTUM) * QUANTUM for p in model.parameters())
+    assert short.num_trained == padded
+    assert short.name == name
+
+
+@pytest.mark.slow
+def test_a_module_has_the_workload_of_its_config():
+    model = zoo.huggingface("gpt2", dropout=None)
+    expected = captured_workload(zoo.configuration("gpt2"), micro_batch_size=2, sequence=zoo.TOKENS, name="mine")
+    assert captured_workload(model, micro_batch_size=2, sequence=zoo.TOKENS, name="mine") == expected
+
+
+def test_several_micro_batch_sizes_of_one_sketch():
+    sketch = Sketch.of(zoo.GPT(num_layers=4), sequence=zoo.TOKENS, precision="bf16", num_components=1)
+    one, three = sketch.workload(1), sketch.workload(3)
+    assert three.sizes == one.sizes
+    assert three.x_nbytes == 3 * one.x_nbytes == 3 * zoo.TOKENS * zoo.WIDTH * 2
+    for unit, cost in one.costs.items():
+        assert three.costs[unit].forward_flops == 3 * cost.forward_flops
+        assert three.costs[unit].backward_flops == 3 * cost.backward_flops
+    assert size(one, "h").state_itemsize == 8
+    assert one.name == "GPT"
+
+
+def test_what_is_frozen_is_placed_but_not_trained():
+    model = zoo.GPT(num_layers=4)
+    model.embedding.requires_grad_(False)
+    for block in model.blocks:
+        block.requires_grad_(False)
+        block.norm.requires_grad_()
+    workload = captured_workload(model, micro_batch_size=1, sequence=zoo.TOKENS)
+    assert workload.shape.frozen == {"e", "t"}
+    assert workload.shape.first_grad == 0
+    assert size(workload, 3).trained == (QUANTUM,) * 2
+    assert sum(size(workload, 3).frozen) > sum(size(workload, 3).trained)
+    assert size(workload, "e").num_trained == 0
+
+
+@pytest.mark.slow
+def test_frozen_layers_are_all_frozen():
+    model = zoo.GPT(num_layers=4)
+    model.blocks.requires_grad_(False)
+    workload = captured_workload(model, micro_batch_size=1, sequence=zoo.TOKENS)
+    assert workload.shape.frozen == {"t", 0, 1, 2, 3}
+    assert sorted(workload.costs, key=height) == ["e", 0, 1, 2, 3, "h"]
+
+
+class Halved(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(zoo.WIDTH, zoo.VOCAB, dtype=torch.float16)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return super().forward(x_BTD.half()).float()
+
+
+def test_a_unit_of_two_dtypes():
+    model = zoo.GPT(num_layers=2)
+    model.head = Halved()
+    with pytest.raises(
+        CaptureError, match=r"^unit h has parameters of torch\.float16, torch\.float32; .*\.to\(dtype\)$"
+    ):
+        captured_workload(model, micro_batch_size=1, sequence=zoo.TOKENS)
+
+
+def test_a_sequence_that_the_model_has_no_positions_for():
+    with pytest.raises(PlanError, match="gpt2 has 64 positions"):
+        captured_workload(zoo.huggingface("gpt2"), micro_batch_size=1, sequence=65)
+
+
+def test_the_sketch_of_a_path(tmp_path):
+    zoo.configuration("gpt2").save_pretrained(tmp_path)
+    sketch = Sketch.of(tmp_path, sequence=zoo.TOKENS)
+    assert (sketch.name, sketch.blueprint.num_layers) == (str(tmp_path), zoo.LAYERS)
+    parameters = math.prod(size(sketch.workload(1), "t").trained)
+    assert parameters == -(-zoo.VOCAB * zoo.WIDTH // QUANTUM) * QUANTUM
+
+
+@pytest.mark.slow
+def test_fp64_is_its_own_master():
+    workload = captured_workload(zoo.GPT(num_layers=2).to(torch.float64), micro_batch_size=1, sequence=zoo.TOKENS)
+    assert (workload.dtype, size(workload, 0).itemsize, size(workload, 0).has_master) == ("fp32", 8, False)

@@ -1,0 +1,231 @@
+"""Updates that run before the norm of all gradients is known, and are taken back if it says so."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import expecttest
+import pytest
+import tiers
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import Options, options, place, tiered_steps, train
+
+from gs_compile.errors import ProgramError
+from gs_compile.passes.lower import flush, lower
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.traffic import traffic
+from gs_compile.placement.verify import verify
+from gs_compile.program.ir import Program, Stage, StepShape
+from gs_compile.program.text import format_program, parse
+from gs_compile.runtime.kernels import RULES
+
+NEVER, SOMETIMES, ALWAYS = math.inf, 30.0, 0.25
+
+
+@st.composite
+def speculative(draw: st.DrawFn) -> Options:
+    alpha = draw(st.sampled_from((0.0, 0.3, 1.0)))
+    return replace(draw(options()), clip=True, speculative=True, alpha=alpha)
+
+
+STEPS = st.just((2, 2, StepShape(tied=frozenset("eh")))) | tiered_steps()
+
+
+@pytest.mark.parametrize(
+    ("bound", "made_by"),
+    [
+        pytest.param(NEVER, "overlap", marks=pytest.mark.slow),
+        (SOMETIMES, "overlap"),
+        pytest.param(ALWAYS, "overlap", marks=pytest.mark.slow),
+        (NEVER, "free"),
+        (SOMETIMES, "free"),
+        (ALWAYS, "free"),
+    ],
+)
+def test_what_is_learned_is_what_delayed_updates_learn(bound, made_by, monkeypatch):
+    monkeypatch.setattr(tiers, "MAX_NORM", bound)
+
+    @settings(deadline=None, max_examples=8)
+    @given(step=STEPS, options=speculative())
+    def check(step, options):
+        modes = (True, True, False, True)
+        delayed = replace(options, speculative=False, alpha=1.0)
+        found, wanted = (train(*step, place(*step, each), made_by, modes) for each in (options, delayed))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+    check()
+
+
+@settings(deadline=None, max_examples=25)
+@given(step=STEPS, options=speculative(), late=st.booleans(), again=st.booleans())
+def test_every_program_is_well_formed_and_its_text_reads_back(step, options, late, again):
+    num_layers, num_micro_batches, shape = step
+    placement = place(*step, options)
+    late = late and any(v.kind == "dw" for v in placement.homes(late=True, again=again))
+    made = lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late, again=again)
+    for program in (*made, *(flush(num_layers, placement, again=again) if late else ())):
+        assert parse(str(program)) == program
+
+
+@settings(deadline=None, max_examples=15)
+@given(step=STEPS, options=speculative())
+def test_speculation_moves_what_early_updates_move(step, options):
+    """Other places cost room and no traffic."""
+    if not options.separate:
+        options = replace(options, alpha=0.0)  # what waits is not copied in one memory
+    plain = replace(options, clip=False, speculative=False)
+    num_layers, num_micro_batches, shape = step
+    placements = place(*step, options), place(*step, plain)
+    late = bool(options.alpha) and placements[1].has_late
+    found, wanted = (
+        traffic(lower(num_layers, num_micro_batches, shape=shape, placement=p, late=late, again=False)[-1], p)
+        for p in placements
+    )
+    assert found == wanted
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.5, checkpoint_ratio=1.0, clip=True, speculative=True)
+
+
+def stages(program: Program, *wanted: Stage) -> str:
+    """The lines of these stages, without what ends values and what computes."""
+    text = format_program(program, fold=False)
+    kept, on = [], False
+    for line in text.splitlines():
+        if line.startswith("# "):
+            on = any(line.startswith(f"# {stage}") for stage in wanted)
+        if on and not line.startswith("free") and " = forward" not in line:
+            kept.append(line)
+    return "\n".join(kept) + "\n"
+
+
+class TestText(expecttest.TestCase):
+    def test_a_backward_stage_and_what_is_left_after_it(self):
+        placement = place(3, 1, options=SMALL)
+        self.assertExpectedInline(
+            stages(lower(3, 1, placement=placement)[-1], Stage("backward", 0), Stage("drain")),
+            """\
+# backward 0   micro-batches 0
+s1b.host = prefetch(s1b.ssd)
+offload(whb.host, into=whb.ssd)
+offload(shb.host, into=ashb.ssd)
+w2b.host = empty()
+update(dw2a.host, s2a.host, into=(w2a.host, w2b.host, as2a.host, s2b.host))
+dw1a.host = offload(dw1.device)
+w0.device = gather(w0.device[0])
+dw0.device = zeros()
+we.device[0] = prefetch(wea.host, web.host)
+dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
+norm0.device = norm(dw0.device)
+# drain   micro-batches
+seb.host = prefetch(seb.ssd)
+offload(w1b.host, into=w1b.ssd)
+offload(s1b.host, into=as1b.ssd)
+w0b.host = empty()
+update(dw0a.host, s0a.host, into=(w0a.host, w0b.host, as0a.host, s0b.host))
+dwea.host = offload(dwe.device)
+scale.host = clip(norme.device, norm0.device, norm1.device, norm2.device, normh.device)
+commit(scale.host, into=(s1a.host, as1a.host, s1b.ssd, as1b.ssd))
+commit(scale.host, into=(s2a.host, as2a.host, s2b.ssd, as2b.ssd))
+commit(scale.host, into=(sha.host, asha.host, shb.ssd, ashb.ssd))
+offload(w0b.host, into=w0b.ssd)
+offload(s0b.host, into=as0b.ssd)
+web.host = empty()
+update(dwea.host, sea.host, into=(wea.host, web.host, asea.host, seb.host))
+commit(scale.host, into=(s0a.host, as0a.host, s0b.ssd, as0b.ssd))
+offload(web.host, into=web.ssd)
+offload(seb.host, into=aseb.ssd)
+commit(scale.host, into=(sea.host, asea.host, seb.ssd, aseb.ssd))
+""",
+        )
+
+    def test_updates_that_were_taken_back_are_late_ones(self):
+        placement = place(1, 1, options=SMALL)
+        self.assertExpectedInline(
+            stages(lower(1, 1, placement=placement, late=True, again=True)[-1], Stage("fill")),
+            """\
+# fill   micro-batches
+seb.host = prefetch(seb.ssd)
+s0b.host = prefetch(s0b.ssd)
+web.host = empty()
+update(dwea.host, scale.host, into=(wea.host, web.host, sea.host, seb.host))
+shb.host = prefetch(shb.ssd)
+offload(web.host, into=web.ssd)
+offload(seb.host, into=seb.ssd)
+w0b.host = empty()
+update(dw0a.host, scale.host, into=(w0a.host, w0b.host, s0a.host, s0b.host))
+we.device[0] = prefetch(wea.host, web.host)
+""",
+        )
+
+    def test_parameters_without_a_master_have_another_place_too(self):
+        placement = place(1, 1, options=replace(SMALL, has_master=False, separate=False))
+        self.assertExpectedInline(
+            stages(lower(1, 1, placement=placement)[-1], Stage("drain")),
+            """\
+# drain   micro-batches
+offload(w0a.host, into=aw0a.ssd)
+offload(s0b.host, into=as0b.ssd)
+update(dwe.device, sea.host, wea.host, into=(awea.host, web.host, asea.host, seb.host))
+scale.host = clip(norme.device, norm0.device, normh.device)
+commit(scale.host, into=(s0a.host, as0a.host, s0b.ssd, as0b.ssd, w0a.ssd, aw0a.ssd))
+commit(scale.host, into=(sha.host, asha.host, shb.ssd, ashb.ssd, wha.host, awha.host, whb.ssd, awhb.ssd))
+offload(web.host, into=aweb.ssd)
+offload(seb.host, into=aseb.ssd)
+commit(scale.host, into=(sea.host, asea.host, seb.ssd, aseb.ssd, wea.host, awea.host, web.ssd, aweb.ssd))
+""",
+        )
+
+
+# Laws -----------------------------------------------------------------------------------------------------------------
+
+PLACEMENT = place(3, 1, options=SMALL)
+GOOD = format_program(lower(3, 1, placement=PLACEMENT)[-1], fold=False)
+
+
+def broken(old: str, new: str, placement: Placement = PLACEMENT) -> str:
+    assert GOOD.count(old) == 1, GOOD
+    with pytest.raises(ProgramError) as error:
+        verify(parse(GOOD.replace(old, new)), placement)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        pytest.param("into=as1b.ssd)", "into=s1b.ssd)", "s1b.ssd could not be taken back", id="home from a copy"),
+        pytest.param("s1a.host, into=(w1a.host, w1b.host, as1a.host", "into=(w1a.host, w1b.host, s1a.host", "s1a.host could not be taken back", id="home in memory"),
+        pytest.param("offload(s1b.host, into=as1b.ssd)\n", "", "as1b.ssd has not been written", id="not written"),
+        pytest.param("commit(scale.host, into=(s1a.host, as1a.host, s1b.ssd, as1b.ssd))\n", "", "as1a has not been committed", id="not committed"),
+        pytest.param("commit(scale.host, into=(s1a.host, as1a.host,", "commit(scale.host, into=(s1a.host, as2a.host,", "commit takes the scale; changes parts and their other places, in pairs", id="form"),
+        pytest.param("s1b.host = prefetch(s1b.ssd)", "s1b.host = prefetch(as1b.ssd)", "as1b.ssd is read before it is known whether it holds", id="read"),
+    ],
+)  # fmt: skip
+def test_what_breaks_a_law_is_found(old, new, complaint):
+    assert complaint in broken(old, new)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        pytest.param("offload(s1b.host, into=as1b.ssd)\n", "as1b.ssd is written twice", id="written"),
+        pytest.param("commit(scale.host, into=(s1a.host, as1a.host, s1b.ssd, as1b.ssd))\n", "as1a.host is committed twice", id="committed"),
+    ],
+)  # fmt: skip
+def test_nothing_is_done_twice(line, complaint):
+    assert complaint in broken(line, line + line)
+
+
+def test_a_scale_of_one_changes_no_bit():
+    """So an update that held is the update that would have waited."""
+    for rule in RULES.values():
+        hyper = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.1, "nesterov": False}  # fmt: skip
+        flats = [[torch.randn(4096, generator=torch.Generator().manual_seed(n)).abs() for n in range(4)] for _ in "ab"]
+        for (master, gradient, *state), scale in zip(flats, ({}, {"scale": 1.0}), strict=True):
+            rule.update(master, gradient, state[: len(rule.states)], hyper, 3, **scale)
+        assert all(map(torch.equal, *flats))

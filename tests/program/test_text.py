@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import ast
+import textwrap
+
+import expecttest
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import Options, options, place, tiered_steps
+from toy import steps
+
+from gs_compile.errors import ProgramError
+from gs_compile.passes.free import free
+from gs_compile.passes.lower import flush, lower
+from gs_compile.passes.snake import snake
+from gs_compile.passes.vertical import vertical
+from gs_compile.program.ir import Op, Stage, StepShape, Value
+from gs_compile.program.text import format_op, format_program, line_of, parse, parse_value, timetable
+
+
+class TestText(expecttest.TestCase):
+    def test_folded(self):
+        self.assertExpectedInline(
+            str(snake(vertical(96, 2, shape=StepShape(has_side=True)))),
+            """\
+# gs_compile 0.1   after snake   96 layers x 2 micro-batches
+# forward e   micro-batches 1 0
+x0_1.device, side_1.device = embed(batch_1, we.device)
+x0_0.device, side_0.device = embed(batch_0, we.device)
+# forward 0   micro-batches 0 1
+x1_0.device = forward(x0_0.device, side_0.device, w0.device)
+x1_1.device = forward(x0_1.device, side_1.device, w0.device)
+# forward 1   micro-batches 1 0
+x2_1.device = forward(x1_1.device, side_1.device, w1.device)
+x2_0.device = forward(x1_0.device, side_0.device, w1.device)
+# forward 2 .. 95   repeat forward 0 1
+# backward h   micro-batches 0 1
+dwh.device = zeros()
+loss_0.device, dx96_0.device = head(x96_0.device, side_0.device, batch_0, wh.device, into=dwh.device)
+loss_1.device, dx96_1.device = head(x96_1.device, side_1.device, batch_1, wh.device, into=dwh.device)
+# backward 95   micro-batches 1 0
+dw95.device = zeros()
+dx95_1.device = backward(x95_1.device, dx96_1.device, side_1.device, w95.device, into=dw95.device)
+dx95_0.device = backward(x95_0.device, dx96_0.device, side_0.device, w95.device, into=dw95.device)
+# backward 94   micro-batches 0 1
+dw94.device = zeros()
+dx94_0.device = backward(x94_0.device, dx95_0.device, side_0.device, w94.device, into=dw94.device)
+dx94_1.device = backward(x94_1.device, dx95_1.device, side_1.device, w94.device, into=dw94.device)
+# backward 93 .. 0   repeat backward 95 94
+# backward e   micro-batches 1 0
+dwe.device = zeros()
+embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
+embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
+""",
+        )
+
+    def test_folded_with_period_one(self):
+        folded = [line for line in str(vertical(96, 2)).splitlines() if "repeat" in line]
+        self.assertExpectedInline(
+            "\n".join(folded),
+            """\
+# forward 1 .. 95   repeat forward 0
+# backward 94 .. 0   repeat backward 95""",
+        )
+
+    def test_timetable(self):
+        self.assertExpectedInline(
+            timetable(lower(2, 2, shape=StepShape(has_total=True))[-1]),
+            """\
+stage       compute             memory
+forward e   count
+forward e   embed e_1
+forward e   embed e_0
+forward 0   forward 0_0
+forward 0   forward 0_1
+forward 1   forward 1_1
+forward 1   forward 1_0         zeros dwh.device
+backward h  head h_0            free x2_0.device
+backward h  head h_1            free x2_1.device; free total.device; zeros dw1.device
+backward 1  backward 1_1        free x1_1.device; free dx2_1.device
+backward 1  backward 1_0        free x1_0.device; free dx2_0.device; zeros dw0.device
+backward 0  backward 0_0        free x0_0.device; free dx1_0.device
+backward 0  backward 0_1        free x0_1.device; free dx1_1.device; zeros dwe.device
+backward e  embed_backward e_1  free dx0_1.device
+backward e  embed_backward e_0  free dx0_0.device
+""",
+        )
+
+    def test_header_error(self):
+        self.assertExpectedInline(
+            _error("x1_0.device = forward(x0_0.device, w0.device)"),
+            """line 1: a program starts with: # gs_compile 0.1   after vertical   3 layers x 2 ...""",
+        )
+
+    def test_op_before_a_stage(self):
+        self.assertExpectedInline(
+            _error(f"{HEADER}\ndw0.device = zeros()"),
+            """line 2: dw0.device = zeros(): an operation before the first stage heading""",
+        )
+
+    def test_unknown_verb(self):
+        self.assertExpectedInline(
+            _error(f"{HEADER}\n# forward 0\nx1_0.device = jump(x0_0.device)"),
+            """line 3: x1_0.device = jump(x0_0.device): no verb is called jump""",
+        )
+
+    def test_unknown_value(self):
+        self.assertExpectedInline(
+            _error(f"{HEADER}\n# forward 0\nfree(q1_0.device)"),
+            """line 3: free(q1_0.device): q1_0.device is not the name of a value""",
+        )
+
+    def test_unknown_keyword(self):
+        self.assertExpectedInline(
+            _error(f"{HEADER}\n# forward 0\nfree(x1_0.device, out=x0_0.device)"),
+            """line 3: free(x1_0.device, out=x0_0.device): the only keyword is into=""",
+        )
+
+    def test_not_a_call(self):
+        self.assertExpectedInline(
+            _error(f"{HEADER}\n# forward 0\nx1_0.device"),
+            """line 3: x1_0.device: not of the form: results = verb(reads, into=...)""",
+        )
+
+    def test_not_python(self):
+        self.assertExpectedInline(
+            _error(f"{HEADER}\n# forward 0\nfree(x1_0.device"),
+            """line 3: free(x1_0.device: '(' was never closed (<unknown>, line 1)""",
+        )
+
+    def test_nothing_to_repeat(self):
+        self.assertExpectedInline(
+            _error(f"{HEADER}\n# forward 2 .. 5   repeat forward 0 1"),
+            """line 2: # forward 2 .. 5   repeat forward 0 1: there is nothing before it to repeat""",
+        )
+
+
+HEADER = "# gs_compile 0.1   after vertical   3 layers x 2 micro-batches"
+
+
+def _error(text: str) -> str:
+    with pytest.raises(ProgramError) as caught:
+        parse(text)
+    return str(caught.value)
+
+
+@settings(deadline=None)
+@given(steps(max_layers=9), st.booleans(), st.booleans())
+def test_parse_is_the_inverse(step, snaked, freed):
+    num_layers, num_micro_batches, shape = step
+    program = vertical(num_layers, num_micro_batches, shape=shape)
+    program = snake(program) if snaked else program
+    program = free(program) if freed else program
+    assert parse(str(program)) == program
+    assert parse(format_program(program, fold=False)) == program
+
+
+@settings(deadline=None, max_examples=60)
+@given(tiered_steps(), options(), st.booleans())
+def test_parse_is_the_inverse_on_tiers(step, options, late):
+    num_layers, num_micro_batches, shape = step
+    placement = place(*step, options)
+    for program in lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late):
+        assert parse(str(program)) == program
+        assert parse(format_program(program, fold=False)) == program
+    updates = flush(num_layers, placement)[-1]
+    assert parse(str(updates)) == updates
+
+
+def test_programs_on_tiers_fold():
+    """All layers of one placement look alike, but for those at the ends of the pipeline."""
+
+    def size(num_layers):
+        options = Options(parameter_ratio=0.5, checkpoint_ratio=1.0, alpha=0.25)
+        placement = place(num_layers, 2, StepShape(frozen=frozenset(range(num_layers))), options)
+        shape = StepShape(frozen=frozenset(range(num_layers)))
+        return len(str(lower(num_layers, 2, shape=shape, placement=placement, late=True)[-1]).splitlines())
+
+    assert size(96) == size(48)
+
+
+@settings(deadline=None, max_examples=30)
+@given(steps())
+def test_text_is_python_one_operation_a_line(step):
+    num_layers, num_micro_batches, shape = step
+    program = lower(num_layers, num_micro_batches, shape=shape)[-1]
+    text = format_program(program, fold=False)
+    assert len(ast.parse(text).body) == len(program.ops)
+    lines = text.splitlines()
+    for index, op in enumerate(program.ops):
+        assert lines[line_of(program, index) - 1] == format_op(op)
+
+
+def test_programs_that_break_every_law_round_trip_too():
+    program = vertical(6, 1)
+    for ops in (program.ops[::-1], program.ops * 2, program.ops[3:4] * 5, ()):
+        odd = program.with_ops(ops, made_by="odd")
+        assert parse(str(odd)) == odd
+
+
+def test_an_unequal_stage_is_not_folded():
+    """A gradient arrives from outside for x of layer 5, which layer 4's backward reads: that stage stands alone."""
+    program = vertical(12, 1, shape=StepShape(outside=frozenset({5})))
+    headings = [line for line in str(program).splitlines() if line.startswith("# backward")]
+    assert headings == [
+        "# backward h   micro-batches 0",
+        "# backward 11   micro-batches 0",
+        "# backward 10 .. 5   repeat backward 11",
+        "# backward 4   micro-batches 0",
+        "# backward 3   micro-batches 0",
+        "# backward 2 .. 0   repeat backward 3",
+        "# backward e   micro-batches 0",
+    ]
+    assert parse(str(program)) == program
+
+
+def test_pasted_text_reads_the_same():
+    program = snake(vertical(3, 2))
+    assert parse("\n\n" + textwrap.indent(str(program), "    ") + "\n") == program
+
+
+def test_the_size_of_the_text_does_not_grow_with_the_layers():
+    assert len(str(snake(vertical(96, 2))).splitlines()) == len(str(snake(vertical(48, 2))).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("x1_0.device", Value("x", 1, 0)),
+        ("x12_34.host", Value("x", 12, 34, "host")),
+        ("dwh.device", Value("dw", "h")),
+        ("ye_1.device", Value("y", "e", 1)),
+        ("dside_3.device", Value("dside", None, 3)),
+        ("batch_2", Value("batch", None, 2, None)),
+        ("total.device", Value("total")),
+        ("w12b.ssd", Value("w", 12, tier="ssd", part="b")),
+        ("wtba.host", Value("w", "t", tier="host", part="ba")),
+        ("we.device[3]", Value("w", "e", piece=3)),
+        ("whh.host", Value("w", "h", tier="host", part="h")),
+        ("dwea.host", Value("dw", "e", tier="host", part="a")),
+        ("s0e.ssd", Value("s", 0, tier="ssd", part="e")),
+        ("side_1.device", Value("side", None, 1)),
+        ("scale.host", Value("scale", tier="host")),
+        ("normt.device", Value("norm", "t")),
+    ],
+)
+def test_a_name_and_its_value(name, value):
+    assert value.name == name
+    assert parse_value(name) == value
+
+
+def test_several_accumulators_stand_in_a_tuple():
+    into = (Value("dw", 1), Value("dside", None, 0))
+    op = Op("backward", (Value("x", 1, 0),), Stage("backward", 1), into=into)
+    assert format_op(op) == "backward(x1_0.device, into=(dw1.device, dside_0.device))"

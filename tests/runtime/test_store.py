@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gs_compile.errors import StorageError
+from gs_compile.runtime import store as store_module
+from gs_compile.runtime.store import FOLDER, Store, Stripe
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store([tmp_path]) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def striped(tmp_path_factory):
+    """Two directories, one of three times the bandwidth, and an extent of several rows with what it should hold."""
+    directories = [tmp_path_factory.mktemp("slow"), tmp_path_factory.mktemp("fast")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_module, "ROW", 256 << 10)
+        with Store(directories, weights=[1, 3]) as store:
+            nbytes = 2 * MIB + 12_345
+            yield store.allocate("w3", nbytes), bytearray(nbytes)
+
+
+def random_bytes(nbytes, seed=0):
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def open_files():
+    return sorted(str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.exists())
+
+
+def test_an_extent_keeps_what_is_written(store):
+    extent = store.allocate("w3", 3 * MIB + 5)
+    source = random_bytes(extent.nbytes)
+    extent.write(source).wait()
+    into = torch.empty_like(source)
+    extent.read(into).wait()
+    assert torch.equal(into, source)
+
+
+def test_an_extent_is_zeros_before_it_is_written(store):
+    into = torch.ones(MIB, dtype=torch.uint8)
+    store.allocate("w3", MIB).read(into).wait()
+    assert not into.any()
+
+
+def test_offsets_are_in_bytes_whatever_the_dtype(store):
+    extent = store.allocate("s3", 4096)
+    extent.write(torch.arange(100, dtype=torch.float32), offset=8).wait()
+    into = torch.empty(2, dtype=torch.float32)
+    extent.read(into, offset=8 + 4 * 50).wait()
+    assert into.tolist() == [50, 51]
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+@pytest.mark.parametrize("offset", [-1, 1, 5000])
+def test_a_range_outside_the_extent_is_refused(store, verb, offset):
+    extent = store.allocate("w3", 4096)
+    with pytest.raises(ValueError, match=rf"{verb} of 4096 bytes at {offset}: w3 has 4096"):
+        getattr(extent, verb)(torch.zeros(4096, dtype=torch.uint8), offset)
+
+
+@pytest.mark.parametrize(("label", "nbytes"), [("../w3", 1), (".lock", 1), ("", 1), ("w3", 0), ("w3", -1)])
+def test_a_label_is_a_plain_name_and_an_extent_has_bytes(store, label, nbytes):
+    with pytest.raises(ValueError, match=r"label|bytes"):
+        store.allocate(label, nbytes)
+
+
+def test_a_label_is_given_once_at_a_time(store):
+    extent = store.allocate("w3", 10)
+    with pytest.raises(ValueError, match="w3 is allocated already"):
+        store.allocate("w3", 10)
+    extent.free()
+    assert store.allocate("w3", 20).nbytes == 20
+
+
+def test_a_freed_extent_gives_its_files_back_and_is_not_used(store, tmp_path):
+    extent = store.allocate("w3", MIB)
+    assert (tmp_path / FOLDER / "w3").stat().st_size == MIB
+    transfer = extent.write(random_bytes(MIB))
+    extent.free()
+    extent.free()
+    assert transfer.done
+    assert not (tmp_path / FOLDER / "w3").exists()
+    with pytest.raises(ValueError, match="w3, which was freed"):
+        extent.read(torch.empty(1))
+
+
+def test_traffic_is_counted_by_kind(store):
+    w3, w4, state = store.allocate("w3", 100), store.allocate("w4", 100), store.allocate("sh", 100, kind="s")
+    for extent in (w3, w4, state):
+        extent.write(torch.zeros(10)).wait()
+    w4.read(torch.zeros(3)).wait()
+    assert store.written_nbytes == {"w": 80, "s": 40}
+    assert store.read_nbytes == {"w": 12}
+
+
+def test_closing_leaves_no_file_no_thread_and_no_descriptor(tmp_path):
+    (tmp_path / "theirs").write_text("kept")
+    threads, files = set(threading.enumerate()), open_files()
+    store = Store([tmp_path / "a" / "b", tmp_path], weights=[1, 1])
+    extent = store.allocate("w3", 20 * MIB)
+    store.allocate("s3", MIB).free()
+    transfers = [extent.write(random_bytes(20 * MIB)), extent.read(torch.empty(MIB))]
+    store.close()
+    store.close()
+    assert all(transfer.done for transfer in transfers)
+    assert set(threading.enumerate()) == threads
+    assert open_files() == files
+    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["a", "b", "theirs"]
+
+
+def test_a_store_closes_when_the_interpreter_ends(tmp_path):
+    script = f"""
+import torch
+from gs_compile.runtime.store import Store
+extent = Store([{str(tmp_path)!r}]).allocate("w3", 8 << 20)
+extent.write(torch.ones(8 << 20, dtype=torch.uint8))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_does_not_close_its_parents_store(store, tmp_path):
+    extent = store.allocate("w3", 4096)
+    child = os.fork()
+    if child == 0:
+        try:
+            store.close()
+            extent.read(torch.empty(1))
+        except StorageError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert (tmp_path / FOLDER / "w3").exists()
+
+
+def test_the_directories_may_be_relative(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Store(["here"]) as store:
+        monkeypatch.chdir("/")
+        store.reserve_check(1)
+        store.allocate("w3", 10)
+    assert not list((tmp_path / "here").iterdir())
+
+
+@pytest.mark.parametrize("weights", [[1], [1, -1], [0, 0], [1, float("inf")], [float("nan"), 1]], ids=str)
+def test_weights_are_bandwidths_one_for_each_directory(tmp_path, weights):
+    with pytest.raises(ValueError, match="weights"):
+        Store([tmp_path / "a", tmp_path / "b"], weights=weights)
+
+
+def test_directories_are_measured_where_nobody_says(tmp_path):
+    with Store([tmp_path / "a", tmp_path / "b"]) as store:
+        assert min(store.weights) > 1e6
+        assert [path.name for path in sorted((tmp_path / "a" / FOLDER).iterdir())] == [".lock"]
+
+
+@given(st.data())
+def test_striping_is_correct_for_any_range(striped, data):
+    extent, expected = striped
+    offset = data.draw(st.integers(0, extent.nbytes))
+    nbytes = data.draw(st.integers(0, extent.nbytes - offset))
+    source = random_bytes(nbytes, seed=data.draw(st.integers(0, 1000)))
+    extent.write(source, offset).wait()
+    expected[offset : offset + nbytes] = bytes(source.numpy())
+    begin = data.draw(st.integers(0, extent.nbytes))
+    into = torch.empty(data.draw(st.integers(0, extent.nbytes - begin)), dtype=torch.uint8)
+    extent.read(into, begin).wait()
+    assert bytes(into.numpy()) == expected[begin : begin + into.nbytes]
+
+
+@given(st.integers(1, 1 << 40), st.lists(st.floats(0.01, 100), min_size=1, max_size=5))
+def test_stripes_are_even_whole_pages_in_proportion(nbytes, weights):
+    stripe = Stripe.of(nbytes, weights)
+    row = sum(stripe.chunks)
+    assert nbytes <= row * stripe.num_rows < nbytes + stripe.num_rows * 4096 + 4096
+    for chunk, weight in zip(stripe.chunks, weights, strict=True):
+        assert chunk % 4096 == 0
+        assert abs(chunk - row * weight / sum(weights)) <= 4096
+
+
+@given(st.integers(1, 1 << 30), st.lists(st.sampled_from([0.0, 1.0, 2.5]), min_size=1, max_size=3), st.data())
+def test_pieces_cover_a_range_and_share_no_byte(nbytes, weights, data):
+    stripe = Stripe.of(nbytes, [*weights, 1.0])
+    offset = data.draw(st.integers(0, nbytes))
+    length = data.draw(st.integers(0, nbytes - offset))
+    pieces = list(stripe.pieces(offset, length))
+    assert [piece.begin for piece in pieces] == [sum(each.nbytes for each in pieces[:i]) for i in range(len(pieces))]
+    assert sum(piece.nbytes for piece in pieces) == length
+    for drive, chunk in enumerate(stripe.chunks):
+        ours = [piece for piece in pieces if piece.drive == drive]
+        assert all(a.at + a.nbytes <= b.at for a, b in pairwise(ours))
+        assert all(piece.at + piece.nbytes <= chunk * stripe.num_rows for piece in ours)
+
+
+def test_one_request_of_a_small_extent_uses_every_drive():
+    assert {piece.drive for piece in Stripe.of(MIB, [1, 1, 2]).pieces(0, MIB)} == {0, 1, 2}
