@@ -129,9 +129,7 @@ def _verb(name: str) -> Callable[..., Any]:
     """A function that stands for a verb in a graph. It changes accumulators, so no clean-up may drop its calls."""
 
     def call(*reads: Any, **keywords: Any) -> Any:
-        raise ProgramError(
-            f"{name} is a word of a step program, not code: run the graph with program.fx.run"
-        )
+        raise ProgramError(f"{name} is a word of a step program, not code: run the graph with program.fx.run")
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = VERBS[name]

@@ -51,7 +51,7 @@ def forward(self, batch_0, we_device, w0_device, wh_device):
             graph_module(vertical(1, 1))(*toy.inputs().values())
         self.assertExpectedInline(
             str(caught.value),
-            """embed is a word of a step program, not code: run the graph with gs_compile.program.fx.run""",
+            """embed is a word of a step program, not code: run the graph with program.fx.run""",
         )
 
 
