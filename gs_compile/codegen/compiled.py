@@ -41,7 +41,7 @@ MOST_LAYOUTS = 64  # of one capture: sequence lengths, and sizes of the last mic
 
 
 @dataclass(frozen=True)
-class Layout:
+class SpecializedModel:
     """What the passes made of a captured model at one micro-batch size."""
 
     micro_batch_size: int
@@ -100,7 +100,7 @@ class Layout:
 class Step:
     """One kind of step that was asked for: the code it runs, and every snapshot of its program."""
 
-    layout: Layout
+    layout: SpecializedModel
     shape: StepShape
     programs: tuple[Program, ...]
 
@@ -111,7 +111,7 @@ class Compilation:
 
     captured: Captured
     options: Options
-    layouts: dict[Hashable, Layout] = field(default_factory=dict)
+    layouts: dict[Hashable, SpecializedModel] = field(default_factory=dict)
     programs: dict[Hashable, list[Program]] = field(default_factory=dict)
     steps: dict[Hashable, Step] = field(default_factory=dict)  # the latest last
     tiers: str = ""  # where everything lives, once it is on tiers
@@ -128,7 +128,7 @@ class Compilation:
     def layers_of_a_block(self) -> int:
         return 1 + self.halved
 
-    def layout(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> Layout:
+    def layout(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> SpecializedModel:
         """The model's units at one micro-batch size; `alone`: this micro-batch is the whole batch."""
         key = (micro_batch_size, tuple(sorted(sizes.items())), alone, self.halved)
         if key not in self.layouts:
@@ -140,7 +140,7 @@ class Compilation:
             self.seconds += time.perf_counter() - start
         return self.layouts[key]
 
-    def program(self, layout: Layout, num_micro_batches: int, shape: StepShape) -> list[Program]:
+    def program(self, layout: SpecializedModel, num_micro_batches: int, shape: StepShape) -> list[Program]:
         """Every snapshot of the step program, from `vertical` to the one that runs, which is the last."""
         keep = self._kept(layout, num_micro_batches) if shape.training else frozenset()
         key = (layout.split.num_layers, num_micro_batches, shape, keep)
@@ -158,13 +158,13 @@ class Compilation:
         self.remember(layout, shape, self.programs[key])
         return self.programs[key]
 
-    def remember(self, layout: Layout, shape: StepShape, programs: Sequence[Program]) -> None:
+    def remember(self, layout: SpecializedModel, shape: StepShape, programs: Sequence[Program]) -> None:
         """Keep this kind of step as the latest."""
         key = (id(layout), shape, id(programs[-1]))
         known = self.steps.pop(key, None)
         self.steps[key] = known or Step(layout, shape, tuple(programs))
 
-    def _kept(self, layout: Layout, num_micro_batches: int) -> frozenset[Value]:
+    def _kept(self, layout: SpecializedModel, num_micro_batches: int) -> frozenset[Value]:
         """What is an output too, and what the head needs once more where gradients may come for others than the loss.
 
         In the horizontal order such a step is run anew.
@@ -179,7 +179,7 @@ class Compilation:
             kept |= {Value("x", layout.split.num_layers, j), Value("side", micro_batch=j)}
         return frozenset(kept)
 
-    def _make_layout(self, micro_batch_size: int, sizes: Mapping[str, int], alone: bool) -> Layout:
+    def _make_layout(self, micro_batch_size: int, sizes: Mapping[str, int], alone: bool) -> SpecializedModel:
         captured = self.captured
         module = specialize(captured, micro_batch_size, sizes)
         given = output_values(module)
@@ -195,7 +195,7 @@ class Compilation:
             codes[unit.unit] = self._code(unit, key)
         units = {unit.unit: unit for unit in cut.units}
         sized = Sized(units, codes, cut.count, cut.count_sources, self.halved)
-        return Layout(micro_batch_size, module, separated, cut, alike, sized)
+        return SpecializedModel(micro_batch_size, module, separated, cut, alike, sized)
 
     def _warn(self, alike: Uniform) -> None:
         if alike.differences and not self._warned:

@@ -11,7 +11,7 @@ from torch import fx
 
 from gs_compile.capture.dynamo import capture, ignore_logging
 from gs_compile.capture.graph import Captured
-from gs_compile.codegen.compiled import Compilation, Layout, compilations_of, is_float_scalar
+from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.errors import CaptureError, GreedySnakeError, NothingRequiresGradError
 from gs_compile.model.engine import claim, engine_for
 from gs_compile.model.step import Call
@@ -92,7 +92,7 @@ class CompiledModel:
 
 
 def _slices(
-    args: Sequence[Any], batch: Sequence[int], lengths: Sequence[int], layouts: Sequence[Layout]
+    args: Sequence[Any], batch: Sequence[int], lengths: Sequence[int], layouts: Sequence[SpecializedModel]
 ) -> Iterator[MicroBatch]:
     """The micro-batches: the batch inputs cut along dimension 0, views of the user's tensors."""
     total, start = sum(lengths), 0
@@ -104,7 +104,7 @@ def _slices(
         start += length
 
 
-def _refuse_a_loss(layout: Layout) -> None:
+def _refuse_a_loss(layout: SpecializedModel) -> None:
     if any(output.spec is not None and is_float_scalar(output.spec) for output in layout.outputs):
         raise NothingRequiresGradError(
             "the model computes a loss, but no parameter requires a gradient: unfreeze what is to be trained "

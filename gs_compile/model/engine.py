@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gs_compile.codegen.parameters import kept_dtype
 from gs_compile.errors import OptimizerError, OptionError, StepOrderError, StorageLockedError
 from gs_compile.model.keeper import Keeper
-from gs_compile.model.layout import Members, kept_dtype
+from gs_compile.model.layout import Members
 from gs_compile.model.materialized import is_materialized, keep, keeper_of, watch_callers
 from gs_compile.model.optim import TieredOptimizer, optimizer_of
 from gs_compile.model.placeholders import is_released, release
@@ -37,14 +38,18 @@ from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Trace
 
 if TYPE_CHECKING:
-    from gs_compile.codegen.compiled import Compilation, Layout
+    from gs_compile.codegen.compiled import Compilation, SpecializedModel
 
 
 class Engine(Keeper):
     """One model's parameters, and the optimizer that updates them."""
 
     def __init__(
-        self, optimizer: TieredOptimizer, compilation: Compilation, layouts: Sequence[Layout], args: Sequence[Any]
+        self,
+        optimizer: TieredOptimizer,
+        compilation: Compilation,
+        layouts: Sequence[SpecializedModel],
+        args: Sequence[Any],
     ) -> None:
         self.optimizer = optimizer
         self.components = optimizer.components
@@ -135,7 +140,7 @@ class Engine(Keeper):
         finally:
             self.tiers.close()
 
-    def _tied(self, layout: Layout, args: Sequence[Any]) -> set[Unit]:
+    def _tied(self, layout: SpecializedModel, args: Sequence[Any]) -> set[Unit]:
         """The units that read parameters of "t"."""
         tied = {index for index, unit in self.members.owners(layout, args).items() if unit == TIED}
         return {g.unit for g in layout.split.units if any(s.kind == "input" and s.index in tied for s in g.sources)}
@@ -144,7 +149,7 @@ class Engine(Keeper):
 
     def begin(
         self,
-        layouts: Sequence[Layout],
+        layouts: Sequence[SpecializedModel],
         args: Sequence[Any],
         units: Any,
         inputs: dict[Value, Any],
@@ -252,7 +257,7 @@ def claim(parameters: Sequence[Any], *, options: Options) -> bool:
     return claimed
 
 
-def engine_for(compilation: Compilation, layouts: Sequence[Layout], args: Sequence[Any]) -> Engine | None:
+def engine_for(compilation: Compilation, layouts: Sequence[SpecializedModel], args: Sequence[Any]) -> Engine | None:
     """The engine of the parameters that a call reads, made at the first call; None where they are the user's."""
     parameters = [arg for arg in args if isinstance(arg, torch.nn.Parameter)]
     found = {id(o): o for p in parameters if (o := optimizer_of(p)) is not None}

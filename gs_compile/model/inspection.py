@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from gs_compile.capture.graph import LossTerm, Source, TensorSpec, UnitGraph
-from gs_compile.codegen.compiled import Compilation, Layout, Step, compilations_of
+from gs_compile.codegen.compiled import Compilation, SpecializedModel, Step, compilations_of
 from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.errors import InspectionError
 from gs_compile.program.fx import graph_module
@@ -294,7 +294,7 @@ class Inspection:
         return _latest(self.compilation)
 
     @property
-    def _layout(self) -> Layout:
+    def _layout(self) -> SpecializedModel:
         return self._step.layout
 
     @property

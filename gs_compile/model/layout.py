@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gs_compile.capture.graph import Captured
+from gs_compile.codegen.parameters import kept_dtype, owners_of, padded, size_of
 from gs_compile.errors import OptimizerError
 from gs_compile.model.optim import TieredOptimizer
 from gs_compile.options import Options
-from gs_compile.placement.placement import QUANTUM
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIED, Unit
 from gs_compile.runtime.coordinators import Binding
@@ -20,7 +19,7 @@ from gs_compile.runtime.issue import Bindings
 from gs_compile.runtime.tiers import Slice
 
 if TYPE_CHECKING:
-    from gs_compile.codegen.compiled import Compilation, Layout
+    from gs_compile.codegen.compiled import Compilation, SpecializedModel
 
 
 class Members:
@@ -31,13 +30,13 @@ class Members:
     """
 
     def __init__(
-        self, optimizer: TieredOptimizer, compilation: Compilation, layout: Layout, args: Sequence[Any]
+        self, optimizer: TieredOptimizer, compilation: Compilation, layout: SpecializedModel, args: Sequence[Any]
     ) -> None:
         self.options: Options = compilation.options
         self.by_unit: dict[Unit, list[torch.nn.Parameter]] = {}
         self.slices: dict[int, Slice] = {}  # by the id of a parameter
         self._groups = optimizer.group_of
-        for index, unit in owners_of(layout, compilation.captured).items():
+        for index, unit in owners_of(layout.split.units, compilation.captured).items():
             if args[index].requires_grad and args[index] not in self._groups:
                 raise OptimizerError(
                     f"{compilation.captured.inputs[index].path} is trained, but the gs_compile optimizer does not "
@@ -60,7 +59,7 @@ class Members:
         offset = 0
         for parameter in members:
             self.slices[id(parameter)] = Slice(unit, offset, tuple(parameter.shape))
-            offset += _padded(parameter.numel())
+            offset += padded(parameter.numel())
 
     @property
     def dtypes(self) -> dict[Unit, torch.dtype]:
@@ -76,7 +75,7 @@ class Members:
         """What each unit has to place, with so many components of optimizer state besides a master."""
         return tuple(self._size(unit, members, num_components) for unit, members in self.by_unit.items())
 
-    def bindings(self, layout: Layout, args: Sequence[Any]) -> Bindings:
+    def bindings(self, layout: SpecializedModel, args: Sequence[Any]) -> Bindings:
         """How one capture reads its inputs."""
         parameters: dict[Unit, list[Binding]] = {unit: [] for unit in self.by_unit}
         for index, unit in self.owners(layout, args).items():
@@ -84,7 +83,7 @@ class Members:
             parameters[unit].append(Binding(index, found.offset, found.shape, bool(args[index].requires_grad)))
         return Bindings(parameters, _others(layout, args))
 
-    def owners(self, layout: Layout, args: Sequence[Any]) -> dict[int, Unit]:
+    def owners(self, layout: SpecializedModel, args: Sequence[Any]) -> dict[int, Unit]:
         """The unit of each parameter that a capture reads, by input index.
 
         Raises `OptimizerError` for one that is not on the tiers, or in another unit there.
@@ -129,7 +128,7 @@ class Members:
             if not parameter.requires_grad:
                 continue
             group, offset = self._groups[parameter], self.slices[id(parameter)].offset
-            stop = offset + _padded(parameter.numel())
+            stop = offset + padded(parameter.numel())
             if runs and runs[-1][2] == group and runs[-1][1] == offset:
                 runs[-1] = (runs[-1][0], stop, group)
             else:
@@ -137,41 +136,7 @@ class Members:
         return runs
 
 
-def kept_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:
-    """What a parameter is computed in, and kept in beside its master."""
-    narrow = options.precision == "bf16" and parameter.dtype.is_floating_point
-    return torch.bfloat16 if narrow else parameter.dtype
-
-
-def owners_of(layout: Layout, captured: Captured) -> dict[int, Unit]:
-    """The unit of each parameter, by input index: "t" for those that several units read."""
-    owners: dict[int, Unit] = {}
-    for graph in layout.split.units:
-        for source in graph.sources:
-            if source.kind == "input" and captured.inputs[source.index].role == "parameter":
-                known = owners.setdefault(source.index, graph.unit)
-                if known != graph.unit:
-                    owners[source.index] = TIED
-    return owners
-
-
-def size_of(
-    unit: Unit, trained: Iterable[int], frozen: Iterable[int], dtype: torch.dtype, num_components: int
-) -> UnitSize:
-    """What parameters of so many elements take, with so many components of optimizer state besides a master."""
-    wide = torch.promote_types(dtype, torch.float32)
-    return UnitSize(
-        unit,
-        tuple(map(_padded, trained)),
-        tuple(map(_padded, frozen)),
-        dtype.itemsize,
-        wide.itemsize,
-        wide.itemsize * (num_components + (dtype != wide)),
-        dtype != wide,
-    )
-
-
-def _others(layout: Layout, args: Sequence[Any]) -> Mapping[Unit, Mapping[int, torch.Tensor]]:
+def _others(layout: SpecializedModel, args: Sequence[Any]) -> Mapping[Unit, Mapping[int, torch.Tensor]]:
     """What units read beside parameters and the batch: buffers, constants."""
     return {
         graph.unit: {
@@ -181,7 +146,3 @@ def _others(layout: Layout, args: Sequence[Any]) -> Mapping[Unit, Mapping[int, t
         }
         for graph in layout.split.units
     }
-
-
-def _padded(numel: int) -> int:
-    return -(-numel // QUANTUM) * QUANTUM

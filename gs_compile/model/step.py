@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from gs_compile.capture.graph import OutputSpec, layer_name
-from gs_compile.codegen.compiled import Compilation, Layout
+from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import OutputGradientError
 from gs_compile.model.engine import Engine
 from gs_compile.model.report import report
@@ -33,8 +33,8 @@ class Call:
     """One call of the model: its arguments cut into micro-batches, and the step under way."""
 
     compilation: Compilation
-    layout: Layout  # of the first micro-batch, for what all share
-    layouts: Sequence[Layout]  # of every micro-batch
+    layout: SpecializedModel  # of the first micro-batch, for what all share
+    layouts: Sequence[SpecializedModel]  # of every micro-batch
     args: Sequence[Any]
     units: CompiledUnits
     training: bool
@@ -280,7 +280,7 @@ class Call:
         return dy
 
     def _dy_of(
-        self, j: int, layout: Layout, slices: Mapping[Any, torch.Tensor], outside: frozenset[Any]
+        self, j: int, layout: SpecializedModel, slices: Mapping[Any, torch.Tensor], outside: frozenset[Any]
     ) -> dict[Value, Any]:
         head = layout.split.units[-1]
         places = [(kind, EPILOGUE, head.results[:index].count(kind)) for index, kind in enumerate(head.results)]

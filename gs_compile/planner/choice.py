@@ -39,7 +39,7 @@ from gs_compile.planner.step_plan import StepPlan
 from gs_compile.program.ir import ORDERS, Program, StepShape
 
 if TYPE_CHECKING:
-    from gs_compile.codegen.compiled import Layout
+    from gs_compile.codegen.compiled import SpecializedModel
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Choice:
         self,
         options: Options,
         sizes: tuple[UnitSize, ...],
-        layouts: Sequence[Layout],
+        layouts: Sequence[SpecializedModel],
         shape: StepShape,
         *,
         clip: bool,
@@ -265,7 +265,7 @@ class Choice:
         return parse_bytes(self.options.device_memory, whole=whole, name="device_memory")
 
 
-def activations(layouts: Sequence[Layout]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def activations(layouts: Sequence[SpecializedModel]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Bytes of a checkpoint (the largest of the layers' inputs) and of the side inputs, for each micro-batch."""
     x_nbytes = tuple(
         max(

@@ -23,7 +23,7 @@ from gs_compile.planner.step_plan import nbytes_by_home
 from gs_compile.program.ir import DRAIN, Op, Program, StepShape, Unit
 
 if TYPE_CHECKING:
-    from gs_compile.codegen.compiled import Layout
+    from gs_compile.codegen.compiled import SpecializedModel
 
 
 class Planning:
@@ -33,7 +33,7 @@ class Planning:
         self,
         options: Options,
         sizes: tuple[UnitSize, ...],
-        layouts: Sequence[Layout],
+        layouts: Sequence[SpecializedModel],
         tied: Set[Unit],
         *,
         clip: bool,
@@ -56,7 +56,7 @@ class Planning:
         self.host_nbytes = self.choice.host_nbytes
         self.placement = self.choice.placement()
 
-    def shape(self, layout: Layout, tied: Set[Unit], *, training: bool) -> StepShape:
+    def shape(self, layout: SpecializedModel, tied: Set[Unit], *, training: bool) -> StepShape:
         """The layout's shape where parameters of the units `tied` are apart."""
         return layout.shape_of(self.sizes, tied, training=training)
 
@@ -90,7 +90,7 @@ class Planning:
             self._programs[key] = tuple(flush(self.placement.num_layers, self.placement, again=again))
         return self._programs[key][-1]
 
-    def sized(self, layouts: Sequence[Layout], shape: StepShape) -> Placement:
+    def sized(self, layouts: Sequence[SpecializedModel], shape: StepShape) -> Placement:
         """The homes as they are, for a step of another size; raises `MemoryBudgetError` if it does not fit."""
         x_nbytes, side_nbytes = activations(layouts)
         if (x_nbytes, side_nbytes) == (self.placement.x_nbytes, self.placement.side_nbytes):

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from gs_compile.capture.graph import UnitGraph
-from gs_compile.codegen.compiled import Layout
+from gs_compile.codegen.compiled import SpecializedModel
 from gs_compile.codegen.differentiate import Differentiated
+from gs_compile.codegen.parameters import owners_of, size_of
 from gs_compile.errors import CaptureError
-from gs_compile.model.layout import owners_of, size_of
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
 from gs_compile.planner.cost.flops import unit_cost
 from gs_compile.planner.cost.meta import Blueprint, blueprint
@@ -93,7 +93,7 @@ class Sketch:
     def workload(self, micro_batch_size: int) -> Workload:
         """The model at one micro-batch size."""
         layout, captured = self.blueprint.layout(micro_batch_size), self.blueprint.compilation.captured
-        owners = owners_of(layout, captured)
+        owners = owners_of(layout.split.units, captured)
         readers: set[Unit] = {
             graph.unit
             for graph in layout.split.units
@@ -106,7 +106,7 @@ class Sketch:
 
 
 def workload_of(
-    layout: Layout,
+    layout: SpecializedModel,
     sizes: Sequence[UnitSize],
     *,
     name: str = "model",
@@ -144,7 +144,7 @@ def workload_of(
     )
 
 
-def sizes_of(layout: Layout, owners: Mapping[int, Unit], num_components: int) -> tuple[UnitSize, ...]:
+def sizes_of(layout: SpecializedModel, owners: Mapping[int, Unit], num_components: int) -> tuple[UnitSize, ...]:
     """What each unit has to place, read off the capture: the parameters `owners` names, by input index."""
     specs = {
         source.index: spec
@@ -174,7 +174,7 @@ def sizes_of(layout: Layout, owners: Mapping[int, Unit], num_components: int) ->
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _cost(layout: Layout, graph: UnitGraph) -> UnitCost:
+def _cost(layout: SpecializedModel, graph: UnitGraph) -> UnitCost:
     """Of the code that runs, where there is one: a unit on the meta device has none."""
     code = layout.sized.codes[graph.unit]
     if isinstance(code, Differentiated) and all(spec.device.type != "meta" for spec in graph.specs):

@@ -20,9 +20,9 @@ from torch._dynamo.exc import TorchDynamoException
 
 from gs_compile.capture.dynamo import capture, ignore_logging
 from gs_compile.capture.graph import Captured
-from gs_compile.codegen.compiled import Compilation, Layout
+from gs_compile.codegen.compiled import Compilation, SpecializedModel
+from gs_compile.codegen.parameters import kept_dtype
 from gs_compile.errors import CaptureError, GreedySnakeError, InspectionError
-from gs_compile.model.layout import kept_dtype
 from gs_compile.options import Options
 from gs_compile.program.ir import Schedule
 
@@ -41,7 +41,7 @@ class Blueprint:
     sizes: Mapping[str, int]  # symbolic sizes beside the batch
     num_layers: int
 
-    def layout(self, micro_batch_size: int) -> Layout:
+    def layout(self, micro_batch_size: int) -> SpecializedModel:
         """What the passes make of it at one size."""
         if not self.compilation.captured.batch_symbols:
             raise CaptureError(
@@ -246,7 +246,7 @@ def _is_equal(left: Any, right: Any) -> bool:
 PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, torch.dtype, torch.device, torch.Size)
 
 
-def _is_alike(layout: Layout) -> bool:
+def _is_alike(layout: SpecializedModel) -> bool:
     """Whether the blocks that were captured can stand for more of them."""
     layers_of_a_block = 1 + layout.split.halved
     captured, kinds = layout.split.num_layers, len(layout.uniform.layer_classes)

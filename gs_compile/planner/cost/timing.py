@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gs_compile.capture.graph import TensorSpec, UnitGraph
-from gs_compile.codegen.compiled import Layout
+from gs_compile.codegen.compiled import SpecializedModel
 from gs_compile.placement.workload import UnitCost, Workload
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit, height
 from gs_compile.runtime.units import Accumulator, CompiledUnits, MicroBatch
@@ -27,7 +27,7 @@ MOST_RUNS = 15  # of one function; the median of these is not moved by a few tha
 SEED = 0
 
 
-def timed(workload: Workload, layout: Layout, *, seconds: float = 2.0) -> Workload:
+def timed(workload: Workload, layout: SpecializedModel, *, seconds: float = 2.0) -> Workload:
     """`workload`, which is `layout`'s, with the seconds of each unit's forward and backward; a class is run once.
 
     seconds: how long all runs take together, without the first of each; one run each is made at any rate.
@@ -42,7 +42,7 @@ def timed(workload: Workload, layout: Layout, *, seconds: float = 2.0) -> Worklo
     return replace(workload, costs=costs)
 
 
-def _timed(workload: Workload, layout: Layout, unit: UnitGraph, share: float) -> UnitCost:
+def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share: float) -> UnitCost:
     """The cost of one unit; there are no seconds for one whose sizes depend on the data."""
     cost = workload.costs[unit.unit]
     if any(-1 in spec.shape for spec in (*unit.specs, *unit.result_specs)):
@@ -64,7 +64,7 @@ def _timed(workload: Workload, layout: Layout, unit: UnitGraph, share: float) ->
 class _Trial:
     """One unit and made-up values for all that it reads."""
 
-    def __init__(self, layout: Layout, unit: UnitGraph) -> None:
+    def __init__(self, layout: SpecializedModel, unit: UnitGraph) -> None:
         self.unit = unit
         self.device = next((spec.device for spec in unit.specs if spec.shape), torch.device("cpu"))
         assert self.device.type != "meta", "there is no code to run on the meta device"

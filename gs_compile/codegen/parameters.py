@@ -1,0 +1,55 @@
+"""The parameters of a captured model: the unit of each, the dtype it is kept in, and what it takes on the tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from gs_compile.capture.graph import Captured, UnitGraph
+from gs_compile.options import Options
+from gs_compile.placement.placement import QUANTUM
+from gs_compile.placement.workload import UnitSize
+from gs_compile.program.ir import TIED, Unit
+
+
+def owners_of(units: Sequence[UnitGraph], captured: Captured) -> dict[int, Unit]:
+    """The unit of each parameter, by input index: "t" for those that several units read."""
+    owners: dict[int, Unit] = {}
+    for graph in units:
+        for source in graph.sources:
+            if source.kind == "input" and captured.inputs[source.index].role == "parameter":
+                known = owners.setdefault(source.index, graph.unit)
+                if known != graph.unit:
+                    owners[source.index] = TIED
+    return owners
+
+
+def kept_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:
+    """The dtype in which a parameter is computed with, and kept beside its master."""
+    narrow = options.precision == "bf16" and parameter.dtype.is_floating_point
+    return torch.bfloat16 if narrow else parameter.dtype
+
+
+def size_of(
+    unit: Unit, trained: Iterable[int], frozen: Iterable[int], dtype: torch.dtype, num_components: int
+) -> UnitSize:
+    """The size of a unit whose parameters have `trained` and `frozen` elements each.
+
+    num_components: of the optimizer's state, besides a master.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    return UnitSize(
+        unit,
+        tuple(map(padded, trained)),
+        tuple(map(padded, frozen)),
+        dtype.itemsize,
+        wide.itemsize,
+        wide.itemsize * (num_components + (dtype != wide)),
+        dtype != wide,
+    )
+
+
+def padded(numel: int) -> int:
+    """The elements that a parameter takes in its unit's flat buffer."""
+    return -(-numel // QUANTUM) * QUANTUM
