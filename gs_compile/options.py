@@ -103,7 +103,7 @@ class Expert:
     snake: alternate the micro-batch order from layer to layer.
     alpha: the fraction of every optimizer step that is put off to the next forward, 0 to 1; None: chosen by us.
     clip: with max_grad_norm, when updates run: "delayed" all wait for the norm and run in the next forward; those that
-        are "speculative" run beside the backward and are taken back if the norm says so; None: chosen by us, and
+        are "speculative" run beside the backward and are rolled back if the norm says so; None: chosen by us, and
         "speculative" with an alpha below 1.
     ratios: what stays in host memory: a `Ratios`, or a dict of its fields, such as {"checkpoint": 1.0}.
     separate_device: on a CPU, copy to and from a device that is memory of its own, as a GPU's is; for tests.

@@ -14,17 +14,17 @@ PLACED_KINDS = frozenset({"w", "s", "dw", "scale"})  # of placed units these com
 
 
 def free(
-    program: Program, *, keep: Iterable[Value] = (), placement: Placement | None = None, late: bool = True
+    program: Program, *, outputs: Iterable[Value] = (), placement: Placement | None = None, late: bool = True
 ) -> Program:
     """The same program with `free(value)` right after the last operation that uses the value, and its planned peaks.
 
     A value that nothing uses ends where it is defined. One that is defined again, as what is fetched twice is, ends
-    after the last use before that. Values in `keep` are never freed in this program: they are results too, such as the
-    hidden states that a model returns. With `placement` all tiers are freed, but for what lives on from step to step;
-    `late` says whether gradients are left for the next step.
+    after the last use before that. Values in `outputs` are never freed in this program: they are results too, such as
+    the hidden states that a model returns. With `placement` all tiers are freed, but for what lives on from step to
+    step; `late` says whether gradients are left for the next step.
     """
     placement = placement or Placement()
-    kept = frozenset(keep) | placement.homes(late=late)
+    kept = frozenset(outputs) | placement.homes(late=late)
     ends = _ends(program.ops, kept, placement)
     ops = tuple(_with_frees(program.ops, ends))
     peaks = placement.peaks(ops) if placement.x_nbytes else ()

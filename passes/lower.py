@@ -45,27 +45,27 @@ def lower(
     shape: StepShape | None = None,
     schedule: Schedule = "vertical",
     snake: bool = True,
-    keep: Iterable[Value] = (),
+    outputs: Iterable[Value] = (),
     placement: Placement | None = None,
     late: bool = False,
-    again: bool = True,
+    redo: bool = True,
     verified: bool = True,
 ) -> list[Program]:
     """Every snapshot from the schedule's pass to the program that runs, which is the last; `made_by` names each.
 
     All are verified, but for candidates that will not run (`verified=False`). A `placement` has a schedule of its own,
     and what does not train is always vertical: each unit is loaded once. `snake=False` leaves that pass out, as the
-    horizontal order does; values in `keep` are not freed. Without a `placement` everything stays on the device. `late`:
-    the step before has left gradients that wait for their update; `again`: those of speculative ones among them.
+    horizontal order does; values in `outputs` are not freed. Without a `placement` everything stays on the device.
+    `late`: the step before has left gradients that wait for their update; `redo`: those of speculative ones among them.
     """
-    kept = frozenset(keep)
+    kept = frozenset(outputs)
     leaves_late = placement is not None and placement.has_late and (shape is None or shape.training)
     options: dict[str, dict[str, Any]] = {
-        "overlap": {"placement": placement, "late": late, "again": again},
-        "offload": {"placement": placement, "keep": kept},
+        "overlap": {"placement": placement, "late": late, "redo": redo},
+        "offload": {"placement": placement, "outputs": kept},
         "pipeline": {"placement": placement},
-        "lifetime": {"keep": kept, "placement": placement, "late": leaves_late},
-        "free": {"keep": kept, "placement": placement, "late": leaves_late},
+        "lifetime": {"outputs": kept, "placement": placement, "late": leaves_late},
+        "free": {"outputs": kept, "placement": placement, "late": leaves_late},
     }
     trains = shape is None or shape.training
     lay_out = SCHEDULES[placement.schedule if placement else schedule] if trains else vertical
@@ -75,19 +75,19 @@ def lower(
     elif placement.schedule != "lifetime" or not trains:
         left_out |= {"lifetime"}
     program = lay_out(num_layers, num_micro_batches, shape=shape)
-    return rewrite(program, left_out, options, placement, late, again, verified=verified)
+    return rewrite(program, left_out, options, placement, late, redo, verified=verified)
 
 
-def flush(num_layers: int, placement: Placement, *, again: bool = True) -> list[Program]:
+def flush(num_layers: int, placement: Placement, *, redo: bool = True) -> list[Program]:
     """The late updates alone: what brings all parameters up to date between two steps."""
     options: dict[str, dict[str, Any]] = {
-        "overlap": {"placement": placement, "late": True, "again": again},
+        "overlap": {"placement": placement, "late": True, "redo": redo},
         "offload": {"placement": placement},
         "pipeline": {"placement": placement},
         "free": {"placement": placement, "late": False},
     }
     nothing = Program((), num_layers, 1, made_by="vertical")
-    return rewrite(nothing, {"snake", "lifetime"}, options, placement, True, again)
+    return rewrite(nothing, {"snake", "lifetime"}, options, placement, True, redo)
 
 
 def rewrite(
@@ -96,7 +96,7 @@ def rewrite(
     options: dict[str, dict[str, Any]],
     placement: Placement | None,
     late: bool,
-    again: bool,
+    redo: bool,
     *,
     verified: bool = True,
 ) -> list[Program]:
@@ -109,6 +109,6 @@ def rewrite(
             snapshots.append(run(snapshots[-1], **options.get(run.__name__, {})))
             if verified:
                 verify(
-                    snapshots[-1], placement if placement and run.__name__ != "snake" else None, late=late, again=again
+                    snapshots[-1], placement if placement and run.__name__ != "snake" else None, late=late, redo=redo
                 )
     return snapshots

@@ -28,12 +28,12 @@ from gs_compile.placement.placement import Group, Part, Placement, UnitPlacement
 from gs_compile.program.ir import FILL, Op, Program, Stage, Tier, Value, homed
 
 
-def offload(program: Program, *, placement: Placement, keep: Iterable[Value] = ()) -> Program:
-    """The same step with its data on the tiers. Values in `keep` stay on the device: they are results too."""
+def offload(program: Program, *, placement: Placement, outputs: Iterable[Value] = ()) -> Program:
+    """The same step with its data on the tiers. Values in `outputs` stay on the device: they are results too."""
     ops = list(_Units(program, placement).ops())
     if placement.order == "horizontal":
         ops = list(_with_sums(ops, placement))
-    ops = list(_Activations(program.with_ops(ops, "offload"), placement, frozenset(keep)).ops())
+    ops = list(_Activations(program.with_ops(ops, "offload"), placement, frozenset(outputs)).ops())
     return program.with_ops(ops, made_by="offload")
 
 
@@ -63,7 +63,7 @@ class _Units:
                 yield op
             elif op.verb == "gather":
                 yield from self._gather(op, unit)
-            elif op.verb == "keep":
+            elif op.verb == "alias":
                 yield from self._keep(op, unit)
             elif op.verb == "update":
                 yield from self._update(op, unit)
@@ -94,7 +94,7 @@ class _Units:
         """The gradient leaves the device, once; early parts where there is a way to go."""
         left = tuple(unit.gradient(unit.dw[value.part]) for value in op.results)
         if self.placement.keeps_gradient(unit):
-            yield Op("keep", op.reads, op.stage, left)
+            yield Op("alias", op.reads, op.stage, left)
         else:
             everything = tuple(unit.gradient(group) for group in unit.trained())
             yield Op("offload", op.reads, op.stage, everything if self.placement.separate else left)
@@ -102,7 +102,7 @@ class _Units:
     def _update(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
         group = unit.group_of(op.into[0])
         whole, stage, is_late = Value("dw", unit.unit), op.stage, op.stage == FILL
-        gradient, left = unit.gradient(group), unit.trained(*self.placement.waiting(again=True))
+        gradient, left = unit.gradient(group), unit.trained(*self.placement.waiting(redo=True))
         if not is_late and not self.placement.separate:
             gradient = whole
         elif not is_late and group is unit.trained("early")[0] and not left:
@@ -117,7 +117,7 @@ class _Units:
         elif is_late:
             yield from self._move("prefetch", "w", unit, on_ssd, stage)
         yield from self._move("prefetch", "s", unit, [part for part in group.s if part.tier == "ssd"], stage)
-        places = {} if is_late or not self.placement.speculative else dict(unit.alternates(group))
+        places = {} if is_late or not self.placement.speculative else dict(unit.shadows(group))
         there = {home: other for home, other in places.items() if home.tier == "host"}
         into = tuple(there.get(value, value) for value in self._changed(unit, group))
         scale = (Value("scale", tier="host"),) if self.placement.clip and is_late else ()
@@ -130,7 +130,7 @@ class _Units:
                 yield replace(moved, into=tuple(places.get(value, value) for value in moved.into))
 
     def _commit(self, op: Op) -> Iterator[Op]:
-        """Each part in memory or on SSD, as it is at home, and its other place."""
+        """Each part in memory or on SSD, as it is at home, and its shadow copy."""
         unit = self.placement.by_unit[op.into[0].unit or 0]
         homes = (unit.value(v.kind, (unit.w if homed(v).kind == "w" else unit.s)[v.part]) for v in op.into)
         yield Op("commit", (Value("scale", tier="host"),), op.stage, into=tuple(homes))
@@ -178,7 +178,7 @@ def _with_sums(ops: list[Op], placement: Placement) -> Iterator[Op]:
 
 def _sum_to_home(value: Value, stage: Stage, placement: Placement) -> Iterator[Op]:
     assert value.unit is not None
-    yield Op("offload" if placement.separate else "keep", (value,), stage, (_on(value, "host"),))
+    yield Op("offload" if placement.separate else "alias", (value,), stage, (_on(value, "host"),))
     if placement.gradient_home(placement.by_unit[value.unit]) == "ssd":
         yield Op("offload", (_on(value, "host"),), stage, (_on(value, "ssd"),))
 
@@ -187,16 +187,16 @@ def _sum_from_home(value: Value, stage: Stage, placement: Placement) -> Iterator
     assert value.unit is not None
     if placement.gradient_home(placement.by_unit[value.unit]) == "ssd":
         yield Op("prefetch", (_on(value, "ssd"),), stage, (_on(value, "host"),))
-    yield Op("prefetch" if placement.separate else "keep", (_on(value, "host"),), stage, (value,))
+    yield Op("prefetch" if placement.separate else "alias", (_on(value, "host"),), stage, (value,))
 
 
 class _Activations:
     """Checkpoints and inter-layer gradients."""
 
-    def __init__(self, program: Program, placement: Placement, keep: frozenset[Value]) -> None:
+    def __init__(self, program: Program, placement: Placement, outputs: frozenset[Value]) -> None:
         self.program = program
         self.placement = placement
-        self.keep = keep
+        self.outputs = outputs
         self.stages = [op.stage for op in program.ops]
         self.users: dict[Value, list[int]] = {}
         for index, op in enumerate(program.ops):
@@ -250,7 +250,7 @@ class _Activations:
         return before not in (self.definitions[value], *self.users[value])
 
     def _stays(self, value: Value) -> bool:
-        return value in self.keep or self._has_home(value, "device")
+        return value in self.outputs or self._has_home(value, "device")
 
     def _on_ssd(self, value: Value) -> bool:
         return self._has_home(value, "ssd")
@@ -263,10 +263,10 @@ class _Activations:
 
     def _offload(self, value: Value, stage: Stage) -> Op:
         copied = self.placement.separate or self._on_ssd(value)
-        return Op("offload" if copied else "keep", (value,), stage, (_on(value, "host"),))
+        return Op("offload" if copied else "alias", (value,), stage, (_on(value, "host"),))
 
     def _prefetch(self, value: Value, stage: Stage) -> Op:
-        return Op("prefetch" if self.placement.separate else "keep", (_on(value, "host"),), stage, (value,))
+        return Op("prefetch" if self.placement.separate else "alias", (_on(value, "host"),), stage, (value,))
 
     def _to_ssd(self, values: list[Value], stage: Stage) -> Iterator[Op]:
         if values:
@@ -276,7 +276,7 @@ class _Activations:
 
     def _from_ssd(self, indices: list[int], stage: Stage) -> Iterator[Op]:
         read = [value for index in indices for value in self.program.ops[index].reads]
-        values = [v for v in dict.fromkeys(read) if v.kind == "x" and v not in self.keep and self._on_ssd(v)]
+        values = [v for v in dict.fromkeys(read) if v.kind == "x" and v not in self.outputs and self._on_ssd(v)]
         values = [value for value in values if stage.phase == "backward"]
         if values:
             values.sort(key=lambda value: value.micro_batch or 0)

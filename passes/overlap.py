@@ -9,7 +9,7 @@
 After this pass a unit's parameters are parts, which updates change, and exist as a whole (`gather`) only for the
 stages that use them. Everything is still on the device.
 
-Speculative updates read what is at home and write to other places, so that nothing has to be undone: unless `commit`
+Speculative updates read what is at home and write to shadow copies, so that nothing has to be undone: unless `commit`
 makes these the homes, the next step finds what this one has found, and all gradients, and updates everything late.
 """
 
@@ -23,24 +23,24 @@ from gs_compile.placement.placement import Group, Placement, UnitPlacement
 from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Value
 
 
-def overlap(program: Program, *, placement: Placement, late: bool = False, again: bool = True) -> Program:
+def overlap(program: Program, *, placement: Placement, late: bool = False, redo: bool = True) -> Program:
     """The same step with the optimizer in it; `late`: the step before has left gradients that wait for their update.
 
-    The first step after a start, or after all updates were brought to an end, is without late ones. `again`: of updates
+    The first step after a start, or after all updates were brought to an end, is without late ones. `redo`: of updates
     that are speculative the gradients were left too, as they did not hold.
     """
     early = any(unit.trained("early") for unit in placement.units)
     waits = placement.clip and not placement.speculative
     assert not (waits and early), "with clipping all updates are late: they wait for the norm of all gradients"
-    return program.with_ops(_ops(program, placement, late, again), made_by="overlap")
+    return program.with_ops(_ops(program, placement, late, redo), made_by="overlap")
 
 
-def _ops(program: Program, placement: Placement, late: bool, again: bool) -> Iterator[Op]:
+def _ops(program: Program, placement: Placement, late: bool, redo: bool) -> Iterator[Op]:
     used = {op.unit for op in program.ops if op.micro_batch is not None}
     complete = _completions(program)
     if late:
         for unit in sorted(placement.units, key=lambda unit: _first_use(program, unit)):
-            for group in unit.trained(*placement.waiting(again=again)):
+            for group in unit.trained(*placement.waiting(redo=redo)):
                 yield _update(unit, group, Value("dw", unit.unit, part=group.letter), placement, FILL)
     for stage, ops in program.stages():
         for unit in _read(ops, placement):
@@ -63,9 +63,9 @@ def _step(unit: UnitPlacement, placement: Placement, stage: Stage) -> Iterator[O
     """What follows once a unit's gradient is complete."""
     gradient = Value("dw", unit.unit)
     yield Op("norm", (gradient,), stage, (Value("norm", unit.unit),))
-    left = unit.trained(*placement.waiting(again=True))
+    left = unit.trained(*placement.waiting(redo=True))
     if left:
-        yield Op("keep", (gradient,), stage, tuple(Value("dw", unit.unit, part=group.letter) for group in left))
+        yield Op("alias", (gradient,), stage, tuple(Value("dw", unit.unit, part=group.letter) for group in left))
     for group in unit.trained("early"):
         update = _update(unit, group, gradient, placement, stage)
         yield _speculative(update, unit, group) if placement.speculative else update
@@ -78,7 +78,7 @@ def _update(unit: UnitPlacement, group: Group, gradient: Value, placement: Place
 
 
 def _speculative(update: Op, unit: UnitPlacement, group: Group) -> Op:
-    """The update before the scale is known: from what is at home to other places."""
+    """The update before the scale is known: from what is at home to shadow copies."""
     places = dict(_on_device(unit, group))
     into = tuple(places.get(value, value) for value in update.into)
     return replace(update, reads=(*update.reads[:1], *places), into=into)
@@ -91,7 +91,7 @@ def _commit(unit: UnitPlacement) -> Iterator[Op]:
 
 
 def _on_device(unit: UnitPlacement, group: Group) -> Iterator[tuple[Value, Value]]:
-    for pair in unit.alternates(group):
+    for pair in unit.shadows(group):
         home, other = (replace(value, tier="device") for value in pair)
         yield home, other
 

@@ -117,11 +117,11 @@ class _Clock:
         value = (*op.results, *op.into, *op.reads)[0]
         tiers = ((*op.reads, value)[0].tier, (*op.results, *op.into, value)[0].tier)
         match op.verb, value.kind, tiers:
-            case "keep", "dw", ("host", "device"):
+            case "alias", "dw", ("host", "device"):
                 return Slot(here)
-            case (("norm" | "keep" | "clip"), ("norm" | "dw" | "scale"), _):
+            case (("norm" | "alias" | "clip"), ("norm" | "dw" | "scale"), _):
                 return Slot(here, self._size(here), AFTER)
-            case "keep", _, _:
+            case "alias", _, _:
                 return self._beside(index, op, value, ahead=0)
             case (("prefetch" | "offload"), ("x" | "dx"), (("host", "device") | ("device", "host"))):
                 return self._beside(index, op, value, ahead=1)

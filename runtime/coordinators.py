@@ -97,14 +97,14 @@ class Parameters:
         return Flat(self.zones[unit.unit].tensor[part.start : part.stop])
 
     def other(self, unit: UnitPlacement, part: Part) -> Flat | Region:
-        """Another place for a part, by itself."""
+        """The shadow copy of a part, by itself."""
         if part.tier == "host":
             return self.setting.flat(part.numel, self.setting.dtypes[unit.unit], "parameters")
         nbytes = part.numel * unit.itemsize
         return Region(self.setting.extent(f"aw{unit.unit}-{part.letter}", nbytes, kind="w"), 0, nbytes)
 
     def commit(self, home: Flat, other: Flat) -> None:
-        """Bring home what is in the other place of a part: a unit's host zone stays in one piece."""
+        """Bring home the shadow copy of a part: a unit's host zone stays in one piece."""
         home.tensor.copy_(other.tensor)
 
     def allocate(self, value: Value) -> Flat:

@@ -163,12 +163,12 @@ class TieredExecutor:
                     contents.append(self.tiers.optimizer.zeros(value, self.bindings.parameters[value.unit]))
                 case "zeros", _:
                     contents.append(self.units.zeros(value))
-                case "keep", "dw" if value.tier == "device":
+                case "alias", "dw" if value.tier == "device":
                     assert value.unit is not None
                     contents.append(
                         self.tiers.optimizer.keep_sum(value, reads[0], self.bindings.parameters[value.unit])
                     )
-                case "keep", "dw":
+                case "alias", "dw":
                     contents.append(self.tiers.optimizer.keep(value, reads[0]))
                 case _:
                     contents.append(self.tiers.inter_layer.keep(value, reads[0]))
@@ -176,10 +176,10 @@ class TieredExecutor:
             self._on(value).define(value, content, _joined(op, ready))
 
     def _commit(self, op: Op) -> None:
-        """Make other places the homes, if what is there holds; parameters in a zone are copied, beside what follows."""
+        """Make shadow copies the homes if they are confirmed; parameters in a zone are copied, beside what follows."""
         assert self.record is not None
         board = self.tiers.board
-        for home, other in zip(op.into[::2], op.into[1::2], strict=True) if self.record.holds else ():
+        for home, other in zip(op.into[::2], op.into[1::2], strict=True) if self.record.confirmed else ():
             if home.kind == "s" or home.tier == "ssd" or self.placement.separate:
                 board.swap(home, other)
                 continue

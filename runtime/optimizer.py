@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gs_compile.placement.placement import Group, Part, UnitPlacement
-from gs_compile.program.ir import ALTERNATES, Op, Unit, Value, homed
+from gs_compile.program.ir import SHADOWS, Op, Unit, Value, homed
 from gs_compile.runtime.coordinators import Binding, Setting, on_this_stream, transfer
 from gs_compile.runtime.kernels import CHUNK, Rule, sum_of_squares
 from gs_compile.runtime.store import Extent
@@ -52,7 +52,7 @@ class StepRecord:
             self.scale = min(1.0, (self.max_grad_norm / (norm + 1e-6)).item())
 
     @property
-    def holds(self) -> bool:
+    def confirmed(self) -> bool:
         """Whether what was updated before the scale was known is what it should be."""
         return not self.skipped and self.scale == 1.0
 
@@ -81,7 +81,7 @@ class OptimizerStep:
     def home(self, unit: UnitPlacement, part: Part, kind: str = "s") -> Flat | Region:
         """A part of the state where it lives: component after component; zero until it is written.
 
-        kind: "as" for its other place.
+        kind: "ss" for its shadow copy.
         """
         numel = part.numel * self.recipe.num_components[unit.unit]
         dtype = self.state_dtype(unit.unit)
@@ -195,7 +195,7 @@ class OptimizerStep:
         unit, gradient = self.setting.unit(op.into[0]), reads[0]
         group = unit.group_of(op.into[0])
         flats = {(homed(value).kind, value.part): flat.tensor for value, flat in zip(op.into, targets, strict=True)}
-        kept = {(v.kind, v.part): flat.tensor for v, flat in zip(op.reads, reads, strict=True) if v.kind in ALTERNATES}
+        kept = {(v.kind, v.part): flat.tensor for v, flat in zip(op.reads, reads, strict=True) if v.kind in SHADOWS}
         is_whole = isinstance(gradient, Gradient) or self.setting.placement.keeps_gradient(unit)
         sums = gradient.flat if isinstance(gradient, Gradient) else gradient.tensor
         for piece in self._in_chunks(unit, group) if kept else self._pieces(unit, group):

@@ -142,7 +142,7 @@ class Tiers:
                 self._make_others(unit, group)
 
     def _make_others(self, unit: UnitPlacement, group: Group) -> None:
-        for home, other in unit.alternates(group):
+        for home, other in unit.shadows(group):
             if home.kind == "s":
                 self.board.define(other, self.optimizer.home(unit, unit.s[home.part], other.kind))
             else:
@@ -235,7 +235,7 @@ class Tiers:
     def leave(self, record: StepRecord) -> None:
         """Close a step: what its late updates need is there until they have run, and nothing else of it."""
         placement = self.placement
-        waits = placement.homes(late=True, again=placement.takes_back(holds=record.holds))
+        waits = placement.homes(late=True, redo=placement.rolls_back(confirmed=record.confirmed))
         is_over = all(value.kind != "dw" for value in waits)
         for value in placement.homes(late=True) - (placement.homes(late=False) if is_over else waits):
             self.board.free(value)

@@ -224,7 +224,7 @@ class TieredToy(Toy):
     def clip(self, norms: Sequence[Tensor]) -> Tensor:
         return (MAX_NORM / torch.stack(list(norms)).sum().sqrt()).clamp(max=1.0)
 
-    def holds(self, scale: Tensor) -> bool:
+    def confirmed(self, scale: Tensor) -> bool:
         return bool(scale == 1.0)
 
     def update(self, reads: Mapping[Value, Any], into: Mapping[Value, Tensor]) -> None:
@@ -322,24 +322,24 @@ def train(
     `modes`: of each step, whether it trains or evaluates. Each step is the program that the pass `made_by` makes.
     """
     on_device = made_by == "overlap"
-    late, again = False, True
+    late, redo = False, True
     results = []
     toy = TieredToy(num_layers, num_micro_batches, shape, placement=placement)
     home = toy.home(on_device)
     for number, training in enumerate((*modes, None)):
         if training is None:
-            snapshots = flush(num_layers, placement, again=again) if late else []
+            snapshots = flush(num_layers, placement, redo=redo) if late else []
         else:
             mode = replace(shape, training=training)
             toy = TieredToy(num_layers, num_micro_batches, mode, seed=number, placement=placement)
-            snapshots = lower(num_layers, num_micro_batches, shape=mode, placement=placement, late=late, again=again)
+            snapshots = lower(num_layers, num_micro_batches, shape=mode, placement=placement, late=late, redo=redo)
         if snapshots:
             late = bool(training) and placement.has_late
             values = reference(after(snapshots, made_by), toy, home | toy.given())
             results.append({value.name: content for value, content in values.items() if value.kind in ("loss", "y")})
             there = {**home, **values}
-            again = not placement.speculative or not late or bool(there[_scale(on_device)] != 1.0)
-            homes = placement.homes(late=late, again=again)
+            redo = not placement.speculative or not late or bool(there[_scale(on_device)] != 1.0)
+            homes = placement.homes(late=late, redo=redo)
             late = late and any(value.kind == "dw" for value in homes)
             if on_device:  # no memory is reclaimed there
                 homes = {replace(value, tier="device") for value in homes | placement.homes(late=False)}

@@ -152,7 +152,7 @@ class Compilation:
                 shape=shape,
                 schedule=self.options.expert.schedule,
                 snake=self.options.expert.snake,
-                keep=keep,
+                outputs=keep,
             )
             self.seconds += time.perf_counter() - start
         self.remember(layout, shape, self.programs[key])

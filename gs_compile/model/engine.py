@@ -170,8 +170,8 @@ class Engine(Keeper):
         placement = self.planning.sized(layouts, shape)
         self._latest = placement, shape
         pending = self.tiers.pending if training and placement.has_late else None
-        again = pending is not None and placement.takes_back(holds=pending.holds)
-        self.programs = self.planning.programs(placement, shape, late=pending is not None, again=again)
+        redo = pending is not None and placement.rolls_back(confirmed=pending.confirmed)
+        self.programs = self.planning.programs(placement, shape, late=pending is not None, redo=redo)
         bindings = self.members.bindings(layouts[0], args)
         executor = TieredExecutor(self.tiers, placement, self.programs[-1], units, inputs, bindings)
         if training:
@@ -215,7 +215,7 @@ class Engine(Keeper):
         self._refuse_unfinished()
         pending = self.tiers.pending
         if pending is not None:
-            program = self.planning.flush(again=self.placement.takes_back(holds=pending.holds))
+            program = self.planning.flush(redo=self.placement.rolls_back(confirmed=pending.confirmed))
             nothing = Bindings({unit.unit: () for unit in self.placement.units}, {})
             executor = TieredExecutor(self.tiers, self.placement, program, None, {}, nothing)  # type: ignore[arg-type]
             executor.backward()

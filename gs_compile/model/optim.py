@@ -52,7 +52,7 @@ class StepInfo:
     number: int  # of steps taken so far, this one included if it was not skipped
     grad_norm: float  # of all gradients together, before clipping
     skipped: bool  # a gradient was not finite: nothing was changed
-    taken_back: bool  # updates were speculative, and did not hold: they run again, if at all, in the next forward
+    rolled_back: bool  # updates were speculative, and did not hold: they run again, if at all, in the next forward
     num_skipped: int  # steps skipped so far
     lanes: Mapping[str, Total]  # seconds busy, and bytes by kind, of every lane since the step before
 
@@ -60,7 +60,7 @@ class StepInfo:
 class TieredOptimizer(torch.optim.Optimizer):
     """The base of the optimizers of this package; `max_grad_norm` clips the norm of all gradients together.
 
-    With `max_grad_norm` updates wait for that norm and run in the next forward, or are taken back if it says so
+    With `max_grad_norm` updates wait for that norm and run in the next forward, or are rolled back if it says so
     (`expert.clip`), and a step whose gradients are not finite is skipped as a whole, its state untouched; infinity
     clips nothing, but skips.
     """
@@ -143,9 +143,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             if record.skipped:
                 self._warn(record.updated)
             lanes = self.engine.tiers.trace.totals(reset=True)
-            taken_back = self.engine.placement.takes_back(holds=record.holds)
+            rolled_back = self.engine.placement.rolls_back(confirmed=record.confirmed)
             self.last_step = StepInfo(
-                self.num_steps, record.grad_norm, record.skipped, taken_back, self.num_skipped, lanes
+                self.num_steps, record.grad_norm, record.skipped, rolled_back, self.num_skipped, lanes
             )
         return loss
 

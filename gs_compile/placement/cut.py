@@ -33,7 +33,7 @@ def cut_units(
 ) -> Placement:
     """The placement that ratios and alpha describe. No update takes more elements at a time than a whole layer has.
 
-    speculative: early updates do not wait for the scale of clipping, and are taken back if they should have.
+    speculative: early updates do not wait for the scale of clipping, and are rolled back if they should have.
     gradient_ratio: of the gradient sums of the horizontal order; None: all in host memory.
     device_ratios: what part of "parameter" and "checkpoint" lives on a device with memory of its own. Whole tensors do:
         what one unit is short of its part, the next ones may have on top.

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from gs_compile.program.ir import ALTERNATES, ORDERS, Op, Order, Schedule, Tier, Unit, Value, homed
+from gs_compile.program.ir import ORDERS, SHADOWS, Op, Order, Schedule, Tier, Unit, Value, homed
 
 # Elements. Cuts are at multiples, so that a part begins on a 4 KiB page in 16 bits and in 32, and that the optimizer's
 # vector code takes every element the same way wherever a unit is cut.
@@ -109,13 +109,13 @@ class UnitPlacement:
         """The value that a part is, at its home or on another tier."""
         return Value(kind, self.unit, tier=tier or part.tier, part=part.letter)
 
-    def alternates(self, group: Group) -> tuple[tuple[Value, Value], ...]:
-        """The parts of a group, at home, that an update needs to be done again, and the other place of each.
+    def shadows(self, group: Group) -> tuple[tuple[Value, Value], ...]:
+        """The parts of a group, at home, that an update needs to be done again, and the shadow copy of each.
 
         A narrow parameter is not among them: it follows from its master.
         """
         parts = [("s", part) for part in group.s] + [("w", part) for part in group.w if not self.has_master]
-        return tuple((self.value(kind, part), self.value(ALTERNATES[kind], part)) for kind, part in parts)
+        return tuple((self.value(kind, part), self.value(SHADOWS[kind], part)) for kind, part in parts)
 
     def gradient(self, group: Group) -> Value:
         return Value("dw", self.unit, tier="host", part=group.letter)
@@ -141,8 +141,8 @@ class Placement:
     separate: the device has memory of its own; otherwise it is the host's, and nothing is copied between them but
         what has to be collected for the SSD.
     clip: late updates wait for the scale that follows from all gradients' norms.
-    speculative: early ones do not; should gradients have to be scaled, they are taken back and are late ones too. What
-        they make stands in other places than what they made it from, until the scale is known.
+    speculative: early ones do not; should gradients have to be scaled, they are rolled back and are late ones too. What
+        they make goes to shadow copies until the scale is known.
     x_nbytes, side_nbytes: of the checkpoint, and of the side inputs, of each micro-batch.
     schedule: the order of a training step.
     device_checkpoint_ratio: of the checkpoints, how many stay in memory of the device's own.
@@ -168,7 +168,7 @@ class Placement:
         on_device = self.device_checkpoint_ratio or any(unit.num_resident for unit in self.units)
         assert self.separate or not on_device, "the device has no memory of its own for anything to live in"
         assert self.checkpoint_ratio + self.device_checkpoint_ratio <= 1 + 1e-9, "more checkpoints than there are"
-        assert self.clip or not self.speculative, "without clipping no update is taken back"
+        assert self.clip or not self.speculative, "without clipping no update is rolled back"
 
     @property
     def order(self) -> Order:
@@ -181,11 +181,11 @@ class Placement:
     @cached_property
     def has_late(self) -> bool:
         """Whether a step may leave gradients to the next one."""
-        return any(unit.trained(*self.waiting(again=True)) for unit in self.units)
+        return any(unit.trained(*self.waiting(redo=True)) for unit in self.units)
 
-    def waiting(self, *, again: bool) -> tuple[str, ...]:
-        """The groups whose update is in the next forward; `again`: early ones were taken back, if they may be."""
-        return ("early", "late") if self.speculative and again else ("late",)
+    def waiting(self, *, redo: bool) -> tuple[str, ...]:
+        """The groups whose update is in the next forward; `redo`: early ones were rolled back, if they may be."""
+        return ("early", "late") if self.speculative and redo else ("late",)
 
     def checkpoint_home(self, value: Value) -> Tier:
         """Device, host or SSD, for the input of a layer: the ratios' shares of all of them, spread evenly."""
@@ -207,22 +207,22 @@ class Placement:
         return 1 if self.order == "horizontal" else len(self.x_nbytes)
 
     def speculated(self, unit: UnitPlacement) -> tuple[Group, ...]:
-        """The groups of a unit whose updates may be taken back."""
+        """The groups of a unit whose updates may be rolled back."""
         return unit.trained("early") if self.speculative else ()
 
-    def takes_back(self, *, holds: bool) -> bool:
-        """Whether early updates of a step are taken back, and run again; `holds`: nothing is scaled or skipped."""
-        return self.speculative and not holds and any(self.speculated(unit) for unit in self.units)
+    def rolls_back(self, *, confirmed: bool) -> bool:
+        """Whether early updates of a step are rolled back, and run again; `confirmed`: nothing is scaled or skipped."""
+        return self.speculative and not confirmed and any(self.speculated(unit) for unit in self.units)
 
-    def homes(self, *, late: bool, again: bool = True) -> frozenset[Value]:
-        """What lives on between steps; `late`: gradients wait for their update; `again`: also those of early ones."""
+    def homes(self, *, late: bool, redo: bool = True) -> frozenset[Value]:
+        """What lives on between steps; `late`: gradients wait for their update; `redo`: also those of early ones."""
         found: set[Value] = set()
         for unit in self.units:
             for group in unit.groups:
                 stale = late and group.when == "late"
                 if group in self.speculated(unit):
-                    found.update(other for _, other in unit.alternates(group))
-                if late and group.when in self.waiting(again=again):
+                    found.update(other for _, other in unit.shadows(group))
+                if late and group.when in self.waiting(redo=redo):
                     found.add(unit.gradient(group))
                 found |= {unit.value("s", part) for part in group.s}
                 found |= {unit.value("w", part) for part in group.w if not (stale and self.reclaims(unit, part))}
@@ -239,7 +239,7 @@ class Placement:
             defined.update(op.results)
         placed = ((self.by_unit.get(value.unit), value.part) for value in found if value.unit is not None)
         groups = {unit.dw[part].when for unit, part in placed if unit}
-        return self.homes(late=bool(found), again="early" in groups)
+        return self.homes(late=bool(found), redo="early" in groups)
 
     def reclaims(self, unit: UnitPlacement, part: Part) -> bool:
         """Whether a late part's host memory is free between backward and update (paper, section 4.3).
@@ -266,9 +266,9 @@ class Placement:
                 return (value.unit, "w.host"), (stop - start) * unit.itemsize
             case "w", _:
                 return value, unit.w[value.part].numel * unit.itemsize
-            case "aw", _:
+            case "sw", _:
                 return value, unit.w[value.part].numel * unit.itemsize
-            case (("s" | "as"), _):
+            case (("s" | "ss"), _):
                 return value, unit.s[value.part].numel * unit.state_itemsize
             case "dw", "device":
                 return (value.unit, "dw"), unit.num_trained * unit.gradient_itemsize

@@ -1,8 +1,8 @@
-"""speculation: the laws of updates that may be taken back, which `verify` holds programs to.
+"""speculation: the laws of updates that may be rolled back, which `verify` holds programs to.
 
 * A speculative update changes nothing that is at home and would be needed to do it again: those parts are read, and
-  what it makes of them goes to their other places, or to a copy that was brought from the SSD.
-* Another place is written once, by one update or by the transfer of what one has made, and read by no one.
+  what it makes of them goes to their shadow copies, or to a copy that was brought from the SSD.
+* A shadow copy is written once, by one update or by the transfer of what one has made, and read by no one.
 * Everything that was speculated is committed, once, after all of it is in place; from then on nothing changes.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Iterator, Set
 from dataclasses import replace
 
 from gs_compile.placement.placement import Placement
-from gs_compile.program.ir import ALTERNATES, Op, Unit, Value, homed
+from gs_compile.program.ir import SHADOWS, Op, Unit, Value, homed
 
-OTHER_KINDS = frozenset(ALTERNATES.values())
+SHADOW_KINDS = frozenset(SHADOWS.values())
 
 
 def is_speculative(op: Op) -> bool:
@@ -30,29 +30,29 @@ class Speculation:
             replace(home, tier=None): replace(other, tier=None)
             for unit in placement.units
             for group in placement.speculated(unit)
-            for home, other in unit.alternates(group)
+            for home, other in unit.shadows(group)
         }
         self.homes = placement.homes(late=False)
         self.begun: set[Value] = set()  # parts that have been speculated on, wherever they are
-        self.written: set[Value] = set()  # other places
+        self.written: set[Value] = set()  # shadow copies
         self.committed: set[Value] = set()
 
     def breaks(self, op: Op) -> Iterator[str]:
         """The laws that one operation breaks."""
         for value in op.reads:
-            if value.kind in OTHER_KINDS:
+            if value.kind in SHADOW_KINDS:
                 yield f"{value} is read before it is known whether it holds"
         if op.verb == "commit":
             yield from self._breaks_commit(op)
             return
         for value in op.into:
             part = replace(value, tier=None)
-            if value.kind in OTHER_KINDS:
+            if value.kind in SHADOW_KINDS:
                 if part in self.written:
                     yield f"{value} is written twice"
                 self.written.add(part)
             elif part in self.pairs and value in self.homes and (part in self.begun or is_speculative(op)):
-                yield f"{value} could not be taken back"
+                yield f"{value} could not be rolled back"
         if is_speculative(op):
             parts = {replace(homed(value), tier=None): value for value in op.into}
             yield from (f"{value} is updated twice" for part, value in parts.items() if part in self.begun)

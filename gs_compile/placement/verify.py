@@ -19,30 +19,30 @@ _Place = tuple[int, float]
 
 INPUT_KINDS = frozenset({"batch", "w", "dy"})  # defined before the step begins
 ACCUMULATOR_KINDS = frozenset({"dw", "dside"})  # what zeros makes, and no other verb: so all that `into` may name
-MOVEMENTS = frozenset({"prefetch", "offload", "keep", "gather", "empty"})  # may bring back what has been there before
+MOVEMENTS = frozenset({"prefetch", "offload", "alias", "gather", "empty"})  # may bring back what has been there before
 
 
-def verify(program: Program, placement: Placement | None = None, *, late: bool = False, again: bool = True) -> None:
+def verify(program: Program, placement: Placement | None = None, *, late: bool = False, redo: bool = True) -> None:
     """Raise ProgramError unless `program` is well-formed; the error says pass, line, operation and value:
 
         after snake, line 19: x2_0.device = forward(x1_0.device, w1.device): x1_0.device was freed
 
     The line is that of the unfolded text. One walk over the operations, so checking is as cheap as printing.
-    With a `placement`, what it says of homes and of late updates (`late`: the step before has left gradients, `again`:
+    With a `placement`, what it says of homes and of late updates (`late`: the step before has left gradients, `redo`:
     those of speculative updates too) holds too: what is there at the start and at the end, each part of a unit updated
     once, before its forward or after its gradient, and planned peaks that are true.
     """
-    _Walk(program, placement, late, again).run()
+    _Walk(program, placement, late, redo).run()
 
 
 class _Walk:
     """What is known about each value and stage at one point of the program."""
 
-    def __init__(self, program: Program, placement: Placement | None, late: bool, again: bool) -> None:
+    def __init__(self, program: Program, placement: Placement | None, late: bool, redo: bool) -> None:
         self.program = program
         self.placement = placement
-        self.present = placement.homes(late=late, again=again) if placement else frozenset()
-        waiting = placement.waiting(again=again) if placement and late else ()
+        self.present = placement.homes(late=late, redo=redo) if placement else frozenset()
+        waiting = placement.waiting(redo=redo) if placement and late else ()
         self.waiting = _parts(placement, *waiting) if placement and waiting else set()  # until their late update
         self.speculation = Speculation(placement) if placement and placement.speculative else None
         self.updated: set[Value] = set()
@@ -283,7 +283,7 @@ class _Walk:
     def _is_input(self, value: Value) -> bool:
         """Whether a value is there before the step begins."""
         placed = self.placement is not None and (value.unit in self.placement.by_unit or value.kind == "scale")
-        if not placed or value.kind not in ("w", "s", "aw", "as", "dw", "scale"):
+        if not placed or value.kind not in ("w", "s", "sw", "ss", "dw", "scale"):
             return value.kind in INPUT_KINDS
         if self.program.made_by == "overlap":  # all on the device still
             return bool(value.part) or value.kind == "scale"

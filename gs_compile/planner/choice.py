@@ -122,7 +122,7 @@ class Choice:
         return found.placement, f"{reason}; {found.reason}"
 
     def _predicted(self, program: Program, placement: Placement) -> Prediction:
-        """Of steps none of which is taken back; the memory they are given is that of the program."""
+        """Of steps none of which is rolled back; the memory they are given is that of the program."""
         if placement.speculative:
             program = replace(self.usual(placement), peaks=program.peaks)
         return predict(program, placement, self.workload, self.profile, host_nbytes=self.host_nbytes)
@@ -159,7 +159,7 @@ class Choice:
         seconds = f"{chosen.seconds:.3g} s a step with delayed updates, {other.seconds:.3g} s with speculative ones"
         if other.seconds * GROWTH < chosen.seconds:
             self.speculative = True
-            note = f"Clipping is speculative: {seconds}, of which none is expected to be taken back."
+            note = f"Clipping is speculative: {seconds}, of which none is expected to be rolled back."
             return replace(other, notes=(*other.notes, note))
         return replace(chosen, notes=(*chosen.notes, f"Clipping is delayed: {seconds}."))
 

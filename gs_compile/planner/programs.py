@@ -60,15 +60,15 @@ class Planning:
         """The layout's shape where parameters of the units `tied` are apart."""
         return layout.shape_of(self.sizes, tied, training=training)
 
-    def programs(self, placement: Placement, shape: StepShape, *, late: bool, again: bool) -> tuple[Program, ...]:
-        """Every snapshot of a step; `late`: the step before has left updates; `again`: and some that did not hold."""
-        key = (placement, shape, late, again)
+    def programs(self, placement: Placement, shape: StepShape, *, late: bool, redo: bool) -> tuple[Program, ...]:
+        """Every snapshot of a step; `late`: the step before has left updates; `redo`: and some that did not hold."""
+        key = (placement, shape, late, redo)
         if key not in self._programs:
-            self._programs[key] = self._snapshots(placement, shape, late, again)
+            self._programs[key] = self._snapshots(placement, shape, late, redo)
         return self._programs[key]
 
     def _snapshots(
-        self, placement: Placement, shape: StepShape, late: bool, again: bool, *, verified: bool = True
+        self, placement: Placement, shape: StepShape, late: bool, redo: bool, *, verified: bool = True
     ) -> tuple[Program, ...]:
         return tuple(
             lower(
@@ -78,16 +78,16 @@ class Planning:
                 snake=self.options.expert.snake,
                 placement=placement,
                 late=late,
-                again=again,
+                redo=redo,
                 verified=verified,
             )
         )
 
-    def flush(self, *, again: bool) -> Program:
-        """The late updates alone; `again`: and those that did not hold."""
-        key = ("flush", again)
+    def flush(self, *, redo: bool) -> Program:
+        """The late updates alone; `redo`: and those that did not hold."""
+        key = ("flush", redo)
         if key not in self._programs:
-            self._programs[key] = tuple(flush(self.placement.num_layers, self.placement, again=again))
+            self._programs[key] = tuple(flush(self.placement.num_layers, self.placement, redo=redo))
         return self._programs[key][-1]
 
     def sized(self, layouts: Sequence[SpecializedModel], shape: StepShape) -> Placement:
@@ -130,7 +130,7 @@ class Planning:
         homes, placement = nbytes_by_home(self.placement), self.placement
         kinds = ["parameters", "states", "checkpoints", *(["sums"] if placement.order == "horizontal" else [])]
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
-        others = [homes.get(("other places", tier), 0) for tier in ("host", "ssd")]
+        others = [homes.get(("shadow copies", tier), 0) for tier in ("host", "ssd")]
         peaks = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in program.peaks)
         return "\n".join(
             [
@@ -172,20 +172,20 @@ class Planning:
 
     def _usual(self, placement: Placement, shape: StepShape) -> Program:
         """The program of a step before and after which updates hold, with the end of what it has kept for the case."""
-        program = self._lowered(placement, shape, again=False)
+        program = self._lowered(placement, shape, redo=False)
         if not placement.speculative:
             return program
         over = placement.homes(late=True) - placement.present(program.ops)
         frees = tuple(Op("free", (value,), DRAIN) for value in sorted(over, key=str))
         return replace(program, ops=(*program.ops, *frees))
 
-    def _lowered(self, placement: Placement, shape: StepShape, *, again: bool = True) -> Program:
+    def _lowered(self, placement: Placement, shape: StepShape, *, redo: bool = True) -> Program:
         """The program of a candidate, which is not kept: there are many, and they are large.
 
-        Of all there are it is the one that takes the most memory, or without `again` one whose updates before held.
+        Of all there are it is the one that takes the most memory, or without `redo` one whose updates before held.
         """
-        late = shape.training and any(unit.trained(*placement.waiting(again=again)) for unit in placement.units)
-        return self._snapshots(placement, shape, late, again, verified=False)[-1]
+        late = shape.training and any(unit.trained(*placement.waiting(redo=redo)) for unit in placement.units)
+        return self._snapshots(placement, shape, late, redo, verified=False)[-1]
 
     def _fits(self, placement: Placement, shape: StepShape) -> bool:
         return host_needed(self._lowered(placement, shape)) <= self.host_nbytes

@@ -134,11 +134,11 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
             found["parameters", part.tier] += part.numel * unit.itemsize
         for part in unit.s.values():
             found["states", part.tier] += part.numel * unit.state_itemsize
-        for _, other in (pair for group in placement.speculated(unit) for pair in unit.alternates(group)):
-            found["other places", other.tier or "host"] += placement.slot(other)[1]
+        for _, other in (pair for group in placement.speculated(unit) for pair in unit.shadows(group)):
+            found["shadow copies", other.tier or "host"] += placement.slot(other)[1]
         if placement.order == "horizontal":
             found["sums", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
-        waiting = sum(group.numel for group in unit.trained(*placement.waiting(again=True)))
+        waiting = sum(group.numel for group in unit.trained(*placement.waiting(redo=True)))
         found["late gradients", "host"] += waiting * unit.gradient_itemsize
     for layer, (micro_batch, nbytes) in product(range(placement.num_layers), enumerate(placement.x_nbytes)):
         found["checkpoints", placement.checkpoint_home(Value("x", layer, micro_batch))] += nbytes

@@ -49,11 +49,11 @@ KINDS = {
     "s": "optimizer state of a unit: fp32 master parameters, where the parameters are narrower, and moments",
     "norm": "sum of squares of a unit's gradient",
     "scale": "what clipping multiplies all gradients of a step by",
-    "aw": "another place for parameters: what an update makes that may be taken back",
-    "as": "another place for optimizer state, for the same",
+    "sw": "shadow copy of parameters: what an update makes that may be rolled back",
+    "ss": "shadow copy of optimizer state, for the same",
 }
 
-ALTERNATES = {"w": "aw", "s": "as"}  # the kind of a part's other place
+SHADOWS = {"w": "sw", "s": "ss"}  # the kind of a part's shadow copy
 
 VERBS = {
     "count": "total of the loss's denominators",
@@ -65,19 +65,19 @@ VERBS = {
     "embed_backward": "the prologue again, and its backward",
     "norm": "the sum of squares of a complete gradient",
     "clip": "the scale of all gradients, from all their norms",
-    "commit": "if the scale is one, what is in other places is at home from now on, and what was there is in those",
+    "commit": "if the scale is one, each shadow copy and what it is a copy of change places",
     "update": "the optimizer, on some parts of a unit",
     "prefetch": "movement towards the device",
     "offload": "movement away from the device; with into=, back home",
     "gather": "a unit's parameters from their parts or pieces",
-    "keep": "the same under another name, for later: no copy where that can be",
+    "alias": "the same under another name, for later: no copy where that can be",
     "empty": "memory that is about to be filled",
     "zeros": "a gradient's accumulator",
     "free": "the end of a value",
 }
 
 # What takes no time on any resource of the machine: it happens when issued.
-MEMORY_VERBS = frozenset({"gather", "keep", "empty", "zeros", "free", "commit"})
+MEMORY_VERBS = frozenset({"gather", "alias", "empty", "zeros", "free", "commit"})
 
 # The lanes of transfers, by where from and where to. A lane is first-in-first-out; lanes run side by side.
 TRANSFER_LANES = {
@@ -113,8 +113,8 @@ class Value:
 
 
 def homed(value: Value) -> Value:
-    """The part that an alternate is another place of; any other value itself."""
-    kind = next((kind for kind, other in ALTERNATES.items() if other == value.kind), value.kind)
+    """The part that a value is a shadow copy of; any other value itself."""
+    kind = next((kind for kind, other in SHADOWS.items() if other == value.kind), value.kind)
     return replace(value, kind=kind)
 
 

@@ -55,7 +55,7 @@ class TieredUnits(Units, Protocol):
 
     def clip(self, norms: Sequence[Any]) -> Any: ...
 
-    def holds(self, scale: Any) -> bool:
+    def confirmed(self, scale: Any) -> bool:
         """Whether what was updated without the scale is what it should be."""
 
     def update(self, reads: Mapping[Value, Any], into: Mapping[Value, Any]) -> None:
@@ -82,7 +82,7 @@ def perform(op: Op, units: Units, reads: Sequence[Any], into: Sequence[Any]) -> 
             return (units.zeros(op.results[0]),)
         case "count":
             return (units.count(list(reads)),)
-        case "prefetch" | "offload" | "gather" | "keep" | "empty" | "norm" | "clip" | "update" | "commit":
+        case "prefetch" | "offload" | "gather" | "alias" | "empty" | "norm" | "clip" | "update" | "commit":
             return _perform_on_tiers(op, cast(TieredUnits, units), reads, into)
     contents = zip((*op.reads, *op.into), (*reads, *into), strict=True)
     results: tuple[Any, ...] = getattr(units, op.verb)(
@@ -107,7 +107,7 @@ def _perform_on_tiers(op: Op, units: TieredUnits, reads: Sequence[Any], into: Se
             return ()
         case "commit":
             for home, other in zip(into[::2], into[1::2], strict=True):
-                if units.holds(reads[0]):
+                if units.confirmed(reads[0]):
                     home.copy_(other)
             return ()
         case "gather":
@@ -120,11 +120,11 @@ def _perform_on_tiers(op: Op, units: TieredUnits, reads: Sequence[Any], into: Se
         return (_by_letter(op.reads, reads),)  # a piece of every part; what they are is known once they are together
     for target, content in zip(into, reads, strict=False):
         target.copy_(content)
-    return tuple(content if op.verb == "keep" else _copied(content) for content in reads[: len(op.results)])
+    return tuple(content if op.verb == "alias" else _copied(content) for content in reads[: len(op.results)])
 
 
 def _update(op: Op, units: TieredUnits, reads: dict[Value, Any], into: Sequence[Any]) -> None:
-    """What is read of parameters and state is changed in its other place."""
+    """What is read of parameters and state is changed in its shadow copy."""
     for value, content in zip(op.into, into, strict=True):
         if homed(value) in reads:
             content.copy_(reads.pop(homed(value)))

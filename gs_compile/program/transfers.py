@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gs_compile.program.ir import ALTERNATES, TRANSFER_LANES, Op, Value, homed
+from gs_compile.program.ir import SHADOWS, TRANSFER_LANES, Op, Value, homed
 
 CHANGED_KINDS = frozenset({"w", "s"})  # what an update changes in place, and an offload brings home
 
@@ -30,7 +30,7 @@ def _is_gather(op: Op) -> bool:
     return op.results == (whole,) and not op.into and bool(op.reads) and parts
 
 
-def _is_keep(op: Op) -> bool:
+def _is_alias(op: Op) -> bool:
     same = {(value.kind, value.unit, value.micro_batch) for value in (*op.reads, *op.results)}
     return len(op.reads) == 1 and bool(op.results) and not op.into and len(same) == 1
 
@@ -47,8 +47,7 @@ def _is_update(op: Op) -> bool:
 def _is_commit(op: Op) -> bool:
     homes, others = op.into[::2], op.into[1::2]
     pairs = len(homes) == len(others) and all(
-        other.kind == ALTERNATES.get(home.kind) and homed(other) == home
-        for home, other in zip(homes, others, strict=True)
+        other.kind == SHADOWS.get(home.kind) and homed(other) == home for home, other in zip(homes, others, strict=True)
     )
     return [value.kind for value in op.reads] == ["scale"] and not op.results and bool(homes) and pairs
 
@@ -57,7 +56,7 @@ MOVING: dict[str, Callable[[Op], bool]] = {
     "prefetch": _is_transfer,
     "offload": _is_transfer,
     "gather": _is_gather,
-    "keep": _is_keep,
+    "alias": _is_alias,
     "empty": lambda op: not op.reads and not op.into and [value.kind for value in op.results] == ["w"],
     "norm": lambda op: [v.kind for v in op.reads] == ["dw"] and op.results == (Value("norm", op.reads[0].unit),),
     "clip": lambda op: {v.kind for v in op.reads} == {"norm"} and [v.kind for v in op.results] == ["scale"],
@@ -68,10 +67,10 @@ FORMS = {
     "prefetch": "values of one kind and unit from ssd to host, or from host to device",
     "offload": "values of one kind and unit from device to host, or from host to ssd",
     "gather": "all parts or pieces of one unit's parameters, and defines the whole on the device",
-    "keep": "one value, and defines it under another name",
+    "alias": "one value, and defines it under another name",
     "empty": "nothing, and defines a part of a unit's parameters",
     "norm": "one gradient, and defines its norm",
     "clip": "the norms, and defines the scale",
     "update": "a gradient and, where gradients are clipped, the scale; changes parameters and state of the same unit",
-    "commit": "the scale; changes parts and their other places, in pairs",
+    "commit": "the scale; changes parts and their shadow copies, in pairs",
 }

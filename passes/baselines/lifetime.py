@@ -28,7 +28,7 @@ from gs_compile.program.ir import Op, Program, Stage, Tier, Unit, Value
 
 BACKWARD = 3.0  # forwards that a backward takes: one again, and twice one for its two gradients
 STAYING = frozenset({"w", "x", "dw"})  # kinds; optimizer states go home after each update: that is what is learned
-MOVES = frozenset({"prefetch", "offload", "keep", "gather"})  # what is of no use if nobody reads what it defines
+MOVES = frozenset({"prefetch", "offload", "alias", "gather"})  # what is of no use if nobody reads what it defines
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +58,20 @@ class Period:
         return self.nbytes * self.duration / self.seconds if self.seconds else 0.0
 
 
-def lifetime(program: Program, *, placement: Placement, keep: Iterable[Value] = (), late: bool = True) -> Program:
+def lifetime(program: Program, *, placement: Placement, outputs: Iterable[Value] = (), late: bool = True) -> Program:
     """The same step with fewer journeys, none of its planned peaks above the room's or the horizontal program's own.
 
-    `keep` and `late` are those of `free`. Without a room nothing stays.
+    `outputs` and `late` are those of `free`. Without a room nothing stays.
     """
-    return decide(program, placement=placement, keep=keep, late=late)[0]
+    return decide(program, placement=placement, outputs=outputs, late=late)[0]
 
 
 def decide(
-    program: Program, *, placement: Placement, keep: Iterable[Value] = (), late: bool = True
+    program: Program, *, placement: Placement, outputs: Iterable[Value] = (), late: bool = True
 ) -> tuple[Program, tuple[Period, ...]]:
     """What `lifetime` makes of a program, and every period with what was decided on it."""
     found: list[Period] = []
-    results, room = frozenset(keep), placement.room
+    results, room = frozenset(outputs), placement.room
     budgets: dict[Tier, int] = {}
     if room is not None:
         budgets = {"device": room.device_nbytes} if placement.separate else {}
@@ -89,11 +89,11 @@ class _Timeline:
     """The bytes of a tier after each operation of a program, and the periods in which its tensors are away."""
 
     def __init__(
-        self, program: Program, placement: Placement, tier: Tier, keep: frozenset[Value], *, late: bool
+        self, program: Program, placement: Placement, tier: Tier, outputs: frozenset[Value], *, late: bool
     ) -> None:
         self.placement = placement
         self.tier = tier
-        self.ops = free(program, keep=keep, placement=placement, late=late).ops
+        self.ops = free(program, outputs=outputs, placement=placement, late=late).ops
         self.number = -1  # of the operation in the program without its frees
         self.changes = np.zeros(len(self.ops) + 1, dtype=np.int64)
         self.clock = np.cumsum([_forwards(op) for op in self.ops])
@@ -228,7 +228,7 @@ def _without(program: Program, dropped: set[int], outlives: frozenset[Value], pl
         if index in dropped or (op.verb in MOVES and op.results and wanted.isdisjoint(op.results)):
             continue
         if _is_copied_for_ssd(op, placement) and written.isdisjoint(op.results):
-            op = replace(op, verb="keep")
+            op = replace(op, verb="alias")
         if op.lane == "ssd_write":
             written.update(op.reads)
         wanted.difference_update(op.results)

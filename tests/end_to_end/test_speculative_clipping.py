@@ -56,12 +56,12 @@ def given(storage, ratio, alpha, **others):
 
 
 def trained(rig, given, bound, bad=(), look=()):
-    """Some steps, and whether each was taken back; `bad`: steps, units and what an element of their gradient becomes.
+    """Some steps, and whether each was rolled back; `bad`: steps, units and what an element of their gradient becomes.
 
     look: steps after which all values are read.
     """
     torch.manual_seed(1)
-    losses, norms, taken_back = [], [], []
+    losses, norms, rolled_back = [], [], []
     spoiled = {number: (unit, value) for number, unit, value in bad}
     with pytest.MonkeyPatch.context() as patched, rig.fresh(partial(adamw, max_grad_norm=bound), given) as optimizer:
         norm = OptimizerStep.norm
@@ -80,10 +80,10 @@ def trained(rig, given, bound, bad=(), look=()):
             info = optimizer.last_step
             assert info.skipped == (number in spoiled) == any(w.category is NonFiniteWarning for w in caught)
             norms.append(info.grad_norm)
-            taken_back.append(info.taken_back)
+            rolled_back.append(info.rolled_back)
             if number in look:
                 outcome(rig.model, optimizer, losses, norms)
-        return outcome(rig.model, optimizer, losses, norms), taken_back
+        return outcome(rig.model, optimizer, losses, norms), rolled_back
 
 
 PLACES = [
@@ -103,12 +103,12 @@ PLACES = [
 @pytest.mark.parametrize(("precision", "ratio", "alpha", "separate"), PLACES)
 def test_it_is_delayed_clipping_bit_for_bit(rigs, storage, delayed, precision, ratio, alpha, separate, bound):
     expected, _ = delayed(precision, BOUNDS[bound])
-    found, taken_back = trained(
+    found, rolled_back = trained(
         rigs[precision], given(storage, ratio, alpha, separate_device=separate), BOUNDS[bound], look=(1,)
     )
     assert found.differences(expected) == []
-    assert taken_back == [norm > BOUNDS[bound] for norm in found.norms]
-    assert sum(taken_back) in {"never": [0], "sometimes": [2, 3], "always": [NUM_STEPS]}[bound]
+    assert rolled_back == [norm > BOUNDS[bound] for norm in found.norms]
+    assert sum(rolled_back) in {"never": [0], "sometimes": [2, 3], "always": [NUM_STEPS]}[bound]
 
 
 @pytest.mark.parametrize("schedule", ["horizontal", "lifetime", "single"])
@@ -116,11 +116,11 @@ def test_so_it_is_in_the_other_schedules(storage, schedule):
     rig = Rig(gpt2)
     common = {"schedule": schedule, "separate_device": schedule == "lifetime"}
     expected, _ = trained(rig, options(storage, clip="delayed", **common), BOUNDS["sometimes"])
-    found, taken_back = trained(rig, given(storage, 0.5, 0.3, **common), BOUNDS["sometimes"])
+    found, rolled_back = trained(rig, given(storage, 0.5, 0.3, **common), BOUNDS["sometimes"])
     assert found.differences(expected) == []
-    assert taken_back == [norm > BOUNDS["sometimes"] for norm in found.norms]
-    assert True in taken_back
-    assert False in taken_back
+    assert rolled_back == [norm > BOUNDS["sometimes"] for norm in found.norms]
+    assert True in rolled_back
+    assert False in rolled_back
 
 
 BAD = ((0, "e", math.nan), (2, 1, math.inf), (3, "h", -math.inf), (5, 0, math.nan))
@@ -130,10 +130,10 @@ BAD = ((0, "e", math.nan), (2, 1, math.inf), (3, "h", -math.inf), (5, 0, math.na
 @pytest.mark.parametrize(("precision", "ratio", "alpha", "separate"), PLACES)
 def test_gradients_that_are_not_finite_leave_no_trace(rigs, storage, delayed, precision, ratio, alpha, separate, bound):
     expected, _ = delayed(precision, bound, BAD)
-    found, taken_back = trained(rigs[precision], given(storage, ratio, alpha, separate_device=separate), bound, BAD)
+    found, rolled_back = trained(rigs[precision], given(storage, ratio, alpha, separate_device=separate), bound, BAD)
     assert found.differences(expected) == []
-    assert all(taken_back[number] for number, *_ in BAD)
-    assert bound == 1.15 or sum(taken_back) == len(BAD)
+    assert all(rolled_back[number] for number, *_ in BAD)
+    assert bound == 1.15 or sum(rolled_back) == len(BAD)
 
 
 def test_a_bound_that_changes_from_step_to_step(rigs, storage):
@@ -149,7 +149,7 @@ def test_a_bound_that_changes_from_step_to_step(rigs, storage):
 
 
 def test_what_holds_moves_what_early_updates_move(rigs, storage):
-    """As the program says: other places cost no traffic."""
+    """As the program says: shadow copies cost no traffic."""
 
     def moved(make, chosen):
         with rigs["model"].fresh(make, chosen) as optimizer:
@@ -183,13 +183,13 @@ def test_without_a_bound_nothing_is_speculative(rigs, storage):
     with rigs["model"].fresh(adamw, given(storage, 0.0, 0.0)) as optimizer:
         step(rigs["model"].model, optimizer, tokens(0))
         assert not optimizer.engine.placement.speculative
-        assert not optimizer.last_step.taken_back
+        assert not optimizer.last_step.rolled_back
 
 
 @pytest.mark.parametrize("bound", [1.15, pytest.param(1e6, marks=pytest.mark.slow)])
 def test_the_horizontal_order_clips_so_too(rigs, storage, bound):
     chosen = {"schedule": "horizontal", "separate_device": True}
     expected, _ = trained(rigs["model"], options(storage, clip="delayed", **chosen), bound)
-    found, taken_back = trained(rigs["model"], given(storage, 0.5, 0.3, **chosen), bound)
+    found, rolled_back = trained(rigs["model"], given(storage, 0.5, 0.3, **chosen), bound)
     assert found.differences(expected) == []
-    assert any(taken_back) == (bound < 2)
+    assert any(rolled_back) == (bound < 2)

@@ -95,7 +95,7 @@ def assert_over(model, optimizer, *directories):
 
 
 def maker(chosen):
-    """Where gradients are clipped, each step is: speculative updates are taken back, and run again in the next."""
+    """Where gradients are clipped, each step is: speculative updates are rolled back, and run again in the next."""
     return partial(adamw, max_grad_norm=0.01) if "clip" in chosen else adamw
 
 

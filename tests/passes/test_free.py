@@ -137,7 +137,7 @@ def test_a_value_that_nothing_reads_ends_where_it_is_defined():
 def test_kept_values_are_never_freed():
     x2 = Value("x", 2, 0)
     program = vertical(3, 2)
-    freed = {op.reads[0] for op in free(program, keep={x2}).ops if op.verb == "free"}
+    freed = {op.reads[0] for op in free(program, outputs={x2}).ops if op.verb == "free"}
     assert x2 in {op.reads[0] for op in free(program).ops if op.verb == "free"}
     assert x2 not in freed
     assert Value("x", 2, 1) in freed

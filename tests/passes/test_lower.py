@@ -25,7 +25,7 @@ def test_snake_can_be_left_out():
 
 def test_shape_and_keep_arrive():
     kept = Value("x", 1, 0)
-    last = lower(2, 1, shape=StepShape(training=False), keep=[kept])[-1]
+    last = lower(2, 1, shape=StepShape(training=False), outputs=[kept])[-1]
     assert not any(op.stage.phase == "backward" for op in last.ops)
     assert kept not in {op.reads[0] for op in last.ops if op.verb == "free"}
 

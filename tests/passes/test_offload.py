@@ -129,7 +129,7 @@ offload(seb.host, into=seb.ssd)
 w1a.host, w1b.host, w1c.host = prefetch(w1a.ssd, w1b.ssd, w1c.ssd)
 w1.device = gather(w1a.host, w1b.host, w1c.host)
 dw1.device = zeros()
-x1_0.device = keep(x1_0.host)
+x1_0.device = alias(x1_0.host)
 dx1_0.device = backward(x1_0.device, dx2_0.device, w1.device, into=dw1.device)
 norm1.device = norm(dw1.device)
 dw1b.host = offload(dw1.device)
@@ -143,7 +143,7 @@ x0_0.host = prefetch(x0_0.ssd)
 w0a.host, w0b.host = prefetch(w0a.ssd, w0b.ssd)
 w0.device = gather(w0a.host, w0b.host)
 dw0.device = zeros()
-x0_0.device = keep(x0_0.host)
+x0_0.device = alias(x0_0.host)
 dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
 norm0.device = norm(dw0.device)
 dw0b.host = offload(dw0.device)
@@ -195,7 +195,7 @@ we.device = gather(wea.host, web.host)
 dwe.device = zeros()
 embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
 norme.device = norm(dwe.device)
-dwea.host = keep(dwe.device)
+dwea.host = alias(dwe.device)
 """,
         )
 
@@ -224,7 +224,7 @@ def test_one_memory_copies_only_what_is_collected(step, options):
 def test_kept_values_stay_on_the_device():
     kept = Value("x", 1, 0)
     placement = place(2, 2, options=SMALL)
-    programs = [lower(2, 2, placement=placement, keep=keep)[-1] for keep in ([], [kept])]
+    programs = [lower(2, 2, placement=placement, outputs=keep)[-1] for keep in ([], [kept])]
     moved = [{(v.kind, v.unit, v.micro_batch) for op in p.ops if op.lane == "d2h" for v in op.reads} for p in programs]
     assert moved[0] - moved[1] == {("x", 1, 0)}
     assert kept not in {op.reads[0] for op in programs[1].ops if op.verb == "free"}

@@ -146,7 +146,7 @@ def test_within_one_memory_a_copy_is_two_passes():
     assert copy == Price(1000, 0.0, 2 * 1000 / 1e12)
 
 
-@pytest.mark.parametrize("verb", ["gather", "keep", "empty", "free"])
+@pytest.mark.parametrize("verb", ["gather", "alias", "empty", "free"])
 def test_memory_under_another_name_costs_nothing(verb):
     placement = place(2, 2, PLAIN, Options(separate=False, checkpoint_ratio=1.0))
     found = [each for op, each in prices(lower(2, 2, placement=placement)[-1], placement, CPU) if op.verb == verb]
@@ -156,7 +156,7 @@ def test_memory_under_another_name_costs_nothing(verb):
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("has_master", [False, True])
 def test_what_was_speculated_changes_places_unless_the_code_reads_it_there(separate, has_master):
-    """Parameters that are masters themselves have other places; in one memory those of the host's are copied home."""
+    """Parameters that are masters themselves have shadow copies; in one memory those of the host's are copied home."""
     chosen = Options(
         parameter_ratio=1.0, optimizer_ratio=1.0, separate=separate, has_master=has_master, clip=True, speculative=True
     )

@@ -24,20 +24,20 @@ class TestText(expecttest.TestCase):
             graph_module(lower(1, 1)[-1]).code.strip(),
             """\
 def forward(self, batch_0, we_device, w0_device, wh_device):
-    x0_0_device = gs_compile_fx_embed(batch_0, we_device, unit = 'e', micro_batch = 0)
-    x1_0_device = gs_compile_fx_forward(x0_0_device, w0_device, unit = 0, micro_batch = 0)
-    dwh_device = gs_compile_fx_zeros(unit = 'h', micro_batch = None)
-    head_h_0 = gs_compile_fx_head(x1_0_device, batch_0, wh_device, unit = 'h', micro_batch = 0, into = (dwh_device,));  wh_device = None
+    x0_0_device = gs_compile_program_fx_embed(batch_0, we_device, unit = 'e', micro_batch = 0)
+    x1_0_device = gs_compile_program_fx_forward(x0_0_device, w0_device, unit = 0, micro_batch = 0)
+    dwh_device = gs_compile_program_fx_zeros(unit = 'h', micro_batch = None)
+    head_h_0 = gs_compile_program_fx_head(x1_0_device, batch_0, wh_device, unit = 'h', micro_batch = 0, into = (dwh_device,));  wh_device = None
     loss_0_device = head_h_0[0]
     dx1_0_device = head_h_0[1];  head_h_0 = None
-    free_x1_0_device = gs_compile_fx_free(x1_0_device, unit = 1, micro_batch = 0);  x1_0_device = free_x1_0_device = None
-    dw0_device = gs_compile_fx_zeros(unit = 0, micro_batch = None)
-    dx0_0_device = gs_compile_fx_backward(x0_0_device, dx1_0_device, w0_device, unit = 0, micro_batch = 0, into = (dw0_device,));  w0_device = None
-    free_x0_0_device = gs_compile_fx_free(x0_0_device, unit = 0, micro_batch = 0);  x0_0_device = free_x0_0_device = None
-    free_dx1_0_device = gs_compile_fx_free(dx1_0_device, unit = 1, micro_batch = 0);  dx1_0_device = free_dx1_0_device = None
-    dwe_device = gs_compile_fx_zeros(unit = 'e', micro_batch = None)
-    embed_backward_e_0 = gs_compile_fx_embed_backward(batch_0, dx0_0_device, we_device, unit = 'e', micro_batch = 0, into = (dwe_device,));  batch_0 = we_device = embed_backward_e_0 = None
-    free_dx0_0_device = gs_compile_fx_free(dx0_0_device, unit = 0, micro_batch = 0);  dx0_0_device = free_dx0_0_device = None
+    free_x1_0_device = gs_compile_program_fx_free(x1_0_device, unit = 1, micro_batch = 0);  x1_0_device = free_x1_0_device = None
+    dw0_device = gs_compile_program_fx_zeros(unit = 0, micro_batch = None)
+    dx0_0_device = gs_compile_program_fx_backward(x0_0_device, dx1_0_device, w0_device, unit = 0, micro_batch = 0, into = (dw0_device,));  w0_device = None
+    free_x0_0_device = gs_compile_program_fx_free(x0_0_device, unit = 0, micro_batch = 0);  x0_0_device = free_x0_0_device = None
+    free_dx1_0_device = gs_compile_program_fx_free(dx1_0_device, unit = 1, micro_batch = 0);  dx1_0_device = free_dx1_0_device = None
+    dwe_device = gs_compile_program_fx_zeros(unit = 'e', micro_batch = None)
+    embed_backward_e_0 = gs_compile_program_fx_embed_backward(batch_0, dx0_0_device, we_device, unit = 'e', micro_batch = 0, into = (dwe_device,));  batch_0 = we_device = embed_backward_e_0 = None
+    free_dx0_0_device = gs_compile_program_fx_free(dx0_0_device, unit = 0, micro_batch = 0);  dx0_0_device = free_dx0_0_device = None
     return {'dwh.device': dwh_device, 'loss_0.device': loss_0_device, 'dw0.device': dw0_device, 'dwe.device': dwe_device}""",
         )
 

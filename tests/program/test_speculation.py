@@ -1,4 +1,4 @@
-"""Updates that run before the norm of all gradients is known, and are taken back if it says so."""
+"""Updates that run before the norm of all gradients is known, and are rolled back if it says so."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_what_is_learned_is_what_delayed_updates_learn(bound, made_by, monkeypat
 
 
 @settings(deadline=None, max_examples=25)
-@given(step=STEPS, options=speculative(), late=st.booleans(), again=st.booleans())
-def test_every_program_is_well_formed_and_its_text_reads_back(step, options, late, again):
+@given(step=STEPS, options=speculative(), late=st.booleans(), redo=st.booleans())
+def test_every_program_is_well_formed_and_its_text_reads_back(step, options, late, redo):
     num_layers, num_micro_batches, shape = step
     placement = place(*step, options)
-    late = late and any(v.kind == "dw" for v in placement.homes(late=True, again=again))
-    made = lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late, again=again)
-    for program in (*made, *(flush(num_layers, placement, again=again) if late else ())):
+    late = late and any(v.kind == "dw" for v in placement.homes(late=True, redo=redo))
+    made = lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late, redo=redo)
+    for program in (*made, *(flush(num_layers, placement, redo=redo) if late else ())):
         assert parse(str(program)) == program
 
 
@@ -81,7 +81,7 @@ def test_speculation_moves_what_early_updates_move(step, options):
     placements = place(*step, options), place(*step, plain)
     late = bool(options.alpha) and placements[1].has_late
     found, wanted = (
-        traffic(lower(num_layers, num_micro_batches, shape=shape, placement=p, late=late, again=False)[-1], p)
+        traffic(lower(num_layers, num_micro_batches, shape=shape, placement=p, late=late, redo=False)[-1], p)
         for p in placements
     )
     assert found == wanted
@@ -113,9 +113,9 @@ class TestText(expecttest.TestCase):
 # backward 0   micro-batches 0
 s1b.host = prefetch(s1b.ssd)
 offload(whb.host, into=whb.ssd)
-offload(shb.host, into=ashb.ssd)
+offload(shb.host, into=sshb.ssd)
 w2b.host = empty()
-update(dw2a.host, s2a.host, into=(w2a.host, w2b.host, as2a.host, s2b.host))
+update(dw2a.host, s2a.host, into=(w2a.host, w2b.host, ss2a.host, s2b.host))
 dw1a.host = offload(dw1.device)
 w0.device = gather(w0.device[0])
 dw0.device = zeros()
@@ -125,29 +125,29 @@ norm0.device = norm(dw0.device)
 # drain   micro-batches
 seb.host = prefetch(seb.ssd)
 offload(w1b.host, into=w1b.ssd)
-offload(s1b.host, into=as1b.ssd)
+offload(s1b.host, into=ss1b.ssd)
 w0b.host = empty()
-update(dw0a.host, s0a.host, into=(w0a.host, w0b.host, as0a.host, s0b.host))
+update(dw0a.host, s0a.host, into=(w0a.host, w0b.host, ss0a.host, s0b.host))
 dwea.host = offload(dwe.device)
 scale.host = clip(norme.device, norm0.device, norm1.device, norm2.device, normh.device)
-commit(scale.host, into=(s1a.host, as1a.host, s1b.ssd, as1b.ssd))
-commit(scale.host, into=(s2a.host, as2a.host, s2b.ssd, as2b.ssd))
-commit(scale.host, into=(sha.host, asha.host, shb.ssd, ashb.ssd))
+commit(scale.host, into=(s1a.host, ss1a.host, s1b.ssd, ss1b.ssd))
+commit(scale.host, into=(s2a.host, ss2a.host, s2b.ssd, ss2b.ssd))
+commit(scale.host, into=(sha.host, ssha.host, shb.ssd, sshb.ssd))
 offload(w0b.host, into=w0b.ssd)
-offload(s0b.host, into=as0b.ssd)
+offload(s0b.host, into=ss0b.ssd)
 web.host = empty()
-update(dwea.host, sea.host, into=(wea.host, web.host, asea.host, seb.host))
-commit(scale.host, into=(s0a.host, as0a.host, s0b.ssd, as0b.ssd))
+update(dwea.host, sea.host, into=(wea.host, web.host, ssea.host, seb.host))
+commit(scale.host, into=(s0a.host, ss0a.host, s0b.ssd, ss0b.ssd))
 offload(web.host, into=web.ssd)
-offload(seb.host, into=aseb.ssd)
-commit(scale.host, into=(sea.host, asea.host, seb.ssd, aseb.ssd))
+offload(seb.host, into=sseb.ssd)
+commit(scale.host, into=(sea.host, ssea.host, seb.ssd, sseb.ssd))
 """,
         )
 
     def test_updates_that_were_taken_back_are_late_ones(self):
         placement = place(1, 1, options=SMALL)
         self.assertExpectedInline(
-            stages(lower(1, 1, placement=placement, late=True, again=True)[-1], Stage("fill")),
+            stages(lower(1, 1, placement=placement, late=True, redo=True)[-1], Stage("fill")),
             """\
 # fill   micro-batches
 seb.host = prefetch(seb.ssd)
@@ -169,15 +169,15 @@ we.device[0] = prefetch(wea.host, web.host)
             stages(lower(1, 1, placement=placement)[-1], Stage("drain")),
             """\
 # drain   micro-batches
-offload(w0a.host, into=aw0a.ssd)
-offload(s0b.host, into=as0b.ssd)
-update(dwe.device, sea.host, wea.host, into=(awea.host, web.host, asea.host, seb.host))
+offload(w0a.host, into=sw0a.ssd)
+offload(s0b.host, into=ss0b.ssd)
+update(dwe.device, sea.host, wea.host, into=(swea.host, web.host, ssea.host, seb.host))
 scale.host = clip(norme.device, norm0.device, normh.device)
-commit(scale.host, into=(s0a.host, as0a.host, s0b.ssd, as0b.ssd, w0a.ssd, aw0a.ssd))
-commit(scale.host, into=(sha.host, asha.host, shb.ssd, ashb.ssd, wha.host, awha.host, whb.ssd, awhb.ssd))
-offload(web.host, into=aweb.ssd)
-offload(seb.host, into=aseb.ssd)
-commit(scale.host, into=(sea.host, asea.host, seb.ssd, aseb.ssd, wea.host, awea.host, web.ssd, aweb.ssd))
+commit(scale.host, into=(s0a.host, ss0a.host, s0b.ssd, ss0b.ssd, w0a.ssd, sw0a.ssd))
+commit(scale.host, into=(sha.host, ssha.host, shb.ssd, sshb.ssd, wha.host, swha.host, whb.ssd, swhb.ssd))
+offload(web.host, into=sweb.ssd)
+offload(seb.host, into=sseb.ssd)
+commit(scale.host, into=(sea.host, ssea.host, seb.ssd, sseb.ssd, wea.host, swea.host, web.ssd, sweb.ssd))
 """,
         )
 
@@ -198,12 +198,12 @@ def broken(old: str, new: str, placement: Placement = PLACEMENT) -> str:
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        pytest.param("into=as1b.ssd)", "into=s1b.ssd)", "s1b.ssd could not be taken back", id="home from a copy"),
-        pytest.param("s1a.host, into=(w1a.host, w1b.host, as1a.host", "into=(w1a.host, w1b.host, s1a.host", "s1a.host could not be taken back", id="home in memory"),
-        pytest.param("offload(s1b.host, into=as1b.ssd)\n", "", "as1b.ssd has not been written", id="not written"),
-        pytest.param("commit(scale.host, into=(s1a.host, as1a.host, s1b.ssd, as1b.ssd))\n", "", "as1a has not been committed", id="not committed"),
-        pytest.param("commit(scale.host, into=(s1a.host, as1a.host,", "commit(scale.host, into=(s1a.host, as2a.host,", "commit takes the scale; changes parts and their other places, in pairs", id="form"),
-        pytest.param("s1b.host = prefetch(s1b.ssd)", "s1b.host = prefetch(as1b.ssd)", "as1b.ssd is read before it is known whether it holds", id="read"),
+        pytest.param("into=ss1b.ssd)", "into=s1b.ssd)", "s1b.ssd could not be rolled back", id="home from a copy"),
+        pytest.param("s1a.host, into=(w1a.host, w1b.host, ss1a.host", "into=(w1a.host, w1b.host, s1a.host", "s1a.host could not be rolled back", id="home in memory"),
+        pytest.param("offload(s1b.host, into=ss1b.ssd)\n", "", "ss1b.ssd has not been written", id="not written"),
+        pytest.param("commit(scale.host, into=(s1a.host, ss1a.host, s1b.ssd, ss1b.ssd))\n", "", "ss1a has not been committed", id="not committed"),
+        pytest.param("commit(scale.host, into=(s1a.host, ss1a.host,", "commit(scale.host, into=(s1a.host, ss2a.host,", "commit takes the scale; changes parts and their shadow copies, in pairs", id="form"),
+        pytest.param("s1b.host = prefetch(s1b.ssd)", "s1b.host = prefetch(ss1b.ssd)", "ss1b.ssd is read before it is known whether it holds", id="read"),
     ],
 )  # fmt: skip
 def test_what_breaks_a_law_is_found(old, new, complaint):
@@ -213,8 +213,8 @@ def test_what_breaks_a_law_is_found(old, new, complaint):
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        pytest.param("offload(s1b.host, into=as1b.ssd)\n", "as1b.ssd is written twice", id="written"),
-        pytest.param("commit(scale.host, into=(s1a.host, as1a.host, s1b.ssd, as1b.ssd))\n", "as1a.host is committed twice", id="committed"),
+        pytest.param("offload(s1b.host, into=ss1b.ssd)\n", "ss1b.ssd is written twice", id="written"),
+        pytest.param("commit(scale.host, into=(s1a.host, ss1a.host, s1b.ssd, ss1b.ssd))\n", "ss1a.host is committed twice", id="committed"),
     ],
 )  # fmt: skip
 def test_nothing_is_done_twice(line, complaint):

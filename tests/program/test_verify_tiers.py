@@ -65,7 +65,11 @@ BROKEN = {
         "w1.device = gather(w1.device)",
         "gather takes all parts or pieces",
     ),
-    "keep of another": ("normh.device = norm", "dw2a.host = keep(dwh.device)\nnormh.device = norm", "keep takes one"),
+    "alias of another": (
+        "normh.device = norm",
+        "dw2a.host = alias(dwh.device)\nnormh.device = norm",
+        "alias takes one",
+    ),
     "empty of a state": ("web.host = empty()", "seb.host = empty()", "empty takes nothing, and defines a part"),
     "norm of another unit": ("norm2.device = norm(", "norm1.device = norm(", "norm takes one gradient"),
     "update of another unit": (

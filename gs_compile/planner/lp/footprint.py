@@ -15,7 +15,7 @@ and where several things come and go within one moment. In one memory no tensor 
 parameters in host memory than p, and more on SSD, which is not in here. Nor is a tensor cut that lives on the device:
 one unit has more than its part there and the next less, so while a unit is in use all of it counts beside them.
 
-Where early updates are speculative, all that a step takes after one that was taken back is counted: every update is in
+Where early updates are speculative, all that a step takes after one that was rolled back is counted: every update is in
 the forward, and the early ones are in the backward too.
 """
 

@@ -1,8 +1,8 @@
 """search: Algorithm 1 (arXiv 2512.17570): how many micro-batches, how much of the updates late, and what lives where.
 
 n goes up from 1. For each n the best alpha of 0.00, 0.01 ... 0.50 counts, or 1.00 alone where clipping makes all
-updates wait. (Where they are speculative it is the other alphas: no step is expected to be taken back.) The search ends
-at the first n that makes throughput less than 1 % higher than the best before it, or that does not fit: more
+updates wait. (Where they are speculative it is the other alphas: no step is expected to be rolled back.) The search
+ends at the first n that makes throughput less than 1 % higher than the best before it, or that does not fit: more
 micro-batches never take less memory.
 
 Not every alpha is solved for every n. With one alpha, the seconds of a step are a convex function of n, as a linear

@@ -50,7 +50,7 @@ def volumes(
 ) -> dict[tuple[str, str, str], Array]:
     """Bytes by phase, lane and kind of value ("forward", "ssd_read", "w"); what moves nothing is not there.
 
-    speculative: no step is taken back, but all gradients wait until that is known.
+    speculative: no step is rolled back, but all gradients wait until that is known.
     """
     step = step or outline(workload.num_layers, workload.shape)
     moved = _Sums()
@@ -90,7 +90,7 @@ def seconds(
     updates = updated / ADAMW_NBYTES / profile.update_elements_per_second
     found["forward", "cpu"] += np.outer(late * updates, ALL)
     found["backward", "cpu"] += np.outer((1 - late) * updates, ALL)
-    if speculative:  # what is updated into another place is not in cache there
+    if speculative:  # what is updated into a shadow copy is not in cache there
         states = workload.states_nbytes / ADAMW_NBYTES / profile.update_elements_per_second
         found["backward", "cpu"] += np.outer((1 - late) * states, OPTIMIZER)
     return found

@@ -22,7 +22,7 @@ from gs_compile.placement.placement import Placement, UnitPlacement
 from gs_compile.placement.traffic import op_nbytes, part_nbytes
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.program.ir import ALTERNATES, Op, Program, Unit
+from gs_compile.program.ir import SHADOWS, Op, Program, Unit
 
 # AdamW in fp32, the rule that a profile's update rate is of: reads parameter, two moments and gradient, writes three.
 ADAMW_NBYTES = 28
@@ -98,7 +98,7 @@ class _Meter:
                 return Price(seconds=self.profile.op_seconds)
             case "commit":
                 return self._commit(op)
-            case "gather" | "keep" | "empty" | "free":
+            case "gather" | "alias" | "empty" | "free":
                 return Price()
         return self._code(op)
 
@@ -133,6 +133,6 @@ class _Meter:
     def _update(self, op: Op) -> Price:
         unit = self.placement.by_unit[op.into[0].unit or 0]
         numel = unit.group_of(op.into[0]).numel
-        kept = (value for value in op.reads if value.kind in ALTERNATES)  # what is written elsewhere is not in cache
+        kept = (value for value in op.reads if value.kind in SHADOWS)  # what is written elsewhere is not in cache
         nbytes = numel * update_nbytes(unit) + sum(part_nbytes(value, self.placement) for value in kept)
         return Price(nbytes, 0.0, nbytes / ADAMW_NBYTES / self.profile.update_elements_per_second)
