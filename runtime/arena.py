@@ -22,7 +22,7 @@ import torch
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
-from gs_compile.runtime.memory import PAGE_NBYTES, Memory, arena_memory
+from gs_compile.runtime.memory import PAGE_NBYTES, Memory, host_memory
 
 FREE = "free"  # kept for reuse
 GONE = "released, but a tensor still refers to it"
@@ -147,12 +147,10 @@ class Arena:
     `take` is called by one thread; `release` by any.
     """
 
-    def __init__(
-        self, budget_nbytes: int | None, *, name: str = "host", pinned: bool = False, memory: Memory | None = None
-    ) -> None:
+    def __init__(self, budget_nbytes: int | None, *, name: str = "host", memory: Memory | None = None) -> None:
         self.budget_nbytes = budget_nbytes
         self.name = name
-        self._memory = memory or arena_memory(pinned=pinned)
+        self._memory = memory or host_memory()
         self._ledger = Ledger()
         self._free: list[_Piece] = []  # in the order of their release
         self._in_use: set[_Piece] = set()  # a buffer that is lost and not released stays mapped, and on the ledger

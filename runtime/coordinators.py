@@ -23,6 +23,7 @@ from gs_compile.program.ir import Op, Unit, Value
 from gs_compile.runtime.arena import Arena
 from gs_compile.runtime.ssd import Transfer
 from gs_compile.runtime.store import Extent, Store
+from gs_compile.runtime.stream import Device
 from gs_compile.runtime.values import Flat, Gathered, Hold, Kept, Region, Resident, Zone
 
 Tensor = torch.Tensor
@@ -49,7 +50,7 @@ class Setting:
     dtypes: Mapping[Unit, torch.dtype]  # of the parameters of each unit
     arena: Arena
     store: Store | None  # None: everything is in host memory
-    device: torch.device
+    device: Device
 
     def unit(self, value: Value) -> UnitPlacement:
         assert value.unit is not None
@@ -113,7 +114,7 @@ class Parameters:
         if value.tier == "device":
             if value.piece == 0:
                 numel = unit.numel - unit.num_resident
-                whole = self._staged[unit.unit] = torch.empty(numel, dtype=dtype, device=self.setting.device)
+                whole = self._staged[unit.unit] = self.setting.device.empty((numel,), dtype)
                 return Flat(whole)
             return Flat(self._staged[unit.unit])
         part = unit.w[value.part]
@@ -155,8 +156,7 @@ class Parameters:
             self._send_piece(op, reads, targets[0].tensor, number)
         elif op.lane == "h2d":
             for source, target in zip(reads, targets, strict=True):
-                target.tensor.copy_(source.tensor, non_blocking=True)
-                on_this_stream(target.tensor)
+                self.setting.device.copy(target.tensor, source.tensor)
         else:
             transfer(reads, targets)
 
@@ -169,8 +169,7 @@ class Parameters:
             begin, end = max(start, part.start), min(stop, part.stop)
             if begin < end:
                 source = content.tensor[begin - part.start : end - part.start]
-                whole[begin - first : end - first].copy_(source, non_blocking=True)
-        on_this_stream(whole)
+                self.setting.device.copy(whole[begin - first : end - first], source)
 
     def share(self, piece: Value, number: int) -> tuple[int, int]:
         """The elements of one of so many pieces."""
@@ -193,7 +192,7 @@ class InterLayerTensors:
         like = source.like if isinstance(source, Kept) else torch.empty_like(source, device="meta")
         nbytes = like.untyped_storage().nbytes()
         if value.tier == "device":
-            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.setting.device)
+            return self.setting.device.empty(like.shape, like.dtype, like.stride())
         if value.tier == "ssd":
             return Kept(like, region=Region(self._extent(value, nbytes), 0, nbytes))
         key, size = placement.slot(value)
@@ -220,11 +219,9 @@ class InterLayerTensors:
             return
         for source, target in zip(reads, targets, strict=True):
             if isinstance(target, Kept):
-                target.tensor.copy_(source, non_blocking=True)
-                on_this_stream(source)
+                self.setting.device.copy(target.tensor, source)
             else:
-                target.copy_(source.tensor, non_blocking=True)
-                on_this_stream(target)
+                self.setting.device.copy(target, source.tensor)
 
     def _extent(self, value: Value, nbytes: int) -> Extent:
         """Where a checkpoint lives on SSD; steps of one size use the same."""
@@ -267,9 +264,3 @@ def memory_of(content: Flat | Kept) -> Tensor:
     memory = content.flat if isinstance(content, Kept) else content.tensor
     assert memory is not None
     return memory
-
-
-def on_this_stream(tensor: Tensor) -> None:
-    """Keep the memory of a device's tensor until the present stream has come past here."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream())

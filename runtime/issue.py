@@ -60,7 +60,7 @@ class TieredExecutor:
             self.board.define(value, content)
         self._before = tiers.pending
         self._factor: torch.Tensor | None = None  # of sums that are scaled once they are complete
-        self._is_cuda = tiers.setting.device.type == "cuda"
+        self._device = tiers.setting.device
 
     @property
     def env(self) -> dict[Value, Any]:
@@ -197,7 +197,7 @@ class TieredExecutor:
 
     def _compute(self, op: Op) -> None:
         self._computing = True
-        stream = torch.cuda.current_stream(self.tiers.setting.device) if self._is_cuda else None
+        stream = self._device.current_stream()
         for value in (*op.reads, *op.into):
             for ticket in self._on(value).ready(value):
                 ticket.join(stream)
@@ -237,8 +237,7 @@ class TieredExecutor:
         if stream is None:
             return None
         ticket = Ticket("compute")
-        ticket.event = torch.cuda.Event(blocking=True)
-        ticket.event.record(stream)
+        ticket.event = self._device.record(stream)
         ticket.finish()
         return ticket
 
@@ -248,8 +247,8 @@ class TieredExecutor:
         after += [ticket for value in op.into for ticket in self._on(value).idle(value)]
         targets = [self._allocate(value, source) for value, source in zip(op.results, _sources(op, reads), strict=True)]
         targets += [self._content(value) for value in op.into]
-        if self._is_cuda and op.lane == "h2d":  # the memory was someone else's on the stream that computes
-            launched = self._launched(torch.cuda.current_stream(self.tiers.setting.device))
+        if op.lane == "h2d":  # the memory was someone else's on the stream that computes
+            launched = self._launched(self._device.current_stream())
             after += [launched] if launched else []
         kind, record = homed((*op.results, *op.into, *op.reads)[0]).kind, self._record_of(op)
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from gs_compile.placement.placement import QUANTUM
+from gs_compile.runtime.stream import is_in_host_memory
 
 CHUNK = 64 * 1024  # elements a thread: 1 MB with scratch and two states. Half is slower by calls, twice by L2 misses
 
@@ -221,7 +222,7 @@ def _check(*flats: Tensor) -> None:
     first = flats[0]
     assert len(first) % QUANTUM == 0, f"{len(first)} elements: not a multiple of {QUANTUM}"
     for flat in flats:
-        assert flat.device.type == "cpu", flat.device
+        assert is_in_host_memory(flat), flat.device
         assert flat.dim() == 1, flat.shape
         assert flat.is_contiguous(), flat.stride()
         assert len(flat) == len(first), (len(flat), len(first))

@@ -17,11 +17,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from gs_compile.errors import LaneError
+from gs_compile.runtime.stream import Device, Event, Stream
 from gs_compile.runtime.threads import limit_threads
 from gs_compile.runtime.trace import Trace
 
@@ -32,7 +31,7 @@ class Ticket:
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.error: BaseException | None = None
-        self.event: Any = None  # a CUDA event, where the operation was launched on a stream
+        self.event: Event | None = None  # where the operation was launched on a stream
         self._launched = threading.Event()
 
     @property
@@ -47,7 +46,7 @@ class Ticket:
         if self.event is not None:
             self.event.synchronize()
 
-    def join(self, stream: Any) -> None:
+    def join(self, stream: Stream | None) -> None:
         """Let `stream` go on only after the operation: without a wait of the thread, where a stream runs it."""
         if self.event is None or stream is None:
             self.wait()
@@ -90,10 +89,18 @@ class Lane:
     """A lane with a thread of its own, and on a CUDA device a stream."""
 
     def __init__(
-        self, name: str, failure: Failure, trace: Trace, *, stream: Any = None, num_threads: int | None = None
+        self,
+        name: str,
+        failure: Failure,
+        trace: Trace,
+        *,
+        device: Device | None = None,
+        stream: Stream | None = None,
+        num_threads: int | None = None,
     ) -> None:
         self.name = name
         self.stream = stream
+        self._device = device
         self._failure = failure
         self._trace = trace
         self._num_threads = num_threads
@@ -133,12 +140,11 @@ class Lane:
             ticket.join(self.stream)
         self._failure.check()
         start = time.perf_counter()
-        if self.stream is None:
+        if self.stream is None or self._device is None:
             task.run()
         else:
-            with torch.cuda.stream(self.stream):
+            with self._device.on(self.stream):
                 task.run()
-                task.ticket.event = torch.cuda.Event(blocking=True)
-                task.ticket.event.record(self.stream)
+                task.ticket.event = self._device.record(self.stream)
         end = time.perf_counter()
         self._trace.add(self.name, task.ticket.name, start, end, task.nbytes, task.kind, task.stage)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from gs_compile.runtime.stream import Device, pinned_block
+
 PAGE_NBYTES = 4096
 HUGE_PAGE_NBYTES = 2**21
 BLOCK_SIZES = tuple(2**power for power in range(12, 41))  # a page to a terabyte: what torch rounds pinned memory to
@@ -102,12 +104,12 @@ class PinnedBlocks:
         return pack(count, nbytes, self._block_sizes).blocks
 
     def map(self, nbytes: int) -> Any:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()  # an array can be referred to weakly
+        return pinned_block(nbytes).numpy()  # an array can be referred to weakly
 
 
-def arena_memory(*, pinned: bool) -> Memory:
-    """What a run's arena takes where it is not given other memory."""
-    return pinned_memory() if pinned else host_memory()
+def memory_for(device: Device) -> Memory:
+    """Host memory that `device` copies from and to."""
+    return pinned_memory(device.pin, device.unpin) if device.has_own_memory else host_memory()
 
 
 def host_memory() -> Memory:
@@ -115,11 +117,9 @@ def host_memory() -> Memory:
     return Pages()
 
 
-def pinned_memory(
-    register: Callable[[int, int], None] | None = None, unregister: Callable[[int], None] | None = None
-) -> Memory:
+def pinned_memory(register: Callable[[int, int], None], unregister: Callable[[int], None]) -> Memory:
     """Pinned memory: registered pages if the system lets us register one, else torch's blocks."""
-    pages = RegisteredPages(register or _cuda_register, unregister or _cuda_unregister)
+    pages = RegisteredPages(register, unregister)
     try:
         pages.map(PAGE_NBYTES)
     except RuntimeError:
@@ -142,11 +142,3 @@ def _advised(pages: mmap.mmap) -> mmap.mmap:
         with suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
-
-
-def _cuda_register(address: int, nbytes: int) -> None:
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)))
-
-
-def _cuda_unregister(address: int) -> None:
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))

@@ -15,9 +15,10 @@ import torch
 
 from gs_compile.placement.placement import Group, Part, UnitPlacement
 from gs_compile.program.ir import SHADOWS, Op, Unit, Value, homed
-from gs_compile.runtime.coordinators import Binding, Setting, on_this_stream, transfer
+from gs_compile.runtime.coordinators import Binding, Setting, transfer
 from gs_compile.runtime.kernels import CHUNK, Rule, sum_of_squares
 from gs_compile.runtime.store import Extent
+from gs_compile.runtime.stream import is_in_host_memory
 from gs_compile.runtime.values import Flat, Gradient, Hold, Region
 
 Tensor = torch.Tensor
@@ -147,7 +148,7 @@ class OptimizerStep:
         return self._back(value, sums.tensor, hold, bindings)
 
     def _on_device(self, unit: UnitPlacement) -> Tensor:
-        return torch.empty(unit.num_trained, dtype=self.state_dtype(unit.unit), device=self.setting.device)
+        return self.setting.device.empty((unit.num_trained,), self.state_dtype(unit.unit))
 
     def _leave(self, value: Value, gradient: Gradient) -> None:
         assert value.unit is not None
@@ -164,21 +165,27 @@ class OptimizerStep:
             assert record is not None
             self._update(op, reads, targets, record)
         elif op.reads[0].kind == "dw" and not op.results[0].part:
-            _move_sum(reads[0], targets[0])
+            self._move_sum(reads[0], targets[0])
         elif op.reads[0].kind == "dw":
             for value, target in zip(op.results, targets, strict=True):
                 at = 0
                 for segment in self._segments(self.setting.unit(value).dw[value.part], reads[0].flat):
-                    target.tensor[at : at + len(segment)].copy_(segment, non_blocking=True)
+                    self.setting.device.copy(target.tensor[at : at + len(segment)], segment)
                     at += len(segment)
-            on_this_stream(reads[0].flat)
         else:
             transfer(reads, targets)
+
+    def _move_sum(self, source: Any, target: Any) -> None:
+        if isinstance(source, Region) or isinstance(target, Region):
+            transfer([source], [target])
+            return
+        old, new = (each.flat if isinstance(each, Gradient) else each.tensor for each in (source, target))
+        self.setting.device.copy(new, old)
 
     def norm(self, unit: Unit, gradient: Gradient, record: StepRecord) -> float:
         """The sum of squares of a complete gradient; infinite where an element is not: nothing is updated from then."""
         gradient.complete()
-        if gradient.flat.device.type == "cpu":
+        if is_in_host_memory(gradient.flat):
             square = sum_of_squares(gradient.flat)
         else:
             square = float(torch.linalg.vector_norm(gradient.flat, dtype=torch.float64).square())
@@ -255,16 +262,6 @@ def _parameters(flats: Mapping[tuple[str, str], Tensor], piece: _Piece) -> Tenso
 def _views(flat: Tensor, bindings: Sequence[Binding]) -> dict[Any, Tensor]:
     """The gradient of each trained parameter, by its place among the inputs."""
     return {binding.input: binding.view(flat) for binding in bindings if binding.trained}
-
-
-def _move_sum(source: Any, target: Any) -> None:
-    if isinstance(source, Region) or isinstance(target, Region):
-        transfer([source], [target])
-        return
-    old, new = (each.flat if isinstance(each, Gradient) else each.tensor for each in (source, target))
-    new.copy_(old, non_blocking=True)
-    on_this_stream(old)
-    on_this_stream(new)
 
 
 class _Piece(NamedTuple):

@@ -33,6 +33,7 @@ import numpy.typing as npt
 import torch
 
 from gs_compile.errors import StorageError
+from gs_compile.runtime.stream import is_in_host_memory
 
 Memory: TypeAlias = npt.NDArray[np.uint8]
 
@@ -213,7 +214,7 @@ def move_some(verb: str, file: File, memory: Memory, offset: int) -> int:
 
 def as_bytes(tensor: torch.Tensor) -> Memory:
     """The tensor's memory itself, not a copy."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not is_in_host_memory(tensor) or not tensor.is_contiguous():
         raise ValueError(f"a tensor on {tensor.device} with strides {tensor.stride()}: storage moves contiguous memory")
     memory: Memory = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memory

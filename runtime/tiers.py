@@ -25,6 +25,7 @@ from gs_compile.runtime.coordinators import InterLayerTensors, Parameters, Setti
 from gs_compile.runtime.lanes import Failure, Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, Recipe, StepRecord
 from gs_compile.runtime.store import Store
+from gs_compile.runtime.stream import device_of
 from gs_compile.runtime.trace import Trace
 from gs_compile.runtime.values import Flat, Region, Resident
 
@@ -108,7 +109,7 @@ class Tiers:
         trace: Trace,
         num_threads: int | None = None,
     ) -> None:
-        setting = Setting(placement, dtypes, arena, store, device)
+        setting = Setting(placement, dtypes, arena, store, device_of(device))
         self.setting = setting
         self.trace = trace
         self.failure = Failure()
@@ -226,10 +227,11 @@ class Tiers:
         """The lane of that name; its thread starts with its first operation."""
         assert name in LANES, name
         if name not in self._lanes:
-            on_cuda = self.setting.device.type == "cuda" and name in ("h2d", "d2h")
-            stream = torch.cuda.Stream(self.setting.device) if on_cuda else None
+            stream = self.setting.device.new_stream() if name in ("h2d", "d2h") else None
             threads = self._num_threads if name == "cpu" else 1  # a copy's team of threads would spin beside compute
-            self._lanes[name] = Lane(name, self.failure, self.trace, stream=stream, num_threads=threads)
+            self._lanes[name] = Lane(
+                name, self.failure, self.trace, device=self.setting.device, stream=stream, num_threads=threads
+            )
         return self._lanes[name]
 
     def leave(self, record: StepRecord) -> None:

@@ -20,6 +20,7 @@ from gs_compile.capture.gradients import Term, add_term, put_term
 from gs_compile.runtime.arena import Buffer, Charge
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.store import Extent
+from gs_compile.runtime.stream import Device
 
 
 class Hold:
@@ -65,13 +66,13 @@ class Zone:
     Parameters move home one by one, and the model may have been on the device: what it leaves makes room for this.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, device: Device) -> None:
         self._like = numel, dtype, device
 
     @cached_property
     def tensor(self) -> torch.Tensor:
         numel, dtype, device = self._like
-        return torch.empty(numel, dtype=dtype, device=device)
+        return device.empty((numel,), dtype)
 
 
 @dataclass

@@ -28,6 +28,7 @@ from gs_compile.capture.gradients import Term
 from gs_compile.capture.graph import UnitGraph
 from gs_compile.codegen.factor import assemble, factor
 from gs_compile.codegen.generate import Generator
+from gs_compile.runtime.stream import without_autocast
 
 Tensors = Sequence[torch.Tensor]
 
@@ -101,7 +102,7 @@ class Differentiated:
         inputs = self._inputs(name)
         for tensor, spec in zip(inputs, self.unit.specs, strict=False):
             tensor.requires_grad_(spec.requires_grad)
-        with self._fake_mode, torch.enable_grad(), torch._C._DisableAutocast():
+        with self._fake_mode, torch.enable_grad(), without_autocast():
             graph = make_fx(functions[name], decomposition_table=self._generator.decompositions)(*inputs)
         graph.graph.eliminate_dead_code()
         graph.recompile()
@@ -116,7 +117,7 @@ class Differentiated:
 
     def _compiled(self, name: str, graph: fx.GraphModule) -> Callable[..., Sequence[torch.Tensor]]:
         start = time.perf_counter()
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), without_autocast():
             compiled = self._generator.generate(graph, self._inputs(name))
         self.seconds += time.perf_counter() - start
         return compiled

@@ -16,6 +16,7 @@ from gs_compile.errors import CaptureError, GreedySnakeError, NothingRequiresGra
 from gs_compile.model.engine import claim, engine_for
 from gs_compile.model.step import Call
 from gs_compile.options import Options
+from gs_compile.runtime.stream import has_own_memory
 from gs_compile.runtime.units import CompiledUnits, MicroBatch
 
 ignore_logging()
@@ -64,7 +65,7 @@ class CompiledModel:
             _refuse_a_loss(layouts[0])
         parts = list(_slices(args, batch, lengths, layouts))
         seed = int(torch.randint(2**62, (), device="cpu")) if any(layout.draws_random for layout in layouts) else None
-        devices = {arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.device.type == "cuda"}
+        devices = {arg.device for arg in args if isinstance(arg, torch.Tensor) and has_own_memory(arg.device)}
         units = CompiledUnits(parts, seed, sorted(devices, key=str))
         engine = engine_for(self.compilation, layouts, args)
         return Call(self.compilation, layouts[0], layouts, args, units, training, engine).run()

@@ -31,8 +31,10 @@ from gs_compile.planner.programs import Planning
 from gs_compile.program.ir import EPILOGUE, TIED, Program, Unit, Value
 from gs_compile.runtime.arena import Arena
 from gs_compile.runtime.issue import Bindings, TieredExecutor
+from gs_compile.runtime.memory import memory_for
 from gs_compile.runtime.optimizer import Recipe, StepRecord
 from gs_compile.runtime.store import Store
+from gs_compile.runtime.stream import device_of
 from gs_compile.runtime.threads import correct_thread_count
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Trace
@@ -102,7 +104,7 @@ class Engine(Keeper):
             planning.placement,
             self.members.dtypes,
             Recipe(self.optimizer.rule, self.members.runs, components),
-            Arena(planning.host_nbytes, pinned=device.type == "cuda"),
+            Arena(planning.host_nbytes, memory=memory_for(device_of(device))),
             store,
             device,
             trace=Trace(events=expert.trace),

@@ -23,6 +23,7 @@ from gs_compile.model.report import report
 from gs_compile.program.ir import EPILOGUE, Program, StepShape, Value
 from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
+from gs_compile.runtime.stream import is_in_host_memory, without_autocast
 from gs_compile.runtime.units import Accumulator, CompiledUnits
 
 Gradients = Sequence[torch.Tensor | None]
@@ -172,7 +173,7 @@ class Call:
         """The head's backward assumed a gradient of one for the loss."""
         scale = next(g for output, g in zip(self.made, gradients, strict=True) if output.combine == "loss")
         assert scale is not None
-        if scale.device.type == "cpu" and scale.item() == 1.0:
+        if is_in_host_memory(scale) and scale.item() == 1.0:
             return
         executor.scale(scale)
 
@@ -190,7 +191,7 @@ class Call:
     def _device_state(self) -> Iterator[None]:
         """The units' code has autocast in it and draws from generators of its own; the user's stay as they are."""
         units = self.units
-        with torch._C._DisableAutocast(), torch.random.fork_rng(units.devices, enabled=units.seed is not None):
+        with without_autocast(), torch.random.fork_rng(units.devices, enabled=units.seed is not None):
             yield
 
     def _inputs(self) -> dict[Value, Any]:

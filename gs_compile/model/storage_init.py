@@ -33,6 +33,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gs_compile.errors import InitialisationError, ReleasedParameterError
 from gs_compile.model.mapped import SMALL_NBYTES, directory, leave_memory, map_file
 from gs_compile.model.placeholders import is_released, release
+from gs_compile.runtime.stream import is_in_host_memory
 
 CACHE_NBYTES = 256 << 20  # of mapped tensors in memory: a layer's usual weights are drawn, scaled and copied in it
 
@@ -196,7 +197,10 @@ class _Births(TorchDispatchMode):
 
 def _is_plain(value: object) -> bool:
     """A tensor with memory of its own on the CPU: not fake, sparse or a wrapper of others."""
-    return type(value) in (torch.Tensor, nn.Parameter) and value.device.type == "cpu" and value.layout == torch.strided  # type: ignore[attr-defined]
+    if type(value) not in (torch.Tensor, nn.Parameter):
+        return False
+    assert isinstance(value, torch.Tensor)
+    return is_in_host_memory(value) and value.layout == torch.strided
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -218,7 +222,7 @@ def _check(name: str, parameter: torch.Tensor) -> None:
     """The parameter's values can be kept in a file; InitialisationError if not."""
     if is_lazy(parameter):
         found, remedy = "has no shape yet", "Give the module its sizes instead of a lazy one"
-    elif parameter.device.type != "cpu":
+    elif not is_in_host_memory(parameter):
         found, remedy = f"is on {parameter.device}", "Build the model on the CPU; it is moved when it runs"
     elif not _is_plain(parameter):
         found, remedy = f"is a {type(parameter).__name__}, {parameter.layout}", "Only plain dense parameters are kept"

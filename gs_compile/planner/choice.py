@@ -37,6 +37,7 @@ from gs_compile.planner.reasons import solver
 from gs_compile.planner.refine import alphas_of, settle
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.program.ir import ORDERS, Program, StepShape
+from gs_compile.runtime.stream import device_of, has_own_memory
 
 if TYPE_CHECKING:
     from gs_compile.codegen.compiled import SpecializedModel
@@ -72,7 +73,7 @@ class Choice:
         self.device = device
         self.lowered = lowered
         self.usual = usual
-        self.separate = device.type != "cpu" or options.expert.separate_device
+        self.separate = has_own_memory(device) or options.expert.separate_device
         self.host_nbytes = _host_nbytes(options)
         given = {name: ratio for name, ratio in asdict(options.expert.ratios).items() if ratio is not None}
         self.given = {name: ratio for name, ratio in given.items() if name in CLASSES}
@@ -261,7 +262,7 @@ class Choice:
     def _device_nbytes(self) -> int | None:
         if self.options.device_memory is None:
             return None
-        whole = usable_memory() if self.device.type == "cpu" else torch.cuda.mem_get_info(self.device)[1]
+        whole = device_of(self.device).memory_nbytes()[1]
         return parse_bytes(self.options.device_memory, whole=whole, name="device_memory")
 
 

@@ -4,7 +4,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from gs_compile.planner.measure.probe_compute import link_rates
 from gs_compile.planner.measure.probe_drive import drive_rates, room_nbytes
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.rates import at_once, medians
-from gs_compile.runtime.arena import Arena
 from gs_compile.runtime.lanes import Failure, Lane
 from gs_compile.runtime.memory import Pages, RegisteredPages
 from gs_compile.runtime.store import FOLDER, Store
@@ -65,8 +63,7 @@ def products() -> float:
 def test_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(probe_drive, "REQUEST_NBYTES", 8 << 20)
     monkeypatch.setattr(probe_compute, "NUM_ELEMENTS", 1 << 20)
-    monkeypatch.setattr(probe_compute, "ROWS", {"cpu": 64})
-    monkeypatch.setattr(probe_compute, "WIDTH", {"cpu": 256})
+    monkeypatch.setattr(probe_compute, "HOST_SIZES", (64, 256))
     num_threads = threading.active_count()
     found = probe([tmp_path], seconds=0.5, device=CPU)
     assert not list(tmp_path.iterdir())
@@ -133,10 +130,6 @@ def test_the_link_alone():
 
 def test_a_link_that_is_pretended(monkeypatch):
     """The same without a device: copies within host memory, on lanes without streams."""
-    stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(probe_compute, "_stream_lane", lambda name, device: Lane(name, Failure(), Trace()))
-    monkeypatch.setattr(probe_compute, "Arena", lambda budget, pinned: Arena(budget, pinned=not pinned))
     monkeypatch.setattr(probe_compute, "COPY_NBYTES", 1 << 20)
     num_threads = threading.active_count()
     rates, words = link_rates(CPU, 0.1)

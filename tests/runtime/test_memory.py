@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gs_compile.runtime import memory
-from gs_compile.runtime.memory import PAGE_NBYTES, Pages, PinnedBlocks, RegisteredPages, pack, pinned_memory
+from gs_compile.runtime.memory import PAGE_NBYTES, Pages, PinnedBlocks, RegisteredPages, memory_for, pack, pinned_memory
+from gs_compile.runtime.stream import device_of
 
 
 def exhaustive(count: int, nbytes: int, block_sizes: tuple[int, ...]) -> tuple[int, int]:
@@ -120,7 +121,7 @@ def test_pages_without_huge_pages(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_cuda_registers_pages():
-    found = pinned_memory()
+    found = memory_for(device_of(torch.device("cuda", 0)))
     assert isinstance(found, RegisteredPages)
     tensor = torch.frombuffer(found.map(2**21), dtype=torch.uint8)
     assert tensor.is_pinned()

@@ -31,8 +31,9 @@ def _with_torch(storage: Sequence[Path]) -> Iterator[Check]:
     import torch
 
     from gs_compile.cli.doctor import storage as checks_storage
+    from gs_compile.runtime.stream import cuda_devices
 
-    has_cuda = torch.cuda.is_available()
+    has_cuda = bool(cuda_devices())
     yield safely(partial(checks_machine.threads, torch.get_num_threads()))
     yield checks_software.cuda()
     yield checks_software.pinned_memory(has_cuda=has_cuda)

@@ -18,6 +18,7 @@ from gs_compile.machine import PROC, format_bytes
 
 NEWEST_TORCH = (2, 13)  # that the tests have run with
 OLD_SECONDS = 90 * 86400.0  # drives age and machines change
+STREAM = "gs_compile.runtime.stream"  # imports torch: only when a check needs it
 PIN_NBYTES = 64 << 20  # more than the usual limit of locked memory
 
 
@@ -75,7 +76,7 @@ def solver(load: Callable[[str], object] = import_module, version: Callable[[str
 
 def cuda(devices: Callable[[], list[tuple[str, int]]] | None = None, *, proc: Path = PROC) -> Check:
     """The devices that torch sees: their names and memory."""
-    found = (devices or _cuda_devices)()
+    found = (devices or import_module(STREAM).cuda_devices)()
     if found:
         return Check("CUDA", "ok", ", ".join(f"{name} with {format_bytes(nbytes)}" for name, nbytes in found))
     if (proc / "driver/nvidia/version").exists():
@@ -91,7 +92,7 @@ def pinned_memory(*, has_cuda: bool, limit: int | None = None, pin: Callable[[in
     if not has_cuda:
         return Check("pinned memory", "ok", f"nothing is pinned without CUDA; {limited}")
     try:
-        (pin or _pin)(PIN_NBYTES)
+        (pin or import_module(STREAM).pinned_block)(PIN_NBYTES)
     except RuntimeError as error:
         found = f"{format_bytes(PIN_NBYTES)} cannot be pinned ({str(error).splitlines()[0]}); {limited}"
         return Check("pinned memory", "bad", found, "ulimit -l unlimited; for docker, --ulimit memlock=-1")
@@ -116,18 +117,3 @@ def profile(path: Path, now: float | None = None) -> Check:
 
 def _torch_version() -> str:
     return str(import_module("torch").__version__)
-
-
-def _cuda_devices() -> list[tuple[str, int]]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return []
-    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [(each.name, each.total_memory) for each in properties]
-
-
-def _pin(nbytes: int) -> object:
-    import torch
-
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

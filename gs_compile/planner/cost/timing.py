@@ -20,6 +20,7 @@ from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.codegen.compiled import SpecializedModel
 from gs_compile.placement.workload import UnitCost, Workload
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit, height
+from gs_compile.runtime.stream import device_of, has_own_memory, without_autocast
 from gs_compile.runtime.units import Accumulator, CompiledUnits, MicroBatch
 from gs_compile.runtime.values import Gradient
 
@@ -131,28 +132,23 @@ def _smallest_table(unit: UnitGraph) -> int:
 def _median_seconds(run: Callable[[], None], share: float, device: torch.device) -> float:
     """Of at most `MOST_RUNS` runs, as many as fit into `share` seconds but one at least, after one more."""
     run()
-    _synchronize(device)
+    device_of(device).synchronize()
     found: list[float] = []
     while not found or (len(found) < MOST_RUNS and sum(found) + found[-1] <= share):
         start = time.perf_counter()
         run()
-        _synchronize(device)
+        device_of(device).synchronize()
         found.append(time.perf_counter() - start)
     return statistics.median(found)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextmanager
 def _undisturbed(unit: UnitGraph) -> Iterator[None]:
     """Run as in a step, and leave the user's random numbers as they are."""
     devices = _cuda({spec.device for spec in unit.specs})
-    with torch.no_grad(), torch._C._DisableAutocast(), torch.random.fork_rng(devices):
+    with torch.no_grad(), without_autocast(), torch.random.fork_rng(devices):
         yield
 
 
 def _cuda(devices: Any) -> list[torch.device]:
-    return [device for device in devices if device.type == "cuda"]
+    return [device for device in devices if has_own_memory(device)]

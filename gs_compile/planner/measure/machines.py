@@ -23,9 +23,10 @@ import torch
 from gs_compile.errors import ProfileError
 from gs_compile.machine import usable_cores, usable_memory
 from gs_compile.options import Options, default_storage
-from gs_compile.planner.measure.probe import default_device, free_nbytes, num_ranks, probe
+from gs_compile.planner.measure.probe import free_nbytes, num_ranks, probe
 from gs_compile.planner.measure.probe_drive import existing
 from gs_compile.planner.measure.profile import FORMAT, Profile
+from gs_compile.runtime.stream import default_device, device_of
 from gs_compile.runtime.threads import correct_thread_count
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ def _fingerprint(storage: Sequence[Path]) -> str:
         "cores": usable_cores(),
         "threads": correct_thread_count(),
         "gibibytes": usable_memory() >> 30,  # a new kernel leaves some pages more or less
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": device_of(device).name,
         "torch": torch.__version__,
         "ranks": num_ranks(),
         "drives": [existing(directory).stat().st_dev for directory in storage],

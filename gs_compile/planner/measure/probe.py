@@ -21,7 +21,8 @@ from gs_compile.machine import DEFAULT_SHARE, available_memory, usable_cores
 from gs_compile.planner.measure.probe_compute import compute_rates, link_rates, products_on
 from gs_compile.planner.measure.probe_drive import drive_rates, room_nbytes
 from gs_compile.planner.measure.profile import FORMAT, MIXED, Profile
-from gs_compile.runtime.memory import arena_memory
+from gs_compile.runtime.memory import memory_for
+from gs_compile.runtime.stream import default_device, device_of, has_own_memory
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +53,12 @@ def probe(
     if load > BUSY_SHARE * usable_cores():
         log.warning("this machine was busy in the last minute (load %.1f): measure it again when it is idle", load)
     room = free_nbytes(storage, device)
-    is_cuda = device.type == "cuda"
+    own = device_of(device)
+    has_link = own.has_own_memory
     measured = [
-        drive_rates(storage, seconds * DRIVE_SHARE, products_on(device), arena_memory(pinned=is_cuda)),
-        compute_rates(device, seconds * (1 - DRIVE_SHARE - is_cuda * LINK_SHARE)),
-        *([link_rates(device, seconds * LINK_SHARE)] if is_cuda else []),
+        drive_rates(storage, seconds * DRIVE_SHARE, products_on(device), memory_for(own)),
+        compute_rates(device, seconds * (1 - DRIVE_SHARE - has_link * LINK_SHARE)),
+        *([link_rates(device, seconds * LINK_SHARE)] if has_link else []),
     ]
     today = time.strftime("%Y-%m-%d")
     rates: dict[str, Any] = {name: rate for found, _ in measured for name, rate in found.items()}
@@ -84,13 +86,9 @@ def free_nbytes(storage: Sequence[Path], device: torch.device | None = None) -> 
     device = device or default_device()
     ranks = num_ranks()
     free = {"host_nbytes": available_memory() / ranks, "ssd_nbytes": room_nbytes(storage) / ranks}
-    if device.type == "cuda":
-        free["device_nbytes"] = torch.cuda.mem_get_info(device)[0]
+    if has_own_memory(device):
+        free["device_nbytes"] = device_of(device).memory_nbytes()[0]
     return {name: max(1, int(nbytes * SHARES[name])) for name, nbytes in free.items()}
-
-
-def default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def num_ranks() -> int:

@@ -16,13 +16,15 @@ from gs_compile.planner.measure.rates import Load, Work, at_once, medians
 from gs_compile.runtime.arena import Arena
 from gs_compile.runtime.kernels import ADAMW
 from gs_compile.runtime.lanes import Failure, Lane
+from gs_compile.runtime.memory import memory_for
+from gs_compile.runtime.stream import Device, device_of, has_own_memory
 from gs_compile.runtime.threads import correct_thread_count
 from gs_compile.runtime.trace import Trace
 
 NUM_ROUNDS = 3
 NUM_ELEMENTS = 16 << 20  # of [1]: 256 MiB, more than caches hold
-ROWS = {"cpu": 256, "cuda": 4096}  # of [2]: tokens of a micro-batch
-WIDTH = {"cpu": 1024, "cuda": 4096}  # and a model's hidden size
+HOST_SIZES = 256, 1024  # of [2]: tokens of a micro-batch, and a model's hidden size
+DEVICE_SIZES = 4096, 4096  # the same on a device with memory of its own
 FEW_ROWS = 16
 TOO_SLOW = 25  # times slower than fp32: the processor has no instructions for the dtype, and whole pieces take seconds
 COPY_NBYTES = 64 << 20  # of [3]: as large as a request to the drives
@@ -34,7 +36,7 @@ HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 def compute_rates(device: torch.device, seconds: float) -> tuple[dict[str, Any], dict[str, str]]:
     """The profile's figures of computation and updates, alone and beside one another, and how each was measured."""
-    rows, width = ROWS[device.type], WIDTH[device.type]
+    rows, width = _sizes(device)
     num_threads = max(1, correct_thread_count() // 2)  # as a run has it
     matmul, matmul_words = _matmul_rates(device, rows, width, seconds / 2)
     products, update = products_on(device), _update(NUM_ELEMENTS)
@@ -66,13 +68,14 @@ def compute_rates(device: torch.device, seconds: float) -> tuple[dict[str, Any],
 
 
 def link_rates(device: torch.device, seconds: float) -> tuple[dict[str, float], dict[str, str]]:
-    """The profile's figures of the link between host and a CUDA device, and how each was measured."""
-    arena = Arena(None, pinned=True)
+    """The profile's figures of the link between host memory and a device, and how each was measured."""
+    own = device_of(device)
+    arena = Arena(None, memory=memory_for(own))
     buffers = [arena.take(COPY_NBYTES, "probe") for _ in range(2)]
     try:
         with closing(_stream_lane("h2d", device)) as h2d, closing(_stream_lane("d2h", device)) as d2h:
             up, down = (torch.empty(COPY_NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
-            works: Load = {h2d: _copy(buffers[0].tensor, up), d2h: _copy(down, buffers[1].tensor)}
+            works: Load = {h2d: _copy(own, buffers[0].tensor, up), d2h: _copy(own, down, buffers[1].tensor)}
             at_once(works, 0.0)
             alone_up, alone_down, both = medians([{h2d: works[h2d]}, {d2h: works[d2h]}, works], seconds, NUM_ROUNDS)
             figures = {
@@ -92,7 +95,11 @@ def link_rates(device: torch.device, seconds: float) -> tuple[dict[str, float], 
 
 def products_on(device: torch.device) -> Work:
     """Computation as that of a layer, in fp32."""
-    return _products(device, torch.float32, ROWS[device.type], WIDTH[device.type])
+    return _products(device, torch.float32, *_sizes(device))
+
+
+def _sizes(device: torch.device) -> tuple[int, int]:
+    return DEVICE_SIZES if has_own_memory(device) else HOST_SIZES
 
 
 def _update(numel: int) -> Work:  # [1]
@@ -116,7 +123,7 @@ def _products(device: torch.device, dtype: torch.dtype, rows: int, width: int) -
         torch.mm(x_TD, w_DF)
         torch.mm(y_TF, w_DF.t())
         torch.mm(x_TD.t(), y_TF)
-        _finish(device)
+        device_of(device).synchronize()
         return 3 * 2 * rows * width * 4 * width
 
     return products
@@ -129,7 +136,7 @@ def _matmul_rates(device: torch.device, rows: int, width: int, seconds: float) -
     for name, dtype in DTYPES.items():
         few = _products(device, dtype, FEW_ROWS, width)
         rates[name] = at_once({None: few}, 0.0)[None]
-        if name == "fp32" or device.type == "cuda" or rates[name] * TOO_SLOW > rates["fp32"]:
+        if name == "fp32" or has_own_memory(device) or rates[name] * TOO_SLOW > rates["fp32"]:
             works[name] = _products(device, dtype, rows, width)
             rates[name] = at_once({None: works[name]}, 0.0)[None]
     found = medians([{None: work} for work in works.values()], seconds, NUM_ROUNDS)
@@ -145,7 +152,7 @@ def _pass(device: torch.device) -> Work:
 
     def copy() -> float:
         target.copy_(source)
-        _finish(device)
+        device_of(device).synchronize()
         return 2 * source.nbytes
 
     return copy
@@ -163,22 +170,19 @@ def _handing_over(lane: Lane) -> Work:
     return hand_over
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> Work:  # [3]
+def _copy(device: Device, source: torch.Tensor, target: torch.Tensor) -> Work:  # [3]
     def copy() -> float:
-        target.copy_(source, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
+        device.copy(target, source)
+        if stream := device.current_stream():
+            device.record(stream).synchronize()
         return source.nbytes
 
     return copy
 
 
 def _stream_lane(name: str, device: torch.device) -> Lane:
-    return Lane(name, Failure(), Trace(), stream=torch.cuda.Stream(device), num_threads=1)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    own = device_of(device)
+    return Lane(name, Failure(), Trace(), device=own, stream=own.new_stream(), num_threads=1)
 
 
 def _nothing() -> None:
