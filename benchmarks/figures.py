@@ -30,7 +30,7 @@ from gs_compile.cli.report.draw import Point, Roofline, lanes, throughput, traff
 from gs_compile.errors import NoFitError
 from gs_compile.placement.placement import QUANTUM
 from gs_compile.placement.workload import Workload
-from gs_compile.planner.cost.counted import captured_workload
+from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.lp.search import search
 from gs_compile.planner.lp.solve import Budgets, Fixed
 from gs_compile.planner.measure.machines import profile
@@ -227,7 +227,7 @@ def saturating(case: str, bandwidth: int) -> int:
 def workload_of(case: str, micro_batch_size: int = MICRO_BATCH_SIZE) -> Workload:
     """What one GPU has of it."""
     model, ranks = CASES[case]
-    found = captured_workload(model, micro_batch_size=micro_batch_size, sequence=SEQUENCE, precision="bf16")
+    found = ModelSpec.of(model, sequence=SEQUENCE, precision="bf16").workload(micro_batch_size)
     return shared(found, ranks)
 
 

@@ -57,8 +57,12 @@ class TensorSpec:
     batch_dims: tuple[int, ...]  # the dimensions whose size grows with the batch
 
     @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+    @property
     def nbytes(self) -> int:
-        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -90,6 +94,11 @@ class UnitGraph:
     def differentiable(self) -> tuple[int, ...]:
         """The placeholders that require a gradient."""
         return tuple(index for index, spec in enumerate(self.specs) if spec.requires_grad)
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether it was captured without weights: some of its values are on the meta device."""
+        return any(spec.device.type == "meta" for spec in (*self.specs, *self.result_specs))
 
     @cached_property
     def result_specs(self) -> tuple[TensorSpec, ...]:

@@ -86,6 +86,26 @@ class SpecializedModel:
         )
 
     @cached_property
+    def checkpoints(self) -> tuple[TensorSpec, ...]:
+        """The layers' inputs, and the epilogue's."""
+        return tuple(
+            spec
+            for graph in self.split.units
+            for kind, spec in zip(graph.results, graph.result_specs, strict=True)
+            if kind == "x"
+        )
+
+    @cached_property
+    def x_nbytes(self) -> int:
+        """Bytes of a checkpoint of one micro-batch, of the largest where they differ."""
+        return max(spec.nbytes for spec in self.checkpoints)
+
+    @cached_property
+    def side_nbytes(self) -> int:
+        """Bytes of all side inputs of one micro-batch."""
+        return sum(spec.nbytes for spec in self.split.sides)
+
+    @cached_property
     def draws_random(self) -> bool:
         return any(code.draws_random for code in self.sized.codes.values())
 

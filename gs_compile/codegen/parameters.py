@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from gs_compile.capture.graph import Captured, UnitGraph
+from gs_compile.capture.graph import Captured, TensorSpec, UnitGraph
+from gs_compile.errors import CaptureError
 from gs_compile.options import Options
 from gs_compile.placement.placement import QUANTUM
 from gs_compile.placement.workload import UnitSize
@@ -47,6 +48,35 @@ def size_of(
         wide.itemsize,
         wide.itemsize * (num_components + (dtype != wide)),
         dtype != wide,
+    )
+
+
+def sizes_of(units: Sequence[UnitGraph], owners: Mapping[int, Unit], num_components: int) -> tuple[UnitSize, ...]:
+    """The size of each unit, read off the capture; `owners`: the unit of each parameter, by input index.
+
+    Raises `CaptureError` for a unit with parameters of several dtypes.
+    """
+    members: dict[Unit, dict[int, TensorSpec]] = {unit: {} for unit in owners.values()}
+    for graph in units:
+        for source, spec in zip(graph.sources, graph.specs, strict=True):
+            if source.kind == "input" and source.index in owners:
+                members[owners[source.index]].setdefault(source.index, spec)
+    sizes = []
+    for unit, found in members.items():
+        specs = [found[index] for index in owners if index in found]
+        dtypes = {spec.dtype for spec in specs}
+        if len(dtypes) > 1:
+            raise CaptureError(mixed_dtypes(unit, dtypes))
+        trained, frozen = ([spec.numel for spec in specs if spec.requires_grad == wanted] for wanted in (True, False))
+        sizes.append(size_of(unit, trained, frozen, dtypes.pop(), num_components))
+    return tuple(sizes)
+
+
+def mixed_dtypes(unit: Unit, dtypes: Iterable[torch.dtype]) -> str:
+    """The words for a unit with parameters of several dtypes."""
+    return (
+        f"unit {unit} has parameters of {', '.join(sorted(map(str, dtypes)))}; greedysnake keeps a unit in one "
+        "flat buffer of one dtype: convert the model with .to(dtype)"
     )
 
 

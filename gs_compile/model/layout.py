@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gs_compile.codegen.parameters import kept_dtype, owners_of, padded, size_of
+from gs_compile.codegen.parameters import kept_dtype, mixed_dtypes, owners_of, padded, size_of
 from gs_compile.errors import OptimizerError
 from gs_compile.model.optim import TieredOptimizer
 from gs_compile.options import Options
@@ -52,10 +52,7 @@ class Members:
         members.sort(key=lambda p: self._groups[p] if p.requires_grad else math.inf)  # stable
         dtypes = {kept_dtype(parameter, self.options) for parameter in members}
         if len(dtypes) > 1:
-            raise OptimizerError(
-                f"unit {unit} has parameters of {', '.join(sorted(map(str, dtypes)))}; greedysnake keeps a unit in one "
-                "flat buffer of one dtype: convert the model with .to(dtype)"
-            )
+            raise OptimizerError(mixed_dtypes(unit, dtypes))
         offset = 0
         for parameter in members:
             self.slices[id(parameter)] = Slice(unit, offset, tuple(parameter.shape))

@@ -24,8 +24,8 @@ from gs_compile.options import Options, parse_bytes
 from gs_compile.placement.cut import DEVICE_CLASSES, cut_units, on_device
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize, Workload
-from gs_compile.planner.cost.counted import workload_of
 from gs_compile.planner.cost.timing import timed
+from gs_compile.planner.cost.workload import workload_of
 from gs_compile.planner.lifetimes import NOTHING, fastest, has_periods, room_of
 from gs_compile.planner.lp.fit import CLASSES, fit, host_needed, most_alpha, peak, too_small
 from gs_compile.planner.lp.search import GROWTH, search
@@ -202,7 +202,8 @@ class Choice:
     ) -> Placement:
         """Nothing lives on the device by itself but what is said to."""
         speculative = self.speculative if speculative is None else speculative
-        x_nbytes, side_nbytes = activations(self.layouts)
+        x_nbytes = tuple(each.x_nbytes for each in self.layouts)
+        side_nbytes = tuple(each.side_nbytes for each in self.layouts)
         return cut_units(
             self.sizes,
             ratios,
@@ -264,20 +265,6 @@ class Choice:
             return None
         whole = device_of(self.device).memory_nbytes()[1]
         return parse_bytes(self.options.device_memory, whole=whole, name="device_memory")
-
-
-def activations(layouts: Sequence[SpecializedModel]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Bytes of a checkpoint (the largest of the layers' inputs) and of the side inputs, for each micro-batch."""
-    x_nbytes = tuple(
-        max(
-            spec.nbytes
-            for graph in layout.split.units
-            for kind, spec in zip(graph.results, graph.result_specs, strict=True)
-            if kind == "x"
-        )
-        for layout in layouts
-    )
-    return x_nbytes, tuple(sum(spec.nbytes for spec in layout.split.sides) for layout in layouts)
 
 
 def _speculates(options: Options) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -24,7 +24,7 @@ from gs_compile.passes.lower import lower
 from gs_compile.placement.cut import cut_units, on_device
 from gs_compile.placement.placement import Placement, Room
 from gs_compile.placement.workload import Workload
-from gs_compile.planner.cost.counted import Sketch
+from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.lifetimes import NOTHING, has_periods, room_of, why
 from gs_compile.planner.lp.fit import fit, host_needed, lessened
 from gs_compile.planner.lp.search import Search, search
@@ -320,7 +320,7 @@ def _workloads(
     precision: str | None,
     schedule: Schedule = "vertical",
 ) -> Callable[[int], Workload]:
-    """The model's workload at any micro-batch size. Its code is counted for one: the rest follows."""
+    """The model's workload at any micro-batch size; a workload given as such is scaled from its own."""
     if isinstance(model, Workload):
         if schedule == "single":
             raise PlanError(
@@ -329,7 +329,7 @@ def _workloads(
             )
     else:
         wanted = precision or ("model" if isinstance(model, nn.Module) else "bf16")
-        model = Sketch.of(model, sequence=sequence, precision=wanted, schedule=schedule).workload(1)
+        return cache(ModelSpec.of(model, sequence=sequence, precision=wanted, schedule=schedule).workload)
     return partial(_resized, model)
 
 

@@ -15,7 +15,7 @@ from gs_compile.options import Options
 from gs_compile.passes.lower import flush, lower
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
-from gs_compile.planner.choice import Choice, activations
+from gs_compile.planner.choice import Choice
 from gs_compile.planner.lifetimes import table
 from gs_compile.planner.lp.fit import host_needed, peak
 from gs_compile.planner.prediction import Prediction, predict
@@ -92,7 +92,8 @@ class Planning:
 
     def sized(self, layouts: Sequence[SpecializedModel], shape: StepShape) -> Placement:
         """The homes as they are, for a step of another size; raises `MemoryBudgetError` if it does not fit."""
-        x_nbytes, side_nbytes = activations(layouts)
+        x_nbytes = tuple(each.x_nbytes for each in layouts)
+        side_nbytes = tuple(each.side_nbytes for each in layouts)
         if (x_nbytes, side_nbytes) == (self.placement.x_nbytes, self.placement.side_nbytes):
             return self.placement
         key = (x_nbytes, side_nbytes, shape.training)

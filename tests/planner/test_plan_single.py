@@ -10,7 +10,7 @@ from planned import gpt
 from transformers import GPT2Config
 
 from gs_compile.errors import PlanError
-from gs_compile.planner.cost.counted import Sketch
+from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.plan import plan
 
 HERE = Path(__file__).parents[1] / "machine.json"
@@ -18,9 +18,9 @@ CONFIG = GPT2Config(vocab_size=512, n_positions=128, n_embd=256, n_layer=4, n_he
 ASKED = {"machine": "a100", "sequence": 128, "host_memory": "200MiB"}
 
 
-def test_the_sketch_has_two_layers_of_each_block():
+def test_the_spec_has_two_layers_of_each_block():
     whole, halves = (
-        Sketch.of(CONFIG, sequence=128, schedule=schedule).workload(2) for schedule in ("vertical", "single")
+        ModelSpec.of(CONFIG, sequence=128, schedule=schedule).workload(2) for schedule in ("vertical", "single")
     )
     assert (whole.num_layers, halves.num_layers) == (4, 8)
     assert halves.num_trained == whole.num_trained
@@ -35,9 +35,9 @@ def test_the_sketch_has_two_layers_of_each_block():
 @pytest.mark.slow
 def test_a_short_capture_has_the_workload_of_a_whole_one(monkeypatch):
     config = zoo.configuration("gpt2")
-    short = Sketch.of(config, sequence=zoo.TOKENS, schedule="single").workload(2)
+    short = ModelSpec.of(config, sequence=zoo.TOKENS, schedule="single").workload(2)
     monkeypatch.setattr("gs_compile.planner.cost.meta._stack", lambda _: None)
-    assert Sketch.of(config, sequence=zoo.TOKENS, schedule="single").workload(2) == short
+    assert ModelSpec.of(config, sequence=zoo.TOKENS, schedule="single").workload(2) == short
     assert short.num_layers == 2 * zoo.LAYERS
 
 

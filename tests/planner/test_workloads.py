@@ -10,8 +10,9 @@ import zoo
 
 from gs_compile.errors import CaptureError, PlanError
 from gs_compile.placement.placement import QUANTUM
-from gs_compile.planner.cost import meta as blueprint
-from gs_compile.planner.cost.counted import Sketch, captured_workload
+from gs_compile.planner.cost import meta
+from gs_compile.planner.cost.workload import ModelSpec
+from gs_compile.planner.plan import plan
 from gs_compile.program.ir import height
 
 FAMILIES = [
@@ -25,7 +26,7 @@ B, T, D, V = 8, 2048, 8192, 50304
 
 @pytest.fixture(scope="module")
 def gpt_65b():
-    return captured_workload("gpt-65b", micro_batch_size=B, sequence=T, precision="bf16")
+    return ModelSpec.of("gpt-65b", sequence=T, precision="bf16").workload(B)
 
 
 def size(workload, unit):
@@ -79,11 +80,11 @@ def test_what_a_layer_needs_inside(gpt_65b):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_short_captures_give_the_workloads_of_whole_ones(name, monkeypatch):
     config = zoo.configuration(name)
-    short = captured_workload(config, micro_batch_size=2, sequence=zoo.TOKENS)
-    monkeypatch.setattr(blueprint, "_stack", lambda _: None)
-    sketch = Sketch.of(config, sequence=zoo.TOKENS)
-    assert sketch.blueprint.layout(2).split.num_layers == zoo.LAYERS
-    assert sketch.workload(2) == short
+    short = ModelSpec.of(config, sequence=zoo.TOKENS).workload(2)
+    monkeypatch.setattr(meta, "_stack", lambda _: None)
+    spec = ModelSpec.of(config, sequence=zoo.TOKENS)
+    assert spec.capture.specialized(2).split.num_layers == zoo.LAYERS
+    assert spec.workload(2) == short
     model = zoo.huggingface(name)
     padded = sum(-(-p.numel() // QUANTUM) * QUANTUM for p in model.parameters())
     assert short.num_trained == padded
@@ -93,19 +94,19 @@ def test_short_captures_give_the_workloads_of_whole_ones(name, monkeypatch):
 @pytest.mark.slow
 def test_a_module_has_the_workload_of_its_config():
     model = zoo.huggingface("gpt2", dropout=None)
-    expected = captured_workload(zoo.configuration("gpt2"), micro_batch_size=2, sequence=zoo.TOKENS, name="mine")
-    assert captured_workload(model, micro_batch_size=2, sequence=zoo.TOKENS, name="mine") == expected
+    expected = ModelSpec.of(zoo.configuration("gpt2"), sequence=zoo.TOKENS).workload(2)
+    assert ModelSpec.of(model, sequence=zoo.TOKENS).workload(2) == expected
 
 
-def test_several_micro_batch_sizes_of_one_sketch():
-    sketch = Sketch.of(zoo.GPT(num_layers=4), sequence=zoo.TOKENS, precision="bf16", num_components=1)
-    one, three = sketch.workload(1), sketch.workload(3)
+def test_several_micro_batch_sizes_of_one_spec():
+    spec = ModelSpec.of(zoo.GPT(num_layers=4), sequence=zoo.TOKENS, precision="bf16")
+    one, three = spec.workload(1), spec.workload(3)
     assert three.sizes == one.sizes
     assert three.x_nbytes == 3 * one.x_nbytes == 3 * zoo.TOKENS * zoo.WIDTH * 2
     for unit, cost in one.costs.items():
         assert three.costs[unit].forward_flops == 3 * cost.forward_flops
         assert three.costs[unit].backward_flops == 3 * cost.backward_flops
-    assert size(one, "h").state_itemsize == 8
+    assert size(one, "h").state_itemsize == 12
     assert one.name == "GPT"
 
 
@@ -115,7 +116,7 @@ def test_what_is_frozen_is_placed_but_not_trained():
     for block in model.blocks:
         block.requires_grad_(False)
         block.norm.requires_grad_()
-    workload = captured_workload(model, micro_batch_size=1, sequence=zoo.TOKENS)
+    workload = ModelSpec.of(model, sequence=zoo.TOKENS).workload(1)
     assert workload.shape.frozen == {"e", "t"}
     assert workload.shape.first_grad == 0
     assert size(workload, 3).trained == (QUANTUM,) * 2
@@ -127,7 +128,7 @@ def test_what_is_frozen_is_placed_but_not_trained():
 def test_frozen_layers_are_all_frozen():
     model = zoo.GPT(num_layers=4)
     model.blocks.requires_grad_(False)
-    workload = captured_workload(model, micro_batch_size=1, sequence=zoo.TOKENS)
+    workload = ModelSpec.of(model, sequence=zoo.TOKENS).workload(1)
     assert workload.shape.frozen == {"t", 0, 1, 2, 3}
     assert sorted(workload.costs, key=height) == ["e", 0, 1, 2, 3, "h"]
 
@@ -146,23 +147,31 @@ def test_a_unit_of_two_dtypes():
     with pytest.raises(
         CaptureError, match=r"^unit h has parameters of torch\.float16, torch\.float32; .*\.to\(dtype\)$"
     ):
-        captured_workload(model, micro_batch_size=1, sequence=zoo.TOKENS)
+        ModelSpec.of(model, sequence=zoo.TOKENS).workload(1)
 
 
 def test_a_sequence_that_the_model_has_no_positions_for():
     with pytest.raises(PlanError, match="gpt2 has 64 positions"):
-        captured_workload(zoo.huggingface("gpt2"), micro_batch_size=1, sequence=65)
+        ModelSpec.of(zoo.huggingface("gpt2"), sequence=65).workload(1)
 
 
-def test_the_sketch_of_a_path(tmp_path):
+def test_the_spec_of_a_path(tmp_path):
     zoo.configuration("gpt2").save_pretrained(tmp_path)
-    sketch = Sketch.of(tmp_path, sequence=zoo.TOKENS)
-    assert (sketch.name, sketch.blueprint.num_layers) == (str(tmp_path), zoo.LAYERS)
-    parameters = math.prod(size(sketch.workload(1), "t").trained)
+    spec = ModelSpec.of(tmp_path, sequence=zoo.TOKENS)
+    assert (spec.name, spec.capture.num_layers) == (str(tmp_path), zoo.LAYERS)
+    parameters = math.prod(size(spec.workload(1), "t").trained)
     assert parameters == -(-zoo.VOCAB * zoo.WIDTH // QUANTUM) * QUANTUM
 
 
 @pytest.mark.slow
 def test_fp64_is_its_own_master():
-    workload = captured_workload(zoo.GPT(num_layers=2).to(torch.float64), micro_batch_size=1, sequence=zoo.TOKENS)
+    workload = ModelSpec.of(zoo.GPT(num_layers=2).to(torch.float64), sequence=zoo.TOKENS).workload(1)
     assert (workload.dtype, size(workload, 0).itemsize, size(workload, 0).has_master) == ("fp32", 8, False)
+
+
+def test_a_plan_counts_the_workspace_at_its_own_micro_batch_size():
+    """A layer's parameter gradients are in it once, whatever the micro-batch: scaled from one sample it is too much."""
+    spec = ModelSpec.of(config := zoo.configuration("gpt2"), sequence=zoo.TOKENS, precision="bf16")
+    one, four = spec.workload(1).costs[0].workspace_nbytes, spec.workload(4).costs[0].workspace_nbytes
+    found = plan(config, machine="a100", sequence=zoo.TOKENS, micro_batch_size=4, num_micro_batches=2)
+    assert found.workload.costs[0].workspace_nbytes == four < 4 * one

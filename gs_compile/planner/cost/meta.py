@@ -1,4 +1,4 @@
-"""blueprint: a model captured without its weights, for any micro-batch size.
+"""meta: a model captured without its weights, for any micro-batch size.
 
 The model is copied to the meta device: of its parameters and buffers only shapes are looked at. A stack of blocks that
 are alike is captured with two of them, so that depth costs nothing.
@@ -31,7 +31,7 @@ DEPTH = 2  # blocks of a shortened stack: the fewest that can be seen to be alik
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class MetaCapture:
     """A captured model of `num_layers` layers, which may be more than were captured: they are alike then.
 
     In the single schedule a layer is half a block, and a micro-batch the whole batch.
@@ -41,8 +41,8 @@ class Blueprint:
     sizes: Mapping[str, int]  # symbolic sizes beside the batch
     num_layers: int
 
-    def layout(self, micro_batch_size: int) -> SpecializedModel:
-        """What the passes make of it at one size."""
+    def specialized(self, micro_batch_size: int) -> SpecializedModel:
+        """The captured model at one micro-batch size; raises `CaptureError` where its code fixes the batch size."""
         if not self.compilation.captured.batch_symbols:
             raise CaptureError(
                 f"the model's code fixes the batch size, so it cannot run in micro-batches of {micro_batch_size}; take "
@@ -51,15 +51,15 @@ class Blueprint:
         return self.compilation.layout(micro_batch_size, self.sizes, alone=self.compilation.halved)
 
 
-def blueprint(
+def meta_capture(
     model: nn.Module,
     *,
     sequence: int,
     precision: str = "model",
     inputs: Mapping[str, torch.Tensor] | None = None,
     schedule: Schedule = "vertical",
-) -> Blueprint:
-    """The blueprint of `model`, called with `sequence` tokens and labels a sample, or with tensors like `inputs`.
+) -> MetaCapture:
+    """The capture of `model` called with `sequence` tokens and labels a sample, or with tensors like `inputs`.
 
     The model is neither changed nor read. Raises `InspectionError` where Dynamo cannot capture it without weights, and
     whatever the backend would refuse it with.
@@ -67,19 +67,20 @@ def blueprint(
     expert = {"compiler": "eager", "schedule": schedule}
     options = Options.of({"outputs": "loss", "precision": precision, "expert": expert})
     given = _tokens(model, sequence) if inputs is None else {name: _widened(value) for name, value in inputs.items()}
-    twin = _twin(getattr(model, "_orig_mod", model), options, {}).train()
-    stack = _stack(twin)
+    copied = _meta_copy(getattr(model, "_orig_mod", model), options, {}).train()
+    stack = _stack(copied)
     if stack is not None:
         blocks = list(stack)
         del stack[DEPTH:]
         with suppress(GreedySnakeError):  # code that counts its blocks, for one, is captured whole
-            compilation, sizes = _captured(twin, given, options)
-            found = Blueprint(compilation, sizes, len(blocks) * compilation.layers_of_a_block)
-            if _is_alike(found.layout(1)):
+            compilation, sizes = _captured(copied, given, options)
+            found = MetaCapture(compilation, sizes, len(blocks) * compilation.layers_of_a_block)
+            if _is_alike(found.specialized(1)):
                 return found
         stack.extend(blocks[DEPTH:])
-    compilation, sizes = _captured(twin, given, options)
-    return Blueprint(compilation, sizes, Blueprint(compilation, sizes, 0).layout(1).split.num_layers)
+    compilation, sizes = _captured(copied, given, options)
+    num_layers = MetaCapture(compilation, sizes, 0).specialized(1).split.num_layers
+    return MetaCapture(compilation, sizes, num_layers)
 
 
 # Capturing ------------------------------------------------------------------------------------------------------------
@@ -163,31 +164,29 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 # Copying without weights ----------------------------------------------------------------------------------------------
 
 
-def _twin(module: nn.Module, options: Options, made: dict[int, Any]) -> nn.Module:
-    """The module on the meta device, in the dtype it is trained in; what it shares, the twin shares."""
+def _meta_copy(module: nn.Module, options: Options, made: dict[int, Any]) -> nn.Module:
+    """The module on the meta device, in the dtype it is trained in; `made`: copies by the id of the original."""
+    if id(module) in made:
+        return made[id(module)]  # type: ignore[no-any-return]
 
-    def tensor(value: torch.Tensor) -> torch.Tensor:
+    def tensor(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
         if id(value) not in made:
             is_parameter = isinstance(value, nn.Parameter)
             dtype = kept_dtype(value, options) if is_parameter else value.dtype
             like = torch.empty(value.shape, dtype=dtype, device="meta")
             made[id(value)] = nn.Parameter(like, value.requires_grad) if is_parameter else like
-        found: torch.Tensor = made[id(value)]
-        return found
+        return made[id(value)]
 
-    if id(module) in made:
-        return made[id(module)]  # type: ignore[no-any-return]
-    made[id(module)] = twin = module.__new__(type(module))
-    fields = dict(vars(module))
-    fields |= {name: tensor(value) for name, value in fields.items() if isinstance(value, torch.Tensor)}
+    made[id(module)] = copied = module.__new__(type(module))
+    fields: dict[str, Any] = {name: tensor(value) for name, value in vars(module).items()}
     for name in ("_parameters", "_buffers"):
-        fields[name] = {key: value if value is None else tensor(value) for key, value in fields[name].items()}
-    fields["_modules"] = {
-        key: child if child is None else _twin(child, options, made) for key, child in fields["_modules"].items()
-    }
-    fields["_compiled_call_impl"] = None
-    vars(twin).update(fields)
-    return twin
+        fields[name] = {key: tensor(value) for key, value in fields[name].items()}
+    children = fields["_modules"].items()
+    fields["_modules"] = {key: child and _meta_copy(child, options, made) for key, child in children}
+    vars(copied).update(fields, _compiled_call_impl=None)
+    return copied
 
 
 # Shortening -----------------------------------------------------------------------------------------------------------
@@ -246,8 +245,8 @@ def _is_equal(left: Any, right: Any) -> bool:
 PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, torch.dtype, torch.device, torch.Size)
 
 
-def _is_alike(layout: SpecializedModel) -> bool:
+def _is_alike(found: SpecializedModel) -> bool:
     """Whether the blocks that were captured can stand for more of them."""
-    layers_of_a_block = 1 + layout.split.halved
-    captured, kinds = layout.split.num_layers, len(layout.uniform.layer_classes)
-    return (captured, kinds) == (DEPTH * layers_of_a_block, layers_of_a_block)
+    layers_of_a_block = 1 + found.split.halved
+    num_captured, num_classes = found.split.num_layers, len(found.uniform.layer_classes)
+    return (num_captured, num_classes) == (DEPTH * layers_of_a_block, layers_of_a_block)

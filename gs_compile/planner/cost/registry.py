@@ -1,4 +1,4 @@
-"""named: the config of a model that has a name: the paper's GPTs, HuggingFace's model types, a config.json."""
+"""The model registry: configs of models by name: the paper's GPTs, HuggingFace's model types, a config.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POSITIONS = 2048
 VOCABULARY = 50304  # GPT-2's 50257, made a multiple of 128 as Megatron-LM does
 
 
-def named(model: str) -> PretrainedConfig:
+def named_config(model: str) -> PretrainedConfig:
     """The config of "gpt-65b", of a HuggingFace model type ("llama"), or in a file or directory.
 
     The paper's models are of GPT-2's architecture, with tied embeddings, and without dropout.

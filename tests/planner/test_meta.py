@@ -12,12 +12,12 @@ import gs_compile
 from gs_compile.capture.uniform import structure
 from gs_compile.errors import CaptureError, GraphBreakError, InspectionError
 from gs_compile.planner.cost import meta as module
-from gs_compile.planner.cost.meta import DEPTH, blueprint
+from gs_compile.planner.cost.meta import DEPTH, meta_capture
 
 
 def depths(found, micro_batch_size=2):
     """Layers of the model, and those that were captured."""
-    return found.num_layers, found.layout(micro_batch_size).split.num_layers
+    return found.num_layers, found.specialized(micro_batch_size).split.num_layers
 
 
 def plain(num_layers=5, **changes):
@@ -25,25 +25,25 @@ def plain(num_layers=5, **changes):
 
 
 def test_two_layers_stand_for_all_that_are_alike():
-    found = blueprint(plain(), sequence=zoo.TOKENS)
+    found = meta_capture(plain(), sequence=zoo.TOKENS)
     assert depths(found) == (5, DEPTH)
-    whole = blueprint(plain(2), sequence=zoo.TOKENS)
+    whole = meta_capture(plain(2), sequence=zoo.TOKENS)
     assert depths(whole) == (2, 2)
-    for short, long in zip(found.layout(2).split.units, whole.layout(2).split.units, strict=True):
+    for short, long in zip(found.specialized(2).split.units, whole.specialized(2).split.units, strict=True):
         assert structure(short) == structure(long)
 
 
 def test_any_micro_batch_size_follows_from_one_capture():
-    found = blueprint(plain(), sequence=zoo.TOKENS)
+    found = meta_capture(plain(), sequence=zoo.TOKENS)
     for size in (1, 3, 4):
-        assert found.layout(size).split.units[0].result_specs[0].shape[0] == size
+        assert found.specialized(size).split.units[0].result_specs[0].shape[0] == size
 
 
 def test_the_model_stays_as_it_is():
     model = plain().eval()
     values = {name: (p, p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
     fields = [dict(vars(m)) for m in model.modules()]
-    blueprint(model, sequence=zoo.TOKENS, precision="bf16")
+    meta_capture(model, sequence=zoo.TOKENS, precision="bf16")
     assert [vars(m) for m in model.modules()] == fields
     for name, parameter in model.named_parameters():
         same, pointer, value = values[name]
@@ -57,19 +57,21 @@ def test_a_capture_leaves_the_models_own_alone():
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=1):
         for _ in range(2):
-            assert depths(blueprint(plain(2), sequence=zoo.TOKENS)) == (2, 2)
+            assert depths(meta_capture(plain(2), sequence=zoo.TOKENS)) == (2, 2)
         captured.compiled(model := plain(2))(*zoo.batch())
     assert gs_compile.inspect(model).num_layers == 2
 
 
 def test_bf16_is_of_the_parameters():
-    specs = [s for unit in blueprint(plain(), sequence=8, precision="bf16").layout(1).split.units for s in unit.specs]
+    specs = [
+        s for unit in meta_capture(plain(), sequence=8, precision="bf16").specialized(1).split.units for s in unit.specs
+    ]
     assert {spec.dtype for spec in specs if spec.requires_grad} == {torch.bfloat16}
 
 
 def test_shared_parameters_stay_shared():
-    found = blueprint(plain(tied=True), sequence=zoo.TOKENS)
-    units = found.layout(1).split.units
+    found = meta_capture(plain(tied=True), sequence=zoo.TOKENS)
+    units = found.specialized(1).split.units
     prologue, epilogue = ({s.index for s in unit.sources if s.kind == "input"} for unit in (units[0], units[-1]))
     names = {found.compilation.captured.inputs[index].path for index in prologue & epilogue}
     assert names == {"embedding.weight"}
@@ -99,7 +101,7 @@ SLOW = [pytest.param(change, marks=pytest.mark.slow) for change in (uneven, mark
 def test_blocks_that_can_be_told_apart_are_all_captured(change):
     model = plain()
     change(model)
-    assert depths(blueprint(model, sequence=zoo.TOKENS)) == (5, 5)
+    assert depths(meta_capture(model, sequence=zoo.TOKENS)) == (5, 5)
 
 
 def test_blocks_are_told_apart_by_tensors_in_a_list():
@@ -149,7 +151,7 @@ class Counting(zoo.GPT):
 
 @pytest.mark.slow
 def test_code_that_counts_its_blocks_is_captured_whole():
-    assert depths(blueprint(Counting(num_layers=4), sequence=zoo.TOKENS)) == (4, 4)
+    assert depths(meta_capture(Counting(num_layers=4), sequence=zoo.TOKENS)) == (4, 4)
 
 
 def test_inputs_by_name():
@@ -165,7 +167,7 @@ def test_inputs_by_name():
             return ((x - target) ** 2).mean()
 
     inputs = {name: torch.zeros(7, captured.TOKENS, captured.WIDTH) for name in ("features", "target")}
-    layout = blueprint(Regression(), sequence=1, inputs=inputs).layout(3)
+    layout = meta_capture(Regression(), sequence=1, inputs=inputs).specialized(3)
     assert layout.split.units[0].result_specs[0].shape == (3, captured.TOKENS, captured.WIDTH)
     assert layout.shape.has_loss
 
@@ -187,19 +189,19 @@ class Fixed(captured.Tiny):
 
 def test_a_model_that_names_no_tokens():
     with pytest.raises(InspectionError, match=r"^Silent\.forward has no required argument"):
-        blueprint(Silent(), sequence=4)
+        meta_capture(Silent(), sequence=4)
 
 
 def test_a_model_without_a_graph():
     with pytest.raises(InspectionError, match=r"^Dynamo made no graph of Silent"):
-        blueprint(Silent(), sequence=4, inputs={"x": torch.zeros(1, 4)})
+        meta_capture(Silent(), sequence=4, inputs={"x": torch.zeros(1, 4)})
 
 
 def test_a_model_that_breaks_its_graph():
     with pytest.raises(GraphBreakError, match="forward is not one graph"):
-        blueprint(Reading(), sequence=captured.TOKENS)
+        meta_capture(Reading(), sequence=captured.TOKENS)
 
 
 def test_a_model_with_a_batch_size_of_its_own():
     with pytest.raises(CaptureError, match="fixes the batch size"):
-        blueprint(Fixed(), sequence=captured.TOKENS)
+        meta_capture(Fixed(), sequence=captured.TOKENS)

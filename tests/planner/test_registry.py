@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gs_compile.errors import PlanError
-from gs_compile.planner.cost.registry import built, check_length, named
+from gs_compile.planner.cost.registry import built, check_length, named_config
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from gs_compile.planner.cost.registry import built, check_length, named
     [("gpt-30b", 48, 56, 7168), ("gpt-65b", 80, 64, 8192), ("gpt-175b", 96, 96, 12288)],
 )
 def test_the_models_of_the_paper(name, layers, heads, width):
-    config = named(name)
+    config = named_config(name)
     assert (config.num_hidden_layers, config.num_attention_heads, config.hidden_size) == (layers, heads, width)
     assert config.max_position_embeddings == 2048
     assert not config.use_cache
@@ -26,18 +26,18 @@ def test_the_models_of_the_paper(name, layers, heads, width):
 
 
 def test_a_model_type():
-    assert named("qwen3").model_type == "qwen3"
+    assert named_config("qwen3").model_type == "qwen3"
 
 
 def test_a_file_and_its_directory(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 96}))
     for path in (tmp_path, tmp_path / "config.json"):
-        config = named(str(path))
+        config = named_config(str(path))
         assert (config.model_type, config.hidden_size) == ("llama", 96)
 
 
 def test_a_model_without_weights():
-    config = named("gpt2")
+    config = named_config("gpt2")
     config.n_layer = 1
     model = built(config)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
@@ -52,32 +52,32 @@ def test_a_model_without_weights():
 )
 def test_a_name_that_nothing_has(name, message):
     with pytest.raises(PlanError, match=message):
-        named(name)
+        named_config(name)
 
 
 def test_a_file_that_is_no_config(tmp_path):
     path = tmp_path / "config.json"
     path.write_text("{")
     with pytest.raises(PlanError, match="no config can be read there"):
-        named(str(path))
+        named_config(str(path))
     path.write_text("{}")
     with pytest.raises(PlanError, match="not a config of transformers, which names its model_type"):
-        named(str(path))
+        named_config(str(path))
 
 
 def test_a_model_that_is_no_language_model():
     with pytest.raises(PlanError, match=r"^vit: .*AutoModelForCausalLM"):
-        built(named("vit"))
+        built(named_config("vit"))
 
 
 def test_a_sample_longer_than_the_model_has_positions():
-    check_length(named("gpt2"), 1024)
+    check_length(named_config("gpt2"), 1024)
     check_length(torch.nn.Linear(1, 1), 10**6)
     with pytest.raises(PlanError, match=r"^gpt2 has 1024 positions, fewer than a sequence of 1025 tokens$"):
-        check_length(named("gpt2"), 1025)
+        check_length(named_config("gpt2"), 1025)
 
 
 def test_without_transformers(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(PlanError, match="pip install 'greedysnake"):
-        named("gpt2")
+        named_config("gpt2")
