@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, TIED, Op, Program, Stage, StepShape, Unit, Value
-from gs_compile.program.signatures import SIGNATURES, Slot
+from gs_compile.program.verbs import SIGNATURES, Slot
 
 
 def vertical(num_layers: int, num_micro_batches: int, *, shape: StepShape | None = None) -> Program:

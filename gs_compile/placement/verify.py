@@ -11,15 +11,11 @@ from gs_compile.errors import ProgramError
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.speculation import Speculation, is_speculative
 from gs_compile.program.ir import DRAIN, EPILOGUE, FILL, KINDS, PROLOGUE, Op, Program, Stage, Tier, Value, height, homed
-from gs_compile.program.signatures import SIGNATURES, Slot, stage_class
-from gs_compile.program.text import format_op, line_of
-from gs_compile.program.transfers import FORMS, MOVING
+from gs_compile.program.verbs import LAWS, MOVEMENTS, SIGNATURES, Slot
 
 _Place = tuple[int, float]
 
 INPUT_KINDS = frozenset({"batch", "w", "dy"})  # defined before the step begins
-ACCUMULATOR_KINDS = frozenset({"dw", "dside"})  # what zeros makes, and no other verb: so all that `into` may name
-MOVEMENTS = frozenset({"prefetch", "offload", "alias", "gather", "empty"})  # may bring back what has been there before
 
 
 def verify(program: Program, placement: Placement | None = None, *, late: bool = False, redo: bool = True) -> None:
@@ -146,7 +142,7 @@ class _Walk:
         """What the verb reads, defines and changes is what the table of signatures says, in that order."""
         if op.verb in SIGNATURES:
             signature = SIGNATURES[op.verb]
-            if (op.stage.phase, stage_class(op.stage.unit)) not in signature.stages:
+            if (op.stage.phase, op.stage.unit_class) not in signature.stages:
                 yield f"{op.verb} does not belong in stage {op.stage}"
             if op.micro_batch is None:
                 yield f"{op.verb} works on one micro-batch, and none is named"
@@ -155,20 +151,10 @@ class _Walk:
             yield from self._misfits(op, signature.reads, op.reads, "reads")
             yield from self._misfits(op, signature.results, op.results, "defines")
             yield from self._misfits(op, signature.into, op.into, "changes")
-        elif op.verb == "count":
-            batches = (Value("batch", micro_batch=j, tier=None) for j in range(self.program.num_micro_batches))
-            if (op.reads, op.results, op.into) != (tuple(batches), (Value("total"),), ()):
-                yield "count reads every batch in order and defines total.device"
-        elif op.verb == "zeros":
-            made = [value.kind for value in op.results]
-            if op.reads or op.into or len(made) != 1 or made[0] not in ACCUMULATOR_KINDS:
-                yield "zeros reads nothing and defines one accumulator, dw or dside"
-        elif op.verb == "free":
-            if op.results or op.into or len(op.reads) != 1:
-                yield "free takes one value and defines nothing"
-        elif op.verb in MOVING:
-            if not MOVING[op.verb](op):
-                yield f"{op.verb} takes {FORMS[op.verb]}"
+        elif op.verb in LAWS:
+            words, is_obeyed = LAWS[op.verb]
+            if not is_obeyed(op) or (op.verb == "count" and len(op.reads) != self.program.num_micro_batches):
+                yield f"{op.verb} {words}"
         else:
             yield f"no verb is called {op.verb}"
 
@@ -315,8 +301,8 @@ class _Walk:
             yield f"the peaks are not {self.program.peaks}"
 
     def _error(self, index: int, complaint: str) -> ProgramError:
-        where = f"after {self.program.made_by}, line {line_of(self.program, index)}"
-        return ProgramError(f"{where}: {format_op(self.program.ops[index])}: {complaint}")
+        where = f"after {self.program.made_by}, line {self.program.line_of(index)}"
+        return ProgramError(f"{where}: {self.program.ops[index]}: {complaint}")
 
 
 def _places(stage: Stage) -> dict[object, _Place]:

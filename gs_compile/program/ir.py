@@ -1,11 +1,9 @@
 """The step program: what one training step does, one operation a line.
 
 A program is a tuple of operations in issue order. Every operation names a verb, the values it reads, the values it
-defines and the values it changes in place (`into`). A value has one definition, and its name says what and where it
-is: ``x1_0.device`` is the input of layer 1 for micro-batch 0, on the device.
-
-A pass is a pure function from program to program. Text (`text.py`), the checker (`verify.py`), the meaning of the
-verbs (`reference.py`), the executor and every drawing read this one object.
+defines and the values it changes in place (`into`). A value has one definition. A pass is a pure function from program
+to program. The text with its inverse (`text.py`), the checker (`verify.py`), the meaning of the verbs (`reference.py`),
+the executor and every drawing read this one object.
 """
 
 from __future__ import annotations
@@ -15,11 +13,31 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gs_compile.errors import ProgramError
+from gs_compile.program.values import (
+    DRAIN,
+    EPILOGUE,
+    FILL,
+    KINDS,
+    PROLOGUE,
+    SHADOWS,
+    TIED,
+    Stage,
+    Tier,
+    Unit,
+    Value,
+    height,
+    homed,
+)
+from gs_compile.program.verbs import LANES, MEMORY_VERBS, TRANSFER_LANES, VERBS, Op
 
-# A unit is what is loaded as a whole: the prologue "e" (embedding), layer 0 ... L-1, the epilogue "h" (head and loss),
-# and "t", the parameters that several of these share (tied embeddings), which has code of no one's.
-Unit = int | Literal["e", "h", "t"]
-Tier = Literal["device", "host", "ssd"]
+# fmt: off
+__all__ = [  # the whole language, for whoever reads or makes programs
+    "DRAIN", "EPILOGUE", "FILL", "KINDS", "LANES", "MEMORY_VERBS", "ORDERS", "PROLOGUE", "SHADOWS", "TIED",
+    "TRANSFER_LANES", "VERBS", "Op", "Order", "Program", "Schedule", "Stage", "StepShape", "Tier", "Unit", "Value",
+    "height", "homed", "shifted",
+]
+# fmt: on
+
 Order = Literal["vertical", "horizontal"]  # layer by layer, or micro-batch by micro-batch
 Schedule = Literal["vertical", "horizontal", "single", "lifetime"]
 
@@ -30,139 +48,11 @@ ORDERS: dict[Schedule, Order] = {
     "lifetime": "horizontal",
 }
 
-PROLOGUE: Literal["e"] = "e"
-EPILOGUE: Literal["h"] = "h"
-TIED: Literal["t"] = "t"
+VERSION = "0.1"  # of the text: a new one when old text no longer parses
+MIN_FOLDED_STAGES = 3  # fewer are quicker read than unfolded in the mind
+PERIODS = (1, 2)  # two, because `snake` turns every second stage round
 
-KINDS = {
-    "batch": "one micro-batch of the user's inputs",
-    "total": "what the loss's means divide by, counted over the whole batch",
-    "x": "input of layer i, the checkpoint; x of layer L is the head's input",
-    "side": "what the prologue makes and every layer reads: masks, rotary tables",
-    "w": "parameters of a unit",
-    "loss": "a micro-batch's share of the loss",
-    "y": "the model's other outputs made by a unit",
-    "dx": "gradient of a layer's input, the inter-layer gradient",
-    "dy": "gradient that arrives from outside for a unit's outputs, or for x of that layer",
-    "dside": "gradient of the side inputs, summed over layers",
-    "dw": "gradient of a unit's parameters, summed over micro-batches in fp32",
-    "s": "optimizer state of a unit: fp32 master parameters, where the parameters are narrower, and moments",
-    "norm": "sum of squares of a unit's gradient",
-    "scale": "what clipping multiplies all gradients of a step by",
-    "sw": "shadow copy of parameters: what an update makes that may be rolled back",
-    "ss": "shadow copy of optimizer state, for the same",
-}
-
-SHADOWS = {"w": "sw", "s": "ss"}  # the kind of a part's shadow copy
-
-VERBS = {
-    "count": "total of the loss's denominators",
-    "embed": "the prologue",
-    "forward": "one layer",
-    "head": "the epilogue; with into= also its backward, of the loss",
-    "head_backward": "the epilogue again, with its backward for gradients from outside",
-    "backward": "one layer again, from its checkpoint, and its backward",
-    "embed_backward": "the prologue again, and its backward",
-    "norm": "the sum of squares of a complete gradient",
-    "clip": "the scale of all gradients, from all their norms",
-    "commit": "if the scale is one, each shadow copy and what it is a copy of change places",
-    "update": "the optimizer, on some parts of a unit",
-    "prefetch": "movement towards the device",
-    "offload": "movement away from the device; with into=, back home",
-    "gather": "a unit's parameters from their parts or pieces",
-    "alias": "the same under another name, for later: no copy where that can be",
-    "empty": "memory that is about to be filled",
-    "zeros": "a gradient's accumulator",
-    "free": "the end of a value",
-}
-
-# What takes no time on any resource of the machine: it happens when issued.
-MEMORY_VERBS = frozenset({"gather", "alias", "empty", "zeros", "free", "commit"})
-
-# The lanes of transfers, by where from and where to. A lane is first-in-first-out; lanes run side by side.
-TRANSFER_LANES = {
-    ("host", "device"): "h2d",
-    ("device", "host"): "d2h",
-    ("ssd", "host"): "ssd_read",
-    ("host", "ssd"): "ssd_write",
-}
-LANES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu", "net")
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """One tensor or group of tensors of a step; fields carry its identity, `name` is for people."""
-
-    kind: str
-    unit: Unit | None = None
-    micro_batch: int | None = None
-    tier: Tier | None = "device"
-    part: str = ""  # the letter of a part that has a home of its own
-    piece: int | None = None  # of a transfer that goes in pieces
-
-    @property
-    def name(self) -> str:
-        unit = "" if self.unit is None else str(self.unit)
-        micro_batch = "" if self.micro_batch is None else f"_{self.micro_batch}"
-        tier = "" if self.tier is None else f".{self.tier}"
-        piece = "" if self.piece is None else f"[{self.piece}]"
-        return f"{self.kind}{unit}{self.part}{micro_batch}{tier}{piece}"
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def homed(value: Value) -> Value:
-    """The part that a value is a shadow copy of; any other value itself."""
-    kind = next((kind for kind, other in SHADOWS.items() if other == value.kind), value.kind)
-    return replace(value, kind=kind)
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """The period in which one unit's forward, or recompute and backward, runs for all micro-batches, or for one.
-
-    What comes before the first of these is the stage `FILL`, what comes after the last is `DRAIN`.
-    """
-
-    phase: Literal["fill", "forward", "backward", "drain"]
-    unit: Unit | None = None
-    micro_batch: int | None = None  # None: all of them, as in the vertical order
-
-    def __str__(self) -> str:
-        of = "" if self.micro_batch is None else f" of {self.micro_batch}"
-        return self.phase if self.unit is None else f"{self.phase} {self.unit}{of}"
-
-
-FILL = Stage("fill")
-DRAIN = Stage("drain")
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One line of a program: ``results = verb(*reads, into=...)``, issued in `stage`."""
-
-    verb: str
-    reads: tuple[Value, ...]
-    stage: Stage
-    results: tuple[Value, ...] = ()
-    into: tuple[Value, ...] = ()
-    micro_batch: int | None = None  # of a compute verb; None for verbs that serve the whole unit
-
-    @property
-    def unit(self) -> Unit:
-        """The unit whose code a compute verb runs: the stage's."""
-        assert self.stage.unit is not None, f"{self.verb} in {self.stage}"
-        return self.stage.unit
-
-    @property
-    def lane(self) -> str:
-        """Where it is carried out: follows from the verb and, of a transfer, from the tiers."""
-        if self.verb in MEMORY_VERBS:
-            return "memory"
-        if self.verb in ("prefetch", "offload"):
-            return TRANSFER_LANES[self.reads[0].tier or "", (*self.results, *self.into)[0].tier or ""]
-        return "cpu" if self.verb == "update" else "compute"
+Stages = list[tuple[Stage, tuple[Op, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +80,6 @@ class StepShape:
     def needs_grad_below(self, unit: Unit) -> bool:
         """Whether anything that comes before `unit` needs a gradient."""
         return height(self.first_grad) < height(unit)
-
-
-def height(unit: Unit) -> float:
-    """The place of a unit on the way from the prologue (lowest) to the epilogue (highest)."""
-    return {TIED: -2.0, PROLOGUE: -1.0, EPILOGUE: float("inf")}[unit] if isinstance(unit, str) else float(unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +111,72 @@ class Program:
         if group:
             yield group[0].stage, tuple(group)
 
-    def __str__(self) -> str:
-        from gs_compile.program.text import format_program
+    def line_of(self, index: int) -> int:
+        """The line, from 1, on which operation `index` stands in the unfolded text."""
+        stages = sum(at <= index and (at == 0 or op.stage != self.ops[at - 1].stage) for at, op in enumerate(self.ops))
+        return 1 + stages + index + 1
 
-        return format_program(self)
+    def text(self, *, fold: bool = True) -> str:
+        """The program as text. With `fold`, a run of equal stages is one line that names the stages it repeats.
+
+        Equal means: the same operations with all layer numbers moved by the same amount, one or two stages back.
+        """
+        peaks = ", ".join(f"{tier} {nbytes}" for tier, nbytes in self.peaks)
+        lines = [
+            f"# gs_compile {VERSION}   after {self.made_by}   "
+            f"{self.num_layers} layers x {self.num_micro_batches} micro-batches"
+            + (f"   peak {peaks} bytes" if peaks else "")
+        ]
+        stages, at = list(self.stages()), 0
+        while at < len(stages):
+            length, period = max(((_repeats(stages, at, p), p) for p in PERIODS), key=lambda run: run[0])
+            if fold and length >= MIN_FOLDED_STAGES:
+                (first, _), (last, _) = stages[at], stages[at + length - 1]
+                models = " ".join(str(stage.unit) for stage, _ in stages[at - period : at])
+                end = str(last).removeprefix(f"{last.phase} ")
+                lines.append(f"# {replace(first, micro_batch=None)} .. {end}   repeat {first.phase} {models}")
+                at += length
+            else:
+                lines += _stage_lines(*stages[at])
+                at += 1
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def _stage_lines(stage: Stage, ops: Iterable[Op]) -> list[str]:
+    ops = tuple(ops)
+    order = " ".join(str(op.micro_batch) for op in ops if op.micro_batch is not None)
+    heading = f"# {stage}" if stage.micro_batch is not None else f"# {stage}   micro-batches {order}".rstrip()
+    return [heading, *map(str, ops)]
+
+
+def _repeats(stages: Stages, at: int, period: int) -> int:
+    """How many stages from `at` on equal the one `period` before, moved by as many layers."""
+    if at < period:
+        return 0
+    step = _step(stages, at)
+    here = at
+    while step and here < len(stages) and stages[here] == shifted(*stages[here - period], step * period):
+        here += 1
+    return here - at
+
+
+def _step(stages: Stages, at: int) -> int:
+    """By how many layers a stage is from the one before: 1, -1, or 0 where the run of layers is broken."""
+    before, here = stages[at - 1][0].unit, stages[at][0].unit
+    step = here - before if isinstance(here, int) and isinstance(before, int) else 0
+    return step if step in (1, -1) else 0
+
+
+def shifted(stage: Stage, ops: Iterable[Op], by: int) -> tuple[Stage, tuple[Op, ...]]:
+    """The same stage `by` layers on."""
+
+    def move(values: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(replace(v, unit=v.unit + by) if isinstance(v.unit, int) else v for v in values)
+
+    there = replace(stage, unit=stage.unit + by) if isinstance(stage.unit, int) else stage
+    return there, tuple(
+        replace(op, reads=move(op.reads), results=move(op.results), into=move(op.into), stage=there) for op in ops
+    )

@@ -12,19 +12,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import get_args
 
 from gs_compile.errors import ProgramError
-from gs_compile.program.ir import DRAIN, FILL, KINDS, VERBS, Op, Program, Stage, Tier, Unit, Value
-from gs_compile.program.signatures import SIGNATURES
-
-VERSION = "0.1"  # of the text: a new one when old text no longer parses
-MIN_FOLDED_STAGES = 3  # fewer are quicker read than unfolded in the mind
-PERIODS = (1, 2)  # two, because `snake` turns every second stage round
-
-_Stages = list[tuple[Stage, tuple[Op, ...]]]
+from gs_compile.program.ir import DRAIN, FILL, KINDS, VERBS, Op, Program, Stage, Tier, Unit, Value, shifted
+from gs_compile.program.verbs import SIGNATURES
 
 _TIERS: dict[str, Tier] = {tier: tier for tier in get_args(Tier)}
 _HEADER = re.compile(r"# gs_compile (\S+) +after (\S+) +(\d+) layers x (\d+) micro-batches(?: +peak(.*) bytes)?")
@@ -33,55 +25,8 @@ _FOLDED = re.compile(r"# (forward|backward) (\d+) \.\. (\d+)(?: of \d+)? +repeat
 _VALUE = re.compile(rf"({'|'.join(KINDS)})(?:(e|h|t|\d+)([a-z]*))?(?:_(\d+))?(?:\.({'|'.join(_TIERS)}))?(?:\[(\d+)\])?")
 
 
-def format_program(program: Program, fold: bool = True) -> str:
-    """The program as text. With `fold`, a run of equal stages is one line that names the stages it repeats.
-
-    Equal means: the same operations with all layer numbers moved by the same amount, one or two stages back.
-    """
-    stages = list(program.stages())
-    lines = [
-        f"# gs_compile {VERSION}   after {program.made_by}   "
-        f"{program.num_layers} layers x {program.num_micro_batches} micro-batches"
-        + (f"   peak {', '.join(f'{tier} {nbytes}' for tier, nbytes in program.peaks)} bytes" if program.peaks else "")
-    ]
-    at = 0
-    while at < len(stages):
-        length, period = max(((_repeats(stages, at, p), p) for p in PERIODS), key=lambda run: run[0])
-        if fold and length >= MIN_FOLDED_STAGES:
-            (first, _), (last, _) = stages[at], stages[at + length - 1]
-            models = " ".join(str(stage.unit) for stage, _ in stages[at - period : at])
-            lines.append(f"# {replace(first, micro_batch=None)} .. {_end(last)}   repeat {first.phase} {models}")
-            at += length
-        else:
-            lines += _stage_lines(*stages[at])
-            at += 1
-    return "\n".join(lines) + "\n"
-
-
-def format_op(op: Op) -> str:
-    """One line: ``x2_0.device = forward(x1_0.device, w1.device)``."""
-    arguments = [value.name for value in op.reads]
-    if op.into:
-        names = ", ".join(value.name for value in op.into)
-        arguments.append(f"into={names}" if len(op.into) == 1 else f"into=({names})")
-    results = ", ".join(value.name for value in op.results)
-    return f"{results} = {op.verb}({', '.join(arguments)})" if results else f"{op.verb}({', '.join(arguments)})"
-
-
-def line_of(program: Program, index: int) -> int:
-    """The line, from 1, on which operation `index` stands in the unfolded text."""
-    headings = 0
-    seen = 0
-    for _, ops in program.stages():
-        headings += 1
-        seen += len(ops)
-        if seen > index:
-            break
-    return 1 + headings + index + 1
-
-
 def parse(text: str) -> Program:
-    """The program that `text` shows, folded or not: the inverse of `format_program`.
+    """The program that `text` shows, folded or not: the inverse of `Program.text`.
 
     Indented or surrounded by blank lines, as pasted text is, it reads the same. Raises ProgramError with the line.
     """
@@ -140,48 +85,6 @@ def _short(op: Op) -> str:
     return " ".join([op.verb, *(value.name for value in op.results or op.reads)])
 
 
-def _stage_lines(stage: Stage, ops: Iterable[Op]) -> list[str]:
-    ops = tuple(ops)
-    order = " ".join(str(op.micro_batch) for op in ops if op.micro_batch is not None)
-    heading = f"# {stage}" if stage.micro_batch is not None else f"# {stage}   micro-batches {order}".rstrip()
-    return [heading, *map(format_op, ops)]
-
-
-def _end(last: Stage) -> str:
-    """Where a run of folded stages ends: the unit, and the micro-batch where its stages are of one."""
-    return str(last).removeprefix(f"{last.phase} ")
-
-
-def _repeats(stages: _Stages, at: int, period: int) -> int:
-    """How many stages from `at` on equal the one `period` before, moved by as many layers."""
-    if at < period:
-        return 0
-    step = _step(stages, at)
-    here = at
-    while step and here < len(stages) and stages[here] == _moved(*stages[here - period], step * period):
-        here += 1
-    return here - at
-
-
-def _step(stages: _Stages, at: int) -> int:
-    """By how many layers a stage is from the one before: 1, -1, or 0 where the run of layers is broken."""
-    before, here = stages[at - 1][0].unit, stages[at][0].unit
-    step = here - before if isinstance(here, int) and isinstance(before, int) else 0
-    return step if step in (1, -1) else 0
-
-
-def _moved(stage: Stage, ops: Iterable[Op], by: int) -> tuple[Stage, tuple[Op, ...]]:
-    """The same stage `by` layers on."""
-
-    def moved(values: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple(replace(v, unit=v.unit + by) if isinstance(v.unit, int) else v for v in values)
-
-    there = replace(stage, unit=stage.unit + by) if isinstance(stage.unit, int) else stage
-    return there, tuple(
-        replace(op, reads=moved(op.reads), results=moved(op.results), into=moved(op.into), stage=there) for op in ops
-    )
-
-
 def _read_line(line: str, stages: list[tuple[Stage, list[Op]]]) -> None:
     """Add what one line says: a stage, a run of folded stages, or an operation."""
     if match := _FOLDED.fullmatch(line):
@@ -190,7 +93,7 @@ def _read_line(line: str, stages: list[tuple[Stage, list[Op]]]) -> None:
         if len(stages) < period:
             raise ProgramError("there is nothing before it to repeat")
         for _ in range(abs(int(last) - int(first)) + 1):
-            stage, moved = _moved(*stages[-period], step * period)
+            stage, moved = shifted(*stages[-period], step * period)
             stages.append((stage, list(moved)))
     elif match := _STAGE.fullmatch(line):
         stages.append((_stage(match[1]), []))

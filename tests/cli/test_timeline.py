@@ -13,7 +13,7 @@ from gs_compile.passes.lower import lower
 from gs_compile.placement.traffic import op_nbytes
 from gs_compile.planner.simulate.simulator import Simulation, simulate
 from gs_compile.program.ir import MEMORY_VERBS
-from gs_compile.program.text import format_op, parse
+from gs_compile.program.text import parse
 
 SECONDS = {"forward": 3e-3, "backward": 9e-3, "update": 4e-3}
 MOST_NBYTES = 5_000_000  # of a page
@@ -62,7 +62,7 @@ def test_a_page_holds_every_operation_that_takes_time():
             nanoseconds(span.start_seconds),
             nanoseconds(span.stop_seconds),
             span.nbytes,
-            format_op(span.op),
+            str(span.op),
             span.waited_for,
             str(span.op.stage),
         )

@@ -20,7 +20,7 @@ from gs_compile.placement.traffic import traffic
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import StepShape, Value
 from gs_compile.program.reference import reference
-from gs_compile.program.text import format_program, parse
+from gs_compile.program.text import parse
 
 ALL_SSD = Options(separate=True)
 KEPT = ("loss", "y", "dw")  # what a step is run for
@@ -312,7 +312,7 @@ def test_learns_what_the_vertical_order_learns(step, chosen, gradient_ratio):
 def test_text_and_back(step, chosen, gradient_ratio, fold):
     num_layers, num_micro_batches, shape = step
     for program in lower(num_layers, num_micro_batches, shape=shape, placement=homes(step, chosen, gradient_ratio)):
-        assert parse(format_program(program, fold)) == program
+        assert parse(program.text(fold=fold)) == program
 
 
 # What moves ----------------------------------------------------------------------------------------------------------

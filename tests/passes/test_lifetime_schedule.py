@@ -18,7 +18,7 @@ from gs_compile.placement.placement import Placement, Room
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.lifetimes import table
 from gs_compile.program.ir import StepShape
-from gs_compile.program.text import format_program, parse
+from gs_compile.program.text import parse
 
 ALL_SSD = Options(separate=True)
 RATES = (("h2d", 8.0), ("d2h", 8.0), ("ssd_read", 2.0), ("ssd_write", 1.0))
@@ -232,4 +232,4 @@ def test_within_its_room_and_no_lane_moves_more(step, chosen, gradient_ratio, sh
 @given(tiered_steps(), options(), st.sampled_from(SHARES), st.booleans())
 def test_text_and_back(step, chosen, share, fold):
     for program in lowered(step, roomy(step, homes(step, chosen), share)):
-        assert parse(format_program(program, fold)) == program
+        assert parse(program.text(fold=fold)) == program

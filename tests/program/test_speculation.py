@@ -19,7 +19,7 @@ from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import Program, Stage, StepShape
-from gs_compile.program.text import format_program, parse
+from gs_compile.program.text import parse
 from gs_compile.runtime.kernels import RULES
 
 NEVER, SOMETIMES, ALWAYS = math.inf, 30.0, 0.25
@@ -94,7 +94,7 @@ SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.5, checkpoint_ratio=1.0, 
 
 def stages(program: Program, *wanted: Stage) -> str:
     """The lines of these stages, without what ends values and what computes."""
-    text = format_program(program, fold=False)
+    text = program.text(fold=False)
     kept, on = [], False
     for line in text.splitlines():
         if line.startswith("# "):
@@ -185,7 +185,7 @@ commit(scale.host, into=(sea.host, ssea.host, seb.ssd, sseb.ssd, wea.host, swea.
 # Laws -----------------------------------------------------------------------------------------------------------------
 
 PLACEMENT = place(3, 1, options=SMALL)
-GOOD = format_program(lower(3, 1, placement=PLACEMENT)[-1], fold=False)
+GOOD = lower(3, 1, placement=PLACEMENT)[-1].text(fold=False)
 
 
 def broken(old: str, new: str, placement: Placement = PLACEMENT) -> str:

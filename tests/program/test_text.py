@@ -16,7 +16,7 @@ from gs_compile.passes.lower import flush, lower
 from gs_compile.passes.snake import snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.program.ir import Op, Stage, StepShape, Value
-from gs_compile.program.text import format_op, format_program, line_of, parse, parse_value, timetable
+from gs_compile.program.text import parse, parse_value, timetable
 
 
 class TestText(expecttest.TestCase):
@@ -153,7 +153,7 @@ def test_parse_is_the_inverse(step, snaked, freed):
     program = snake(program) if snaked else program
     program = free(program) if freed else program
     assert parse(str(program)) == program
-    assert parse(format_program(program, fold=False)) == program
+    assert parse(program.text(fold=False)) == program
 
 
 @settings(deadline=None, max_examples=60)
@@ -163,7 +163,7 @@ def test_parse_is_the_inverse_on_tiers(step, options, late):
     placement = place(*step, options)
     for program in lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late):
         assert parse(str(program)) == program
-        assert parse(format_program(program, fold=False)) == program
+        assert parse(program.text(fold=False)) == program
     updates = flush(num_layers, placement)[-1]
     assert parse(str(updates)) == updates
 
@@ -185,11 +185,11 @@ def test_programs_on_tiers_fold():
 def test_text_is_python_one_operation_a_line(step):
     num_layers, num_micro_batches, shape = step
     program = lower(num_layers, num_micro_batches, shape=shape)[-1]
-    text = format_program(program, fold=False)
+    text = program.text(fold=False)
     assert len(ast.parse(text).body) == len(program.ops)
     lines = text.splitlines()
     for index, op in enumerate(program.ops):
-        assert lines[line_of(program, index) - 1] == format_op(op)
+        assert lines[program.line_of(index) - 1] == str(op)
 
 
 def test_programs_that_break_every_law_round_trip_too():
@@ -253,4 +253,4 @@ def test_a_name_and_its_value(name, value):
 def test_several_accumulators_stand_in_a_tuple():
     into = (Value("dw", 1), Value("dside", None, 0))
     op = Op("backward", (Value("x", 1, 0),), Stage("backward", 1), into=into)
-    assert format_op(op) == "backward(x1_0.device, into=(dw1.device, dside_0.device))"
+    assert str(op) == "backward(x1_0.device, into=(dw1.device, dside_0.device))"

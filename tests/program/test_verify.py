@@ -13,9 +13,9 @@ from gs_compile.passes.snake import snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import Op, Stage, StepShape, Value
-from gs_compile.program.text import format_program, parse
+from gs_compile.program.text import parse
 
-GOOD = format_program(lower(2, 2, shape=StepShape(has_total=True, has_side=True, side_gradient=True))[-1], fold=False)
+GOOD = lower(2, 2, shape=StepShape(has_total=True, has_side=True, side_gradient=True))[-1].text(fold=False)
 
 BROKEN = {
     "read after free": (

@@ -17,7 +17,6 @@ from typing import Any
 
 from gs_compile.planner.simulate.simulator import Simulation, Span
 from gs_compile.program.ir import LANES, Op
-from gs_compile.program.text import format_op
 
 PAGE = Path(__file__).with_name("timeline.html")
 KINDS = ("w", "x", "dx", "s", "dw", "update", "forward", "backward", "other")
@@ -118,7 +117,7 @@ class _Tables:
 
     def texts(self, spans: Sequence[Span]) -> dict[str, list[int]]:
         """``x1_0.device = ...`` as the number of ``x#_#.device = ...``, and 1 and 0."""
-        texts = [format_op(span.op) for span in spans]
+        texts = [str(span.op) for span in spans]
         return {
             "line": [self.number("lines", NUMBER.sub("#", text)) for text in texts],
             "numbers": [int(number) for text in texts for number in NUMBER.findall(text)],

@@ -30,7 +30,6 @@ from gs_compile.planner.simulate.dependencies import COMPUTE, MEMORY, Waits, wai
 from gs_compile.planner.simulate.event_loop import Budget, Times, run
 from gs_compile.planner.simulate.memory_timeline import START, Curve, Lease, leases, occupancy
 from gs_compile.program.ir import LANES, Op, Program, homed
-from gs_compile.program.text import format_op
 from gs_compile.runtime.trace import Trace
 
 
@@ -231,7 +230,7 @@ def _name(op: Op) -> str:
 
 def _as_dict(span: Span) -> dict[str, Any]:
     return {
-        "op": format_op(span.op),
+        "op": str(span.op),
         "index": span.index,
         "lane": span.lane,
         "start_seconds": span.start_seconds,

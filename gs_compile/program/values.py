@@ -1,0 +1,99 @@
+"""The values of a step program: tensors or groups of tensors, and the stages in which operations use them.
+
+A value's name says what and where it is: ``x1_0.device`` is the input of layer 1 for micro-batch 0, on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+# A unit is what is loaded as a whole: the prologue "e" (embedding), layer 0 ... L-1, the epilogue "h" (head and loss),
+# and "t", the parameters that several of these share (tied embeddings), which no code belongs to.
+Unit = int | Literal["e", "h", "t"]
+Tier = Literal["device", "host", "ssd"]
+Phase = Literal["fill", "forward", "backward", "drain"]
+
+PROLOGUE: Literal["e"] = "e"
+EPILOGUE: Literal["h"] = "h"
+TIED: Literal["t"] = "t"
+
+KINDS = {
+    "batch": "one micro-batch of the user's inputs",
+    "total": "what the loss's means divide by, counted over the whole batch",
+    "x": "input of layer i, the checkpoint; x of layer L is the head's input",
+    "side": "what the prologue makes and every layer reads: masks, rotary tables",
+    "w": "parameters of a unit",
+    "loss": "a micro-batch's share of the loss",
+    "y": "the model's other outputs made by a unit",
+    "dx": "gradient of a layer's input, the inter-layer gradient",
+    "dy": "gradient that arrives from outside for a unit's outputs, or for x of that layer",
+    "dside": "gradient of the side inputs, summed over layers",
+    "dw": "gradient of a unit's parameters, summed over micro-batches in fp32",
+    "s": "optimizer state of a unit: fp32 master parameters, where the parameters are narrower, and moments",
+    "norm": "sum of squares of a unit's gradient",
+    "scale": "what clipping multiplies all gradients of a step by",
+    "sw": "shadow copy of parameters: what an update makes that may be rolled back",
+    "ss": "shadow copy of optimizer state, for the same",
+}
+
+SHADOWS = {"w": "sw", "s": "ss"}  # the kind of a part's shadow copy
+SHADOWED = {shadow: kind for kind, shadow in SHADOWS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor or group of tensors of a step; fields carry its identity, `name` is for people."""
+
+    kind: str
+    unit: Unit | None = None
+    micro_batch: int | None = None
+    tier: Tier | None = "device"
+    part: str = ""  # the letter of a part that has a home of its own
+    piece: int | None = None  # of a transfer that goes in pieces
+
+    @property
+    def name(self) -> str:
+        unit = "" if self.unit is None else str(self.unit)
+        micro_batch = "" if self.micro_batch is None else f"_{self.micro_batch}"
+        tier = "" if self.tier is None else f".{self.tier}"
+        piece = "" if self.piece is None else f"[{self.piece}]"
+        return f"{self.kind}{unit}{self.part}{micro_batch}{tier}{piece}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def homed(value: Value) -> Value:
+    """The part that a value is a shadow copy of; any other value itself."""
+    return replace(value, kind=SHADOWED.get(value.kind, value.kind))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The period in which one unit's forward, or recompute and backward, runs for all micro-batches, or for one.
+
+    What comes before the first of these is the stage `FILL`, what comes after the last is `DRAIN`.
+    """
+
+    phase: Phase
+    unit: Unit | None = None
+    micro_batch: int | None = None  # None: all of them, as in the vertical order
+
+    @property
+    def unit_class(self) -> str:
+        """The word of the table of signatures for its unit: "e", "h" or "layer"."""
+        return "" if self.unit is None else self.unit if isinstance(self.unit, str) else "layer"
+
+    def __str__(self) -> str:
+        of = "" if self.micro_batch is None else f" of {self.micro_batch}"
+        return self.phase if self.unit is None else f"{self.phase} {self.unit}{of}"
+
+
+FILL = Stage("fill")
+DRAIN = Stage("drain")
+
+
+def height(unit: Unit) -> float:
+    """The place of a unit on the way from the prologue (lowest) to the epilogue (highest)."""
+    return {TIED: -2.0, PROLOGUE: -1.0, EPILOGUE: float("inf")}[unit] if isinstance(unit, str) else float(unit)

@@ -1,0 +1,256 @@
+"""Operations, and what every verb reads, defines and changes: one table, from which programs are built and checked.
+
+`passes/vertical.py` fills the compute verbs in for a model; `verify` holds every operation against its verb's row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from gs_compile.program.values import EPILOGUE, PROLOGUE, SHADOWS, TIED, Stage, Tier, Unit, Value, homed
+
+Role = Literal["reads", "results", "into"]
+
+VERBS = {
+    "count": "total of the loss's denominators",
+    "embed": "the prologue",
+    "forward": "one layer",
+    "head": "the epilogue; with into= also its backward, of the loss",
+    "head_backward": "the epilogue again, with its backward for gradients from outside",
+    "backward": "one layer again, from its checkpoint, and its backward",
+    "embed_backward": "the prologue again, and its backward",
+    "norm": "the sum of squares of a complete gradient",
+    "clip": "the scale of all gradients, from all their norms",
+    "commit": "if the scale is one, each shadow copy and what it is a copy of change places",
+    "update": "the optimizer, on some parts of a unit",
+    "prefetch": "movement towards the device",
+    "offload": "movement away from the device; with into=, to where the value is stored",
+    "gather": "a unit's parameters from their parts or pieces",
+    "alias": "the same under another name, for later: no copy where that can be",
+    "empty": "memory that is about to be filled",
+    "zeros": "a gradient's accumulator",
+    "free": "the end of a value",
+}
+
+# What takes no time on any resource of the machine: it happens when issued.
+MEMORY_VERBS = frozenset({"gather", "alias", "empty", "zeros", "free", "commit"})
+MOVEMENTS = frozenset({"prefetch", "offload", "alias", "gather", "empty"})  # may define what has been there before
+
+# The lanes of transfers, by where from and where to. A lane is first-in-first-out; lanes run side by side.
+TRANSFER_LANES = {
+    ("host", "device"): "h2d",
+    ("device", "host"): "d2h",
+    ("ssd", "host"): "ssd_read",
+    ("host", "ssd"): "ssd_write",
+}
+LANES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu", "net")
+
+SHARED_KINDS = frozenset({"total", "w", "dw"})  # one value for all micro-batches of a step
+ACCUMULATOR_KINDS = frozenset({"dw", "dside"})  # defined by zeros alone, so all that `into` of a computation may name
+CHANGED_KINDS = frozenset({"w", "s"})  # changed in place by an update, and stored by an offload
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One line of a program: ``results = verb(*reads, into=...)``, issued in `stage`."""
+
+    verb: str
+    reads: tuple[Value, ...]
+    stage: Stage
+    results: tuple[Value, ...] = ()
+    into: tuple[Value, ...] = ()
+    micro_batch: int | None = None  # of a compute verb; None for verbs that serve the whole unit
+
+    @property
+    def unit(self) -> Unit:
+        """The unit whose code a compute verb runs: the stage's."""
+        assert self.stage.unit is not None, f"{self.verb} in {self.stage}"
+        return self.stage.unit
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """All that it names: results first, reads last."""
+        return (*self.results, *self.into, *self.reads)
+
+    @property
+    def lane(self) -> str:
+        """Where it is carried out: follows from the verb and, of a transfer, from the tiers."""
+        if self.verb in MEMORY_VERBS:
+            return "memory"
+        if self.verb in ("prefetch", "offload"):
+            return TRANSFER_LANES[self.reads[0].tier or "", (*self.results, *self.into)[0].tier or ""]
+        return "cpu" if self.verb == "update" else "compute"
+
+    def __str__(self) -> str:
+        """One line: ``x2_0.device = forward(x1_0.device, w1.device)``."""
+        arguments = [value.name for value in self.reads]
+        if self.into:
+            names = ", ".join(value.name for value in self.into)
+            arguments.append(f"into={names}" if len(self.into) == 1 else f"into=({names})")
+        call = f"{self.verb}({', '.join(arguments)})"
+        return f"{', '.join(value.name for value in self.results)} = {call}" if self.results else call
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One place in an operation. Given unit and micro-batch, exactly one value fits it."""
+
+    kind: str
+    role: Role
+    optional: bool
+    tied: bool = False  # of the unit "t", whatever unit the operation is of
+
+    def value(self, unit: Unit, micro_batch: int, num_layers: int) -> Value:
+        tier: Tier | None = None if self.kind == "batch" else "device"
+        shared = self.kind in SHARED_KINDS
+        return Value(self.kind, self._unit(unit, num_layers), None if shared else micro_batch, tier)
+
+    def _unit(self, unit: Unit, num_layers: int) -> Unit | None:
+        """A unit stands between two boundaries: it takes x from below and hands x on above; gradients come back."""
+        if self.tied:
+            return TIED
+        match self.kind, self.role:
+            case ("x", "reads") | ("dx", "results"):
+                return num_layers if unit == EPILOGUE else unit
+            case ("x", "results") | ("dx", "reads") | ("dy", _):
+                return _above(unit)
+            case (("w" | "dw" | "y"), _):
+                return unit
+            case _:
+                return None
+
+
+def _above(unit: Unit) -> Unit:
+    """The boundary above a unit, where its output and that output's gradient are; the head's are its own."""
+    if isinstance(unit, int):
+        return unit + 1
+    return 0 if unit == PROLOGUE else EPILOGUE
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The slots of a verb that works on one micro-batch, in order, and the stages it may stand in."""
+
+    stages: frozenset[tuple[str, str]]  # phase, and "e", "h" or "layer"
+    reads: tuple[Slot, ...]
+    results: tuple[Slot, ...]
+    into: tuple[Slot, ...]
+
+
+# The boundaries' x and dx are read and defined by neighbours; a question mark: only if the model has it.
+# verb            stages                    reads                                results          into
+_TABLE = """
+  embed          | forward e               | batch w wt?                        | x side? y?     |
+  forward        | forward layer           | x side? w wt?                      | x y?           |
+  head           | forward h, backward h   | x side? batch total? w wt?         | loss? dx? y?   | dw? dwt? dside?
+  head_backward  | backward h              | x side? batch total? dy w wt?      | dx?            | dw? dwt? dside?
+  backward       | backward layer          | x dx? dy? side? w wt?              | dx?            | dw? dwt? dside?
+  embed_backward | backward e              | batch dx? dy? dside? w wt?         |                | dw? dwt?
+"""
+
+
+def _signature(stages: str, reads: str, results: str, into: str) -> Signature:
+    pairs = frozenset((phase, units) for phase, units in (stage.split() for stage in stages.split(",")))
+    return Signature(pairs, _slots(reads, "reads"), _slots(results, "results"), _slots(into, "into"))
+
+
+def _slots(words: str, role: Role) -> tuple[Slot, ...]:
+    found = []
+    for word in words.split():
+        kind = word.rstrip("?")
+        tied = kind in ("wt", "dwt")
+        found.append(Slot(kind[:-1] if tied else kind, role, word.endswith("?"), tied))
+    return tuple(found)
+
+
+SIGNATURES: dict[str, Signature] = {
+    verb.strip(): _signature(*columns) for verb, *columns in (row.split("|") for row in _TABLE.strip().splitlines())
+}
+
+
+def _kinds(values: tuple[Value, ...]) -> list[str]:
+    return [value.kind for value in values]
+
+
+def _is_count(op: Op) -> bool:
+    batches = tuple(Value("batch", micro_batch=j, tier=None) for j in range(len(op.reads)))
+    return (op.reads, op.results, op.into) == (batches, (Value("total"),), ())
+
+
+def _is_transfer(op: Op) -> bool:
+    """All from one tier to the next, towards the device or away from it; of one kind."""
+    to = (*op.results, *op.into)
+    tiers = {value.tier for value in op.reads}, {value.tier for value in to}
+    if not (op.reads and to) or bool(op.results) == bool(op.into) or any(len(side) != 1 for side in tiers):
+        return False
+    if len({(homed(value).kind, value.unit) for value in (*op.reads, *to)}) != 1:
+        return False
+    route = (op.reads[0].tier or "", to[0].tier or "")
+    return route in TRANSFER_LANES and (op.verb == "prefetch") == (route in (("ssd", "host"), ("host", "device")))
+
+
+def _is_gather(op: Op) -> bool:
+    whole = Value("w", op.results[0].unit) if len(op.results) == 1 else None
+    parts = all((v.kind, v.unit) == ("w", op.results[0].unit) and v != whole for v in op.reads)
+    return op.results == (whole,) and not op.into and bool(op.reads) and parts
+
+
+def _is_alias(op: Op) -> bool:
+    same = {(value.kind, value.unit, value.micro_batch) for value in (*op.reads, *op.results)}
+    return len(op.reads) == 1 and bool(op.results) and not op.into and len(same) == 1
+
+
+def _is_update(op: Op) -> bool:
+    """Speculative, it also reads what stays as it is."""
+    kinds = _kinds(op.reads)
+    units = {value.unit for value in op.reads + op.into if value.kind != "scale"}
+    changed = {homed(value).kind for value in op.into}
+    known = kinds in (["dw"], ["dw", "scale"]) or (kinds[:1] == ["dw"] and set(kinds[1:]) <= CHANGED_KINDS)
+    return known and len(units) == 1 and {"w"} <= changed <= CHANGED_KINDS
+
+
+def _is_commit(op: Op) -> bool:
+    homes, shadows = op.into[::2], op.into[1::2]
+    pairs = len(homes) == len(shadows) and all(
+        shadow.kind == SHADOWS.get(home.kind) and homed(shadow) == home
+        for home, shadow in zip(homes, shadows, strict=True)
+    )
+    return _kinds(op.reads) == ["scale"] and not op.results and bool(homes) and pairs
+
+
+def _is_zeros(op: Op) -> bool:
+    return not op.reads and not op.into and len(op.results) == 1 and op.results[0].kind in ACCUMULATOR_KINDS
+
+
+def _is_empty(op: Op) -> bool:
+    return not op.reads and not op.into and _kinds(op.results) == ["w"]
+
+
+def _is_norm(op: Op) -> bool:
+    return _kinds(op.reads) == ["dw"] and op.results == (Value("norm", op.reads[0].unit),)
+
+
+def _is_clip(op: Op) -> bool:
+    return set(_kinds(op.reads)) == {"norm"} and _kinds(op.results) == ["scale"]
+
+
+# The laws of the verbs without a signature, in words and as a function.
+LAWS: dict[str, tuple[str, Callable[[Op], bool]]] = {
+    "count": ("reads every batch in order and defines total.device", _is_count),
+    "zeros": ("reads nothing and defines one accumulator, dw or dside", _is_zeros),
+    "free": ("takes one value and defines nothing", lambda op: not op.results and not op.into and len(op.reads) == 1),
+    "prefetch": ("takes values of one kind and unit from ssd to host, or from host to device", _is_transfer),
+    "offload": ("takes values of one kind and unit from device to host, or from host to ssd", _is_transfer),
+    "gather": ("takes all parts or pieces of one unit's parameters, and defines the whole on the device", _is_gather),
+    "alias": ("takes one value, and defines it under another name", _is_alias),
+    "empty": ("takes nothing, and defines a part of a unit's parameters", _is_empty),
+    "norm": ("takes one gradient, and defines its norm", _is_norm),
+    "clip": ("takes the norms, and defines the scale", _is_clip),
+    "update": (
+        "takes a gradient and, where gradients are clipped, the scale; changes parameters and state of the same unit",
+        _is_update,
+    ),
+    "commit": ("takes the scale; changes parts and their shadow copies, in pairs", _is_commit),
+}
