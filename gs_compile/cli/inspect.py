@@ -1,4 +1,4 @@
-"""command_inspect: what ``greedysnake inspect`` shows: a model built from its config, without weights, and its step."""
+"""inspect: what ``greedysnake inspect`` shows: a model built from its config, without weights, and its step."""
 
 from __future__ import annotations
 

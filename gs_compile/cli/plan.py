@@ -1,4 +1,4 @@
-"""command_plan: the plan that the command line asks for."""
+"""plan: the plan that the command line asks for."""
 
 from __future__ import annotations
 

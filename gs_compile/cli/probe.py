@@ -1,4 +1,4 @@
-"""command_probe: what ``greedysnake probe`` shows: every figure of a profile in units for people, with its source."""
+"""probe: what ``greedysnake probe`` shows: every figure of a profile in units for people, with its source."""
 
 from __future__ import annotations
 

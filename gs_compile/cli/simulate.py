@@ -1,17 +1,19 @@
-"""command_simulate: what ``greedysnake simulate`` shows of a plan's step, and the files it draws it into."""
+"""simulate: what ``greedysnake simulate`` shows of a plan's step, and the files it draws it into."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gs_compile.cli.report import explain
-from gs_compile.cli.report.tables import text
 from gs_compile.errors import MemoryBudgetError, NoFitError
 from gs_compile.machine import format_bytes
+from gs_compile.planner import summary
+from gs_compile.planner.summary import table
 
 if TYPE_CHECKING:
     from gs_compile.planner.step_plan import StepPlan
@@ -22,25 +24,18 @@ SCHEDULES: tuple[Schedule, ...] = ("vertical", "horizontal")  # that figures sho
 
 def report(plan: StepPlan, files: Mapping[str, Path]) -> str:
     """How the step runs: its lanes, what the computation waits for, the critical path, memory, and what was drawn."""
-    simulation = plan.simulation
-    waits = [
-        (cause, f"{seconds:.3g} s", f"{seconds / plan.seconds:.1%}")
-        for cause, seconds in sorted(simulation.bubbles.items(), key=lambda entry: -entry[1])
-        if seconds > 0
-    ]
-    path = [(lane, f"{seconds:.3g} s", f"{seconds / plan.seconds:.1%}") for lane, seconds in _critical(plan).items()]
-    memory = [
-        (tier, format_bytes(nbytes), format_bytes(plan.peaks.get(tier, 0))) for tier, nbytes in simulation.peaks.items()
-    ]
-    numbers = ("", "seconds", "of the step")
+    peaks = plan.simulation.peaks.items()
+    memory = [(tier, format_bytes(nbytes), format_bytes(plan.peaks.get(tier, 0))) for tier, nbytes in peaks]
     parts = [
         explain.headline(plan),
-        f"What each lane does in a step:\n{explain.indented(explain.lanes_table(plan))}",
-        _titled("What the computation waits for:", text(numbers, waits, right=numbers[1:]) if waits else "nothing"),
-        _titled("The critical path, by lane:", text(numbers, path, right=numbers[1:])),
-        _titled("Memory at its peak:", text(("", "simulated", "planned"), memory, right=("simulated", "planned"))),
-        _titled("What is inactive between two uses:", _inactive(plan)) if plan.schedule == "lifetime" else "",
-        _titled("What to know:", "\n".join(plan.notes)) if plan.schedule == "single" and plan.notes else "",
+        explain.titled("What each lane does in a step:", explain.lanes_table(plan)),
+        explain.titled("What the computation waits for:", _times(plan, plan.simulation.bubbles) or "nothing"),
+        explain.titled("The critical path, by lane:", _times(plan, _critical(plan))),
+        explain.titled(
+            "Memory at its peak:", table(("", "simulated", "planned"), memory, right=("simulated", "planned"))
+        ),
+        explain.titled("What is inactive between two uses:", _inactive(plan)) if plan.schedule == "lifetime" else "",
+        explain.titled("What to know:", "\n".join(plan.notes)) if plan.schedule == "single" else "",
         "\n".join(f"{what}: {path}" for what, path in files.items()),
     ]
     return "\n\n".join(filter(None, parts))
@@ -67,7 +62,7 @@ def save(plan: StepPlan, *, trace: Path | None, page: Path | None, figures: Path
 
         texts = {"The plan": explain.report(plan), "The program": str(plan.program)}
         page.write_text(
-            timeline_html(plan.simulation, title=_title(plan), notes=[explain.paragraph(plan)], texts=texts)
+            timeline_html(plan.simulation, title=_title(plan), notes=[summary.paragraph(plan)], texts=texts)
         )
         files["timeline"] = page
     if figures is not None:
@@ -120,21 +115,24 @@ def _title(plan: StepPlan) -> str:
     return f"{plan.workload.name} on {re.split('[:,(]', plan.profile.name)[0].strip()}"
 
 
+def _times(plan: StepPlan, seconds: Mapping[str, float]) -> str:
+    """Seconds by name, the longest first, each also as a share of the step."""
+    longest_first = sorted(seconds.items(), key=lambda entry: -entry[1])
+    rows = [(name, f"{each:.3g} s", f"{each / plan.seconds:.1%}") for name, each in longest_first if each > 0]
+    return table(("", "seconds", "of the step"), rows, right=("seconds", "of the step")) if rows else ""
+
+
 def _critical(plan: StepPlan) -> dict[str, float]:
     """Seconds of the critical path, by lane."""
-    found: dict[str, float] = {}
+    found: defaultdict[str, float] = defaultdict(float)
     for span in plan.simulation.critical_path:
-        found[span.lane] = found.get(span.lane, 0.0) + span.stop_seconds - span.start_seconds
+        found[span.lane] += span.stop_seconds - span.start_seconds
     return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
 
 def _inactive(plan: StepPlan) -> str:
-    """What the schedule `lifetime` has decided, and what for."""
+    """The periods that the schedule `lifetime` has decided on, and its notes."""
     from gs_compile.planner.lifetimes import table
 
     rows = [table(plan.placement, plan.workload.shape)] if plan.placement.room else []
     return "\n".join([*rows, *plan.notes])
-
-
-def _titled(heading: str, lines: str) -> str:
-    return f"{heading}\n{explain.indented(lines)}"

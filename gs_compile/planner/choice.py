@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gs_compile.cli.report.explain import paragraph
 from gs_compile.errors import MemoryBudgetError, OptionError, PlanError
 from gs_compile.machine import available_memory, format_bytes, usable_memory
 from gs_compile.options import Options, parse_bytes
@@ -36,6 +35,7 @@ from gs_compile.planner.prediction import Prediction, predict
 from gs_compile.planner.reasons import solver
 from gs_compile.planner.refine import alphas_of, settle
 from gs_compile.planner.step_plan import StepPlan
+from gs_compile.planner.summary import paragraph
 from gs_compile.program.ir import ORDERS, Program, StepShape
 from gs_compile.runtime.stream import device_of, has_own_memory
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gs_compile.cli.report.tables import text
 from gs_compile.machine import format_bytes
 from gs_compile.passes.baselines.lifetime import Period, decide
 from gs_compile.passes.lower import lower
 from gs_compile.placement.placement import Placement, Room
 from gs_compile.placement.workload import Workload
+from gs_compile.planner import summary
 from gs_compile.planner.lp.fit import MARGIN
 from gs_compile.planner.lp.solve import Budgets
 from gs_compile.planner.measure.profile import Profile
@@ -93,7 +93,9 @@ def why(plain: Prediction, chosen: Prediction) -> str:
 def table(placement: Placement, shape: StepShape) -> str:
     """For people: the periods in which tensors are inactive, by kind, and what becomes of them."""
     headings = ("", "on", "inactive", "times", "bytes", "stay", "bytes that stay", "others go to")
-    return text(headings, _rows(periods(placement, shape)), right=("times", "bytes", "stay", "bytes that stay"))
+    return summary.table(
+        headings, _rows(periods(placement, shape)), right=("times", "bytes", "stay", "bytes that stay")
+    )
 
 
 def periods(placement: Placement, shape: StepShape) -> tuple[Period, ...]:

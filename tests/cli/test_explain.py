@@ -9,7 +9,8 @@ import expecttest
 import pytest
 from standin import stand_in
 
-from gs_compile.cli.report.explain import as_dict, paragraph, report
+from gs_compile.cli.report.explain import as_dict, report
+from gs_compile.planner.summary import paragraph
 
 GiB = 2**30
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import logging
+import time
+
+import pytest
 
 from gs_compile.cli.report import tables
+from gs_compile.planner.summary import table
 
 
 def test_numbers_end_together():
-    assert tables.text(("lane", "works"), [("compute", "300 s"), ("h2d", "1 s")], right=("works",)).splitlines() == [
+    assert table(("lane", "works"), [("compute", "300 s"), ("h2d", "1 s")], right=("works",)).splitlines() == [
         "lane     works",
         "compute  300 s",
         "h2d        1 s",
@@ -17,7 +22,7 @@ def test_numbers_end_together():
 
 def test_text_is_not_folded_and_not_read_as_markup():
     long = "[bold]" + "x" * 500 + "[/]"
-    assert tables.text(("a",), [(long,)]).splitlines() == ["a", long]
+    assert table(("a",), [(long,)]).splitlines() == ["a", long]
 
 
 def test_in_a_pipe_a_row_is_a_line_without_colours(capsys):
@@ -46,14 +51,39 @@ def test_a_pipe_hears_nothing_of_waiting(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_terminal_sees_what_takes_so_long(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
+
+def terminal_of(monkeypatch):
+    """A terminal that takes the place of stderr; a fixture would do so before pytest begins to capture."""
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
+    return terminal
+
+
+def wait_for(text, terminal):
+    for _ in range(1000):
+        if text in terminal.getvalue():
+            return
+        time.sleep(0.01)
+    pytest.fail(f"{text!r} is not in {terminal.getvalue()[-200:]!r}")
+
+
+def test_a_terminal_sees_what_takes_so_long(monkeypatch):
+    monkeypatch.setattr(tables, "QUIET_SECONDS", 0.0)
+    terminal = terminal_of(monkeypatch)
+    with tables.busy("measuring"):
+        wait_for("measuring ...", terminal)
+        logging.getLogger("gs_compile.planner.lp").info("the %s drive", "second")
+        wait_for("measuring: the second drive", terminal)
+    assert not logging.getLogger("gs_compile.planner").handlers
+
+
+def test_a_terminal_sees_nothing_of_what_is_quick(monkeypatch):
+    terminal = terminal_of(monkeypatch)
     with tables.busy("measuring"):
         pass
-    assert "measuring ..." in terminal.getvalue()
+    assert "measuring" not in terminal.getvalue()

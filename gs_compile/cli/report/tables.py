@@ -1,52 +1,68 @@
-"""tables: rows as text, as wide as the terminal is, or as they need."""
+"""tables: what the command line prints on a terminal: rows in colours, folded to its width, and what is under way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from io import StringIO
+from threading import Timer
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-WIDE = 10_000  # in a file or a pipe nothing is folded: a row is a line
+from gs_compile.planner import summary
+
+QUIET_SECONDS = 1.0  # what is done sooner needs no progress
 
 
 def show(headings: Sequence[str], rows: Iterable[Sequence[str]], *, styles: Mapping[str, str] | None = None) -> None:
-    """Print a table to stdout; on a terminal long cells are folded, and `styles` are looks of whole cells."""
+    """Print a table to stdout: on a terminal long cells are folded, and `styles` are looks of whole cells."""
     console = Console()
-    if console.is_terminal:
-        console.print(_table(headings, rows, styles or {}, right=()))
-    else:
-        console.file.write(text(headings, rows) + "\n")
-
-
-def text(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> str:
-    """A table as lines of plain text; the columns called `right` hold numbers, which end together."""
-    console = Console(file=StringIO(), width=WIDE, color_system=None)
-    with console.capture() as captured:
-        console.print(_table(headings, rows, {}, right))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    if not console.is_terminal:  # a row is a line
+        console.file.write(summary.table(headings, rows) + "\n")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, (styles or {}).get(cell, "")) for cell in row))
+    console.print(table)
 
 
 @contextmanager
 def busy(words: str) -> Iterator[None]:
-    """Say on a terminal what takes so long, for as long as it does; a file or a pipe hears nothing of it."""
+    """Say on a terminal what takes longer than a second, and what the planner logs meanwhile; elsewhere say nothing."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
         return
-    with console.status(f"{words} ..."):
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    progress = Progress(*columns, console=console, transient=True)
+    task = progress.add_task(f"{words} ...")
+    handler = _Shown(lambda message: progress.update(task, description=f"{words}: {message}"))
+    planner, timer = logging.getLogger("gs_compile.planner"), Timer(QUIET_SECONDS, progress.start)
+    level = planner.level
+    planner.addHandler(handler)
+    planner.setLevel(logging.INFO)
+    timer.start()
+    try:
         yield
+    finally:
+        timer.cancel()
+        timer.join()
+        progress.stop()
+        planner.removeHandler(handler)
+        planner.setLevel(level)
 
 
-def _table(
-    headings: Sequence[str], rows: Iterable[Sequence[str]], styles: Mapping[str, str], right: Sequence[str]
-) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in headings:
-        table.add_column(heading, overflow="fold", justify="right" if heading in right else "left")
-    for row in rows:
-        table.add_row(*(Text(cell, styles.get(cell, "")) for cell in row))
-    return table
+class _Shown(logging.Handler):
+    """Hands the messages of a log to a function."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__()
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(record.getMessage())

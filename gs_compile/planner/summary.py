@@ -1,0 +1,84 @@
+"""summary: a plan in one paragraph of plain text, for the log of a run, and rows as aligned lines.
+
+What only the command line shows, with colours and figures, is in `cli.report`: a run loads nothing that prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from gs_compile.machine import format_bytes
+
+if TYPE_CHECKING:
+    from gs_compile.planner.step_plan import StepPlan
+
+TIERS = ("device", "host", "ssd")
+ON = {"device": "on the device", "host": "in host memory", "ssd": "on SSD"}
+RATIO_OF = {"parameters": "parameter", "states": "optimizer", "checkpoints": "checkpoint"}
+GAP = "  "  # between columns
+
+
+def paragraph(plan: StepPlan) -> str:
+    """The plan in one paragraph: shares of each class by tier, seconds of a step, busy lanes, peaks, what binds."""
+    shares = _shares(plan.ratios)
+    on_device = _shares({ratio: share for ratio, share in plan.device_ratios.items() if share})
+    busiest = sorted(plan.lanes.items(), key=lambda lane: -lane[1][1])[:3]
+    busy = ", ".join(f"{lane} {share:.0%}" for lane, (_, share) in busiest)
+    peaks = ", ".join(f"{format_bytes(plan.peaks[tier])} {ON[tier]}" for tier in tiers(plan) if plan.peaks.get(tier))
+    sentences = [
+        f"Plan of {plan.workload.name} on {plan.profile.name}, {settings(plan)}.",
+        f"In host memory: {shares}.",
+        f"In device memory: {on_device}." if on_device else "",
+        f"A step takes {seconds_text(plan.seconds)}: {throughput(plan)}.",
+        f"Busy lanes: {busy}.",
+        f"At its peak it holds {peaks}." if peaks else "",
+        f"What binds: {'; '.join(plan.binding)}." if plan.binding else "",
+        *plan.notes,
+    ]
+    return " ".join(filter(None, sentences))
+
+
+def settings(plan: StepPlan) -> str:
+    """``vertical: 32 micro-batches of 2 samples of 2048 tokens, alpha 0.13``"""
+    workload = plan.workload
+    samples = "1 sample" if workload.micro_batch_size == 1 else f"{workload.micro_batch_size} samples"
+    number = "1 micro-batch" if plan.num_micro_batches == 1 else f"{plan.num_micro_batches} micro-batches"
+    return f"{plan.schedule}: {number} of {samples} of {workload.sequence} tokens, alpha {plan.alpha:g}"
+
+
+def throughput(plan: StepPlan) -> str:
+    """``419 tokens/s, 164 TFLOP/s``"""
+    return f"{rate_text(plan.tokens_per_second)} tokens/s, {plan.flops_per_second / 1e12:.3g} TFLOP/s"
+
+
+def tiers(plan: StepPlan) -> tuple[str, ...]:
+    """Where a step's data can be: without a device of its own, the host is both."""
+    return TIERS if plan.profile.separate else TIERS[1:]
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> str:
+    """Rows as lines of aligned columns; the columns called `right` hold numbers, which end together."""
+    lines = [tuple(headings), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    ends = [heading in right for heading in headings]
+    return "\n".join(
+        GAP.join(
+            cell.rjust(width) if end else cell.ljust(width) for cell, width, end in zip(line, widths, ends, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds with three digits, or all that are whole."""
+    return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds:.3g} s"
+
+
+def rate_text(tokens_per_second: float) -> str:
+    """Tokens a second with three digits, or all that are whole."""
+    return f"{tokens_per_second:,.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:.3g}"
+
+
+def _shares(ratios: Mapping[str, float]) -> str:
+    return ", ".join(f"{ratios[ratio]:.0%} of {name}" for name, ratio in RATIO_OF.items() if ratio in ratios)
