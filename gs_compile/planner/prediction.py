@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.simulate.event_loop import Rule
 from gs_compile.planner.simulate.prices import Price, measure
 from gs_compile.planner.simulate.simulator import Simulation, simulate
 from gs_compile.program.ir import Program
@@ -32,13 +33,11 @@ def predict(
     """
     prices = measure(program, placement, workload, profile)
     seconds = [price.seconds for price in prices]
-    simulation = simulate(
-        [program] * NUM_STEPS,
-        [seconds] * NUM_STEPS,
-        placement=placement,
+    rule = Rule(
         speeds=profile.speeds(),
         inline=not profile.separate,
         op_seconds=profile.op_seconds,
         host_nbytes=host_nbytes,
     )
+    simulation = simulate([program] * NUM_STEPS, [seconds] * NUM_STEPS, placement=placement, rule=rule)
     return Prediction(program, prices, simulation)

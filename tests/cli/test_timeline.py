@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from tiers import Options, place
@@ -11,7 +12,7 @@ from tiers import Options, place
 from gs_compile.cli.report.timeline import KINDS, kind_of, summary, timeline_html
 from gs_compile.passes.lower import lower
 from gs_compile.placement.traffic import op_nbytes
-from gs_compile.planner.simulate.simulator import Simulation, simulate
+from gs_compile.planner.simulate.simulator import simulate
 from gs_compile.program.ir import MEMORY_VERBS
 from gs_compile.program.text import parse
 
@@ -158,11 +159,12 @@ def test_an_operation_has_a_colour(line, kind):
 
 
 def test_the_summary_says_what_the_computation_waits_for():
-    step = Simulation(10.0, (), {"compute": 0.75}, {"cpu": 0.5, "ssd_read s": 2.0, "turn": 0.0}, {}, ())
+    waits = {"cpu": 0.5, "ssd_read s": 2.0, "turn": 0.0}
+    step = SimpleNamespace(seconds=10.0, busy={"compute": 0.75}, bubbles=waits)
     assert summary(step) == (
         "Simulated: 10 s a step, of which the computation works 75.0%, and waits 20.0% for ssd_read s, 5.0% for cpu."
     )
-    step = Simulation(10.0, (), {"compute": 1.0}, {}, {}, ())
+    step = SimpleNamespace(seconds=10.0, busy={"compute": 1.0}, bubbles={})
     assert summary(step) == "Simulated: 10 s a step, of which the computation works 100.0%."
 
 

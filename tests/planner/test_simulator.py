@@ -17,12 +17,18 @@ from tiers import PLAIN, Options, options, place, tiered_steps
 from gs_compile.passes.lower import lower
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
-from gs_compile.planner.simulate.simulator import Simulation, simulate
+from gs_compile.planner.simulate.event_loop import Rule
+from gs_compile.planner.simulate.simulator import Simulation
+from gs_compile.planner.simulate.simulator import simulate as simulated
 from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, StepShape, Value
 
 ALL_ON_SSD = Options()  # and a device of its own
 LANES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu")
 DURATIONS = st.integers(0, 12).map(lambda quarters: quarters / 4)  # sums of these are exact
+
+
+def simulate(programs, seconds, placement=None, **rule) -> Simulation:
+    return simulated(programs, seconds, placement=placement, rule=Rule(**rule))
 
 
 def steady(num_layers: int, num_micro_batches: int, placement: Placement, shape: StepShape = PLAIN) -> list[Program]:

@@ -1,7 +1,7 @@
 """bubbles: why the computation stood still, and the chain of waits behind any operation.
 
 What an operation waited for is whoever was done last: an operation whose value it reads, the one before it on its lane,
-or the walk that issued it. Whoever that is has waited too, and so on back: each link is blamed for its own time.
+or the issue loop. Whoever that is has waited too, and so on back: each link is blamed for its own time.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gs_compile.planner.simulate.dependencies import COMPUTE, Waits
+from gs_compile.planner.simulate.dependencies import COMPUTE, Dependencies
 from gs_compile.planner.simulate.event_loop import Times
-from gs_compile.program.ir import Op, homed
+from gs_compile.program.ir import homed
 
-WALK = -1  # in place of an operation
+ISSUE = -1  # the issue loop, in place of an operation
 
 
 class Link(NamedTuple):
-    """One operation, or the walk, that others waited for."""
+    """One operation, or the issue loop, that others waited for."""
 
     op_index: int
     start: float
@@ -28,15 +28,15 @@ class Link(NamedTuple):
 class Chains:
     """What each operation waited for, when all times are known."""
 
-    def __init__(self, waits: Waits, times: Times) -> None:
-        self.waits = waits
+    def __init__(self, order: Dependencies, times: Times) -> None:
+        self.order = order
         self.times = times
 
     def cause(self, index: int) -> int:
-        """The operation that let this one start, or WALK where it started as soon as it was issued."""
+        """The operation that let this one start, or ISSUE where it started as soon as it was issued."""
         stopped = self.times.stopped
-        found, latest = WALK, self.times.issued[index]
-        for each in (self.waits.previous[index], *self.waits.after[index]):
+        found, latest = ISSUE, self.times.issued[index]
+        for each in (self.order.previous[index], *self.order.after[index]):
             if each >= 0 and stopped[each] >= latest:
                 found, latest = each, stopped[each]
         return found
@@ -46,42 +46,41 @@ class Chains:
         start = self.times.started[index]
         while True:
             cause = self.cause(index)
-            if cause == WALK:
-                held_by, let_go = self.times.holders[index], self.times.let_go[index]
-                yield Link(WALK, let_go, start)
-                if held_by < 0:
+            if cause == ISSUE:
+                holder, released = self.times.holders[index], self.times.released[index]
+                yield Link(ISSUE, released, start)
+                if holder < 0:
                     return
-                index, start = held_by, let_go
-                if let_go < self.times.stopped[held_by]:
-                    continue  # the walk waited for the start of that computation, not for its end
+                index, start = holder, released
+                if released < self.times.stopped[holder]:
+                    continue  # the issue loop waited for the start of that computation, not for its end
             else:
                 index = cause
             yield Link(index, self.times.started[index], start)
             start = self.times.started[index]
 
     def label(self, index: int) -> str:
-        return "issue" if index == WALK else label(self.waits.ops[index])
-
-
-def label(op: Op) -> str:
-    """The lane, and of a transfer the kind of what it moves: "ssd_read w"."""
-    kind = homed((*op.results, *op.into, *op.reads)[0]).kind
-    return f"{op.lane} {kind}" if op.verb in ("prefetch", "offload") else op.lane
+        """The lane, and of a transfer the kind of what it moves: "ssd_read w"."""
+        if index == ISSUE:
+            return "issue"
+        op = self.order.ops[index]
+        kind = homed((*op.results, *op.into, *op.reads)[0]).kind
+        return f"{op.lane} {kind}" if op.verb in ("prefetch", "offload") else op.lane
 
 
 def bubbles(chains: Chains, since: float, until: float) -> dict[str, float]:
     """Seconds by cause in which nothing computes from `since` to `until`, when the last program runs.
 
-    "fill" is before its first computation, "turn" before the first of its backward; "issue" the walk's own time. Any
-    other is a lane, and what it moved while the computation waited for that, directly or through others.
+    "fill" is before its first computation, "turn" before the first of its backward; "issue" the issue loop's own time.
+    Any other is a lane, and what it moved while the computation waited for that, directly or through others.
     """
-    waits, times = chains.waits, chains.times
+    order, times = chains.order, chains.times
     found: dict[str, float] = defaultdict(float)
     reached, before = since, None
-    for index in range(waits.starts[-1], len(waits.ops)):
-        if waits.lanes[index] != COMPUTE:
+    for index in range(order.starts[-1], len(order.ops)):
+        if order.lanes[index] != COMPUTE:
             continue
-        op, start = waits.ops[index], times.started[index]
+        op, start = order.ops[index], times.started[index]
         if start > reached:
             if before is None:
                 found["fill"] += start - reached

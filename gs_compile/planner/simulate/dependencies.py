@@ -1,58 +1,23 @@
-"""waits: who waits for whom when programs run one after the other, read off them before anything has a time.
+"""dependencies: which operations each operation waits for, read off the programs before anything has a time.
 
-This is the executor's bookkeeping (`tiered`, `tiers.Board`) with numbers in place of tickets. An operation that reads a
-value waits for who made it; one that changes a value in place also for all who use it; memory verbs pass on what their
+This is the executor's bookkeeping with numbers in place of tickets. An operation that reads a value waits for the
+operation that made it; one that changes a value in place also for all that use it; memory verbs pass on what their
 reads wait for. As a lane is first-in-first-out, the last operation of each lane stands for all before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gs_compile.program.ir import LANES, Op, Program, Value
 
-MEMORY = -1  # the lane of what happens on the walk itself
+MEMORY = -1  # the lane of what happens in the issue loop itself
 COMPUTE = LANES.index("compute")
 
 
-class Waits(NamedTuple):
-    """All operations of all programs in the order of issue. Lanes are places in LANES, or MEMORY."""
-
-    ops: list[Op]
-    starts: list[int]  # of each program: its first operation
-    lanes: list[int]
-    after: list[tuple[int, ...]]  # the operations of other lanes that each waits for
-    users: list[tuple[int, ...]]  # of a `free`: who works on the value still, as far as the order of issue tells
-    previous: list[int]  # on the same lane; -1 without one
-    computed: list[int]  # the computation before, on whatever lane an operation is; -1 without one
-
-
-def waits(programs: Sequence[Program]) -> Waits:
-    """The waits of `programs`, each going on with what the one before has left."""
-    found = Waits([], [], [], [], [], [], [])
-    numbers: dict[Value, int] = {}
-    rows: dict[int, list[_Row]] = {}
-    board = _Board(found.lanes)
-    last = [-1] * (len(LANES) + 1)
-    for program in programs:
-        found.starts.append(len(found.ops))
-        if id(program) not in rows:
-            rows[id(program)] = [_row(op, numbers) for op in program.ops]
-        for op, row in zip(program.ops, rows[id(program)], strict=True):
-            index = len(found.ops)
-            found.ops.append(op)
-            found.lanes.append(row.lane)
-            found.previous.append(last[row.lane])
-            found.computed.append(last[COMPUTE])
-            found.after.append(() if row.lane == MEMORY else board.carry_out(index, row))
-            found.users.append(board.remember(row) if row.lane == MEMORY else ())
-            last[row.lane] = index
-    return found
-
-
-class _Row(NamedTuple):
-    """An operation with numbers for its values."""
+class Row(NamedTuple):
+    """An operation with numbers for its values. `lane` is a place in LANES, or MEMORY."""
 
     lane: int
     is_free: bool
@@ -61,26 +26,71 @@ class _Row(NamedTuple):
     results: tuple[int, ...]
 
 
-def _row(op: Op, numbers: dict[Value, int]) -> _Row:
+class Dependencies(NamedTuple):
+    """All operations of all programs in the order of issue; -1 stands for no operation."""
+
+    ops: list[Op]
+    rows: list[Row]
+    values: list[Value]  # by number
+    starts: list[int]  # the first operation of each program
+    lanes: list[int]
+    after: list[tuple[int, ...]]  # the operations of other lanes that each waits for
+    users: list[tuple[int, ...]]  # of a `free`: the operations that may still use the value
+    previous: list[int]  # the operation before on the same lane
+    computed: list[int]  # the computation before, on whatever lane an operation is
+
+    def program_of(self, index: int) -> int:
+        """The number of the program that an operation is of."""
+        return max(number for number, start in enumerate(self.starts) if start <= index)
+
+
+def dependencies(programs: Sequence[Program]) -> Dependencies:
+    """The dependencies of `programs`, each going on with what the one before has left."""
+    found = Dependencies([], [], [], [], [], [], [], [], [])
+    numbers: dict[Value, int] = {}
+    rows: dict[int, list[Row]] = {}
+    values = _ValueTable(found.lanes)
+    last = [-1] * (len(LANES) + 1)
+    for program in programs:
+        found.starts.append(len(found.ops))
+        if id(program) not in rows:
+            rows[id(program)] = [_row(op, numbers) for op in program.ops]
+        for op, row in zip(program.ops, rows[id(program)], strict=True):
+            index, lane = len(found.ops), row.lane
+            found.ops.append(op)
+            found.rows.append(row)
+            found.lanes.append(lane)
+            found.previous.append(last[lane])
+            found.computed.append(last[COMPUTE])
+            found.after.append(() if lane == MEMORY else values.carry_out(index, row))
+            found.users.append(values.remember(row) if lane == MEMORY else ())
+            last[lane] = index
+    found.values.extend(numbers)
+    return found
+
+
+def _row(op: Op, numbers: dict[Value, int]) -> Row:
     def numbered(values: tuple[Value, ...]) -> tuple[int, ...]:
-        return tuple(numbers.setdefault(value, len(numbers)) for value in values)
+        return tuple([numbers.setdefault(value, len(numbers)) for value in values])
 
     lane = MEMORY if op.lane == "memory" else LANES.index(op.lane)
-    return _Row(lane, op.verb == "free", numbered(op.reads), numbered(op.into), numbered(op.results))
+    return Row(lane, op.verb == "free", numbered(op.reads), numbered(op.into), numbered(op.results))
 
 
-class _Board:
-    """Who made each value, and who has used it since."""
+class _ValueTable:
+    """The operation that made each value, and those that have used it since: the last of each lane."""
 
     def __init__(self, lanes: list[int]) -> None:
         self.lanes = lanes
         self.made: dict[int, tuple[int, ...]] = {}
         self.used: dict[int, tuple[int, ...]] = {}
 
-    def carry_out(self, index: int, row: _Row) -> tuple[int, ...]:
-        """Enter an operation on a lane; who it waits for."""
+    def carry_out(self, index: int, row: Row) -> tuple[int, ...]:
+        """Enter an operation on a lane; the operations that it waits for."""
         made, used = self.made, self.used
-        found = [each for value in row.reads for each in made.get(value, ())]
+        found: list[int] = []
+        for value in row.reads:
+            found += made.get(value, ())
         for value in row.into:
             found += (*made.get(value, ()), *used.get(value, ()))
         for value in row.reads:
@@ -88,10 +98,11 @@ class _Board:
         for value in (*row.results, *row.into):
             made[value] = (index,)
             used.pop(value, None)
-        return tuple(each for each in self._latest(found) if self.lanes[each] != row.lane)
+        lanes, own = self.lanes, row.lane
+        return self._latest([each for each in found if lanes[each] != own])
 
-    def remember(self, row: _Row) -> tuple[int, ...]:
-        """Enter a memory verb; of a `free`, who has to be done with the value."""
+    def remember(self, row: Row) -> tuple[int, ...]:
+        """Enter a memory verb; of a `free`, the operations that have to be done with the value."""
         if row.is_free:
             (value,) = row.reads
             return self._latest((*self.made.pop(value, ()), *self.used.pop(value, ())))
@@ -106,12 +117,11 @@ class _Board:
 
     def _latest(self, indices: Sequence[int]) -> tuple[int, ...]:
         """The last of each lane."""
-        return tuple(indices) if len(indices) < 2 else tuple(_latest_by_lane(indices, self.lanes))
-
-
-def _latest_by_lane(indices: Iterable[int], lanes: list[int]) -> Iterable[int]:
-    found: dict[int, int] = {}
-    for index in indices:
-        if found.get(lanes[index], -1) < index:
-            found[lanes[index]] = index
-    return found.values()
+        if len(indices) < 2:
+            return tuple(indices)
+        found: dict[int, int] = {}
+        for index in indices:
+            lane = self.lanes[index]
+            if found.get(lane, -1) < index:
+                found[lane] = index
+        return tuple(found.values())

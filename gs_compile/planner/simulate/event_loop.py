@@ -1,7 +1,7 @@
-"""clock: when each operation is issued, starts and stops, under the rule of the lanes (`simulator` states it).
+"""event_loop: when each operation is issued, starts and stops, under the rule of the lanes (`simulator` states it).
 
 Lanes are fluid: each works off the seconds of its operation at a rate, which changes when another lane starts or stops.
-Time goes from event to event: an operation is over, or the walk has come to the next one.
+Time goes from event to event: an operation is over, or the issue loop has come to the next one.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gs_compile.planner.simulate.dependencies import COMPUTE, MEMORY, Waits
+from gs_compile.planner.simulate.dependencies import COMPUTE, MEMORY, Dependencies
 from gs_compile.program.ir import LANES
 
 
@@ -21,186 +22,183 @@ class Times(NamedTuple):
     issued: list[float]
     started: list[float]
     stopped: list[float]
-    holders: list[int]  # the operation that held the walk last before each was issued; -1 without one
-    let_go: list[float]  # when that was: at the stop of the holder, or at its start
+    holders: list[int]  # the operation that held the issue loop last before each was issued; -1 without one
+    released: list[float]  # when that was: at the stop of the holder, or at its start
 
 
 class Budget(NamedTuple):
-    """Memory that the walk takes, and waits for."""
+    """Memory that the issue loop takes, and waits for."""
 
     nbytes: int  # at the start of the first program
     takes: Mapping[int, int]  # bytes that an operation takes as it is issued
     gives: Mapping[int, Sequence[tuple[int, tuple[int, ...]]]]  # bytes it gives back, once those who use them are done
 
 
-def run(
-    waits: Waits,
-    seconds: Sequence[float],
-    speeds: Mapping[tuple[str, str], float],
-    *,
-    inline: bool,
-    op_seconds: float,
-    budget: Budget | None = None,
-) -> Times:
-    """Carry out all operations."""
-    clock = _Clock(waits, seconds, _Rates(speeds), inline, op_seconds, budget)
-    clock.run()
-    return Times(clock.issued, clock.started, clock.stopped, clock.holders, clock.let_go)
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How a machine carries out programs.
+
+    speeds: how fast the first lane runs while the second does, as a fraction of alone; several multiply.
+    inline: the issue loop computes itself.
+    op_seconds: what issuing an operation costs the issue loop.
+    host_nbytes: the budget of host memory that the issue loop waits for; None: there is always enough.
+    """
+
+    speeds: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    inline: bool = False
+    op_seconds: float = 0.0
+    host_nbytes: int | None = None
 
 
-class _Rates:
-    """How fast each lane runs while certain lanes do."""
-
-    def __init__(self, speeds: Mapping[tuple[str, str], float]) -> None:
-        self._speeds = [(LANES.index(lane), LANES.index(other), speed) for (lane, other), speed in speeds.items()]
-        self._known: dict[tuple[int, ...], list[float]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._speeds)
-
-    def of(self, active: Sequence[int]) -> list[float]:
-        """By lane, given the operation that each lane is at, or -1."""
-        key = tuple(lane for lane, index in enumerate(active) if index >= 0)
-        if key not in self._known:
-            rates = [1.0] * len(LANES)
-            for lane, other, speed in self._speeds:
-                if lane in key and other in key:
-                    rates[lane] *= speed
-            self._known[key] = rates
-        return self._known[key]
+def run(order: Dependencies, seconds: Sequence[float], rule: Rule, budget: Budget | None = None) -> Times:
+    """Carry out all operations; `seconds`: what each takes alone."""
+    loop = _EventLoop(order, seconds, rule, budget or Budget(0, {}, {}))
+    loop.run()
+    return loop.times
 
 
-class _Clock:
-    def __init__(
-        self,
-        waits: Waits,
-        seconds: Sequence[float],
-        rates: _Rates,
-        inline: bool,
-        op_seconds: float,
-        budget: Budget | None,
-    ) -> None:
-        self.waits = waits
+class _EventLoop:
+    def __init__(self, order: Dependencies, seconds: Sequence[float], rule: Rule, budget: Budget) -> None:
+        number = len(order.ops)
+        self.order = order
         self.seconds = seconds
-        self.rates = rates
-        self.inline = inline
-        self.op_seconds = op_seconds
-        number = len(waits.ops)
-        self.issued = [0.0] * number
-        self.started = [math.inf] * number
-        self.stopped = [math.inf] * number
+        self.rule = rule
+        self.times = Times([0.0] * number, [math.inf] * number, [math.inf] * number, [-1] * number, [0.0] * number)
         self.now = 0.0
-        self.at = 0  # what the walk issues next
-        self.walked = 0.0  # when the walk was free to go on
-        self.holder, self.freed_at = -1, 0.0  # who held it last, and until when
-        self.holders = [-1] * number
-        self.let_go = [0.0] * number
-        self.takes, self.gives = (budget.takes, budget.gives) if budget else ({}, {})
-        self.spare = budget.nbytes if budget else 0
+        self.at = 0  # what is issued next
+        self.free_from = 0.0  # when the issue loop was free to go on
+        self.holder, self.released_at = -1, 0.0  # the operation that held it last, and until when
+        self.budget = budget
+        self.spare = budget.nbytes
         self.draining: list[tuple[int, tuple[int, ...]]] = []  # given back, but still in use
         self.queues: list[deque[int]] = [deque() for _ in LANES]
         self.active = [-1] * len(LANES)
         self.ends = [math.inf] * len(LANES)  # at the rates of now
-        self.rate = [1.0] * len(LANES)
+        self.rates = [1.0] * len(LANES)
+        self.shared = 0  # the lanes that work side by side at these rates, a bit each
+        self.known_rates: dict[int, list[float]] = {}
 
     def run(self) -> None:
-        number = len(self.waits.ops)
+        ends, active, stopped = self.ends, self.active, self.times.stopped
         while True:
-            coming = self._walk()
+            coming = self._issue()
             if self._start():
-                continue  # a computation that has begun lets the walk go on
-            self._share()
-            end = min(self.ends)
+                continue  # a computation that has begun lets the issue loop go on
+            if self.rule.speeds:
+                self._share()
+            end = min(ends)
             if coming == end == math.inf:
-                assert self.at == number, "the walk waits for nothing"
+                assert self.at == len(stopped), "the issue loop waits for nothing"
                 return
-            self.now = min(coming, end)
-            for lane, when in enumerate(self.ends):
-                if when <= self.now:
-                    self._stop(lane)
+            self.now = now = min(coming, end)
+            if end <= now:
+                for lane, when in enumerate(ends):
+                    if when <= now:
+                        stopped[active[lane]] = now
+                        active[lane], ends[lane] = -1, math.inf
 
-    def _walk(self) -> float:
+    # The issue loop ---------------------------------------------------------------------------------------------------
+
+    def _issue(self) -> float:
         """Issue what can be issued by now; when the next one can be, if only time is missing."""
-        lanes, number, inline = self.waits.lanes, len(self.waits.ops), self.inline
-        while self.at < number:
+        lanes, computed, inline = self.order.lanes, self.order.computed, self.rule.inline
+        released = self.times.stopped if inline else self.times.started
+        while self.at < len(lanes):
             index = self.at
-            lane, before = lanes[index], self.waits.computed[index]
+            lane, before = lanes[index], computed[index]
             if before >= 0 and (inline or lane == COMPUTE):
-                let_go = (self.stopped if inline else self.started)[before]
-                if let_go > self.now:
-                    return math.inf  # the walk is held
-                if let_go >= self.walked:
-                    self._go_on(before, let_go)
-            due = self.walked + self.op_seconds
-            if index in self.takes:
+                if released[before] > self.now:
+                    return math.inf  # it is held
+                if released[before] >= self.free_from:
+                    self._go_on(before, released[before])
+            due = self.free_from + self.rule.op_seconds
+            if index in self.budget.takes:
                 if due > self.now:
                     return due
-                if not self._take(self.takes[index], due):
+                if not self._take(self.budget.takes[index], due):
                     return math.inf
-                due = max(due, self.walked)
+                due = max(due, self.free_from)
             if lane != MEMORY and due > self.now:
                 return due
-            self.issued[index] = self.walked = due
-            self.holders[index], self.let_go[index] = self.holder, self.freed_at
-            if lane == MEMORY:
-                self.started[index] = due
-                self.walked = self.stopped[index] = due + self.seconds[index]
-            else:
-                self.queues[lane].append(index)
-            self.draining += self.gives.get(index, ())
-            self.at += 1
+            self._enter(index, lane, due)
         return math.inf
+
+    def _enter(self, index: int, lane: int, due: float) -> None:
+        times = self.times
+        times.issued[index] = self.free_from = due
+        times.holders[index], times.released[index] = self.holder, self.released_at
+        if lane == MEMORY:
+            times.started[index] = due
+            self.free_from = times.stopped[index] = due + self.seconds[index]
+            self.draining += self.budget.gives.get(index, ())
+        else:
+            self.queues[lane].append(index)
+        self.at += 1
 
     def _go_on(self, holder: int, when: float) -> None:
         self.holder = holder
-        self.walked = self.freed_at = when
+        self.free_from = self.released_at = when
 
     def _take(self, nbytes: int, due: float) -> bool:
         """Take memory, if there is enough by now with what was given back and is not in use any more."""
-        last = -1
+        last, stopped = -1, self.times.stopped
         if self.spare < nbytes:
             assert self.draining, "the program takes more memory than its budget"
             waiting = []
             for given, users in self.draining:
-                if any(self.stopped[user] > self.now for user in users):
+                if any(stopped[user] > self.now for user in users):
                     waiting.append((given, users))
                 else:
                     self.spare += given
-                    last = max((last, *users), key=lambda user: self.stopped[user] if user >= 0 else 0.0)
+                    last = max((last, *users), key=lambda user: stopped[user] if user >= 0 else 0.0)
             self.draining = waiting
             if self.spare < nbytes:
                 return False
         self.spare -= nbytes
-        if last >= 0 and self.stopped[last] > due:
-            self._go_on(last, self.stopped[last])
+        if last >= 0 and stopped[last] > due:
+            self._go_on(last, stopped[last])
         return True
 
+    # The lanes --------------------------------------------------------------------------------------------------------
+
     def _start(self) -> bool:
-        """Start what can start; whether anything did."""
-        any_started = False
+        """Start what can start; whether a computation did."""
+        active, stopped, after, now = self.active, self.times.stopped, self.order.after, self.now
+        computes = False
         for lane, queue in enumerate(self.queues):
-            if queue and self.active[lane] < 0:
-                index = queue[0]
-                if all(self.stopped[each] <= self.now for each in self.waits.after[index]):
-                    queue.popleft()
-                    self.active[lane] = index
-                    self.started[index] = self.now
-                    self.rate[lane] = 1.0
-                    self.ends[lane] = self.now + self.seconds[index]
-                    any_started = True
-        return any_started
+            if not queue or active[lane] >= 0:
+                continue
+            index = queue[0]
+            for each in after[index]:
+                if stopped[each] > now:
+                    break
+            else:
+                queue.popleft()
+                active[lane] = index
+                self.times.started[index] = now
+                self.rates[lane] = 1.0
+                self.ends[lane] = now + self.seconds[index]
+                self.shared = -1
+                computes |= lane == COMPUTE
+        return computes
 
     def _share(self) -> None:
         """Lanes that work side by side slow each other down."""
-        if not self.rates:
+        working = sum([1 << lane for lane, index in enumerate(self.active) if index >= 0])
+        if working == self.shared:
             return
-        rates = self.rates.of(self.active)
-        for lane, rate in enumerate(rates):
-            if self.active[lane] >= 0 and rate != self.rate[lane]:
-                self.ends[lane] = self.now + (self.ends[lane] - self.now) * self.rate[lane] / rate
-                self.rate[lane] = rate
+        self.shared = working
+        if working not in self.known_rates:
+            self.known_rates[working] = self._rates_of(working)
+        for lane, rate in enumerate(self.known_rates[working]):
+            if self.active[lane] >= 0 and rate != self.rates[lane]:
+                self.ends[lane] = self.now + (self.ends[lane] - self.now) * self.rates[lane] / rate
+                self.rates[lane] = rate
 
-    def _stop(self, lane: int) -> None:
-        self.stopped[self.active[lane]] = self.now
-        self.active[lane] = -1
-        self.ends[lane] = math.inf
+    def _rates_of(self, working: int) -> list[float]:
+        rates = [1.0] * len(LANES)
+        for (lane, other), speed in self.rule.speeds.items():
+            own = LANES.index(lane)
+            if working >> own & working >> LANES.index(other) & 1:
+                rates[own] *= speed
+        return rates

@@ -1,9 +1,9 @@
-"""occupancy: what memory each operation takes, who gives it back, and the bytes alive on each tier over time.
+"""memory_timeline: what memory each operation takes, who gives it back, and the bytes alive on each tier over time.
 
 Memory is taken when the operation that defines a value is issued. It is given back when the operation that frees it has
-been issued and whoever works on it is done. That is later than the planned peaks assume, which count in the order of
-issue: where lanes lag behind the walk, more is alive than planned. The executor does not take more host memory than its
-budget, and waits instead; so does the simulator where it is given one.
+been issued and all that use it are done. That is later than the planned peaks assume, which count in the order of
+issue: where lanes lag behind the issue loop, more is alive than planned. The executor does not take more host memory
+than its budget, and waits instead; so does the simulator where it is given one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from gs_compile.placement.placement import Placement
-from gs_compile.planner.simulate.dependencies import Waits
-from gs_compile.planner.simulate.event_loop import Times
-from gs_compile.program.ir import Value
+from gs_compile.planner.simulate.dependencies import Dependencies
+from gs_compile.planner.simulate.event_loop import Budget, Times
 
 Curve = tuple[tuple[float, int], ...]
 TIERS = ("device", "host", "ssd")
@@ -30,86 +29,99 @@ class Lease:
     nbytes: int
     taken: int  # by the operation that defines its first value
     frees: list[int] = field(default_factory=list)  # operations that end its values
-    is_over: bool = False
+    values: set[int] = field(default_factory=set)  # that are there; none: the lease is over
 
 
-def leases(waits: Waits, placement: Placement) -> list[Lease]:
+def leases(order: Dependencies, placement: Placement) -> list[Lease]:
     """All memory that is taken, in the order of issue. What a step hands out counts until its last operation."""
-    book, ops = _Book(placement), waits.ops
+    book = _Book(order, placement)
+    bounds = [*order.starts, len(order.ops)]
+    numbers = {value: number for number, value in enumerate(order.values)}
+    for present in placement.present(order.ops[: bounds[1]]):
+        if present not in numbers:  # a part that no operation names
+            book.values.append(present)
+        book.take(numbers.setdefault(present, len(numbers)), START)
     homes = placement.homes(late=False) | placement.homes(late=True)
-    bounds = [*waits.starts, len(ops)]
-    for value in placement.present(ops[: bounds[1]]):
-        book.take(value, START)
+    stay = {numbers[home] for home in homes if home in numbers}
     for start, stop in pairwise(bounds):
-        own: dict[Value, None] = {}
+        own: dict[int, None] = {}
         for index in range(start, stop):
-            op = ops[index]
-            for value in op.results:
+            row = order.rows[index]
+            for value in row.results:
                 book.take(value, index)
                 own[value] = None
-            if op.verb == "free":
-                book.give_back(op.reads[0], index)
-                own.pop(op.reads[0], None)
-        for value in own:
-            if value not in homes:
-                book.give_back(value, stop - 1)
+            if row.is_free:
+                book.give_back(row.reads[0], index)
+                own.pop(row.reads[0], None)
+        for value in own.keys() - stay:
+            book.give_back(value, stop - 1)
     return book.leases
 
 
-def occupancy(taken: Sequence[Lease], waits: Waits, times: Times, since: float, until: float) -> dict[str, Curve]:
+def host_budget(taken: Sequence[Lease], order: Dependencies, nbytes: int) -> Budget:
+    """The host memory that is taken and given back, of `nbytes` in all."""
+    takes: dict[int, int] = {}
+    gives: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    for lease in taken:
+        if lease.tier == "host" and lease.nbytes:
+            takes[lease.taken] = takes.get(lease.taken, 0) + lease.nbytes
+            if not lease.values:
+                users = tuple(user for free in lease.frees for user in order.users[free])
+                gives.setdefault(lease.frees[-1], []).append((lease.nbytes, users))
+    return Budget(nbytes - takes.pop(START, 0), takes, gives)
+
+
+def curves(taken: Sequence[Lease], order: Dependencies, times: Times, since: float, until: float) -> dict[str, Curve]:
     """By tier, the bytes from each moment on, from `since` to `until`, relative to `since`."""
+    issued, stopped = times.issued, times.stopped
     changes: dict[str, list[tuple[float, int, int]]] = {tier: [] for tier in TIERS}
     for lease in taken:
-        if not lease.nbytes:
-            continue
-        begin = times.issued[lease.taken] if lease.taken != START else 0.0
-        changes[lease.tier].append((begin, lease.taken, lease.nbytes))
-        if lease.is_over:
-            end = max(when for each in lease.frees for when in (times.issued[each], *_ends(waits, times, each)))
-            changes[lease.tier].append((end, lease.frees[-1], -lease.nbytes))
+        if lease.nbytes:
+            begin = issued[lease.taken] if lease.taken != START else 0.0
+            changes[lease.tier].append((begin, lease.taken, lease.nbytes))
+            if not lease.values:
+                ends = [issued[each] for each in lease.frees]
+                ends += [stopped[user] for each in lease.frees for user in order.users[each]]
+                changes[lease.tier].append((max(ends), lease.frees[-1], -lease.nbytes))
     return {tier: _curve(changes[tier], since, until) for tier in TIERS}
 
 
-def _ends(waits: Waits, times: Times, free: int) -> list[float]:
-    return [times.stopped[user] for user in waits.users[free]]
-
-
 class _Book:
-    """The leases, and which of them each slot has now."""
+    """The leases, and which of them each slot has now; values are those of `order`, by number."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, order: Dependencies, placement: Placement) -> None:
         self.placement = placement
+        self.values = list(order.values)
         self.leases: list[Lease] = []
-        self.slots: dict[Value, tuple[object, str, int]] = {}
-        self.alive: dict[object, tuple[Lease, set[Value]]] = {}
+        self.slots: dict[int, tuple[object, str, int]] = {}
+        self.alive: dict[object, Lease] = {}
 
-    def take(self, value: Value, index: int) -> None:
-        key, tier, nbytes = self._slot(value)
+    def take(self, value: int, index: int) -> None:
+        key, tier, nbytes = self.slots.get(value) or self._slot(value)
         if key not in self.alive:
-            self.leases.append(Lease(tier, nbytes, index))
-            self.alive[key] = self.leases[-1], set()
-        self.alive[key][1].add(value)
+            self.alive[key] = Lease(tier, nbytes, index)
+            self.leases.append(self.alive[key])
+        self.alive[key].values.add(value)
 
-    def give_back(self, value: Value, index: int) -> None:
-        key, _, _ = self._slot(value)
-        if key in self.alive:
-            lease, values = self.alive[key]
+    def give_back(self, value: int, index: int) -> None:
+        key, _, _ = self.slots.get(value) or self._slot(value)
+        lease = self.alive.get(key)
+        if lease is not None:
             lease.frees.append(index)
-            values.discard(value)
-            if not values:
-                lease.is_over = True
+            lease.values.discard(value)
+            if not lease.values:
                 del self.alive[key]
 
-    def _slot(self, value: Value) -> tuple[object, str, int]:
-        if value not in self.slots:
-            key, nbytes = self.placement.slot(value)
-            in_host = not self.placement.separate and value.kind in ("w", "dw") and value.tier == "device"
-            self.slots[value] = key, "host" if in_host else value.tier or "device", nbytes
-        return self.slots[value]
+    def _slot(self, number: int) -> tuple[object, str, int]:
+        value = self.values[number]
+        key, nbytes = self.placement.slot(value)
+        in_host = not self.placement.separate and value.kind in ("w", "dw") and value.tier == "device"
+        self.slots[number] = key, "host" if in_host else value.tier or "device", nbytes
+        return self.slots[number]
 
 
 def _curve(changes: list[tuple[float, int, int]], since: float, until: float) -> Curve:
-    """What is alive from each moment on; at equal moments in the order of issue."""
+    """The bytes alive from each moment on; at equal moments in the order of issue."""
     now, curve = 0, [(0.0, 0)]
     for when, _, nbytes in sorted(changes):
         if when > until:
