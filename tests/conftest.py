@@ -11,6 +11,25 @@ os.environ["GREEDYSNAKE_MACHINE"] = str(Path(__file__).with_name("machine.json")
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo():
-    """Each test captures its own models."""
+def fresh_dynamo(request):
+    """Each test captures its own models, unless its module says KEEPS_CAPTURES."""
+    if not getattr(request.module, "KEEPS_CAPTURES", False):
+        torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def captures_of_a_module(request):
+    """A module that keeps its captures from test to test begins without any, and computes with one thread."""
+    if not getattr(request.module, "KEEPS_CAPTURES", False):
+        yield
+        return
+    from tiered import one_thread  # slow to import
+
     torch._dynamo.reset()
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory):
+    return tmp_path_factory.mktemp("storage")

@@ -19,6 +19,7 @@ from gs_compile.model.optim import TieredOptimizer
 from gs_compile.model.placeholders import restore
 from gs_compile.model.storage_init import set_aside
 from gs_compile.options import Options
+from gs_compile.placement.traffic import traffic
 
 VOCABULARY, LENGTH = 70, 8
 BATCH = 5  # in micro-batches of 2 the last is smaller
@@ -113,6 +114,42 @@ def outcome(model: torch.nn.Module, optimizer: TieredOptimizer, losses: list[flo
         values[name] = engine.tiers.read(engine.slices[id(parameter)], master=True).clone()
         values |= {f"{name}.{key}": value.clone() for key, value in engine.state_of(parameter).items()}
     return Outcome(losses, norms, values)
+
+
+Traffic = dict[tuple[str, str], int]  # bytes by lane and kind
+
+
+@dataclass
+class Moved:
+    """The bytes of one step: as its lanes traced them, as its program says, and those that storage was asked for."""
+
+    traced: Traffic
+    planned: Traffic
+    asked: Traffic
+
+
+def moved(model: torch.nn.Module, optimizer: TieredOptimizer, ids: torch.Tensor) -> Moved:
+    """A step, and what it moves; transfers of the step before come to their end first."""
+    engine = optimizer.engine
+    assert engine is not None
+    engine.tiers.synchronize()
+    store = engine.tiers.setting.store
+    before = {"ssd_read": store.read_nbytes.copy(), "ssd_write": store.written_nbytes.copy()}
+    engine.tiers.trace.reset()
+    model(input_ids=ids, labels=ids).loss.backward()
+    engine.tiers.synchronize()  # what is under way belongs to this step
+    optimizer.step()
+    optimizer.zero_grad()
+    after = {"ssd_read": store.read_nbytes, "ssd_write": store.written_nbytes}
+    return Moved(
+        traced={
+            (lane, kind): n
+            for lane, total in optimizer.last_step.lanes.items()
+            for kind, n in total.nbytes_by_kind.items()
+        },
+        planned=traffic(engine.programs[-1], engine.placement),
+        asked={(lane, kind): nbytes for lane in after for kind, nbytes in (after[lane] - before[lane]).items()},
+    )
 
 
 class Rig:

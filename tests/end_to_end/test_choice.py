@@ -9,38 +9,24 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from tiered import Rig, adamw, gpt2, one_thread, options, outcome, step, tokens
+from tiered import Rig, adamw, gpt2, moved, options, outcome, step, tokens
 
 import gs_compile
 from gs_compile.errors import MemoryBudgetError, PlanError, ProfileError
-from gs_compile.placement.traffic import traffic
 from gs_compile.planner import choice
 from gs_compile.planner.lp.fit import MARGIN, peak
 from gs_compile.planner.measure.profile import FORMAT, Profile
 
+KEEPS_CAPTURES = True
 MACHINE = Path(__file__).parent.parent / "machine.json"
 NUM_LAYERS = 4
 FREE = {"parameter": None, "checkpoint": None, "optimizer": None}
 EVERYTHING = {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def fresh_dynamo():
-    """Captures are kept from test to test."""
-    torch._dynamo.reset()
-    with one_thread():
-        yield
-
-
 @pytest.fixture(scope="module")
 def rig():
     return Rig(partial(gpt2, num_layers=NUM_LAYERS, width=128))
-
-
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory):
-    return tmp_path_factory.mktemp("storage")
 
 
 @pytest.fixture
@@ -172,20 +158,8 @@ def test_bytes_are_those_of_the_program(rig, storage):
     with rig.fresh(adamw, given(storage, host_memory=tight(rig, storage))) as optimizer:
         for number in range(2):
             step(rig.model, optimizer, tokens(number))
-        engine = optimizer.engine
-        engine.tiers.synchronize()
-        engine.tiers.trace.reset()
-        ids = tokens(2)
-        rig.model(input_ids=ids, labels=ids).loss.backward()
-        engine.tiers.synchronize()  # what is under way belongs to this step
-        optimizer.step()
-        planned = traffic(engine.programs[-1], engine.placement)
-        assert engine.planning.choice.plan.traffic == planned
-        assert planned == {
-            (lane, kind): nbytes
-            for lane, total in optimizer.last_step.lanes.items()
-            for kind, nbytes in total.nbytes_by_kind.items()
-        }
+        found = moved(rig.model, optimizer, tokens(2))
+        assert optimizer.engine.planning.choice.plan.traffic == found.planned == found.traced
 
 
 def test_ratios_that_are_given_are_kept(rig, storage):

@@ -8,20 +8,13 @@ from functools import partial
 import pytest
 import torch
 from planned import A100
-from tiered import Rig, adamw, gpt2, one_thread, options, outcome, step, tokens
+from tiered import Rig, adamw, gpt2, options, outcome, step, tokens
 
 import gs_compile
 from gs_compile.errors import OptionError
 
+KEEPS_CAPTURES = True
 ON_DEVICE = {"device_parameter": 0.5, "device_checkpoint": 0.5}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fresh_dynamo():
-    """Captures are kept from test to test."""
-    torch._dynamo.reset()
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

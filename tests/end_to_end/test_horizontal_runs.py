@@ -9,37 +9,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiered import BATCH, LENGTH, VOCABULARY, Rig, adamw, gpt2, one_thread, options, step, tokens
+from tiered import BATCH, LENGTH, VOCABULARY, Rig, adamw, gpt2, moved, options, step, tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import assert_same_gradients, batch, gradients, huggingface
 
 import gs_compile
-from gs_compile.placement.traffic import traffic
 from gs_compile.planner.lp.fit import peak
 from gs_compile.runtime.memory import PAGE_NBYTES
 
+KEEPS_CAPTURES = True
 NUM_LAYERS, WIDTH, MICRO_BATCH = 2, 32, 2
 RATIOS = (0.0, 0.4, 1.0)
 ROUNDING = 4 * (NUM_LAYERS + 1) * BATCH * PAGE_NBYTES  # buffers are whole pages, and the plan counts bytes
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fresh_dynamo():
-    """Captures are kept from test to test."""
-    torch._dynamo.reset()
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")
 def rigs():
     dropout = {"model": 0.1, "bf16": 0.0}
     return cache(lambda precision: Rig(partial(gpt2, NUM_LAYERS, WIDTH, dropout[precision]), precision))
-
-
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory):
-    return tmp_path_factory.mktemp("storage")
 
 
 def chosen(storage, schedule="horizontal", ratio=1.0, gradient=1.0, separate=False, **others):
@@ -141,23 +128,8 @@ def test_a_step_moves_what_the_paper_says(rigs, storage, precision, gradient, se
     with rig.fresh(adamw, given) as optimizer:
         step(rig.model, optimizer, tokens(0, MICRO_BATCH * n))
         optimizer.synchronize()
-        engine = optimizer.engine
-        store = engine.tiers.setting.store
-        before = {"ssd_read": store.read_nbytes.copy(), "ssd_write": store.written_nbytes.copy()}
-        engine.tiers.trace.reset()
-        ids = tokens(1, MICRO_BATCH * n)
-        rig.model(input_ids=ids, labels=ids).loss.backward()
-        engine.tiers.synchronize()
-        optimizer.step()
-        found = {
-            (lane, kind): nbytes
-            for lane, total in optimizer.last_step.lanes.items()
-            for kind, nbytes in total.nbytes_by_kind.items()
-        }
-        after = {"ssd_read": store.read_nbytes, "ssd_write": store.written_nbytes}
-        asked = {(lane, kind): nbytes for lane in after for kind, nbytes in (after[lane] - before[lane]).items()}
-        assert found == traffic(engine.programs[-1], engine.placement)
-        units = {unit.unit: unit.numel for unit in engine.placement.units}
+        found = moved(rig.model, optimizer, tokens(1, MICRO_BATCH * n))
+        units = {unit.unit: unit.numel for unit in optimizer.engine.placement.units}
     numel, itemsize = sum(units.values()), 4 if precision == "model" else 2
     loads = {"e": 2, "h": 1, "t": 3}  # the head's backward follows at once; it shares the embedding with the prologue
     loaded = sum(units[unit] * loads.get(unit, 2) for unit in units) * itemsize * n
@@ -171,8 +143,8 @@ def test_a_step_moves_what_the_paper_says(rigs, storage, precision, gradient, se
     if separate:
         form |= {("h2d", "w"): loaded, ("h2d", "x"): checkpoints}
         form |= {("h2d", "dw"): (n - 1) * numel * 4, ("d2h", "dw"): n * numel * 4}  # (2 n - 1) times together
-    assert found == form
-    assert {key: nbytes for key, nbytes in found.items() if key[0].startswith("ssd")} == asked
+    assert found.traced == found.planned == form
+    assert {key: nbytes for key, nbytes in form.items() if key[0].startswith("ssd")} == found.asked
 
 
 @settings(deadline=None, max_examples=8)

@@ -7,20 +7,19 @@ from dataclasses import replace
 from functools import cache, partial
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_choice import MACHINE
-from tiered import BATCH, Rig, adamw, gpt2, one_thread, options, step, tokens
+from tiered import BATCH, Rig, adamw, gpt2, moved, options, step, tokens
 
 import gs_compile
 from gs_compile.placement.placement import Room
-from gs_compile.placement.traffic import traffic
 from gs_compile.planner import choice
 from gs_compile.planner.lifetimes import EVERYTHING
 from gs_compile.planner.lp.fit import peak
 from gs_compile.runtime.memory import PAGE_NBYTES
 
+KEEPS_CAPTURES = True
 NUM_LAYERS, WIDTH, MICRO_BATCH = 2, 32, 2
 NUM_STEPS = 5
 SHARES = (0.0, 0.4, 1.0)  # of the way from plain horizontal's peaks to those with everything kept
@@ -28,23 +27,10 @@ RATES = EVERYTHING.bytes_per_second
 ROUNDING = 4 * (NUM_LAYERS + 1) * BATCH * PAGE_NBYTES  # buffers are whole pages, and the plan counts bytes
 
 
-@pytest.fixture(autouse=True, scope="module")
-def fresh_dynamo():
-    """Captures are kept from test to test."""
-    torch._dynamo.reset()
-    with one_thread():
-        yield
-
-
 @pytest.fixture(scope="module")
 def rigs():
     dropout = {"model": 0.1, "bf16": 0.0}
     return cache(lambda precision: Rig(partial(gpt2, NUM_LAYERS, WIDTH, dropout[precision]), precision))
-
-
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory):
-    return tmp_path_factory.mktemp("storage")
 
 
 def given_for(storage, schedule="lifetime", **others):
@@ -107,7 +93,7 @@ def test_any_room_learns_the_same(rigs, storage, precision, batch_size, updates,
 def test_moves_what_it_says_and_no_more_than_the_horizontal_order(rigs, storage, monkeypatch, share, separate):
     """Within exactly the memory that is planned."""
     monkeypatch.setattr(choice.Choice, "_prolonged", with_room(share))
-    moved, budget = {}, 0
+    found, budget = {}, 0
     for schedule, keeps in (("horizontal", False), ("lifetime", False), ("lifetime", True)):
         chosen = given_for(storage, schedule, separate_device=separate)
         if keeps:
@@ -119,23 +105,15 @@ def test_moves_what_it_says_and_no_more_than_the_horizontal_order(rigs, storage,
             step(model, optimizer, tokens(0, MICRO_BATCH * 3))
             optimizer.synchronize()
             engine = optimizer.engine
-            engine.tiers.trace.reset()
-            ids = tokens(1, MICRO_BATCH * 3)
-            model(input_ids=ids, labels=ids).loss.backward()
-            engine.tiers.synchronize()
-            optimizer.step()
-            moved[schedule] = {
-                (lane, kind): nbytes
-                for lane, total in optimizer.last_step.lanes.items()
-                for kind, nbytes in total.nbytes_by_kind.items()
-            }
-            assert moved[schedule] == traffic(engine.programs[-1], engine.placement)
+            measured = moved(model, optimizer, tokens(1, MICRO_BATCH * 3))
+            assert measured.traced == measured.planned
+            found[schedule] = measured.traced
             budget = peak(engine.programs[-1], "host") + ROUNDING
             if keeps:
                 assert engine.tiers.setting.arena.ledger.peak_total <= chosen["host_memory"]
-    assert all(nbytes <= moved["horizontal"][key] for key, nbytes in moved["lifetime"].items())
+    assert all(nbytes <= found["horizontal"][key] for key, nbytes in found["lifetime"].items())
     if share == 1.0:
-        assert not {key for key in moved["lifetime"] if key[1] in ("x", "dw") and key[0].startswith("ssd")}
+        assert not {key for key in found["lifetime"] if key[1] in ("x", "dw") and key[0].startswith("ssd")}
 
 
 @pytest.mark.parametrize("separate", [False, True])

@@ -8,7 +8,7 @@ from functools import cache, partial
 import pytest
 import torch
 from learner import distance
-from tiered import LENGTH, VOCABULARY, Rig, adamw, gpt2, one_thread, options, step, tokens
+from tiered import LENGTH, VOCABULARY, Rig, adamw, gpt2, options, step, tokens
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import GPT, LAYERS, assert_same_gradients, batch, gradients, huggingface, train
@@ -16,6 +16,7 @@ from zoo import GPT, LAYERS, assert_same_gradients, batch, gradients, huggingfac
 import gs_compile
 from gs_compile.placement.traffic import traffic
 
+KEEPS_CAPTURES = True
 NUM_BLOCKS, WIDTH, BATCH = 2, 32, 4
 HALVES = {"vertical": 1, "single": 2}  # layers of a block
 PLACES = [
@@ -32,19 +33,6 @@ def llama():
 
 
 BUILDS = {"gpt2": partial(gpt2, NUM_BLOCKS, WIDTH, 0.1), "llama": llama}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fresh_dynamo():
-    """Captures are kept from test to test."""
-    torch._dynamo.reset()
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory):
-    return tmp_path_factory.mktemp("storage")
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiered import Outcome, Rig, adamw, gpt2, one_thread, options
+from tiered import Outcome, Rig, adamw, gpt2, options
 
 import gs_compile
 
+KEEPS_CAPTURES = True
 OPTIMIZERS = {
     "adamw": adamw,
     "sgd": partial(gs_compile.SGD, lr=0.05, momentum=0.9),
@@ -84,14 +85,6 @@ class Laboratory:
 
     def check(self, setting: Setting, variant: Variant) -> None:
         assert not self.train(setting, variant).differences(self.reference(setting))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fresh_dynamo():
-    """Captures are kept from test to test."""
-    torch._dynamo.reset()
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

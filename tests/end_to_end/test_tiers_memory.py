@@ -5,36 +5,23 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiered import Rig, adamw, gpt2, one_thread, options, step, tokens
+from tiered import Rig, adamw, gpt2, options, step, tokens
 
 from gs_compile.planner.lp.fit import peak
 from gs_compile.runtime.memory import PAGE_NBYTES
 
+KEEPS_CAPTURES = True
 NUM_LAYERS, NUM_MICRO_BATCHES = 3, 3
 # Buffers are whole pages, and the plan counts bytes: only activations are of other sizes. A checkpoint and a gradient
 # of each layer and micro-batch are more than are ever there.
 ROUNDING = 2 * (NUM_LAYERS + 1) * NUM_MICRO_BATCHES * PAGE_NBYTES
 
 
-@pytest.fixture(autouse=True, scope="module")
-def fresh_dynamo():
-    """Captures are kept from test to test."""
-    torch._dynamo.reset()
-    with one_thread():
-        yield
-
-
 @pytest.fixture(scope="module")
 def rigs():
     return {precision: Rig(partial(gpt2, num_layers=NUM_LAYERS), precision) for precision in ("model", "bf16")}
-
-
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory):
-    return tmp_path_factory.mktemp("storage")
 
 
 ratios = st.sampled_from((0.0, 0.3, 0.7, 1.0))

@@ -5,26 +5,17 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
-from tiered import LENGTH, Rig, adamw, gpt2, one_thread, options, step, tokens
+from tiered import LENGTH, Rig, adamw, gpt2, moved, options, step, tokens
 
 from gs_compile.placement.placement import QUANTUM
-from gs_compile.placement.traffic import traffic
 
+KEEPS_CAPTURES = True
 NUM_LAYERS, WIDTH, VOCABULARY = 3, 32, 301
 MOMENTS = 2  # of AdamW, in fp32
 MICRO_BATCH = 2
 # How often a step needs the parameters of a unit: the prologue and a layer once forward and once backward, the epilogue
 # once, as its backward follows at once, and what prologue and epilogue share with each of them.
 LOADS = {"e": 2, **dict.fromkeys(range(NUM_LAYERS), 2), "h": 1, "t": 3}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fresh_dynamo():
-    """Captures are kept from test to test."""
-    torch._dynamo.reset()
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -36,38 +27,17 @@ def rigs():
 
 
 def measured(rig, directory, num_micro_batches, **chosen):
-    """Bytes by lane and kind of a step with another before and after it, as the lanes, the program and storage say."""
+    """Bytes by lane and kind of a step with another before it: the lanes, the program and storage say the same."""
     with rig.fresh(adamw, options(directory, micro_batch_size=MICRO_BATCH, **chosen)) as optimizer:
         for number in range(2):
             step(rig.model, optimizer, tokens(number, MICRO_BATCH * num_micro_batches))
         optimizer.synchronize()
         step(rig.model, optimizer, tokens(2, MICRO_BATCH * num_micro_batches))
-        engine = optimizer.engine
-        engine.tiers.synchronize()
-        store = engine.tiers.setting.store
-        before = [store.read_nbytes.copy(), store.written_nbytes.copy()]
-        engine.tiers.trace.reset()
-        ids = tokens(3, MICRO_BATCH * num_micro_batches)
-        rig.model(input_ids=ids, labels=ids).loss.backward()
-        engine.tiers.synchronize()  # what is under way belongs to this step
-        optimizer.step()
-        found = {
-            (lane, kind): nbytes
-            for lane, total in optimizer.last_step.lanes.items()
-            for kind, nbytes in total.nbytes_by_kind.items()
-        }
-        asked = {
-            (lane, kind): nbytes
-            for lane, old, new in (
-                ("ssd_read", before[0], store.read_nbytes),
-                ("ssd_write", before[1], store.written_nbytes),
-            )
-            for kind, nbytes in (new - old).items()
-        }
-        numel = {unit.unit: unit.numel for unit in engine.placement.units}
-        predicted = traffic(engine.programs[-1], engine.placement)
-    assert numel == units_of(rig)
-    return found, predicted, asked
+        found = moved(rig.model, optimizer, tokens(3, MICRO_BATCH * num_micro_batches))
+        assert {unit.unit: unit.numel for unit in optimizer.engine.placement.units} == units_of(rig)
+    assert found.traced == found.planned
+    assert {key: nbytes for key, nbytes in found.traced.items() if key[0].startswith("ssd")} == found.asked
+    return found.traced
 
 
 def units_of(rig):
@@ -118,20 +88,15 @@ def closed_form(rig, n, *, separate_device, checkpoint, alpha):
 @pytest.mark.parametrize("precision", ["model", "bf16"])
 @pytest.mark.parametrize(("alpha", "checkpoint"), [(0.0, 0.0), (1.0, 0.5)])
 def test_a_step_moves_what_it_has_to(rigs, tmp_path, num_micro_batches, precision, separate_device, alpha, checkpoint):
-    chosen = {"separate_device": separate_device, "alpha": alpha, "checkpoint": checkpoint}
-    ratios = {"checkpoint": chosen["checkpoint"]}
-    moves = {"alpha": chosen["alpha"], "separate_device": chosen["separate_device"], "ratios": ratios}
-    found, predicted, asked = measured(rigs[precision], tmp_path, num_micro_batches, **moves)
-    assert found == closed_form(rigs[precision], num_micro_batches, **chosen)
-    assert found == predicted
-    assert {key: nbytes for key, nbytes in found.items() if key[0].startswith("ssd")} == asked
+    rig, chosen = rigs[precision], {"separate_device": separate_device, "alpha": alpha}
+    found = measured(rig, tmp_path, num_micro_batches, ratios={"checkpoint": checkpoint}, **chosen)
+    assert found == closed_form(rig, num_micro_batches, checkpoint=checkpoint, **chosen)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_what_lives_on_the_device_goes_there_once_it_is_updated(rigs, tmp_path, alpha):
     ratios = {"device_parameter": 1.0, "device_checkpoint": 1.0}
-    found, predicted, _ = measured(rigs["bf16"], tmp_path, 3, alpha=alpha, separate_device=True, ratios=ratios)
-    assert found == predicted
+    found = measured(rigs["bf16"], tmp_path, 3, alpha=alpha, separate_device=True, ratios=ratios)
     everything = closed_form(rigs["bf16"], 3, separate_device=True, checkpoint=0.0, alpha=alpha)
     head = {("d2h", "x"): 2, ("h2d", "x"): 2}  # micro-batches of the head's inputs: the third is still there
     x = MICRO_BATCH * LENGTH * WIDTH * 2
@@ -150,9 +115,7 @@ def test_what_is_cut_moves_in_part(rigs, tmp_path, precision, separate_device, r
     if separate_device and precision == "bf16":
         ratios["device_parameter"] = 0.2
     moves = {"alpha": 0.5, "separate_device": separate_device, "ratios": ratios}
-    found, predicted, asked = measured(rigs[precision], tmp_path, 3, **moves)
-    assert found == predicted
-    assert {key: nbytes for key, nbytes in found.items() if key[0].startswith("ssd")} == asked
+    found = measured(rigs[precision], tmp_path, 3, **moves)
     everything = closed_form(rigs[precision], 3, separate_device=separate_device, checkpoint=0.0, alpha=0.5)
-    for key in asked:
+    for key in [key for key in found if key[0].startswith("ssd")]:
         assert 0 < found[key] < everything[key]

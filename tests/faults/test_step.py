@@ -14,8 +14,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
-from tiered import Rig, adamw, files_in, gpt2, one_thread, options, our_threads, outcome, step, tokens
+from tiered import Rig, adamw, files_in, gpt2, options, our_threads, outcome, step, tokens
 
 from gs_compile.errors import (
     GreedySnakeError,
@@ -32,16 +31,9 @@ from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.store import Store
 from gs_compile.runtime.units import CompiledUnits
 
+KEEPS_CAPTURES = True
 CALLS = ("_preadv", "_pwritev")
 SECONDS = 5  # an error surfaces at once; what is more is a loaded machine
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fresh_dynamo():
-    """Captures are kept from test to test."""
-    torch._dynamo.reset()
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")
