@@ -129,16 +129,17 @@ class Parameters:
         return Flat(whole[part.start - start : part.stop - start], (slot.share(),))
 
     def gather(
-        self, op: Op, reads: Sequence[Flat], bindings: Sequence[Binding], others: Mapping[int, Tensor]
+        self, value: Value, staged: Flat | None, bindings: Sequence[Binding], others: Mapping[int, Tensor]
     ) -> Gathered:
         """A unit's parameters as its code takes them: views, nothing is moved."""
-        unit = self.setting.unit(op.results[0])
+        unit = self.setting.unit(value)
         if self.setting.placement.separate:
             first, tensors = unit.num_resident, dict(others)
             for binding in bindings:
                 lives_there = binding.offset < first
-                flat = self.residents[unit.unit].tensor if lives_there else reads[0].tensor
-                tensors[binding.input] = binding.view(flat, 0 if lives_there else first)
+                source = self.residents[unit.unit] if lives_there else staged
+                assert source is not None
+                tensors[binding.input] = binding.view(source.tensor, 0 if lives_there else first)
             return Gathered(tensors)
         zone, slot, start = self.zones.get(unit.unit), self._slots.get(unit.unit), unit.ssd_zone[0]
         dtype, tensors = self.setting.dtypes[unit.unit], dict(others)

@@ -1,4 +1,4 @@
-"""executor: runs a step program on the units of a model.
+"""executor: runs a step program on the units of a model, one operation after the other.
 
 A step comes in two halves, because the user's code stands between them: the call of the model runs the forward up to
 the heads, `loss.backward()` runs the rest. What lives from one half to the next is the environment. In the horizontal
@@ -7,19 +7,19 @@ order the last head comes late: all but the last micro-batch's backward is in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from gs_compile.program.ir import Program, Value
-from gs_compile.program.reference import Units, perform
+from gs_compile.program.ir import TIED, Op, Program, Value
+from gs_compile.program.reference import Units
 
 FORWARD_VERBS = frozenset(("count", "embed", "forward", "head"))
 
 
-def turn(program: Program) -> int:
-    """Where the forward half ends: after the last head and what is freed there."""
+def forward_end(program: Program) -> int:
+    """The index of the first operation of the backward half: after the last head and what is freed there."""
     ops = program.ops
     last = max((index for index, op in enumerate(ops) if op.verb in FORWARD_VERBS), default=-1) + 1
     while last < len(ops) and ops[last].verb == "free":
@@ -28,7 +28,7 @@ def turn(program: Program) -> int:
 
 
 class Executor:
-    """One step under way: a program, the units it runs on, and the values that are alive."""
+    """One step under way: a program, the units it runs on, and the contents of the values that are alive."""
 
     def __init__(self, program: Program, units: Units, inputs: Mapping[Value, Any]) -> None:
         self.program = program
@@ -36,10 +36,10 @@ class Executor:
         self.env: dict[Value, Any] = dict(inputs)
 
     def forward(self) -> None:
-        self._run(0, turn(self.program))
+        self._run(0, forward_end(self.program))
 
     def backward(self) -> None:
-        self._run(turn(self.program), len(self.program.ops))
+        self._run(forward_end(self.program), len(self.program.ops))
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients there are: between forward and backward, the head's own."""
@@ -50,10 +50,26 @@ class Executor:
                 content.scale(factor)
 
     def _run(self, start: int, stop: int) -> None:
-        env = self.env
         for op in self.program.ops[start:stop]:
-            if op.verb == "free":
-                del env[op.reads[0]]
-                continue
-            reads, into = [env[value] for value in op.reads], [env[value] for value in op.into]
-            env.update(zip(op.results, perform(op, self.units, reads, into), strict=True))
+            self._issue(op)
+
+    def _issue(self, op: Op) -> None:
+        if op.verb == "free":
+            del self.env[op.reads[0]]
+        elif op.verb == "zeros":
+            self.env[op.results[0]] = self.units.zeros(op.results[0])
+        else:
+            reads, into = [self.env[value] for value in op.reads], [self.env[value] for value in op.into]
+            self.env.update(zip(op.results, self._call(op, reads, into), strict=True))
+
+    def _call(self, op: Op, reads: Sequence[Any], into: Sequence[Any]) -> tuple[Any, ...]:
+        """Run a unit's code; `Units` says how each verb is called."""
+        if op.verb == "count":
+            return (self.units.count(list(reads)),)
+        keywords = {
+            value.kind + ("t" if value.unit == TIED else ""): content
+            for value, content in zip((*op.reads, *op.into), (*reads, *into), strict=True)
+        }
+        wants = tuple(value.kind for value in op.results)
+        results: tuple[Any, ...] = getattr(self.units, op.verb)(op.unit, op.micro_batch, wants=wants, **keywords)
+        return results

@@ -1,42 +1,36 @@
-"""tiered: runs a step program whose data is on the tiers: every operation on its lane, as soon as it can start.
+"""issue: runs a step program whose data is on the tiers: every operation on its lane, as soon as it can start.
 
-The program's order is the order of issue. The thread that walks through it gives each transfer and update to its lane
-with the tickets it has to wait for, takes memory for what is about to be defined, and computes itself. So a program
-that has its transfers early enough computes without a wait.
+The program's order is the order of issue. The thread that issues gives each transfer and update to its lane with the
+tickets it has to wait for, takes memory for what is about to be defined, and computes itself. So a program that has its
+transfers early enough computes without a wait. On a device that computes asynchronously the thread is never further
+ahead than one computation: it launches the next once the one before has begun, as the simulator has it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from gs_compile.placement.placement import Placement
-from gs_compile.program.ir import Op, Program, Unit, Value, homed
-from gs_compile.program.reference import Units, perform
-from gs_compile.runtime.coordinators import Binding
-from gs_compile.runtime.executor import turn
-from gs_compile.runtime.lanes import Ticket
+from gs_compile.program.ir import Op, Program, Value, homed
+from gs_compile.program.reference import Units
+from gs_compile.runtime.executor import Executor, forward_end
+from gs_compile.runtime.handlers import Bindings, handlers, moved_nbytes
+from gs_compile.runtime.lanes import Ticket, join_all
 from gs_compile.runtime.optimizer import StepRecord
-from gs_compile.runtime.tiers import Board, Tiers
-from gs_compile.runtime.values import Gathered, Gradient, Kept, Region
+from gs_compile.runtime.tiers import Tiers
+from gs_compile.runtime.trace import Label
+from gs_compile.runtime.value_table import ValueTable
+from gs_compile.runtime.values import Gathered, Kept
 
 UNIT_KINDS = frozenset({"w", "s", "dw", "scale"})  # of units, not of micro-batches
 
 
-@dataclass(frozen=True)
-class Bindings:
-    """How one capture of the model reads its inputs: the parameters of each unit, and what is no parameter."""
-
-    parameters: Mapping[Unit, Sequence[Binding]]
-    others: Mapping[Unit, Mapping[int, torch.Tensor]]
-
-
-class TieredExecutor:
+class TieredExecutor(Executor):
     """One step under way. `record` is of this step's own updates; late ones are of the step in `tiers.pending`."""
 
     def __init__(
@@ -47,31 +41,20 @@ class TieredExecutor:
         units: Units,
         inputs: Mapping[Value, Any],
         bindings: Bindings,
-        record: StepRecord | None = None,
     ) -> None:
+        self.values = ValueTable()
+        super().__init__(program, units, {})
+        self.env = self.values.contents
+        for value, content in inputs.items():
+            self.values.define(value, content)
         self.tiers = tiers
         self.placement = placement
-        self.program = program
-        self.units = units
-        self.bindings = bindings
-        self.record = record
-        self.board = Board()
-        for value, content in inputs.items():
-            self.board.define(value, content)
+        self.record: StepRecord | None = None
         self._before = tiers.pending
         self._factor: torch.Tensor | None = None  # of sums that are scaled once they are complete
         self._device = tiers.setting.device
-
-    @property
-    def env(self) -> dict[Value, Any]:
-        """What is alive of the step's own."""
-        return self.board.contents
-
-    def forward(self) -> None:
-        self._run(0, turn(self.program))
-
-    def backward(self) -> None:
-        self._run(turn(self.program), len(self.program.ops))
+        self._handlers = handlers(tiers, placement, units, bindings)
+        self._computing = False
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients there are: between forward and backward, the head's own.
@@ -83,20 +66,25 @@ class TieredExecutor:
             self._factor = factor
             return
         for value, content in list(self.env.items()):
-            for ticket in self.board.idle(value):
+            if value.kind not in ("dw", "dside", "dx"):
+                continue
+            for ticket in self.values.idle(value):
                 ticket.wait()
-            if value.kind in ("dw", "dside"):
-                content.scale(factor)
-            elif value.kind == "dx" and isinstance(content, Kept):
+            if value.kind == "dx" and not isinstance(content, Kept):
+                self.values.define(value, content * factor, self._launched())
+                continue
+            if isinstance(content, Kept):
                 assert content.flat is not None
                 content.flat.mul_(factor.cpu())
-            elif value.kind == "dx":
-                self.board.define(value, content * factor)
+            else:
+                content.scale(factor)
+            for ticket in self._launched():
+                self.values.change(value, ticket)
 
     def close(self) -> None:
         """Let go of a step that will not be finished."""
         for value in list(self.env):
-            self.board.free(value)
+            self.values.free(value)
 
     # Issuing ---------------------------------------------------------------------------------------------------------
 
@@ -108,7 +96,7 @@ class TieredExecutor:
                 self.tiers.failure.check()
                 self._issue(self.program.ops[at])
         except BaseException as error:
-            forward = self._computing and stop == turn(self.program)
+            forward = self._computing and stop == forward_end(self.program)
             if forward and self.tiers.failure.first is None:  # the model's own error: nothing of the run is lost
                 self._give_up(at)
             else:
@@ -117,238 +105,172 @@ class TieredExecutor:
 
     def _give_up(self, at: int) -> None:
         """End a forward that has failed: late updates still run, the rest is let go of."""
-        for op in self.program.ops[at : turn(self.program)]:
+        for op in self.program.ops[at : forward_end(self.program)]:
             values = (*op.reads, *op.into, *op.results)
-            is_gone = op.verb == "free" and op.reads[0] not in self._on(op.reads[0]).contents
+            is_gone = op.verb == "free" and op.reads[0] not in self._table(op.reads[0]).contents
             if all(value.kind in UNIT_KINDS for value in values) and not is_gone:
                 self._issue(op)
         self.close()
 
     def _issue(self, op: Op) -> None:
-        match op.lane:
-            case "memory" if op.verb == "free":
-                self._on(op.reads[0]).free(op.reads[0])
-            case "memory" if op.verb == "commit":
+        match op.lane, op.verb:
+            case "memory", "free":
+                self._table(op.reads[0]).free(op.reads[0])
+            case "memory", "commit":
                 self._commit(op)
-            case "memory":
-                self._hand(op)
-            case "compute":
+            case "memory", _:
+                self._define(op)
+            case "compute", _:
                 self._compute(op)
             case _:
                 self._submit(op)
 
-    def _on(self, value: Value) -> Board:
-        return self.tiers.board if value in self.tiers.homes else self.board
+    def _table(self, value: Value) -> ValueTable:
+        return self.tiers.values if value in self.tiers.homes else self.values
 
     def _content(self, value: Value) -> Any:
-        return self._on(value).contents[value]
+        return self._table(value).contents[value]
 
-    def _hand(self, op: Op) -> None:
-        """What takes no time: memory, and old memory under a new name."""
-        contents: list[Any] = []
+    def _ready(self, values: Sequence[Value]) -> list[Ticket]:
+        return [ticket for value in values for ticket in self._table(value).ready(value)]
+
+    def _idle(self, values: Sequence[Value]) -> list[Ticket]:
+        return [ticket for value in values for ticket in self._table(value).idle(value)]
+
+    def _define(self, op: Op) -> None:
+        """Define values that are there when issued: memory, and old memory under a new name."""
         reads = [self._content(value) for value in op.reads]
-        ready = [ticket for value in op.reads for ticket in self._on(value).ready(value)]
-        for value in op.results:
-            match op.verb, value.kind:
-                case "gather", _:
-                    unit = value.unit
-                    assert unit is not None
-                    others = self.bindings.others.get(unit, {})
-                    gathered = self.tiers.parameters.gather(op, reads, self.bindings.parameters[unit], others)
-                    contents.append(gathered)
-                case "empty", _:
-                    contents.append(self.tiers.parameters.allocate(value))
-                case "zeros", "dw" if value.unit in self.placement.by_unit:
-                    assert value.unit is not None
-                    contents.append(self.tiers.optimizer.zeros(value, self.bindings.parameters[value.unit]))
-                case "zeros", _:
-                    contents.append(self.units.zeros(value))
-                case "alias", "dw" if value.tier == "device":
-                    assert value.unit is not None
-                    contents.append(
-                        self.tiers.optimizer.keep_sum(value, reads[0], self.bindings.parameters[value.unit])
-                    )
-                case "alias", "dw":
-                    contents.append(self.tiers.optimizer.keep(value, reads[0]))
-                case _:
-                    contents.append(self.tiers.inter_layer.keep(value, reads[0]))
+        after = [ticket for ticket in self._ready(op.reads) if not ticket.done]
+        contents = self._allocate(op, reads)
+        if op.verb == "zeros":
+            after += self._launched()
         for value, content in zip(op.results, contents, strict=True):
-            self._on(value).define(value, content, _joined(op, ready))
+            self._table(value).define(value, content, after)
+
+    def _allocate(self, op: Op, reads: Sequence[Any]) -> list[Any]:
+        """The contents of all results: each is made of the read at its place, or all of the first."""
+        sources = reads if len(reads) == len(op.results) else [reads[0] if reads else None] * len(op.results)
+        allocations = [self._handlers[op.verb, value.kind].allocate for value in op.results]
+        return [
+            allocate(value, source)
+            for allocate, value, source in zip(allocations, op.results, sources, strict=True)
+            if allocate is not None
+        ]
 
     def _commit(self, op: Op) -> None:
-        """Make shadow copies the homes if they are confirmed; parameters in a zone are copied, beside what follows."""
+        """Let shadow copies replace what they are copies of, if the step is confirmed.
+
+        Parameters in a unit's host zone stay where they are: their shadow copies are copied there, beside what follows.
+        """
         assert self.record is not None
-        board = self.tiers.board
-        for home, other in zip(op.into[::2], op.into[1::2], strict=True) if self.record.confirmed else ():
+        table = self.tiers.values
+        for home, shadow in zip(op.into[::2], op.into[1::2], strict=True) if self.record.confirmed else ():
             if home.kind == "s" or home.tier == "ssd" or self.placement.separate:
-                board.swap(home, other)
+                table.swap(home, shadow)
                 continue
-            contents = board.contents[home], board.contents[other]
+            contents = table.contents[home], table.contents[shadow]
             ticket = self.tiers.lane("cpu").submit(
                 f"commit {home}",
                 partial(self.tiers.parameters.commit, *contents),
-                board.idle(home) + board.ready(other),
+                table.idle(home) + table.ready(shadow),
                 nbytes=0,
                 kind="w",
                 stage=str(op.stage),
             )
-            board.change(home, ticket)
-            board.use(other, ticket)
+            table.change(home, ticket)
+            table.use(shadow, ticket)
+
+    # Computing -------------------------------------------------------------------------------------------------------
 
     def _compute(self, op: Op) -> None:
         self._computing = True
         stream = self._device.current_stream()
-        for value in (*op.reads, *op.into):
-            for ticket in self._on(value).ready(value):
-                ticket.join(stream)
-        for value in op.into:
-            for ticket in self._on(value).idle(value):
-                ticket.join(stream)
-        start = time.perf_counter()
-        results = self._result(op)
-        self.tiers.trace.add("compute", _name(op), start, time.perf_counter(), 0, op.verb, str(op.stage))
-        launched = self._launched(stream)
+        join_all(self._ready(op.reads), stream)
+        join_all(self._idle(op.into), stream)
+        label = Label("compute", _name(op), 0, op.verb, str(op.stage))
+        if stream is None:
+            start = time.perf_counter()
+            results = self._results(op)
+            self.tiers.trace.add(label, start, time.perf_counter())
+        else:
+            if self.tiers.begun is not None:
+                self.tiers.begun.synchronize()  # the computation before has begun
+            self.tiers.begun = begun = self._device.record(stream)
+            results = self._results(op)
+            self.tiers.trace.add_later(label, self._device, begun, self._device.record(stream))
+        launched = self._launched()
         for value, result in zip(op.results, results, strict=True):
-            self._on(value).define(value, result, launched)
-        if launched is not None:
+            self._table(value).define(value, result, launched)
+        for ticket in launched:
             for value in op.reads:
-                self._on(value).use(value, launched)
-            for value in op.into:
-                self._on(value).change(value, launched)
+                self._table(value).use(value, ticket)
+            for value in op.reads if op.verb == "norm" else op.into:  # norm completes the gradient it reads
+                self._table(value).change(value, ticket)
         self._computing = False
 
-    def _result(self, op: Op) -> tuple[Any, ...]:
+    def _results(self, op: Op) -> tuple[Any, ...]:
+        reads, into = [self._content(value) for value in op.reads], [self._content(value) for value in op.into]
         match op.verb:
             case "norm":
                 assert self.record is not None
                 assert op.reads[0].unit is not None
                 if self._factor is not None:
-                    self._content(op.reads[0]).scale(self._factor)
-                return (self.tiers.optimizer.norm(op.reads[0].unit, self._content(op.reads[0]), self.record),)
+                    reads[0].scale(self._factor)
+                return (self.tiers.optimizer.norm(op.reads[0].unit, reads[0], self.record),)
             case "clip":
                 assert self.record is not None
                 self.record.clip()
                 return (self.record,)
-        reads = [_for_units(self._content(value)) for value in op.reads]
-        return perform(op, self.units, reads, [self._content(value) for value in op.into])
+        return self._call(op, [each.tensors if isinstance(each, Gathered) else each for each in reads], into)
 
-    def _launched(self, stream: Any) -> Ticket | None:
-        """On a stream: a ticket for all that was launched so far. Elsewhere the computation is over."""
+    def _launched(self) -> list[Ticket]:
+        """A ticket for all that was launched so far; none where the device has no streams: all of it is over."""
+        stream = self._device.current_stream()
         if stream is None:
-            return None
+            return []
         ticket = Ticket("compute")
         ticket.event = self._device.record(stream)
         ticket.finish()
-        return ticket
+        return [ticket]
+
+    # Transfers and updates -------------------------------------------------------------------------------------------
 
     def _submit(self, op: Op) -> None:
         reads = [self._content(value) for value in op.reads]
-        after = [ticket for value in op.reads for ticket in self._on(value).ready(value)]
-        after += [ticket for value in op.into for ticket in self._on(value).idle(value)]
-        targets = [self._allocate(value, source) for value, source in zip(op.results, _sources(op, reads), strict=True)]
-        targets += [self._content(value) for value in op.into]
-        if op.lane == "h2d":  # the memory was someone else's on the stream that computes
-            launched = self._launched(self._device.current_stream())
-            after += [launched] if launched else []
-        kind, record = homed((*op.results, *op.into, *op.reads)[0]).kind, self._record_of(op)
-
-        def run() -> None:
-            if kind in ("x", "dx"):
-                self.tiers.inter_layer.carry_out(op, reads, targets)
-            elif kind == "w" and op.verb != "update":
-                self.tiers.parameters.carry_out(op, reads, targets, self.placement.num_pieces)
-            else:
-                self.tiers.optimizer.carry_out(op, reads, targets, record)
-
+        after = self._ready(op.reads) + self._idle(op.into)
+        targets = [*self._allocate(op, reads), *(self._content(value) for value in op.into)]
+        if op.lane == "h2d":
+            after += self._launched()  # the memory was in use on the stream that computes
+        kind = homed((*op.results, *op.into, *op.reads)[0]).kind
+        run = self._handlers[op.verb, kind].run
+        assert run is not None
+        work = partial(run, op, reads, targets)
         ticket = self.tiers.lane(op.lane).submit(
-            _name(op), run, after, nbytes=self._nbytes(op, targets), kind=kind, stage=str(op.stage)
+            _name(op),
+            partial(work, self._record_of(op)) if op.verb == "update" else work,
+            after,
+            nbytes=moved_nbytes(op, targets, self.tiers, self.placement.num_pieces),
+            kind=kind,
+            stage=str(op.stage),
         )
         for value in op.reads:
-            self._on(value).use(value, ticket)
+            self._table(value).use(value, ticket)
         for value, content in zip(op.results, targets, strict=False):
-            self._on(value).define(value, content, ticket)
+            self._table(value).define(value, content, (ticket,))
         for value in op.into:
-            self._on(value).change(value, ticket)
+            self._table(value).change(value, ticket)
 
-    def _allocate(self, value: Value, source: Any) -> Any:
-        if value.kind in ("x", "dx"):
-            return self.tiers.inter_layer.allocate(value, source, self.placement)
-        if value.kind == "w":
-            return self.tiers.parameters.allocate(value)
-        if value.kind == "dw" and not value.part:
-            assert value.unit is not None
-            return self.tiers.optimizer.allocate_sum(value, source, self.bindings.parameters[value.unit])
-        return self.tiers.optimizer.allocate(value)
-
-    def _record_of(self, op: Op) -> StepRecord | None:
+    def _record_of(self, op: Op) -> StepRecord:
         """Whose update: a late one belongs to the step before. What an early one reads is what is known by now."""
-        if op.verb != "update":
-            return None
         unit = self.tiers.unit_of(op)
         is_late = unit.group_of(op.into[0]).when == "late" or any(value.kind == "scale" for value in op.reads)
         record = self._before if is_late else self.record
         assert record is not None, f"{_name(op)}: no step has left this update"
         if is_late:
             return record
-        if not record.skipped and not self.placement.speculative:
-            record.updated.append(unit.unit)
-        return replace(record)
-
-    def _nbytes(self, op: Op, targets: Sequence[Any]) -> int:
-        """What the operation moves."""
-        if op.verb == "update":
-            return 0
-        if op.results and op.results[0].piece is not None:
-            start, stop = self.tiers.parameters.share(op.results[0], self.placement.num_pieces)
-            return (stop - start) * self.tiers.setting.unit(op.results[0]).itemsize
-        return sum(_size(target) for target in targets)
-
-
-def _sources(op: Op, reads: Sequence[Any]) -> Sequence[Any]:
-    """What each result is like: the read it corresponds to, or the one they all come from."""
-    return reads if len(reads) == len(op.results) else [reads[0] if reads else None] * len(op.results)
-
-
-def _for_units(content: Any) -> Any:
-    return content.tensors if isinstance(content, Gathered) else content
-
-
-def _size(content: Any) -> int:
-    if isinstance(content, Region):
-        return content.nbytes
-    if isinstance(content, Kept):
-        return content.like.untyped_storage().nbytes()
-    if isinstance(content, torch.Tensor):
-        return content.nbytes
-    if isinstance(content, Gradient):
-        return content.flat.nbytes
-    return content.tensor.nbytes if content is not None else 0
-
-
-def _joined(op: Op, tickets: Sequence[Ticket]) -> Ticket | None:
-    """One ticket for all of `tickets`."""
-    waiting = [ticket for ticket in tickets if not ticket.done]
-    return _All(op, waiting) if waiting else None
-
-
-class _All(Ticket):
-    """Done when all of several are."""
-
-    def __init__(self, op: Op, tickets: Sequence[Ticket]) -> None:
-        super().__init__(_name(op))
-        self.tickets = tickets
-
-    @property
-    def done(self) -> bool:
-        return all(ticket.done for ticket in self.tickets)
-
-    def wait(self) -> None:
-        for ticket in self.tickets:
-            ticket.wait()
-
-    def join(self, stream: Any) -> None:
-        for ticket in self.tickets:
-            ticket.join(stream)
+        if not self.placement.speculative:
+            record.issued.append((unit.unit, len(record.squares)))
+        return record.so_far()
 
 
 def _name(op: Op) -> str:

@@ -1,14 +1,14 @@
 """lanes: where operations are carried out, one after the other on a lane, lanes side by side.
 
 A lane is first-in-first-out. Its next operation starts when what it needs is done, which a `Ticket` tells. Transfers
-and updates have threads of their own; the computation runs on the thread that walks through the program.
+and updates have threads of their own; the computation is launched by the thread that issues the program.
 
-    walk       x2_0 = forward(x1_0, w1)      x2_1 = forward(x1_1, w1)         the thread that issues, and computes
+    issue      x2_0 = forward(x1_0, w1)      x2_1 = forward(x1_1, w1)         the thread that issues, and computes
     ssd_read       w3b.host = prefetch(...)        s1a.host = prefetch(...)   threads that wait for the drives
     cpu                      update(dw2a.host ...)                            a thread that computes a little
 
-On a CUDA device the two directions of the link are streams as well: the thread launches a copy on its lane's stream,
-and a ticket carries the event by which other streams and threads know that it has ended (`Ticket.join`).
+Where the device has streams, the two directions of the link are streams as well: the thread launches a copy on its
+lane's stream, and a ticket carries the event by which other streams and threads know that it has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from gs_compile.errors import LaneError
 from gs_compile.runtime.stream import Device, Event, Stream
 from gs_compile.runtime.threads import limit_threads
-from gs_compile.runtime.trace import Trace
+from gs_compile.runtime.trace import Label, Trace
 
 
 class Ticket:
@@ -40,23 +40,35 @@ class Ticket:
 
     def wait(self) -> None:
         """Return when the operation is done; raises `LaneError` from its error."""
-        self._launched.wait()
-        if self.error is not None:
-            raise LaneError(f"{self.name}: {str(self.error) or type(self.error).__name__}") from self.error
+        self._wait_for_launch()
         if self.event is not None:
             self.event.synchronize()
 
     def join(self, stream: Stream | None) -> None:
-        """Let `stream` go on only after the operation: without a wait of the thread, where a stream runs it."""
-        if self.event is None or stream is None:
-            self.wait()
+        """Let `stream` go on only after the operation: where a stream runs it, the thread waits for its launch only."""
+        self._wait_for_launch()
+        if self.event is None:
+            return
+        if stream is None:
+            self.event.synchronize()
         else:
-            self._launched.wait()
             stream.wait_event(self.event)
 
     def finish(self, error: BaseException | None = None) -> None:
+        """The operation is done or launched; called once."""
         self.error = error
         self._launched.set()
+
+    def _wait_for_launch(self) -> None:
+        self._launched.wait()
+        if self.error is not None:
+            raise LaneError(f"{self.name}: {str(self.error) or type(self.error).__name__}") from self.error
+
+
+def join_all(tickets: Sequence[Ticket], stream: Stream | None) -> None:
+    """Let `stream` go on only after all of `tickets`; without a stream, this thread."""
+    for ticket in tickets:
+        ticket.join(stream)
 
 
 class Failure:
@@ -86,7 +98,7 @@ class _Task(NamedTuple):
 
 
 class Lane:
-    """A lane with a thread of its own, and on a CUDA device a stream."""
+    """A lane with a thread of its own, and where `device` has streams and `stream` is given, that stream."""
 
     def __init__(
         self,
@@ -99,8 +111,8 @@ class Lane:
         num_threads: int | None = None,
     ) -> None:
         self.name = name
-        self.stream = stream
         self._device = device
+        self._stream = stream
         self._failure = failure
         self._trace = trace
         self._num_threads = num_threads
@@ -136,15 +148,16 @@ class Lane:
             ticket.finish(failed)
 
     def _carry_out(self, task: _Task) -> None:
-        for ticket in task.after:
-            ticket.join(self.stream)
+        join_all(task.after, self._stream)
         self._failure.check()
-        start = time.perf_counter()
-        if self.stream is None or self._device is None:
+        label = Label(self.name, task.ticket.name, task.nbytes, task.kind, task.stage)
+        if self._stream is None or self._device is None:
+            start = time.perf_counter()
             task.run()
-        else:
-            with self._device.on(self.stream):
-                task.run()
-                task.ticket.event = self._device.record(self.stream)
-        end = time.perf_counter()
-        self._trace.add(self.name, task.ticket.name, start, end, task.nbytes, task.kind, task.stage)
+            self._trace.add(label, start, time.perf_counter())
+            return
+        with self._device.on(self._stream):
+            start_event = self._device.record(self._stream)
+            task.run()
+            task.ticket.event = self._device.record(self._stream)
+        self._trace.add_later(label, self._device, start_event, task.ticket.event)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from gs_compile.program.ir import SHADOWS, Op, Unit, Value, homed
 from gs_compile.runtime.coordinators import Binding, Setting, transfer
 from gs_compile.runtime.kernels import CHUNK, Rule, sum_of_squares
 from gs_compile.runtime.store import Extent
-from gs_compile.runtime.stream import is_in_host_memory
+from gs_compile.runtime.stream import Reading
 from gs_compile.runtime.values import Flat, Gradient, Hold, Region
 
 Tensor = torch.Tensor
@@ -31,24 +31,38 @@ class StepRecord:
     number: int  # of the optimizer's steps, from 1
     hypers: Sequence[Mapping[str, Any]]  # by param group
     max_grad_norm: float | None = None
-    squares: dict[Unit, float] = field(default_factory=dict)
+    squares: dict[Unit, Reading] = field(default_factory=dict)  # sums of squares of gradients, in the order of norms
+    losses: Sequence[Reading] = ()
     scale: float = 1.0
-    skipped: bool = False
-    updated: list[Unit] = field(default_factory=list)
+    is_too_large: bool = False  # the norm, for float32
+    issued: list[tuple[Unit, int]] = field(default_factory=list)  # an update, and how many norms were there before it
 
     @property
     def grad_norm(self) -> float:
-        """The norm of all gradients, before clipping."""
-        return (
-            math.sqrt(math.fsum(self.squares.values()))
-            if math.isfinite(max(self.squares.values(), default=0))
-            else math.inf
-        )
+        """The norm of all gradients, before clipping; infinite where an element is not finite."""
+        squares = [square() for square in self.squares.values()]
+        return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.inf
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing is updated: a loss, or a gradient so far, is not finite."""
+        readings = (*self.losses, *self.squares.values())
+        return self.is_too_large or not all(math.isfinite(reading()) for reading in readings)
+
+    @property
+    def updated(self) -> list[Unit]:
+        """The units that have been updated before it was known that the step is skipped."""
+        finite = [math.isfinite(square()) for square in self.squares.values()]
+        return [unit for unit, number in self.issued if all(finite[:number])]
+
+    def so_far(self) -> StepRecord:
+        """What is known when an update is issued; what comes later does not change it."""
+        return replace(self, squares=dict(self.squares))
 
     def clip(self) -> None:
         """Find what torch's clip_grad_norm_ would multiply by, in its float32; skip where a gradient is not finite."""
         norm = torch.tensor(self.grad_norm, dtype=torch.float32)
-        self.skipped = self.skipped or not bool(norm.isfinite())
+        self.is_too_large = not bool(norm.isfinite())
         if self.max_grad_norm is not None and not self.skipped:
             self.scale = min(1.0, (self.max_grad_norm / (norm + 1e-6)).item())
 
@@ -160,11 +174,8 @@ class OptimizerStep:
 
     # Carrying out ----------------------------------------------------------------------------------------------------
 
-    def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any], record: StepRecord | None) -> None:
-        if op.verb == "update":
-            assert record is not None
-            self._update(op, reads, targets, record)
-        elif op.reads[0].kind == "dw" and not op.results[0].part:
+    def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any]) -> None:
+        if op.reads[0].kind == "dw" and not op.results[0].part:
             self._move_sum(reads[0], targets[0])
         elif op.reads[0].kind == "dw":
             for value, target in zip(op.results, targets, strict=True):
@@ -182,23 +193,23 @@ class OptimizerStep:
         old, new = (each.flat if isinstance(each, Gradient) else each.tensor for each in (source, target))
         self.setting.device.copy(new, old)
 
-    def norm(self, unit: Unit, gradient: Gradient, record: StepRecord) -> float:
-        """The sum of squares of a complete gradient; infinite where an element is not: nothing is updated from then."""
+    def norm(self, unit: Unit, gradient: Gradient, record: StepRecord) -> Reading:
+        """The sum of squares of a complete gradient; where it is not finite, nothing is updated from then on."""
         gradient.complete()
-        if is_in_host_memory(gradient.flat):
-            square = sum_of_squares(gradient.flat)
+        if self.setting.device.has_own_memory:
+            square = torch.linalg.vector_norm(gradient.flat, dtype=torch.float64).square()
+            record.squares[unit] = self.setting.device.read(square)
         else:
-            square = float(torch.linalg.vector_norm(gradient.flat, dtype=torch.float64).square())
-            square = square if math.isfinite(square) else math.inf
-        record.squares[unit] = square
-        record.skipped = record.skipped or not math.isfinite(square)
-        return square
+            total = sum_of_squares(gradient.flat)
+            record.squares[unit] = lambda: total
+        return record.squares[unit]
 
     def _segments(self, group: Group, flat: Tensor) -> Iterator[Tensor]:
         """A group's elements in its unit's flat gradient."""
         return (flat[part.start : part.stop] for part in group.w)
 
-    def _update(self, op: Op, reads: Sequence[Any], targets: Sequence[Flat], record: StepRecord) -> None:
+    def update(self, op: Op, reads: Sequence[Any], targets: Sequence[Flat], record: StepRecord) -> None:
+        """Update parts of a unit, in place."""
         unit, gradient = self.setting.unit(op.into[0]), reads[0]
         group = unit.group_of(op.into[0])
         flats = {(homed(value).kind, value.part): flat.tensor for value, flat in zip(op.into, targets, strict=True)}

@@ -10,8 +10,10 @@ A stream runs what is launched on it in order. An event is a point in a stream; 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +23,11 @@ from gs_compile.machine import available_memory, usable_memory
 Tensor = torch.Tensor
 
 
+Reading = Callable[[], float]  # a number of the device, on its way to the host; the call waits for it
+
+
 class Event(Protocol):
-    """A point in a stream; `Device.seconds_between` tells the time from one to another."""
+    """A point in a stream; `Device.seconds` tells when it was."""
 
     def query(self) -> bool: ...
 
@@ -69,8 +74,8 @@ class Device:
         """An event after all that was launched on `stream` so far."""
         raise NotImplementedError(f"{self.name} has no streams")
 
-    def seconds_between(self, start: Any, end: Any) -> float:
-        """The time from one event to another; both have happened."""
+    def seconds(self, start: Any, end: Any) -> tuple[float, float]:
+        """When two events happened, by the clock of `time.perf_counter`; both have."""
         raise NotImplementedError(f"{self.name} has no streams")
 
     def synchronize(self) -> None:
@@ -87,6 +92,11 @@ class Device:
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy on the current stream; on return it is launched. Memory of the device stays until it has been used."""
         target.copy_(source)
+
+    def read(self, number: Tensor) -> Reading:
+        """Bring a number of the current stream to the host, without a wait where the device can."""
+        value = float(number)
+        return lambda: value
 
     def pin(self, address: int, nbytes: int) -> None:
         """Let host memory take part in asynchronous copies; RuntimeError where the system refuses."""
@@ -121,9 +131,16 @@ class Cuda(Device):
         event.record(stream)
         return event
 
-    def seconds_between(self, start: Any, end: Any) -> float:
-        milliseconds: float = start.elapsed_time(end)
-        return milliseconds / 1e3
+    @cached_property
+    def _origin(self) -> tuple[Any, float]:
+        event = self.record(self.current_stream())
+        event.synchronize()
+        return event, time.perf_counter()
+
+    def seconds(self, start: Any, end: Any) -> tuple[float, float]:
+        origin, origin_seconds = self._origin
+        begin = origin_seconds + origin.elapsed_time(start) / 1e3
+        return begin, begin + start.elapsed_time(end) / 1e3
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -133,6 +150,17 @@ class Cuda(Device):
         for tensor in (target, source):
             if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(self.device))
+
+    def read(self, number: Tensor) -> Reading:
+        arrived = torch.empty((), dtype=torch.float64, pin_memory=True)
+        arrived.copy_(number, non_blocking=True)
+        event = self.record(self.current_stream())
+
+        def wait() -> float:
+            event.synchronize()
+            return float(arrived)
+
+        return wait
 
     def pin(self, address: int, nbytes: int) -> None:
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)))

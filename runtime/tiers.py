@@ -2,7 +2,7 @@
 
 fill      a parameter's values, into its home on device, host or SSD
 read      the values, from there
-board     what is where, and who still works on it
+values    what is where, and who still works on it
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -25,60 +25,12 @@ from gs_compile.runtime.coordinators import InterLayerTensors, Parameters, Setti
 from gs_compile.runtime.lanes import Failure, Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, Recipe, StepRecord
 from gs_compile.runtime.store import Store
-from gs_compile.runtime.stream import device_of
+from gs_compile.runtime.stream import Event, device_of
 from gs_compile.runtime.trace import Trace
+from gs_compile.runtime.value_table import ValueTable
 from gs_compile.runtime.values import Flat, Region, Resident
 
-T = TypeVar("T")
 Tensor = torch.Tensor
-
-
-class Board:
-    """Contents of values, and the tickets of those who made, read or change them."""
-
-    def __init__(self) -> None:
-        self.contents: dict[Value, Any] = {}
-        self._made: dict[Value, Ticket] = {}
-        self._used: dict[Value, list[Ticket]] = {}
-
-    def define(self, value: Value, content: Any, ticket: Ticket | None = None) -> None:
-        self.contents[value] = content
-        self._made.pop(value, None)
-        self._used.pop(value, None)
-        if ticket is not None:
-            self._made[value] = ticket
-
-    def ready(self, value: Value) -> list[Ticket]:
-        """What a reader waits for."""
-        return [self._made[value]] if value in self._made else []
-
-    def idle(self, value: Value) -> list[Ticket]:
-        """What one who changes it, or takes its memory, waits for."""
-        return self.ready(value) + self._used.get(value, [])
-
-    def use(self, value: Value, ticket: Ticket) -> None:
-        self._used[value] = [each for each in self._used.get(value, ()) if not each.done] + [ticket]
-
-    def change(self, value: Value, ticket: Ticket) -> None:
-        self._made[value] = ticket
-        self._used.pop(value, None)
-
-    def swap(self, one: Value, other: Value) -> None:
-        """What each is and who works on it, exchanged."""
-        self.contents[one], self.contents[other] = self.contents[other], self.contents[one]
-        self._swap(self._made, one, other)
-        self._swap(self._used, one, other)
-
-    def _swap(self, known: dict[Value, T], one: Value, other: Value) -> None:
-        pair = {value: known.pop(value) for value in (one, other) if value in known}
-        known.update({other if value == one else one: entry for value, entry in pair.items()})
-
-    def free(self, value: Value) -> None:
-        content, after = self.contents.pop(value), self.idle(value)
-        self._made.pop(value, None)
-        self._used.pop(value, None)
-        if hasattr(content, "release"):
-            content.release(after)
 
 
 @dataclass(frozen=True)
@@ -116,8 +68,9 @@ class Tiers:
         self.parameters = Parameters(setting)
         self.inter_layer = InterLayerTensors(setting)
         self.optimizer = OptimizerStep(setting, recipe)
-        self.board = Board()
+        self.values = ValueTable()
         self.homes = placement.homes(late=False) | placement.homes(late=True)
+        self.begun: Event | None = None  # the latest computation has begun, on a device that computes asynchronously
         self.pending: StepRecord | None = None  # of the step whose late updates are still to come
         self._lanes: dict[str, Lane] = {}
         self._num_threads = num_threads
@@ -136,18 +89,18 @@ class Tiers:
         for unit in self.placement.units:
             for group in unit.groups:
                 for part in group.w:
-                    self.board.define(unit.value("w", part), self.parameters.home(unit, part))
+                    self.values.define(unit.value("w", part), self.parameters.home(unit, part))
                 for part in group.s:
-                    self.board.define(unit.value("s", part), self.optimizer.home(unit, part))
+                    self.values.define(unit.value("s", part), self.optimizer.home(unit, part))
             for group in self.placement.speculated(unit):
                 self._make_others(unit, group)
 
     def _make_others(self, unit: UnitPlacement, group: Group) -> None:
         for home, other in unit.shadows(group):
             if home.kind == "s":
-                self.board.define(other, self.optimizer.home(unit, unit.s[home.part], other.kind))
+                self.values.define(other, self.optimizer.home(unit, unit.s[home.part], other.kind))
             else:
-                self.board.define(other, self.parameters.other(unit, unit.w[home.part]))
+                self.values.define(other, self.parameters.other(unit, unit.w[home.part]))
 
     # Values in and out -----------------------------------------------------------------------------------------------
 
@@ -217,9 +170,9 @@ class Tiers:
         """What is at home, once nobody works on it any more."""
         self.check()
         assert not self.closed, f"{value}: the tiers are closed"
-        for ticket in self.board.idle(value):
+        for ticket in self.values.idle(value):
             ticket.wait()
-        return self.board.contents[value]
+        return self.values.contents[value]
 
     # Running ---------------------------------------------------------------------------------------------------------
 
@@ -240,7 +193,7 @@ class Tiers:
         waits = placement.homes(late=True, redo=placement.rolls_back(confirmed=record.confirmed))
         is_over = all(value.kind != "dw" for value in waits)
         for value in placement.homes(late=True) - (placement.homes(late=False) if is_over else waits):
-            self.board.free(value)
+            self.values.free(value)
         self.pending = None if is_over else record
 
     def synchronize(self) -> None:
@@ -264,7 +217,7 @@ class Tiers:
 
     def close(self) -> None:
         """End all threads, remove all files, give back all memory; once is enough."""
-        self.board = Board()
+        self.values = ValueTable()
         self._finalizer()
 
     def fail(self, error: BaseException) -> None:

@@ -11,11 +11,25 @@ import threading
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from gs_compile.runtime.stream import Device
+    from gs_compile.runtime.stream import Event as DeviceEvent
 
 LANES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu", "net")  # the rows of the picture, from the top
 MAX_ROWS = 1000  # of one lane: more than a lane has operations in flight
 PROCESS = 1  # all lanes are of one process; its number means nothing
+
+
+class Label(NamedTuple):
+    """What an operation is."""
+
+    lane: str
+    name: str
+    nbytes: int = 0
+    kind: str = ""  # of the value it moves or makes
+    stage: str = ""
 
 
 class Event(NamedTuple):
@@ -55,28 +69,35 @@ class Trace:
         with self._lock:
             self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
             self._totals: dict[str, Total] = {}
+            self._launched: deque[tuple[Label, Device, DeviceEvent, DeviceEvent]] = deque()  # not known to be over
 
-    def add(
-        self,
-        lane: str,
-        name: str,
-        start_seconds: float,
-        end_seconds: float,
-        nbytes: int = 0,
-        kind: str = "",
-        stage: str = "",
-    ) -> None:
+    def add(self, label: Label, start_seconds: float, end_seconds: float) -> None:
         """Records one operation on one of `LANES`."""
-        assert lane in LANES, f"no lane {lane}"
-        assert start_seconds <= end_seconds, f"{name} ends before it starts"
         with self._lock:
-            total = self._totals.setdefault(lane, Total())
-            total.seconds += end_seconds - start_seconds
-            total.nbytes += nbytes
-            if nbytes:
-                total.nbytes_by_kind[kind] += nbytes
-            if self.enabled:
-                self._events.append(Event(start_seconds, end_seconds, lane, name, nbytes, kind, stage))
+            self._add(label, start_seconds, end_seconds)
+
+    def add_later(self, label: Label, device: Device, start: DeviceEvent, end: DeviceEvent) -> None:
+        """Records one operation of a stream, between two events of it, when these have happened."""
+        with self._lock:
+            self._launched.append((label, device, start, end))
+            self._take_launched()
+
+    def _add(self, label: Label, start_seconds: float, end_seconds: float) -> None:
+        assert label.lane in LANES, f"no lane {label.lane}"
+        assert start_seconds <= end_seconds, f"{label.name} ends before it starts"
+        total = self._totals.setdefault(label.lane, Total())
+        total.seconds += end_seconds - start_seconds
+        total.nbytes += label.nbytes
+        if label.nbytes:
+            total.nbytes_by_kind[label.kind] += label.nbytes
+        if self.enabled:
+            self._events.append(Event(start_seconds, end_seconds, *label))
+
+    def _take_launched(self) -> None:
+        """Record what was launched and is over by now: in the order of launching, one lane's behind another's."""
+        while self._launched and self._launched[0][-1].query():
+            label, device, start, end = self._launched.popleft()
+            self._add(label, *device.seconds(start, end))
 
     def totals(self, *, reset: bool = False) -> dict[str, Total]:
         """By lane, those that did something, in the order of `LANES`; later operations do not change it.
@@ -84,6 +105,7 @@ class Trace:
         `reset` begins the sums anew in the same moment: what a lane adds meanwhile counts for later. Events stay.
         """
         with self._lock:
+            self._take_launched()
             found = self._totals
             self._totals = {} if reset else found
             return {
@@ -95,6 +117,7 @@ class Trace:
     def events(self) -> list[Event]:
         """The operations in the order of their starts; none unless they were asked for."""
         with self._lock:
+            self._take_launched()
             return sorted(self._events)
 
     def busy_share(self, lane: str, since_seconds: float, until_seconds: float) -> float:

@@ -30,7 +30,8 @@ from gs_compile.planner.prediction import Prediction
 from gs_compile.planner.programs import Planning
 from gs_compile.program.ir import EPILOGUE, TIED, Program, Unit, Value
 from gs_compile.runtime.arena import Arena
-from gs_compile.runtime.issue import Bindings, TieredExecutor
+from gs_compile.runtime.handlers import Bindings
+from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.memory import memory_for
 from gs_compile.runtime.optimizer import Recipe, StepRecord
 from gs_compile.runtime.store import Store
@@ -194,7 +195,7 @@ class Engine(Keeper):
                 "the next forward (greedysnake holds the checkpoints of one step)"
             )
         record = StepRecord(self.optimizer.num_steps + 1, self.optimizer.settings(), self.optimizer.max_grad_norm)
-        record.skipped = not all(bool(torch.isfinite(loss).all()) for loss in losses)
+        record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         executor.record = self.record = record
         return record
 

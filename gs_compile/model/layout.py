@@ -15,7 +15,7 @@ from gs_compile.options import Options
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIED, Unit
 from gs_compile.runtime.coordinators import Binding
-from gs_compile.runtime.issue import Bindings
+from gs_compile.runtime.handlers import Bindings
 from gs_compile.runtime.tiers import Slice
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from gs_compile.model.report import report
 from gs_compile.program.ir import EPILOGUE, Program, StepShape, Value
 from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
-from gs_compile.runtime.stream import is_in_host_memory, without_autocast
+from gs_compile.runtime.stream import without_autocast
 from gs_compile.runtime.units import Accumulator, CompiledUnits
 
 Gradients = Sequence[torch.Tensor | None]
@@ -132,7 +132,7 @@ class Call:
         with self._device_state():
             if outside:
                 for value, content in self._dy(gradients, outside).items():
-                    executor.board.define(value, content)
+                    executor.values.define(value, content)
             else:
                 self._scale(executor, gradients)
             executor.backward()
@@ -173,9 +173,8 @@ class Call:
         """The head's backward assumed a gradient of one for the loss."""
         scale = next(g for output, g in zip(self.made, gradients, strict=True) if output.combine == "loss")
         assert scale is not None
-        if is_in_host_memory(scale) and scale.item() == 1.0:
-            return
-        executor.scale(scale)
+        if scale.item() != 1.0:
+            executor.scale(scale)
 
     def _backward_from_outside(self, executor: Executor, gradients: Gradients, outside: frozenset[Any]) -> None:
         shape = replace(self.layout.shape, outside=outside)

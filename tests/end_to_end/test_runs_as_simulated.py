@@ -25,7 +25,7 @@ ROUNDING = 2 * 5 * 2 * 4096  # buffers are whole pages, and the plan counts byte
 def executors(monkeypatch):
     """Of a run whose operations sleep, each for a time of its own, so that the lanes wait for each other."""
     found = []
-    submit, compute, begin = Lane.submit, TieredExecutor._result, TieredExecutor.__init__
+    submit, compute, begin = Lane.submit, TieredExecutor._results, TieredExecutor.__init__
 
     def sleep(name):
         time.sleep(0.005 * (1 + zlib.crc32(name.encode()) % 5))
@@ -42,7 +42,7 @@ def executors(monkeypatch):
         found.append(self)
 
     monkeypatch.setattr(Lane, "submit", slow_submit)
-    monkeypatch.setattr(TieredExecutor, "_result", slow_compute)
+    monkeypatch.setattr(TieredExecutor, "_results", slow_compute)
     monkeypatch.setattr(TieredExecutor, "__init__", noted)
     return found
 

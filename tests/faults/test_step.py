@@ -175,9 +175,9 @@ def broken(*_, **__):
 
 
 PLACES = {
-    "an update": (OptimizerStep, "_update", {}),
-    "a late update": (OptimizerStep, "_update", {"alpha": 1.0}),
-    "a speculative update": (OptimizerStep, "_update", {"alpha": 0.0, "clip": "speculative"}),
+    "an update": (OptimizerStep, "update", {}),
+    "a late update": (OptimizerStep, "update", {"alpha": 1.0}),
+    "a speculative update": (OptimizerStep, "update", {"alpha": 0.0, "clip": "speculative"}),
     "a commit": (Parameters, "commit", {"alpha": 0.0, "clip": "speculative", "ratios": {"parameter": 1.0}}),
     "a copy to the device": (Parameters, "_send_piece", {"separate_device": True}),
     "a transfer": (coordinators, "transfer", {}),

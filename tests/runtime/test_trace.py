@@ -5,15 +5,15 @@ import threading
 
 import pytest
 
-from gs_compile.runtime.trace import LANES, Total, Trace
+from gs_compile.runtime.trace import LANES, Label, Total, Trace
 
 
 def traced() -> Trace:
     trace = Trace(events=True)
-    trace.add("ssd_read", "load(w1)", 11.0, 13.0, 400, "parameter", "forward 1")
-    trace.add("compute", "forward(x0_0)", 10.0, 12.0, stage="forward 0")
-    trace.add("compute", "forward(x1_0)", 13.0, 14.0, stage="forward 1")
-    trace.add("ssd_read", "load(s1)", 12.0, 12.5, 100, "state", "forward 1")
+    trace.add(Label("ssd_read", "load(w1)", 400, "parameter", "forward 1"), 11.0, 13.0)
+    trace.add(Label("compute", "forward(x0_0)", stage="forward 0"), 10.0, 12.0)
+    trace.add(Label("compute", "forward(x1_0)", stage="forward 1"), 13.0, 14.0)
+    trace.add(Label("ssd_read", "load(s1)", 100, "state", "forward 1"), 12.0, 12.5)
     return trace
 
 
@@ -27,13 +27,13 @@ def test_totals():
 def test_totals_are_a_copy():
     trace = traced()
     totals = trace.totals()
-    trace.add("ssd_read", "load(w2)", 14.0, 15.0, 400, "parameter")
+    trace.add(Label("ssd_read", "load(w2)", 400, "parameter"), 14.0, 15.0)
     assert totals["ssd_read"].nbytes == totals["ssd_read"].nbytes_by_kind.total() == 500
 
 
 def test_without_events_there_are_sums():
     trace = Trace()
-    trace.add("h2d", "upload(w1)", 1.0, 2.0, 8, "parameter")
+    trace.add(Label("h2d", "upload(w1)", 8, "parameter"), 1.0, 2.0)
     assert trace.events() == []
     assert trace.totals() == {"h2d": Total(1.0, 8, {"parameter": 8})}
     with pytest.raises(AssertionError, match="busy_share needs"):
@@ -100,7 +100,7 @@ def test_chrome_rows_are_the_lanes_in_their_order():
 def test_chrome_slices_of_a_row_do_not_overlap():
     trace = Trace(events=True)
     for number in range(8):  # three in flight
-        trace.add("ssd_read", f"load({number})", float(number), number + 2.5)
+        trace.add(Label("ssd_read", f"load({number})"), float(number), number + 2.5)
     events = trace.chrome()["traceEvents"]
     rows = {}
     for event in events:
@@ -116,7 +116,7 @@ def test_chrome_slices_of_a_row_do_not_overlap():
 )
 def test_our_own_faults(lane, end, message):
     with pytest.raises(AssertionError, match=message):
-        Trace().add(lane, "op", 1.0, end)
+        Trace().add(Label(lane, "op"), 1.0, end)
 
 
 def test_any_thread_may_add():
@@ -124,7 +124,7 @@ def test_any_thread_may_add():
 
     def work(lane: str) -> None:
         for number in range(1000):
-            trace.add(lane, "op", float(number), number + 0.5, 1, "x")
+            trace.add(Label(lane, "op", 1, "x"), float(number), number + 0.5)
 
     threads = [threading.Thread(target=work, args=(lane,)) for lane in ("compute", "compute", "cpu", "net")]
     for thread in threads:

@@ -29,7 +29,7 @@ from gs_compile.planner.simulate.dependencies import COMPUTE, MEMORY, Dependenci
 from gs_compile.planner.simulate.event_loop import Rule, Times, run
 from gs_compile.planner.simulate.memory_timeline import Curve, Lease, curves, host_budget, leases
 from gs_compile.program.ir import LANES, Op, Program, homed
-from gs_compile.runtime.trace import Trace
+from gs_compile.runtime.trace import Label, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,8 @@ class Simulation:
             op, first = span.op, (*span.op.results, *span.op.into, *span.op.reads)[0]
             kind = op.verb if span.lane == "compute" else homed(first).kind
             name = f"{op.verb} {op.unit}_{op.micro_batch}" if op.micro_batch is not None else f"{op.verb} {first}"
-            trace.add(span.lane, name, span.start_seconds, span.stop_seconds, span.nbytes, kind, str(op.stage))
+            label = Label(span.lane, name, span.nbytes, kind, str(op.stage))
+            trace.add(label, span.start_seconds, span.stop_seconds)
         return trace
 
     def chrome(self) -> dict[str, Any]:
