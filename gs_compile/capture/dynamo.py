@@ -48,12 +48,16 @@ try:
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
     from torch._dynamo.utils import counters
     from torch._dynamo.variables import builder as dynamo_builder
+    from torch._guards import CompileContext
     from torch.fx.experimental import _config as symbolic_config
 except ImportError as error:  # a release of torch moved what this file rests on
     raise VersionError(
         f"torch {torch.__version__} moved what greedysnake's capture rests on ({error}); "
         "install torch==2.13.0, or a newer greedysnake"
     ) from error
+
+
+current_compile_id = CompileContext.current_compile_id  # of the frame that Dynamo compiles now
 
 
 class _TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):

@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import CompileContext, CompileId
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gs_compile.capture.dynamo import current_compile_id
 from gs_compile.capture.graph import Captured, OutputSpec, TensorSpec, output_values
+from gs_compile.capture.inductor import Compiler, Generator, best_compiler
 from gs_compile.capture.loss import Separated, loss
 from gs_compile.capture.specialize import specialize
 from gs_compile.capture.split import Split, split
 from gs_compile.capture.uniform import Uniform, uniform
 from gs_compile.codegen.differentiate import Differentiated, differentiate
-from gs_compile.codegen.generate import Compiler, Generator, best_compiler
 from gs_compile.errors import UniformityWarning
 from gs_compile.options import Options
 from gs_compile.passes.lower import lower
@@ -105,6 +105,21 @@ class SpecializedModel:
         """Bytes of all side inputs of one micro-batch."""
         return sum(spec.nbytes for spec in self.split.sides)
 
+    def runs_backward(self, unit: Unit, shape: StepShape) -> bool:
+        """Whether the backward of a unit runs in a step of this shape."""
+        graph = self.sized.units[unit]
+        has_backward = bool(graph.differentiable and graph.differentiated)
+        return shape.training and has_backward and height(unit) >= height(shape.first_grad)
+
+    def compile_code(self, shape: StepShape) -> None:
+        """Compile what a step of this shape runs: backwards run in a thread of autograd's, which must not compile."""
+        for unit, code in self.sized.codes.items():
+            together = "loss" in self.sized.units[unit].results
+            runs_backward = self.runs_backward(unit, shape)
+            names = ("both",) if together and runs_backward else ("forward", "backward")[: 1 + runs_backward]
+            for name in names:
+                getattr(code, name)
+
     @cached_property
     def draws_random(self) -> bool:
         return any(code.draws_random for code in self.sized.codes.values())
@@ -136,7 +151,7 @@ class Compilation:
     steps: dict[Hashable, Step] = field(default_factory=dict)  # the latest last
     tiers: str = ""  # where everything lives, once it is on tiers
     seconds: float = 0.0  # spent in the passes
-    compile_id: CompileId | None = field(default_factory=CompileContext.current_compile_id)  # for traces
+    compile_id: Any = field(default_factory=current_compile_id)  # for traces
     _warned: bool = False
 
     @property

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from gs_compile.capture.gradients import Term
 from gs_compile.capture.graph import UnitGraph
+from gs_compile.capture.inductor import Generator
+from gs_compile.capture.tracing import Tracer, draws_random
 from gs_compile.codegen.factor import assemble, factor
-from gs_compile.codegen.generate import Generator
 from gs_compile.runtime.stream import without_autocast
 
 Tensors = Sequence[torch.Tensor]
@@ -46,7 +45,7 @@ class Differentiated:
         self.graphs: dict[str, fx.GraphModule] = {}
         self.seconds = 0.0  # spent in tracing and compiling
         self._generator = generator
-        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._tracer = Tracer()
 
     @cached_property
     def forward(self) -> Callable[..., Sequence[torch.Tensor]]:
@@ -63,7 +62,7 @@ class Differentiated:
     @cached_property
     def draws_random(self) -> bool:
         """Whether the forward draws random numbers, so that the backward must draw the same."""
-        return any(_draws_random(node) for node in self.graph("forward").graph.nodes)
+        return any(map(draws_random, self.graph("forward").graph.nodes))
 
     def graph(self, name: str) -> fx.GraphModule:
         """The ATen graph of "forward", "backward" or "both"; traced, not compiled, when it is first asked for."""
@@ -102,11 +101,7 @@ class Differentiated:
         inputs = self._inputs(name)
         for tensor, spec in zip(inputs, self.unit.specs, strict=False):
             tensor.requires_grad_(spec.requires_grad)
-        with self._fake_mode, torch.enable_grad(), without_autocast():
-            graph = make_fx(functions[name], decomposition_table=self._generator.decompositions)(*inputs)
-        graph.graph.eliminate_dead_code()
-        graph.recompile()
-        return graph
+        return self._tracer.trace(functions[name], inputs, self._generator.decompositions)
 
     def _factored(self, name: str, num_results: int) -> Callable[..., Sequence[Term]]:
         """`name` compiled; what follows its results are gradients, and those of parameters come as factors."""
@@ -126,15 +121,4 @@ class Differentiated:
         """Tensors without memory in the place of the real ones."""
         gradients = self.unit.differentiated if name == "backward" else ()
         specs = (*self.unit.specs, *(self.unit.result_specs[index] for index in gradients))
-        with self._fake_mode:
-            return [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in specs]
-
-
-def _draws_random(node: fx.Node) -> bool:
-    """Attention is marked as drawing whatever its rate of dropout; with none it does not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    assert isinstance(node.target, torch._ops.OpOverload)
-    arguments = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
-    arguments |= dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
-    return arguments.get("dropout_p") != 0
+        return self._tracer.tensors(specs)

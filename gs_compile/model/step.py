@@ -100,6 +100,8 @@ class Call:
 
     def _executor(self) -> Executor | TieredExecutor:
         first = not self.compilation.steps
+        for specialized in self.layouts:
+            specialized.compile_code(self._shape())
         inputs = self._inputs()
         executor: Executor | TieredExecutor
         if self.engine is None:

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 from gs_compile.capture.graph import Source
+from gs_compile.capture.inductor import Generator
 from gs_compile.codegen import compiled as compilation
 from gs_compile.codegen import differentiate as differentiate_module
 from gs_compile.codegen.differentiate import differentiate
-from gs_compile.codegen.generate import Generator
 from gs_compile.program.ir import EPILOGUE, PROLOGUE
 
 EAGER = Generator("eager")
@@ -316,6 +316,20 @@ def test_the_backward_recomputes_only_what_it_needs():
     ]
 
 
+def test_autograd_stays_in_the_thread_that_traces(monkeypatch):
+    """Autograd's own threads, one for each GPU, know nothing of the tensors without memory."""
+    pull, threads = differentiate_module.Differentiated._pull, []
+
+    def seen(*given):
+        threads.append(torch.autograd.is_multithreading_enabled())
+        return pull(*given)
+
+    monkeypatch.setattr(differentiate_module.Differentiated, "_pull", seen)
+    differentiate(block_unit(Block), EAGER).graph("backward")
+    assert threads == [False]
+    assert torch.autograd.is_multithreading_enabled()
+
+
 def test_compiled_once_for_all_layers(monkeypatch):
     made = []
     compiled_function = differentiate_module.Differentiated._compiled
@@ -328,9 +342,10 @@ def test_compiled_once_for_all_layers(monkeypatch):
     monkeypatch.setattr(compilation, "_codes", {})
     args = batch(4)
     run = compiled(Tiny(blocks=[Block() for _ in range(6)]))
-    run(*args).backward()
-    once = [("e", "forward"), (0, "forward"), ("h", "both"), (0, "backward"), ("e", "backward")]
-    assert made == once
+    loss = run(*args)
+    once = [("e", "forward"), ("e", "backward"), (0, "forward"), (0, "backward"), ("h", "both")]
+    assert made == once  # before the backward, which runs in a thread of autograd's where a device has one
+    loss.backward()
     run(*args).backward()
     compiled(Tiny(blocks=[Block() for _ in range(9)]))(*args).backward()
     assert made == once

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from gs_compile.capture.gradients import Product, Rows, add_term, put_term, tensors_of
+from gs_compile.capture.inductor import Generator
 from gs_compile.codegen.differentiate import differentiate
-from gs_compile.codegen.generate import Generator
 from gs_compile.program.ir import EPILOGUE, PROLOGUE
 
 WIDE, WORDS = 64, 96

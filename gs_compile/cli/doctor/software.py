@@ -47,7 +47,7 @@ def capture(load: Callable[[str], object] = import_module) -> Check:
 def compiler(device_type: str, best: Callable[[str], str] | None = None) -> Check:
     """What compiles the code of a layer for a device."""
     if best is None:
-        from gs_compile.codegen.generate import best_compiler
+        from gs_compile.capture.inductor import best_compiler
 
         best = best_compiler
     if best(device_type) == "inductor":

@@ -10,7 +10,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _triton
 
-from gs_compile.codegen.generate import Generator, best_compiler
+from gs_compile.capture.inductor import Generator, best_compiler
 
 
 @pytest.fixture(autouse=True)
