@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from typer import BadParameter
 
+from gs_compile.cli.requests import Graph, InspectRequest
 from gs_compile.errors import InspectionError
 from gs_compile.passes.lower import PASSES, TIERED
 
@@ -20,33 +20,24 @@ if TYPE_CHECKING:
     from gs_compile.model.inspection import Inspection, UnitClass
 
 PROGRAM_PASSES = ("vertical", *(run.__name__ for run in PASSES if run not in TIERED))
-Graph = Literal["captured", "forward", "backward", "program"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A causal language model of transformers, and the step it is looked at in; None: the config's own."""
+def inspect_text(request: InspectRequest) -> str:
+    """Return what is printed.
 
-    name: str  # a model type, or the path of a config.json
-    layers: int | None = None
-    hidden: int | None = None
-    micro_batches: int = 2
-    micro_batch_size: int = 1
-    sequence: int = 128
-
-
-def inspect_text(model: Model, *, after: str | None, graph: Graph | None, as_json: bool) -> str:
-    """What is printed. Raises `BadParameter` where the arguments make no model, or what the backend refuses it with."""
+    Raises `BadParameter` where the arguments make no model, and what the backend refuses the model with.
+    """
+    after, graph = request.after, request.graph
     if after is not None and after not in PROGRAM_PASSES:
         raise BadParameter(f"--after: invalid choice: {after!r} (choose from {', '.join(PROGRAM_PASSES)})")
-    inspection = _inspect(model)
+    inspection = _inspect(request)
     text = _graph(inspection, graph, after) if graph else None
-    if as_json:
+    if request.as_json:
         return json.dumps(inspection.as_dict() | ({"graph": text} if text else {}), indent=2)
     return (text or inspection.report(after)).rstrip("\n")
 
 
-def _inspect(model: Model) -> Inspection:
+def _inspect(request: InspectRequest) -> Inspection:
     try:
         import torch
         import transformers
@@ -58,9 +49,9 @@ def _inspect(model: Model) -> Inspection:
 
     transformers.logging.set_verbosity_error()
     with torch.device("meta"):
-        module = _module(model)
-        token_ids = torch.zeros(model.micro_batches * model.micro_batch_size, model.sequence, dtype=torch.long)
-    module.compile(backend=greedysnake, options={"micro_batch_size": model.micro_batch_size})
+        module = _module(request)
+        token_ids = torch.zeros(request.micro_batches * request.micro_batch_size, request.sequence, dtype=torch.long)
+    module.compile(backend=greedysnake, options={"micro_batch_size": request.micro_batch_size})
     try:
         module(input_ids=token_ids, labels=token_ids)
     except TorchDynamoException as error:
@@ -98,39 +89,39 @@ def _readable(what: str, layers: UnitClass, module: fx.GraphModule | None) -> st
 # The model ------------------------------------------------------------------------------------------------------------
 
 
-def _module(model: Model) -> nn.Module:
+def _module(request: InspectRequest) -> nn.Module:
     """The causal language model that the arguments describe, on the current device."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
 
     try:
-        config = _config(model)
-        longest = getattr(config, "max_position_embeddings", None) or model.sequence
-        if model.sequence > longest:
-            raise BadParameter(f"--sequence {model.sequence}: the model has {longest} positions")
+        config = _config(request)
+        longest = getattr(config, "max_position_embeddings", None) or request.sequence
+        if request.sequence > longest:
+            raise BadParameter(f"--sequence {request.sequence}: the model has {longest} positions")
         module: nn.Module = AutoModelForCausalLM.from_config(config)
     except (ValueError, StrictDataclassError) as error:  # transformers on what it cannot build
-        raise BadParameter(f"--model {model.name}: {shorten(str(error), 300)}") from error
+        raise BadParameter(f"--model {request.model}: {shorten(str(error), 300)}") from error
     return module.train()
 
 
-def _config(model: Model) -> Any:
+def _config(request: InspectRequest) -> Any:
     from transformers import CONFIG_MAPPING
 
-    fields = _fields(model.name)
-    model_type = str(fields.pop("model_type", model.name))
+    fields = _fields(request.model)
+    model_type = str(fields.pop("model_type", request.model))
     if model_type not in CONFIG_MAPPING:
         close = get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=1)
         hint = f"did you mean {close[0]}?" if close else "give a model type of transformers or a path"
         raise BadParameter(f"--model {model_type}: neither a model type nor a file; {hint}")
     config_class = CONFIG_MAPPING[model_type]
     fields |= {"use_cache": False}
-    if model.layers:
-        fields[config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = model.layers
+    if request.layers:
+        fields[config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = request.layers
         if fields.get("layer_types"):
-            fields["layer_types"] = fields["layer_types"][: model.layers]
+            fields["layer_types"] = fields["layer_types"][: request.layers]
     config = config_class(**fields)
-    return config_class(**(fields | _scaled(config, model.hidden))) if model.hidden else config
+    return config_class(**(fields | _scaled(config, request.hidden))) if request.hidden else config
 
 
 def _fields(model: str) -> dict[str, Any]:

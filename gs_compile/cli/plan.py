@@ -1,28 +1,43 @@
-"""plan: the plan that the command line asks for."""
+"""plan: the plan that the command line asks for, and the figures of a machine's profile in units for people."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from typer import BadParameter
 
 from gs_compile.cli.report.tables import busy
+from gs_compile.cli.requests import PlanRequest
+from gs_compile.machine import format_bytes
 from gs_compile.options import Options
 
 if TYPE_CHECKING:
+    from gs_compile.planner.measure.profile import Profile
     from gs_compile.planner.step_plan import StepPlan
 
+RENAMED = {"batch": "batch_size", "micro_batches": "num_micro_batches", "ratio": "ratios"}  # as `plan` has them
+UNITS = (  # of a field by the end of its name; the first that fits
+    ("bytes_per_second", 1e9, "GB/s"),
+    ("flops_per_second", 1e12, "TFLOP/s"),
+    ("elements_per_second", 1e9, "billion/s"),
+    ("_seconds", 1e-6, "µs"),
+)
 
-def made(model: str, *, ratios: Sequence[str] | None, storage: Sequence[Path] | None, **settings: Any) -> StepPlan:
-    """What `planner.plan` makes of the arguments. Raises `BadParameter` for a ratio that is none, and its errors."""
-    given = dict(map(_ratio, ratios or ()))
-    Options.of({"expert": {"ratios": given}})  # refuses unknown classes, and parts that are none
-    with busy(f"planning {model}"):
+
+def make_plan(request: PlanRequest, **settings: Any) -> StepPlan:
+    """Ask the planner for what a request describes.
+
+    Raises `BadParameter` for a ratio that is none, and the errors of `planner.plan.plan`.
+    """
+    asked = {RENAMED.get(name, name): value for name, value in asdict(request).items()}
+    ratios = dict(map(_ratio, asked.pop("ratios") or ()))
+    Options.of({"expert": {"ratios": ratios}})  # refuses unknown classes, and parts that are none
+    with busy(f"planning {request.model}"):
         from gs_compile.planner.plan import plan
 
-        return plan(model, ratios=given or None, storage=storage or None, **settings)
+        return plan(asked.pop("model"), ratios=ratios or None, **asked, **settings)
 
 
 def _ratio(text: str) -> tuple[str, float]:
@@ -33,3 +48,25 @@ def _ratio(text: str) -> tuple[str, float]:
     except ValueError:
         pass
     raise BadParameter(f"--ratio {text}: not a class and a number, such as parameter=0.5")
+
+
+def profile_rows(profile: Profile) -> Iterator[tuple[str, str, str]]:
+    """Name, figure with its unit, and source, of all that a profile holds."""
+    for name, value in profile.as_dict().items():
+        if name in ("format", "sources"):
+            continue
+        shown, source = name.removesuffix("_per_second"), profile.sources.get(name, "")
+        for key, each in value.items() if isinstance(value, Mapping) else [("", value)]:
+            yield f"{shown} {key}".rstrip(), figure(name, each), source
+
+
+def figure(name: str, value: object) -> str:
+    """A value with the unit that the end of its name tells."""
+    if not isinstance(value, int | float):
+        return str(value)
+    if name.endswith("_nbytes"):
+        return format_bytes(int(value)) if value else "-"  # none, or unknown
+    for end, scale, unit in UNITS:
+        if name.endswith(end):
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gs_compile.cli.main import app
-from gs_compile.cli.probe import figure, rows
+from gs_compile.cli.plan import figure, profile_rows
 from gs_compile.errors import StorageLockedError
 from gs_compile.planner.measure import machines as profiles
 from gs_compile.planner.measure.profile import Profile
@@ -33,7 +33,7 @@ def asked(monkeypatch):
 
 def test_every_figure_has_a_row_with_its_source():
     profile = Profile.load(profiles.SHIPPED / "laptop.json")
-    shown = list(rows(profile))
+    shown = list(profile_rows(profile))
     names = {name.partition(" ")[0] for name, _, _ in shown}
     assert names == {name.removesuffix("_per_second") for name in profile.as_dict()} - {"format", "sources"}
     assert ("host_nbytes", figure("host_nbytes", profile.host_nbytes), profile.sources["host_nbytes"]) in shown

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 
 import matplotlib
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from test_timeline import simulated
 
-from gs_compile.cli.report.draw import COLOURS, Point, Roofline, _apart, _bars, lanes, throughput, traffic_bars
+from gs_compile.cli.report.draw import COLOURS, Point, Roofline, _bars, lanes, throughput, traffic_bars
 from gs_compile.cli.report.timeline import KINDS
 from gs_compile.errors import PlanError
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
@@ -94,11 +91,6 @@ def test_traffic_says_totals_and_pieces(svg):
     assert text.count(">parameters</text>") == 1, "named once, for both lanes"
 
 
-def test_traffic_of_other_lanes(svg):
-    traffic_bars({"vertical": {("ssd_read", "w"): 77 * GIB}}, svg, lanes={"ssd_read": "read"})
-    assert "read, vertical" in svg.read_text()
-
-
 def test_nothing_moved_is_a_figure_too(svg):
     traffic_bars({"vertical": {}}, svg)
     assert "load, vertical" in svg.read_text()
@@ -170,15 +162,3 @@ def test_the_io_roofline_of_a_drive_that_writes_faster():
     drive = profile(ssd_read=2e9, ssd_read_mixed=1e9, ssd_write=4e9, ssd_write_mixed=2e9)
     assert Roofline.of(workload(), drive).io_seconds == pytest.approx(36)
     assert Roofline.of(workload(), replace(drive, ssd_read_mixed_bytes_per_second=2e9)).io_seconds == pytest.approx(24)
-
-
-@given(st.lists(st.floats(0, 1000), max_size=8), st.floats(1, 50))
-def test_labels_keep_their_order_and_distance(heights, gap):
-    places = _apart(heights, gap)
-    ordered = [places[i] for i in sorted(range(len(heights)), key=heights.__getitem__)]
-    assert all(low + gap <= high + 1e-6 for low, high in pairwise(ordered))
-    assert sum(places) == pytest.approx(sum(heights), abs=1e-6)
-
-
-def test_labels_that_are_apart_stay():
-    assert _apart([100.0, 0.0, 50.0], 13) == [100.0, 0.0, 50.0]

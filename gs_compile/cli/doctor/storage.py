@@ -1,4 +1,4 @@
-"""checks_storage: is a directory fit to hold a run? Its filesystem, its drive, its room, and direct I/O as it is used.
+"""storage: is a directory fit to hold a run? Its filesystem, its drive, its room, and direct I/O as it is used.
 
 A directory that is not there yet is looked at where it would be made; nothing is left behind.
 """
@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from gs_compile.cli.doctor.check import Check, State
+from gs_compile.cli.doctor.check import Finding, Problem, check
 from gs_compile.errors import LeftoverError, StorageError, StorageLockedError
 from gs_compile.machine import PROC, format_bytes, free_storage
 from gs_compile.planner.measure.probe_drive import existing
@@ -23,15 +23,24 @@ from gs_compile.runtime.store import FOLDER, Drive
 SYS = Path("/sys")
 NBYTES_PER_ELEMENT = 14  # a parameter in bf16, and AdamW's fp32 master and moments
 LITTLE_NBYTES = 20 << 30  # a model of 1.5 billion parameters: smaller ones hardly need the tier
-NETWORK = re.compile(r"nfs\d?|cifs|smb\d?|9p|virtiofs|ceph|lustre|gpfs|beegfs|glusterfs|afs|fuse(\..*)?")
-ON_WRITE = ("btrfs", "zfs", "bcachefs")
-IN_MEMORY = ("tmpfs", "ramfs")
+SLOW = (  # kinds of filesystems, and what to do about them
+    (re.compile("tmpfs|ramfs"), "its files are in host memory, beside host_memory: name a drive"),
+    (
+        re.compile(r"nfs\d?|cifs|smb\d?|9p|virtiofs|ceph|lustre|gpfs|beegfs|glusterfs|afs|fuse(\..*)?"),
+        "as fast as its network at best: name a local drive if there is one",
+    ),
+    (re.compile("overlay"), "a container's own layer: mount a drive into the container"),
+    (
+        re.compile("btrfs|zfs|bcachefs"),
+        "every write makes a copy and a checksum: prefer ext4 or xfs, or `chattr +C` an empty folder",
+    ),
+)
 CLOUD = re.compile(r"Elastic Block Store|PersistentDisk|nvme_card-pd|Virtual|VBOX|VMware|QEMU", re.I)
 
 
-def direct_io(directory: Path) -> Check:
+@check("direct I/O in {0}")
+def direct_io(directory: Path) -> Finding:
     """Whether a file can be read and written around the page cache, tried with the run's own code."""
-    name = f"direct I/O in {directory}"
     try:
         with (
             tempfile.TemporaryDirectory(prefix=".greedysnake-doctor-", dir=existing(directory)) as folder,
@@ -39,69 +48,66 @@ def direct_io(directory: Path) -> Check:
             closing(Drive(Path(folder), threads=1)) as drive,
         ):
             if drive.is_direct:
-                return Check(name, "ok", "works")
+                return "works"
     except OSError as error:  # no permission, no room, a broken drive
-        return Check(name, "bad", f"{type(error).__name__}: {error}", "name a directory that can be written: --storage")
+        return Problem(f"{type(error).__name__}: {error}", "name a directory that can be written: --storage", "bad")
     advice = "choose a directory on a local drive, ext4 or xfs: through the page cache it is slower and takes memory"
-    return Check(name, "warn", "refused: storage will work through the page cache", advice)
+    return Problem("refused: storage will work through the page cache", advice)
 
 
-def run_folder(directory: Path) -> Check:
+@check("runs in {0}")
+def run_folder(directory: Path) -> Finding:
     """Whether a run could begin here now."""
-    name, folder = f"runs in {directory}", directory / FOLDER
+    folder = directory / FOLDER
     if not folder.exists():
-        return Check(name, "ok", "none")
+        return "none"
     try:
         with warnings.catch_warnings(action="ignore"), closing(Drive(directory, threads=1)):
-            return Check(name, "ok", "none")
+            return "none"
     except StorageLockedError:
-        return Check(name, "warn", f"{folder} is in use", "one run at a time: give each its own directory")
+        return Problem(f"{folder} is in use", "one run at a time: give each its own directory")
     except LeftoverError:
-        return Check(name, "bad", f"{folder} holds files of a run that was killed", f"delete {folder}")
+        return Problem(f"{folder} holds files of a run that was killed", f"delete {folder}", "bad")
     except StorageError as error:
-        return Check(name, "bad", str(error), f"delete {folder}, or name another directory")
+        return Problem(str(error), f"delete {folder}, or name another directory", "bad")
 
 
-def room(directory: Path) -> Check:
+@check("room in {0}")
+def room(directory: Path) -> Finding:
     """Whether a model worth the effort fits, as far as the drive goes."""
-    name, nbytes = f"room in {directory}", free_storage(existing(directory))
+    nbytes = free_storage(existing(directory))
     found = f"{format_bytes(nbytes)} free: parameters and states of {_count(nbytes // NBYTES_PER_ELEMENT)} parameters"
     if nbytes < LITTLE_NBYTES:
-        return Check(name, "warn", found, "make room, or name a directory on a larger drive")
-    return Check(name, "ok", found)
+        return Problem(found, "make room, or name a directory on a larger drive")
+    return found
 
 
-def filesystem(directory: Path, *, proc: Path = PROC) -> Check:
+@check("filesystem of {0}")
+def filesystem(directory: Path, *, proc: Path = PROC) -> Finding:
     """Whether the filesystem is one of a local drive, and mounted to be written."""
     mount = _mount(existing(directory), proc)
-    name, found = f"filesystem of {directory}", f"{mount.kind} on {mount.point}, {mount.options}"
-    options = mount.options.split(",")
-    match mount.kind:
-        case _ if "ro" in options:
-            return Check(name, "bad", found, "it is mounted read-only: name another directory")
-        case kind if kind in IN_MEMORY:
-            return Check(name, "warn", found, "its files are in host memory, beside host_memory: name a drive")
-        case kind if NETWORK.fullmatch(kind):
-            return Check(name, "warn", found, "as fast as its network at best: name a local drive if there is one")
-        case "overlay":
-            return Check(name, "warn", found, "a container's own layer: mount a drive into the container")
-        case kind if kind in ON_WRITE:
-            advice = "every write makes a copy and a checksum: prefer ext4 or xfs, or `chattr +C` an empty folder"
-            return Check(name, "warn", found, advice)
-        case _ if {"sync", "dirsync"} & set(options):
-            return Check(name, "warn", found, "every write waits for the drive: mount without sync")
-    return Check(name, "ok", found)
+    found, options = f"{mount.kind} on {mount.point}, {mount.options}", set(mount.options.split(","))
+    if "ro" in options:
+        return Problem(found, "it is mounted read-only: name another directory", "bad")
+    advice = next((advice for kinds, advice in SLOW if kinds.fullmatch(mount.kind)), "")
+    if not advice and {"sync", "dirsync"} & options:
+        advice = "every write waits for the drive: mount without sync"
+    return Problem(found, advice) if advice else found
 
 
-def drive(directory: Path, *, proc: Path = PROC, sys: Path = SYS, device: tuple[int, int] | None = None) -> Check:
+@check("drive of {0}")
+def drive(directory: Path, *, proc: Path = PROC, sys: Path = SYS, device: tuple[int, int] | None = None) -> Finding:
     """What kind of drive it is, where the system tells; `device` is its number, if not the directory's own."""
-    name, place = f"drive of {directory}", existing(directory)
-    found = list(_drives(_block(device or _device(place, proc), sys)))
+    found = list(_drives(_block(device or _device(existing(directory), proc), sys)))
     if not found:
-        return Check(name, "ok", "not told by the system; `greedysnake probe` measures it")
-    state: State = "ok" if all(drive.good for drive in found) else "warn"
+        return "not told by the system; `greedysnake probe` measures it"
     words = "; ".join(dict.fromkeys(drive.words for drive in found))
-    return Check(name, state, words, "" if state == "ok" else "a local NVMe drive is several times as fast")
+    return (
+        words if all(drive.good for drive in found) else Problem(words, "a local NVMe drive is several times as fast")
+    )
+
+
+LOOKS = (direct_io, run_folder, room, filesystem, drive)  # at a directory, in the order they are shown
 
 
 # The system -----------------------------------------------------------------------------------------------------------

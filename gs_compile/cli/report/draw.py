@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ STYLE = {
     "hatch.linewidth": 0.6,
     "svg.hashsalt": "greedysnake",  # the same figure is the same file
 }
-LABEL_GAP = 13  # points between labels at the ends of lines
+SHOWN = {"h2d": "load", "d2h": "offload"}  # lanes between host and device
 GIB = 2**30
 
 
@@ -92,16 +93,15 @@ def throughput(
 ) -> None:
     """Tokens a second over the batch size, one line for each of `series`, below the rooflines."""
     with _figure(path, (7.2, 4.4)) as axes:
-        widest = max((point.samples for points in series.values() for point in points), default=1)
-        highest = max((point.tokens_per_second for points in series.values() for point in points), default=1.0)
-        ends = []
-        for (name, points), (colour, marker) in zip(series.items(), _styles(len(series)), strict=True):
-            xs, ys = [point.samples for point in points], [point.tokens_per_second for point in points]
-            axes.plot(xs, ys, color=colour, marker=marker, markersize=4, linewidth=1.6, clip_on=False, zorder=3)
-            for point in points:
+        points = [point for each in series.values() for point in each]
+        widest = max((point.samples for point in points), default=1)
+        highest = max((point.tokens_per_second for point in points), default=1.0)
+        for (name, each), (colour, marker) in zip(series.items(), cycle(SERIES), strict=False):
+            xs, ys = [point.samples for point in each], [point.tokens_per_second for point in each]
+            axes.plot(xs, ys, color=colour, marker=marker, markersize=4, linewidth=1.6, clip_on=False, label=name)
+            for x, y, point in zip(xs, ys, each, strict=True):
                 look = {"textcoords": "offset points", "ha": "right", "fontsize": 7.5, "color": colour}
-                axes.annotate(point.note, (point.samples, point.tokens_per_second), (-4, 5), **look)
-            ends.append((ys[-1], xs[-1], name, colour))
+                axes.annotate(point.note, (x, y), (-4, 5), **look)
         if roofline is not None:
             highest = max(highest, roofline.compute_tokens_per_second)
             _draw_roofline(axes, roofline, widest, highest * 1.08)
@@ -110,22 +110,15 @@ def throughput(
         axes.set_xlabel("batch size (samples a step)")
         axes.set_ylabel("throughput (tokens/s)")
         axes.set_title(title, loc="left", fontsize=11)
-        _label_ends(axes, ends)
+        axes.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def traffic_bars(
-    schedules: Mapping[str, Mapping[tuple[str, str], int]],
-    path: str | Path,
-    *,
-    lanes: Mapping[str, str] | None = None,
-    title: str = "",
-) -> None:
+def traffic_bars(schedules: Mapping[str, Mapping[tuple[str, str], int]], path: str | Path, *, title: str = "") -> None:
     """What each schedule moves in a step: a bar for each lane, in pieces by kind.
 
-    schedules: bytes by lane and kind, as `traffic` counts them. lanes: those shown, with their names.
+    schedules: bytes by lane and kind, as `traffic` counts them.
     """
-    lanes = lanes or {"h2d": "load", "d2h": "offload"}
-    bars = [(lane, schedule) for lane in lanes for schedule in schedules]
+    bars = [(lane, schedule) for lane in SHOWN for schedule in schedules]
     with _figure(path, (9.0, 0.9 + 0.55 * len(bars))) as axes:
         most = max((_total(schedules[schedule], lane) for lane, schedule in bars), default=0) / GIB or 1.0
         named: set[str] = set()
@@ -142,7 +135,7 @@ def traffic_bars(
                         axes.text(left + size / 2, row, f"{size:,.0f}", ha="center", va="center", fontsize=8, color=ink)
                     left += size
             axes.text(left + 0.01 * most, row, f"{left:,.0f} GiB", va="center", fontsize=9)
-        axes.set_yticks(range(len(bars)), [f"{lanes[lane]}, {schedule}" for lane, schedule in bars])
+        axes.set_yticks(range(len(bars)), [f"{SHOWN[lane]}, {schedule}" for lane, schedule in bars])
         axes.tick_params(axis="y", length=0, labelcolor=INK)
         axes.invert_yaxis()
         axes.set_xlim(0, most * 1.14)
@@ -205,10 +198,6 @@ def _figure(path: str | Path, inches: tuple[float, float]) -> Iterator[Any]:
         figure.savefig(path, dpi=160, metadata=metadata)
 
 
-def _styles(number: int) -> list[tuple[str, str]]:
-    return [SERIES[index % len(SERIES)] for index in range(number)]
-
-
 def _draw_roofline(axes: Any, roofline: Roofline, widest: float, top: float) -> None:
     """Both bounds, dashed, each with its name along it."""
     look = {"color": SOFT, "linewidth": 1.1, "linestyle": (0, (5, 3)), "zorder": 1}
@@ -220,37 +209,6 @@ def _draw_roofline(axes: Any, roofline: Roofline, widest: float, top: float) -> 
     end = min(widest, top / slope)
     axes.plot([0, end], [0, end * slope], **look)
     axes.annotate("I/O roofline", (end, end * slope), (6, 0), textcoords="offset points", va="top", **words)
-
-
-def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Names at the ends of lines, moved apart where lines meet."""
-    figure = axes.figure
-    figure.draw_without_rendering()
-    points = 72 / figure.dpi
-    heights = [axes.transData.transform((x, y))[1] * points for y, x, _, _ in ends]
-    for (y, x, name, colour), height, place in zip(ends, heights, _apart(heights, LABEL_GAP), strict=True):
-        offset = (8, place - height)
-        axes.annotate(
-            name, (x, y), offset, textcoords="offset points", va="center", color=colour, annotation_clip=False
-        )
-
-
-def _apart(heights: Sequence[float], gap: float) -> list[float]:
-    """The heights in the same order, moved as little as need be for `gap` between any two."""
-    order = sorted(range(len(heights)), key=lambda index: heights[index])
-    groups: list[list[int]] = []
-    centres: list[float] = []
-    for index in order:
-        groups.append([index])
-        centres.append(heights[index])
-        while len(groups) > 1 and centres[-1] - centres[-2] < gap * (len(groups[-1]) + len(groups[-2])) / 2:
-            merged = groups[-2] + groups[-1]
-            groups[-2:], centres[-2:] = [merged], [sum(heights[i] for i in merged) / len(merged)]
-    places = [0.0] * len(heights)
-    for group, centre in zip(groups, centres, strict=True):
-        for position, index in enumerate(group):
-            places[index] = centre + gap * (position - (len(group) - 1) / 2)
-    return places
 
 
 def _bars(
