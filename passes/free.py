@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import Op, Program, Value
@@ -13,22 +14,30 @@ TRANSIENT_KINDS = frozenset({"x", "side", "total", "dx", "dy", "dside"})
 PLACED_KINDS = frozenset({"w", "s", "dw", "scale"})  # of placed units these come and go too, but for their homes
 
 
-def free(
-    program: Program, *, outputs: Iterable[Value] = (), placement: Placement | None = None, late: bool = True
-) -> Program:
+@dataclass(frozen=True)
+class Free:
     """The same program with `free(value)` right after the last operation that uses the value, and its planned peaks.
 
     A value that nothing uses ends where it is defined. One that is defined again, as what is fetched twice is, ends
-    after the last use before that. Values in `outputs` are never freed in this program: they are results too, such as
-    the hidden states that a model returns. With `placement` all tiers are freed, but for what lives on from step to
-    step; `late` says whether gradients are left for the next step.
+    after the last use before that.
+
+    outputs: never freed in this program: they are results too, such as the hidden states that a model returns.
+    placement: all tiers are freed, but for what lives on from step to step.
+    late: gradients are left for the next step.
     """
-    placement = placement or Placement()
-    kept = frozenset(outputs) | placement.homes(late=late)
-    ends = _ends(program.ops, kept, placement)
-    ops = tuple(_with_frees(program.ops, ends))
-    peaks = placement.peaks(ops) if placement.x_nbytes else ()
-    return replace(program.with_ops(ops, made_by="free"), peaks=peaks)
+
+    name: ClassVar[str] = "free"
+
+    outputs: frozenset[Value] = frozenset()
+    placement: Placement = field(default_factory=Placement)
+    late: bool = False
+
+    def __call__(self, program: Program) -> Program:
+        placement = self.placement
+        ends = _ends(program.ops, self.outputs | placement.homes(late=self.late), placement)
+        ops = tuple(_with_frees(program.ops, ends))
+        peaks = placement.peaks(ops) if placement.x_nbytes else ()
+        return replace(program.with_ops(ops, made_by=self.name), peaks=peaks)
 
 
 def _ends(ops: tuple[Op, ...], kept: frozenset[Value], placement: Placement) -> dict[int, list[Value]]:

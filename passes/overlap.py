@@ -16,47 +16,63 @@ makes these the homes, the next step finds what this one has found, and all grad
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import ClassVar
 
 from gs_compile.placement.placement import Group, Placement, UnitPlacement
 from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Value
 
 
-def overlap(program: Program, *, placement: Placement, late: bool = False, redo: bool = True) -> Program:
-    """The same step with the optimizer in it; `late`: the step before has left gradients that wait for their update.
+@dataclass(frozen=True)
+class Overlap:
+    """The same step with the optimizer in it.
 
-    The first step after a start, or after all updates were brought to an end, is without late ones. `redo`: of updates
-    that are speculative the gradients were left too, as they did not hold.
+    late: the step before has left gradients that wait for their update. The first step after a start, or after all
+        updates were brought to an end, is without late ones.
+    redo: of updates that are speculative the gradients were left too, as they were not confirmed.
     """
-    early = any(unit.trained("early") for unit in placement.units)
-    waits = placement.clip and not placement.speculative
-    assert not (waits and early), "with clipping all updates are late: they wait for the norm of all gradients"
-    return program.with_ops(_ops(program, placement, late, redo), made_by="overlap")
 
+    name: ClassVar[str] = "overlap"
 
-def _ops(program: Program, placement: Placement, late: bool, redo: bool) -> Iterator[Op]:
-    used = {op.unit for op in program.ops if op.micro_batch is not None}
-    complete = _completions(program)
-    if late:
-        for unit in sorted(placement.units, key=lambda unit: _first_use(program, unit)):
-            for group in unit.trained(*placement.waiting(redo=redo)):
-                yield _update(unit, group, Value("dw", unit.unit, part=group.letter), placement, FILL)
-    for stage, ops in program.stages():
-        for unit in _read(ops, placement):
-            parts = tuple(unit.value("w", part, "device") for part in unit.w.values())
-            yield Op("gather", parts, stage, (Value("w", unit.unit),))
-        yield from ops
-        for unit in placement.units:
-            if complete.get(Value("dw", unit.unit)) == stage:
-                yield from _step(unit, placement, stage)
-    norms = tuple(Value("norm", unit.unit) for unit in placement.units if Value("dw", unit.unit) in complete)
-    if placement.clip and norms and used:
-        yield Op("clip", norms, DRAIN, (Value("scale"),))
-    if placement.speculative and used:
-        for unit in placement.units:
-            if Value("dw", unit.unit) in complete:
-                yield from _commit(unit)
+    placement: Placement
+    late: bool = False
+    redo: bool = True
+
+    def __post_init__(self) -> None:
+        early = any(unit.trained("early") for unit in self.placement.units)
+        waits = self.placement.clip and not self.placement.speculative
+        assert not (waits and early), "with clipping all updates are late: they wait for the norm of all gradients"
+
+    def __call__(self, program: Program) -> Program:
+        completions = _completions(program)
+        ops = (*self._late(program), *self._stages(program, completions), *self._end(completions))
+        return program.with_ops(ops, made_by=self.name)
+
+    def _late(self, program: Program) -> Iterator[Op]:
+        """The updates of the step before, in the order in which units are used."""
+        waiting = self.placement.waiting(redo=self.redo) if self.late else ()
+        for unit in sorted(self.placement.units, key=lambda unit: _first_use(program, unit)) if waiting else ():
+            for group in unit.trained(*waiting):
+                yield _update(unit, group, Value("dw", unit.unit, part=group.letter), self.placement, FILL)
+
+    def _stages(self, program: Program, completions: dict[Value, Stage]) -> Iterator[Op]:
+        for stage, ops in program.stages():
+            for unit in _read(ops, self.placement):
+                parts = tuple(unit.value("w", part, "device") for part in unit.w.values())
+                yield Op("gather", parts, stage, (Value("w", unit.unit),))
+            yield from ops
+            for unit in self.placement.units:
+                if completions.get(Value("dw", unit.unit)) == stage:
+                    yield from _step(unit, self.placement, stage)
+
+    def _end(self, completions: dict[Value, Stage]) -> Iterator[Op]:
+        """The scale, and what depends on it."""
+        complete = [unit for unit in self.placement.units if Value("dw", unit.unit) in completions]
+        if self.placement.clip and complete:
+            yield Op("clip", tuple(Value("norm", unit.unit) for unit in complete), DRAIN, (Value("scale"),))
+        for unit in complete if self.placement.speculative else ():
+            yield from _commit(unit)
 
 
 def _step(unit: UnitPlacement, placement: Placement, stage: Stage) -> Iterator[Op]:
@@ -78,10 +94,10 @@ def _update(unit: UnitPlacement, group: Group, gradient: Value, placement: Place
 
 
 def _speculative(update: Op, unit: UnitPlacement, group: Group) -> Op:
-    """The update before the scale is known: from what is at home to shadow copies."""
-    places = dict(_on_device(unit, group))
-    into = tuple(places.get(value, value) for value in update.into)
-    return replace(update, reads=(*update.reads[:1], *places), into=into)
+    """The update before the scale is known: from the parts to their shadow copies."""
+    shadows = dict(_on_device(unit, group))
+    into = tuple(shadows.get(value, value) for value in update.into)
+    return replace(update, reads=(*update.reads[:1], *shadows), into=into)
 
 
 def _commit(unit: UnitPlacement) -> Iterator[Op]:
@@ -91,9 +107,9 @@ def _commit(unit: UnitPlacement) -> Iterator[Op]:
 
 
 def _on_device(unit: UnitPlacement, group: Group) -> Iterator[tuple[Value, Value]]:
-    for pair in unit.shadows(group):
-        home, other = (replace(value, tier="device") for value in pair)
-        yield home, other
+    """The parts of a group that have shadow copies, and these."""
+    for part, shadow in unit.shadows(group):
+        yield replace(part, tier="device"), replace(shadow, tier="device")
 
 
 def _read(ops: tuple[Op, ...], placement: Placement) -> list[UnitPlacement]:

@@ -1,30 +1,8 @@
 """Give each transfer its stage: as late as it can be without a wait (arXiv 2512.17570, sections 4.2 to 4.4).
 
-With S the stage of the layer itself, in the forward or the backward:
-
-    parameters, SSD to host                     S - 2     the whole layer
-    parameters, host to device                  S - 1     in pieces, one beside each micro-batch
-    checkpoint, SSD to host                     S - 1     all micro-batches of the layer
-    checkpoint, gradient, host to device        S         one micro-batch ahead; the first is still there
-    checkpoint, gradient, device to host        S         as soon as it is made
-    checkpoint, host to SSD                     S + 1     all micro-batches of the layer
-    gradient of parameters, device to host      S + 1     with the early optimizer state, SSD to host
-    update, early part                          S + 2
-    parameters and state, early, host to home   S + 3
-    optimizer state, late, SSD to host          S - 3     of the forward
-    update, late part                           S - 2
-    parameters and state, late, host to home    S - 1
-
-and for gradient sums in the horizontal order, where a stage is of one micro-batch:
-
-    SSD to host                                 S - 2     as parameters
-    host to device                              S - 1
-    device to host                              S + 1     as complete gradients
-    host to SSD                                 S + 2
-
-Where the device reads host memory itself, no stage is spent on the way between them: parameters come from SSD at S - 1,
-all of the early update is one stage earlier, and gradient sums come from SSD at S - 1 and go there at S + 1.
-A unit that is updated in several groups, as it is larger than a layer, takes one stage more for each.
+The table below says it: with S the stage of the layer itself, in the forward or the backward, a transfer is issued in
+S + the number in its row. The second column is for a device that reads host memory itself: no stage is spent on the way
+between them. A unit that is updated in several groups, as it is larger than a layer, takes one stage more for each.
 
 What would come before the first stage stands in `fill`, what would come after the last in `drain`.
 """
@@ -32,16 +10,63 @@ What would come before the first stage stands in `fill`, what would come after t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, NamedTuple
 
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Value, homed
 
-# Stages from the unit's own, for what moves between SSD and host; forward and backward alike.
-EARLY = {"prefetch s": 1, "empty w": 2, "update": 2, "offload w": 3, "offload s": 3}
-LATE = {"prefetch w": -3, "prefetch s": -3, "empty w": -2, "update": -2, "offload w": -1, "offload s": -1}
+# In the stage: at its start; after the computation that makes the value (made); before the one that reads it, one
+# micro-batch ahead where it is copied (read); piece k beside micro-batch k (piece); after all computation (end).
+Place = Literal["start", "made", "read", "piece", "end"]
+
+# `store` is what brings the result of an update to where it is stored: SSD, or the device.
+#
+# what is moved                own memory   one memory   place
+_TABLE = """
+  prefetch w  ssd>host            -2           -1        start    parameters, the whole unit
+  prefetch w  host>device         -1           -1        piece
+  prefetch x  ssd>host            -1           -1        start    a checkpoint, all micro-batches of the layer
+  prefetch x  host>device          0            0        read     the first is still there
+  prefetch dx host>device          0            0        read
+  offload  x  device>host          0            0        made
+  offload  dx device>host          0            0        made
+  offload  x  host>ssd             1            1        start    all micro-batches of the layer
+  alias    x  device>host          0            0        made
+  alias    x  host>device          0            0        read
+
+  norm     dw                      0            0        end
+  alias    dw device>host          0            0        end
+  clip     norm                    0            0        end
+  offload  dw device>host          1            1        start    a complete gradient, or a sum between micro-batches
+  offload  dw host>ssd             2            1        start    a sum, but before its next use
+  prefetch dw ssd>host            -2           -1        start
+  prefetch dw host>device         -1           -1        start
+
+  early prefetch s                 1            0        start
+  early empty w                    2            1        start
+  early update                     2            1        start
+  early store w                    3            2        start
+  early store s                    3            2        start
+
+  late prefetch w                 -3           -3        start    S in the forward
+  late prefetch s                 -3           -3        start
+  late empty w                    -2           -2        start
+  late update                     -2           -2        start
+  late store w                    -1           -1        start
+  late store s                    -1           -1        start
+"""
 READS_FIRST = {"x": 0, "w": 1, "dw": 1, "s": 2}  # on the SSD's read lane, by how soon they are needed
+OTHERS = 3
+BEFORE, AT, AFTER = -1, 0, 1
+
+
+class Row(NamedTuple):
+    """Stages from the unit's own, and the place in that stage."""
+
+    own_memory: int
+    one_memory: int
+    place: Place
 
 
 class Slot(NamedTuple):
@@ -50,18 +75,49 @@ class Slot(NamedTuple):
     stage: int
     position: int = -1  # of the micro-batch in the stage; -1: before all of them
     moment: int = 0  # before, at or after that computation
-    rank: int = 3
+    rank: int = OTHERS
 
 
-BEFORE, AT, AFTER = -1, 0, 1
+def _rows() -> Iterator[tuple[str, Row]]:
+    places: tuple[Place, ...] = ("start", "made", "read", "piece", "end")
+    for line in filter(None, map(str.split, _TABLE.splitlines())):
+        at = next(at for at, word in enumerate(line) if word in places)
+        yield " ".join(line[: at - 2]), Row(int(line[at - 2]), int(line[at - 1]), places[places.index(line[at])])
 
 
-def pipeline(program: Program, *, placement: Placement) -> Program:
+ROWS = dict(_rows())
+HERE = Row(0, 0, "start")  # what takes no time stays in its stage
+
+
+@dataclass(frozen=True)
+class Pipeline:
     """The same operations, each issued in the stage that the table above gives it."""
-    return program.with_ops(_Clock(program, placement).ops(), made_by="pipeline")
+
+    name: ClassVar[str] = "pipeline"
+
+    placement: Placement
+
+    def __call__(self, program: Program) -> Program:
+        return program.with_ops(_StageAssigner(program, self.placement).ops(), made_by=self.name)
 
 
-class _Clock:
+def _row_of(op: Op) -> str:
+    """The name of an operation's row."""
+    value = (*op.reads, *op.results)[0]
+    if op.verb == "update":
+        what = "update"
+    elif op.verb == "empty" or (op.into and op.verb in ("prefetch", "offload")):
+        what = f"{'empty' if op.verb == 'empty' else 'store'} {value.kind}"
+    elif op.verb == "prefetch" and (value.kind == "s" or op.stage == FILL):
+        what = f"prefetch {value.kind}"
+    elif op.results and op.results[0].kind == value.kind:
+        return f"{op.verb} {value.kind} {value.tier}>{op.results[0].tier}"
+    else:
+        return f"{op.verb} {value.kind}"
+    return f"{'late' if op.stage == FILL else 'early'} {what}"
+
+
+class _StageAssigner:
     def __init__(self, program: Program, placement: Placement) -> None:
         self.program = program
         self.placement = placement
@@ -76,12 +132,7 @@ class _Clock:
         self.sizes = [0] * self.last
         for index, op in enumerate(program.ops):
             if op.micro_batch is not None:
-                at = self.stages[op.stage]
-                self.positions[index] = (at, self.sizes[at])
-                self.sizes[at] += 1
-                self.makers.update(dict.fromkeys(op.results, index))
-                for value in op.reads:
-                    self.readers.setdefault(value, []).append(index)
+                self._note_computation(index, op)
             elif op.verb == "prefetch" and op.reads[0].kind == "dw":
                 self.fetches.setdefault(op.reads[0], []).append(self.stages[op.stage])
         gathers = [op for op in program.ops if op.verb == "gather"]
@@ -91,12 +142,20 @@ class _Clock:
         self.first_stage = {unit: place for place, unit in enumerate(units)}  # one by one, if nothing else runs
         self.first_stage |= {op.results[0].unit: self._index(op.stage) for op in reversed(gathers)}
 
+    def _note_computation(self, index: int, op: Op) -> None:
+        at = self.stages[op.stage]
+        self.positions[index] = (at, self.sizes[at])
+        self.sizes[at] += 1
+        self.makers.update(dict.fromkeys(op.results, index))
+        for value in op.reads:
+            self.readers.setdefault(value, []).append(index)
+
     def ops(self) -> Iterator[Op]:
         slots: list[Slot] = []
-        limits = _Limits()
+        dependencies = _Dependencies()
         for index, op in enumerate(self.program.ops):
-            slots.append(max(self._slot(index, op), limits.earliest(op, slots)))
-            limits.note(index, op)
+            slots.append(max([self._slot(index, op), *(slots[before] for before in dependencies.of(op))]))
+            dependencies.note(index, op)
         for index in sorted(range(len(slots)), key=lambda index: (slots[index], index)):
             yield replace(self.program.ops[index], stage=self._stage(slots[index].stage))
 
@@ -108,83 +167,54 @@ class _Clock:
             return self.names[index]
         return FILL if index < 0 else DRAIN
 
-    # Where each operation belongs ------------------------------------------------------------------------------------
+    def _size(self, stage: int) -> int:
+        return self.sizes[stage] if 0 <= stage < self.last else 0
 
     def _slot(self, index: int, op: Op) -> Slot:
+        """Where an operation belongs by its row."""
         if index in self.positions:
             return Slot(*self.positions[index], AT)
-        here = self._index(op.stage)
-        value = (*op.results, *op.into, *op.reads)[0]
-        tiers = ((*op.reads, value)[0].tier, (*op.results, *op.into, value)[0].tier)
-        match op.verb, value.kind, tiers:
-            case "alias", "dw", ("host", "device"):
-                return Slot(here)
-            case (("norm" | "alias" | "clip"), ("norm" | "dw" | "scale"), _):
-                return Slot(here, self._size(here), AFTER)
-            case "alias", _, _:
-                return self._beside(index, op, value, ahead=0)
-            case (("prefetch" | "offload"), ("x" | "dx"), (("host", "device") | ("device", "host"))):
-                return self._beside(index, op, value, ahead=1)
-            case "prefetch", "x", _:
-                return Slot(here - 1, rank=READS_FIRST["x"])
-            case "offload", "x", _:
-                return Slot(here + 1)
-            case "offload", "dw", ("host", "ssd"):
-                return Slot(min(here + 1 + self.placement.separate, self._comes_back(op.results[0], here)))
-            case "offload", "dw", _:
-                return Slot(here + 1)
-            case "prefetch", "dw", ("ssd", "host"):
-                return Slot(here - 1 - self.placement.separate, rank=READS_FIRST["dw"])
-            case "prefetch", "dw", _:
-                return Slot(here - 1)
-            case "prefetch", "w", ("host", "device") if value.piece is not None:
-                return self._piece(here - 1, value.piece)
-            case (("prefetch" | "offload" | "update" | "empty"), _, _):
-                return self._optimizer(here, op, value)
-        return Slot(here)
+        name = _row_of(op)
+        row = ROWS.get(name, HERE)
+        stage = self._origin(op, name) + (row.own_memory if self.placement.separate else row.one_memory)
+        match row.place:
+            case "made":
+                return Slot(*self.positions[self.makers[op.reads[0]]], AFTER)
+            case "read":
+                return self._before_reader(index, op)
+            case "piece":  # so that it shares the link with that micro-batch's checkpoint
+                return Slot(stage, op.results[0].piece or 0, BEFORE) if 0 <= stage < self.last else Slot(stage)
+            case "end":
+                return Slot(stage, self._size(stage), AFTER)
+        if name == "offload dw host>ssd":  # has to have left before the stage that needs it again
+            stage = min(stage, next(at for at in self.fetches[op.results[0]] if at > self._index(op.stage)))
+        from_ssd = op.verb == "prefetch" and op.lane == "ssd_read"
+        return Slot(stage, rank=READS_FIRST[op.reads[0].kind] if from_ssd else OTHERS)
 
-    def _optimizer(self, here: int, op: Op, value: Value) -> Slot:
-        verb = "offload" if op.into else op.verb  # home may be the device
-        what = "update" if op.verb == "update" else f"{verb} {homed(value).kind}"
-        rank = READS_FIRST[value.kind] if verb == "prefetch" else 3
-        before, after = self._turn(op, here)
-        if here < 0:
-            unit = (*op.into, *op.results, *op.reads)[0].unit
-            return Slot(self.first_stage[unit] + LATE[what] - after, rank=rank)
-        if what not in EARLY:
-            return Slot(here - (2 if self.placement.separate else 1), rank=rank)  # parameters, for their stage
-        return Slot(here + EARLY[what] + before - (not self.placement.separate), rank=rank)
-
-    def _turn(self, op: Op, here: int) -> tuple[int, int]:
-        """How many groups of its unit come before and after an update: a unit of many takes as many stages."""
+    def _origin(self, op: Op, name: str) -> int:
+        """The stage that a row counts from. Of several groups of a unit each has one of its own."""
+        here, when = self._index(op.stage), name.split()[0]
+        if when not in ("early", "late"):
+            return here
         value = next(value for value in map(homed, (*op.into, *op.results)) if value.kind in ("w", "s"))
         unit = self.placement.by_unit[value.unit or 0]
         group = unit.group_of(value)
-        groups = unit.trained(*(self.late if here < 0 else {group.when}))
-        return (groups.index(group), len(groups) - 1 - groups.index(group)) if groups else (0, 0)
+        if when == "early":
+            return here + unit.trained(group.when).index(group)
+        groups = unit.trained(*self.late)
+        return self.first_stage[unit.unit] - (len(groups) - 1 - groups.index(group))
 
-    def _comes_back(self, value: Value, here: int) -> int:
-        """The stage that needs a value again which leaves after stage `here`: there it has to have left."""
-        return next(stage for stage in self.fetches[value] if stage > here)
-
-    def _piece(self, stage: int, piece: int) -> Slot:
-        """Piece k goes beside the k-th micro-batch, so that it shares the link with that one's checkpoint."""
-        return Slot(stage, piece, BEFORE) if 0 <= stage < self.last else Slot(stage)
-
-    def _beside(self, index: int, op: Op, value: Value, *, ahead: int) -> Slot:
-        """Next to the computation that makes the value, or so many micro-batches ahead of the one that reads it."""
-        if value.tier == "host":
-            return Slot(*self.positions[self.makers[op.reads[0]]], AFTER)
-        stage, position = self.positions[next(reader for reader in self.readers[value] if reader > index)]
+    def _before_reader(self, index: int, op: Op) -> Slot:
+        """Before the computation that reads a value, or what is copied one micro-batch before that."""
+        ahead = 0 if op.verb == "alias" else 1
+        reader = next(reader for reader in self.readers[op.results[0]] if reader > index)
+        stage, position = self.positions[reader]
         if position < ahead:
             return Slot(stage - 1, self._size(stage - 1) - 1, BEFORE) if stage else Slot(stage - 1)
         return Slot(stage, position - ahead, BEFORE)
 
-    def _size(self, stage: int) -> int:
-        return self.sizes[stage] if 0 <= stage < self.last else 0
 
-
-class _Limits:
+class _Dependencies:
     """What an operation must come after: who defines what it reads, who used what it defines or changes anew.
 
     A gathered unit is in the memory of its parts, so those are in use as long as it is.
@@ -195,11 +225,10 @@ class _Limits:
         self.makers: dict[Value, int] = {}
         self.sources: dict[Value, tuple[Value, ...]] = {}
 
-    def earliest(self, op: Op, slots: list[Slot]) -> Slot:
-        before = [self.makers[value] for value in (*op.reads, *op.into) if value in self.makers]
+    def of(self, op: Op) -> Iterator[int]:
+        yield from (self.makers[value] for value in (*op.reads, *op.into) if value in self.makers)
         for value in (*op.results, *op.into):
-            before += self.users.get(value, [])
-        return max((slots[index] for index in before), default=Slot(-len(LATE)))
+            yield from self.users.get(value, ())
 
     def note(self, index: int, op: Op) -> None:
         for value in (*op.results, *op.into):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hypothesis import strategies as st
 from tiers import frozen_quanta, tensors, tiered_steps, with_gradient
 
-from gs_compile.passes.lower import lower
+from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.cut import cut_units
 from gs_compile.placement.placement import QUANTUM, Placement
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
@@ -135,7 +135,9 @@ def placed(
 def lowered(workload: Workload, placement: Placement) -> list[Program]:
     """Every snapshot of a step in the middle of a run."""
     number = len(placement.x_nbytes)
-    return lower(workload.num_layers, number, shape=workload.shape, placement=placement, late=placement.has_late)
+    return lower(
+        StepSpec(workload.num_layers, number, shape=workload.shape, placement=placement, late=placement.has_late)
+    )
 
 
 def on_device(checkpoint: float, parameter: float) -> dict[str, float]:

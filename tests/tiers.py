@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy import WIDTH, Toy, steps
 
-from gs_compile.passes.lower import flush, lower
+from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.cut import cut
 from gs_compile.placement.placement import QUANTUM, Group, Placement
@@ -332,7 +332,9 @@ def train(
         else:
             mode = replace(shape, training=training)
             toy = TieredToy(num_layers, num_micro_batches, mode, seed=number, placement=placement)
-            snapshots = lower(num_layers, num_micro_batches, shape=mode, placement=placement, late=late, redo=redo)
+            snapshots = lower(
+                StepSpec(num_layers, num_micro_batches, shape=mode, placement=placement, late=late, redo=redo)
+            )
         if snapshots:
             late = bool(training) and placement.has_late
             values = reference(after(snapshots, made_by), toy, home | toy.given())

@@ -12,14 +12,14 @@ from typer import BadParameter
 
 from gs_compile.cli.requests import Graph, InspectRequest
 from gs_compile.errors import InspectionError
-from gs_compile.passes.lower import PASSES, TIERED
+from gs_compile.passes.lower import StepSpec, passes
 
 if TYPE_CHECKING:
     from torch import fx, nn
 
     from gs_compile.model.inspection import Inspection, UnitClass
 
-PROGRAM_PASSES = ("vertical", *(run.__name__ for run in PASSES if run not in TIERED))
+PROGRAM_PASSES = ("vertical", *(each.name for each in passes(StepSpec(1, 1))))
 
 
 def inspect_text(request: InspectRequest) -> str:

@@ -27,7 +27,7 @@ from gs_compile.capture.uniform import Uniform, uniform
 from gs_compile.codegen.differentiate import Differentiated, differentiate
 from gs_compile.errors import UniformityWarning
 from gs_compile.options import Options
-from gs_compile.passes.lower import lower
+from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import EPILOGUE, ORDERS, PROLOGUE, TIED, Program, StepShape, Unit, Value, height
 from gs_compile.runtime.units import Sized
@@ -182,12 +182,14 @@ class Compilation:
         if key not in self.programs:
             start = time.perf_counter()
             self.programs[key] = lower(
-                layout.split.num_layers,
-                num_micro_batches,
-                shape=shape,
-                schedule=self.options.expert.schedule,
-                snake=self.options.expert.snake,
-                outputs=keep,
+                StepSpec(
+                    layout.split.num_layers,
+                    num_micro_batches,
+                    shape=shape,
+                    schedule=self.options.expert.schedule,
+                    snake=self.options.expert.snake,
+                    outputs=keep,
+                )
             )
             self.seconds += time.perf_counter() - start
         self.remember(layout, shape, self.programs[key])

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gs_compile.machine import format_bytes
-from gs_compile.passes.baselines.lifetime import Period, decide
-from gs_compile.passes.lower import lower
+from gs_compile.passes.baselines.lifetime import Lifetime, Period
+from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.placement import Placement, Room
 from gs_compile.placement.workload import Workload
 from gs_compile.planner import summary
@@ -102,10 +102,11 @@ def periods(placement: Placement, shape: StepShape) -> tuple[Period, ...]:
     """All of a step among others, each with what was decided."""
     late = placement.has_late
     snapshots = lower(
-        placement.num_layers, len(placement.x_nbytes), shape=shape, placement=placement, late=late, verified=False
+        StepSpec(placement.num_layers, len(placement.x_nbytes), shape=shape, placement=placement, late=late),
+        verified=False,
     )
     program = next(program for program in snapshots if program.made_by == "pipeline")
-    return decide(program, placement=placement, late=late)[1]
+    return Lifetime(placement, late).decide(program)[1]
 
 
 def as_dicts(found: Iterable[Period]) -> list[dict[str, Any]]:

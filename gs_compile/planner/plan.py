@@ -20,7 +20,7 @@ from torch import nn
 
 from gs_compile.errors import NoFitError, PlanError
 from gs_compile.options import parse_bytes
-from gs_compile.passes.lower import lower
+from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.cut import cut_units, on_device
 from gs_compile.placement.placement import Placement, Room
 from gs_compile.placement.workload import Workload
@@ -279,11 +279,13 @@ def _placed(
 def _lowered(workload: Workload, placement: Placement) -> Program:
     """The program of a step among others. It will not run here, and all passes were tested: it is not verified."""
     return lower(
-        workload.num_layers,
-        len(placement.x_nbytes),
-        shape=workload.shape,
-        placement=placement,
-        late=placement.has_late,
+        StepSpec(
+            workload.num_layers,
+            len(placement.x_nbytes),
+            shape=workload.shape,
+            placement=placement,
+            late=placement.has_late,
+        ),
         verified=False,
     )[-1]
 

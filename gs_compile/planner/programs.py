@@ -12,7 +12,7 @@ import torch
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.options import Options
-from gs_compile.passes.lower import flush, lower
+from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
 from gs_compile.planner.choice import Choice
@@ -72,13 +72,15 @@ class Planning:
     ) -> tuple[Program, ...]:
         return tuple(
             lower(
-                placement.num_layers,
-                len(placement.x_nbytes),
-                shape=shape,
-                snake=self.options.expert.snake,
-                placement=placement,
-                late=late,
-                redo=redo,
+                StepSpec(
+                    placement.num_layers,
+                    len(placement.x_nbytes),
+                    shape=shape,
+                    snake=self.options.expert.snake,
+                    placement=placement,
+                    late=late,
+                    redo=redo,
+                ),
                 verified=verified,
             )
         )

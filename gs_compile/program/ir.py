@@ -48,6 +48,9 @@ ORDERS: dict[Schedule, Order] = {
     "lifetime": "horizontal",
 }
 
+# Of a program: computations alone; parts that updates change, all on the device; transfers between tiers; frees.
+Phase = Literal["compute", "updates", "tiers", "freed"]
+
 VERSION = "0.1"  # of the text: a new one when old text no longer parses
 MIN_FOLDED_STAGES = 3  # fewer are quicker read than unfolded in the mind
 PERIODS = (1, 2)  # two, because `snake` turns every second stage round
@@ -96,6 +99,15 @@ class Program:
     def order(self) -> Order:
         """Which order it is in: its stages say so."""
         return "horizontal" if any(op.stage.micro_batch is not None for op in self.ops) else "vertical"
+
+    @property
+    def phase(self) -> Phase:
+        """How far passes have brought it: its operations say so."""
+        if any(op.verb == "free" for op in self.ops):
+            return "freed"
+        if any(value.tier in ("host", "ssd") for op in self.ops for value in op.values):
+            return "tiers"
+        return "updates" if any(op.verb in ("gather", "update") for op in self.ops) else "compute"
 
     def with_ops(self, ops: Iterable[Op], made_by: str) -> Program:
         return replace(self, ops=tuple(ops), made_by=made_by)

@@ -16,13 +16,13 @@ it. What outlives the step is not in question: its home is the placement's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gs_compile.passes.free import free
+from gs_compile.passes.free import Free
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import Op, Program, Stage, Tier, Unit, Value
 
@@ -58,42 +58,44 @@ class Period:
         return self.nbytes * self.duration / self.seconds if self.seconds else 0.0
 
 
-def lifetime(program: Program, *, placement: Placement, outputs: Iterable[Value] = (), late: bool = True) -> Program:
+@dataclass(frozen=True)
+class Lifetime:
     """The same step with fewer journeys, none of its planned peaks above the room's or the horizontal program's own.
 
-    `outputs` and `late` are those of `free`. Without a room nothing stays.
+    late: as of `Free`. Without a room in the placement nothing stays.
     """
-    return decide(program, placement=placement, outputs=outputs, late=late)[0]
 
+    name: ClassVar[str] = "lifetime"
 
-def decide(
-    program: Program, *, placement: Placement, outputs: Iterable[Value] = (), late: bool = True
-) -> tuple[Program, tuple[Period, ...]]:
-    """What `lifetime` makes of a program, and every period with what was decided on it."""
-    found: list[Period] = []
-    results, room = frozenset(outputs), placement.room
-    budgets: dict[Tier, int] = {}
-    if room is not None:
-        budgets = {"device": room.device_nbytes} if placement.separate else {}
-        budgets["host"] = room.host_nbytes
-    for tier, nbytes in budgets.items():
-        timeline = _Timeline(program, placement, tier, results, late=late)
-        periods = timeline.within(nbytes)
-        outlives = results | placement.homes(late=late)
-        program = _without(program, {period.index for period in periods if period.kept}, outlives, placement)
-        found += periods
-    return program.with_ops(program.ops, made_by="lifetime"), tuple(found)
+    placement: Placement
+    late: bool = False
+
+    def __call__(self, program: Program) -> Program:
+        return self.decide(program)[0]
+
+    def decide(self, program: Program) -> tuple[Program, tuple[Period, ...]]:
+        """What becomes of a program, and every period with what was decided on it."""
+        found: list[Period] = []
+        room = self.placement.room
+        budgets: dict[Tier, int] = {}
+        if room is not None:
+            budgets = {"device": room.device_nbytes} if self.placement.separate else {}
+            budgets["host"] = room.host_nbytes
+        for tier, nbytes in budgets.items():
+            periods = _Timeline(program, self.placement, tier, late=self.late).within(nbytes)
+            dropped = {period.index for period in periods if period.kept}
+            program = _without(program, dropped, self.placement.homes(late=self.late), self.placement)
+            found += periods
+        return program.with_ops(program.ops, made_by=self.name), tuple(found)
 
 
 class _Timeline:
     """The bytes of a tier after each operation of a program, and the periods in which its tensors are away."""
 
-    def __init__(
-        self, program: Program, placement: Placement, tier: Tier, outputs: frozenset[Value], *, late: bool
-    ) -> None:
+    def __init__(self, program: Program, placement: Placement, tier: Tier, *, late: bool) -> None:
         self.placement = placement
         self.tier = tier
-        self.ops = free(program, outputs=outputs, placement=placement, late=late).ops
+        self.ops = Free(placement=placement, late=late)(program).ops
         self.number = -1  # of the operation in the program without its frees
         self.changes = np.zeros(len(self.ops) + 1, dtype=np.int64)
         self.clock = np.cumsum([_forwards(op) for op in self.ops])

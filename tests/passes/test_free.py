@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from toy import Toy, steps
 
-from gs_compile.passes.free import TRANSIENT_KINDS, free
-from gs_compile.passes.snake import snake
+from gs_compile.passes.free import TRANSIENT_KINDS, Free
+from gs_compile.passes.snake import Snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import StepShape, Value
@@ -17,7 +17,7 @@ from gs_compile.program.text import parse
 class TestText(expecttest.TestCase):
     def test_three_layers(self):
         self.assertExpectedInline(
-            str(free(snake(vertical(3, 2)))),
+            str(Free()(Snake()(vertical(3, 2)))),
             """\
 # gs_compile 0.1   after free   3 layers x 2 micro-batches
 # forward e   micro-batches 1 0
@@ -74,7 +74,7 @@ free(dx0_0.device)
     def test_forward_only(self):
         shape = StepShape(training=False, has_side=True, has_total=True)
         self.assertExpectedInline(
-            str(free(vertical(2, 1, shape=shape))),
+            str(Free()(vertical(2, 1, shape=shape))),
             """\
 # gs_compile 0.1   after free   2 layers x 1 micro-batches
 # forward e   micro-batches 0
@@ -101,7 +101,7 @@ def test_keeps_every_bit_of_what_survives(step):
     num_layers, num_micro_batches, shape = step
     toy = Toy(num_layers, num_micro_batches, shape, torch.float32)
     program = vertical(num_layers, num_micro_batches, shape=shape)
-    before, after = (reference(p, toy, toy.inputs()) for p in (program, free(program)))
+    before, after = (reference(p, toy, toy.inputs()) for p in (program, Free()(program)))
     assert set(after) == {value for value in before if value.kind not in TRANSIENT_KINDS}
     torch.testing.assert_close(after, {value: before[value] for value in after}, rtol=0, atol=0)
 
@@ -110,7 +110,7 @@ def test_keeps_every_bit_of_what_survives(step):
 @given(steps())
 def test_frees_each_transient_value_right_after_its_last_use(step):
     num_layers, num_micro_batches, shape = step
-    program = free(snake(vertical(num_layers, num_micro_batches, shape=shape)))
+    program = Free()(Snake()(vertical(num_layers, num_micro_batches, shape=shape)))
     verify(program)
     freed = [op.reads[0] for op in program.ops if op.verb == "free"]
     used = {v for op in program.ops for v in (*op.reads, *op.into, *op.results) if v.kind in TRANSIENT_KINDS}
@@ -130,14 +130,14 @@ def test_a_value_that_nothing_reads_ends_where_it_is_defined():
         .replace("x0_0.device, side_0.device, w0", "x0_0.device, w0")
         .replace("x1_0.device, side_0.device, b", "x1_0.device, b")
     )
-    verify(free(deaf))
-    assert "= embed(batch_0, we.device)\nfree(side_0.device)\n" in str(free(deaf))
+    verify(Free()(deaf))
+    assert "= embed(batch_0, we.device)\nfree(side_0.device)\n" in str(Free()(deaf))
 
 
 def test_kept_values_are_never_freed():
     x2 = Value("x", 2, 0)
     program = vertical(3, 2)
-    freed = {op.reads[0] for op in free(program, outputs={x2}).ops if op.verb == "free"}
-    assert x2 in {op.reads[0] for op in free(program).ops if op.verb == "free"}
+    freed = {op.reads[0] for op in Free(outputs=frozenset({x2}))(program).ops if op.verb == "free"}
+    assert x2 in {op.reads[0] for op in Free()(program).ops if op.verb == "free"}
     assert x2 not in freed
     assert Value("x", 2, 1) in freed

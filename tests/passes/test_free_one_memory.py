@@ -7,7 +7,7 @@ from dataclasses import replace
 import expecttest
 from tiers import Options, place
 
-from gs_compile.passes.lower import lower
+from gs_compile.passes.lower import StepSpec, lower
 
 SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
 
@@ -15,7 +15,7 @@ SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, 
 class TestText(expecttest.TestCase):
     def test_one_memory(self):
         placement = place(3, 2, options=replace(SMALL, separate=False))
-        text = str(lower(3, 2, placement=placement, late=True)[-1])
+        text = str(lower(StepSpec(3, 2, placement=placement, late=True))[-1])
         self.assertExpectedInline(
             text[text.index("# backward 1") : text.index("# backward e")],
             """\

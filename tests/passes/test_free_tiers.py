@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import Options, options, place, tiered_steps, train
 
-from gs_compile.passes.lower import lower
+from gs_compile.passes.lower import StepSpec, lower
 
 SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
 
@@ -19,7 +19,7 @@ class TestText(expecttest.TestCase):
     def test_on_tiers(self):
         placement = place(3, 2, options=SMALL)
         self.assertExpectedInline(
-            str(lower(3, 2, placement=placement, late=True)[-1]),
+            str(lower(StepSpec(3, 2, placement=placement, late=True))[-1]),
             """\
 # gs_compile 0.1   after free   3 layers x 2 micro-batches   peak device 283528, host 1024000, ssd 1403832 bytes
 # fill   micro-batches
@@ -328,7 +328,7 @@ def test_only_what_is_at_home_and_results_are_left(step, options, late):
     num_layers, num_micro_batches, shape = step
     placement = place(*step, options)
     late = late and placement.has_late
-    program = lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late)[-1]
+    program = lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, late=late))[-1]
     alive = set(placement.homes(late=late))
     for op in program.ops:
         alive |= set(op.results)

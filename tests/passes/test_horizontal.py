@@ -14,7 +14,7 @@ from tiers import Options, options, place, tiered_steps, train
 from toy import Toy, steps
 
 from gs_compile.passes.baselines.horizontal import horizontal
-from gs_compile.passes.lower import lower
+from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.verify import verify
@@ -75,7 +75,7 @@ embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
 
     def test_after_all_passes(self):
         """Without the lines that free."""
-        text = str(lower(2, 2, placement=homes((2, 2), ALL_SSD, 0.0))[-1])
+        text = str(lower(StepSpec(2, 2, placement=homes((2, 2), ALL_SSD, 0.0)))[-1])
         self.assertExpectedInline(
             "".join(x for x in text.splitlines(True) if not x.startswith("free")),
             """\
@@ -311,7 +311,9 @@ def test_learns_what_the_vertical_order_learns(step, chosen, gradient_ratio):
 @given(tiered_steps(), options(), st.sampled_from((0.0, 0.5, 1.0)), st.booleans())
 def test_text_and_back(step, chosen, gradient_ratio, fold):
     num_layers, num_micro_batches, shape = step
-    for program in lower(num_layers, num_micro_batches, shape=shape, placement=homes(step, chosen, gradient_ratio)):
+    for program in lower(
+        StepSpec(num_layers, num_micro_batches, shape=shape, placement=homes(step, chosen, gradient_ratio))
+    ):
         assert parse(program.text(fold=fold)) == program
 
 
@@ -327,7 +329,7 @@ def test_traffic_is_that_of_the_paper(num_micro_batches, gradient_ratio):
     """
     n, num_layers = num_micro_batches, 3
     placement = homes((num_layers, n), ALL_SSD, gradient_ratio)
-    moved = traffic(lower(num_layers, n, placement=placement)[-1], placement)
+    moved = traffic(lower(StepSpec(num_layers, n, placement=placement))[-1], placement)
     units = placement.by_unit
     loaded = sum(unit.numel * unit.itemsize * (1 if unit.unit == "h" else 2) for unit in units.values())
     gradients = sum(unit.num_trained * unit.gradient_itemsize for unit in units.values())
@@ -347,7 +349,7 @@ def test_traffic_is_that_of_the_paper(num_micro_batches, gradient_ratio):
 
 def test_in_one_memory_sums_stay_where_they_are():
     placement = homes((3, 3), replace(ALL_SSD, separate=False))
-    moved = traffic(lower(3, 3, placement=placement)[-1], placement)
+    moved = traffic(lower(StepSpec(3, 3, placement=placement))[-1], placement)
     assert not [key for key in moved if key[1] == "dw"]
 
 
@@ -363,7 +365,7 @@ def test_checkpoints_of_one_micro_batch_are_alive(step, chosen):
     shape = replace(shape, outside=frozenset())
     placement = homes((num_layers, num_micro_batches, shape), chosen)
     alive: set[Value] = set()
-    for op in lower(num_layers, num_micro_batches, shape=shape, placement=placement)[-1].ops:
+    for op in lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement))[-1].ops:
         if shape.training and op.stage.unit is not None and op.verb not in ("free", "offload"):
             of = {value.micro_batch for value in alive if value.kind == "x"}
             assert len(of) <= 1
@@ -376,7 +378,9 @@ def test_checkpoints_of_one_micro_batch_are_alive(step, chosen):
 @given(tiered_steps(), options(), st.sampled_from((0.0, 0.5, 1.0)))
 def test_only_the_last_backward_is_beside_early_updates(step, chosen, gradient_ratio):
     num_layers, num_micro_batches, shape = step
-    program = lower(num_layers, num_micro_batches, shape=shape, placement=homes(step, chosen, gradient_ratio))[-1]
+    program = lower(
+        StepSpec(num_layers, num_micro_batches, shape=shape, placement=homes(step, chosen, gradient_ratio))
+    )[-1]
     updated = False
     for op in program.ops:
         updated = updated or op.verb == "update"
@@ -386,9 +390,12 @@ def test_only_the_last_backward_is_beside_early_updates(step, chosen, gradient_r
 def test_a_forward_alone_is_vertical():
     shape = StepShape(training=False)
     placement = homes((2, 2, shape), ALL_SSD)
-    for snapshots in (lower(2, 2, shape=shape, placement=placement), lower(2, 2, shape=shape, schedule="horizontal")):
+    for snapshots in (
+        lower(StepSpec(2, 2, shape=shape, placement=placement)),
+        lower(StepSpec(2, 2, shape=shape, schedule="horizontal")),
+    ):
         assert snapshots[-1].order == "vertical"
 
 
 def test_the_snake_is_left_out():
-    assert [program.made_by for program in lower(2, 2, schedule="horizontal")] == ["horizontal", "free"]
+    assert [program.made_by for program in lower(StepSpec(2, 2, schedule="horizontal"))] == ["horizontal", "free"]

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import X_NBYTES, Options, options, place, tiered_steps, train
 
-from gs_compile.passes.baselines.lifetime import decide
-from gs_compile.passes.lower import lower
+from gs_compile.passes.baselines.lifetime import Lifetime
+from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.placement import Placement, Room
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.lifetimes import table
@@ -37,7 +37,11 @@ def within(placement: Placement, device_nbytes: int, host_nbytes: int = ENDLESS)
 
 def lowered(step, placement, late=False):
     num_layers, num_micro_batches, *shape = step
-    return lower(num_layers, num_micro_batches, shape=shape[0] if shape else None, placement=placement, late=late)
+    return lower(
+        StepSpec(
+            num_layers, num_micro_batches, shape=shape[0] if shape else StepShape(), placement=placement, late=late
+        )
+    )
 
 
 def peaks(step, placement, late=False) -> dict[str, int]:
@@ -140,7 +144,7 @@ gradient sums  host    between two micro-batches      1  128.0 KiB     1        
 
 def decided(step, placement):
     program = next(program for program in lowered(step, placement) if program.made_by == "pipeline")
-    return decide(program, placement=placement)
+    return Lifetime(placement, late=True).decide(program)
 
 
 def test_without_a_room_nothing_stays():
@@ -190,9 +194,9 @@ def test_in_one_memory_what_stays_is_not_copied():
 def test_a_large_program_takes_little_time():
     chosen = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.3, alpha=0.25)
     plain = homes((24, 8), chosen, 0.5)
-    device_nbytes = 4 * dict(lower(24, 8, placement=plain, late=True, verified=False)[-1].peaks)["device"]
+    device_nbytes = 4 * dict(lower(StepSpec(24, 8, placement=plain, late=True), verified=False)[-1].peaks)["device"]
     fitting = within(plain, device_nbytes)
-    seconds, _ = cpu_seconds(lambda: lower(24, 8, placement=fitting, late=True, verified=False))
+    seconds, _ = cpu_seconds(lambda: lower(StepSpec(24, 8, placement=fitting, late=True), verified=False))
     assert seconds < SECONDS
 
 

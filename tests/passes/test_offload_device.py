@@ -5,14 +5,14 @@ from __future__ import annotations
 import expecttest
 from tiers import Options, after, place
 
-from gs_compile.passes.lower import lower
+from gs_compile.passes.lower import StepSpec, lower
 
 
 class TestText(expecttest.TestCase):
     def test_homes_on_the_device(self):
         """Checkpoint x0_1 stays there, and so do the first tensors of the layer."""
         options = Options(device_parameter=0.7, device_checkpoint=0.5, alpha=0.5)
-        program = after(lower(1, 2, placement=place(1, 2, options=options), late=True), "offload")
+        program = after(lower(StepSpec(1, 2, placement=place(1, 2, options=options), late=True)), "offload")
         lines = str(program).splitlines()
         self.assertExpectedInline(
             "\n".join(line for line in lines if "w0" in line or "x0" in line),

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import LEARNING_RATE, MOMENTUM, RESIDENT, Options, TieredToy, after, options, place, tiered_steps, train
 
-from gs_compile.passes.lower import lower
+from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.program.ir import DRAIN, FILL, StepShape, Value
 
 
 class TestText(expecttest.TestCase):
     def test_three_layers(self):
-        program = after(lower(3, 2, placement=place(3, 2, options=SMALL), late=True), "overlap")
+        program = after(lower(StepSpec(3, 2, placement=place(3, 2, options=SMALL), late=True)), "overlap")
         self.assertExpectedInline(
             str(program),
             """\
@@ -87,7 +87,7 @@ update(dwe.device, into=(wea.device, web.device, sea.device, seb.device))
 
     def test_clip(self):
         placement = place(1, 1, options=replace(SMALL, alpha=1.0, clip=True))
-        program = after(lower(1, 1, placement=placement, late=True), "overlap")
+        program = after(lower(StepSpec(1, 1, placement=placement, late=True)), "overlap")
         self.assertExpectedInline(
             _without_computation(program),
             """\
@@ -172,7 +172,9 @@ def test_equals_training_without_this_package(alpha):
 def test_each_trained_part_is_updated_once(step, options, late):
     num_layers, num_micro_batches, shape = step
     placement = place(num_layers, num_micro_batches, shape, options)
-    program = after(lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late), "overlap")
+    program = after(
+        lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, late=late)), "overlap"
+    )
     updates = [op for op in program.ops if op.verb == "update"]
     early = [] if not shape.training else [p for unit in placement.units for p in _parts(unit, "early")]
     late_parts = [p for unit in placement.units for p in _parts(unit, "late")] if late else []
@@ -182,13 +184,15 @@ def test_each_trained_part_is_updated_once(step, options, late):
 
 def test_late_updates_come_in_the_order_of_first_use():
     placement = place(2, 1, StepShape(tied=frozenset("eh")), replace(SMALL, alpha=1.0))
-    program = after(lower(2, 1, shape=StepShape(tied=frozenset("eh")), placement=placement, late=True), "overlap")
+    program = after(
+        lower(StepSpec(2, 1, shape=StepShape(tied=frozenset("eh")), placement=placement, late=True)), "overlap"
+    )
     assert [op.into[0].unit for op in program.ops if op.verb == "update"] == ["e", "t", 0, 1, "h"]
 
 
 def test_the_scale_follows_from_all_norms_at_the_end():
     placement = place(2, 1, options=replace(SMALL, alpha=1.0, clip=True))
-    program = after(lower(2, 1, placement=placement), "overlap")
+    program = after(lower(StepSpec(2, 1, placement=placement)), "overlap")
     (clip,) = (op for op in program.ops if op.verb == "clip")
     assert clip.stage == DRAIN
     assert [value.name for value in clip.reads] == ["norme.device", "norm0.device", "norm1.device", "normh.device"]
@@ -198,7 +202,7 @@ def test_the_scale_follows_from_all_norms_at_the_end():
 def test_clipping_has_no_early_updates():
     placement = replace(place(2, 1, options=SMALL), clip=True)
     with pytest.raises(AssertionError, match="wait for the norm"):
-        lower(2, 1, placement=placement)
+        lower(StepSpec(2, 1, placement=placement))
 
 
 def _parts(unit, when):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import Options, after, options, place, tiered_steps, train
 
-from gs_compile.passes.lower import flush, lower
+from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.program.ir import DRAIN, FILL
 
 SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
@@ -41,7 +41,7 @@ TABLE = {
 
 class TestText(expecttest.TestCase):
     def test_separate_memories(self):
-        program = after(lower(3, 2, placement=place(3, 2, options=SMALL), late=True), "pipeline")
+        program = after(lower(StepSpec(3, 2, placement=place(3, 2, options=SMALL), late=True)), "pipeline")
         self.assertExpectedInline(
             _stage(program, "forward 1") + _stage(program, "backward 1"),
             """\
@@ -83,7 +83,7 @@ norm1.device = norm(dw1.device)
 
     def test_one_memory(self):
         placement = place(3, 2, options=replace(SMALL, separate=False))
-        program = after(lower(3, 2, placement=placement, late=True), "pipeline")
+        program = after(lower(StepSpec(3, 2, placement=placement, late=True)), "pipeline")
         self.assertExpectedInline(
             _stage(program, "forward 1") + _stage(program, "backward 1"),
             """\
@@ -139,7 +139,7 @@ def test_each_operation_stands_in_the_stage_of_the_table(step, options, late):
     """Or in the one after what it depends on, where that is later."""
     _, _, shape = step
     placement = place(*step, options)
-    snapshots = lower(*step[:2], shape=shape, placement=placement, late=late)
+    snapshots = lower(StepSpec(*step[:2], shape=shape, placement=placement, late=late))
     before, program = after(snapshots, "offload"), after(snapshots, "pipeline")
     stages = list(dict.fromkeys(op.stage for op in before.ops if op.stage not in (FILL, DRAIN)))
     index = {FILL: -1, DRAIN: len(stages)} | {stage: number for number, stage in enumerate(stages)}
@@ -170,7 +170,7 @@ def test_each_operation_stands_in_the_stage_of_the_table(step, options, late):
 def test_parameters_go_to_the_device_in_pieces_beside_the_micro_batches(step, options, late):
     num_layers, num_micro_batches, shape = step
     placement = place(*step, replace(options, separate=True))
-    program = lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late)[-1]
+    program = lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, late=late))[-1]
     pieces = defaultdict(list)
     for stage, ops in program.stages():
         position = -1
@@ -191,7 +191,7 @@ def test_parameters_go_to_the_device_in_pieces_beside_the_micro_batches(step, op
 def test_activations_come_one_micro_batch_ahead(step, options):
     num_layers, num_micro_batches, shape = step
     placement = place(*step, replace(options, separate=True))
-    program = after(lower(num_layers, num_micro_batches, shape=shape, placement=placement), "pipeline")
+    program = after(lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement)), "pipeline")
     computations = [op for op in program.ops if op.micro_batch is not None]
     number = -1
     for op in program.ops:
@@ -204,13 +204,13 @@ def test_activations_come_one_micro_batch_ahead(step, options):
 
 
 def test_the_first_checkpoint_of_a_stage_has_never_left():
-    program = after(lower(3, 2, placement=place(3, 2, options=SMALL)), "pipeline")
+    program = after(lower(StepSpec(3, 2, placement=place(3, 2, options=SMALL))), "pipeline")
     fetched = [str(op.results[0]) for op in program.ops if op.lane == "h2d" and op.stage.phase == "forward"]
     assert [name for name in fetched if name.startswith("x")] == ["x0_1.device", "x1_0.device", "x2_1.device"]
 
 
 def test_outputs_leave_as_soon_as_they_are_made():
-    program = after(lower(3, 3, placement=place(3, 3, options=SMALL)), "pipeline")
+    program = after(lower(StepSpec(3, 3, placement=place(3, 3, options=SMALL))), "pipeline")
     for before, op in zip(program.ops, program.ops[1:], strict=False):
         if op.lane == "d2h" and op.reads[0].kind in ("x", "dx"):
             assert op.reads[0] in before.results
@@ -222,7 +222,7 @@ def test_a_unit_is_not_changed_while_it_is_loaded(step, options, late):
     """All pieces of one load are of one state. (In one memory the whole is its parts, and `verify` has a law.)"""
     num_layers, num_micro_batches, shape = step
     placement = place(*step, replace(options, separate=True))
-    program = lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late)[-1]
+    program = lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, late=late))[-1]
     loading = set()
     for op in program.ops:
         if op.verb in ("update", "empty"):

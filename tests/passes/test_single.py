@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiers import Options, options, place, tiered_steps
 
 from gs_compile.passes.baselines.single import single
-from gs_compile.passes.lower import lower
+from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.traffic import traffic
 from gs_compile.program.ir import StepShape
@@ -45,7 +45,7 @@ embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
     def test_after_all_passes(self):
         """A stage of the forward and one of the backward, with everything on SSD; without the lines that free."""
         placement = replace(place(4, 1, options=Options(separate=True)), schedule="single")
-        text = str(lower(4, 1, placement=placement)[-1])
+        text = str(lower(StepSpec(4, 1, placement=placement))[-1])
         lines = [line for line in text.splitlines(True) if not line.startswith("free")]
         starts = {line.split("   ")[0]: number for number, line in enumerate(lines)}
         chosen = [*range(starts["# forward 2"], starts["# forward 3"])]
@@ -88,9 +88,9 @@ def test_it_is_the_vertical_step_of_one_micro_batch(step, chosen, late):
     shape = replace(shape, emits=frozenset(), outside=frozenset())
     placement = replace(place(num_layers, 1, shape, chosen), schedule="single")
     late = late and placement.has_late
-    found = lower(num_layers, 1, shape=shape, placement=placement, late=late)
+    found = lower(StepSpec(num_layers, 1, shape=shape, placement=placement, late=late))
     expected = lower(
-        num_layers, 1, shape=shape, placement=replace(placement, schedule="vertical"), late=late, snake=False
+        StepSpec(num_layers, 1, shape=shape, placement=replace(placement, schedule="vertical"), late=late, snake=False)
     )
     assert found[0].made_by == ("single" if shape.training else "vertical")
     assert (found[-1].ops, found[-1].peaks) == (expected[-1].ops, expected[-1].peaks)
@@ -102,14 +102,14 @@ def test_twice_as_many_checkpoints():
     moved = {}
     for schedule, num_layers in (("vertical", 3), ("single", 6)):
         placement = replace(place(num_layers, 1, options=Options(separate=True)), schedule=schedule)
-        moved[schedule] = traffic(lower(num_layers, 1, placement=placement)[-1], placement)
+        moved[schedule] = traffic(lower(StepSpec(num_layers, 1, placement=placement))[-1], placement)
     for lane in ("ssd_read", "ssd_write", "h2d", "d2h"):
         assert moved["single"][lane, "x"] == 2 * moved["vertical"][lane, "x"] > 0
 
 
 def test_a_forward_alone_is_vertical():
     shape = StepShape(training=False)
-    assert lower(4, 1, shape=shape, schedule="single")[0].ops == vertical(4, 1, shape=shape).ops
+    assert lower(StepSpec(4, 1, shape=shape, schedule="single"))[0].ops == vertical(4, 1, shape=shape).ops
 
 
 @pytest.mark.parametrize(("layers", "micro_batches", "fault"), [(4, 2, "2 micro-batches"), (3, 1, "3 layers")])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from toy import Toy, steps
 
-from gs_compile.passes.snake import snake
+from gs_compile.passes.snake import Snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import StepShape
@@ -17,7 +17,7 @@ from gs_compile.program.reference import reference
 class TestText(expecttest.TestCase):
     def test_three_layers(self):
         self.assertExpectedInline(
-            str(snake(vertical(3, 2))),
+            str(Snake()(vertical(3, 2))),
             """\
 # gs_compile 0.1   after snake   3 layers x 2 micro-batches
 # forward e   micro-batches 1 0
@@ -60,7 +60,7 @@ embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
 @given(steps())
 def test_neighbouring_stages_share_a_micro_batch(step):
     num_layers, num_micro_batches, shape = step
-    program = snake(vertical(num_layers, num_micro_batches, shape=shape))
+    program = Snake()(vertical(num_layers, num_micro_batches, shape=shape))
     verify(program)
     orders = [[op.micro_batch for op in ops if op.micro_batch is not None] for _, ops in program.stages()]
     for before, after in itertools.pairwise(orders):
@@ -96,14 +96,14 @@ def test_three_micro_batches_do_not_keep_every_bit():
 
 
 def test_twice_is_once():
-    once = snake(vertical(3, 3))
-    assert snake(once) == once
+    once = Snake()(vertical(3, 3))
+    assert Snake()(once) == once
 
 
 def _both(num_layers, num_micro_batches, shape, dtype=torch.float64):
     toy = Toy(num_layers, num_micro_batches, shape, dtype)
     program = vertical(num_layers, num_micro_batches, shape=shape)
-    return reference(program, toy, toy.inputs()), reference(snake(program), toy, toy.inputs())
+    return reference(program, toy, toy.inputs()), reference(Snake()(program), toy, toy.inputs())
 
 
 def _only(values, keys):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import SIDE_NBYTES, X_NBYTES, Options, options, place, tiered_steps
 
-from gs_compile.passes.lower import flush, lower
+from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import StepShape, Value
 
@@ -84,7 +84,7 @@ def test_planned_peaks_are_what_is_alive_at_a_time(step, options, late):
     num_layers, num_micro_batches, shape = step
     placement = place(*step, options)
     late = late and placement.has_late
-    program = lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late)[-1]
+    program = lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, late=late))[-1]
     assert dict(program.peaks) == _recount(program, placement, late)
 
 
@@ -97,7 +97,7 @@ def test_peaks_of_updates_alone():
 def test_what_is_not_used_counts_too():
     """Evaluation does not touch the optimizer's state, which is there nevertheless."""
     placement = place(2, 1, options=replace(SMALL, optimizer_ratio=1.0, alpha=0.0))
-    peaks = dict(lower(2, 1, shape=StepShape(training=False), placement=placement)[-1].peaks)
+    peaks = dict(lower(StepSpec(2, 1, shape=StepShape(training=False), placement=placement))[-1].peaks)
     assert peaks["host"] >= sum(unit.num_trained * unit.state_itemsize for unit in placement.units)
 
 
@@ -122,7 +122,7 @@ def test_reclaimed_memory_pays_for_late_gradients():
     """With all parameters on host, at alpha 1, gradients take the room of the parameters they will change."""
     resident = replace(SMALL, parameter_ratio=1.0, optimizer_ratio=1.0, alpha=1.0)
     placement = place(8, 2, options=resident)
-    program = lower(8, 2, placement=placement, late=True)[-1]
+    program = lower(StepSpec(8, 2, placement=placement, late=True))[-1]
     states = sum(unit.num_trained * unit.state_itemsize for unit in placement.units)
     gradients = sum(unit.num_trained * unit.gradient_itemsize for unit in placement.units)
     whole = sum(unit.numel * unit.itemsize for unit in placement.units)
@@ -131,7 +131,7 @@ def test_reclaimed_memory_pays_for_late_gradients():
 
 def _peaks(options):
     placement = replace(place(24, 2, options=options), x_nbytes=(100_000,) * 2)
-    return dict(lower(24, 2, placement=placement, late=options.alpha > 0)[-1].peaks)
+    return dict(lower(StepSpec(24, 2, placement=placement, late=options.alpha > 0))[-1].peaks)
 
 
 def _recount(program, placement, late):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import PLAIN, Options, options, place, tiered_steps
 
-from gs_compile.passes.lower import lower
+from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.workload import UnitCost, Workload
@@ -80,7 +80,7 @@ def price(op: Op, placement: Placement, profile: Profile = GPU) -> Price:
 
 
 def test_code_takes_its_flops_by_the_matrix_rate():
-    seconds = {op.verb: found.seconds for op, found in prices(lower(2, 2)[-1], Placement(), dtype="bf16")}
+    seconds = {op.verb: found.seconds for op, found in prices(lower(StepSpec(2, 2))[-1], Placement(), dtype="bf16")}
     assert seconds["embed"] == 5e11 / 4e12
     assert seconds["forward"] == 1e12 / 4e12
     assert seconds["head"] == 6e12 / 4e12  # with its backward
@@ -89,7 +89,7 @@ def test_code_takes_its_flops_by_the_matrix_rate():
 
 
 def test_measured_seconds_come_first():
-    found = prices(lower(2, 2)[-1], Placement(), forward_seconds=7.0, backward_seconds=11.0)
+    found = prices(lower(StepSpec(2, 2))[-1], Placement(), forward_seconds=7.0, backward_seconds=11.0)
     seconds = {op.verb: each for op, each in found}
     assert seconds["forward"] == Price(0, 1e12, 7.0)
     assert seconds["backward"] == Price(0, 3e12, 11.0)
@@ -97,16 +97,16 @@ def test_measured_seconds_come_first():
 
 def test_a_head_without_backward_is_its_forward():
     shape = StepShape(training=False)
-    (head, _) = [each for op, each in prices(lower(2, 2, shape=shape)[-1], Placement()) if op.verb == "head"]
+    (head, _) = [each for op, each in prices(lower(StepSpec(2, 2, shape=shape))[-1], Placement()) if op.verb == "head"]
     assert head == Price(0, 2e12, 2.0)
     frozen = StepShape(frozen=frozenset({"h"}))
-    (head, _) = [each for op, each in prices(lower(2, 2, shape=frozen)[-1], Placement()) if op.verb == "head"]
+    (head, _) = [each for op, each in prices(lower(StepSpec(2, 2, shape=frozen))[-1], Placement()) if op.verb == "head"]
     assert head == Price(0, 6e12, 6.0)
 
 
 def test_a_head_whose_gradient_comes_from_outside_runs_twice():
     shape = StepShape(has_loss=False, outside=frozenset({"h"}), emits=frozenset({"h"}))
-    seconds = {op.verb: each.seconds for op, each in prices(lower(2, 2, shape=shape)[-1], Placement())}
+    seconds = {op.verb: each.seconds for op, each in prices(lower(StepSpec(2, 2, shape=shape))[-1], Placement())}
     assert (seconds["head"], seconds["head_backward"]) == (2.0, 6.0)
 
 
@@ -125,7 +125,7 @@ def test_costs_of_code_alone():
 def test_transfers_are_the_traffic_by_its_rates(step, options, late):
     num_layers, num_micro_batches, shape = step
     placement = place(num_layers, num_micro_batches, shape, options)
-    program = lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late)[-1]
+    program = lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, late=late))[-1]
     moved: Counter[tuple[str, str]] = Counter()
     for op, found in prices(program, placement):
         if op.verb in ("prefetch", "offload"):
@@ -141,7 +141,9 @@ def test_transfers_are_the_traffic_by_its_rates(step, options, late):
 def test_within_one_memory_a_copy_is_two_passes():
     placement = place(2, 2, PLAIN, Options(separate=False))
     (copy, *_) = [
-        found for op, found in prices(lower(2, 2, placement=placement)[-1], placement, CPU) if op.lane == "d2h"
+        found
+        for op, found in prices(lower(StepSpec(2, 2, placement=placement))[-1], placement, CPU)
+        if op.lane == "d2h"
     ]
     assert copy == Price(1000, 0.0, 2 * 1000 / 1e12)
 
@@ -149,7 +151,9 @@ def test_within_one_memory_a_copy_is_two_passes():
 @pytest.mark.parametrize("verb", ["gather", "alias", "empty", "free"])
 def test_memory_under_another_name_costs_nothing(verb):
     placement = place(2, 2, PLAIN, Options(separate=False, checkpoint_ratio=1.0))
-    found = [each for op, each in prices(lower(2, 2, placement=placement)[-1], placement, CPU) if op.verb == verb]
+    found = [
+        each for op, each in prices(lower(StepSpec(2, 2, placement=placement))[-1], placement, CPU) if op.verb == verb
+    ]
     assert set(found) == {Price()}
 
 
@@ -161,7 +165,11 @@ def test_what_was_speculated_changes_places_unless_the_code_reads_it_there(separ
         parameter_ratio=1.0, optimizer_ratio=1.0, separate=separate, has_master=has_master, clip=True, speculative=True
     )
     placement = place(2, 2, PLAIN, chosen)
-    found = [each for op, each in prices(lower(2, 2, placement=placement)[-1], placement, CPU) if op.verb == "commit"]
+    found = [
+        each
+        for op, each in prices(lower(StepSpec(2, 2, placement=placement))[-1], placement, CPU)
+        if op.verb == "commit"
+    ]
     trained = sum(unit.num_trained * unit.itemsize for unit in placement.units)
     copied = 0 if separate or has_master else trained
     assert sum(each.seconds for each in found) == pytest.approx(2 * copied / 1e12)
@@ -199,7 +207,7 @@ def test_an_update_takes_its_bytes_beside_those_of_adamw(itemsize, gradient, sta
 def test_all_updates_together_are_all_trained_elements(options):
     placement = place(3, 2, PLAIN, options)
     late = placement.has_late
-    found = prices(lower(3, 2, placement=placement, late=late)[-1], placement)
+    found = prices(lower(StepSpec(3, 2, placement=placement, late=late))[-1], placement)
     total = sum(unit.num_trained * update_nbytes(unit) for unit in placement.units)
     assert sum(each.nbytes for op, each in found if op.verb == "update") == total
 

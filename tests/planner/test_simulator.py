@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oracle import Oracle
 from tiers import PLAIN, Options, options, place, tiered_steps
 
-from gs_compile.passes.lower import lower
+from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.simulate.event_loop import Rule
@@ -35,7 +35,8 @@ def steady(num_layers: int, num_micro_batches: int, placement: Placement, shape:
     """A first step without late updates, and two with."""
     late = placement.has_late and shape.training
     first, then = (
-        lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=each)[-1] for each in (False, late)
+        lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, late=each))[-1]
+        for each in (False, late)
     )
     return [first, then, then]
 
@@ -129,7 +130,7 @@ def test_if_nothing_takes_time_the_planned_peaks_are_true(step, options, inline)
 
 @pytest.mark.parametrize("inline", [True, False])
 def test_everything_in_memory_takes_what_it_computes(inline):
-    program = lower(3, 2)[-1]
+    program = lower(StepSpec(3, 2))[-1]
     seconds = by_lane([program, program], {"compute": 1.5})
     found = simulate([program, program], seconds, inline=inline)
     assert found.seconds == sum(seconds[0])
@@ -162,7 +163,7 @@ def test_more_of_the_only_lane_is_never_slower():
 
 
 def test_issuing_takes_time():
-    program = lower(2, 2)[-1]
+    program = lower(StepSpec(2, 2))[-1]
     nothing = by_lane([program, program], {})
     found = simulate([program, program], nothing, inline=True, op_seconds=0.5)
     assert found.seconds == 0.5 * len(program.ops)
@@ -172,7 +173,7 @@ def test_issuing_takes_time():
 def test_the_pipeline_is_filled_once():
     """The first parameters arrive before anything computes, those of the other layers beside the computation."""
     placement = place(6, 2, PLAIN, Options(checkpoint_ratio=1.0, optimizer_ratio=1.0, separate=False))
-    program = lower(6, 2, placement=placement)[-1]
+    program = lower(StepSpec(6, 2, placement=placement))[-1]
     seconds = [1.0 if op.micro_batch is not None or op.lane == "ssd_read" else 0.0 for op in program.ops]
     found = simulate([program], [seconds], inline=True)
     assert found.bubbles == {"fill": 1.0}
@@ -287,7 +288,7 @@ def test_lanes_that_are_not_named_do_not_disturb_each_other():
 
 def test_a_prediction_opens_as_a_run_does():
     placement = place(3, 2, PLAIN, ALL_ON_SSD)
-    program = lower(3, 2, placement=placement)[-1]
+    program = lower(StepSpec(3, 2, placement=placement))[-1]
     found = simulate([program], by_lane([program], dict.fromkeys(LANES, 1.0)), placement=placement)
     slices = [event for event in found.chrome()["traceEvents"] if event["ph"] == "X"]
     assert len(slices) == len(found.spans)
@@ -304,7 +305,7 @@ def test_a_prediction_opens_as_a_run_does():
 
 def test_as_dict_is_json():
     placement = place(2, 2, PLAIN, ALL_ON_SSD)
-    program = lower(2, 2, placement=placement)[-1]
+    program = lower(StepSpec(2, 2, placement=placement))[-1]
     found = simulate([program], by_lane([program], dict.fromkeys(LANES, 1.0)), placement=placement)
     there = json.loads(json.dumps(found.as_dict()))
     assert there["seconds"] == found.seconds
@@ -315,7 +316,7 @@ def test_as_dict_is_json():
 
 def test_a_large_program_takes_seconds():
     placement = place(96, 16, PLAIN, ALL_ON_SSD)
-    program = lower(96, 16, placement=placement)[-1]
+    program = lower(StepSpec(96, 16, placement=placement))[-1]
     seconds = by_lane([program], {lane: 1.0 + index / 7 for index, lane in enumerate(LANES)})
     speeds = {("ssd_read", "ssd_write"): 0.6, ("h2d", "d2h"): 0.7, ("compute", "cpu"): 0.9}
     run = partial(simulate, [program] * 2, seconds * 2, placement=placement, speeds=speeds, op_seconds=1e-5)

@@ -10,7 +10,7 @@ from tiers import Options, TieredToy, options, place, tiered_steps
 from toy import Toy, steps
 
 from gs_compile.errors import ProgramError
-from gs_compile.passes.lower import lower
+from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.passes.vertical import vertical
 from gs_compile.program import fx
 from gs_compile.program.fx import graph_module, run
@@ -21,7 +21,7 @@ from gs_compile.program.reference import reference
 class TestText(expecttest.TestCase):
     def test_code(self):
         self.assertExpectedInline(
-            graph_module(lower(1, 1)[-1]).code.strip(),
+            graph_module(lower(StepSpec(1, 1))[-1]).code.strip(),
             """\
 def forward(self, batch_0, we_device, w0_device, wh_device):
     x0_0_device = gs_compile_program_fx_embed(batch_0, we_device, unit = 'e', micro_batch = 0)
@@ -60,7 +60,7 @@ def forward(self, batch_0, we_device, w0_device, wh_device):
 def test_run_equals_the_reference(step):
     num_layers, num_micro_batches, shape = step
     toy = Toy(num_layers, num_micro_batches, shape, torch.float32)
-    for program in lower(num_layers, num_micro_batches, shape=shape):
+    for program in lower(StepSpec(num_layers, num_micro_batches, shape=shape)):
         module = graph_module(program)
         module.graph.lint()
         expected = reference(program, toy, toy.inputs())
@@ -73,7 +73,7 @@ def test_run_on_tiers_equals_the_reference(step, options):
     """Updates and transfers change their inputs in place there too."""
     num_layers, num_micro_batches, shape = step
     placement = place(*step, options)
-    for program in lower(num_layers, num_micro_batches, shape=shape, placement=placement)[3:]:
+    for program in lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement))[3:]:
         toy = TieredToy(*step, placement=placement)
         homes = [toy.home(), toy.home()]
         expected = reference(program, toy, homes[0] | toy.given())
@@ -86,7 +86,7 @@ def test_run_on_tiers_equals_the_reference(step, options):
 
 def test_parts_and_pieces_have_names_too():
     placement = place(1, 2, options=Options(parameter_ratio=0.5, alpha=0.25))
-    graph = graph_module(lower(1, 2, placement=placement, late=True)[-1]).graph
+    graph = graph_module(lower(StepSpec(1, 2, placement=placement, late=True))[-1]).graph
     nodes = {node.name: node for node in graph.nodes}
     assert nodes["w0_device_piece1"].meta["verb"] == "prefetch"
     assert nodes["w0c_host"].meta["part"] == "c"
@@ -95,7 +95,7 @@ def test_parts_and_pieces_have_names_too():
 
 def test_a_copy_without_dead_code_is_the_same_step():
     toy = Toy(2, 2, StepShape())
-    program = lower(2, 2)[-1]
+    program = lower(StepSpec(2, 2))[-1]
     module = copy.deepcopy(graph_module(program))
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -104,7 +104,7 @@ def test_a_copy_without_dead_code_is_the_same_step():
 
 
 def test_nodes_say_what_and_where():
-    nodes = {node.name: node for node in graph_module(lower(2, 1)[-1]).graph.nodes}
+    nodes = {node.name: node for node in graph_module(lower(StepSpec(2, 1))[-1]).graph.nodes}
     meta = nodes["dx1_0_device"].meta
     assert {key: meta[key] for key in ("verb", "kind", "unit", "micro_batch", "tier", "stage", "value")} == {
         "verb": "backward",

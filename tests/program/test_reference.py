@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from toy import Toy, steps
 
-from gs_compile.passes.free import free
+from gs_compile.passes.free import Free
 from gs_compile.passes.vertical import vertical
 from gs_compile.program.ir import StepShape, Value
 from gs_compile.program.reference import perform, reference
@@ -45,13 +45,13 @@ def test_other_outputs_are_those_of_the_units():
 
 def test_returns_neither_inputs_nor_what_was_freed():
     toy = Toy(2, 1, StepShape())
-    values = reference(free(vertical(2, 1)), toy, toy.inputs())
+    values = reference(Free()(vertical(2, 1)), toy, toy.inputs())
     assert {value.name for value in values} == {"loss_0.device", *(f"dw{unit}.device" for unit in ("e", 0, 1, "h"))}
 
 
 def test_a_freed_value_is_gone():
     toy = Toy(1, 1, StepShape())
-    program = free(vertical(1, 1))
+    program = Free()(vertical(1, 1))
     read_again = program.with_ops((*program.ops, next(op for op in program.ops if op.verb == "head")), "odd")
     with pytest.raises(KeyError):
         reference(read_again, toy, toy.inputs())

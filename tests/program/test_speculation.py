@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiers import Options, options, place, tiered_steps, train
 
 from gs_compile.errors import ProgramError
-from gs_compile.passes.lower import flush, lower
+from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.verify import verify
@@ -65,7 +65,7 @@ def test_every_program_is_well_formed_and_its_text_reads_back(step, options, lat
     num_layers, num_micro_batches, shape = step
     placement = place(*step, options)
     late = late and any(v.kind == "dw" for v in placement.homes(late=True, redo=redo))
-    made = lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late, redo=redo)
+    made = lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, late=late, redo=redo))
     for program in (*made, *(flush(num_layers, placement, redo=redo) if late else ())):
         assert parse(str(program)) == program
 
@@ -81,7 +81,7 @@ def test_speculation_moves_what_early_updates_move(step, options):
     placements = place(*step, options), place(*step, plain)
     late = bool(options.alpha) and placements[1].has_late
     found, wanted = (
-        traffic(lower(num_layers, num_micro_batches, shape=shape, placement=p, late=late, redo=False)[-1], p)
+        traffic(lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=p, late=late, redo=False))[-1], p)
         for p in placements
     )
     assert found == wanted
@@ -108,7 +108,7 @@ class TestText(expecttest.TestCase):
     def test_a_backward_stage_and_what_is_left_after_it(self):
         placement = place(3, 1, options=SMALL)
         self.assertExpectedInline(
-            stages(lower(3, 1, placement=placement)[-1], Stage("backward", 0), Stage("drain")),
+            stages(lower(StepSpec(3, 1, placement=placement))[-1], Stage("backward", 0), Stage("drain")),
             """\
 # backward 0   micro-batches 0
 s1b.host = prefetch(s1b.ssd)
@@ -147,7 +147,7 @@ commit(scale.host, into=(sea.host, ssea.host, seb.ssd, sseb.ssd))
     def test_updates_that_were_taken_back_are_late_ones(self):
         placement = place(1, 1, options=SMALL)
         self.assertExpectedInline(
-            stages(lower(1, 1, placement=placement, late=True, redo=True)[-1], Stage("fill")),
+            stages(lower(StepSpec(1, 1, placement=placement, late=True, redo=True))[-1], Stage("fill")),
             """\
 # fill   micro-batches
 seb.host = prefetch(seb.ssd)
@@ -166,7 +166,7 @@ we.device[0] = prefetch(wea.host, web.host)
     def test_parameters_without_a_master_have_another_place_too(self):
         placement = place(1, 1, options=replace(SMALL, has_master=False, separate=False))
         self.assertExpectedInline(
-            stages(lower(1, 1, placement=placement)[-1], Stage("drain")),
+            stages(lower(StepSpec(1, 1, placement=placement))[-1], Stage("drain")),
             """\
 # drain   micro-batches
 offload(w0a.host, into=sw0a.ssd)
@@ -185,7 +185,7 @@ commit(scale.host, into=(sea.host, ssea.host, seb.ssd, sseb.ssd, wea.host, swea.
 # Laws -----------------------------------------------------------------------------------------------------------------
 
 PLACEMENT = place(3, 1, options=SMALL)
-GOOD = lower(3, 1, placement=PLACEMENT)[-1].text(fold=False)
+GOOD = lower(StepSpec(3, 1, placement=PLACEMENT))[-1].text(fold=False)
 
 
 def broken(old: str, new: str, placement: Placement = PLACEMENT) -> str:

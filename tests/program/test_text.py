@@ -11,9 +11,9 @@ from tiers import Options, options, place, tiered_steps
 from toy import steps
 
 from gs_compile.errors import ProgramError
-from gs_compile.passes.free import free
-from gs_compile.passes.lower import flush, lower
-from gs_compile.passes.snake import snake
+from gs_compile.passes.free import Free
+from gs_compile.passes.lower import StepSpec, flush, lower
+from gs_compile.passes.snake import Snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.program.ir import Op, Stage, StepShape, Value
 from gs_compile.program.text import parse, parse_value, timetable
@@ -22,7 +22,7 @@ from gs_compile.program.text import parse, parse_value, timetable
 class TestText(expecttest.TestCase):
     def test_folded(self):
         self.assertExpectedInline(
-            str(snake(vertical(96, 2, shape=StepShape(has_side=True)))),
+            str(Snake()(vertical(96, 2, shape=StepShape(has_side=True)))),
             """\
 # gs_compile 0.1   after snake   96 layers x 2 micro-batches
 # forward e   micro-batches 1 0
@@ -66,7 +66,7 @@ embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
 
     def test_timetable(self):
         self.assertExpectedInline(
-            timetable(lower(2, 2, shape=StepShape(has_total=True))[-1]),
+            timetable(lower(StepSpec(2, 2, shape=StepShape(has_total=True)))[-1]),
             """\
 stage       compute             memory
 forward e   count
@@ -150,8 +150,8 @@ def _error(text: str) -> str:
 def test_parse_is_the_inverse(step, snaked, freed):
     num_layers, num_micro_batches, shape = step
     program = vertical(num_layers, num_micro_batches, shape=shape)
-    program = snake(program) if snaked else program
-    program = free(program) if freed else program
+    program = Snake()(program) if snaked else program
+    program = Free()(program) if freed else program
     assert parse(str(program)) == program
     assert parse(program.text(fold=False)) == program
 
@@ -161,7 +161,7 @@ def test_parse_is_the_inverse(step, snaked, freed):
 def test_parse_is_the_inverse_on_tiers(step, options, late):
     num_layers, num_micro_batches, shape = step
     placement = place(*step, options)
-    for program in lower(num_layers, num_micro_batches, shape=shape, placement=placement, late=late):
+    for program in lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, late=late)):
         assert parse(str(program)) == program
         assert parse(program.text(fold=False)) == program
     updates = flush(num_layers, placement)[-1]
@@ -175,7 +175,7 @@ def test_programs_on_tiers_fold():
         options = Options(parameter_ratio=0.5, checkpoint_ratio=1.0, alpha=0.25)
         placement = place(num_layers, 2, StepShape(frozen=frozenset(range(num_layers))), options)
         shape = StepShape(frozen=frozenset(range(num_layers)))
-        return len(str(lower(num_layers, 2, shape=shape, placement=placement, late=True)[-1]).splitlines())
+        return len(str(lower(StepSpec(num_layers, 2, shape=shape, placement=placement, late=True))[-1]).splitlines())
 
     assert size(96) == size(48)
 
@@ -184,7 +184,7 @@ def test_programs_on_tiers_fold():
 @given(steps())
 def test_text_is_python_one_operation_a_line(step):
     num_layers, num_micro_batches, shape = step
-    program = lower(num_layers, num_micro_batches, shape=shape)[-1]
+    program = lower(StepSpec(num_layers, num_micro_batches, shape=shape))[-1]
     text = program.text(fold=False)
     assert len(ast.parse(text).body) == len(program.ops)
     lines = text.splitlines()
@@ -216,12 +216,12 @@ def test_an_unequal_stage_is_not_folded():
 
 
 def test_pasted_text_reads_the_same():
-    program = snake(vertical(3, 2))
+    program = Snake()(vertical(3, 2))
     assert parse("\n\n" + textwrap.indent(str(program), "    ") + "\n") == program
 
 
 def test_the_size_of_the_text_does_not_grow_with_the_layers():
-    assert len(str(snake(vertical(96, 2))).splitlines()) == len(str(snake(vertical(48, 2))).splitlines())
+    assert len(str(Snake()(vertical(96, 2))).splitlines()) == len(str(Snake()(vertical(48, 2))).splitlines())
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ import expecttest
 import pytest
 
 from gs_compile.errors import ProgramError
-from gs_compile.passes.lower import lower
-from gs_compile.passes.snake import snake
+from gs_compile.passes.lower import StepSpec, lower
+from gs_compile.passes.snake import Snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import Op, Stage, StepShape, Value
 from gs_compile.program.text import parse
 
-GOOD = lower(2, 2, shape=StepShape(has_total=True, has_side=True, side_gradient=True))[-1].text(fold=False)
+GOOD = lower(StepSpec(2, 2, shape=StepShape(has_total=True, has_side=True, side_gradient=True)))[-1].text(fold=False)
 
 BROKEN = {
     "read after free": (
@@ -106,7 +106,7 @@ BROKEN = {
 
 class TestText(expecttest.TestCase):
     def test_error(self):
-        text = str(snake(vertical(3, 2))).replace("# backward 2", "free(x1_0.device)\n# backward 2")
+        text = str(Snake()(vertical(3, 2))).replace("# backward 2", "free(x1_0.device)\n# backward 2")
         self.assertExpectedInline(
             _complaint(parse(text)),
             """after snake, line 26: dx1_0.device = backward(x1_0.device, dx2_0.device, w1.device, into=dw1.device): x1_0.device was freed""",

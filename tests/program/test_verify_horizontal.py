@@ -9,13 +9,13 @@ from tiers import Options, place
 
 from gs_compile.errors import ProgramError
 from gs_compile.passes.baselines.horizontal import horizontal
-from gs_compile.passes.lower import lower
+from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import StepShape
 from gs_compile.program.text import parse
 
 SSD_SUMS = replace(place(2, 2, options=Options()), schedule="horizontal", gradient_ratio=0.0)
-GOOD = lower(2, 2, placement=SSD_SUMS)[-1].text(fold=False)
+GOOD = lower(StepSpec(2, 2, placement=SSD_SUMS))[-1].text(fold=False)
 BROKEN = {
     "sum not fetched": ("dw1.device = prefetch(dw1.host)\n", "", "dw1.host is read after 1 of 2 micro-batches"),
     "sum ends": ("dw1.ssd = offload(dw1.host)\n", "", "dw1.host is read after 1 of 2 micro-batches"),

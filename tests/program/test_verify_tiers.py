@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from tiers import Options, TieredToy, options, place, tiered_steps
 
 from gs_compile.errors import ProgramError
-from gs_compile.passes.lower import flush, lower
+from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.placement.verify import verify
 from gs_compile.program.reference import reference
 from gs_compile.program.text import parse
 
 SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
 PLACEMENT = place(3, 2, options=SMALL)
-GOOD = lower(3, 2, placement=PLACEMENT, late=True)[-1].text(fold=False)
+GOOD = lower(StepSpec(3, 2, placement=PLACEMENT, late=True))[-1].text(fold=False)
 CLIPPED = place(3, 2, options=replace(SMALL, alpha=1.0, clip=True))
-GOOD_CLIPPED = lower(3, 2, placement=CLIPPED, late=True)[-1].text(fold=False)
+GOOD_CLIPPED = lower(StepSpec(3, 2, placement=CLIPPED, late=True))[-1].text(fold=False)
 
 BROKEN = {
     "transfer past a tier": (
@@ -169,7 +169,7 @@ def test_broken_with_clipping(law):
 def test_changed_while_in_use():
     """In one memory, what the code reads is the parts themselves."""
     placement = place(3, 2, options=replace(SMALL, separate=False))
-    text = lower(3, 2, placement=placement, late=True)[-1].text(fold=False)
+    text = lower(StepSpec(3, 2, placement=placement, late=True))[-1].text(fold=False)
     old = "dx1_0.device = backward("
     assert "w1a.host changes while w1.device is in use" in _complaint(
         text.replace(old, f"w1a.host = empty()\n{old}", 1), placement
@@ -177,7 +177,7 @@ def test_changed_while_in_use():
 
 
 RESIDENT = place(3, 2, options=replace(SMALL, device_parameter=0.7, device_checkpoint=0.25))
-GOOD_RESIDENT = lower(3, 2, placement=RESIDENT, late=True)[-1].text(fold=False)
+GOOD_RESIDENT = lower(StepSpec(3, 2, placement=RESIDENT, late=True))[-1].text(fold=False)
 LATE_HOME = "prefetch(w2d.host, into=w2d.device)\nfree(w2d.host)\n"
 LATE_UPDATE = "w2d.host = empty()\nupdate(dw2b.host, into=(w2d.host, s2c.host))\n"
 EARLY_HOME = "prefetch(w2a.host, into=w2a.device)\n"
@@ -212,7 +212,7 @@ def test_updates_left_out_together_with_their_memory():
     late = late.replace("offload(whc.host, into=whc.ssd)\n", "").replace("whb.host, whc.host)", "whb.host)", 2)
     assert "whc.host" in _complaint(late, PLACEMENT)
     resident = replace(SMALL, parameter_ratio=1.0, optimizer_ratio=1.0, alpha=0.0)
-    text = lower(1, 1, placement=place(1, 1, options=resident))[-1].text(fold=False)
+    text = lower(StepSpec(1, 1, placement=place(1, 1, options=resident)))[-1].text(fold=False)
     dropped = text.replace("update(dw0a.host, into=(w0a.host, s0a.host))\n", "")
     assert dropped != text
     assert "at the end, w0a has not had its update" in _complaint(dropped, place(1, 1, options=resident))
@@ -238,7 +238,7 @@ def test_a_change_is_harmless_or_refused(step, options, late, data):
     step = num_layers, 2, shape  # with three, another order of additions rounds otherwise
     placement = place(*step, options)
     late = late and placement.has_late
-    good = lower(*step[:2], shape=shape, placement=placement, late=late)[-1]
+    good = lower(StepSpec(*step[:2], shape=shape, placement=placement, late=late))[-1]
     ops = list(good.ops)
     which = st.integers(0, len(ops) - 1)
     for _ in range(data.draw(st.integers(1, 2))):

@@ -1,0 +1,199 @@
+"""laws: what holds of the values of a step program: their lifetimes, their updates and where they end.
+
+Each class walks along with the operations and yields the laws that one breaks. `verify` calls them in turn; each sees
+what those before it have let pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import get_args
+
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.speculation import Speculation, is_speculative
+from gs_compile.program.ir import Op, Program, Tier, Unit, Value, homed
+from gs_compile.program.verbs import MOVEMENTS
+
+INPUT_KINDS = frozenset({"batch", "w", "dy"})  # defined before the step begins
+PLACED_KINDS = frozenset({"w", "s", "sw", "ss", "dw", "scale"})  # of placed units there if they are stored
+
+
+class Updates:
+    """A part is updated once, used neither before its late update nor without contents, and is stored once changed.
+
+    Speculative updates are held to laws of their own, and may come after a late one of the same part.
+    """
+
+    def __init__(self, placement: Placement | None, waiting: tuple[str, ...]) -> None:
+        self.placement = placement
+        self.speculation = Speculation(placement) if placement and placement.speculative else None
+        self.waiting = _parts(placement, *waiting) if placement and waiting else set()  # until their late update
+        self.updated: set[Value] = set()
+        self.empty: set[Value] = set()  # parts on their way to an update that fills them
+        self.changed: set[Value] = set()  # parts that an update has changed in host memory, and are stored elsewhere
+
+    def breaks(self, op: Op) -> Iterator[str]:
+        if self.speculation is not None:
+            yield from self.speculation.breaks(op)
+            if is_speculative(op):
+                self.updated.difference_update(replace(value, tier=None) for value in op.into)
+        if op.verb == "update":
+            yield from self._breaks_update(op)
+        elif op.verb in MOVEMENTS:
+            yield from self._breaks_reads(op)
+            yield from self._breaks_results(op)
+            self.changed.difference_update(replace(homed(value), tier=None) for value in op.into)
+
+    def _breaks_update(self, op: Op) -> Iterator[str]:
+        for value in op.into:
+            part = replace(value, tier=None)
+            if part in self.updated:
+                yield f"{value} is updated twice"
+            self.updated.add(part)
+            self.waiting.discard(part)
+            self.empty.discard(part)
+            if value.tier == "host" and self._stored_on(value) in ("ssd", "device"):
+                self.changed.add(part)
+
+    def _breaks_reads(self, op: Op) -> Iterator[str]:
+        """What a movement reads is what it should be."""
+        to_device = (*op.results, *op.into)[0].tier == "device"
+        for value in op.reads:
+            part = replace(value, tier=None)
+            if to_device and part in self.waiting:
+                yield f"{value} is used before its late update"
+            if part in self.empty:
+                yield f"{value} is empty until its update"
+            if value.tier != "host" and part in self.changed:
+                yield f"{value} is not what the update has made"
+
+    def _breaks_results(self, op: Op) -> Iterator[str]:
+        """What a movement overwrites is needed no more."""
+        made = self.speculation.begun if self.speculation else self.updated  # a late update may come before
+        for value in op.results:
+            part = replace(value, tier=None)
+            if value.tier == "host" and (part in self.changed or (op.verb == "empty" and part in made)):
+                yield f"{value} would lose what the update has made"
+            if op.verb == "empty":
+                self.empty.add(part)
+
+    def _stored_on(self, value: Value) -> Tier | None:
+        unit = self.placement.by_unit.get(value.unit) if self.placement and value.unit is not None else None
+        parts = unit and (unit.w if homed(value).kind == "w" else unit.s)
+        return parts[value.part].tier if parts and value.part in parts else None
+
+    def missing(self, complete: set[Unit | None]) -> Iterator[str]:
+        """What updates have left undone at the end, of the units whose gradients are complete."""
+        assert self.placement is not None
+        for value in sorted(self.waiting, key=str):
+            yield f"{value} has not had its late update"
+        for value in sorted(_parts(self.placement, "early"), key=str):
+            if value.unit in complete and not self.speculation and value not in self.updated:
+                yield f"{value} has not had its update"
+        if self.speculation is not None:
+            yield from self.speculation.unfinished(complete)
+
+
+class Gathers:
+    """What the device reads where it is stored does not change while its unit is gathered."""
+
+    def __init__(self) -> None:
+        self.gathered: dict[Value, tuple[Value, ...]] = {}  # wholes, and what they are in the memory of
+
+    def breaks(self, op: Op) -> Iterator[str]:
+        for value in (*op.results, *op.into):
+            whole = Value("w", value.unit)
+            if value.part and value in self.gathered.get(whole, ()):
+                yield f"{value} changes while {whole} is in use"
+        if op.verb == "gather":
+            self.gathered[op.results[0]] = op.reads
+        elif op.verb == "free":
+            self.gathered.pop(op.reads[0], None)
+
+
+class Lifetimes:
+    """Defined before all uses, freed after them, and not defined again but by a movement; sums complete when read.
+
+    A movement may bring a value back, freed before or not. present: what is stored when the step begins.
+    """
+
+    def __init__(self, program: Program, placement: Placement | None, present: frozenset[Value]) -> None:
+        self.placement = placement
+        self.present = present
+        self.on_device = program.phase == "updates"  # all parts, still
+        self.defined: set[Value] = set()
+        self.freed: set[Value] = set()
+        self.additions: Counter[Value] = Counter()  # how many operations have added to an accumulator
+        self.all_additions = Counter(value for op in program.ops for value in op.into if value.kind == "dw")
+
+    def breaks(self, op: Op) -> Iterator[str]:
+        for value in (*op.reads, *op.into):
+            if value in self.freed:
+                yield f"{value} was freed"
+            if value not in self.defined and not self._is_input(value):
+                yield f"{value} is not defined"
+        yield from self._breaks_sums(op)
+        for value in op.results:
+            if value in self.defined and op.verb not in MOVEMENTS:
+                yield f"{value} is defined twice"
+            self.defined.add(value)
+            self.freed.discard(value)
+        if op.verb == "free":
+            self.freed.update(op.reads)
+
+    def _breaks_sums(self, op: Op) -> Iterator[str]:
+        for value in filter(_is_sum, op.reads):
+            whole = self.all_additions[replace(value, tier="device")]
+            if self.additions[value] != whole and not self._keeps_sum(op, value):
+                yield f"{value} is read after {self.additions[value]} of {whole} micro-batches"
+        self.additions.update(op.into)
+        for value in filter(_is_sum, op.results):
+            self.additions[value] = self.additions[op.reads[0]] if op.reads else 0
+
+    def _keeps_sum(self, op: Op, value: Value) -> bool:
+        """Whether an incomplete sum is only moved, or ends where it has been moved to."""
+        if op.verb != "free":
+            return op.verb in MOVEMENTS and all(replace(value, tier=result.tier) == result for result in op.results)
+        others = (replace(value, tier=tier) for tier in get_args(Tier) if tier != value.tier)
+        return any(
+            other in self.defined and other not in self.freed and self.additions[other] == self.additions[value]
+            for other in others
+        )
+
+    def _is_input(self, value: Value) -> bool:
+        """Whether a value is there before the step begins."""
+        placed = self.placement is not None and (value.unit in self.placement.by_unit or value.kind == "scale")
+        if not placed or value.kind not in PLACED_KINDS:
+            return value.kind in INPUT_KINDS
+        if self.on_device:
+            return bool(value.part) or value.kind == "scale"
+        return value in self.present
+
+
+def at_the_end(program: Program, placement: Placement, updates: Updates, lifetimes: Lifetimes) -> Iterator[str]:
+    """What must outlive the step does, nothing else is left behind, and the planned peaks are true."""
+    yield from updates.missing({value.unit for value in lifetimes.all_additions})
+    stored = placement.homes(late=placement.has_late and any(op.verb == "norm" for op in program.ops))
+    for value in sorted(stored, key=str):
+        if replace(value, tier=None) in updates.changed:
+            yield f"{value} is not what the update has made"
+        if value in lifetimes.freed or (value not in lifetimes.defined and value not in lifetimes.present):
+            yield f"{value} is not at home"
+    for value in sorted(lifetimes.defined - lifetimes.freed - stored - lifetimes.present, key=str):
+        if value.tier != "device" or (value.kind in ("w", "dw") and value.unit in placement.by_unit):
+            yield f"{value} is left behind"
+    if program.peaks and program.peaks != placement.peaks(program.ops):
+        yield f"the peaks are not {program.peaks}"
+
+
+def _is_sum(value: Value) -> bool:
+    """Whether it is all of a unit's gradient, wherever it is."""
+    return value.kind == "dw" and not value.part
+
+
+def _parts(placement: Placement, *when: str) -> set[Value]:
+    """The parts of parameters that are updated early, or late, wherever they are."""
+    parts = ((unit, part) for unit in placement.units for group in unit.trained(*when) for part in group.w)
+    return {replace(unit.value("w", part), tier=None) for unit, part in parts}
