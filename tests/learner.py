@@ -10,13 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiered
 import torch
-from tiered import Make, adamw, one_thread, options, step, tokens, two_groups
-from torch.nn import functional
-from transformers import GPT2LMHeadModel
-from transformers.modeling_outputs import CausalLMOutput
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from tiered import Make, adamw, gpt2, one_thread, options, step, tokens, two_groups
 
 import gs_compile
 from gs_compile.model.optim import TieredOptimizer
@@ -35,42 +30,6 @@ PLACES = [
     pytest.param({"alpha": 1.0, "separate_device": True}, id="late", marks=pytest.mark.slow),
     pytest.param({"alpha": 0.5, "precision": "bf16", "separate_device": True}, id="bf16"),
 ]
-
-
-class ShortBlock(GPT2Block):
-    """What the block computes when nothing but x is given, in few calls."""
-
-    def forward(self, x_BTD: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
-        if others or named:
-            return super().forward(x_BTD, *others, **named)
-        qkv = self.attn.c_attn(self.ln_1(x_BTD)).unflatten(-1, (3, self.attn.num_heads, -1)).transpose(1, 3)
-        q, k, v = qkv.unbind(2)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x_BTD = x_BTD + self.attn.c_proj(mixed)
-        return x_BTD + self.mlp.c_proj(self.mlp.act(self.mlp.c_fc(self.ln_2(x_BTD))))
-
-
-class Short(GPT2LMHeadModel):
-    """GPT-2 as it is, except that Dynamo reads its training in half the time."""
-
-    def forward(self, input_ids: Any = None, labels: Any = None, **others: Any) -> Any:
-        if labels is None:
-            return super().forward(input_ids=input_ids, **others)
-        x_BTD = self.transformer.wte(input_ids) + self.transformer.wpe.weight[: input_ids.shape[1]]
-        for block in self.transformer.h:
-            x_BTD = block(x_BTD)
-        logits = self.lm_head(self.transformer.ln_f(x_BTD))
-        wanted = functional.pad(labels, (0, 1), value=-100)[:, 1:]
-        return CausalLMOutput(loss=functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten()))
-
-
-def gpt2() -> torch.nn.Module:
-    """`tiered.gpt2`, and what it computes, in less time. How HuggingFace's own code is captured is tested elsewhere."""
-    model = tiered.gpt2()
-    model.__class__ = Short
-    for block in model.transformer.h:
-        block.__class__ = ShortBlock
-    return model
 
 
 @dataclass

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import gs_compile
 from gs_compile.codegen.compiled import Compilation, compilations_of
@@ -25,8 +28,39 @@ VOCABULARY, LENGTH = 70, 8
 BATCH = 5  # in micro-batches of 2 the last is smaller
 
 
+class ShortBlock(GPT2Block):
+    """What the block computes when nothing but x is given, in few calls."""
+
+    def forward(self, x_BTD: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        if others or named:
+            return super().forward(x_BTD, *others, **named)
+        qkv = self.attn.c_attn(self.ln_1(x_BTD)).unflatten(-1, (3, self.attn.num_heads, -1)).transpose(1, 3)
+        rate = self.attn.attn_dropout.p if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(*qkv.unbind(2), is_causal=True, dropout_p=rate)
+        x_BTD = x_BTD + self.attn.resid_dropout(self.attn.c_proj(mixed.transpose(1, 2).flatten(2)))
+        return x_BTD + self.mlp(self.ln_2(x_BTD))
+
+
+class Short(GPT2LMHeadModel):
+    """GPT-2 as it is, except that Dynamo reads its training in half the time."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **others: Any) -> Any:
+        if labels is None or input_ids is None:
+            return super().forward(input_ids=input_ids, labels=labels, **others)
+        x_BTD = self.transformer.wte(input_ids) + self.transformer.wpe.weight[: input_ids.shape[1]]
+        x_BTD = self.transformer.drop(x_BTD)
+        for block in self.transformer.h:
+            x_BTD = block(x_BTD)
+        logits = self.lm_head(self.transformer.ln_f(x_BTD))
+        wanted = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        return CausalLMOutput(loss=functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten()))
+
+
 def gpt2(num_layers: int = 2, width: int = 32, dropout: float = 0.0, seed: int = 0, **others: Any) -> torch.nn.Module:
-    """Tied embeddings; every tensor of some quanta, so that ratios and alpha cut it."""
+    """Tied embeddings; every tensor of some quanta, so that ratios and alpha cut it.
+
+    How HuggingFace's own code is captured is tested in end_to_end/test_models.py and test_training.py.
+    """
     torch.manual_seed(seed)
     config = GPT2Config(
         vocab_size=others.pop("vocab_size", VOCABULARY),
@@ -43,7 +77,17 @@ def gpt2(num_layers: int = 2, width: int = 32, dropout: float = 0.0, seed: int =
         loss_type="ForCausalLM",
         **others,
     )
-    return GPT2LMHeadModel(config).train()
+    model = Short(config).train()
+    for block in model.transformer.h:
+        block.__class__ = ShortBlock
+    return model
+
+
+def llama(num_layers: int, width: int = 32) -> torch.nn.Module:
+    """No unit shares parameters with another."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": width, "intermediate_size": 64, "num_hidden_layers": num_layers, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes)).train()
 
 
 def two_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -94,6 +138,11 @@ Make = Callable[[list[dict[str, Any]]], TieredOptimizer]
 
 def adamw(groups: list[dict[str, Any]], **settings: Any) -> TieredOptimizer:
     return gs_compile.AdamW(groups, lr=1e-2, **settings)
+
+
+def sgd(groups: list[dict[str, Any]]) -> TieredOptimizer:
+    """Its one update is the gradient itself."""
+    return gs_compile.SGD([{"params": group["params"]} for group in groups], lr=1.0)
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> float:

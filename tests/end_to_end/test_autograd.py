@@ -23,6 +23,7 @@ from zoo import (
     scaled,
 )
 
+from gs_compile.codegen.compiled import compilations_of
 from gs_compile.errors import OutputGradientError
 
 # What is differentiated ------------------------------------------------------------------------------------------------
@@ -66,6 +67,20 @@ def with_grad_scale(model):
     model(*batch())[1].backward(torch.tensor(0.125))
 
 
+def after_evaluation(model):
+    """The same shapes without and with gradients are two codes."""
+    with torch.no_grad():
+        model(batch()[0])
+    scaled(model)
+
+
+def evaluation_between_two_halves(model):
+    loss = model(*batch())[1]
+    with torch.no_grad():
+        model(*batch(seed=2))
+    loss.backward()
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -77,6 +92,8 @@ def with_grad_scale(model):
         loss_outside_of_logits_that_came_with_one,
         loss_and_logits,
         with_grad_scale,
+        after_evaluation,
+        evaluation_between_two_halves,
     ],
 )
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -233,49 +250,14 @@ def test_hooks_that_take_the_gradient_away():
 def test_evaluation(mode):
     model = GPT(lambda: Block(dropout=0.5)).eval()
     reference = copy.deepcopy(model)
-    verbs = spy_on_verbs(compile_model(model, 2))
+    compile_model(model, 2)
     with mode():
         torch.testing.assert_close(model(*batch()), reference(*batch()), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(model(batch()[0])[0], reference(batch()[0])[0], rtol=1e-5, atol=1e-6)
-    assert verbs() == {"count", "embed", "forward", "head", "free"}
+    compilations = compilations_of[next(model.parameters())]
+    programs = [snapshots[-1] for each in compilations for snapshots in each.programs.values()]
+    assert {op.verb for program in programs for op in program.ops} == {"count", "embed", "forward", "head", "free"}
     assert gradients(model) == {}
-
-
-def spy_on_verbs(model):
-    """A function that tells the verbs of all step programs made for `model` so far."""
-    from gs_compile.codegen.compiled import compilations_of
-
-    def verbs():
-        compilations = compilations_of[next(model.parameters())]
-        return {
-            op.verb
-            for compilation in compilations
-            for programs in compilation.programs.values()
-            for op in programs[-1].ops
-        }
-
-    return verbs
-
-
-def test_training_after_evaluation():
-    """The same shapes without and with gradients are two codes."""
-
-    def use(model):
-        with torch.no_grad():
-            model(batch()[0])
-        scaled(model)
-
-    both_ways(GPT(), use, 5)
-
-
-def test_evaluation_between_two_halves_of_a_step():
-    def use(model):
-        loss = model(*batch())[1]
-        with torch.no_grad():
-            model(*batch(seed=2))
-        loss.backward()
-
-    both_ways(GPT(), use)
 
 
 @pytest.mark.parametrize("retain", [False, True])
@@ -286,29 +268,18 @@ def test_a_second_backward_is_the_usual_error(retain):
         loss.backward()
 
 
-def test_a_parameter_changed_before_the_backward_is_the_usual_error():
-    model = compile_model(GPT(), 2)
-    loss = model(*batch())[1]
-    with torch.no_grad():
-        model.blocks[0].up.weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_an_input_changed_before_the_backward_is_the_usual_error():
-    model = GPT()
-    compile_model(model)
-    ids, labels = batch()
+@pytest.mark.parametrize("what", ["parameter", "input"])
+def test_what_is_changed_before_the_backward_is_the_usual_error(what):
+    model, (ids, labels) = compile_model(GPT(), 2), batch()
     loss = model(ids, labels)[1]
-    ids.add_(0)
+    with torch.no_grad():
+        (ids if what == "input" else model.blocks[0].up.weight).add_(0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 def test_a_loss_that_lives_on_keeps_nothing_of_its_step():
-    model = GPT()
-    compile_model(model)
-    ids, labels = batch()
+    model, (ids, labels) = compile_model(GPT()), batch()
     loss = model(ids, labels)[1]
     loss.backward()
     kept = weakref.ref(ids)

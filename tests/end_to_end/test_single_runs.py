@@ -8,9 +8,8 @@ from functools import cache, partial
 import pytest
 import torch
 from learner import distance
-from tiered import LENGTH, VOCABULARY, Rig, adamw, gpt2, options, step, tokens
+from tiered import LENGTH, Rig, adamw, gpt2, llama, options, sgd, step, tokens
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import GPT, LAYERS, assert_same_gradients, batch, gradients, huggingface, train
 
 import gs_compile
@@ -26,13 +25,7 @@ PLACES = [
 ]
 
 
-def llama():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": NUM_BLOCKS, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes)).train()
-
-
-BUILDS = {"gpt2": partial(gpt2, NUM_BLOCKS, WIDTH, 0.1), "llama": llama}
+BUILDS = {"gpt2": partial(gpt2, NUM_BLOCKS, WIDTH, 0.1), "llama": partial(llama, NUM_BLOCKS)}
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +38,6 @@ def chosen(storage, schedule, ratio=1.0, separate=False, **others):
     size = BATCH if schedule == "vertical" else 1
     ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), ratio)
     return options(storage, schedule=schedule, ratios=ratios, separate_device=separate, micro_batch_size=size, **others)
-
-
-def sgd(groups):
-    """Its one update is the gradient itself."""
-    return gs_compile.SGD([{"params": group["params"]} for group in groups], lr=1.0)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -98,6 +86,14 @@ def test_twice_the_checkpoints_move(storage, separate):
 # Without tiers -------------------------------------------------------------------------------------------------------
 
 
+def on(schedule, model, micro_batch_size, compiler="eager"):
+    """A copy of the model that runs in this schedule."""
+    compiled = copy.deepcopy(model)
+    expert = {"schedule": schedule, "compiler": compiler}
+    compiled.compile(backend="greedysnake", options={"micro_batch_size": micro_batch_size, "expert": expert})
+    return compiled
+
+
 class Drops(nn.Module):
     """A block that drops in both halves."""
 
@@ -116,9 +112,7 @@ def test_whatever_compiles_the_halves_they_draw_the_same(compiler):
     torch._dynamo.reset()
     model, (ids, labels), found = GPT(Drops), batch(), {}
     for schedule, size in (("vertical", len(ids)), ("single", 2)):
-        compiled = copy.deepcopy(model)
-        expert = {"schedule": schedule, "compiler": compiler}
-        compiled.compile(backend="greedysnake", options={"micro_batch_size": size, "expert": expert})
+        compiled = on(schedule, model, size, compiler)
         torch.manual_seed(7)
         found[schedule] = train(compiled, ids, labels)[1]
         assert gs_compile.inspect(compiled).num_layers == LAYERS * HALVES[schedule]
@@ -131,9 +125,7 @@ def test_the_halves_draw_the_masks_of_the_block(name):
     torch._dynamo.reset()
     model, (ids, labels), found = huggingface(name, dropout=None), batch(), {}
     for schedule, size in (("vertical", len(ids)), ("single", 2)):
-        expert = {"schedule": schedule, "compiler": "eager"}
-        compiled = copy.deepcopy(model)
-        compiled.compile(backend="greedysnake", options={"micro_batch_size": size, "expert": expert})
+        compiled = on(schedule, model, size)
         torch.manual_seed(7)
         with torch.no_grad():
             alone = compiled(input_ids=ids, labels=labels).loss
@@ -152,9 +144,7 @@ def test_hidden_states_and_gradients_from_outside():
     ids, labels = batch()
     model(ids, output_hidden_states=True)  # transformers installs its hooks, which Dynamo cannot
     for schedule in ("vertical", "single"):
-        compiled = copy.deepcopy(model)
-        expert = {"schedule": schedule, "compiler": "eager"}
-        compiled.compile(backend="greedysnake", options={"micro_batch_size": len(ids), "expert": expert})
+        compiled = on(schedule, model, len(ids))
         output = compiled(input_ids=ids, labels=labels, output_hidden_states=True)
         (output.loss + output.hidden_states[1].square().mean()).backward()
         found[schedule] = gradients(compiled)
@@ -165,7 +155,7 @@ def test_hidden_states_and_gradients_from_outside():
 def test_inspection_names_the_halves():
     torch._dynamo.reset()
     model, (ids, labels) = huggingface("gpt2"), batch()
-    model.compile(backend="greedysnake", options={"expert": {"schedule": "single", "compiler": "eager"}})
+    model = on("single", model, 1)
     train(model, ids, labels)
     found = gs_compile.inspect(model)
     assert found.headline.startswith("6 half-layers of 2 classes, 1 micro-batch of 5, ")
@@ -187,9 +177,7 @@ def test_every_family_with_two_residuals(name):
     model, (ids, labels), found = huggingface(name), batch(), {}
     for schedule in ("vertical", "single"):
         torch._dynamo.reset()
-        compiled = copy.deepcopy(model)
-        expert = {"schedule": schedule, "compiler": "eager"}
-        compiled.compile(backend="greedysnake", options={"micro_batch_size": len(ids), "expert": expert})
+        compiled = on(schedule, model, len(ids))
         found[schedule] = train(compiled, ids, labels)[1]
     assert_same_gradients(found["single"], found["vertical"], 1e-6)
 
@@ -198,7 +186,7 @@ def test_every_family_with_two_residuals(name):
 @pytest.mark.parametrize("name", ["falcon", "gpt_neox", "gptj", "mamba"])
 def test_blocks_with_one_residual_are_refused_by_name(name):
     model, (ids, labels) = huggingface(name), batch()
-    model.compile(backend="greedysnake", options={"expert": {"schedule": "single", "compiler": "eager"}})
+    model = on("single", model, 1)
     with pytest.raises(
         gs_compile.errors.UniformityError, match=r"layer 0 \(.*\.0\) cannot be cut in two.*there is one"
     ):

@@ -5,26 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from tiered import gpt2, options, step, tokens
 
 import gs_compile
 from gs_compile.errors import OptimizerError
 
 
 def trained(tmp_path, **expert):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "n_positions": 8, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0))
+    model = gpt2()
     optimizer = gs_compile.AdamW(model.parameters(), lr=1e-3)
-    expert |= {"compiler": "eager", "ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}}
-    options = {"micro_batch_size": 1, "outputs": "loss", "storage": tmp_path / "ssd", "expert": expert}
-    model.compile(backend="greedysnake", options=options)
-    ids = torch.zeros(2, 8, dtype=torch.long)
-    for _ in range(2):
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
+    model.compile(backend="greedysnake", options=options(tmp_path / "ssd", micro_batch_size=1, **expert))
+    for number in range(2):
+        step(model, optimizer, tokens(number, 2))
     optimizer.synchronize()
     return optimizer
 
