@@ -2,7 +2,7 @@
 # pyproject.toml or constraints.txt change. torch is whatever build pip finds for this machine, CPU or CUDA.
 
 PYTHON ?= python3
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist loadfile
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -14,17 +14,24 @@ ROOT = Path(__file__).resolve().parent.parent
 KNOWN: dict[str, dict[str, int]] = json.loads((ROOT / "tests" / "over_bounds.json").read_text())
 
 
+def files() -> dict[str, Path]:
+    """Every source file of the library by its place in the package; links are not followed."""
+    found = {}
+    for folder in ("gs_compile", "passes", "runtime"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            place = path.relative_to(ROOT)
+            if folder != "gs_compile":
+                found[f"gs_compile/{place}"] = path
+            elif place.parts[1] not in ("passes", "runtime"):
+                found[str(place)] = path
+    return found
+
+
 @cache
 def library() -> dict[str, str]:
-    """The source of each module of the library; links are not followed."""
-    paths = [path for path in (ROOT / "gs_compile").rglob("*.py") if not {"passes", "runtime"} & set(path.parts)]
-    paths += [path for wing in ("passes", "runtime") for path in (ROOT / wing).rglob("*.py")]
-    return {module_of(path): path.read_text() for path in sorted(paths)}
-
-
-def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts if parts[0] == "gs_compile" else ("gs_compile", *parts)).removesuffix(".__init__")
+    """The source of each module of the library by its name."""
+    names = {place: place.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for place in files()}
+    return {names[place]: path.read_text() for place, path in files().items()}
 
 
 def lines_of(folder: str) -> dict[str, int]:

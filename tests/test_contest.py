@@ -1,9 +1,10 @@
-"""contest: the case, the batches, and how a contestant answers."""
+"""The case, the batches, how a contestant answers, and when a machine is idle."""
 
 from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy
 import pytest
 import torch
 
+from benchmarks.race import measures
 from benchmarks.race.contest import CANNOT, FAILED, PRESETS, Cannot, Case, Contestant, _serve, batch
 
 TINY = Case(layers=1, hidden=8, heads=2, vocabulary=16, sequence=4, micro_batch_size=2, micro_batches=3)
@@ -90,3 +92,38 @@ def test_what_fails_is_told_with_its_command(capsys: pytest.CaptureFixture[str])
 
 def test_an_unknown_command_is_an_error() -> None:
     assert talk("jump")[1][-1]["error"] == "ValueError: no such command: jump"
+
+
+@pytest.mark.parametrize(
+    ("each_second", "idle"),
+    [
+        ([(2.0, 0), (2.0, 0), (0.0, 0)], True),  # computation ends
+        ([(0.0, 900_000), (0.0, 90_000), (0.0, 5)], True),  # files go
+        ([(0.0, 0), (0.0, 0), (1.0, 0)], False),  # someone works now and then
+        ([(0.1, 0), (0.1, 50_000)], False),
+    ],
+)
+def test_waiting_until_the_machine_is_idle(
+    monkeypatch: pytest.MonkeyPatch, each_second: list[tuple[float, int]], idle: bool
+) -> None:
+    now, last = [0.0], len(each_second) - 1
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+    def work_done() -> tuple[float, int]:
+        per_second = [each_second[min(second, last) if idle else second % (last + 1)] for second in range(int(now[0]))]
+        return sum(busy for busy, _ in per_second), sum(sectors for _, sectors in per_second)
+
+    monkeypatch.setattr(measures, "_work_done", work_done)
+    assert measures.wait_until_idle(30.0) is idle
+    assert now[0] == (5.0 if idle else 30.0)
+
+
+def test_work_done_is_what_the_system_counts() -> None:
+    before = measures._work_done()
+    end = time.process_time() + 0.2
+    while time.process_time() < end:
+        pass
+    after = measures._work_done()
+    assert after[0] - before[0] >= 0.1
+    assert after[1] >= before[1]

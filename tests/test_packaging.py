@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from bounds import ROOT, files
 
-ROOT = Path(__file__).resolve().parent.parent
 SETUPTOOLS = 77  # as in pyproject.toml's [build-system]
 WINGS = ("passes", "runtime")
 
@@ -49,14 +49,11 @@ def wheel(tmp_path_factory):
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
-    modules = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    ground_and_roof = {f"gs_compile/{path.name}" for path in (ROOT / "gs_compile").glob("*.py")}
-    wings = {f"gs_compile/{wing}/{path.name}" for wing in WINGS for path in (ROOT / wing).glob("*.py")}
-    machines = {
-        f"gs_compile/planner/measure/machines/{path.name}"
-        for path in (ROOT / "gs_compile" / "planner" / "measure" / "machines").iterdir()
-    }
-    assert modules == ground_and_roof | wings | machines | {"gs_compile/py.typed", "gs_compile/timeline.html"}
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    data = {"gs_compile/py.typed", "gs_compile/cli/report/timeline.html"}
+    machines = ROOT / "gs_compile" / "planner" / "measure" / "machines"
+    data |= {str(path.relative_to(ROOT)) for path in machines.iterdir()}
+    assert names == files().keys() | data
 
 
 def test_the_wheel_names_the_backend_and_the_command(wheel):

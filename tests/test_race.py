@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from benchmarks.race import bounds, curves, draw, measures, tables
+from benchmarks.race import bounds, curves, draw, tables
 from benchmarks.race.contest import Case
 from benchmarks.race.entrant import Entrant, EntrantError
 from benchmarks.race.heat import Heat, Terms, difference
@@ -31,17 +31,16 @@ def machine(request):
     return Profile.load(request.path.parent / "machine.json")
 
 
+def raced(names, **terms):
+    given = {"rounds": 1, "round_seconds": 0.1, "drive_seconds": 0, **terms}
+    return Heat(TINY, [Entry.parse(name) for name in names], Terms(**given)).run()
+
+
 @pytest.fixture(scope="module")
 def heat(tmp_path_factory):
     """A race of plain against ours, both in this environment."""
-    terms = Terms(
-        rounds=2,
-        round_seconds=0.1,
-        drive_seconds=0.2,
-        storage=tmp_path_factory.mktemp("race"),
-        peers_python=PEERS_PYTHON / "missing",
-    )
-    return Heat(TINY, [Entry.parse(name) for name in NAMES], terms).run()
+    settings = {"storage": tmp_path_factory.mktemp("race"), "peers_python": PEERS_PYTHON / "missing"}
+    return raced(NAMES, rounds=2, drive_seconds=0.2, **settings)
 
 
 def test_a_race(heat):
@@ -144,8 +143,7 @@ def scripted(monkeypatch):
 
 
 def test_who_is_wrong_is_not_timed(scripted):
-    names = ("plain", "fsdp2", "zero-infinity")
-    found = Heat(TINY, [Entry.parse(name) for name in names], Terms(rounds=1, round_seconds=0.1, drive_seconds=0)).run()
+    found = raced(("plain", "fsdp2", "zero-infinity"))
     each = found["contestants"]
     assert each["fsdp2"]["verdict"] == "wrong: its losses differ from plain's by 5.0e-02"
     assert "median_seconds" not in each["fsdp2"]
@@ -155,9 +153,7 @@ def test_who_is_wrong_is_not_timed(scripted):
 
 
 def test_groups_where_memory_does_not_hold_all(scripted):
-    names = ("plain", "zero-infinity", "vertical/ssd/eager")
-    terms = Terms(rounds=1, round_seconds=0.1, drive_seconds=0, most_together=1)
-    found = Heat(TINY, [Entry.parse(name) for name in names], terms).run()
+    found = raced(("plain", "zero-infinity", "vertical/ssd/eager"), most_together=1)
     assert found["groups"] == [["plain", "zero-infinity"], ["plain", "vertical/ssd/eager"]]
     assert {name: len(each["seconds"]) for name, each in found["contestants"].items()} == {
         "plain": 2,  # of both groups
@@ -167,8 +163,7 @@ def test_groups_where_memory_does_not_hold_all(scripted):
 
 
 def test_a_race_whose_time_is_up_says_so(scripted):
-    names = ("plain", "zero-infinity")
-    found = Heat(TINY, [Entry.parse(name) for name in names], Terms(deadline=time.monotonic())).run()
+    found = raced(("plain", "zero-infinity"), deadline=time.monotonic())
     assert not found["complete"]
     assert all(each["verdict"] == "not raced: out of time" for each in found["contestants"].values())
 
@@ -275,36 +270,3 @@ def test_curves_apart():
     report = curves.report({"largest_difference": differences})
     assert "vertical: more than rounding, 3.00 times" in report
     assert "horizontal: within rounding noise, 0.20 times" in report
-
-
-@pytest.mark.parametrize(
-    ("each_second", "idle"),
-    [
-        ([(2.0, 0), (2.0, 0), (0.0, 0)], True),  # computation ends
-        ([(0.0, 900_000), (0.0, 90_000), (0.0, 5)], True),  # files go
-        ([(0.0, 0), (0.0, 0), (1.0, 0)], False),  # someone works now and then
-        ([(0.1, 0), (0.1, 50_000)], False),
-    ],
-)
-def test_waiting_until_the_machine_is_idle(monkeypatch, each_second, idle):
-    now, last = [0.0], len(each_second) - 1
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-
-    def work_done():
-        per_second = [each_second[min(second, last) if idle else second % (last + 1)] for second in range(int(now[0]))]
-        return sum(busy for busy, _ in per_second), sum(sectors for _, sectors in per_second)
-
-    monkeypatch.setattr(measures, "_work_done", work_done)
-    assert measures.wait_until_idle(30.0) is idle
-    assert now[0] == (5.0 if idle else 30.0)
-
-
-def test_work_done_is_what_the_system_counts():
-    before = measures._work_done()
-    end = time.process_time() + 0.2
-    while time.process_time() < end:
-        pass
-    after = measures._work_done()
-    assert after[0] - before[0] >= 0.1
-    assert after[1] >= before[1]

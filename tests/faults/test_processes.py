@@ -1,21 +1,23 @@
-"""What a process leaves behind when it ends without a word, and when it is killed."""
+"""Runs in processes of their own: what they leave behind when they end or are killed, and who may use a directory."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from tiered import files_in
 
-from gs_compile.errors import LeftoverError
-from gs_compile.runtime.store import Store
+from gs_compile.errors import LeftoverError, StorageLockedError
+from gs_compile.runtime.store import FOLDER, Store
 
+MIB = 1 << 20
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = """
-import sys, time
-import torch
+import sys, torch
 import gs_compile
 from captured import Tiny, batch
 
@@ -31,8 +33,6 @@ for _ in range(2):
     loss.backward()
     optimizer.step()
 print("trained", flush=True)
-if sys.argv[2] == "wait":
-    time.sleep(100)
 if sys.argv[2] == "raise":
     raise SystemExit(3)
 """
@@ -54,9 +54,58 @@ def test_a_process_that_ends_leaves_nothing(tmp_path, what):
     assert not [name for name in files_in(tmp_path) if "greedysnake-run" in name]
 
 
-def test_a_process_that_is_killed_leaves_files_that_the_next_run_names(tmp_path):
-    with run(tmp_path, "wait") as process:
-        assert process.stdout.readline() == "trained\n"
-        process.kill()
-    with pytest.raises(LeftoverError, match=r"a run was killed and left \d+ files, \d+ bytes.*delete the folder"):
+@contextmanager
+def another_process(directory):
+    """A process that has a store with one extent, until it is killed."""
+    script = f"""
+import time, torch
+from gs_compile.runtime.store import Store
+store = Store([{str(directory)!r}])
+store.allocate("w3", 1 << 20).write(torch.ones(1 << 20, dtype=torch.uint8)).wait()
+print("ready", flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_directory_has_one_run_in_one_process(tmp_path):
+    with Store([tmp_path]), pytest.raises(StorageLockedError, match=rf"pid {os.getpid()}, started 20\d\d-.*storage="):
         Store([tmp_path])
+    Store([tmp_path]).close()
+
+
+def test_a_directory_has_one_run_over_processes(tmp_path):
+    with (
+        another_process(tmp_path) as process,
+        pytest.raises(StorageLockedError, match=f"pid {process.pid}, started"),
+    ):
+        Store([tmp_path])
+
+
+def test_a_killed_run_leaves_files_that_are_refused_by_name(tmp_path):
+    (tmp_path / "theirs").write_text("kept")
+    with another_process(tmp_path):
+        pass  # and it is killed
+    for _ in range(2):
+        with pytest.raises(
+            LeftoverError, match=rf"left 1 files, {MIB} bytes, last written 20\d\d-.*delete the folder"
+        ) as caught:
+            Store([tmp_path])
+        assert caught.value.filename == str(tmp_path / FOLDER)
+    assert (tmp_path / FOLDER / "w3").stat().st_size == MIB
+    (tmp_path / FOLDER / "w3").unlink()
+    Store([tmp_path]).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_a_run_killed_before_it_had_files_is_no_obstacle(tmp_path):
+    (tmp_path / FOLDER).mkdir(mode=0o700)
+    for name in (".lock", ".probe"):
+        (tmp_path / FOLDER / name).write_text("pid 1, started long ago")
+    Store([tmp_path]).close()
+    assert not list(tmp_path.iterdir())

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import LEARNING_RATE, MOMENTUM, RESIDENT, Options, TieredToy, after, options, place, tiered_steps, train
+from tiered_toy import LEARNING_RATE, MOMENTUM, TieredToy
+from tiers import RESIDENT, Options, after, options, place, tiered_steps, train
 
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.program.ir import DRAIN, FILL, StepShape, Value
