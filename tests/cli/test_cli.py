@@ -257,8 +257,8 @@ def test_the_version():
 
 @pytest.mark.parametrize("command", [(), ("plan",)], ids=" ".join)
 def test_help_comes_at_once(command):
-    """In 0.3 seconds on two quiet cores; twice that here, for what else the machine does. torch alone takes a second."""
-    assert min(timed(*command, "--help") for _ in range(3)) < 0.6
+    """In 0.3 seconds on two quiet cores; on a busy machine the same work takes more. torch alone takes a second."""
+    assert min(timed(*command, "--help") for _ in range(3)) < 0.9
 
 
 def timed(*arguments):

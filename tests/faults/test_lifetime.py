@@ -12,7 +12,7 @@ from tiered import Rig, adamw, files_in, gpt2, one_thread, options, our_threads,
 
 from gs_compile.model.placeholders import is_released
 
-SECONDS = 5  # what is garbage is gone at once; what is more is a loaded machine
+SECONDS = 60  # what is garbage is gone at once; what is more is a loaded machine
 
 
 @pytest.fixture(autouse=True)
