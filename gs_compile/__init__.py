@@ -16,7 +16,7 @@ from gs_compile.options import Expert, Options, Ratios
 
 if TYPE_CHECKING:
     from gs_compile.model.inspection import Inspection, inspect
-    from gs_compile.model.materialized import materialize
+    from gs_compile.model.materialize import materialize
     from gs_compile.model.optim import SGD, Adam, AdamW, Lion
     from gs_compile.model.storage_init import init_on_storage
     from gs_compile.planner.measure.profile import Profile
@@ -49,7 +49,7 @@ _MODULES = {
     "Inspection": "model.inspection",
     "inspect": "model.inspection",
     "init_on_storage": "model.storage_init",
-    "materialize": "model.materialized",
+    "materialize": "model.materialize",
     "Profile": "planner.measure.profile",
     "StepPlan": "planner.step_plan",
     "plan": "planner.plan",

@@ -15,6 +15,7 @@ from tiered import Make, adamw, gpt2, one_thread, options, step, tokens, two_gro
 
 import gs_compile
 from gs_compile.model.optim import TieredOptimizer
+from gs_compile.model.residency import residency_of
 
 EVERY = {
     "AdamW": gs_compile.AdamW,
@@ -49,12 +50,11 @@ class Learner:
     def values(self) -> dict[str, torch.Tensor]:
         """All parameters' masters and states, copied."""
         self.optimizer.synchronize()
-        engine, found = self.optimizer.engine, {}
-        assert engine is not None
+        found = {}
         for name, parameter in self.model.named_parameters():
-            found[name] = engine.read(parameter, master=True).clone()
-            if engine.trains(parameter):
-                found |= {f"{name}.{key}": value.clone() for key, value in engine.state_of(parameter).items()}
+            found[name] = residency_of(parameter).value(parameter, master=True).clone()
+            state = self.optimizer.stored_state(parameter) or {}
+            found |= {f"{name}.{key}": value.clone() for key, value in state.items()}
         return found
 
 

@@ -19,8 +19,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 import gs_compile
 from gs_compile.codegen.compiled import Compilation, compilations_of
 from gs_compile.model.optim import TieredOptimizer
-from gs_compile.model.placeholders import restore
-from gs_compile.model.storage_init import set_aside
+from gs_compile.model.residency import residency_of, restore, stash
 from gs_compile.options import Options
 from gs_compile.placement.traffic import traffic
 
@@ -156,12 +155,10 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Te
 
 def outcome(model: torch.nn.Module, optimizer: TieredOptimizer, losses: list[float], norms: list[float]) -> Outcome:
     optimizer.synchronize()
-    engine = optimizer.engine
-    assert engine is not None
     values = {}
     for name, parameter in model.named_parameters():
-        values[name] = engine.tiers.read(engine.slices[id(parameter)], master=True).clone()
-        values |= {f"{name}.{key}": value.clone() for key, value in engine.state_of(parameter).items()}
+        values[name] = residency_of(parameter).value(parameter, master=True).clone()
+        values |= {f"{name}.{key}": value.clone() for key, value in optimizer.stored_state(parameter).items()}
     return Outcome(losses, norms, values)
 
 
@@ -224,7 +221,7 @@ class Rig:
             self.compilation.options = Options.of(given)
             dtype = torch.bfloat16 if self.precision == "bf16" else None
             for parameter in self.model.parameters():
-                set_aside(parameter, dtype)
+                stash(parameter, dtype)
         try:
             yield optimizer
         finally:
@@ -235,8 +232,7 @@ class Rig:
                 optimizer.engine.tiers.close()
                 optimizer.engine = None
             for parameter, values in zip(self.model.parameters(), self.initial, strict=True):
-                parameter.data = values.clone()
-                restore(parameter, parameter.data)
+                restore(parameter, values.clone())
 
     def train(self, make: Make, given: Mapping[str, Any], num_steps: int = 6, batch_size: int = BATCH) -> Outcome:
         """Steps on batches that are always the same."""

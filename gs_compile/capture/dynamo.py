@@ -65,18 +65,17 @@ class _TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
 
 
 def capture(
-    module: fx.GraphModule, example_inputs: Sequence[Any], claim: Callable[[Sequence[Any]], bool] = lambda _: False
+    module: fx.GraphModule, example_inputs: Sequence[Any], detach: Callable[[Sequence[Any]], bool] = lambda _: False
 ) -> Captured:
     """The captured graph with its inputs named and its batch dimension free.
 
-    `claim` gets the parameters, and returns whether it changed what is in their place: then Dynamo traces again.
+    `detach` gets the parameters of a graph that can be used, and returns whether it changed what is in their place:
+    then Dynamo traces again.
 
     Raises an exception of Dynamo's when the frame has to be traced again, and `CaptureError` (graph break, no batch
     input, inputs on several devices) when the graph cannot be used.
     """
     inputs = tuple(_input(node, example) for node, example in _placeholders(module, example_inputs))
-    if claim([example for entry, example in zip(inputs, example_inputs, strict=True) if entry.role == "parameter"]):
-        raise _TraceAgain(restart_reason="greedysnake: parameters moved to the tiers")
     _refuse_graph_break(module)
     _refuse_mixed_devices(inputs, example_inputs)
     inputs = _with_batch(inputs, _placeholders(module, example_inputs))
@@ -84,6 +83,8 @@ def capture(
     batch = [entry for entry in inputs if entry.role == "batch"]
     symbols = frozenset[sympy.Symbol]().union(*(_symbols(sizes[entry.name][0]) for entry in batch))
     others = frozenset[sympy.Symbol]().union(*(_symbols(size) for shape in sizes.values() for size in shape[1:]))
+    if detach([example for entry, example in zip(inputs, example_inputs, strict=True) if entry.role == "parameter"]):
+        raise _TraceAgain(restart_reason="greedysnake: parameters moved to the tiers")
     if not _retracing():
         fixed = not symbols and any(int(sizes[entry.name][0]) > 1 for entry in batch)
         if fixed or symbols & others or _has_float_symbols(module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -149,7 +149,7 @@ class Compilation:
     layouts: dict[Hashable, SpecializedModel] = field(default_factory=dict)
     programs: dict[Hashable, list[Program]] = field(default_factory=dict)
     steps: dict[Hashable, Step] = field(default_factory=dict)  # the latest last
-    tiers: str = ""  # where everything lives, once it is on tiers
+    describe_tiers: Callable[[], str] | None = None  # where everything lives, once it is on tiers
     seconds: float = 0.0  # spent in the passes
     compile_id: Any = field(default_factory=current_compile_id)  # for traces
     _warned: bool = False

@@ -13,7 +13,8 @@ from gs_compile.capture.dynamo import capture, ignore_logging
 from gs_compile.capture.graph import Captured
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.errors import CaptureError, GreedySnakeError, NothingRequiresGradError
-from gs_compile.model.engine import claim, engine_for
+from gs_compile.model.first_call import detach, engine_for
+from gs_compile.model.residency import roll_back
 from gs_compile.model.step import Call
 from gs_compile.options import Options
 from gs_compile.runtime.stream import has_own_memory
@@ -36,11 +37,12 @@ def greedysnake(
     """
     try:
         checked = Options.of(options, mode)
-        return CompiledModel(capture(module, example_inputs, partial(claim, options=checked)), checked)
+        return CompiledModel(capture(module, example_inputs, partial(detach, options=checked)), checked)
     except GreedySnakeError as error:
         kind, message = type(error), str(error)  # not the error: its traceback holds the model
 
-    def refuse(*_: Any) -> Any:
+    def refuse(*args: Any) -> Any:
+        roll_back(args)
         raise kind(message)
 
     return refuse
@@ -54,6 +56,15 @@ class CompiledModel:
 
     def __call__(self, *args: Any) -> list[Any]:
         """The model's outputs for the arguments of the captured graph."""
+        try:
+            call = self._call(args)
+        except BaseException:
+            roll_back(args)
+            raise
+        return call.run()
+
+    def _call(self, args: Sequence[Any]) -> Call:
+        """The call, before anything has run."""
         self._register(args)
         inputs = self.compilation.captured.inputs
         batch = [index for index, entry in enumerate(inputs) if entry.role == "batch"]
@@ -68,7 +79,7 @@ class CompiledModel:
         devices = {arg.device for arg in args if isinstance(arg, torch.Tensor) and has_own_memory(arg.device)}
         units = CompiledUnits(parts, seed, sorted(devices, key=str))
         engine = engine_for(self.compilation, layouts, args)
-        return Call(self.compilation, layouts[0], layouts, args, units, training, engine).run()
+        return Call(self.compilation, layouts, args, units, training, engine)
 
     def _register(self, args: Sequence[Any]) -> None:
         """Make this known for the model that calls: Dynamo runs one capture for all models that are alike."""

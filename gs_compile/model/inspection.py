@@ -176,7 +176,8 @@ class Inspection:
     @property
     def tiers(self) -> str:
         """What lives where, with the planned peaks; "everything is on the device" without an optimizer of ours."""
-        return self.compilation.tiers or "everything is on the device"
+        describe = self.compilation.describe_tiers
+        return describe() if describe is not None else "everything is on the device"
 
     # Sizes -----------------------------------------------------------------------------------------------------------
 

@@ -12,37 +12,27 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from gs_compile.capture.internals import untraced
 from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParameterError
+from gs_compile.model.engine import Engine
+from gs_compile.model.placeholder import UnavailableGradient
+from gs_compile.model.residency import residency_of
 from gs_compile.runtime import kernels
 from gs_compile.runtime.kernels import ADAM, ADAMW, LION, Rule
-
-if TYPE_CHECKING:
-    from gs_compile.model.engine import Engine
-    from gs_compile.runtime.trace import Total
-
-# An optimizer is held by its parameters, as an attribute: a model whose optimizer nobody holds any more still has its
-# values, and both end together.
-_OWNER = "_greedysnake_optimizer"
+from gs_compile.runtime.trace import Total
 
 # Settings of torch's optimizers that say how they compute; they come with torch's state dicts, and mean nothing here.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay"}
-
-
-def optimizer_of(parameter: torch.Tensor) -> TieredOptimizer | None:
-    """The gs_compile optimizer that was made for a parameter."""
-    found = getattr(parameter, _OWNER, None)
-    assert found is None or isinstance(found, TieredOptimizer)
-    return found
 
 
 @dataclass(frozen=True)
@@ -84,10 +74,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         self._check(group)
         for parameter in group["params"]:
-            known = optimizer_of(parameter)
-            if known is not None and known is not self and known.engine is not None and not known.engine.closed:
+            residency = residency_of(parameter)
+            if residency.tiered is not None:
                 raise OptimizerError("another gs_compile optimizer trains this parameter already")
-            setattr(parameter, _OWNER, self)
+            residency.optimizer = weakref.ref(self)
             self._show_state(parameter)
 
     @property
@@ -119,13 +109,9 @@ class TieredOptimizer(torch.optim.Optimizer):
     @property
     def group_of(self) -> Mapping[torch.Tensor, int]:
         """The number of each parameter's param group."""
-        found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        for number, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                found[parameter] = number
-        return found
+        return {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
 
-    @torch._disable_dynamo
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Close the step whose backward has run; without one since the last step, do nothing."""
         loss = None
@@ -137,6 +123,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             return loss
         record = self.engine.finish()
         if record is not None:
+            self._drop_gradients()
             self.num_skipped += record.skipped
             self.num_steps += not record.skipped
             self._count()
@@ -166,12 +153,17 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.engine.tiers.trace.save(path)
 
     def _refuse_gradients(self) -> None:
-        if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
+        if any(parameter.grad is not None for parameter in self._parameters):
             raise OptimizerError(
                 "gradients have arrived in p.grad: the model did not run with the greedysnake backend, or was called "
                 'before this optimizer was made. Compile it, model.compile(backend="greedysnake"), make the optimizer '
                 "before the first call, or use a torch.optim optimizer"
             )
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            if isinstance(parameter.grad, UnavailableGradient):
+                parameter.grad = None
 
     def _warn(self, updated: list[Any]) -> None:
         done = f"; units {', '.join(map(str, updated))} were updated before it showed" if updated else ""
@@ -188,7 +180,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     # torch.distributed.checkpoint, that the state has been made. Values are put there for as long as a state dict is
     # made of them, and from `load_state_dict` to the model's first call.
 
-    @torch._disable_dynamo
+    @untraced
     def state_dict(self) -> dict[str, Any]:
         """As torch's optimizers have it; tensors are mapped from files, so they take no memory until they are used."""
         self.synchronize()
@@ -197,14 +189,15 @@ class TieredOptimizer(torch.optim.Optimizer):
             if self.engine is None:
                 found.update(shown)
             else:
-                found.update({p: self.engine.state_of(p) for p in self._parameters if self.engine.trains(p)})
+                states = {p: self.stored_state(p) for p in self._parameters}
+                found.update({p: state for p, state in states.items() if state is not None})
         self.state = found
         try:
             return super().state_dict()
         finally:
             self.state = shown
 
-    @torch._disable_dynamo
+    @untraced
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up the state of one of these or of a torch optimizer of the same kind; masters are not part of it."""
         state_dict = dict(state_dict)
@@ -231,15 +224,25 @@ class TieredOptimizer(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    def stored_state(self, parameter: torch.Tensor) -> dict[str, Any] | None:
+        """A parameter's state as torch has it, its tensors mapped from files; None where it is not trained."""
+        span = self.engine.trained_span(parameter) if self.engine is not None else None
+        if self.engine is None or span is None:
+            return None
+        self.engine.synchronize()
+        return self.engine.values.state(span, self.num_steps)
+
     def load_into(self, engine: Engine) -> None:
-        """Bring a loaded state home."""
+        """Bring a loaded state to the tiers."""
         for parameter, state in list(self.state.items()):
-            if engine.trains(parameter):
-                if not all(
-                    isinstance(value, torch.Tensor) and value.is_meta for key, value in state.items() if key != "step"
-                ):
-                    engine.load_state(parameter, state)
-                self._show_state(parameter)
+            span = engine.trained_span(parameter)
+            if span is None:
+                continue
+            values = [value for key, value in state.items() if key != "step"]
+            if not all(isinstance(value, torch.Tensor) and value.is_meta for value in values):
+                engine.synchronize()
+                engine.values.load_state(span, state)
+            self._show_state(parameter)
 
     def _show_state(self, parameter: torch.Tensor) -> None:
         wide = torch.promote_types(parameter.dtype, torch.float32)

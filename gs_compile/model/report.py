@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 
-from torch._logging import trace_structured
-
+from gs_compile.capture.internals import add_artifact
 from gs_compile.codegen.compiled import Compilation
 from gs_compile.model.inspection import Inspection
 
@@ -22,15 +21,6 @@ def report(compilation: Compilation) -> None:
     inspection = Inspection(compilation, (compilation,))
     log.info("%s", inspection.headline)
     log.debug("%s", inspection.program())
-    _artifact(compilation, "program", inspection.program())
-    _artifact(compilation, "layers", inspection.uniformity)
-    _artifact(compilation, "loss", inspection.derivation)
-
-
-def _artifact(compilation: Compilation, name: str, content: object) -> None:
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": f"gs_compile_{name}", "encoding": "string"},
-        payload_fn=lambda: str(content),
-        compile_id=compilation.compile_id,
-    )
+    add_artifact("gs_compile_program", lambda: str(inspection.program()), compilation.compile_id)
+    add_artifact("gs_compile_layers", lambda: inspection.uniformity, compilation.compile_id)
+    add_artifact("gs_compile_loss", lambda: inspection.derivation, compilation.compile_id)

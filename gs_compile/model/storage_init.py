@@ -3,7 +3,7 @@
     factory()   each operation runs as it is; then
                 [1] what is large and new moves to a file that is mapped into memory
                 [2] pages of the tensors that were used longest ago leave memory
-    its model   [3] the values of each parameter are kept in their file, for `take`; a placeholder stands for them
+    its model   [3] the value of each parameter is stashed in its file; a placeholder stands for it
 
 Nothing is recorded and replayed: each random number is drawn by torch's own code, in its own order, into the very
 tensor it was meant for. So the values are those of ordinary construction bit for bit, whatever the initialiser does:
@@ -24,91 +24,60 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from gs_compile.errors import InitialisationError, ReleasedParameterError
+from gs_compile.capture.internals import (
+    StorageWeakRef,
+    TorchDispatchMode,
+    identity,
+    live_storage,
+    tree_leaves,
+    tree_map_only,
+)
+from gs_compile.errors import InitialisationError
 from gs_compile.model.mapped import SMALL_NBYTES, directory, leave_memory, map_file
-from gs_compile.model.placeholders import is_released, release
+from gs_compile.model.residency import Stash, is_offloaded, stash
 from gs_compile.runtime.stream import is_in_host_memory
 
 CACHE_NBYTES = 256 << 20  # of mapped tensors in memory: a layer's usual weights are drawn, scaled and copied in it
-
-# Parameter -> its initial values, mapped from a file (or in memory, if small). An entry ends with its parameter.
-_initial: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 aten = torch.ops.aten
 _UNINITIALISED = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
 
 
-def init_on_storage(factory: Callable[[], nn.Module], *, storage: str | os.PathLike[str] | None = None) -> nn.Module:
-    """The model that `factory` builds, bitwise, its parameters released and their values in files under `storage`.
+def init_on_storage(
+    factory: Callable[[], nn.Module],
+    *,
+    storage: str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """The model that `factory` builds, bitwise, its parameters offloaded and their values in files under `storage`.
 
     `storage` is a directory, by default ~/.cache/greedysnake. Memory holds no more than CACHE_NBYTES of parameters and
-    what one operation needs; tied parameters stay tied, and buffers are in memory.
+    what one operation needs; tied parameters stay tied, and buffers are in memory. `device` is where the model
+    computes, by default the CPU, on which the factory builds it; `model.to(device)` changes that later, and moves no
+    parameter's value.
 
     Raises InitialisationError, naming the parameter, for what cannot be kept in a file: values that are not on the CPU,
     lazy or tensor-like parameters, two parameters that share memory, a parameter that is resized; and StorageFullError.
     Warns of parameters whose values were not made by torch operations in this thread, as those from numpy: their
     values are right, but they were in memory until all was built.
     """
-    from gs_compile.model.materialized import watch  # it reads what is kept here
-
     folder = directory(storage)
     with _Births(folder) as births:
         model = factory()
-    parameters = {name: each for name, each in model.named_parameters() if not is_released(each)}
+    parameters = {name: each for name, each in model.named_parameters() if not is_offloaded(each)}
     buffers = dict(model.named_buffers())
     for name, parameter in parameters.items():
         _check(name, parameter)
     _check_apart(parameters, buffers)
     _warn_of_resident({name: each for name, each in parameters.items() if births.missed(each)})
     for parameter in parameters.values():  # [3]
-        _initial[parameter] = _moved(parameter, folder) if births.missed(parameter) else _alias(parameter)
-        release(parameter)
+        values = _moved(parameter, folder) if births.missed(parameter) else _alias(parameter)
+        stash(parameter, on_storage=Stash(values, folder))
     _into_memory(each for each in buffers.values() if births.holds(each))
     births.drop_pages(down_to_nbytes=0)
-    watch(model)
-    return model
-
-
-def contents_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The initial values of a parameter that `init_on_storage` released: read from storage where they are touched."""
-    values = _initial.get(parameter)
-    if values is None:
-        raise ReleasedParameterError(
-            f"a parameter of shape {tuple(parameter.shape)} has no initial values on storage: "
-            "they were taken already (a run that failed keeps none), or it was not built by init_on_storage"
-        )
-    assert isinstance(values, torch.Tensor)
-    return values
-
-
-def take(parameter: torch.Tensor) -> torch.Tensor:
-    """The initial values, handed over: their space on storage is freed when the tensor returned here ends."""
-    values = contents_of(parameter)
-    discard(parameter)
-    return values
-
-
-def discard(parameter: torch.Tensor) -> None:
-    """Forget the initial values of a parameter, if it has any left."""
-    _initial.pop(parameter, None)
-
-
-def set_aside(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-    """Release a parameter, its values kept in memory until they are taken; the placeholder may have another dtype."""
-    if not is_released(parameter):
-        _initial[parameter] = parameter.data
-    release(parameter, dtype)
-
-
-def values_of(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's values wherever they are, handed over if they were set aside."""
-    return take(parameter) if is_released(parameter) else parameter.data
+    return model if device is None else model.to(device)
 
 
 # While the factory runs -----------------------------------------------------------------------------------------------
@@ -134,7 +103,7 @@ class _Births(TorchDispatchMode):
         results = operation(*args, **kwargs)
         # `lift_fresh` is how torch.tensor() shows what it has just made.
         old = set() if operation is aten.lift_fresh.default else {_address(each) for each in given}
-        old |= {each._cdata for each in args if isinstance(each, torch.UntypedStorage)}
+        old |= {identity(each) for each in args if isinstance(each, torch.UntypedStorage)}
         files: dict[int, torch.UntypedStorage] = {}
 
         def at_home(result: torch.Tensor) -> torch.Tensor:
@@ -143,11 +112,11 @@ class _Births(TorchDispatchMode):
             storage = result.untyped_storage()
             if storage.nbytes() < SMALL_NBYTES or not storage.resizable():  # memory of numpy's, say, is used by others
                 return result
-            if storage._cdata not in files:  # [1]
-                files[storage._cdata] = self._file(storage.nbytes())
+            if identity(storage) not in files:  # [1]
+                files[identity(storage)] = self._file(storage.nbytes())
                 if operation.overloadpacket not in _UNINITIALISED:
-                    files[storage._cdata].copy_(storage)
-            return _alias(result, files[storage._cdata])
+                    files[identity(storage)].copy_(storage)
+            return _alias(result, files[identity(storage)])
 
         results = tree_map_only(torch.Tensor, at_home, results)
         self._touch(each for each in tree_leaves(results) if _is_plain(each))
@@ -164,7 +133,7 @@ class _Births(TorchDispatchMode):
         """[2] The kernel writes them to the file when it wants to; they are no memory of this process any more."""
         while sum(self.resident.values()) > down_to_nbytes:
             address, _ = self.resident.popitem(last=False)
-            storage = torch.UntypedStorage._new_with_weak_ptr(self.mapped[address].cdata)
+            storage = live_storage(self.mapped[address])
             if storage is not None:
                 leave_memory(storage)
 
@@ -173,7 +142,7 @@ class _Births(TorchDispatchMode):
             self.resident.pop(address, None)
             del self.mapped[address]
         storage = map_file(self.folder, nbytes)
-        self.mapped[storage._cdata] = StorageWeakRef(storage)
+        self.mapped[identity(storage)] = StorageWeakRef(storage)
         return storage
 
     def _touch(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -204,8 +173,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
+    return identity(tensor.untyped_storage())
 
 
 def _alias(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
@@ -273,6 +241,6 @@ def _into_memory(buffers: Iterable[torch.Tensor]) -> None:
     copies: dict[int, torch.UntypedStorage] = {}
     for buffer in buffers:
         storage = buffer.untyped_storage()
-        if storage._cdata not in copies:
-            copies[storage._cdata] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
-        buffer.data = _alias(buffer, copies[storage._cdata])
+        if identity(storage) not in copies:
+            copies[identity(storage)] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
+        buffer.data = _alias(buffer, copies[identity(storage)])

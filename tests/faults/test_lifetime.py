@@ -10,7 +10,7 @@ import torch
 from captured import Block, Tiny, batch
 from tiered import Rig, adamw, files_in, gpt2, one_thread, options, our_threads, outcome, step, tokens, two_groups
 
-from gs_compile.model.placeholders import is_released
+from gs_compile.model.residency import is_offloaded
 
 SECONDS = 60  # what is garbage is gone at once; what is more is a loaded machine
 
@@ -58,7 +58,7 @@ def test_what_nobody_refers_to_ends(tmp_path, when):
             return model(input_ids=ids, labels=ids).loss
         assert our_threads()
         assert files_in(tmp_path)
-        assert all(is_released(parameter) for parameter in model.parameters())
+        assert all(is_offloaded(parameter) for parameter in model.parameters())
         return None
 
     loss = train()

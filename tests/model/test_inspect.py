@@ -86,7 +86,7 @@ def test_the_report(inspection):
 step: forward and backward, the head computes the loss, divided by a total over the whole batch
 class 0: 3 layers: 0-2
 loss of the whole batch:
-  at /tests/test_inspect.py:_: return functional.cross_entropy(self.head(x_BTD).flatten(0, 1), tokens_BT.flatten())
+  at /tests/model/test_inspect.py:_: return functional.cross_entropy(self.head(x_BTD).flatten(0, 1), tokens_BT.flatten())
     sum_1: total: made from the inputs alone: counted over the whole batch
     cross_entropy: sum: cross_entropy(mean) = cross_entropy(sum) / total, the counted labels of the whole batch
     div: sum: micro-batches add
@@ -300,7 +300,7 @@ def test_the_package_is_imported_without_torch():
 
 
 def test_logs_and_trace_artifacts(tmp_path):
-    code = "import sys; sys.path.insert(0, 'tests'); import test_inspect as t; t.toy()(t.tokens())"
+    code = "import sys; sys.path[:0] = ['tests', 'tests/model']; import test_inspect as t; t.toy()(t.tokens())"
     environment = {"TORCH_LOGS": "+gs_compile", "TORCH_TRACE": str(tmp_path), "PATH": "/usr/bin:/bin"}
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=100

@@ -13,7 +13,7 @@ from tiered import options, step, tokens, two_groups
 
 import gs_compile
 from gs_compile.errors import OptimizerError, ReleasedParameterError, StepOrderError
-from gs_compile.model.placeholders import is_released
+from gs_compile.model.residency import is_offloaded, residency_of
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +34,12 @@ def test_parameters_hold_their_values(changes, trained, tmp_path):
         one.train(0, 1)
         engine = one.optimizer.engine
         found = inside(one)
-        same_tensors(found, {name: engine.read(p) for name, p in one.model.named_parameters()})
+        same_tensors(found, {name: residency_of(p).value(p) for name, p in one.model.named_parameters()})
         masters = inside(one, master=True)
         assert all(value.dtype == torch.float32 for value in masters.values())
         tolerance = 1e-6 if engine.options.precision == "model" else 1e-2
         assert distance(masters, values(trained)) < tolerance
-        assert all(is_released(parameter) for parameter in one.model.parameters())
+        assert all(is_offloaded(parameter) for parameter in one.model.parameters())
         assert one.model.transformer.wte.weight is one.model.lm_head.weight
 
 
@@ -136,7 +136,7 @@ def test_between_backward_and_step_it_is_too_early(tmp_path):
         one.loss(0).backward()
         with pytest.raises(StepOrderError, match=r"optimizer.step\(\) has not"), gs_compile.materialize(one.model):
             pass
-        assert all(is_released(parameter) for parameter in one.model.parameters())
+        assert all(is_offloaded(parameter) for parameter in one.model.parameters())
         one.optimizer.step()
         one.train(1)
 
@@ -159,7 +159,7 @@ def test_blocks_nest_and_end_after_an_error(tmp_path):
         one.train(0)
         with gs_compile.materialize(one.model):
             inside(one)
-            assert not any(is_released(parameter) for parameter in one.model.parameters())
+            assert not any(is_offloaded(parameter) for parameter in one.model.parameters())
 
         def fail():
             with gs_compile.materialize(one.model, write=True):
@@ -168,7 +168,7 @@ def test_blocks_nest_and_end_after_an_error(tmp_path):
 
         with pytest.raises(KeyError):
             fail()
-        assert all(is_released(parameter) for parameter in one.model.parameters())
+        assert all(is_offloaded(parameter) for parameter in one.model.parameters())
         assert one.model.state_dict()["lm_head.weight"].abs().sum() > 0
 
 

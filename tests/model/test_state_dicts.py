@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 
 import gs_compile
-from gs_compile.model.placeholders import is_released
+from gs_compile.model.residency import is_offloaded
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_loading_writes_through(changes, trained, tmp_path):
         assert not result.missing_keys
         assert not result.unexpected_keys
         same_tensors(inside(one, master=True), values(trained))
-        assert all(is_released(parameter) for parameter in one.model.parameters())
+        assert all(is_offloaded(parameter) for parameter in one.model.parameters())
         one.train(2)
 
 
@@ -128,7 +128,7 @@ import resource, sys
 import torch
 from torch import nn
 import gs_compile
-from gs_compile.backend import greedysnake
+from gs_compile.model.backend import greedysnake
 
 def status(name):
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))

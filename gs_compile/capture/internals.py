@@ -1,0 +1,59 @@
+"""internals: what this package uses of torch beside its documented interface and beside Dynamo, each under one name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch._logging import trace_structured
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "StorageWeakRef",
+    "TorchDispatchMode",
+    "add_artifact",
+    "changes",
+    "identity",
+    "live_storage",
+    "tree_leaves",
+    "tree_map_only",
+    "untraced",
+]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """`function`, which Dynamo passes over."""
+    return cast(F, torch._disable_dynamo(function))
+
+
+def changes(tensor: torch.Tensor) -> int:
+    """How often the tensor was changed in place."""
+    return tensor._version
+
+
+def identity(storage: torch.UntypedStorage) -> int:
+    """A number that no other storage has while this one, or a weak reference to it, lives."""
+    number: int = storage._cdata
+    return number
+
+
+def live_storage(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage that a weak reference leads to, if it still lives."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return found
+
+
+def add_artifact(name: str, content: Callable[[], str], compile_id: object) -> None:
+    """Add a text to torch's structured trace, if one is written."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=content,
+        compile_id=compile_id,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,157 @@
+"""outputs: what the model returns is put together from micro-batches, and its gradients are cut for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gs_compile.capture.graph import OutputSpec, layer_name
+from gs_compile.codegen.compiled import SpecializedModel
+from gs_compile.errors import OutputGradientError
+from gs_compile.program.ir import EPILOGUE, Program, Value
+from gs_compile.runtime.units import Accumulator, MicroBatch
+
+Tensor = torch.Tensor
+Gradients = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The outputs of one call; `models` are those of its micro-batches."""
+
+    models: Sequence[SpecializedModel]
+    args: Sequence[Any]
+
+    @property
+    def made(self) -> list[OutputSpec]:
+        """The outputs that the step computes; the others are arguments, constants, or dropped."""
+        return [output for output in self.models[0].outputs if output.combine in ("loss", "sum", "concat", "same")]
+
+    def collect(self, env: Mapping[Value, Any]) -> list[Tensor]:
+        """The contents of `made`, from the values of a step."""
+        return [_combined(output, self._parts(output, env)) for output in self.made]
+
+    def assemble(self, made: Sequence[Tensor]) -> list[Any]:
+        """All that the model returns."""
+        computed = iter(made)
+        outputs: list[Any] = []
+        for output in self.models[0].outputs:
+            match output.combine:
+                case "none" | "constant":
+                    outputs.append(output.value)
+                case "input":
+                    outputs.append(self.args[output.index])
+                case _:
+                    outputs.append(next(computed))
+        return outputs
+
+    def _parts(self, output: OutputSpec, env: Mapping[Value, Any]) -> list[Tensor]:
+        """What each micro-batch made of an output."""
+        micro_batches = range(len(self.models))
+        if output.combine == "loss":
+            return [env[Value("loss", micro_batch=j)] for j in micro_batches]
+        if output.is_layer_input:
+            return [env[Value("x", output.unit, j)] for j in micro_batches]
+        return [env[Value("y", output.unit, j)][output.index] for j in micro_batches]
+
+    # Gradients -------------------------------------------------------------------------------------------------------
+
+    def loss_gradient(self, gradients: Gradients) -> Tensor:
+        """That of the loss that the model computes."""
+        found = next(g for output, g in zip(self.made, gradients, strict=True) if output.combine == "loss")
+        assert found is not None
+        return found
+
+    def outside(self, gradients: Gradients, program: Program) -> frozenset[Any]:
+        """What gets a gradient that the head's own backward did not know of: units for `StepShape.outside`.
+
+        Raises `OutputGradientError` for an output that has no gradient here.
+        """
+        arrived = [output for output, gradient in zip(self.made, gradients, strict=True) if gradient is not None]
+        for output in arrived:
+            if not output.is_layer_input and output.unit != EPILOGUE and output.combine != "loss":
+                halved = self.models[0].split.halved
+                is_layer = isinstance(output.unit, int)
+                maker = layer_name(output.unit, halved=halved) if is_layer else "the embedding"  # type: ignore[arg-type]
+                raise OutputGradientError(
+                    f"a gradient arrived for an output made inside {maker} (a cache or attention weights); "
+                    "greedysnake differentiates the loss, what the head makes, and hidden states"
+                )
+        apart = all(op.verb != "head" or op.stage.phase == "forward" for op in program.ops)
+        if not apart and all(output.combine == "loss" for output in arrived):
+            return frozenset()
+        return frozenset({EPILOGUE}) | {output.unit for output in arrived if output.is_layer_input}
+
+    def cut(self, gradients: Gradients, outside: frozenset[Any]) -> dict[Value, Any]:
+        """The outputs' gradients by micro-batch: values `dy` of the units in `outside`."""
+        arrived = {id(output): gradient for output, gradient in zip(self.made, gradients, strict=True)}
+        dy: dict[Value, Any] = {}
+        offsets = dict.fromkeys(arrived, 0)
+        for j, model in enumerate(self.models):
+            slices: dict[tuple[str, Any, int], Tensor] = {}
+            for output, own in zip(self.models[0].outputs, model.outputs, strict=True):
+                gradient = arrived.get(id(output))
+                if gradient is None or own.spec is None:
+                    continue
+                if output.combine == "concat":
+                    length = own.spec.shape[output.dim]
+                    gradient = gradient.narrow(output.dim, offsets[id(output)], length)
+                    offsets[id(output)] += length
+                elif output.combine == "same" and j > 0:
+                    continue
+                kind = "loss" if output.combine == "loss" else "x" if output.is_layer_input else "y"
+                key = (kind, output.unit, output.index)
+                slices[key] = slices[key] + gradient if key in slices else gradient
+            dy[Value("dy", EPILOGUE, j)] = _for_head(model, slices)
+            dy |= {Value("dy", unit, j): slices["x", unit, 0] for unit in outside - {EPILOGUE}}
+        return dy
+
+    def argument_gradients(self, env: Mapping[Value, Any], micro_batches: Sequence[MicroBatch]) -> list[Tensor | None]:
+        """Gradients of the trained arguments; a parameter that several units share gets the sum."""
+        sums: dict[Any, Tensor] = {}
+        for value, content in env.items():
+            if value.kind == "dw":
+                assert isinstance(content, Accumulator)
+                for key, gradient in content.sums.items():
+                    sums[key] = sums[key].add_(gradient) if key in sums else gradient
+        gradients: list[Tensor | None] = []
+        for index, arg in enumerate(self.args):
+            if isinstance(arg, Tensor) and arg.requires_grad:
+                whole = sums.get(index) if index in sums else _of_batch(index, arg, sums, micro_batches)
+                gradients.append(None if whole is None else whole.to(arg.dtype))
+        return gradients
+
+
+def _combined(output: OutputSpec, parts: list[Tensor]) -> Tensor:
+    assert output.spec is not None
+    if len(parts) == 1 or output.combine == "same":
+        return parts[0].clone()
+    if output.combine == "concat":
+        return torch.cat(parts, output.dim)
+    return torch.stack(parts).sum(0).to(output.spec.dtype)
+
+
+def _for_head(model: SpecializedModel, slices: Mapping[Any, Tensor]) -> tuple[Tensor, ...]:
+    """The gradients of the head's differentiated results for one micro-batch; zeros where none arrived."""
+    head = model.split.units[-1]
+    given = []
+    for index in head.differentiated:
+        spec, kind = head.result_specs[index], head.results[index]
+        found = slices.get((kind, EPILOGUE, head.results[:index].count(kind)))
+        zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) if found is None else None
+        given.append(found.to(spec.dtype) if found is not None else zeros)
+    return tuple(given)  # type: ignore[arg-type]
+
+
+def _of_batch(
+    index: int, arg: Tensor, sums: Mapping[Any, Tensor], micro_batches: Sequence[MicroBatch]
+) -> Tensor | None:
+    """The gradient of an input of the batch, from those of its micro-batches."""
+    parts = [sums.get((index, j)) for j in range(len(micro_batches))]
+    if all(part is None for part in parts):
+        return None
+    sizes = [part.inputs[index].shape for part in micro_batches]
+    return torch.cat([p if p is not None else arg.new_zeros(s) for p, s in zip(parts, sizes, strict=True)])
