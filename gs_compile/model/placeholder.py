@@ -108,9 +108,18 @@ class OffloadedParameter(nn.Parameter):
             )
 
 
-_HARMLESS = frozenset(
-    {"__get__", "detach_", "requires_grad_", "is_floating_point", "is_complex", "size", "dim", "numel", "stride"}
-)
+# To look at it, as Dynamo does; names that begin with "is_" or "_is_" are so too.
+_HARMLESS = {
+    "__get__",
+    "detach_",
+    "requires_grad_",
+    "size",
+    "dim",
+    "numel",
+    "stride",
+    "storage_offset",
+    "untyped_storage",
+}
 
 
 class UnavailableGradient(torch.Tensor):
@@ -131,7 +140,7 @@ class UnavailableGradient(torch.Tensor):
         name = getattr(function, "__name__", "")
         if name in ("zero_", "_foreach_zero_"):
             return args[0]
-        if name in _HARMLESS:
+        if name in _HARMLESS or name.lstrip("_").startswith("is_"):
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise ReleasedParameterError(
             f"{name}: gradients of parameters that live on the tiers cannot be clipped or used from outside: they "

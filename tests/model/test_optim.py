@@ -295,10 +295,26 @@ def test_the_backward_of_a_loss_given_up_is_refused(tmp_path):
 def test_gradients_never_are_in_grad(tmp_path):
     with learner(tmp_path) as one:
         one.loss(0).backward()
-        assert all(parameter.grad is None for parameter in one.model.parameters())
         with pytest.raises(ReleasedParameterError, match="max_grad_norm"):
             torch.nn.utils.clip_grad_norm_(one.model.parameters(), 1.0)
         one.optimizer.step()
+        assert all(parameter.grad is None for parameter in one.model.parameters())
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_a_grad_scaler_is_refused_before_anything_is_updated(factor, tmp_path):
+    """Fault 5: early updates took gradients that were 65536 times too large."""
+    with learner(tmp_path, alpha=0.0) as one:
+        one.train(0)
+        before = one.values()
+        scaler = torch.amp.GradScaler("cpu")
+        with pytest.raises(OptimizerError, match=r"GradScaler is in use.*nothing was updated"):
+            (scaler.scale(one.loss(1)) * factor).backward()
+        assert_same(one.values(), before)
+        del scaler
+        (2 * one.loss(1)).backward()
+        one.optimizer.step()
+        assert one.optimizer.num_steps == 2
 
 
 def test_gradients_from_elsewhere_are_refused():
@@ -325,7 +341,7 @@ def test_it_is_not_copied(copies):
         copies(gs_compile.AdamW(gpt2().parameters()))
 
 
-def test_it_lives_as_long_as_its_model(tmp_path):
+def test_values_live_as_long_as_their_model(tmp_path):
     def train():
         model = gpt2()
         optimizer = adamw(two_groups(model))
@@ -334,11 +350,13 @@ def test_it_lives_as_long_as_its_model(tmp_path):
         return model, weakref.ref(optimizer)
 
     model, optimizer = train()
-    gc.collect()
-    assert optimizer() is not None
+    assert optimizer() is None
     assert not model.state_dict()["lm_head.weight"].isnan().any()
+    with torch.no_grad():
+        assert model(input_ids=tokens(0), labels=tokens(0)).loss.isfinite()
+    with pytest.raises(OptimizerError, match="optimizer of this model is gone"):
+        model(input_ids=tokens(0), labels=tokens(0)).loss.backward()
     del model
     torch._dynamo.reset()
     gc.collect()
-    assert optimizer() is None
     assert our_threads() == []
