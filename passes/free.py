@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from gs_compile.placement.kinds import ends_in_step
 from gs_compile.placement.placement import Placement
+from gs_compile.placement.slab import plan
 from gs_compile.program.ir import Op, Program, Value
-
-# What a step makes for itself. Inputs (batch, w) are not its to end; results (loss, y, dw) are what it is run for.
-TRANSIENT_KINDS = frozenset({"x", "side", "total", "dx", "dy", "dside"})
-PLACED_KINDS = frozenset({"w", "s", "dw", "scale"})  # of placed units these come and go too, but for their homes
 
 
 @dataclass(frozen=True)
 class Free:
-    """The same program with `free(value)` right after the last operation that uses the value, and its planned peaks.
+    """The same program with `free(value)` right after the last operation that uses the value, and its planned memory:
+    the peak of each tier, and the offset of all that is in host memory.
 
     A value that nothing uses ends where it is defined. One that is defined again, as what is fetched twice is, ends
     after the last use before that.
@@ -36,8 +35,8 @@ class Free:
         placement = self.placement
         ends = _ends(program.ops, self.outputs | placement.homes(late=self.late), placement)
         ops = tuple(_with_frees(program.ops, ends))
-        peaks = placement.peaks(ops) if placement.x_nbytes else ()
-        return replace(program.with_ops(ops, made_by=self.name), peaks=peaks)
+        peaks, offsets = plan(ops, placement) if placement.x_nbytes else ((), {})
+        return replace(program.with_ops(ops, made_by=self.name), peaks=peaks, offsets=offsets)
 
 
 def _ends(ops: tuple[Op, ...], kept: frozenset[Value], placement: Placement) -> dict[int, list[Value]]:
@@ -46,12 +45,12 @@ def _ends(ops: tuple[Op, ...], kept: frozenset[Value], placement: Placement) -> 
     ends: dict[int, list[Value]] = {}
     for index, op in enumerate(ops):
         for value in op.results:
-            if value in last_use and _is_transient(value, placement):
+            if value in last_use and ends_in_step(placement, value):
                 ends.setdefault(last_use[value], []).append(value)
         for value in (*op.reads, *op.into, *op.results):
             last_use[value] = index
     for value, index in last_use.items():
-        if value not in kept and _is_transient(value, placement):
+        if value not in kept and ends_in_step(placement, value):
             ends.setdefault(index, []).append(value)
     return ends
 
@@ -63,8 +62,3 @@ def _with_frees(ops: tuple[Op, ...], ends: dict[int, list[Value]]) -> Iterator[O
         for value in dict.fromkeys((*op.reads, *op.into, *op.results)):
             if value in ending:
                 yield Op("free", (value,), op.stage)
-
-
-def _is_transient(value: Value, placement: Placement) -> bool:
-    placed = value.kind == "scale" or value.unit in placement.by_unit
-    return value.kind in TRANSIENT_KINDS or (value.kind in PLACED_KINDS and placed)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -186,9 +186,8 @@ class InterLayerTensors:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._extents: dict[tuple[Value, int], Extent] = {}
-        self._slots: dict[object, Hold] = {}
 
-    def allocate(self, value: Value, source: Any, placement: Placement) -> Any:
+    def allocate(self, value: Value, source: Any) -> Any:
         """Memory like `source`, which is to be moved into it: a tensor on the device, or what `Kept` describes."""
         like = source.like if isinstance(source, Kept) else torch.empty_like(source, device="meta")
         nbytes = like.untyped_storage().nbytes()
@@ -196,12 +195,8 @@ class InterLayerTensors:
             return self.setting.device.empty(like.shape, like.dtype, like.stride())
         if value.tier == "ssd":
             return Kept(like, region=Region(self._extent(value, nbytes), 0, nbytes))
-        key, size = placement.slot(value)
-        if key is value:
-            hold, offset = Hold(self.setting.arena.take(nbytes, "checkpoints")), 0
-        else:
-            hold, offset = self._slot(key, size), self._offset(value, placement)
-        flat = hold.buffer.tensor[offset : offset + nbytes].view(like.dtype)
+        hold = Hold(self.setting.arena.take(nbytes, "checkpoints"))
+        flat = hold.buffer.tensor[:nbytes].view(like.dtype)
         return Kept(like, flat=flat, holds=(hold.share(),))
 
     def keep(self, value: Value, source: Any) -> Any:
@@ -230,18 +225,6 @@ class InterLayerTensors:
             label = f"x{value.unit}_{value.micro_batch}-{nbytes}"
             self._extents[value, nbytes] = self.setting.extent(label, nbytes)
         return self._extents[value, nbytes]
-
-    def _slot(self, key: object, nbytes: int) -> Hold:
-        slot = self._slots.get(key)
-        if slot is None or not slot.shares:
-            slot = self._slots[key] = Hold(self.setting.arena.take(nbytes, "checkpoints on their way"))
-        return slot
-
-    def _offset(self, value: Value, placement: Placement) -> int:
-        """Where in its layer's slot a checkpoint stands: those on SSD one after the other."""
-        before = (replace(value, micro_batch=j) for j in range(value.micro_batch or 0))
-        there = (v for v in before if placement.checkpoint_home(v) == "ssd")
-        return sum(placement.x_nbytes[v.micro_batch or 0] for v in there)
 
 
 def transfer(reads: Sequence[Any], targets: Sequence[Any]) -> None:

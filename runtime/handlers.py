@@ -52,7 +52,7 @@ def handlers(tiers: Tiers, placement: Placement, units: Units, bindings: Binding
     def move_parameters(op: Op, reads: Sequence[Any], targets: Sequence[Any]) -> None:
         parameters.carry_out(op, reads, targets, placement.num_pieces)
 
-    activation = Handler(lambda value, source: inter_layer.allocate(value, source, placement), inter_layer.carry_out)
+    activation = Handler(inter_layer.allocate, inter_layer.carry_out)
     parameter = Handler(lambda value, _: parameters.allocate(value), move_parameters)
     state = Handler(lambda value, _: optimizer.allocate(value), optimizer.carry_out)
     gradient = Handler(gradients.allocate, optimizer.carry_out)

@@ -8,6 +8,7 @@ from typing import Any
 
 import simpy
 
+from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import LANES, Op, Program, Value
 
@@ -113,13 +114,13 @@ class Oracle:
 
     def _begin(self, value: Value) -> int:
         """Bytes of host memory that a value takes: none if another of its slot is there."""
-        slot, nbytes = self.placement.slot(value)
+        slot, _, nbytes, _ = slot_of(self.placement, value)
         values, _ = self.alive.setdefault(slot, (set(), []))
         values.add(value)
         return nbytes if len(values) == 1 and self._in_host(value) else 0
 
     def _end(self, value: Value, users: list[Any]) -> None:
-        slot, nbytes = self.placement.slot(value)
+        slot, _, nbytes, _ = slot_of(self.placement, value)
         values, all_users = self.alive.get(slot, ({value}, []))
         values.discard(value)
         all_users += users

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import get_args
 
 from gs_compile.placement.placement import Placement
+from gs_compile.placement.slab import conflicts, plan
 from gs_compile.placement.speculation import Speculation, is_speculative
 from gs_compile.program.ir import Op, Program, Tier, Unit, Value, homed
 from gs_compile.program.verbs import MOVEMENTS
@@ -184,8 +185,11 @@ def at_the_end(program: Program, placement: Placement, updates: Updates, lifetim
     for value in sorted(lifetimes.defined - lifetimes.freed - stored - lifetimes.present, key=str):
         if value.tier != "device" or (value.kind in ("w", "dw") and value.unit in placement.by_unit):
             yield f"{value} is left behind"
-    if program.peaks and program.peaks != placement.peaks(program.ops):
+    peaks, offsets = plan(program.ops, placement)
+    if program.peaks and program.peaks != peaks:
         yield f"the peaks are not {program.peaks}"
+    for one, other in conflicts(program.ops, placement, program.offsets or offsets):
+        yield f"{one} and {other} are alive in the same memory"
 
 
 def _is_sum(value: Value) -> bool:

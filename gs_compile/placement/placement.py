@@ -92,6 +92,11 @@ class UnitPlacement:
         return (min(p.start for p in parts), max(p.stop for p in parts)) if parts else (0, 0)
 
     @cached_property
+    def host_numel(self) -> int:
+        """Where the parameters that live in host memory end in the unit's space."""
+        return max((part.stop for part in self.w.values() if part.tier == "host"), default=0)
+
+    @cached_property
     def num_resident(self) -> int:
         """Elements of the parameters that live on the device: the first ones."""
         return max((part.stop for part in self.w.values() if part.tier == "device"), default=0)
@@ -249,110 +254,11 @@ class Placement:
         """
         return self.separate and unit.has_master and part.tier == "host"
 
-    # Bytes -----------------------------------------------------------------------------------------------------------
-
-    def slot(self, value: Value) -> tuple[object, int]:
-        """The memory a value is in, and its bytes; values of one slot share it, and it lasts as long as any of them."""
-        if value.kind in ("x", "dx"):
-            return self._activation_slot(value)
-        unit = self.by_unit.get(value.unit) if value.unit is not None else None
-        if unit is None:
-            return value, self._other_nbytes(value)
-        match value.kind, value.tier:
-            case "w", "device" if self.separate and not value.part:
-                return (value.unit, "w.device"), (unit.numel - unit.num_resident) * unit.itemsize
-            case "w", "device" | "host" if not value.part or unit.w[value.part].tier == "ssd":
-                start, stop = unit.ssd_zone
-                return (value.unit, "w.host"), (stop - start) * unit.itemsize
-            case "w", _:
-                return value, unit.w[value.part].numel * unit.itemsize
-            case "sw", _:
-                return value, unit.w[value.part].numel * unit.itemsize
-            case (("s" | "ss"), _):
-                return value, unit.s[value.part].numel * unit.state_itemsize
-            case "dw", "device":
-                return (value.unit, "dw"), unit.num_trained * unit.gradient_itemsize
-            case "dw", tier if not value.part:  # a sum between two micro-batches
-                key = value if self.separate or tier == "ssd" else (value.unit, "dw")
-                return key, unit.num_trained * unit.gradient_itemsize
-            case "dw", _ if self.keeps_gradient(unit):
-                return (value.unit, "dw"), unit.num_trained * unit.gradient_itemsize
-            case "dw", _:
-                return value, unit.dw[value.part].numel * unit.gradient_itemsize
-        return value, 0
-
-    def tier_of(self, value: Value) -> Tier:
-        """Whose memory a value takes: the host's, where the device reads its parameters and gradients there."""
-        in_host = not self.separate and value.kind in ("w", "dw") and value.tier == "device"
-        return "host" if in_host else value.tier or "device"
-
     def keeps_gradient(self, unit: UnitPlacement) -> bool:
         """Whether late gradients stay where they were summed: in one memory, if all of the unit's may be late."""
         return not self.separate and (self.speculative or not unit.trained("early"))
-
-    def _activation_slot(self, value: Value) -> tuple[object, int]:
-        assert value.micro_batch is not None
-        on_ssd = value.kind == "x" and value.unit != self.num_layers and self.checkpoint_home(value) == "ssd"
-        if value.tier == "host" and on_ssd and self.order == "vertical":
-            there = [j for j in range(len(self.x_nbytes)) if self._is_on_ssd(value, j)]
-            return (value.unit, "x.host"), sum(self.x_nbytes[j] for j in there)
-        return value, self.x_nbytes[value.micro_batch] if value.micro_batch < len(self.x_nbytes) else 0
-
-    def _is_on_ssd(self, value: Value, micro_batch: int) -> bool:
-        return self.checkpoint_home(Value("x", value.unit, micro_batch)) == "ssd"
-
-    def _other_nbytes(self, value: Value) -> int:
-        if value.kind == "side" and value.micro_batch is not None and self.side_nbytes:
-            return self.side_nbytes[value.micro_batch]
-        return 0
-
-    def peaks(self, ops: Iterable[Op]) -> tuple[tuple[str, int], ...]:
-        """The most bytes alive at a time on each tier while `ops` run in order, what stays at home included.
-
-        Where the device reads host memory as it is, parameters and gradients count there.
-        """
-        return _Count(self).peaks(ops)
 
 
 def _is_chosen(at: int, ratio: float) -> bool:
     """Whether the one at a place among many is, such that the ratio's share of them, spread evenly, are."""
     return int((at + 1) * ratio + 1e-9) > int(at * ratio + 1e-9)
-
-
-class _Count:
-    """Slots alive, and bytes by tier, at one point of a program."""
-
-    def __init__(self, placement: Placement) -> None:
-        self.placement = placement
-        self.alive: dict[object, tuple[Tier, int, set[Value]]] = {}
-        self.now: dict[Tier, int] = {"device": 0, "host": 0, "ssd": 0}
-        self.most = dict(self.now)
-
-    def peaks(self, ops: Iterable[Op]) -> tuple[tuple[str, int], ...]:
-        ops = tuple(ops)
-        for value in self.placement.present(ops):
-            self._begin(value)
-        for op in ops:
-            for value in op.results:
-                self._begin(value)
-            if op.verb == "free":
-                self._end(op.reads[0])
-        return tuple(self.most.items())
-
-    def _begin(self, value: Value) -> None:
-        key, nbytes = self.placement.slot(value)
-        tier = self.placement.tier_of(value)
-        if key not in self.alive:
-            self.alive[key] = (tier, nbytes, set())
-            self.now[tier] += nbytes
-            self.most[tier] = max(self.most[tier], self.now[tier])
-        self.alive[key][2].add(value)
-
-    def _end(self, value: Value) -> None:
-        key, _ = self.placement.slot(value)
-        if key in self.alive:
-            tier, nbytes, values = self.alive[key]
-            values.discard(value)
-            if not values:
-                self.now[tier] -= nbytes
-                del self.alive[key]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
-from gs_compile.program.ir import Op, Program, Value, homed
+from gs_compile.program.ir import Op, Program
 
 
 def traffic(program: Program, placement: Placement) -> dict[tuple[str, str], int]:
@@ -31,28 +32,11 @@ def op_nbytes(op: Op, program: Program, placement: Placement) -> int:
     """The bytes that one transfer moves."""
     piece = op.results[0].piece if op.results else None
     if piece is not None:
-        return _piece(sum(part_nbytes(value, placement) for value in op.reads), piece, placement.num_pieces)
+        return _piece(sum(nbytes_of(placement, value) for value in op.reads), piece, placement.num_pieces)
     # A whole gradient leaves the device as parts, and not always all of them: what arrives is what has moved.
-    return sum(part_nbytes(value, placement) for value in (*op.results, *op.into))
+    return sum(nbytes_of(placement, value) for value in (*op.results, *op.into))
 
 
 def _piece(nbytes: int, piece: int, pieces: int) -> int:
     """A share of `nbytes`, such that all shares add up."""
     return nbytes * (piece + 1) // pieces - nbytes * piece // pieces
-
-
-def part_nbytes(value: Value, placement: Placement) -> int:
-    """The bytes of a value that is moved: a part, a gradient sum, a checkpoint or an inter-layer gradient."""
-    if value.kind in ("x", "dx"):
-        assert value.micro_batch is not None
-        return placement.x_nbytes[value.micro_batch]
-    assert value.unit is not None
-    unit = placement.by_unit[value.unit]
-    match homed(value).kind:
-        case "w":
-            return unit.w[value.part].numel * unit.itemsize
-        case "s":
-            return unit.s[value.part].numel * unit.state_itemsize
-        case _:
-            numel = unit.dw[value.part].numel if value.part else unit.num_trained
-            return numel * unit.gradient_itemsize

@@ -17,7 +17,7 @@ from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.placement import Placement, Room
 from gs_compile.placement.workload import Workload
 from gs_compile.planner import summary
-from gs_compile.planner.lp.fit import MARGIN
+from gs_compile.planner.lp.fit import MARGIN, peak
 from gs_compile.planner.lp.solve import Budgets
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.prediction import Prediction
@@ -71,8 +71,13 @@ def fastest(
     lowered: Callable[[Placement], Program],
     predicted: Callable[[Program, Placement], Prediction],
 ) -> Outcome:
-    """Of a horizontal step and of some that keep what there is room for the one that takes least in simulation."""
-    found = [(placement, predicted(lowered(placement), placement)) for placement in dict.fromkeys((plain, *others))]
+    """Of a horizontal step and of some that keep what there is room for the one that takes least in simulation.
+
+    With gaps between what is in host memory, what is kept may need more than there is room for: then it is left out.
+    """
+    programs = [(placement, lowered(placement)) for placement in dict.fromkeys((plain, *others))]
+    fits = [(p, program) for p, program in programs if p.room is None or peak(program, "host") <= p.room.host_nbytes]
+    found = [(placement, predicted(program, placement)) for placement, program in fits]
     placement, prediction = min(reversed(found), key=lambda each: each[1].simulation.seconds)
     return Outcome(placement, prediction, why(found[0][1], prediction))
 

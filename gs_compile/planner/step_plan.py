@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import product
 
 from gs_compile.machine import format_bytes
+from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.workload import Workload
@@ -135,7 +136,7 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
         for part in unit.s.values():
             found["states", part.tier] += part.numel * unit.state_itemsize
         for _, other in (pair for group in placement.speculated(unit) for pair in unit.shadows(group)):
-            found["shadow copies", other.tier or "host"] += placement.slot(other)[1]
+            found["shadow copies", other.tier or "host"] += slot_of(placement, other).nbytes
         if placement.order == "horizontal":
             found["sums", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
         waiting = sum(group.numel for group in unit.trained(*placement.waiting(redo=True)))

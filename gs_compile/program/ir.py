@@ -8,8 +8,8 @@ the executor and every drawing read this one object.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gs_compile.errors import ProgramError
@@ -94,6 +94,7 @@ class Program:
     num_micro_batches: int
     made_by: str  # the last pass that ran
     peaks: tuple[tuple[str, int], ...] = ()  # the planned peak of each tier in bytes, once `free` has counted it
+    offsets: Mapping[object, int] = field(default_factory=dict, compare=False, repr=False)  # in host memory, by slot
 
     @property
     def order(self) -> Order:

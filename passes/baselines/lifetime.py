@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gs_compile.passes.free import Free
+from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import Op, Program, Stage, Tier, Unit, Value
 
@@ -127,8 +128,9 @@ class _Timeline:
 
     def _begin(self, value: Value, at: int) -> int | None:
         """When the memory was left that a value begins to take again, if it was."""
-        key, nbytes = self.placement.slot(value)
-        if self.placement.tier_of(value) != self.tier:
+        slot = slot_of(self.placement, value)
+        key, nbytes = slot.key, slot.nbytes
+        if slot.tier != self.tier:
             return None
         if key not in self.alive:
             self.changes[max(at, 0)] += nbytes
@@ -137,7 +139,8 @@ class _Timeline:
         return left
 
     def _end(self, value: Value, at: int) -> None:
-        key, nbytes = self.placement.slot(value)
+        slot = slot_of(self.placement, value)
+        key, nbytes = slot.key, slot.nbytes
         values = self.alive.get(key, set())
         values.discard(value)
         if key in self.alive and not values:
@@ -150,7 +153,7 @@ class _Timeline:
             Period(
                 value,
                 self.tier,
-                self.placement.slot(value)[1],
+                slot_of(self.placement, value).nbytes,
                 self.ops[first].stage,
                 self.ops[last].stage,
                 self.number,
@@ -206,7 +209,7 @@ def _seconds(value: Value, tier: Tier, placement: Placement) -> float:
 
 def _journey(value: Value, placement: Placement) -> tuple[int, int]:
     """The bytes of a tensor, and how many of them go as far as the SSD."""
-    nbytes = placement.slot(value)[1]
+    nbytes = slot_of(placement, value).nbytes
     if value.kind == "x":
         return nbytes, nbytes if placement.checkpoint_home(value) == "ssd" else 0
     unit = placement.by_unit[_unit(value)]

@@ -5,9 +5,11 @@ import torch
 from hypothesis import given, settings
 from toy import Toy, steps
 
-from gs_compile.passes.free import TRANSIENT_KINDS, Free
+from gs_compile.passes.free import Free
 from gs_compile.passes.snake import Snake
 from gs_compile.passes.vertical import vertical
+from gs_compile.placement.kinds import ends_in_step
+from gs_compile.placement.placement import Placement
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import StepShape, Value
 from gs_compile.program.reference import reference
@@ -102,7 +104,7 @@ def test_keeps_every_bit_of_what_survives(step):
     toy = Toy(num_layers, num_micro_batches, shape, torch.float32)
     program = vertical(num_layers, num_micro_batches, shape=shape)
     before, after = (reference(p, toy, toy.inputs()) for p in (program, Free()(program)))
-    assert set(after) == {value for value in before if value.kind not in TRANSIENT_KINDS}
+    assert set(after) == {value for value in before if not ends_in_step(Placement(), value)}
     torch.testing.assert_close(after, {value: before[value] for value in after}, rtol=0, atol=0)
 
 
@@ -113,7 +115,7 @@ def test_frees_each_transient_value_right_after_its_last_use(step):
     program = Free()(Snake()(vertical(num_layers, num_micro_batches, shape=shape)))
     verify(program)
     freed = [op.reads[0] for op in program.ops if op.verb == "free"]
-    used = {v for op in program.ops for v in (*op.reads, *op.into, *op.results) if v.kind in TRANSIENT_KINDS}
+    used = {v for op in program.ops for v in (*op.reads, *op.into, *op.results) if ends_in_step(Placement(), v)}
     assert sorted(map(str, freed)) == sorted(map(str, used))
     last_user = None
     for op in program.ops:

@@ -14,6 +14,7 @@ from tiers import X_NBYTES, Options, options, place, tiered_steps, train
 
 from gs_compile.passes.baselines.lifetime import Lifetime
 from gs_compile.passes.lower import StepSpec, lower
+from gs_compile.placement import liveness
 from gs_compile.placement.placement import Placement, Room
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.lifetimes import table
@@ -222,7 +223,7 @@ def test_within_its_room_and_no_lane_moves_more(step, chosen, gradient_ratio, sh
     placement = roomy(step, plain, share)
     *_, program = lowered(step, placement, late)  # verified
     base = lowered(step, plain, late)[-1]
-    found, before = dict(program.peaks), dict(base.peaks)
+    found, before = (liveness.peaks(p.ops, of) for p, of in ((program, placement), (base, plain)))
     if plain.separate:
         assert found["device"] <= max(placement.room.device_nbytes, before["device"])
     assert found["host"] <= max(placement.room.host_nbytes, before["host"])

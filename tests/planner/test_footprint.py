@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import gpt, lowered, on_device, placed, ratios, toys
 
+from gs_compile.placement import liveness
 from gs_compile.planner.lp.footprint import footprints
 
 SHARES = st.tuples(*[st.sampled_from([0.0, 0.3, 0.7, 1.0])] * 3)
@@ -26,7 +27,7 @@ def peaks(workload, n, alpha, shares, *, separate, clip=False, speculative=False
     resident = on_device(*shares[3:]) if shares[3:] else {}
     options = {"separate": separate, "clip": clip, "speculative": speculative, "device_ratios": resident}
     placement = placed(workload, n, ratios(*shares[:3]), alpha, **options)
-    return dict(lowered(workload, placement)[-1].peaks)
+    return liveness.peaks(lowered(workload, placement)[-1].ops, placement)
 
 
 @settings(deadline=None, max_examples=150)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import A100, GB, gpt, lowered, placed, toys
 
+from gs_compile.placement import liveness
 from gs_compile.planner.lp.footprint import footprints
 from gs_compile.planner.lp.rows import _pair
 from gs_compile.planner.lp.solve import Budgets, Fixed, Formulas, short, solve
@@ -250,7 +251,8 @@ def test_the_program_of_a_plan_keeps_its_budgets(host, n, alpha):
     """As it is counted when it is lowered, and with little of host memory left unused."""
     workload, budgets = gpt(12, 2048), Budgets(host_nbytes=host * GB, device_nbytes=12 * GB, ssd_nbytes=20 * GB)
     (solution,) = solve(workload, A100, n, [alpha], budgets, Fixed())
-    peaks = dict(lowered(workload, placed(workload, n, solution.ratios, alpha, separate=True))[-1].peaks)
+    placement = placed(workload, n, solution.ratios, alpha, separate=True)
+    peaks = liveness.peaks(lowered(workload, placement)[-1].ops, placement)
     for tier, peak in peaks.items():
         assert peak <= getattr(budgets, f"{tier}_nbytes")
     if min(solution.ratios.values()) < 1:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from planned import A100, gpt, lowered, placed, ratios
 
+from gs_compile.placement.liveness import peaks
 from gs_compile.planner.prediction import predict
 from gs_compile.planner.simulate.prices import measure
 
@@ -43,8 +44,8 @@ def test_a_device_that_is_the_host_computes_in_line():
 
 
 def test_a_budget_makes_the_step_wait_for_its_buffers():
-    free, _ = predicted(SLOW)
-    planned = dict(free.program.peaks)["host"]
+    free, placement = predicted(SLOW)
+    planned = peaks(free.program.ops, placement)["host"]
     held, _ = predicted(SLOW, host_nbytes=planned)
     assert free.simulation.peaks["host"] > planned  # without one, writes lag behind
     assert held.simulation.peaks["host"] <= planned

@@ -15,6 +15,7 @@ from oracle import Oracle
 from tiers import PLAIN, Options, options, place, tiered_steps
 
 from gs_compile.passes.lower import StepSpec, lower
+from gs_compile.placement.liveness import peaks
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.simulate.event_loop import Rule
@@ -121,7 +122,7 @@ def test_if_nothing_takes_time_the_planned_peaks_are_true(step, options, inline)
     programs = steady(num_layers, num_micro_batches, placement, shape)
     nothing = [[0.0] * len(program.ops) for program in programs]
     found = simulate(programs, nothing, placement=placement, inline=inline, op_seconds=1.0)
-    planned = dict(programs[-1].peaks)
+    planned = peaks(programs[-1].ops, placement)
     assert {tier: found.peaks[tier] for tier in planned} == planned
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.placement import Placement
 from gs_compile.planner.simulate.dependencies import Dependencies
 from gs_compile.planner.simulate.event_loop import Budget, Times
@@ -113,10 +114,8 @@ class _Book:
                 del self.alive[key]
 
     def _slot(self, number: int) -> tuple[object, str, int]:
-        value = self.values[number]
-        key, nbytes = self.placement.slot(value)
-        in_host = not self.placement.separate and value.kind in ("w", "dw") and value.tier == "device"
-        self.slots[number] = key, "host" if in_host else value.tier or "device", nbytes
+        slot = slot_of(self.placement, self.values[number])
+        self.slots[number] = slot.key, slot.tier, slot.nbytes
         return self.slots[number]
 
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement, UnitPlacement
-from gs_compile.placement.traffic import op_nbytes, part_nbytes
+from gs_compile.placement.traffic import op_nbytes
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.program.ir import SHADOWS, Op, Program, Unit
@@ -119,7 +120,7 @@ class _Meter:
     def _commit(self, op: Op) -> Price:
         """Places are exchanged for nothing, but what the device reads in host memory is copied home."""
         in_place = () if self.placement.separate else (v for v in op.into[::2] if (v.kind, v.tier) == ("w", "host"))
-        nbytes = sum(part_nbytes(value, self.placement) for value in in_place)
+        nbytes = sum(nbytes_of(self.placement, value) for value in in_place)
         return Price(0, 0.0, 2 * nbytes / self.profile.memory_bytes_per_second)
 
     def _transfer(self, op: Op) -> Price:
@@ -134,5 +135,5 @@ class _Meter:
         unit = self.placement.by_unit[op.into[0].unit or 0]
         numel = unit.group_of(op.into[0]).numel
         kept = (value for value in op.reads if value.kind in SHADOWS)  # what is written elsewhere is not in cache
-        nbytes = numel * update_nbytes(unit) + sum(part_nbytes(value, self.placement) for value in kept)
+        nbytes = numel * update_nbytes(unit) + sum(nbytes_of(self.placement, value) for value in kept)
         return Price(nbytes, 0.0, nbytes / ADAMW_NBYTES / self.profile.update_elements_per_second)

@@ -1,0 +1,132 @@
+"""kinds: one row for each kind of value: how often it exists, whether a step ends it, and the memory it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+from gs_compile.placement.placement import Placement
+from gs_compile.program.ir import Tier, Value, homed
+
+
+class Slot(NamedTuple):
+    """Memory that values share: it lasts as long as any of them. `offset` is where the value begins in it, in bytes."""
+
+    key: object
+    tier: Tier
+    nbytes: int
+    offset: int = 0
+
+
+class Kind(NamedTuple):
+    """A row of the table.
+
+    scope: what there is one value for: each step, each micro-batch, or each unit or part of one.
+    lives: "step": the step that defines it ends it; "placed": so it is for placed units, but for what is at home;
+        "caller": it is an input or a result of the step.
+    slot: the memory of a value of this kind.
+    """
+
+    scope: Literal["step", "micro-batch", "unit"]
+    lives: Literal["step", "placed", "caller"]
+    slot: Callable[[Placement, Value], Slot]
+
+
+def slot_of(placement: Placement, value: Value) -> Slot:
+    """The memory that a value is in."""
+    return KIND_TABLE[value.kind].slot(placement, value)
+
+
+def nbytes_of(placement: Placement, value: Value) -> int:
+    """The bytes of a value that moves: a part, a gradient sum, a checkpoint or an inter-layer gradient."""
+    if value.kind in ("x", "dx"):
+        return _activation(placement, value).nbytes
+    assert value.unit is not None
+    unit = placement.by_unit[value.unit]
+    match homed(value).kind:
+        case "w":
+            return unit.w[value.part].numel * unit.itemsize
+        case "s":
+            return unit.s[value.part].numel * unit.state_itemsize
+        case _:
+            numel = unit.dw[value.part].numel if value.part else unit.num_trained
+            return numel * unit.gradient_itemsize
+
+
+def ends_in_step(placement: Placement, value: Value) -> bool:
+    """Whether a value ends with its last use in a step, unless it is at home."""
+    lives = KIND_TABLE[value.kind].lives
+    return lives == "step" or (lives == "placed" and (value.kind == "scale" or value.unit in placement.by_unit))
+
+
+def _none(placement: Placement, value: Value) -> Slot:
+    """Memory that is not counted: a few bytes, or the caller's."""
+    return Slot(value, value.tier or "device", 0)
+
+
+def _activation(placement: Placement, value: Value) -> Slot:
+    assert value.micro_batch is not None
+    known = value.micro_batch < len(placement.x_nbytes)
+    return Slot(value, value.tier or "device", placement.x_nbytes[value.micro_batch] if known else 0)
+
+
+def _side(placement: Placement, value: Value) -> Slot:
+    known = value.micro_batch is not None and placement.side_nbytes
+    return Slot(value, value.tier or "device", placement.side_nbytes[value.micro_batch or 0] if known else 0)
+
+
+def _part(placement: Placement, value: Value) -> Slot:
+    """A part by itself."""
+    placed = value.unit in placement.by_unit
+    return Slot(value, value.tier or "device", nbytes_of(placement, value) if placed else 0)
+
+
+def _parameters(placement: Placement, value: Value) -> Slot:
+    """What comes from SSD stands together in host memory, as in its file. Where the device reads host memory itself the
+    whole unit is there: its host zone in one piece, and beside it what has come.
+    """
+    unit = placement.by_unit.get(value.unit) if value.unit is not None else None
+    if unit is None:
+        return _none(placement, value)
+    part = unit.w.get(value.part)
+    if part is None and placement.separate:
+        return Slot((value.unit, "w.device"), "device", (unit.numel - unit.num_resident) * unit.itemsize)
+    if part is None or (value.tier != "ssd" and part.tier == "ssd"):
+        start, stop = unit.ssd_zone
+        offset = (part.start - start) * unit.itemsize if part else 0
+        return Slot((value.unit, "w.host"), "host", (stop - start) * unit.itemsize, offset)
+    if value.tier == "host" and not placement.separate:
+        return Slot((value.unit, "w"), "host", unit.host_numel * unit.itemsize, part.start * unit.itemsize)
+    return _part(placement, value)
+
+
+def _gradient(placement: Placement, value: Value) -> Slot:
+    """A sum on the device and, where the device reads host memory itself, what stays where it was summed."""
+    unit = placement.by_unit.get(value.unit) if value.unit is not None else None
+    if unit is None:
+        return _none(placement, value)
+    stays = not placement.separate and value.tier == "host" and (not value.part or placement.keeps_gradient(unit))
+    if value.tier == "device" or stays:
+        whole = unit.num_trained * unit.gradient_itemsize
+        return Slot((value.unit, "dw"), "device" if placement.separate else "host", whole)
+    return _part(placement, value)
+
+
+KIND_TABLE: Mapping[str, Kind] = {
+    "batch": Kind("micro-batch", "caller", _none),
+    "total": Kind("step", "step", _none),
+    "x": Kind("micro-batch", "step", _activation),
+    "side": Kind("micro-batch", "step", _side),
+    "w": Kind("unit", "placed", _parameters),
+    "loss": Kind("micro-batch", "caller", _none),
+    "y": Kind("micro-batch", "caller", _none),
+    "dx": Kind("micro-batch", "step", _activation),
+    "dy": Kind("micro-batch", "step", _none),
+    "dside": Kind("micro-batch", "step", _none),
+    "dw": Kind("unit", "placed", _gradient),
+    "s": Kind("unit", "placed", _part),
+    "norm": Kind("unit", "caller", _none),
+    "scale": Kind("step", "placed", _none),
+    "sw": Kind("unit", "caller", _part),
+    "ss": Kind("unit", "caller", _part),
+}
