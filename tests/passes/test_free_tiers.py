@@ -21,7 +21,7 @@ class TestText(expecttest.TestCase):
         self.assertExpectedInline(
             str(lower(StepSpec(3, 2, placement=placement, late=True))[-1]),
             """\
-# gs_compile 0.1   after free   3 layers x 2 micro-batches   peak device 283528, host 1024000, ssd 1403832 bytes
+# gs_compile 0.1   after free   3 layers x 2 micro-batches   peak device 283528, host 1110016, ssd 1403832 bytes
 # fill   micro-batches
 sec.host = prefetch(sec.ssd)
 web.host = prefetch(web.ssd)

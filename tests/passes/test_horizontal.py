@@ -79,7 +79,7 @@ embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
         self.assertExpectedInline(
             "".join(x for x in text.splitlines(True) if not x.startswith("free")),
             """\
-# gs_compile 0.1   after free   2 layers x 2 micro-batches   peak device 413600, host 999424, ssd 1721320 bytes
+# gs_compile 0.1   after free   2 layers x 2 micro-batches   peak device 413600, host 1064960, ssd 1721320 bytes
 # fill   micro-batches
 wea.host = prefetch(wea.ssd)
 w0a.host = prefetch(w0a.ssd)
