@@ -74,9 +74,9 @@ class DriveSpeed:
 
     def sample(self) -> None:
         if self.seconds:
-            rates, _ = drive_rates([self.storage], self.seconds, products_on(torch.device("cpu")))
+            figures = drive_rates([self.storage], self.seconds, products_on(torch.device("cpu")))
             self.samples.append(
-                {name: rate for name, rate in rates.items() if name.startswith(("ssd_read", "ssd_write"))}
+                {name: each.value for name, each in figures.items() if name.startswith(("ssd_read", "ssd_write"))}
             )
 
     @property

@@ -44,6 +44,14 @@ def extract(
     for node in read:
         if node.op == "get_attr" and node not in own:
             known[node] = _attribute(graph, root, owner, node)
+    _copy(graph, nodes, known)
+    graph.output(tuple(known[node] for node in results))
+    module = fx.GraphModule(root, graph)
+    return module, tuple(sources), tuple(specs)
+
+
+def _copy(graph: fx.Graph, nodes: Sequence[fx.Node], known: dict[fx.Node, fx.Node]) -> None:
+    """Copy `nodes` into `graph`, autocast regions around them; `known`: copies so far."""
     opened: list[fx.Node] = []
     regions: tuple[Any, ...] = ()
     for node in nodes:
@@ -54,9 +62,6 @@ def extract(
             regions = wanted
         known[node] = graph.node_copy(node, known.__getitem__)
     _close(graph, opened)
-    graph.output(tuple(known[node] for node in results))
-    module = fx.GraphModule(root, graph)
-    return module, tuple(sources), tuple(specs)
 
 
 def _close(graph: fx.Graph, opened: list[fx.Node]) -> None:

@@ -31,7 +31,6 @@ from gs_compile.capture.blocks import block_of
 from gs_compile.capture.graph import Captured, LossTerm, TensorSpec, output_values, source_line
 from gs_compile.capture.operations import (
     ADDING,
-    ARITHMETIC,
     AVERAGED_LOSSES,
     COUNTED_LOSSES,
     COUNTING,
@@ -39,17 +38,14 @@ from gs_compile.capture.operations import (
     FILLING,
     JOINING,
     LINEAR,
-    PICKING,
     SCALING,
     SHAPING,
-    dimensions,
-    is_arange,
     is_mutation,
     mutated,
-    normalises_by_batch,
     operation,
     reduction_of,
 )
+from gs_compile.capture.samples import ALONG_SAMPLES, why_it_mixes, works_along_samples
 from gs_compile.capture.shares import Kind, Shares, State
 from gs_compile.errors import SeparationError
 
@@ -73,9 +69,6 @@ def loss(module: fx.GraphModule, captured: Captured, *, kept: Sequence[bool], al
     if alone:
         return Separated(module, (), dict.fromkeys(module.graph.output_node().all_input_nodes, "sum"), ())
     return _Separation(module, captured).run(kept)
-
-
-ALONG_SAMPLES = "runs along the batch dimension"
 
 
 class _Separation:
@@ -150,8 +143,8 @@ class _Separation:
         if "local" not in kinds:
             return self._made_from_sizes(node, name)
         if not isinstance(spec, TensorSpec):
-            return _mixed(node, ALONG_SAMPLES) if self._works_along_samples(node, name) else State("local")
-        mixes = self._why_it_mixes(node, name, spec)
+            return _mixed(node, ALONG_SAMPLES) if works_along_samples(node, name) else State("local")
+        mixes = why_it_mixes(node, name, spec)
         if mixes:
             return _mixed(node, mixes)
         inside = block_of(node) is not None
@@ -170,45 +163,6 @@ class _Separation:
         if node.meta.get("batch_numbers") and not grows and name not in SHAPING:
             return _mixed(node, "computes with the batch size")
         return State("local" if grows else "same")
-
-    def _why_it_mixes(self, node: fx.Node, name: str, spec: TensorSpec) -> str:
-        """Why an operation on samples mixes them; empty where it keeps them apart."""
-        if normalises_by_batch(node):
-            return "normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)"
-        if len(spec.batch_dims) > 1:
-            return "pairs the samples of the batch with each other"
-        if node.meta.get("uneven"):
-            return "takes a part of the samples"
-        if node.meta.get("batch_numbers") and name in ARITHMETIC and spec.dtype.is_floating_point:
-            return "computes with the batch size"
-        if (
-            spec.dtype.is_floating_point
-            and name in (*ARITHMETIC, "embedding")
-            and any(map(_numbers, node.all_input_nodes))
-        ):
-            return "computes with the numbers of the samples, which every micro-batch counts from 0"
-        return ALONG_SAMPLES if self._works_along_samples(node, name) else ""
-
-    def _works_along_samples(self, node: fx.Node, name: str) -> bool:
-        """Whether an operation that works along a dimension, or several, does so along the samples'."""
-        spec = node.all_input_nodes[0].meta.get("spec")
-        if not isinstance(spec, TensorSpec) or not spec.shape:
-            return False
-        if name in PICKING and block_of(node) is None and self._picks_samples(node, spec):
-            return True
-        dims = dimensions(node, len(spec.shape), inside_block=block_of(node) is not None)
-        return any(dim % len(spec.shape) in spec.batch_dims for dim in dims)
-
-    def _picks_samples(self, node: fx.Node, spec: TensorSpec) -> bool:
-        """``x[index]`` with an index for the samples other than their own numbers, as in ``x[arange(B), last]``."""
-        index = node.args[1]
-        first = index[0] if isinstance(index, tuple) and index else index
-        if 0 not in spec.batch_dims or not isinstance(first, fx.Node) or is_arange(first):
-            return False
-        if first.meta.get("storage") is None:  # inside a vmap, where masks are looked up sample by sample
-            return False
-        found = first.meta.get("spec")
-        return isinstance(found, TensorSpec) and bool(found.batch_dims)
 
     # Values that are reduced over the batch ---------------------------------------------------------------------------
 
@@ -318,12 +272,6 @@ class _Separation:
 
 def _mixed(node: fx.Node, why: str) -> State:
     return State("mixed", cause=node, why=why)
-
-
-def _numbers(source: fx.Node) -> bool:
-    """Whether a value holds the samples' numbers."""
-    spec = source.meta.get("spec")
-    return isinstance(spec, TensorSpec) and bool(spec.batch_dims) and is_arange(source)
 
 
 def _not_shares(node: fx.Node, name: str) -> State:

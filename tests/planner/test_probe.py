@@ -18,7 +18,7 @@ from gs_compile.planner.measure.probe import free_nbytes, num_ranks, probe
 from gs_compile.planner.measure.probe_compute import link_rates
 from gs_compile.planner.measure.probe_drive import drive_rates, room_nbytes
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.measure.rates import at_once, medians
+from gs_compile.planner.measure.rates import Figure, at_once, medians
 from gs_compile.runtime.lanes import Failure, Lane
 from gs_compile.runtime.memory import Pages, RegisteredPages
 from gs_compile.runtime.store import FOLDER, Store
@@ -33,12 +33,16 @@ def small(monkeypatch):
     monkeypatch.setattr(probe_drive, "REQUEST_NBYTES", 1 << 20)
 
 
+def given_figures(rates):
+    return {name: Figure(rate, "given") for name, rate in rates.items()}
+
+
 @pytest.fixture
 def given(monkeypatch):
     """Figures that are not measured."""
     rates = {f"ssd_{verb}_bytes_per_second": rate for verb, rate in DRIVE.items()} | {"request_seconds": 1e-4}
-    monkeypatch.setattr(probe_module, "drive_rates", lambda *_: (dict(rates), dict.fromkeys(rates, "given")))
-    monkeypatch.setattr(probe_module, "compute_rates", lambda *_: (dict(COMPUTE), dict.fromkeys(COMPUTE, "given")))
+    monkeypatch.setattr(probe_module, "drive_rates", lambda *_: given_figures(rates))
+    monkeypatch.setattr(probe_module, "compute_rates", lambda *_: given_figures(COMPUTE))
 
 
 DRIVE = {"read": 4e9, "write": 2e9, "read_mixed": 3e9, "write_mixed": 1e9}
@@ -123,9 +127,7 @@ def test_this_machine_with_a_gpu(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_link_alone():
     before = torch.cuda.memory_allocated()
-    rates, words = link_rates(torch.device("cuda"), 0.5)
-    assert rates.keys() == words.keys()
-    assert len(rates) == 4
+    assert len(link_rates(torch.device("cuda"), 0.5)) == 4
     assert torch.cuda.memory_allocated() == before
 
 
@@ -133,12 +135,13 @@ def test_a_link_that_is_pretended(monkeypatch):
     """The same without a device: copies within host memory, on lanes without streams."""
     monkeypatch.setattr(probe_compute, "COPY_NBYTES", 1 << 20)
     num_threads = threading.active_count()
-    rates, words = link_rates(CPU, 0.1)
+    figures = link_rates(CPU, 0.1)
+    rates = {name: figure.value for name, figure in figures.items()}
     assert threading.active_count() == num_threads
     assert 0 < rates["h2d_mixed_bytes_per_second"] <= rates["h2d_bytes_per_second"]
     assert 0 < rates["d2h_mixed_bytes_per_second"] <= rates["d2h_bytes_per_second"]
-    assert words["d2h_bytes_per_second"] == "copies of 1 MiB of pinned memory, up to 3 rounds"
-    assert len(rates) == len(words) == 4
+    assert figures["d2h_bytes_per_second"].how == "copies of 1 MiB of pinned memory, up to 3 rounds"
+    assert len(figures) == 4
 
 
 def test_a_device_has_a_share_of_its_free_memory(tmp_path, monkeypatch):
@@ -239,10 +242,9 @@ def test_what_was_there_stays(tmp_path, small):
 
 
 def test_nothing_is_slower_alone(tmp_path, small):
-    rates, words = drive_rates([tmp_path], 0.1, products)
+    rates = {name: figure.value for name, figure in drive_rates([tmp_path], 0.1, products).items()}
     assert rates["ssd_read_mixed_bytes_per_second"] <= rates["ssd_read_bytes_per_second"]
     assert rates["ssd_write_mixed_bytes_per_second"] <= rates["ssd_write_bytes_per_second"]
-    assert rates.keys() == words.keys()
 
 
 def test_a_run_has_the_directory(tmp_path):
@@ -278,8 +280,8 @@ def test_a_drive_without_room_is_refused(tmp_path, monkeypatch):
 
 def test_a_small_drive_is_measured_with_small_requests(tmp_path, monkeypatch):
     monkeypatch.setattr(probe_drive, "free_storage", lambda folder: 64 << 20)
-    _, words = drive_rates([tmp_path], 0.1, products)
-    assert "requests of 1 MiB" in words["ssd_read_bytes_per_second"]
+    figures = drive_rates([tmp_path], 0.1, products)
+    assert "requests of 1 MiB" in figures["ssd_read_bytes_per_second"].how
 
 
 def test_directories_of_one_filesystem_share_its_room(tmp_path, monkeypatch):

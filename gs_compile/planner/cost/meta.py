@@ -7,19 +7,15 @@ are alike is captured with two of them, so that depth costs nothing.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from textwrap import shorten
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch import nn
 
-from gs_compile.capture.dynamo import capture, ignore_logging
-from gs_compile.capture.graph import Captured
+from gs_compile.capture.call import captured_call
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.parameters import kept_dtype
 from gs_compile.errors import CaptureError, GreedySnakeError, InspectionError
@@ -73,73 +69,19 @@ def meta_capture(
         blocks = list(stack)
         del stack[DEPTH:]
         with suppress(GreedySnakeError):  # code that counts its blocks, for one, is captured whole
-            compilation, sizes = _captured(copied, given, options)
+            captured, sizes = captured_call(copied, given)
+            compilation = Compilation(captured, options)
             found = MetaCapture(compilation, sizes, len(blocks) * compilation.layers_of_a_block)
             if _is_alike(found.specialized(1)):
                 return found
         stack.extend(blocks[DEPTH:])
-    compilation, sizes = _captured(copied, given, options)
+    captured, sizes = captured_call(copied, given)
+    compilation = Compilation(captured, options)
     num_layers = MetaCapture(compilation, sizes, 0).specialized(1).split.num_layers
     return MetaCapture(compilation, sizes, num_layers)
 
 
-# Capturing ------------------------------------------------------------------------------------------------------------
-
-
-class _CapturedError(Exception):
-    """Ends a call whose graph was captured: there is nothing to compute."""
-
-
-def _captured(model: nn.Module, inputs: Mapping[str, Any], options: Options) -> tuple[Compilation, dict[str, int]]:
-    """The capture of one call, and its symbolic sizes."""
-    sizes: dict[str, int] = {}
-    captures: list[Captured] = []
-
-    def record(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        refusal: GreedySnakeError | None = None
-        try:
-            captures.append(capture(module, example_inputs))
-        except GreedySnakeError as error:  # raised here, Dynamo would wrap it
-            refusal = error
-
-        def run(*arguments: Any) -> Any:
-            if refusal is not None:
-                raise refusal
-            entries = zip(captures[-1].inputs, arguments, strict=True)
-            sizes.update({entry.name: int(value) for entry, value in entries if entry.role == "size"})
-            raise _CapturedError
-
-        return run
-
-    ignore_logging()
-    for tensor in filter(torch.is_tensor, inputs.values()):
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)  # so that Dynamo traces once
-    try:
-        torch.compile(_fresh(model.forward), backend=record)(**inputs)
-    except _CapturedError:
-        return Compilation(captures[-1], options), sizes
-    except TorchDynamoException as error:
-        reason = next((line.strip() for line in str(error).splitlines() if "got " in line), str(error))
-        raise InspectionError(
-            f"Dynamo cannot capture this model without weights: {shorten(reason.rpartition('got ')[2], 300)}"
-        ) from error
-    raise InspectionError(f"Dynamo made no graph of {type(model).__name__}: its forward computes nothing")
-
-
-def _fresh(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The method with code of its own: what Dynamo keeps of a capture goes with it, and counts for nobody else."""
-    function = getattr(forward, "__func__", None)
-    if not isinstance(function, FunctionType):
-        return forward
-    copied = FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return MethodType(copied, forward.__self__)  # type: ignore[attr-defined]
+# What forward is called with ----------------------------------------------------------------------------------------
 
 
 def _tokens(model: nn.Module, sequence: int) -> dict[str, Any]:

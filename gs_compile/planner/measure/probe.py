@@ -21,6 +21,7 @@ from gs_compile.machine import DEFAULT_SHARE, available_memory, usable_cores
 from gs_compile.planner.measure.probe_compute import compute_rates, link_rates, products_on
 from gs_compile.planner.measure.probe_drive import drive_rates, room_nbytes
 from gs_compile.planner.measure.profile import FORMAT, MIXED, Profile
+from gs_compile.planner.measure.rates import Figure
 from gs_compile.runtime.memory import memory_for
 from gs_compile.runtime.stream import default_device, device_of, has_own_memory
 
@@ -53,32 +54,27 @@ def probe(
     if load > BUSY_SHARE * usable_cores():
         log.warning("this machine was busy in the last minute (load %.1f): measure it again when it is idle", load)
     room = free_nbytes(storage, device)
-    own = device_of(device)
-    has_link = own.has_own_memory
-    measured = [
-        drive_rates(storage, seconds * DRIVE_SHARE, products_on(device), memory_for(own)),
-        compute_rates(device, seconds * (1 - DRIVE_SHARE - has_link * LINK_SHARE)),
-        *([link_rates(device, seconds * LINK_SHARE)] if has_link else []),
-    ]
+    figures = _measured(storage, device, seconds)
     today = time.strftime("%Y-%m-%d")
-    rates: dict[str, Any] = {name: rate for found, _ in measured for name, rate in found.items()}
-    sources = {name: f"measured {today} at load {load:.1f}, {words[name]}" for _, words in measured for name in words}
+    rates: dict[str, Any] = {name: figure.value for name, figure in figures.items()}
+    sources = {name: f"{SHARES[name]:.0%} of what was free on {today}" for name in room}
+    sources |= {name: f"measured {today} at load {load:.1f}, {figure.how}" for name, figure in figures.items()}
     _declare(sustained or {}, rates, sources)
     ranks = num_ranks()
     for name in rates:
         if name.startswith(("ssd_read", "ssd_write")):
             rates[name] /= ranks
-    return Profile.of(
-        {
-            "format": FORMAT,
-            "name": platform.node() or "this machine",
-            "device": device.type,
-            "num_ranks": ranks,
-            **room,
-            **rates,
-            "sources": {name: f"{SHARES[name]:.0%} of what was free on {today}" for name in room} | sources,
-        }
-    )
+    name = platform.node() or "this machine"
+    fixed = {"format": FORMAT, "name": name, "device": device.type, "num_ranks": ranks}
+    return Profile.of({**fixed, **room, **rates, "sources": sources})
+
+
+def _measured(storage: Sequence[Path], device: torch.device, seconds: float) -> dict[str, Figure]:
+    own = device_of(device)
+    link_share = LINK_SHARE if own.has_own_memory else 0.0
+    figures = drive_rates(storage, seconds * DRIVE_SHARE, products_on(device), memory_for(own))
+    figures |= compute_rates(device, seconds * (1 - DRIVE_SHARE - link_share))
+    return figures | (link_rates(device, seconds * link_share) if link_share else {})
 
 
 def free_nbytes(storage: Sequence[Path], device: torch.device | None = None) -> dict[str, int]:

@@ -8,18 +8,16 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Any
 
 import torch
 
-from gs_compile.planner.measure.rates import Load, Work, at_once, medians
+from gs_compile.planner.measure.rates import Figure, Load, Work, at_once, medians, mixed_pair, new_lane
 from gs_compile.runtime.arena import Arena
 from gs_compile.runtime.kernels import ADAMW
-from gs_compile.runtime.lanes import Failure, Lane
+from gs_compile.runtime.lanes import Lane
 from gs_compile.runtime.memory import memory_for
 from gs_compile.runtime.stream import Device, device_of, has_own_memory
 from gs_compile.runtime.threads import correct_thread_count
-from gs_compile.runtime.trace import Trace
 
 NUM_ROUNDS = 3
 NUM_ELEMENTS = 16 << 20  # of [1]: 256 MiB, more than caches hold
@@ -34,13 +32,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def compute_rates(device: torch.device, seconds: float) -> tuple[dict[str, Any], dict[str, str]]:
-    """The profile's figures of computation and updates, alone and beside one another, and how each was measured."""
+def compute_rates(device: torch.device, seconds: float) -> dict[str, Figure]:
+    """The profile's figures of computation and updates, alone and beside one another."""
     rows, width = _sizes(device)
     num_threads = max(1, correct_thread_count() // 2)  # as a run has it
-    matmul, matmul_words = _matmul_rates(device, rows, width, seconds / 2)
+    matmul, sizes = _matmul_rates(device, rows, width, seconds / 2)
     products, update = products_on(device), _update(NUM_ELEMENTS)
-    with closing(Lane("cpu", Failure(), Trace(), num_threads=num_threads)) as cpu:
+    with closing(new_lane("cpu", num_threads=num_threads)) as cpu:
         at_once({None: products, cpu: update}, 0.0)  # the first touch of memory
         compute, updates, both, copies = medians(
             [{None: products}, {cpu: update}, {None: products, cpu: update}, {None: _pass(device)}],
@@ -48,49 +46,41 @@ def compute_rates(device: torch.device, seconds: float) -> tuple[dict[str, Any],
             NUM_ROUNDS,
         )
         (ops,) = medians([{None: _handing_over(cpu)}], 0.0, NUM_ROUNDS)
-    figures = {
-        "matmul_flops_per_second": matmul,
-        "memory_bytes_per_second": copies[None],
-        "update_elements_per_second": updates[cpu],
-        "update_mixed_elements_per_second": min(both[cpu], updates[cpu]),
-        "compute_mixed_speed": min(1.0, both[None] / compute[None]),
-        "op_seconds": OP_COST / ops[None],
+    rounds = f", up to {NUM_ROUNDS} rounds"
+    elements = f"{NUM_ELEMENTS >> 20} Mi elements, {num_threads} threads"
+    handed = f"{OP_COST} times one of {NUM_OPS} operations that do nothing, handed to a lane and waited for"
+    copied = f"copies of {NUM_ELEMENTS >> 18} MiB, bytes read and written"
+    mixed_speed = min(1.0, both[None] / compute[None])
+    return {
+        "matmul_flops_per_second": Figure(matmul, f"{sizes}; {torch.get_num_threads()} threads{rounds}"),
+        "memory_bytes_per_second": Figure(copies[None], copied + rounds),
+        "update_elements_per_second": Figure(updates[cpu], elements + rounds),
+        "update_mixed_elements_per_second": Figure(
+            min(both[cpu], updates[cpu]), f"{elements}, beside products{rounds}"
+        ),
+        "compute_mixed_speed": Figure(mixed_speed, f"fp32 products beside updates and alone{rounds}"),
+        "op_seconds": Figure(OP_COST / ops[None], handed + rounds),
     }
-    words = {
-        "matmul_flops_per_second": f"{matmul_words}; {torch.get_num_threads()} threads",
-        "memory_bytes_per_second": f"copies of {NUM_ELEMENTS >> 18} MiB, bytes read and written",
-        "update_elements_per_second": f"{NUM_ELEMENTS >> 20} Mi elements, {num_threads} threads",
-        "update_mixed_elements_per_second": f"{NUM_ELEMENTS >> 20} Mi elements, {num_threads} threads, beside products",
-        "compute_mixed_speed": "fp32 products beside updates and alone",
-        "op_seconds": f"{OP_COST} times one of {NUM_OPS} operations that do nothing, handed to a lane and waited for",
-    }
-    return figures, {name: f"{each}, up to {NUM_ROUNDS} rounds" for name, each in words.items()}
 
 
-def link_rates(device: torch.device, seconds: float) -> tuple[dict[str, float], dict[str, str]]:
-    """The profile's figures of the link between host memory and a device, and how each was measured."""
+def link_rates(device: torch.device, seconds: float) -> dict[str, Figure]:
+    """The profile's figures of the link between host memory and a device."""
     own = device_of(device)
     arena = Arena(None, memory=memory_for(own))
     buffers = [arena.take(COPY_NBYTES, "probe") for _ in range(2)]
+    lanes = (new_lane(name, device=own, stream=own.new_stream()) for name in ("h2d", "d2h"))
     try:
-        with closing(_stream_lane("h2d", device)) as h2d, closing(_stream_lane("d2h", device)) as d2h:
+        with closing(next(lanes)) as h2d, closing(next(lanes)) as d2h:
             up, down = (torch.empty(COPY_NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
             works: Load = {h2d: _copy(own, buffers[0].tensor, up), d2h: _copy(own, down, buffers[1].tensor)}
             at_once(works, 0.0)
             alone_up, alone_down, both = medians([{h2d: works[h2d]}, {d2h: works[d2h]}, works], seconds, NUM_ROUNDS)
-            figures = {
-                "h2d_bytes_per_second": alone_up[h2d],
-                "d2h_bytes_per_second": alone_down[d2h],
-                "h2d_mixed_bytes_per_second": min(both[h2d], alone_up[h2d]),
-                "d2h_mixed_bytes_per_second": min(both[d2h], alone_down[d2h]),
-            }
     finally:
         for buffer in buffers:
             buffer.release()
         arena.close()
-    return figures, dict.fromkeys(
-        figures, f"copies of {COPY_NBYTES >> 20} MiB of pinned memory, up to {NUM_ROUNDS} rounds"
-    )
+    how = f"copies of {COPY_NBYTES >> 20} MiB of pinned memory, up to {NUM_ROUNDS} rounds"
+    return mixed_pair("h2d", alone_up[h2d], both[h2d], how) | mixed_pair("d2h", alone_down[d2h], both[d2h], how)
 
 
 def products_on(device: torch.device) -> Work:
@@ -178,11 +168,6 @@ def _copy(device: Device, source: torch.Tensor, target: torch.Tensor) -> Work:  
         return source.nbytes
 
     return copy
-
-
-def _stream_lane(name: str, device: torch.device) -> Lane:
-    own = device_of(device)
-    return Lane(name, Failure(), Trace(), device=own, stream=own.new_stream(), num_threads=1)
 
 
 def _nothing() -> None:

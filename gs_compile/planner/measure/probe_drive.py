@@ -21,12 +21,10 @@ import torch
 
 from gs_compile.errors import StorageFullError
 from gs_compile.machine import free_storage
-from gs_compile.planner.measure.rates import Load, Work, medians
-from gs_compile.runtime.lanes import Failure, Lane
+from gs_compile.planner.measure.rates import Figure, Load, Work, medians, mixed_pair, new_lane
 from gs_compile.runtime.memory import Memory, host_memory
 from gs_compile.runtime.ssd import PAGE, Transfer
 from gs_compile.runtime.store import Extent, Store
-from gs_compile.runtime.trace import Trace
 
 REQUEST_NBYTES = 64 << 20  # as large as a small layer's part: many blocks, and short beside a round
 NUM_REQUESTS = 8  # of each direction: half a gigabyte each
@@ -37,8 +35,8 @@ NUM_LATENCIES = 40
 
 def drive_rates(
     storage: Sequence[Path], seconds: float, products: Work, memory: Memory | None = None
-) -> tuple[dict[str, float], dict[str, str]]:
-    """The profile's figures of the drives together, and how each was measured, in words.
+) -> dict[str, Figure]:
+    """The profile's figures of the drives together.
 
     `products` is computation on the thread that asks, whose speed beside transfers is measured too. `memory` is where a
     run's arena has its memory from, pageable memory if it is not given: huge pages are read into faster than small ones
@@ -48,40 +46,39 @@ def drive_rates(
     that another run uses, that is full. Leaves nothing behind.
     """
     begin = time.perf_counter()
-    with _tidy(storage), Store(storage) as store:
+    with _made_directories_removed(storage), Store(storage) as store:
         request_nbytes = _request_nbytes(storage)
         read, write = (store.allocate(verb, request_nbytes * NUM_REQUESTS) for verb in ("read", "write"))
         memory = memory or host_memory()
-        pages = {verb: _pages(memory, request_nbytes) for verb in ("read", "write")}
-        num_requests = _fill((read, write), pages["write"], seconds / 4)
+        into, source, page = (_pages(memory, nbytes) for nbytes in (request_nbytes, request_nbytes, PAGE))
+        num_requests = _fill((read, write), source, seconds / 4)
         offsets = [index * request_nbytes for index in range(num_requests)]
-        latency = _latency(read, _pages(memory, PAGE), offsets[-1] + request_nbytes)
-        with closing(_lane("ssd_read")) as reader, closing(_lane("ssd_write")) as writer:
-            reading = _requests(read.read, pages["read"], offsets)
-            writing = _requests(write.write, pages["write"], offsets)
-            both: Load = {reader: reading, writer: writing}
-            alone_read, alone_write, mixed, compute, all_three = medians(
-                [{reader: reading}, {writer: writing}, both, {None: products}, {None: products, **both}],
-                seconds - (time.perf_counter() - begin),
-                NUM_ROUNDS,
-            )
-            moved = store.read_nbytes.total() + store.written_nbytes.total()
-            figures = {
-                "ssd_read_bytes_per_second": alone_read[reader],
-                "ssd_write_bytes_per_second": alone_write[writer],
-                "ssd_read_mixed_bytes_per_second": min(mixed[reader], alone_read[reader]),
-                "ssd_write_mixed_bytes_per_second": min(mixed[writer], alone_write[writer]),
-                "request_seconds": latency,
-                "compute_transfer_speed": min(1.0, all_three[None] / compute[None]),
-                "transfer_compute_speed": min(1.0, sum(all_three[lane] / mixed[lane] for lane in both) / 2),
-            }
-    words = f"{moved >> 20} MiB in requests of {request_nbytes >> 20} MiB, up to {NUM_ROUNDS} rounds"
-    other = {
-        "request_seconds": f"{NUM_LATENCIES} reads of {PAGE} bytes",
-        "compute_transfer_speed": "fp32 products beside reads and writes, and alone",
-        "transfer_compute_speed": "reads and writes beside fp32 products, and alone",
+        latency = _latency(read, page, offsets[-1] + request_nbytes)
+        works = _requests(read.read, into, offsets), _requests(write.write, source, offsets)
+        figures = _lane_rates(works, products, seconds - (time.perf_counter() - begin))
+        moved = store.read_nbytes.total() + store.written_nbytes.total()
+    how = f"{moved >> 20} MiB in requests of {request_nbytes >> 20} MiB, up to {NUM_ROUNDS} rounds"
+    figures = {name: Figure(value, words or how) for name, (value, words) in figures.items()}
+    return figures | {"request_seconds": Figure(latency, f"{NUM_LATENCIES} reads of {PAGE} bytes")}
+
+
+def _lane_rates(works: tuple[Work, Work], products: Work, seconds: float) -> dict[str, Figure]:
+    """Reads and writes, each alone, both, and beside `products`."""
+    with closing(new_lane("ssd_read")) as reader, closing(new_lane("ssd_write")) as writer:
+        both: Load = dict(zip((reader, writer), works, strict=True))
+        alone_read, alone_write, mixed, compute, all_three = medians(
+            [{reader: works[0]}, {writer: works[1]}, both, {None: products}, {None: products, **both}],
+            seconds,
+            NUM_ROUNDS,
+        )
+    compute_speed = min(1.0, all_three[None] / compute[None])
+    transfer_speed = min(1.0, sum(all_three[lane] / mixed[lane] for lane in both) / 2)
+    return {
+        **mixed_pair("ssd_read", alone_read[reader], mixed[reader], ""),
+        **mixed_pair("ssd_write", alone_write[writer], mixed[writer], ""),
+        "compute_transfer_speed": Figure(compute_speed, "fp32 products beside reads and writes, and alone"),
+        "transfer_compute_speed": Figure(transfer_speed, "reads and writes beside fp32 products, and alone"),
     }
-    return figures, dict.fromkeys(figures, words) | other
 
 
 def room_nbytes(storage: Sequence[Path]) -> int:
@@ -113,7 +110,7 @@ def _is_there(path: Path) -> bool:
 
 
 @contextmanager
-def _tidy(storage: Sequence[Path]) -> Iterator[None]:
+def _made_directories_removed(storage: Sequence[Path]) -> Iterator[None]:
     """Remove the directories that the store had to make."""
     missing = [path for each in storage for path in (each, *each.parents) if not _is_there(path)]
     try:
@@ -165,10 +162,6 @@ def _requests(request: Callable[[torch.Tensor, int], Transfer], memory: torch.Te
         return memory.nbytes
 
     return one
-
-
-def _lane(name: str) -> Lane:
-    return Lane(name, Failure(), Trace(), num_threads=1)
 
 
 def _pages(memory: Memory, nbytes: int) -> torch.Tensor:

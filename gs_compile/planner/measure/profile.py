@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -174,29 +174,48 @@ def _ratio(mixed: float, alone: float) -> float:
 
 def _check(name: str, value: Any) -> None:
     """Raise `ProfileError` for a number that no machine has."""
-    match name:
-        case "name":
-            valid = isinstance(value, str) and bool(value)
-        case "device":
-            valid = value in ("cuda", "cpu")
-        case "sources":
-            valid = isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values())
-        case "matmul_flops_per_second":
-            valid = isinstance(value, Mapping) and bool(value) and set(value) <= set(DTYPES)
-            valid = valid and all(_is_number(v) and v > 0 and math.isfinite(v) for v in value.values())
-        case "host_nbytes" | "ssd_nbytes" | "num_ranks":
-            valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        case "device_nbytes" | "ssd_rated_nbytes":
-            valid = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        case "compute_mixed_speed" | "compute_transfer_speed" | "transfer_compute_speed":
-            valid = _is_number(value) and 0 < value <= 1
-        case "op_seconds" | "request_seconds":
-            valid = _is_number(value) and 0 <= value < 1
-        case _:
-            valid = _is_number(value) and value > 0 and (math.isfinite(value) or name.startswith(("h2d", "d2h")))
-    if not valid:
+    is_valid = CHECKS.get(name) or (_is_link_rate if name.startswith(("h2d", "d2h")) else _is_rate)
+    if not is_valid(value):
         raise ProfileError(f"{name} is {value!r}, which no machine has")
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _is_link_rate(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _is_rate(value: Any) -> bool:
+    return _is_link_rate(value) and math.isfinite(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_count(value: Any) -> bool:
+    return _is_whole(value) and value > 0
+
+
+def _is_speed(value: Any) -> bool:
+    return _is_number(value) and 0 < value <= 1
+
+
+def _is_short(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1
+
+
+CHECKS: Mapping[str, Callable[[Any], bool]] = {
+    "name": lambda value: isinstance(value, str) and bool(value),
+    "device": lambda value: value in ("cuda", "cpu"),
+    "sources": lambda value: isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values()),
+    "matmul_flops_per_second": lambda value: (
+        isinstance(value, Mapping) and bool(value) and set(value) <= set(DTYPES) and all(map(_is_rate, value.values()))
+    ),
+    **dict.fromkeys(("host_nbytes", "ssd_nbytes", "num_ranks"), _is_count),
+    **dict.fromkeys(("device_nbytes", "ssd_rated_nbytes"), _is_whole),
+    **dict.fromkeys(("compute_mixed_speed", "compute_transfer_speed", "transfer_compute_speed"), _is_speed),
+    **dict.fromkeys(("op_seconds", "request_seconds"), _is_short),
+}

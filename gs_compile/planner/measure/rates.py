@@ -10,15 +10,34 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from gs_compile.runtime.lanes import Lane
+from gs_compile.runtime.lanes import Failure, Lane
+from gs_compile.runtime.trace import Trace
 
 Work: TypeAlias = Callable[[], float]
 Load: TypeAlias = Mapping[Lane | None, Work]  # what goes on side by side
 Rates: TypeAlias = dict[Lane | None, float]  # amounts a second
 
 OVERRUN_SECONDS = 0.5
+
+
+class Figure(NamedTuple):
+    """An entry of the profile, and how it was measured."""
+
+    value: Any
+    how: str
+
+
+def mixed_pair(lane: str, alone: float, both: float, how: str) -> dict[str, Figure]:
+    """The entries of a lane's rate alone and beside the other direction; nothing is faster beside another."""
+    names = f"{lane}_bytes_per_second", f"{lane}_mixed_bytes_per_second"
+    return dict(zip(names, (Figure(alone, how), Figure(min(both, alone), how)), strict=True))
+
+
+def new_lane(name: str, **settings: Any) -> Lane:
+    """A lane of its own, as a run has it."""
+    return Lane(name, Failure(), Trace(), **({"num_threads": 1} | settings))
 
 
 def medians(loads: Sequence[Load], seconds: float, num_rounds: int) -> list[Rates]:

@@ -1,0 +1,75 @@
+"""call: the capture of one call of a model that may have no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from textwrap import shorten
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.exc import TorchDynamoException
+
+from gs_compile.capture.dynamo import capture, ignore_logging
+from gs_compile.capture.graph import Captured
+from gs_compile.errors import GreedySnakeError, InspectionError
+
+
+class _CapturedError(Exception):
+    """Ends a call whose graph was captured: there is nothing to compute."""
+
+
+def captured_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Captured, dict[str, int]]:
+    """The capture of one call of `model`, which is not carried out, and its symbolic sizes by placeholder.
+
+    Raises `InspectionError` where Dynamo cannot capture it, and whatever `capture` refuses it with.
+    """
+    sizes: dict[str, int] = {}
+    captures: list[Captured] = []
+
+    def record(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        refusal: GreedySnakeError | None = None
+        try:
+            captures.append(capture(module, example_inputs))
+        except GreedySnakeError as error:  # raised here, Dynamo would wrap it
+            refusal = error
+
+        def run(*arguments: Any) -> Any:
+            if refusal is not None:
+                raise refusal
+            entries = zip(captures[-1].inputs, arguments, strict=True)
+            sizes.update({entry.name: int(value) for entry, value in entries if entry.role == "size"})
+            raise _CapturedError
+
+        return run
+
+    ignore_logging()
+    for tensor in filter(torch.is_tensor, inputs.values()):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)  # so that Dynamo traces once
+    try:
+        torch.compile(_fresh(model.forward), backend=record)(**inputs)
+    except _CapturedError:
+        return captures[-1], sizes
+    except TorchDynamoException as error:
+        reason = next((line.strip() for line in str(error).splitlines() if "got " in line), str(error))
+        raise InspectionError(
+            f"Dynamo cannot capture this model without weights: {shorten(reason.rpartition('got ')[2], 300)}"
+        ) from error
+    raise InspectionError(f"Dynamo made no graph of {type(model).__name__}: its forward computes nothing")
+
+
+def _fresh(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with code of its own: what Dynamo keeps of a capture goes with it, and counts for nobody else."""
+    function = getattr(forward, "__func__", None)
+    if not isinstance(function, FunctionType):
+        return forward
+    copied = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(copied, forward.__self__)  # type: ignore[attr-defined]
