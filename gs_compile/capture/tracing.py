@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 from gs_compile.capture.graph import TensorSpec
 
@@ -37,6 +38,11 @@ class Tracer:
         graph.graph.eliminate_dead_code()
         graph.recompile()
         return graph
+
+
+def tensors_of_node(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors without memory that a node of a traced graph makes."""
+    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
 
 
 def draws_random(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gs_compile.capture.dynamo import current_compile_id
-from gs_compile.capture.graph import Captured, OutputSpec, TensorSpec, output_values
+from gs_compile.capture.graph import Captured, OutputSpec, TensorSpec, UnitGraph, output_values
 from gs_compile.capture.inductor import Compiler, Generator, best_compiler
 from gs_compile.capture.loss import Separated, loss
 from gs_compile.capture.specialize import specialize
@@ -244,8 +244,8 @@ class Compilation:
                 stacklevel=2,
             )
 
-    def _code(self, unit: Any, key: Hashable) -> Differentiated:
-        device = next((spec.device.type for spec in unit.specs), "cpu")
+    def _code(self, unit: UnitGraph, key: Hashable) -> Differentiated:
+        device = unit.device_type
         chosen = self.options.expert.compiler
         compiler: Compiler = best_compiler(device) if chosen == "auto" or device == "meta" else chosen
         generator = Generator(compiler, self.options.mode)

@@ -21,11 +21,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from gs_compile.capture.graph import TensorSpec, UnitGraph, output_values
 from gs_compile.capture.inductor import Generator
+from gs_compile.capture.tracing import tensors_of_node
 from gs_compile.codegen.differentiate import differentiate
 from gs_compile.placement.workload import UnitCost
 from gs_compile.program.ir import EPILOGUE
@@ -125,10 +125,9 @@ def _value(node: fx.Node) -> Any:
 
 def _storages(node: fx.Node) -> Iterator[tuple[StorageWeakRef, int]]:
     """The memory a node's tensors are in, and its bytes; views share it."""
-    for tensor in tree_leaves(_value(node)):
-        if isinstance(tensor, torch.Tensor):
-            storage = tensor.untyped_storage()
-            yield StorageWeakRef(storage), storage.nbytes()
+    for tensor in tensors_of_node(node):
+        storage = tensor.untyped_storage()
+        yield StorageWeakRef(storage), storage.nbytes()
 
 
 def _off_meta(unit: UnitGraph) -> UnitGraph:

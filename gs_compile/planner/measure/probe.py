@@ -65,7 +65,7 @@ def probe(
         if name.startswith(("ssd_read", "ssd_write")):
             rates[name] /= ranks
     name = platform.node() or "this machine"
-    fixed = {"format": FORMAT, "name": name, "device": device.type, "num_ranks": ranks}
+    fixed = {"format": FORMAT, "name": name, "device": "cuda" if has_own_memory(device) else "cpu", "num_ranks": ranks}
     return Profile.of({**fixed, **room, **rates, "sources": sources})
 
 
