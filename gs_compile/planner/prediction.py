@@ -12,7 +12,7 @@ from gs_compile.planner.simulate.prices import Price, measure
 from gs_compile.planner.simulate.simulator import Simulation, simulate
 from gs_compile.program.ir import Program
 
-NUM_STEPS = 3  # the first finds all lanes idle; from the second on steps are alike, or nearly so
+NUM_STEPS = (2, 4, 8)  # the first step finds all lanes idle; more where lanes are further behind from step to step
 
 
 @dataclass(frozen=True)
@@ -39,5 +39,8 @@ def predict(
         op_seconds=profile.op_seconds,
         host_nbytes=host_nbytes,
     )
-    simulation = simulate([program] * NUM_STEPS, [seconds] * NUM_STEPS, placement=placement, rule=rule)
+    for number in NUM_STEPS:
+        simulation = simulate([program] * number, [seconds] * number, placement=placement, rule=rule)
+        if simulation.is_steady:
+            break
     return Prediction(program, prices, simulation)

@@ -5,11 +5,10 @@ import re
 import expecttest
 import pytest
 import torch
-from captured import WIDTH, Block, Tiny, batch, captured, run_units, texts
+from captured import WIDTH, Tiny, batch, captured, run_units, texts
 from torch import nn
 from torch.nn import functional
 
-from gs_compile.capture.graph import layer_name
 from gs_compile.capture.operations import operation
 from gs_compile.capture.split import split
 from gs_compile.capture.uniform import uniform
@@ -224,16 +223,3 @@ def test_what_only_one_half_reads_is_made_there():
     cut, _ = halves(Late(), Late())
     made = [any(node.target is torch.arange for node in unit.module.graph.nodes) for unit in cut.units]
     assert made == [False, False, True, False, True, False]
-
-
-def test_a_block_without_a_feed_forward_is_refused_by_name():
-    with pytest.raises(UniformityError, match=r"layer 0 \(blocks.0\) cannot be cut in two"):
-        halves(Block(), Block())
-
-
-def test_names_of_layers():
-    assert [layer_name(layer) for layer in (0, 3)] == ["layer 0", "layer 3"]
-    assert [layer_name(layer, halved=True) for layer in (0, 3)] == [
-        "the attention half of layer 0",
-        "the feed-forward half of layer 1",
-    ]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import expecttest
 import pytest
 import torch
-from captured import WORDS, Block, Tiny, batch, captured, leaves, run, text
+from captured import WORDS, Tiny, batch, captured, leaves, run, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
@@ -270,9 +270,3 @@ def test_specialized_equals_the_model_on_the_micro_batch(kind, size, micro_batch
     case = captured(model, x, dynamic=dynamic)
     found = run(case.specialized(micro_batch_size), case.named(0, micro_batch_size))
     torch.testing.assert_close(leaves(found), leaves(model(x[:micro_batch_size])), rtol=0, atol=1e-6)
-
-
-def test_blocks_keep_their_names():
-    case = captured(Tiny(blocks=[Block() for _ in range(3)]), *batch(4))
-    layers = [block_of(node) for node in case.specialized(2).graph.nodes if "tanh" in node.name]
-    assert layers == [("blocks", 0), ("blocks", 1), ("blocks", 2)]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from captured import WIDTH, Block, Tiny, batch, captured, compiled
@@ -148,16 +150,14 @@ class Ungraded(Block):
 
 
 @INSTANTIATED
-@pytest.mark.parametrize("block", [OwnFunction, OwnOperator, InPlace, Region, Ungraded])
-def test_hard_blocks(block):
-    assert_equals_autograd(block_unit(block))
-
-
-@pytest.mark.slow
-@INSTANTIATED
+@pytest.mark.parametrize("generator", COMPILERS)
 @pytest.mark.parametrize("block", [OwnFunction, OwnOperator, InPlace, Ungraded])
-def test_hard_blocks_with_inductor(block):
-    assert_equals_autograd(block_unit(block), Generator("inductor"), 1e-5)
+def test_hard_blocks(block, generator):
+    assert_equals_autograd(block_unit(block), generator, 1e-5)
+
+
+def test_a_region_of_autocast():
+    assert_equals_autograd(block_unit(Region))
 
 
 class FunctionAlone(Block):
@@ -269,51 +269,10 @@ def test_the_backward_recomputes_only_what_it_needs():
     unit = block_unit(Block)
     code = differentiate(unit, EAGER)
     _ = code.forward, code.backward
-    assert operations(code.graphs["forward"]) == [
-        "view.default",
-        "t.default",
-        "addmm.default",
-        "view.default",
-        "tanh.default",
-        "view.default",
-        "t.default",
-        "addmm.default",
-        "view.default",
-        "add.Tensor",
-    ]
-    assert operations(code.graphs["backward"]) == [
-        "view.default",
-        "t.default",
-        "addmm.default",
-        "view.default",
-        "tanh.default",
-        "detach.default",
-        "view.default",
-        "t.default",
-        "view.default",
-        "t.default",
-        "mm.default",
-        "t.default",
-        "mm.default",
-        "t.default",
-        "sum.dim_IntList",
-        "view.default",
-        "t.default",
-        "view.default",
-        "detach.default",
-        "tanh_backward.default",
-        "view.default",
-        "t.default",
-        "mm.default",
-        "t.default",
-        "mm.default",
-        "t.default",
-        "sum.dim_IntList",
-        "view.default",
-        "t.default",
-        "view.default",
-        "add.Tensor",
-    ]
+    counts = {name: Counter(operations(code.graphs[name])) for name in ("forward", "backward")}
+    assert (counts["forward"]["addmm.default"], counts["backward"]["addmm.default"]) == (2, 1)
+    assert (counts["forward"]["tanh.default"], counts["backward"]["tanh.default"]) == (1, 1)
+    assert counts["backward"]["mm.default"] == 4
 
 
 def test_autograd_stays_in_the_thread_that_traces(monkeypatch):

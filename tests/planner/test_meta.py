@@ -33,12 +33,6 @@ def test_two_layers_stand_for_all_that_are_alike():
         assert structure(short) == structure(long)
 
 
-def test_any_micro_batch_size_follows_from_one_capture():
-    found = meta_capture(plain(), sequence=zoo.TOKENS)
-    for size in (1, 3, 4):
-        assert found.specialized(size).split.units[0].result_specs[0].shape[0] == size
-
-
 def test_the_model_stays_as_it_is():
     model = plain().eval()
     values = {name: (p, p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
@@ -60,21 +54,6 @@ def test_a_capture_leaves_the_models_own_alone():
             assert depths(meta_capture(plain(2), sequence=zoo.TOKENS)) == (2, 2)
         captured.compiled(model := plain(2))(*zoo.batch())
     assert gs_compile.inspect(model).num_layers == 2
-
-
-def test_bf16_is_of_the_parameters():
-    specs = [
-        s for unit in meta_capture(plain(), sequence=8, precision="bf16").specialized(1).split.units for s in unit.specs
-    ]
-    assert {spec.dtype for spec in specs if spec.requires_grad} == {torch.bfloat16}
-
-
-def test_shared_parameters_stay_shared():
-    found = meta_capture(plain(tied=True), sequence=zoo.TOKENS)
-    units = found.specialized(1).split.units
-    prologue, epilogue = ({s.index for s in unit.sources if s.kind == "input"} for unit in (units[0], units[-1]))
-    names = {found.compilation.captured.inputs[index].path for index in prologue & epilogue}
-    assert names == {"embedding.weight"}
 
 
 def uneven(model):

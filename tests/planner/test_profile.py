@@ -83,45 +83,28 @@ def test_a_cuda_device_has_memory():
     assert refusal(without(SERVER, "device_nbytes")).startswith("device_nbytes is missing: a cuda device has memory")
 
 
-@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, True, "fast", None, [1e9]])
-@pytest.mark.parametrize("name", RATES)
-def test_an_impossible_rate_is_named(name, value):
-    assert refusal(LAPTOP | {name: value}) == f"{name} is {value!r}, which no machine has"
+IMPOSSIBLE = {
+    **{name: [0, -1, math.nan, math.inf, True, "fast", None, [1e9]] for name in RATES},
+    **{name: [0, -1, 1.5, math.nan, True, "8GiB", None] for name in NBYTES},
+    "name": ["", 3],
+    "device": ["tpu"],
+    "device_nbytes": [-1],
+    "ssd_rated_nbytes": [1.5],
+    "compute_mixed_speed": [0, 1.1],
+    "compute_transfer_speed": [0],
+    "transfer_compute_speed": [0],
+    "op_seconds": [-1e-6, 1.0],
+    "request_seconds": [math.nan],
+    "h2d_bytes_per_second": [0],
+    "matmul_flops_per_second": [{}, 1e11, {"fp8": 1e11}, {"fp32": math.inf}, {"fp32": 0}],
+    "sources": ["the internet", {"host_nbytes": 3}],
+}
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, math.nan, True, "8GiB", None])
-@pytest.mark.parametrize("name", NBYTES)
-def test_impossible_bytes_are_named(name, value):
-    assert refusal(LAPTOP | {name: value}) == f"{name} is {value!r}, which no machine has"
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("name", ""),
-        ("name", 3),
-        ("device", "tpu"),
-        ("device_nbytes", -1),
-        ("ssd_rated_nbytes", 1.5),
-        ("compute_mixed_speed", 0),
-        ("compute_mixed_speed", 1.1),
-        ("compute_transfer_speed", 0),
-        ("transfer_compute_speed", 0),
-        ("op_seconds", -1e-6),
-        ("op_seconds", 1.0),
-        ("request_seconds", math.nan),
-        ("h2d_bytes_per_second", 0),
-        ("matmul_flops_per_second", {}),
-        ("matmul_flops_per_second", 1e11),
-        ("matmul_flops_per_second", {"fp8": 1e11}),
-        ("matmul_flops_per_second", {"fp32": math.inf}),
-        ("matmul_flops_per_second", {"fp32": 0}),
-        ("sources", "the internet"),
-        ("sources", {"host_nbytes": 3}),
-    ],
-)
-def test_every_other_impossible_value_is_named(name, value):
-    assert refusal(LAPTOP | {name: value}) == f"{name} is {value!r}, which no machine has"
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_impossible_value_is_named(name):
+    for value in IMPOSSIBLE[name]:
+        assert refusal(LAPTOP | {name: value}) == f"{name} is {value!r}, which no machine has"
 
 
 @pytest.mark.parametrize(("alone", "mixed"), MIXED.items())

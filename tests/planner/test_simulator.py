@@ -155,14 +155,6 @@ def test_the_one_lane_that_takes_time_is_the_step(lane, inline):
     assert found.busy[lane] == 1.0
 
 
-def test_more_of_the_only_lane_is_never_slower():
-    placement = place(4, 3, PLAIN, ALL_ON_SSD)
-    programs = steady(4, 3, placement)
-    for lane in ("h2d", "ssd_read", "cpu"):
-        found = [simulate(programs, by_lane(programs, {lane: each, "compute": 0.5}), inline=True) for each in (3, 2, 1)]
-        assert sorted((each.seconds for each in found), reverse=True) == [each.seconds for each in found]
-
-
 def test_issuing_takes_time():
     program = lower(StepSpec(2, 2))[-1]
     nothing = by_lane([program, program], {})
@@ -277,11 +269,6 @@ def test_several_neighbours_multiply():
     speeds = {("compute", "cpu"): 0.5, ("compute", "ssd_read"): 0.5}
     stops = side_by_side("compute", "cpu", "ssd_read", speeds=speeds, seconds=(4.0, 4.0, 6.0))
     assert stops == {"cpu": 4.0, "ssd_read": 6.0, "compute": 8.0}
-
-
-def test_lanes_that_are_not_named_do_not_disturb_each_other():
-    stops = side_by_side("h2d", "ssd_read", speeds={("ssd_read", "ssd_write"): 0.5}, seconds=(3.0, 5.0))
-    assert stops == {"h2d": 3.0, "ssd_read": 5.0}
 
 
 # What comes out ------------------------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ from gs_compile.planner.simulate.memory_timeline import Curve, Lease, curves, ho
 from gs_compile.program.ir import LANES, Op, Program, homed
 from gs_compile.runtime.trace import Label, Trace
 
+STEADY = 1e-3  # of a lane's work in a step: what may be left over
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -72,7 +74,7 @@ def simulate(
     assert len(durations) == len(order.ops), "seconds are not one an operation"
     memory = leases(order, placement) if placement else []
     budget = None if rule.host_nbytes is None else host_budget(memory, order, rule.host_nbytes)
-    return Simulation(order, run(order, durations, rule, budget), tuple(programs), placement, memory)
+    return Simulation(order, durations, run(order, durations, rule, budget), tuple(programs), placement, memory)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +82,7 @@ class Simulation:
     """One step among its like: the last of `programs`. What follows from the times is derived when it is asked for."""
 
     order: Dependencies
+    durations: list[float]  # of each operation, alone on its lane
     times: Times
     programs: tuple[Program, ...]
     placement: Placement | None
@@ -89,6 +92,16 @@ class Simulation:
     def seconds(self) -> float:
         """From when the program before was issued and computed to when this one is."""
         return self._until - self._since
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether each lane ends as much work during the step as the step gives it: none falls further behind."""
+        given, done = [0.0] * len(LANES), [0.0] * len(LANES)
+        for index, (lane, stopped) in enumerate(zip(self.order.lanes, self.times.stopped, strict=True)):
+            if lane != MEMORY:
+                given[lane] += self.durations[index] * (index >= self.order.starts[-1])
+                done[lane] += self.durations[index] * (self._since < stopped <= self._until)
+        return all(abs(a - b) <= STEADY * a for a, b in zip(given, done, strict=True))
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
