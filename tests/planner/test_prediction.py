@@ -28,10 +28,10 @@ def test_it_is_of_the_program_at_its_prices():
     assert found.simulation.busy["compute"] * found.simulation.seconds >= 0.999 * computing  # it may be slowed down
 
 
-@pytest.mark.parametrize("shares", [(0.0, 0.0, 0.0), (1.0, 1.0, 0.0)])
-def test_no_lane_works_longer_than_the_step(shares):
+@pytest.mark.parametrize(("machine", "shares"), [(SLOW, (0.0, 0.0, 0.0)), (A100, (1.0, 1.0, 0.0))])
+def test_no_lane_works_longer_than_the_step(machine, shares):
     """As one step follows on another, what is put off from one is done in the next, however many steps that takes."""
-    found, _ = predicted(SLOW, shares=shares)
+    found, _ = predicted(machine, shares=shares)
     written = sum(p.seconds for p, op in zip(found.prices, found.program.ops, strict=True) if op.lane == "ssd_write")
     assert found.simulation.seconds >= 0.99 * written
     assert all(share <= 1 + 1e-9 for share in found.simulation.busy.values())
