@@ -1,0 +1,192 @@
+"""A run on the CPU twin of a device, with a record of which accesses to memory are ordered, and by what.
+
+Every thread and every stream has a vector clock. Waits for tickets and events, and launches, order what comes after
+them behind what came before. Two accesses to the same bytes, one of which writes, must be ordered; else a run on a GPU
+may read what is not there yet or overwrite what is still needed, whatever this run has come to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+
+from gs_compile.runtime import coordinators, optimizer, stream, tiers
+from gs_compile.runtime.coordinators import Parameters
+from gs_compile.runtime.lanes import Lane, Ticket
+from gs_compile.runtime.optimizer import OptimizerStep, StepRecord
+from gs_compile.runtime.stream_twin import Observer, Span, Twin, span_of
+from gs_compile.runtime.values import Gradient, Kept, Region
+
+Clock = dict[Any, int]
+
+
+class Access(NamedTuple):
+    name: str
+    actor: Any
+    time: int
+    is_write: bool
+    start: int
+    stop: int
+
+
+class Checker(Observer):
+    """Clocks, accesses, and the pairs of accesses that nothing orders."""
+
+    def __init__(self) -> None:
+        self.clocks: dict[Any, Clock] = {}
+        self.marks: dict[Any, Clock] = {}  # of events and tickets
+        self.accesses: dict[Any, list[Access]] = {}  # by memory: the process's, or an extent
+        self.races: set[str] = set()
+        self.lock = threading.RLock()
+
+    def clock(self, actor: Any = None) -> Clock:
+        actor = threading.get_ident() if actor is None else actor
+        return self.clocks.setdefault(actor, {actor: 0})
+
+    def join(self, clock: Clock, other: Clock) -> None:
+        for actor, time in other.items():
+            clock[actor] = max(clock.get(actor, 0), time)
+
+    def mark(self, key: Any, actor: Any = None) -> None:
+        """What `actor` has done so far is before whatever waits for `key`."""
+        with self.lock:
+            self.marks.setdefault(key, {})
+            self.join(self.marks[key], self.clock(actor))
+
+    def wait(self, key: Any, actor: Any = None) -> None:
+        with self.lock:
+            self.join(self.clock(actor), self.marks.get(key, {}))
+
+    def access(self, name: str, spans: Sequence[tuple[Any, int, int]], *, is_write: bool, actor: Any = None) -> None:
+        with self.lock:
+            actor = threading.get_ident() if actor is None else actor
+            clock = self.clock(actor)
+            clock[actor] += 1
+            for memory, start, stop in spans:
+                kept = []
+                for old in self.accesses.get(memory, []):
+                    overlaps = old.start < stop and start < old.stop
+                    is_before = clock.get(old.actor, 0) >= old.time
+                    if overlaps and (is_write or old.is_write) and not is_before:
+                        self.races.add(f"{old.name} and {name}")
+                    if not (is_write and is_before and start <= old.start and old.stop <= stop):
+                        kept.append(old)
+                kept.append(Access(name, actor, clock[actor], is_write, start, stop))
+                self.accesses[memory] = kept
+
+    # What the twin tells ---------------------------------------------------------------------------------------------
+
+    def launched(self, stream: Any, name: str, reads: Sequence[Span], writes: Sequence[Span]) -> None:
+        with self.lock:
+            if name != "free":  # whoever lets go of memory orders nothing
+                self.join(self.clock(stream), self.clock())
+            for spans, is_write in ((reads, False), (writes, True)):
+                self.access(name, [("memory", *span) for span in spans], is_write=is_write, actor=stream)
+
+    def recorded(self, stream: Any, event: Any) -> None:
+        with self.lock:
+            self.join(self.clock(stream), self.clock())
+            self.mark(event, stream)
+
+    def stream_waits(self, stream: Any, event: Any) -> None:
+        self.wait(event, stream)
+
+    def thread_waited(self, event: Any) -> None:
+        self.wait(event)
+
+    # What lanes without a stream do ----------------------------------------------------------------------------------
+
+    def work(self, name: str, reads: Sequence[Any], writes: Sequence[Any]) -> None:
+        for contents, is_write in ((reads, False), (writes, True)):
+            spans = [_memory(content) for content in contents if not isinstance(content, StepRecord)]
+            self.access(name, spans, is_write=is_write)
+
+
+def _memory(content: Any) -> tuple[Any, int, int]:
+    if isinstance(content, Kept) and content.flat is None:
+        content = content.region
+    if isinstance(content, Region):
+        return content.extent.label, content.offset, content.offset + content.nbytes
+    if isinstance(content, (Gradient, Kept)):
+        return ("memory", *span_of(content.flat))
+    return ("memory", *span_of(content.tensor))
+
+
+@contextmanager
+def on_twin(seed: int = 0, delay_seconds: float = 1e-3) -> Iterator[Checker]:
+    """Every run inside the block computes on a twin; accesses that nothing orders fail the block, by name."""
+    checker = Checker()
+    twin = Twin(seed, delay_seconds, checker)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(stream, "DEVICES", {"cpu": lambda _: twin})
+        _watch_threads(checker, patched)
+        _watch_lanes(checker, patched)
+        try:
+            yield checker
+        finally:
+            twin.close()
+    assert not checker.races, "nothing orders " + "; ".join(sorted(checker.races)[:5])
+
+
+def _watch_threads(checker: Checker, patched: Any) -> None:
+    submit, finish, launched, done = Lane.submit, Ticket.finish, Ticket._wait_for_launch, Ticket.done
+
+    def submit_marked(lane: Lane, name: str, run: Any, after: Any, **labels: Any) -> Ticket:
+        key = object()
+        checker.mark(key)
+
+        def run_after() -> None:
+            checker.wait(key)
+            run()
+
+        return submit(lane, name, run_after, after, **labels)
+
+    def finish_marked(ticket: Ticket, error: BaseException | None = None) -> None:
+        checker.mark(ticket)
+        finish(ticket, error)
+
+    def wait_for_launch(ticket: Ticket) -> None:
+        launched(ticket)
+        checker.wait(ticket)
+
+    def is_done(ticket: Ticket) -> bool:
+        found = done.fget(ticket)
+        if found:
+            checker.wait(ticket)
+        return found
+
+    patched.setattr(Lane, "submit", submit_marked)
+    patched.setattr(Ticket, "finish", finish_marked)
+    patched.setattr(Ticket, "_wait_for_launch", wait_for_launch)
+    patched.setattr(Ticket, "done", property(is_done))
+
+
+def _watch_lanes(checker: Checker, patched: Any) -> None:
+    transfer, update, commit, home = coordinators.transfer, OptimizerStep.update, Parameters.commit, tiers.Tiers._home
+
+    def watched_transfer(reads: Sequence[Any], targets: Sequence[Any]) -> None:
+        checker.work(threading.current_thread().name, reads, targets)
+        transfer(reads, targets)
+
+    def watched_update(self: OptimizerStep, op: Any, reads: Any, targets: Any, record: Any) -> None:
+        checker.work(f"update {op.into[0]}", reads, targets)
+        update(self, op, reads, targets, record)
+
+    def watched_commit(self: Parameters, one: Any, other: Any) -> None:
+        checker.work("commit", [other], [one])
+        commit(self, one, other)
+
+    def watched_home(self: tiers.Tiers, value: Any) -> Any:
+        content = home(self, value)
+        checker.work(f"read {value}", [content], [])
+        return content
+
+    for module in (coordinators, optimizer):
+        patched.setattr(module, "transfer", watched_transfer)
+    patched.setattr(OptimizerStep, "update", watched_update)
+    patched.setattr(Parameters, "commit", watched_commit)
+    patched.setattr(tiers.Tiers, "_home", watched_home)

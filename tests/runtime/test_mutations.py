@@ -1,0 +1,68 @@
+"""Every wait of the runtime is needed: a run on the twin without it has accesses that nothing orders."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+from happens_before import on_twin
+from tiered import Rig, adamw, gpt2, one_thread, options
+
+from gs_compile.runtime import issue, lanes, stream_twin
+from gs_compile.runtime.issue import TieredExecutor
+from gs_compile.runtime.lanes import Ticket
+from gs_compile.runtime.tiers import Tiers
+from gs_compile.runtime.value_table import ValueTable
+from gs_compile.runtime.values import Hold
+
+
+def nothing(*_, **__):
+    pass
+
+
+def release_at_once(hold, after):
+    hold.shares -= 1
+    if hold.shares == 0:
+        hold.buffer.release(())
+
+
+class Forgetful(set):
+    def add(self, _):
+        pass
+
+
+def forgets_streams(block, nbytes, stream, init=stream_twin._Block.__init__):
+    init(block, nbytes, stream)
+    block.used_on = Forgetful()
+
+
+MUTATIONS = {
+    "the computation does not wait": (issue, "join_all", nothing),
+    "lanes do not wait": (lanes, "join_all", nothing),
+    "streams do not wait for events": (stream_twin.TwinStream, "wait_event", nothing),
+    "no thread waits for a launch": (Ticket, "_wait_for_launch", nothing),
+    "what is launched has no ticket": (TieredExecutor, "_launched", lambda self: []),
+    "readers of a value are forgotten": (ValueTable, "use", nothing),
+    "changes of a value are forgotten": (ValueTable, "change", nothing),
+    "memory is given back while it is used": (Hold, "release", release_at_once),
+    "memory of the device is freed while it is copied": (stream_twin._Block, "__init__", forgets_streams),
+    "values are read while they change": (Tiers, "_home", lambda tiers, value: tiers.values.contents[value]),
+}
+
+
+@pytest.fixture(scope="module")
+def rig():
+    torch._dynamo.reset()
+    with one_thread():
+        yield Rig(gpt2)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_without_it_something_is_not_ordered(rig, tmp_path, monkeypatch, mutation):
+    owner, name, changed = MUTATIONS[mutation]
+    monkeypatch.setattr(owner, name, changed)
+    chosen = {"alpha": 0.3, "ratios": {"parameter": 0.3, "checkpoint": 0.5, "optimizer": 0.5}}
+    with suppress(Exception), on_twin() as checker:
+        rig.train(adamw, options(tmp_path, **chosen), 2)
+    assert checker.races
