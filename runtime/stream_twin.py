@@ -12,127 +12,29 @@ Tensors of the twin are a subclass of torch's: an operation on them returns at o
 from __future__ import annotations
 
 import queue
-import random
 import threading
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from gs_compile.runtime.stream import Device, Reading
+from gs_compile.runtime.stream_twin_queue import Block, Observer, Span, State, TwinEvent, TwinStream
 
 Tensor = torch.Tensor
-POISON = 0xFF
 HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
-
-
-class Span(NamedTuple):
-    """Bytes of memory."""
-
-    start: int
-    stop: int
-
-
-class Observer:
-    """Who is told what happens, by the thread that launches; this one does not mind."""
-
-    def launched(self, stream: TwinStream, name: str, reads: Sequence[Span], writes: Sequence[Span]) -> None: ...
-
-    def recorded(self, stream: TwinStream, event: TwinEvent) -> None: ...
-
-    def stream_waits(self, stream: TwinStream, event: TwinEvent) -> None: ...
-
-    def thread_waited(self, event: TwinEvent) -> None: ...
-
-
-class TwinEvent:
-    """A point in a stream."""
-
-    def __init__(self, twin: Twin) -> None:
-        self.twin = twin
-        self.happened = threading.Event()
-        self.seconds = 0.0
-
-    def happen(self) -> None:
-        self.seconds = time.perf_counter()
-        self.happened.set()
-
-    def wait(self) -> None:
-        self.happened.wait()
-
-    def query(self) -> bool:
-        if not self.happened.is_set():
-            return False
-        self.twin.observer.thread_waited(self)
-        return True
-
-    def synchronize(self) -> None:
-        self.happened.wait()
-        self.twin.check()
-        self.twin.observer.thread_waited(self)
-
-
-class TwinStream:
-    """A queue with a thread of its own."""
-
-    def __init__(self, twin: Twin, name: str) -> None:
-        self.name = name
-        self.twin = twin
-        self._random = random.Random(f"{twin.seed} {name}")
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"twin {name}", daemon=True)
-        self._thread.start()
-
-    def launch(self, task: Callable[[], None]) -> None:
-        self._tasks.put(task)
-
-    def wait_event(self, event: TwinEvent) -> None:
-        self.twin.observer.stream_waits(self, event)
-        self.launch(event.wait)
-
-    def close(self) -> None:
-        self._tasks.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:  # [1]
-        while (task := self._tasks.get()) is not None:
-            if self.twin.delay_seconds and self._random.random() < 0.3:
-                time.sleep(self._random.random() * self.twin.delay_seconds)
-            try:
-                with torch.no_grad():
-                    task()
-            except BaseException as error:  # noqa: BLE001  it is raised where somebody waits
-                self.twin.error = self.twin.error or error
-
-
-class _Block:
-    """Memory of the device: one tensor's, or nobody's."""
-
-    def __init__(self, nbytes: int, stream: TwinStream) -> None:
-        self.bytes = np.full(nbytes, POISON, dtype=np.uint8)
-        self.stream = stream  # on which it is taken, again and again
-        self.used_on: set[TwinStream] = set()  # other streams, since it was taken
-
-    @property
-    def span(self) -> Span:
-        return Span(self.bytes.ctypes.data, self.bytes.ctypes.data + len(self.bytes))
-
-    def poison(self) -> None:
-        self.bytes.fill(POISON)
 
 
 class TwinTensor(torch.Tensor):
     """A tensor in the twin's memory. `raw` sees the same bytes now; `block` owns them."""
 
     raw: Tensor
-    block: _Block
+    block: Block
     twin: Twin
 
     @classmethod
@@ -149,33 +51,25 @@ class Twin(Device):
 
     def __init__(self, seed: int = 0, delay_seconds: float = 1e-3, observer: Observer | None = None) -> None:
         super().__init__(torch.device("cpu"))
-        self.seed = seed
-        self.delay_seconds = delay_seconds
-        self.observer = observer or Observer()
-        self.error: BaseException | None = None
+        self.state = State(seed, delay_seconds, observer or Observer())
         self.pinned: dict[int, int] = {}
-        self.streams = [TwinStream(self, "compute")]
+        self.streams = [TwinStream(self.state, "compute")]
         self._local = threading.local()
-        self._free: dict[tuple[int, TwinStream], list[_Block]] = defaultdict(list)
-        self._freed: queue.SimpleQueue[_Block] = queue.SimpleQueue()  # told by destructors, on any thread
-        self._leaving: list[tuple[_Block, list[TwinEvent]]] = []
+        self._free: dict[tuple[int, TwinStream], list[Block]] = defaultdict(list)
+        self._freed: queue.SimpleQueue[Block] = queue.SimpleQueue()  # told by destructors, on any thread
+        self._leaving: list[tuple[Block, list[TwinEvent]]] = []
         self._lock = threading.RLock()
         self._fake = FakeTensorMode()
 
     def close(self) -> None:
         for stream in self.streams:
             stream.close()
-        self.check()
-
-    def check(self) -> None:
-        """Raise what has failed on a stream."""
-        if self.error is not None:
-            raise self.error
+        self.state.check()
 
     # Order -----------------------------------------------------------------------------------------------------------
 
     def new_stream(self) -> TwinStream:
-        self.streams.append(TwinStream(self, str(len(self.streams))))
+        self.streams.append(TwinStream(self.state, str(len(self.streams))))
         return self.streams[-1]
 
     def current_stream(self) -> TwinStream:
@@ -191,8 +85,8 @@ class Twin(Device):
             self._local.stream = before
 
     def record(self, stream: Any) -> TwinEvent:
-        event = TwinEvent(self)
-        self.observer.recorded(stream, event)
+        event = TwinEvent(self.state)
+        self.state.observer.recorded(stream, event)
         stream.launch(event.happen)
         return event
 
@@ -204,7 +98,7 @@ class Twin(Device):
 
     def launch(self, name: str, run: Callable[[], None], reads: Sequence[Span], writes: Sequence[Span]) -> None:
         stream = self.current_stream()
-        self.observer.launched(stream, name, reads, writes)
+        self.state.observer.launched(stream, name, reads, writes)
         stream.launch(run)
 
     # Memory ----------------------------------------------------------------------------------------------------------
@@ -222,12 +116,12 @@ class Twin(Device):
         storage = torch.frombuffer(handle, dtype=torch.uint8).untyped_storage()
         return self.wrap(torch.empty(0, dtype=dtype).set_(storage, 0, shape, like.stride()), block)
 
-    def wrap(self, raw: Tensor, block: _Block) -> TwinTensor:
+    def wrap(self, raw: Tensor, block: Block) -> TwinTensor:
         tensor: TwinTensor = torch.Tensor._make_subclass(TwinTensor, raw)
         tensor.raw, tensor.block, tensor.twin = raw, block, self
         return tensor
 
-    def _take(self, nbytes: int) -> _Block:  # [2]
+    def _take(self, nbytes: int) -> Block:  # [2]
         while not self._freed.empty():
             block = self._freed.get()
             self._leaving.append((block, [self.record(stream) for stream in block.used_on]))
@@ -238,11 +132,11 @@ class Twin(Device):
                 block.used_on.clear()
                 for event in events:
                     block.stream.wait_event(event)
-                self.observer.launched(block.stream, "free", (), [block.span])
+                self.state.observer.launched(block.stream, "free", (), [block.span])
                 block.stream.launch(block.poison)
                 self._free[len(block.bytes), block.stream].append(block)
         key = nbytes, self.current_stream()
-        return self._free[key].pop() if self._free[key] else _Block(*key)
+        return self._free[key].pop() if self._free[key] else Block(*key)
 
     def copy(self, target: Tensor, source: Tensor) -> None:  # [3]
         for tensor in (target, source):

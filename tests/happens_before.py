@@ -18,7 +18,8 @@ from gs_compile.runtime import coordinators, optimizer, stream, tiers
 from gs_compile.runtime.coordinators import Parameters
 from gs_compile.runtime.lanes import Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, StepRecord
-from gs_compile.runtime.stream_twin import Observer, Span, Twin, span_of
+from gs_compile.runtime.stream_twin import Twin, span_of
+from gs_compile.runtime.stream_twin_queue import Observer, Span
 from gs_compile.runtime.values import Gradient, Kept, Region
 
 Clock = dict[Any, int]

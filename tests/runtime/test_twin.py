@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 from happens_before import on_twin
-from tiered import Rig, adamw, gpt2, one_thread, options
+from tiered import Rig, adamw, gpt2, options
 
+KEEPS_CAPTURES = True
 PLACEMENTS = {
     "on every tier": {"alpha": 0.3, "ratios": {"parameter": 0.3, "checkpoint": 0.5, "optimizer": 0.5}},
     "on SSD": {"alpha": 0.0},
@@ -20,9 +20,7 @@ PLACEMENTS = {
 
 @pytest.fixture(scope="module")
 def rig():
-    torch._dynamo.reset()
-    with one_thread():
-        yield Rig(gpt2)
+    return Rig(gpt2)
 
 
 def maker(chosen):
