@@ -153,6 +153,7 @@ class Arena:
         self._memory = memory or host_memory()
         self._ledger = Ledger()
         self._free: list[_Piece] = []  # in the order of their release
+        self._releasing: deque[_Piece] = deque()  # those among them that may still be in use
         self._in_use: set[_Piece] = set()  # a buffer that is lost and not released stays mapped, and on the ledger
         self._unmapped: deque[tuple[int, int]] = deque()  # told by destructors, at any time: so without the lock
         self._lock = threading.Lock()
@@ -240,8 +241,10 @@ class Arena:
         Not the memory, so that this thread holds none while it waits. Asked before memory is looked for as well: who
         ends while it is looked for is not found afterwards, and what he used was not found either.
         """
-        if users := next((piece.after for piece in self._free if not piece.done), ()):
-            return users
+        while self._releasing and self._releasing[0].done:
+            self._releasing.popleft()
+        if self._releasing:
+            return self._releasing[0].after
         return [deadline] if self._ledger.now[GONE] and not deadline.done else ()
 
     def _count(self, purpose: str, nbytes: int) -> None:
@@ -259,7 +262,10 @@ class Arena:
         with self._lock:
             self._in_use.remove(piece)
             self._ledger.move(purpose, FREE, piece.nbytes)
-            self._free.append(_Piece(piece.block, piece.offset, piece.nbytes, after))
+            free = _Piece(piece.block, piece.offset, piece.nbytes, after)
+            self._free.append(free)
+            if after:
+                self._releasing.append(free)
             piece.block.num_free += 1
         if self._closed:
             self._unmap_free()

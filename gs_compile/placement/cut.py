@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
 from math import ceil
 
 from gs_compile.placement.placement import QUANTUM, Group, Part, Placement, UnitPlacement
 from gs_compile.placement.workload import UnitSize
-from gs_compile.program.ir import Schedule, Tier, Unit
+from gs_compile.program.ir import Schedule, Tier
 
 TIERS: tuple[Tier, ...] = ("device", "host", "ssd")  # the zones of a unit, in this order
 NOTHING: Mapping[str, float] = {}
@@ -43,23 +44,16 @@ def cut_units(
     spare = 0.0  # elements that the units so far have left of the device's part
     for size in sizes:
         spare += device_ratios.get("parameter", 0.0) * size.numel if size.may_reside else 0.0
-        units.append(
-            cut(
-                size.unit,
-                size.trained,
-                size.frozen,
-                parameter_ratio=ratios["parameter"],
-                optimizer_ratio=ratios["optimizer"],
-                alpha=alpha,
-                most_numel=max(layers, default=0) or max(sum(size.trained) for size in sizes) or 1,
-                separate=separate,
-                itemsize=size.itemsize,
-                gradient_itemsize=size.gradient_itemsize,
-                state_itemsize=size.state_itemsize,
-                has_master=size.has_master,
-                device_numel=int(spare + 1e-9) if size.may_reside else 0,
-            )
+        cuts = Cuts(
+            parameter_ratio=ratios["parameter"],
+            optimizer_ratio=ratios["optimizer"],
+            alpha=alpha,
+            most_numel=max(layers, default=0) or max(sum(size.trained) for size in sizes) or 1,
+            separate=separate,
+            device_ratio=device_ratios.get("parameter", 0.0) if size.may_reside else 0.0,
+            device_numel=int(spare + 1e-9) if size.may_reside else 0,
         )
+        units.append(cut(size, cuts))
         spare -= units[-1].num_resident
     device_checkpoint = device_ratios.get("checkpoint", 0.0)
     gradients = 1.0 if gradient_ratio is None else gradient_ratio
@@ -83,35 +77,40 @@ def on_device(ratios: Mapping[str, float]) -> dict[str, float]:
     return {name.removeprefix("device_"): ratio for name, ratio in ratios.items() if name in DEVICE_CLASSES}
 
 
-def cut(
-    unit: Unit,
-    trained: Sequence[int],
-    frozen: Sequence[int] = (),
-    *,
-    parameter_ratio: float,
-    optimizer_ratio: float,
-    alpha: float,
-    most_numel: int,
-    separate: bool,
-    itemsize: int,
-    gradient_itemsize: int,
-    state_itemsize: int,
-    has_master: bool,
-    device_numel: int = 0,
-) -> UnitPlacement:
-    """Where the parts of a unit live whose tensors have `trained` and `frozen` elements (multiples of QUANTUM).
+@dataclass(frozen=True, kw_only=True)
+class Cuts:
+    """How one unit is cut.
 
-    The ratios are the shares of parameters and of optimizer state in host memory, `alpha` the share of the update that
-    is late, `most_numel` the most elements that one update takes at a time. Without a separate device the code reads
-    host memory as it is, so no tensor may straddle the cut between host and SSD: the parameter ratio is rounded down
-    to the end of a tensor. `device_numel` is the most elements that live on the device, as whole tensors.
+    parameter_ratio, optimizer_ratio: the shares of parameters and of optimizer state in host memory.
+    alpha: the share of the update that is late.
+    most_numel: the most elements that one update takes at a time.
+    separate: the device has memory of its own.
+    device_ratio: the share of the parameters that is to live on the device.
+    device_numel: the most elements that live there, as whole tensors: with what units before were short of.
     """
-    num_trained, numel = sum(trained), sum(trained) + sum(frozen)
-    tensors = [0, *accumulate((*trained, *frozen))]
-    device = max(end for end in tensors if end <= device_numel)
-    limit = min(int(parameter_ratio * numel + 1e-9), numel - device)
-    ends = [limit // QUANTUM * QUANTUM] if separate else tensors
-    bounds = [0, device, device + max(end for end in ends if end <= limit), numel]
+
+    parameter_ratio: float
+    optimizer_ratio: float
+    alpha: float
+    most_numel: int
+    separate: bool
+    device_ratio: float = 0.0
+    device_numel: int = 0
+
+
+def cut(size: UnitSize, cuts: Cuts) -> UnitPlacement:
+    """Where the parts of a unit live.
+
+    What lives on the device is whole tensors; host memory takes what that is short of its share, so that the SSD has
+    its own share and no more. Without a separate device the code reads host memory as it is, so no tensor may straddle
+    the cut between host and SSD: the parameter ratio is rounded down to the end of a tensor.
+    """
+    num_trained, numel, alpha, most_numel = size.num_trained, size.numel, cuts.alpha, cuts.most_numel
+    tensors = [0, *accumulate((*size.trained, *size.frozen))]
+    device = max(end for end in tensors if end <= cuts.device_numel)
+    limit = max(_elements(cuts.parameter_ratio + cuts.device_ratio, numel), device)
+    ends = [device + (limit - device) // QUANTUM * QUANTUM] if cuts.separate else tensors
+    bounds = [0, device, max(end for end in ends if end <= limit), numel]
     fractions = _fractions(num_trained, alpha, most_numel)
     pieces = [_cuts(min(a, num_trained), min(b, num_trained), fractions) for a, b in pairwise(bounds)]
     zones: list[tuple[str, list[tuple[Tier, int, int]]]] = [
@@ -125,14 +124,20 @@ def cut(
     groups = []
     for when, zone in zones:
         w = tuple(Part(next(w_letters), tier, start, stop) for tier, start, stop in zone if start < stop)
-        size = sum(part.numel for part in w)
-        if size:
-            resident = int(optimizer_ratio * size + 1e-9) // QUANTUM * QUANTUM
-            homes: list[tuple[Tier, int, int]] = [("host", 0, resident), ("ssd", resident, size)]
-            has_state = when != "never" and state_itemsize
+        group_numel = sum(part.numel for part in w)
+        if group_numel:
+            resident = _elements(cuts.optimizer_ratio, group_numel) // QUANTUM * QUANTUM
+            homes: list[tuple[Tier, int, int]] = [("host", 0, resident), ("ssd", resident, group_numel)]
+            has_state = when != "never" and size.state_itemsize
             s = tuple(Part(next(s_letters), tier, a, b) for tier, a, b in homes if a < b) if has_state else ()
             groups.append(Group(next(dw_letters), when, w, s))
-    return UnitPlacement(unit, tuple(groups), itemsize, gradient_itemsize, state_itemsize, has_master)
+    sizes = size.itemsize, size.gradient_itemsize, size.state_itemsize
+    return UnitPlacement(size.unit, tuple(groups), *sizes, size.has_master)
+
+
+def _elements(share: float, numel: int) -> int:
+    """A share of so many elements; all of them where it is all but what a solver rounds away."""
+    return numel if share > 1 - 1e-6 else int(share * numel + 1e-9)
 
 
 def _fractions(numel: int, alpha: float, most_numel: int) -> list[tuple[str, float]]:

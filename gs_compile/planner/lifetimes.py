@@ -17,7 +17,7 @@ from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.placement import Placement, Room
 from gs_compile.placement.workload import Workload
 from gs_compile.planner import summary
-from gs_compile.planner.lp.fit import MARGIN, peak
+from gs_compile.planner.lp.fit import peak
 from gs_compile.planner.lp.solve import Budgets
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.prediction import Prediction
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def room_of(budgets: Budgets, workload: Workload, profile: Profile) -> Room:
-    """What budgets leave: of the device's memory what its code does not compute in, of the host's what is not rounding.
+    """What budgets leave: of the device's memory what its code does not compute in.
 
     Where the device reads host memory itself a copy reads and writes there.
     """
@@ -54,7 +54,7 @@ def room_of(budgets: Budgets, workload: Workload, profile: Profile) -> Room:
     copies = profile.memory_bytes_per_second / 2
     return Room(
         device_nbytes=max(budgets.device_nbytes - inside, 0) if budgets.device_nbytes else ENDLESS,
-        host_nbytes=budgets.host_nbytes - MARGIN,
+        host_nbytes=budgets.host_nbytes,
         bytes_per_second=tuple((lane, copies if math.isinf(rate) else rate) for lane, rate in rates.items()),
     )
 

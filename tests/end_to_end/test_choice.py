@@ -14,7 +14,7 @@ from tiered import Rig, adamw, gpt2, moved, options, outcome, step, tokens
 import gs_compile
 from gs_compile.errors import MemoryBudgetError, PlanError, ProfileError
 from gs_compile.planner import choice
-from gs_compile.planner.lp.fit import MARGIN, peak
+from gs_compile.planner.lp.fit import peak
 from gs_compile.planner.measure.profile import FORMAT, Profile
 
 KEEPS_CAPTURES = True
@@ -56,7 +56,7 @@ def tight(rig, storage, make=adamw, **changes):
             for number in range(2):  # the second has late updates of the first
                 step(rig.model, optimizer, tokens(number))
             peaks.append(peak(optimizer.engine.programs[-1], "host"))
-    return sum(peaks) // 2 + MARGIN
+    return sum(peaks) // 2
 
 
 # Without the linear program -------------------------------------------------------------------------------------------

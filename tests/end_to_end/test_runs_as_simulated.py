@@ -18,7 +18,6 @@ from gs_compile.runtime.lanes import Lane
 NUM_STEPS = 3
 OP_SECONDS = 1e-4  # what a line of the program costs the walk beside its work, about
 HALF = {"parameter": 0.5, "checkpoint": 0.5, "optimizer": 0.5}
-ROUNDING = 2 * 5 * 2 * 4096  # buffers are whole pages, and the plan counts bytes
 
 
 @pytest.fixture
@@ -49,10 +48,9 @@ def executors(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"alpha": 0.5, "ratios": HALF}, {"separate_device": True, "alpha": 0.25}])
-def test_a_run_takes_what_is_simulated(tmp_path, executors, monkeypatch, changes):
+def test_a_run_takes_what_is_simulated(tmp_path, executors, changes):
     torch._dynamo.reset()
     rig = Rig(partial(gpt2, num_layers=4))
-    monkeypatch.setattr("gs_compile.planner.lp.fit.MARGIN", 0)
     taken, found, host_nbytes = run(rig, executors, options(tmp_path, trace=True, **changes))
     tight, found_tight, _ = run(rig, executors, options(tmp_path, trace=True, host_memory=host_nbytes, **changes))
     assert (taken, tight) == pytest.approx((found, found_tight), rel=0.1)
@@ -75,4 +73,4 @@ def run(rig, executors, given):
         seconds.append([event.end_seconds - event.start_seconds if event else 0.0 for event in events])
         ends.append(max(event.end_seconds for event in events if event and event.lane == "compute"))
     found = simulate(programs, seconds, placement=placement, inline=True, op_seconds=OP_SECONDS, host_nbytes=budget)
-    return ends[-1] - ends[-2], found.seconds, dict(programs[-1].peaks)["host"] + ROUNDING
+    return ends[-1] - ends[-2], found.seconds, dict(programs[-1].peaks)["host"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gs_compile.placement.cut import cut, cut_units
+from gs_compile.placement.cut import Cuts, cut, cut_units
 from gs_compile.placement.placement import QUANTUM
 from gs_compile.placement.workload import UnitSize
 
@@ -16,18 +16,10 @@ SHARES = st.floats(0, 1) | st.sampled_from([0.0, 0.25, 0.3, 0.5, 1.0])
 
 
 def parts(trained, frozen=(), **given):
-    options = {
-        "parameter_ratio": 0.5,
-        "optimizer_ratio": 0.5,
-        "alpha": 0.25,
-        "most_numel": 1 << 40,
-        "separate": True,
-        "itemsize": 2,
-        "gradient_itemsize": 4,
-        "state_itemsize": 12,
-        "has_master": True,
-    }
-    return cut(0, trained, frozen, **options | given)
+    of_unit = {"itemsize": 2, "gradient_itemsize": 4, "state_itemsize": 12, "has_master": True}
+    of_unit |= {name: given.pop(name) for name in of_unit.keys() & given.keys()}
+    cuts = {"parameter_ratio": 0.5, "optimizer_ratio": 0.5, "alpha": 0.25, "most_numel": 1 << 40, "separate": True}
+    return cut(UnitSize(0, tuple(trained), tuple(frozen), **of_unit), Cuts(**cuts | given))
 
 
 def picture(unit):
@@ -68,7 +60,7 @@ def test_large_units_are_updated_in_several_groups():
 
 
 def test_whole_tensors_live_on_the_device():
-    unit = parts([4 * Q, 8 * Q], [4 * Q], device_numel=10 * Q, parameter_ratio=0.25)
+    unit = parts([4 * Q, 8 * Q], [4 * Q], device_numel=10 * Q, device_ratio=0.25, parameter_ratio=0.25)
     assert picture(unit) == (
         "a early: w a.device[0:3] b.host[4:7] c.ssd[8:11] s a.host[0:4] b.ssd[4:9]\n"
         "b late: w d.device[3:4] e.host[7:8] f.ssd[11:12] s c.host[0:1] d.ssd[1:3]\n"
@@ -193,3 +185,17 @@ def _partition(parts, numel):
     assert all(part.start < part.stop and part.start % Q == part.stop % Q == 0 for part in parts)
     assert all(a.stop == b.start for a, b in pairwise(parts))
     assert ([parts[0].start, parts[-1].stop] if parts else [0, 0]) == [0, numel]
+
+
+@settings(deadline=None)
+@given(st.lists(SIZES.filter(bool), min_size=1, max_size=6), st.floats(0, 1))
+def test_nothing_is_on_ssd_if_device_and_host_have_it_all(tensors, device):
+    """What whole tensors leave of the device's share goes to host memory, and no more than one of them."""
+    sizes = tuple(UnitSize(i, tuple(each), (), 2, 4, 12, True) for i, each in enumerate(tensors))
+    ratios = {"parameter": 1 - device, "optimizer": 1.0, "checkpoint": 1.0}
+    options = {"alpha": 0.5, "clip": False, "separate": True, "x_nbytes": (1,), "side_nbytes": (0,)}
+    placement = cut_units(sizes, ratios, **options, num_layers=len(sizes), device_ratios={"parameter": device})
+    parts = [part for unit in placement.units for part in unit.w.values()]
+    assert {part.tier for part in parts} <= {"device", "host"}
+    in_host = sum(part.numel for part in parts if part.tier == "host")
+    assert in_host <= (1 - device) * sum(map(sum, tensors)) + max(map(max, tensors)) + Q

@@ -40,7 +40,9 @@ def test_never_below_the_program(toy, alpha, shares, resident, separate, clippin
     speculative = clipping == "speculative"
     expected = peaks(workload, n, alpha, shares, separate=separate, clip=bool(clipping), speculative=speculative)
     found = formula(workload, n, alpha, shares, separate=separate, speculative=speculative)
-    assert found["host"] >= expected["host"] - 1
+    # Whole tensors live on the device: host memory has what that leaves of its share, less than one of them.
+    left = max(numel * size.itemsize for size in workload.sizes for numel in (*size.trained, *size.frozen))
+    assert found["host"] + left * (separate and 0 < shares[4] < 1) >= expected["host"] - 1
     if separate:
         assert found["device"] >= expected["device"] - 1
     whole = shares[4] in (0.0, 1.0) if separate else shares[1] in (0.0, 1.0)

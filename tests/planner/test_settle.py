@@ -9,14 +9,13 @@ import pytest
 from planned import gpt
 
 from gs_compile.errors import MemoryBudgetError
-from gs_compile.planner.lp.fit import MARGIN
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Budgets, Fixed
 from gs_compile.planner.refine import alphas_of, settle
 
 WORKLOAD = gpt(2, 64)
 TURN = max(size.num_trained for size in WORKLOAD.sizes if isinstance(size.unit, int)) * (12 + 2 + 4)
-BUDGET = 10 * TURN + MARGIN
+BUDGET = 10 * TURN
 BUDGETS = Budgets(host_nbytes=BUDGET, ssd_nbytes=10**12)
 LEAST = TURN  # of host memory, for the linear program to find anything
 
@@ -32,7 +31,7 @@ class Faked:
         self.asked.append(room.host_nbytes)
         if room.host_nbytes < LEAST:
             return None
-        resident = max(0, room.host_nbytes - MARGIN)
+        resident = max(0, room.host_nbytes)
         return SimpleNamespace(resident=resident, seconds=self.bound, alpha=alpha, num_micro_batches=number)
 
     def lowered(self, placement):
@@ -49,7 +48,7 @@ class Faked:
 
 def test_what_fits_and_keeps_time_is_taken_at_once():
     faked = Faked()
-    assert faked.settle().placement.resident == BUDGET - MARGIN
+    assert faked.settle().placement.resident == BUDGET
     assert faked.asked == [BUDGET]
 
 
@@ -58,7 +57,7 @@ def test_it_shrinks_until_the_program_fits():
     found = faked.settle()
     assert faked.asked == [BUDGET, BUDGET - 1000]
     assert found.placement is found.solution
-    assert found.placement.resident + 1000 + MARGIN == BUDGET
+    assert found.placement.resident + 1000 == BUDGET
 
 
 def test_memory_is_left_free_where_the_step_is_faster():
@@ -66,7 +65,7 @@ def test_memory_is_left_free_where_the_step_is_faster():
     faked = Faked(seconds=lambda resident: {10: 3.0, 9: 2.0, 8: 1.5, 6: 1.8}[resident // TURN])
     found = faked.settle()
     assert faked.asked == [BUDGET - turns * TURN for turns in (0, 1, 2, 4)]
-    assert (found.seconds, found.placement.resident) == (1.5, BUDGET - MARGIN - 2 * TURN)
+    assert (found.seconds, found.placement.resident) == (1.5, BUDGET - 2 * TURN)
 
 
 def test_it_stops_where_nothing_is_to_be_gained():

@@ -336,3 +336,26 @@ def test_a_user_who_ends_while_memory_is_looked_for_is_not_missed():
         arena.take(4096, "checkpoint").release([EndsBetweenTwoLooks()])
         takes(arena)
         assert arena.ledger.total == 8192
+
+
+def test_who_uses_what_is_free_is_asked_once_for_each_release():
+    """In a step of many layers and micro-batches thousands of buffers are free."""
+    asked = []
+
+    class Done(Transfer):
+        @property
+        def done(self):
+            asked.append(self)
+            return True
+
+        @done.setter
+        def done(self, value):
+            pass
+
+    arena = Arena(None)
+    for buffer in [arena.take(number * KiB4, "a") for number in range(1, 101)]:
+        buffer.release([Done()])
+    for number in range(101, 201):
+        arena.take(number * KiB4, "b")
+    assert len(asked) <= 200
+    arena.close()

@@ -15,7 +15,6 @@ from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import Program
 
 CLASSES = ("parameter", "checkpoint", "optimizer")  # in the order in which they are given host memory
-MARGIN = 1 << 20  # bytes: rounding of buffers to pages
 
 
 def fit(
@@ -56,8 +55,8 @@ def peak(program: Program, tier: str) -> int:
 
 
 def host_needed(program: Program) -> int:
-    """Bytes of host memory that a run of `program` has to be given: its planned peak, and room for rounding."""
-    return peak(program, "host") + MARGIN
+    """Bytes of host memory that a run of `program` has to be given."""
+    return peak(program, "host")
 
 
 def too_small(host_nbytes: int, needed: int, ratios: Mapping[str, float]) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gs_compile.placement.workload import Workload
-from gs_compile.planner.lp.fit import MARGIN
 from gs_compile.planner.lp.footprint import footprints
 from gs_compile.planner.lp.stage_graph import outline
 from gs_compile.planner.lp.volumes import PHASES, RATIOS, TIMED, Array, seconds, volumes
@@ -34,9 +33,9 @@ class Budgets:
     wear_bytes_per_second: float | None = None
 
     def of(self, tier: str) -> int:
-        """Bytes of a tier; in host memory what buffers lose by rounding to pages is set aside."""
+        """Bytes of a tier."""
         nbytes: int = getattr(self, f"{tier}_nbytes")
-        return max(nbytes - (MARGIN if tier == "host" else 0), 1)
+        return max(nbytes, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
