@@ -59,7 +59,7 @@ def test_the_planned_memory_is_enough(rigs, storage, precision, clip, alpha, sep
 
 
 @settings(deadline=None, max_examples=3)
-@given(st.integers(1, 12), st.sampled_from((0.0, 1.0)), st.booleans())
+@given(st.sampled_from((3, 7, 11)), st.sampled_from((0.0, 1.0)), st.booleans())
 def test_the_memory_that_a_refusal_names_is_enough(rigs, storage, batch_size, alpha, separate_device):
     """Checkpoints and their gradients are of odd sizes, and there are many micro-batches."""
     rig, chosen = rigs["model"], {"alpha": alpha, "separate_device": separate_device, "micro_batch_size": 1}
