@@ -153,7 +153,7 @@ class Arena:
         self._memory = memory or host_memory()
         self._ledger = Ledger()
         self._free: list[_Piece] = []  # in the order of their release
-        self._releasing: deque[_Piece] = deque()  # those among them that may still be in use
+        self._users_left: deque[tuple[Ticket, ...]] = deque()  # of those among them that may still be in use
         self._in_use: set[_Piece] = set()  # a buffer that is lost and not released stays mapped, and on the ledger
         self._unmapped: deque[tuple[int, int]] = deque()  # told by destructors, at any time: so without the lock
         self._lock = threading.Lock()
@@ -241,10 +241,10 @@ class Arena:
         Not the memory, so that this thread holds none while it waits. Asked before memory is looked for as well: who
         ends while it is looked for is not found afterwards, and what he used was not found either.
         """
-        while self._releasing and self._releasing[0].done:
-            self._releasing.popleft()
-        if self._releasing:
-            return self._releasing[0].after
+        while self._users_left and all(ticket.done for ticket in self._users_left[0]):
+            self._users_left.popleft()
+        if self._users_left:
+            return self._users_left[0]
         return [deadline] if self._ledger.now[GONE] and not deadline.done else ()
 
     def _count(self, purpose: str, nbytes: int) -> None:
@@ -262,10 +262,9 @@ class Arena:
         with self._lock:
             self._in_use.remove(piece)
             self._ledger.move(purpose, FREE, piece.nbytes)
-            free = _Piece(piece.block, piece.offset, piece.nbytes, after)
-            self._free.append(free)
+            self._free.append(_Piece(piece.block, piece.offset, piece.nbytes, after))
             if after:
-                self._releasing.append(free)
+                self._users_left.append(after)
             piece.block.num_free += 1
         if self._closed:
             self._unmap_free()
