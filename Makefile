@@ -7,15 +7,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
+ACCELERATOR := $(if $(shell command -v nvidia-smi),cuda,cpu)
+GPU_ARGS ?= --minutes 60
 RACE_ARGS ?= --preset 25m --minutes 15 --output benchmarks/results/race-25m.json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint types race clean
+.PHONY: help demo test slow lint types race gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo "  PYTHON=python3.12 chooses the interpreter; PYTEST_ARGS='-n 2 -k snake' goes to pytest, RACE_ARGS to the race."
+	@echo "  PYTHON=python3.12 chooses the interpreter; PYTEST_ARGS='-n 2 -k snake' goes to pytest, RACE_ARGS to the race, GPU_ARGS to gpu."
 
 demo: $(STAMP) ## train a small GPT-2 from SSD, checked against plain PyTorch
 	$(BIN)/python examples/train_gpt2.py --check
@@ -36,6 +38,9 @@ types: $(STAMP) ## check types
 race: $(STAMP) $(PEERS)/.installed ## race other systems on the same model; a quarter of an hour, docs/race.md
 	$(BIN)/python -m benchmarks.race.race --peers-python $(PEERS)/bin/python $(RACE_ARGS)
 
+gpu: $(STAMP) $(PEERS)/.installed ## on a CUDA device: its tests, rates of lanes, step times and the race
+	$(BIN)/python -m benchmarks.gpu --peers-python $(PEERS)/bin/python $(GPU_ARGS)
+
 clean: ## remove the environment and all caches
 	rm -rf $(VENV) $(PEERS) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
@@ -52,7 +57,7 @@ $(PEERS)/.installed: benchmarks/race/requirements-peers.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet $$(grep -v -e '^#' -e '^deepspeed' $<)
 	@echo "building DeepSpeed's operators: a quarter of an hour"
-	DS_ACCELERATOR=cpu DS_BUILD_AIO=1 DS_BUILD_CPU_ADAM=1 DS_BUILD_PIN_MEMORY=1 \
+	DS_ACCELERATOR=$(ACCELERATOR) DS_BUILD_AIO=1 DS_BUILD_CPU_ADAM=1 DS_BUILD_PIN_MEMORY=1 \
 		$(PEERS)/bin/python -m pip install --quiet --no-build-isolation --requirement $< \
 		|| echo "DeepSpeed could not be built, so ZeRO-Infinity will not race. It needs libaio-dev and g++:" \
 			"apt-get install libaio-dev g++, then rm -r $(PEERS) and make race again"

@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.race import bounds, curves, draw, tables
-from benchmarks.race.contest import Case
-from benchmarks.race.entrant import Entrant, EntrantError
-from benchmarks.race.heat import Heat, Terms, difference
 from benchmarks.race.measures import MachineSpeed, add_bounds, io_seconds, normalised, spread
-from benchmarks.race.roster import PEERS_PYTHON, Entry
-from benchmarks.race.terms import load, save
+from benchmarks.race.protocol import Case
+from benchmarks.race.registry import PEERS_PYTHON, Entry
+from benchmarks.race.run import Run, Settings, difference
+from benchmarks.race.settings import load, save
 from benchmarks.race.waiting import waits
+from benchmarks.race.worker import Worker, WorkerError
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.runtime.lanes import Failure, Lane, Ticket
 from gs_compile.runtime.trace import Trace
@@ -31,40 +31,40 @@ def machine(request):
     return Profile.load(request.path.parent / "machine.json")
 
 
-def raced(names, **terms):
-    given = {"rounds": 1, "round_seconds": 0.1, "drive_seconds": 0, **terms}
-    return Heat(TINY, [Entry.parse(name) for name in names], Terms(**given)).run()
+def raced(names, **settings):
+    given = {"rounds": 1, "round_seconds": 0.1, "drive_seconds": 0, **settings}
+    return Run(TINY, [Entry.parse(name) for name in names], Settings(**given)).run()
 
 
 @pytest.fixture(scope="module")
-def heat(tmp_path_factory):
+def run(tmp_path_factory):
     """A race of plain against ours, both in this environment."""
     settings = {"storage": tmp_path_factory.mktemp("race"), "peers_python": PEERS_PYTHON / "missing"}
     return raced(NAMES, rounds=2, drive_seconds=0.2, **settings)
 
 
-def test_a_race(heat):
-    plain, ours = (heat["contestants"][name] for name in NAMES)
+def test_a_race(run):
+    plain, ours = (run["contestants"][name] for name in NAMES)
     assert plain["verdict"] == ours["verdict"] == "right"
     assert 0 <= ours["difference"] < 1e-5
     assert ours["steps"] == plain["steps"] >= 2
-    assert len(heat["matmul_seconds"]) == 8  # before and after each turn
-    assert len(heat["drive_samples"]) == 3  # before and after each round
-    for name, rate in heat["drive"].items():
-        assert rate == sorted(each[name] for each in heat["drive_samples"])[1] > 0
+    assert len(run["matmul_seconds"]) == 8  # before and after each turn
+    assert len(run["drive_samples"]) == 3  # before and after each round
+    for name, rate in run["drive"].items():
+        assert rate == sorted(each[name] for each in run["drive_samples"])[1] > 0
     assert ours["write_bytes"] > 0 < ours["median_seconds"]
     assert ours["step_peak_rss"] > 0 < ours["times_plain"]
     assert "on host" in ours["describe"]["describe"]
-    assert heat["complete"]
-    assert heat["groups"] == [["plain", "vertical/ssd/eager"]]
+    assert run["complete"]
+    assert run["groups"] == [["plain", "vertical/ssd/eager"]]
 
 
-def test_its_table_and_figures(heat, machine, tmp_path, monkeypatch):
-    heat["contestants"]["fsdp2"] = {"verdict": "not raced: does not run here: no drive", "settings": {}}
-    add_bounds(heat["contestants"], machine)
+def test_its_table_and_figures(run, machine, tmp_path, monkeypatch):
+    run["contestants"]["fsdp2"] = {"verdict": "not raced: does not run here: no drive", "settings": {}}
+    add_bounds(run["contestants"], machine)
     result = {
         "setting": {**vars(TINY), "micro_batches": None},
-        "heats": [heat],
+        "heats": [run],
         "commands": ["python -m benchmarks.race.race"],
         "machine": {"device": "cpu", "cores": 2, "processor": "one", "memory_bytes": 2**30, "date": "today"},
     }
@@ -108,10 +108,10 @@ def test_names():
     ],
 )
 def test_a_contestant_that_fails_says_why(tmp_path, script, seconds, complaint):
-    with Entrant("it", [sys.executable, "-c", script], log=tmp_path / "log") as entrant:
-        with pytest.raises(EntrantError, match=f"(?s){complaint}"):
-            entrant.ready(seconds)
-        entrant.close()
+    with Worker("it", [sys.executable, "-c", script], log=tmp_path / "log") as worker:
+        with pytest.raises(WorkerError, match=f"(?s){complaint}"):
+            worker.ready(seconds)
+        worker.close()
 
 
 SCRIPT = """
@@ -137,7 +137,7 @@ def scripted(monkeypatch):
     def start(entry, case, storage, **_):
         script = SCRIPT.replace("LOSS", "2.1" if entry.name == "fsdp2" else "2.0")
         log = storage / f"{entry.name.replace('/', '-')}.log"
-        return Entrant(entry.name, [sys.executable, "-c", script], log=log)
+        return Worker(entry.name, [sys.executable, "-c", script], log=log)
 
     monkeypatch.setattr(Entry, "start", start)
 
@@ -235,7 +235,7 @@ def test_a_wait_is_blamed_on_its_lane(monkeypatch):
 
 
 def test_bounds_that_hold_and_bounds_that_are_missed():
-    def heat(number, **seconds):
+    def run(number, **seconds):
         each = {
             name: {"verdict": "right", "median_seconds": value, "times_plain": value, "share": 0.95, "step_peak_rss": 9}
             for name, value in seconds.items()
@@ -244,7 +244,7 @@ def test_bounds_that_hold_and_bounds_that_are_missed():
 
     ours = {"vertical/ssd/eager": 1.04, "vertical/ssd/inductor": 0.9}
     files = {
-        "race-110m": {"heats": [heat(1, **ours), heat(16, **ours, **{"zero-infinity": 2.0})]},
+        "race-110m": {"heats": [run(1, **ours), run(16, **ours, **{"zero-infinity": 2.0})]},
         "race-orders": {"rows": [{"micro_batches": 4, "apart": -0.2}, {"micro_batches": 1, "apart": 0.1}]},
         "race-curves": {"largest_difference": {curves.NOISE[0]: 1e-4, "vertical": 1.5e-4, "horizontal": 1e-5}},
     }
@@ -262,9 +262,9 @@ def test_bounds_that_hold_and_bounds_that_are_missed():
 
 def test_a_roofline_that_is_exceeded_proves_nothing():
     one = {"verdict": "right", "median_seconds": 1.0, "times_plain": 1.0, "share": 1.5, "step_peak_rss": 9}
-    heats = [{"micro_batches": 1, "contestants": {"vertical/ssd/eager": one}}]
+    runs = [{"micro_batches": 1, "contestants": {"vertical/ssd/eager": one}}]
     (claim,) = (
-        claim for claim in bounds.bounds({"race-350m": {"heats": heats}}) if "roofline" in claim.what and claim.found
+        claim for claim in bounds.bounds({"race-350m": {"heats": runs}}) if "roofline" in claim.what and claim.found
     )
     assert (claim.found, claim.verdict) == ("1.50: the drive was measured too slow", "")
 

@@ -106,16 +106,16 @@ def _curves(found: Any) -> Claim:
 
 
 def _numbers(found: Any) -> list[int]:
-    return [heat["micro_batches"] for heat in found["heats"]] if found else []
+    return [run["micro_batches"] for run in found["heats"]] if found else []
 
 
 def _timed(found: Any, number: int) -> dict[str, Any]:
-    """The contestants of one heat that were timed, and right."""
-    for heat in found["heats"] if found else ():
-        if heat["micro_batches"] == number:
+    """The contestants of one run that were timed, and right."""
+    for run in found["heats"] if found else ():
+        if run["micro_batches"] == number:
             return {
                 name: each
-                for name, each in heat["contestants"].items()
+                for name, each in run["contestants"].items()
                 if "median_seconds" in each and each["verdict"] == "right"
             }
     return {}

@@ -18,22 +18,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race.contest import Case
-from benchmarks.race.entrant import Entrant, EntrantError
-from benchmarks.race.heat import CHECKED_STEPS, START_SECONDS, STEP_SECONDS, warmed_up
 from benchmarks.race.measures import MachineSpeed, machine_facts
-from benchmarks.race.roster import Entry
-from benchmarks.race.terms import (
-    Terms,
+from benchmarks.race.protocol import Case
+from benchmarks.race.registry import Entry
+from benchmarks.race.run import CHECKED_STEPS, START_SECONDS, STEP_SECONDS, warmed_up
+from benchmarks.race.settings import (
+    Settings,
     add_case_arguments,
     add_rows,
-    add_terms_arguments,
+    add_settings_arguments,
     case_of,
     command_line,
     end_gently,
     load,
-    terms_of,
+    settings_of,
 )
+from benchmarks.race.worker import Worker, WorkerError
 
 CONTESTANTS = (
     "plain",
@@ -46,32 +46,32 @@ CONTESTANTS = (
 TELLING = ("zero-infinity",)  # of the peers, who tells where its seconds go
 
 
-def break_down(case: Case, names: list[str], terms: Terms) -> dict[str, Any]:
+def break_down(case: Case, names: list[str], settings: Settings) -> dict[str, Any]:
     """One number of micro-batches: a contestant after the other takes its steps, while the others sleep."""
     speed, found = MachineSpeed(), {}
-    with tempfile.TemporaryDirectory(dir=terms.storage, prefix="race-") as storage:
+    with tempfile.TemporaryDirectory(dir=settings.storage, prefix="race-") as storage:
         for name in names:
             entry = Entry.parse(name)
             with ExitStack() as stack:
-                entrant = stack.enter_context(
-                    entry.start(case, Path(storage), peers_python=terms.peers_python, machine=terms.machine)
+                worker = stack.enter_context(
+                    entry.start(case, Path(storage), peers_python=settings.peers_python, machine=settings.machine)
                 )
                 speed.sample()
                 try:
-                    found[name] = one(entrant, entry, terms)
-                except EntrantError as error:
+                    found[name] = one(worker, entry, settings)
+                except WorkerError as error:
                     found[name] = {"why": str(error)}
                 print(f"  {name}: {in_words(found[name])}", flush=True)
     return {"micro_batches": case.micro_batches, "contestants": found, "matmul_spread": speed.spread}
 
 
-def one(entrant: Entrant, entry: Entry, terms: Terms) -> dict[str, Any]:
+def one(worker: Worker, entry: Entry, settings: Settings) -> dict[str, Any]:
     """The seconds of one of several steps, in parts."""
-    entrant.ready(START_SECONDS)
-    count = terms.num_steps(warmed_up(entrant) / 2)
+    worker.ready(START_SECONDS)
+    count = settings.num_steps(warmed_up(worker) / 2)
     if entry.is_ours or entry.name.split("/")[0] in TELLING:
-        return entrant.ask(f"breakdown {CHECKED_STEPS} {count}", STEP_SECONDS * count)
-    seconds = entrant.ask(f"steps {CHECKED_STEPS} {count}", STEP_SECONDS * count)["seconds"] / count
+        return worker.ask(f"breakdown {CHECKED_STEPS} {count}", STEP_SECONDS * count)
+    seconds = worker.ask(f"steps {CHECKED_STEPS} {count}", STEP_SECONDS * count)["seconds"] / count
     return {"seconds": seconds, "compute": seconds, "waits": {}, "python": 0.0, "busy": {}, "bytes": {}}
 
 
@@ -86,7 +86,7 @@ def in_words(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_case_arguments(parser)
-    add_terms_arguments(parser)
+    add_settings_arguments(parser)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--contestants", default=",".join(CONTESTANTS))
     parser.add_argument("--output", type=Path, required=True)
@@ -100,12 +100,12 @@ def main() -> None:
 
     def measured(number: int) -> dict[str, Any]:
         print(f"{number} micro-batches:", flush=True)
-        return break_down(replace(case, micro_batches=number), names, terms)
+        return break_down(replace(case, micro_batches=number), names, settings)
 
     with tempfile.TemporaryDirectory() as folder:
-        terms, _ = terms_of(arguments, Path(folder))
+        settings, _ = settings_of(arguments, Path(folder))
         found |= {"commands": [*found.get("commands", []), command_line()], "machine": machine_facts()}
-        add_rows(found, arguments.micro_batches, terms, arguments.output, measured)
+        add_rows(found, arguments.micro_batches, settings, arguments.output, measured)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy
 
-from benchmarks.race.contest import Case
-from benchmarks.race.entrant import EntrantError
-from benchmarks.race.heat import START_SECONDS, STEP_SECONDS
 from benchmarks.race.measures import machine_facts
-from benchmarks.race.roster import PLAIN, Entry
-from benchmarks.race.terms import command_line, end_gently, load, save
+from benchmarks.race.protocol import Case
+from benchmarks.race.registry import PLAIN, Entry
+from benchmarks.race.run import START_SECONDS, STEP_SECONDS
+from benchmarks.race.settings import command_line, end_gently, load, save
+from benchmarks.race.worker import WorkerError
 
 AT_ONCE = 10  # steps of one question
 NOISE_FACTOR = 2.0  # what is within so many times the noise is noise: two curves are apart by both of theirs
@@ -59,13 +59,13 @@ def train(curve: Curve, case: Case, num_steps: int, storage: Path, deadline: flo
         case = replace(case, micro_batch_size=case.samples, micro_batches=1)
     losses: list[float] = []
     entry = Entry.parse(curve.entry)
-    with entry.start(case, storage, machine=None, environment=curve.environment) as entrant:
-        entrant.ready(START_SECONDS)
+    with entry.start(case, storage, machine=None, environment=curve.environment) as worker:
+        worker.ready(START_SECONDS)
         while len(losses) < num_steps:
             if time.monotonic() > deadline:
                 return None
             count = min(AT_ONCE, num_steps - len(losses))
-            losses += entrant.ask(f"steps {len(losses)} {count}", STEP_SECONDS)["losses"]
+            losses += worker.ask(f"steps {len(losses)} {count}", STEP_SECONDS)["losses"]
     return losses
 
 
@@ -134,7 +134,7 @@ def main() -> None:
                 continue
             try:
                 values = train(curve, case, arguments.steps, Path(folder), deadline)
-            except EntrantError as error:
+            except WorkerError as error:
                 print(f"{name}: {error}", flush=True)
                 continue
             if values is None:

@@ -23,7 +23,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.race.curves import NOISE
 from benchmarks.race.measures import normalised
-from benchmarks.race.roster import FIGURES, PLAIN, RESULTS
+from benchmarks.race.registry import FIGURES, PLAIN, RESULTS
 from benchmarks.race.traffic import draw_traffic
 from gs_compile.cli.report.draw import COLOURS, INK, SERIES, SOFT, STYLE
 
@@ -169,10 +169,10 @@ FIGURE_OF: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
 def throughputs(found: dict[str, Any], key: str = "median_seconds") -> dict[str, list[tuple[int, float]]]:
     """Tokens a second by contestant: what it reached, or what one of its bounds allows."""
     series: dict[str, list[tuple[int, float]]] = {}
-    for heat in found["heats"]:
-        for name, each in heat["contestants"].items():
+    for run in found["heats"]:
+        for name, each in run["contestants"].items():
             if each.get(key) and each["verdict"] == "right":
-                series.setdefault(name, []).append((heat["micro_batches"], heat["tokens"] / each[key]))
+                series.setdefault(name, []).append((run["micro_batches"], run["tokens"] / each[key]))
     return series
 
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from benchmarks.race.contest import BETAS, EPSILON, WEIGHT_DECAY, Contestant, build_model, main
 from benchmarks.race.plain import accumulate, checkpoint_blocks
+from benchmarks.race.protocol import BETAS, EPSILON, WEIGHT_DECAY, Contestant, build_model, main
 
 
 class Fsdp2(Contestant):

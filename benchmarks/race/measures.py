@@ -116,17 +116,17 @@ def normalised(found: dict[str, Any]) -> dict[str, Any]:
     """The results of a race with each contestant's seconds at the machine's median speed in place of those measured."""
     if "heats" not in found:
         return found
-    heats = [
-        heat
+    runs = [
+        run
         | {
             "contestants": {
                 name: each | {"median_seconds": each["median_normalised_seconds"]} if "median_seconds" in each else each
-                for name, each in heat["contestants"].items()
+                for name, each in run["contestants"].items()
             }
         }
-        for heat in found["heats"]
+        for run in found["heats"]
     ]
-    return found | {"heats": heats}
+    return found | {"heats": runs}
 
 
 def add_bounds(results: dict[str, dict[str, Any]], profile: Profile) -> None:

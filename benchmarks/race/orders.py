@@ -19,21 +19,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race.contest import Case
-from benchmarks.race.heat import CHECKED_STEPS, START_SECONDS, STEP_SECONDS, warmed_up
 from benchmarks.race.measures import DriveSpeed, MachineSpeed, machine_facts, spread
-from benchmarks.race.roster import Entry
-from benchmarks.race.terms import (
+from benchmarks.race.protocol import Case
+from benchmarks.race.registry import Entry
+from benchmarks.race.run import CHECKED_STEPS, START_SECONDS, STEP_SECONDS, warmed_up
+from benchmarks.race.settings import (
     MOST_STEPS,
-    Terms,
+    Settings,
     add_case_arguments,
     add_rows,
-    add_terms_arguments,
+    add_settings_arguments,
     case_of,
     command_line,
     end_gently,
     load,
-    terms_of,
+    settings_of,
 )
 from gs_compile.planner.measure.profile import Profile
 
@@ -41,32 +41,32 @@ ORDERS = ("vertical", "horizontal")
 SHORT = 32  # tokens of a sequence where none is given
 
 
-def compare(case: Case, terms: Terms, home: str, compiler: str, machine: Profile) -> dict[str, Any]:
+def compare(case: Case, settings: Settings, home: str, compiler: str, machine: Profile) -> dict[str, Any]:
     """Both orders at one number of micro-batches."""
     speed = MachineSpeed()
-    with tempfile.TemporaryDirectory(dir=terms.storage, prefix="race-") as storage, ExitStack() as stack:
-        entrants = {
+    with tempfile.TemporaryDirectory(dir=settings.storage, prefix="race-") as storage, ExitStack() as stack:
+        workers = {
             order: stack.enter_context(
-                Entry.parse(f"{order}/{home}/{compiler}").start(case, Path(storage), machine=terms.machine)
+                Entry.parse(f"{order}/{home}/{compiler}").start(case, Path(storage), machine=settings.machine)
             )
             for order in ORDERS
         }
-        for entrant in entrants.values():
-            entrant.ready(START_SECONDS)
-        drive, profile = DriveSpeed(Path(storage) / "drive", terms.drive_seconds), Path(storage) / "machine.json"
-        warm = {order: warmed_up(entrant) for order, entrant in entrants.items()}
-        count = terms.num_steps(min(warm.values()))
+        for worker in workers.values():
+            worker.ready(START_SECONDS)
+        drive, profile = DriveSpeed(Path(storage) / "drive", settings.drive_seconds), Path(storage) / "machine.json"
+        warm = {order: warmed_up(worker) for order, worker in workers.items()}
+        count = settings.num_steps(min(warm.values()))
         seconds: dict[str, list[float]] = {order: [] for order in ORDERS}
         simulated: dict[str, list[float]] = {order: [] for order in ORDERS}
-        for number in range(terms.rounds):
-            for order, entrant in entrants.items():
+        for number in range(settings.rounds):
+            for order, worker in workers.items():
                 speed.sample()
                 drive.sample()
-                found = entrant.ask(f"steps {CHECKED_STEPS + number * count} {count}", STEP_SECONDS * MOST_STEPS)
+                found = worker.ask(f"steps {CHECKED_STEPS + number * count} {count}", STEP_SECONDS * MOST_STEPS)
                 seconds[order].append(found["seconds"] / count)
                 drive.sample()
                 replace(machine, **drive.mean(2)).save(profile)
-                simulated[order].append(entrant.ask(f"predict {profile}", STEP_SECONDS)["predict"])
+                simulated[order].append(worker.ask(f"predict {profile}", STEP_SECONDS)["predict"])
     measured = statistics.median(h / v for v, h in zip(*seconds.values(), strict=True))
     predicted = statistics.median(h / v for v, h in zip(*simulated.values(), strict=True))
     return {
@@ -85,7 +85,7 @@ def compare(case: Case, terms: Terms, home: str, compiler: str, machine: Profile
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_case_arguments(parser)
-    add_terms_arguments(parser)
+    add_settings_arguments(parser)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--home", default="ssd")
     parser.add_argument("--compiler", default="eager")
@@ -100,7 +100,7 @@ def main() -> None:
     found = load(arguments.output, {"setting": setting}, again=arguments.again)
 
     def measured(number: int) -> dict[str, Any]:
-        row = compare(replace(case, micro_batches=number), terms, arguments.home, arguments.compiler, machine)
+        row = compare(replace(case, micro_batches=number), settings, arguments.home, arguments.compiler, machine)
         medians = {order: statistics.median(values) for order, values in row["seconds"].items()}
         print(
             f"{number} micro-batches: {medians['vertical']:.3f} s vertical, {medians['horizontal']:.3f} s "
@@ -111,10 +111,10 @@ def main() -> None:
         return row
 
     with tempfile.TemporaryDirectory() as folder:
-        terms, machine = terms_of(arguments, Path(folder))
+        settings, machine = settings_of(arguments, Path(folder))
         found |= {"commands": [*found.get("commands", []), command_line()], "machine": machine_facts()}
         found |= {"profile": machine.as_dict()}
-        add_rows(found, arguments.micro_batches, terms, arguments.output, measured)
+        add_rows(found, arguments.micro_batches, settings, arguments.output, measured)
 
 
 if __name__ == "__main__":

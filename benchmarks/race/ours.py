@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import gs_compile
-from benchmarks.race.contest import BETAS, EPSILON, WEIGHT_DECAY, Cannot, Contestant, batch, build_model, main
+from benchmarks.race.protocol import BETAS, EPSILON, WEIGHT_DECAY, Cannot, Contestant, batch, build_model, main
 from benchmarks.race.waiting import waits
 from gs_compile.errors import OptionError
 from gs_compile.model.backend import greedysnake

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.race.contest import BETAS, EPSILON, WEIGHT_DECAY, Contestant, build_model, main
+from benchmarks.race.protocol import BETAS, EPSILON, WEIGHT_DECAY, Contestant, build_model, main
 
 
 class Plain(Contestant):

@@ -3,8 +3,8 @@
     python -m benchmarks.race.race --preset 110m --micro-batches 1 2 4 8 16 --output benchmarks/results/race-110m.json
 
 Losses are compared with plain PyTorch's before anything is timed; whoever differs is shown as wrong. Rounds take the
-contestants in turn, so that a machine that slows down slows all of them. A heat that is in the output already is not
-run again: a race that was interrupted, or whose `--minutes` were up, goes on where it stopped. `roster` tells how
+contestants in turn, so that a machine that slows down slows all of them. A run that is in the output already is not
+run again: a race that was interrupted, or whose `--minutes` were up, goes on where it stopped. `registry` tells how
 contestants are named.
 """
 
@@ -18,20 +18,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race.contest import Case
-from benchmarks.race.heat import Heat
 from benchmarks.race.measures import add_bounds, machine_facts
-from benchmarks.race.roster import PLAIN, Entry
-from benchmarks.race.terms import (
-    Terms,
+from benchmarks.race.protocol import Case
+from benchmarks.race.registry import PLAIN, Entry
+from benchmarks.race.run import Run
+from benchmarks.race.settings import (
+    Settings,
     add_case_arguments,
-    add_terms_arguments,
+    add_settings_arguments,
     case_of,
     command_line,
     end_gently,
     load,
     save,
-    terms_of,
+    settings_of,
 )
 from gs_compile.machine import format_bytes
 from gs_compile.planner.measure.profile import Profile
@@ -52,37 +52,37 @@ CONTESTANTS = (
 
 
 def race(
-    case: Case, numbers: list[int], names: list[str], terms: Terms, output: Path, *, again: bool, machine: Profile
+    case: Case, numbers: list[int], names: list[str], settings: Settings, output: Path, *, again: bool, machine: Profile
 ) -> dict[str, Any]:
-    """All heats, one for each number of micro-batches; what is found is in `output` after each."""
+    """All runs, one for each number of micro-batches; what is found is in `output` after each."""
     setting = {**asdict(case), "micro_batches": None}
     found = load(output, {"setting": setting, "contestants": names}, again=again)
     found |= {"commands": [*found.get("commands", []), command_line()], "machine": machine_facts()}
-    found |= {"rounds": terms.rounds, "profile": machine.as_dict()}
-    done = {heat["micro_batches"]: heat for heat in found.get("heats", []) if heat["complete"]}
+    found |= {"rounds": settings.rounds, "profile": machine.as_dict()}
+    done = {run["micro_batches"]: run for run in found.get("heats", []) if run["complete"]}
     for number in numbers:
         if number in done:
             print(f"{number} micro-batches: done before", flush=True)
-        elif terms.left <= 0:
+        elif settings.left <= 0:
             print(f"{number} micro-batches: not raced, the time is up", flush=True)
         else:
             print(f"{number} micro-batches:", flush=True)
-            heat = Heat(replace(case, micro_batches=number), [Entry.parse(name) for name in names], terms).run()
-            add_bounds(heat["contestants"], replace(machine, **heat["drive"]))
-            show(heat)
-            done[number] = heat
+            run = Run(replace(case, micro_batches=number), [Entry.parse(name) for name in names], settings).run()
+            add_bounds(run["contestants"], replace(machine, **run["drive"]))
+            show(run)
+            done[number] = run
             found["heats"] = [done[each] for each in sorted(done)]
             save(found, output)
     return found
 
 
-def show(heat: dict[str, Any]) -> None:
+def show(run: dict[str, Any]) -> None:
     """A line for each contestant."""
-    for name, found in heat["contestants"].items():
+    for name, found in run["contestants"].items():
         if "median_seconds" not in found:
             print(f"  {name:<28} {found['verdict'].splitlines()[0]}")
             continue
-        speed = heat["tokens"] / found["median_seconds"]
+        speed = run["tokens"] / found["median_seconds"]
         share = f", {found['share']:.0%} of its roofline" if "share" in found else ""
         note = "" if found["verdict"] == "right" else f"  {found['verdict']}"
         print(
@@ -96,7 +96,7 @@ def show(heat: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_case_arguments(parser)
-    add_terms_arguments(parser)
+    add_settings_arguments(parser)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="names, with commas between")
     parser.add_argument("--output", type=Path, required=True)
@@ -116,12 +116,12 @@ def main() -> None:
     if PLAIN not in names:
         print("plain is not in the race: it only says which losses are right", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        terms, machine = terms_of(arguments, Path(folder))
+        settings, machine = settings_of(arguments, Path(folder))
         race(
             case_of(arguments),
             sorted(set(arguments.micro_batches)),
             names,
-            terms,
+            settings,
             arguments.output,
             again=arguments.again,
             machine=machine,

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.race.bounds import bounds
 from benchmarks.race.curves import NOISE, noise
 from benchmarks.race.measures import normalised
-from benchmarks.race.roster import FIGURES, RESULTS, ROOT
+from benchmarks.race.registry import FIGURES, RESULTS, ROOT
 from gs_compile.machine import format_bytes
 
 PAGE = ROOT / "docs" / "race.md"
@@ -31,18 +31,18 @@ def race_table(found: dict[str, Any]) -> str:
     """A row for each contestant and number of micro-batches."""
     head = "n", "contestant", "s a step", "±", "tokens/s", "x plain", "of its roofline", "peak", "read", "written"
     rows, remarks = [], []
-    for heat in found["heats"]:
-        for name, each in heat["contestants"].items():
+    for run in found["heats"]:
+        for name, each in run["contestants"].items():
             if "median_seconds" not in each or each["verdict"] != "right":
-                remarks.append(f"n = {heat['micro_batches']}, `{name}`: {each['verdict'].splitlines()[0]}")
+                remarks.append(f"n = {run['micro_batches']}, `{name}`: {each['verdict'].splitlines()[0]}")
                 continue
             rows.append(
                 (
-                    heat["micro_batches"],
+                    run["micro_batches"],
                     f"`{name}`",
                     f"{each['median_seconds']:.3g}",
                     f"{each['spread']:.0%}",
-                    f"{heat['tokens'] / each['median_seconds']:.0f}",
+                    f"{run['tokens'] / each['median_seconds']:.0f}",
                     f"{each['times_plain']:.2f}" if "times_plain" in each else "1" if name == "plain" else "",
                     f"{each['share']:.0%}" if "share" in each else "",
                     format_bytes(each["step_peak_rss"]),
@@ -50,9 +50,9 @@ def race_table(found: dict[str, Any]) -> str:
                     format_bytes(int(each["write_bytes"])),
                 )
             )
-    spreads = [heat["matmul_spread"] for heat in found["heats"] if heat["matmul_spread"]]
-    noisy = f"The machine's own speed went from 1 to {max(spreads):.2f} in a heat. " if spreads else ""
-    alone = [heat for heat in found["heats"] if len(heat["groups"]) > 1]
+    spreads = [run["matmul_spread"] for run in found["heats"] if run["matmul_spread"]]
+    noisy = f"The machine's own speed went from 1 to {max(spreads):.2f} in a run. " if spreads else ""
+    alone = [run for run in found["heats"] if len(run["groups"]) > 1]
     grouped = "Memory did not hold all at once: they raced in groups, each beside plain. " if alone else ""
     return "\n\n".join([table(head, rows), *remarks, f"{noisy}{grouped}{origin(found)}"])
 

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import transformers
 
-from benchmarks.race.contest import PRESETS
+from benchmarks.race.protocol import PRESETS
 from gs_compile.cli.report.draw import COLOURS, INK, NAMES
 from gs_compile.errors import PlanError
 from gs_compile.planner.plan import plan

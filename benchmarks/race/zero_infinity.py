@@ -26,7 +26,7 @@ In fp32, DeepSpeed 0.19.8 makes the parameters bf16 wherever fp16 is not support
 is given then), and the first addmm meets two types. `_keep_fp32` says that fp16 is supported, so that the type stays:
 nothing else asks while a model in fp32 is trained.
 
-Without an accelerator `DS_ACCELERATOR` is cpu and nothing is asked of a launcher. The operators async_io, cpu_adam and
+`DS_ACCELERATOR` is the case's device, and nothing is asked of a launcher. The operators async_io, cpu_adam and
 pin_memory have to be there (requirements-peers.txt tells how to build them); the one for collectives of several ranks
 is told off. Buffers are locked into memory, which takes root or `ulimit -l unlimited`.
 
@@ -45,8 +45,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.race.contest import BETAS, EPSILON, WEIGHT_DECAY, Cannot, Case, Contestant, batch, build_model, main
 from benchmarks.race.plain import checkpoint_blocks
+from benchmarks.race.protocol import BETAS, EPSILON, WEIGHT_DECAY, Cannot, Case, Contestant, batch, build_model, main
 from benchmarks.race.zero_breakdown import parts, spent
 
 SETTINGS: dict[str, Any] = {
@@ -75,7 +75,7 @@ class ZeroInfinity(Contestant):
     packages = ("torch", "transformers", "deepspeed")
 
     def build(self) -> dict[str, Any]:
-        os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(DS_ACCELERATOR=self.case.device, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
         try:

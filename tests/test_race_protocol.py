@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.race import measures
-from benchmarks.race.contest import CANNOT, FAILED, PRESETS, Cannot, Case, Contestant, _serve, batch
+from benchmarks.race.protocol import CANNOT, FAILED, PRESETS, Cannot, Case, Contestant, _serve, batch
 
 TINY = Case(layers=1, hidden=8, heads=2, vocabulary=16, sequence=4, micro_batch_size=2, micro_batches=3)
 

@@ -1,4 +1,4 @@
-"""contest: what every contestant of the race shares: the case, the batches, the process it lives in.
+"""protocol: what every contestant of the race shares: the case, the batches, the process it lives in.
 
 A contestant is one system that trains the case's model. It is a process of its own, for systems need environments of
 their own, and it lives through the whole race: repetitions are interleaved across contestants while all but one sleep.
@@ -61,6 +61,7 @@ class Case:
     lr: float = 3e-4
     seed: int = 0
     max_grad_norm: float | None = None
+    device: str = "cpu"  # that computes
     tokens: str | None = None  # a .npy file of token numbers in a row: real text; without it they are drawn evenly
 
     @classmethod
@@ -108,7 +109,10 @@ def build_model(case: Case) -> GPT2LMHeadModel:
         embd_pdrop=0.0,
         attn_pdrop=0.0,
     )
-    return transformers.GPT2LMHeadModel(config).train()
+    if case.device == "meta":
+        with torch.device("meta"):
+            return transformers.GPT2LMHeadModel(config)
+    return transformers.GPT2LMHeadModel(config).train().to(case.device)
 
 
 def batch(case: Case, step: int) -> torch.Tensor:
@@ -118,10 +122,11 @@ def batch(case: Case, step: int) -> torch.Tensor:
 
     generator = torch.Generator().manual_seed(case.seed * 1_000_003 + step)
     if case.tokens is None:
-        return torch.randint(case.vocabulary, (case.samples, case.sequence), generator=generator)
+        return torch.randint(case.vocabulary, (case.samples, case.sequence), generator=generator).to(case.device)
     text = numpy.load(case.tokens, mmap_mode="r")
     starts = torch.randint(len(text) - case.sequence, (case.samples,), generator=generator)
-    return torch.stack([torch.from_numpy(text[s : s + case.sequence].astype(numpy.int64)) for s in starts.tolist()])
+    rows = [torch.from_numpy(text[s : s + case.sequence].astype(numpy.int64)) for s in starts.tolist()]
+    return torch.stack(rows).to(case.device)
 
 
 class Cannot(Exception):  # noqa: N818  the contestant's word, not an error of ours

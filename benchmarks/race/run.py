@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race.contest import Case
-from benchmarks.race.entrant import Entrant, EntrantError
 from benchmarks.race.measures import DriveSpeed, MachineSpeed, spread
-from benchmarks.race.roster import PLAIN, Entry
-from benchmarks.race.terms import MOST_STEPS, Terms
+from benchmarks.race.protocol import Case
+from benchmarks.race.registry import PLAIN, Entry
+from benchmarks.race.settings import MOST_STEPS, Settings
+from benchmarks.race.worker import Worker, WorkerError
 from gs_compile.machine import available_memory, format_bytes
 
 CHECKED_STEPS = 2  # before anything is timed; they also compile, and fill whatever is kept from step to step
@@ -32,9 +32,9 @@ STEP_SECONDS = 1800.0
 HEADROOM = 1.25  # memory that has to be free for the next start, in peaks of the largest so far
 
 
-def warmed_up(entrant: Entrant) -> float:
+def warmed_up(worker: Worker) -> float:
     """Seconds of the last of a contestant's first steps."""
-    return [entrant.ask(f"step {number}", STEP_SECONDS)["seconds"] for number in range(CHECKED_STEPS)][-1]
+    return [worker.ask(f"step {number}", STEP_SECONDS)["seconds"] for number in range(CHECKED_STEPS)][-1]
 
 
 @dataclass
@@ -42,18 +42,18 @@ class Runner:
     """A contestant that has started, and what is known of it."""
 
     entry: Entry
-    entrant: Entrant
+    worker: Worker
     result: dict[str, Any]
     step_seconds: float = math.inf
 
 
 @dataclass
-class Heat:
+class Run:
     """The race of one case; `run` gives its results."""
 
     case: Case
     entries: Sequence[Entry]
-    terms: Terms
+    settings: Settings
     speed: MachineSpeed = field(default_factory=MachineSpeed)
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[list[str]] = field(default_factory=list)
@@ -64,12 +64,12 @@ class Heat:
         """What every contestant did, by name, and how fast the machine was meanwhile."""
         start = time.monotonic()
         waiting = [entry for entry in self.entries if entry.name != PLAIN]
-        with tempfile.TemporaryDirectory(dir=self.terms.storage, prefix="race-") as storage:
-            self.drive = DriveSpeed(Path(storage) / "drive", self.terms.drive_seconds)
+        with tempfile.TemporaryDirectory(dir=self.settings.storage, prefix="race-") as storage:
+            self.drive = DriveSpeed(Path(storage) / "drive", self.settings.drive_seconds)
             while True:
                 left = len(waiting)
                 self._race_group(waiting, Path(storage))
-                if not waiting or len(waiting) == left or self.terms.left <= 0:
+                if not waiting or len(waiting) == left or self.settings.left <= 0:
                     break
         for entry in waiting:
             self.results[entry.name] = {"verdict": "not raced: out of time"}
@@ -94,7 +94,7 @@ class Heat:
                 raise SystemExit(f"plain PyTorch, whose losses are right, has failed: {self.results[PLAIN]['verdict']}")
             runners = [plain] if any(entry.name == PLAIN for entry in self.entries) else []
             peak, started = plain.result["peak_rss"], 0
-            while waiting and self.terms.left > 0 and started < self.terms.most_together:
+            while waiting and self.settings.left > 0 and started < self.settings.most_together:
                 if started and available_memory() < HEADROOM * peak:
                     print(f"  {format_bytes(available_memory())} are free: {waiting[0].name} waits", flush=True)
                     break
@@ -110,30 +110,30 @@ class Heat:
         """A contestant that has taken its first steps, rightly; None, with a verdict, for one that has not."""
         result = self.results.setdefault(entry.name, {})
         result["settings"] = entry.settings
-        terms, start = self.terms, time.monotonic()
-        entrant = stack.enter_context(
-            entry.start(self.case, storage, peers_python=terms.peers_python, machine=terms.machine)
+        settings, start = self.settings, time.monotonic()
+        worker = stack.enter_context(
+            entry.start(self.case, storage, peers_python=settings.peers_python, machine=settings.machine)
         )
         try:
-            result["ready"] = entrant.ready(START_SECONDS)
-            steps = [entrant.ask(f"step {number}", STEP_SECONDS) for number in range(CHECKED_STEPS)]
+            result["ready"] = worker.ready(START_SECONDS)
+            steps = [worker.ask(f"step {number}", STEP_SECONDS) for number in range(CHECKED_STEPS)]
             if entry.is_ours:
-                result["describe"] = entrant.ask("describe", STEP_SECONDS)
-            result |= entrant.ask("stats", STEP_SECONDS)
+                result["describe"] = worker.ask("describe", STEP_SECONDS)
+            result |= worker.ask("stats", STEP_SECONDS)
             result["start_seconds"] = time.monotonic() - start
-        except EntrantError as error:
-            return self._out(entry, entrant, f"not raced: {error}")
+        except WorkerError as error:
+            return self._out(entry, worker, f"not raced: {error}")
         result["losses"] = losses = [step["loss"] for step in steps]
         self.correct = losses if entry.name == PLAIN else self.correct
         result["difference"] = difference(losses, self.correct)
         if not result["difference"] <= TOLERANCE[self.case.precision]:
-            return self._out(entry, entrant, f"wrong: its losses differ from plain's by {result['difference']:.1e}")
+            return self._out(entry, worker, f"wrong: its losses differ from plain's by {result['difference']:.1e}")
         result["verdict"] = "right"
         print(f"  {entry.name}: losses within {result['difference']:.1e}, {steps[-1]['seconds']:.3g} s", flush=True)
-        return Runner(entry, entrant, result, steps[-1]["seconds"])
+        return Runner(entry, worker, result, steps[-1]["seconds"])
 
-    def _out(self, entry: Entry, entrant: Entrant, verdict: str) -> None:
-        entrant.close()
+    def _out(self, entry: Entry, worker: Worker, verdict: str) -> None:
+        worker.close()
         self.results[entry.name]["verdict"] = verdict
         print(f"  {entry.name}: {verdict}", flush=True)
 
@@ -142,15 +142,15 @@ class Heat:
         if not runners:
             return
         fastest = min(runner.step_seconds for runner in runners)
-        count = self.terms.num_steps(fastest)
+        count = self.settings.num_steps(fastest)
         one_round = count * sum(runner.step_seconds for runner in runners)
         timed = {runner.entry.name: Timing() for runner in runners}
         for runner in list(runners):
             self._ask(runner, runners, "reset_peak")
         self.drive.sample()
-        for number in range(self.terms.rounds):
-            if self.terms.left < one_round:
-                print(f"  {number} of {self.terms.rounds} rounds: the time is up", flush=True)
+        for number in range(self.settings.rounds):
+            if self.settings.left < one_round:
+                print(f"  {number} of {self.settings.rounds} rounds: the time is up", flush=True)
                 break
             for runner in list(runners):
                 self._time(runner, runners, timed[runner.entry.name], CHECKED_STEPS + number * count, count)
@@ -174,9 +174,9 @@ class Heat:
         if runner not in runners:
             return None
         try:
-            return runner.entrant.ask(question, STEP_SECONDS * MOST_STEPS)
-        except EntrantError as error:
-            self._out(runner.entry, runner.entrant, f"failed in its rounds: {error}")
+            return runner.worker.ask(question, STEP_SECONDS * MOST_STEPS)
+        except WorkerError as error:
+            self._out(runner.entry, runner.worker, f"failed in its rounds: {error}")
             runners.remove(runner)
             return None
 

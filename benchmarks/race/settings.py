@@ -1,4 +1,4 @@
-"""terms: what all scripts of the race share: which case, how heats are run, and results that are gone on with."""
+"""settings: what all scripts of the race share: which case, how a race is run, and results that are gone on with."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race.contest import PRESETS, Case
 from benchmarks.race.measures import wait_until_idle
-from benchmarks.race.roster import PEERS_PYTHON, ROOT
+from benchmarks.race.protocol import PRESETS, Case
+from benchmarks.race.registry import PEERS_PYTHON, ROOT
 from gs_compile.planner.measure.machines import profile
 from gs_compile.planner.measure.profile import Profile
 
@@ -24,8 +24,8 @@ MOST_STEPS = 8  # of a round
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
-    """How a heat is run."""
+class Settings:
+    """How a run is run."""
 
     rounds: int = 3
     round_seconds: float = 2.0  # a round has as many steps as the fastest takes in that time, MOST_STEPS at most
@@ -67,10 +67,11 @@ def add_case_arguments(parser: argparse.ArgumentParser, preset: str = "25m") -> 
     parser.add_argument("--micro-batch-size", type=int)
     parser.add_argument("--precision", choices=["fp32", "bf16"])
     parser.add_argument("--max-grad-norm", type=float)
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="that computes")
 
 
-def add_terms_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that say how heats are run."""
+def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that say how a race is run."""
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-seconds", type=float, default=2.0, help="a round takes the fastest at least so long")
     parser.add_argument("--minutes", type=float, default=math.inf, help="what does not fit is skipped, and said so")
@@ -80,15 +81,15 @@ def add_terms_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--most-together", type=int, default=100, help="contestants in memory at once, without plain")
 
 
-def terms_of(arguments: argparse.Namespace, folder: Path) -> tuple[Terms, Profile]:
-    """How heats are run, and the machine's profile, measured now, which is kept in `folder` for our contestants."""
+def settings_of(arguments: argparse.Namespace, folder: Path) -> tuple[Settings, Profile]:
+    """How runs are run, and the machine's profile, measured now, which is kept in `folder` for our contestants."""
     deadline = time.monotonic() + 60 * arguments.minutes
     if not wait_until_idle():
         print("other work keeps this machine busy, or it does not tell: what is measured may be too slow", flush=True)
     found = profile(arguments.machine, arguments.storage or folder, refresh=arguments.machine is None)
     path = folder / "machine.json"
     found.save(path)
-    terms = Terms(
+    settings = Settings(
         rounds=arguments.rounds,
         round_seconds=arguments.round_seconds,
         storage=arguments.storage,
@@ -97,7 +98,7 @@ def terms_of(arguments: argparse.Namespace, folder: Path) -> tuple[Terms, Profil
         deadline=deadline,
         most_together=arguments.most_together,
     )
-    return terms, found
+    return settings, found
 
 
 def command_line() -> str:
@@ -117,12 +118,16 @@ def load(output: Path, asked: dict[str, Any], *, again: bool) -> dict[str, Any]:
 
 
 def add_rows(
-    found: dict[str, Any], numbers: list[int], terms: Terms, output: Path, measure: Callable[[int], dict[str, Any]]
+    found: dict[str, Any],
+    numbers: list[int],
+    settings: Settings,
+    output: Path,
+    measure: Callable[[int], dict[str, Any]],
 ) -> None:
     """A row for each number of micro-batches that has none yet, as far as time goes; each is in `output` at once."""
     rows = {row["micro_batches"]: row for row in found.get("rows", [])}
     for number in numbers:
-        if number in rows or terms.left <= 0:
+        if number in rows or settings.left <= 0:
             print(f"{number} micro-batches: {'done before' if number in rows else 'the time is up'}", flush=True)
             continue
         rows[number] = measure(number)

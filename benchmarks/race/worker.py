@@ -1,4 +1,4 @@
-"""entrant: a contestant's process as the race sees it: a question a line, an answer a line.
+"""worker: a contestant's process as the race sees it: a question a line, an answer a line.
 
 What a contestant says to nobody (warnings, build logs) goes to a file, whose end is shown when it fails.
 """
@@ -21,12 +21,12 @@ TAIL = 1500  # characters of its log that tell why a contestant has failed
 PATIENCE = 20.0  # seconds to end by itself
 
 
-class EntrantError(RuntimeError):
+class WorkerError(RuntimeError):
     """A contestant ended, hung, or said what it cannot do."""
 
 
-class Entrant:
-    """One contestant from its start to its end; raises `EntrantError` where it does not answer in time.
+class Worker:
+    """One contestant from its start to its end; raises `WorkerError` where it does not answer in time.
 
     Its process leads a group of its own, so that no worker of it outlives the race.
     """
@@ -47,7 +47,7 @@ class Entrant:
                 start_new_session=True,
             )
 
-    def __enter__(self) -> Entrant:
+    def __enter__(self) -> Worker:
         return self
 
     def __exit__(
@@ -69,7 +69,7 @@ class Entrant:
             self._process.stdin.write(f"{question}\n".encode())
             self._process.stdin.flush()
         except OSError as error:
-            raise EntrantError(self._ended()) from error
+            raise WorkerError(self._ended()) from error
         return self._checked(self._answer(timeout))
 
     def close(self) -> None:
@@ -83,9 +83,9 @@ class Entrant:
 
     def _checked(self, answer: dict[str, Any]) -> dict[str, Any]:
         if "cannot" in answer:
-            raise EntrantError(f"does not run here: {answer['why']}")
+            raise WorkerError(f"does not run here: {answer['why']}")
         if "error" in answer:
-            raise EntrantError(f"failed at {answer['where']}: {answer['error']}")
+            raise WorkerError(f"failed at {answer['where']}: {answer['error']}")
         return answer
 
     def _kill(self) -> None:
@@ -118,10 +118,10 @@ class Entrant:
                 left = deadline - time.monotonic()
                 if left <= 0 or not selector.select(left):
                     self._kill()
-                    raise EntrantError(f"no answer in time; its log ends with:\n{self._tail()}")
+                    raise WorkerError(f"no answer in time; its log ends with:\n{self._tail()}")
                 chunk = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not chunk:
-                    raise EntrantError(self._ended())
+                    raise WorkerError(self._ended())
                 self._partial += chunk
         line, _, self._partial = self._partial.partition(b"\n")
         return line

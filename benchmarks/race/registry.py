@@ -1,4 +1,4 @@
-"""roster: what a contestant's name means: which program runs, in which environment, with which settings.
+"""registry: what a contestant's name means: which program runs, in which environment, with which settings.
 
 plain                            a peer: the module of that name
 plain/compile=blocks             the same with a setting of its own; values are JSON, or else text
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race.contest import ENVIRONMENT, Case
-from benchmarks.race.entrant import Entrant
+from benchmarks.race.protocol import ENVIRONMENT, Case
+from benchmarks.race.worker import Worker
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,7 +30,7 @@ PLAIN = "plain"  # whose losses are right, and whose seconds are the common meas
 
 @dataclass(frozen=True)
 class Entry:
-    """One name of the roster."""
+    """One name of the registry."""
 
     name: str
     module: str
@@ -63,7 +63,7 @@ class Entry:
         peers_python: Path = PEERS_PYTHON,
         machine: Path | None,
         environment: Mapping[str, str] | None = None,
-    ) -> Entrant:
+    ) -> Worker:
         """Its process, with a directory and a log of its own in `storage`; ours plan with the profile in `machine`."""
         folder = storage / self.name.replace("/", "-")
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ class Entry:
         given = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), **(environment or {})}
         if machine is not None:
             given["GREEDYSNAKE_MACHINE"] = str(machine)
-        return Entrant(
+        return Worker(
             self.name, [python, "-m", self.module, *arguments], log=folder.with_suffix(".log"), environment=given
         )
 

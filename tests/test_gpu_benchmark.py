@@ -1,0 +1,103 @@
+"""`make gpu` on a CPU: every part on a tiny model, its sums on events made up, and what it leaves when it cannot go on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.gpu_page import page
+from gs_compile.runtime.trace import Event
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def setting(tmp_path, request):
+    return gpu.Setting(
+        case=gpu.SIZES["tiny"],
+        micro_batches=(1, 2),
+        steps=2,
+        host_share=3.0,
+        storage=tmp_path,
+        machine=str(request.path.parent / "machine.json"),
+        compiler="eager",
+        peers_python=Path("missing"),
+        deadline_seconds=time.monotonic() + 600,
+    )
+
+
+def event(lane, start, end, nbytes=0):
+    return Event(start, end, lane, "", nbytes, "", "")
+
+
+def test_rates_and_overlap():
+    found = gpu.lane_rates(
+        [event("compute", 0, 4), event("h2d", 3, 5, 10), event("h2d", 4, 7, 10), event("ssd_read", 1, 2, 8)]
+    )
+    assert found["h2d"] == {"seconds": 4, "nbytes": 20, "bytes_per_second": 5.0, "beside_compute": 0.25}
+    assert found["ssd_read"]["beside_compute"] == 1.0
+    assert found["compute"]["bytes_per_second"] == 0.0
+
+
+def test_lanes_and_steps_of_a_tiny_model(setting, tmp_path):
+    found = gpu.measure(setting, ["lanes", "steps"], tmp_path / "gpu.json")
+    assert json.loads((tmp_path / "gpu.json").read_text()) == json.loads(json.dumps(found))
+    parts = found["parts"]
+    assert {"compute", "h2d", "d2h", "ssd_read", "ssd_write"} <= parts["lanes"]["lanes"].keys()
+    assert all(each["nbytes"] > 0 for lane, each in parts["lanes"]["lanes"].items() if lane.startswith("ssd"))
+    assert [(row["micro_batches"], row["seconds"] > 0) for row in parts["steps"]["rows"]] == [
+        (1, True), (1, True), (2, True), (2, True),
+    ]  # fmt: skip
+    text = (tmp_path / "gpu.md").read_text()
+    assert "| ssd_read |" in text
+    assert "| 2 | planned, host capped |" in text
+
+
+def test_what_fails_or_has_no_time_is_on_the_page(setting, tmp_path, monkeypatch):
+    monkeypatch.setitem(gpu.PARTS, "lanes", lambda _: 1 / 0)
+    gpu.measure(setting, ["lanes"], tmp_path / "gpu.json")
+    assert "ZeroDivisionError" in (tmp_path / "gpu.md").read_text()
+    late = gpu.replace(setting, deadline_seconds=time.monotonic())
+    gpu.measure(late, ["race", "tests"], tmp_path / "gpu.json")
+    assert (tmp_path / "gpu.md").read_text().count("the time is up") == 2
+
+
+def test_the_tests_are_counted(setting, monkeypatch):
+    report = '<testsuite><testcase classname="a" name="b"/><testcase classname="a" name="c"><failure/></testcase>'
+    report += '<testcase name="d"><skipped/></testcase></testsuite>'
+    monkeypatch.setattr(gpu.subprocess, "run", lambda *_, **__: (setting.storage / "tests.xml").write_text(report))
+    assert gpu.tests(setting) == {"passed": 1, "skipped": 1, "failed": ["a.c"]}
+
+
+def test_the_race_is_asked_for_the_same_case(setting, monkeypatch):
+    asked = []
+
+    def run(command, **_):
+        asked.extend(command)
+        run_of_one = {
+            "micro_batches": 1,
+            "tokens": 9,
+            "contestants": {"plain": {"median_seconds": 3.0, "verdict": "right"}},
+        }
+        (setting.storage / "race.json").write_text(json.dumps({"heats": [run_of_one]}))
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    found = {"machine": gpu.machine_facts(), "torch": "2", "case": vars(setting.case)}
+    found["parts"] = {"race": {**gpu.race(setting), "part_seconds": 1.0}}
+    assert {"--layers=3", "--device=cpu", "--precision=bf16"} <= set(asked)
+    assert "| 1 | plain | 3 | 3 | right |" in page(found)
+
+
+@pytest.mark.skipif(gpu.torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_it_says_so(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.gpu", "--output", tmp_path / "gpu.json"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("no CUDA device")
+    assert not (tmp_path / "gpu.json").exists()
