@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,14 @@ from torch import fx
 from gs_compile.capture.dynamo import capture, ignore_logging
 from gs_compile.capture.graph import Captured
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
-from gs_compile.errors import CaptureError, GreedySnakeError, NothingRequiresGradError
+from gs_compile.errors import GreedySnakeError, NothingRequiresGradError
 from gs_compile.model.first_call import detach, engine_for
+from gs_compile.model.micro_batches import cut_batch, lengths_of
 from gs_compile.model.residency import roll_back
 from gs_compile.model.step import Call
 from gs_compile.options import Options
 from gs_compile.runtime.stream import has_own_memory
-from gs_compile.runtime.units import CompiledUnits, MicroBatch
+from gs_compile.runtime.units import CompiledUnits
 
 ignore_logging()
 
@@ -69,12 +70,12 @@ class CompiledModel:
         inputs = self.compilation.captured.inputs
         batch = [index for index, entry in enumerate(inputs) if entry.role == "batch"]
         sizes = {entry.name: int(arg) for entry, arg in zip(inputs, args, strict=True) if entry.role == "size"}
-        lengths = self._micro_batches(int(args[batch[0]].shape[0]))
+        lengths = lengths_of(self.compilation, int(args[batch[0]].shape[0]))
         layouts = [self.compilation.layout(length, sizes, alone=len(lengths) == 1) for length in lengths]
         training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         if torch.is_grad_enabled() and not training:
             _refuse_a_loss(layouts[0])
-        parts = list(_slices(args, batch, lengths, layouts))
+        parts = list(cut_batch(args, batch, lengths, layouts))
         seed = int(torch.randint(2**62, (), device="cpu")) if any(layout.draws_random for layout in layouts) else None
         devices = {arg.device for arg in args if isinstance(arg, torch.Tensor) and has_own_memory(arg.device)}
         units = CompiledUnits(parts, seed, sorted(devices, key=str))
@@ -89,31 +90,6 @@ class CompiledModel:
                 if any(compilation is self.compilation for compilation in known):
                     return
                 known.append(self.compilation)
-
-    def _micro_batches(self, batch_size: int) -> list[int]:
-        size = self.compilation.options.micro_batch_size
-        if batch_size <= size or self.compilation.options.expert.schedule == "single":
-            return [batch_size]
-        if not self.compilation.captured.batch_symbols:
-            raise CaptureError(
-                f"the model's code fixes the batch size at {batch_size}, so it cannot run in micro-batches of {size}; "
-                "take the size from the input's shape, or set micro_batch_size to the batch size"
-            )
-        rest = batch_size % size
-        return [size] * (batch_size // size) + ([rest] if rest else [])
-
-
-def _slices(
-    args: Sequence[Any], batch: Sequence[int], lengths: Sequence[int], layouts: Sequence[SpecializedModel]
-) -> Iterator[MicroBatch]:
-    """The micro-batches: the batch inputs cut along dimension 0, views of the user's tensors."""
-    total, start = sum(lengths), 0
-    for length, layout in zip(lengths, layouts, strict=True):
-        inputs = {index: args[index].narrow(0, start, length) for index in batch}
-        fraction = torch.tensor(length / max(total, 1), dtype=torch.float32, device=args[batch[0]].device)
-        counted = {source.index: args[source.index] for source in layout.sized.count_sources if source.kind == "input"}
-        yield MicroBatch(layout.sized, inputs, fraction, counted)
-        start += length
 
 
 def _refuse_a_loss(layout: SpecializedModel) -> None:

@@ -91,11 +91,6 @@ def test_traffic_says_totals_and_pieces(svg):
     assert text.count(">parameters</text>") == 1, "named once, for both lanes"
 
 
-def test_nothing_moved_is_a_figure_too(svg):
-    traffic_bars({"vertical": {}}, svg)
-    assert "load, vertical" in svg.read_text()
-
-
 def test_lanes_are_rows(svg):
     _, simulation = simulated(bytes_per_second=2e6)
     lanes(simulation, svg, title="a step")
@@ -128,13 +123,6 @@ def test_the_suffix_says_what_is_written(tmp_path, suffix):
     path = tmp_path / f"figure.{suffix}"
     throughput({"one": [Point(1, 1.0)]}, path)
     assert path.read_bytes()[:5] == {"svg": b"<?xml", "png": b"\x89PNG\r"}[suffix]
-
-
-def test_the_same_figure_is_the_same_file(tmp_path):
-    paths = [tmp_path / "a.svg", tmp_path / "b.svg"]
-    for path in paths:
-        traffic_bars({"vertical": {("h2d", "w"): GIB}}, path)
-    assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch, tmp_path):
