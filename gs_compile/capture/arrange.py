@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from gs_compile.capture.blocks import Block, block_of
-from gs_compile.capture.graph import source_line
+from gs_compile.capture.graph import Block, block_of, source_line
 from gs_compile.capture.operations import operation
 from gs_compile.capture.regions import readers_of, vmap_regions
 from gs_compile.errors import UniformityError

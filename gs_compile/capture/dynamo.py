@@ -232,7 +232,7 @@ def _refuse_graph_break(module: fx.GraphModule) -> None:
 
 
 def _resumed(node: fx.Node) -> str | None:
-    """Where forward broke before it came to this node, told by the name of the function that Dynamo goes on in."""
+    """The line at which Dynamo broke forward before this node: the name of the function it resumed in says so."""
     found = re.match(r'\s*File "(.*)", line \d+, in torch_dynamo_resume_in_\w*_at_(\d+)', node.stack_trace or "")
     return f"{found[1]}:{found[2]}: {linecache.getline(found[1], int(found[2])).strip()}" if found else None
 

@@ -1,4 +1,4 @@
-"""What is known of a captured model: its inputs, the shapes of its values, its units and their code.
+"""The facts of a captured model: its inputs, the shapes of its values, its units and their code.
 
 These are the nouns that the passes hand to each other. They hold `torch.fx` graphs and plain data, never tensors of
 the user's.
@@ -6,6 +6,7 @@ the user's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,8 @@ from gs_compile.program.ir import EPILOGUE, Unit
 # What a graph input is. "batch" has the batch along dimension 0; "constant" is shared by all micro-batches; "size"
 # is a number that stands for a symbolic dimension.
 Role = Literal["parameter", "buffer", "batch", "constant", "size"]
+
+Block = tuple[str, int]  # a repeated block of the model: its stack's path, "model.layers", and the number in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ class OutputSpec:
     """One output of the captured graph, and how micro-batches combine to it.
 
     `combine`: "loss" or "sum" (shares add), "concat" along `dim`, "same" (of any micro-batch), "input" (an argument of
-    the call handed back), "none" (not kept, comes back as None), "constant" (`value` itself).
+    the call, returned as it is), "none" (not computed: None is returned), "constant" (`value` itself).
     `unit` and `index` say which unit makes it, as which of its y results; for "x" the layer input of that number.
     """
 
@@ -170,7 +173,7 @@ class UnitCode(Protocol):
 
 
 def output_values(module: fx.GraphModule) -> tuple[Any, ...]:
-    """What a graph returns, one by one: nodes, or constants."""
+    """The values that a graph returns: nodes, or constants."""
     values = module.graph.output_node().args[0]
     assert isinstance(values, (tuple, list))
     return tuple(values)
@@ -193,3 +196,15 @@ def source_line(node: fx.Node) -> str:
     number = rest.split("line ", 1)[-1].split(",")[0].strip()
     text = trace[at + 1].strip() if at + 1 < len(trace) else ""
     return f"{path}:{number}: {text}"
+
+
+def block_of(node: fx.Node) -> Block | None:
+    """The first numbered module around `node`: ("transformer.h", 3) for a node in transformer.h.3.attn."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return None
+    path = str(list(stack.values())[-1][0])
+    match = re.match(r"^(?:L\['\w+'\]\.?)?(.*?)\.?(?:\['(\d+)'\]|\b(\d+)\b)(?:[.\[]|$)", path)
+    if match is None:
+        return None
+    return match.group(1).rstrip("."), int(match.group(2) or match.group(3))

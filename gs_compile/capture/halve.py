@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from gs_compile.capture.arrange import Arrangement, is_free
-from gs_compile.capture.blocks import block_of
-from gs_compile.capture.graph import TensorSpec, source_line
+from gs_compile.capture.graph import TensorSpec, block_of, source_line
 from gs_compile.capture.operations import operation
 from gs_compile.capture.regions import readers_of, vmap_regions
 from gs_compile.errors import UniformityError

@@ -26,7 +26,7 @@ class Generator:
 
     @property
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        """What operations are traced as; inductor's may change strides, so its views must be chosen after them.
+        """The decompositions to trace with; inductor's may change strides, so its views must be chosen after them.
 
         Embeddings' backward stays whole, for `factor`; where that leaves it, inductor decomposes it itself.
         """

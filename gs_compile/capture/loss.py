@@ -27,8 +27,7 @@ from typing import Any
 from torch import fx
 from torch.nn import functional
 
-from gs_compile.capture.blocks import block_of
-from gs_compile.capture.graph import Captured, LossTerm, TensorSpec, output_values, source_line
+from gs_compile.capture.graph import Captured, LossTerm, TensorSpec, block_of, output_values, source_line
 from gs_compile.capture.operations import (
     ADDING,
     AVERAGED_LOSSES,

@@ -80,18 +80,18 @@ def is_mutation(node: fx.Node) -> bool:
     name = _name(node)
     in_place = name.split(".")[0].endswith("_") and not name.startswith("_")
     named = in_place or name in IN_PLACE_OPERATORS or "out" in node.kwargs
-    return named or is_told_in_place(node) or tracks_statistics(node)
+    return named or has_inplace_flag(node) or tracks_statistics(node)
 
 
 def mutated(node: fx.Node) -> fx.Node:
-    """What a mutation changes."""
+    """The node whose tensor a mutation changes."""
     given = (*node.args, *node.kwargs.values())
     target = node.kwargs["out"] if "out" in node.kwargs else given[1 if tracks_statistics(node) else 0]
     assert isinstance(target, fx.Node)
     return target
 
 
-def is_told_in_place(node: fx.Node) -> bool:
+def has_inplace_flag(node: fx.Node) -> bool:
     """``relu(x, inplace=True)``, the flag by name or by place."""
     if "inplace" in node.kwargs:
         return bool(node.kwargs["inplace"])

@@ -55,7 +55,7 @@ def vmap_regions(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def readers_of(nodes: Sequence[fx.Node], regions: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, list[fx.Node]]:
-    """What reads each of `nodes`, among them; a change in place is read by all later readers of the same memory."""
+    """The readers of each of `nodes`, among them; a change in place is read by all later readers of the same memory."""
     live = set(nodes)
     readers = {node: [user for user in node.users if user in live] for node in nodes}
     for bracket in regions.keys() & live:

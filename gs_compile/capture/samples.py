@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from gs_compile.capture.blocks import block_of
-from gs_compile.capture.graph import TensorSpec
+from gs_compile.capture.graph import TensorSpec, block_of
 from gs_compile.capture.operations import ARITHMETIC, PICKING, dimensions, is_arange, normalises_by_batch
 
 ALONG_SAMPLES = "runs along the batch dimension"

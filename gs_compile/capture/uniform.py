@@ -62,7 +62,7 @@ def uniform(units: Sequence[UnitGraph], captured: Captured, *, halved: bool = Fa
 
 
 def structure(unit: UnitGraph) -> Hashable:
-    """What two units must share to be one class."""
+    """The key that two units of one class share."""
     inputs = tuple((source.kind, spec) for source, spec in zip(unit.sources, unit.specs, strict=True))
     return (unit.results, unit.differentiated, inputs, _graph_key(unit.module))  # no_grad differentiates nothing
 
@@ -119,16 +119,15 @@ def _attribute_key(module: fx.GraphModule, name: str) -> Hashable:
 def _difference(units: Sequence[UnitGraph], layer: int, captured: Captured, *, halved: bool) -> str:
     """Where `layer` first differs from layer 0, or from its half of block 0, in the user's names."""
     like = layer % 2 if halved else 0
-    ours, theirs = units[like + 1], units[layer + 1]
+    first, second = units[like + 1], units[layer + 1]
     which = f"{layer_name(layer, halved=halved)} differs from {layer_name(like, halved=halved)}"
-    for mine, other in zip(_inputs(ours, captured), _inputs(theirs, captured), strict=False):
+    for mine, other in zip(_inputs(first, captured), _inputs(second, captured), strict=False):
         if mine[1:] != other[1:]:
             return f"{which} at {other[0]}: {other[1]} against {mine[1]}{_grad(mine, other)}"
-    nodes = zip(_operations(ours), _operations(theirs), strict=False)
-    for first, second in nodes:
-        if first[0] != second[0]:
-            return f"{which} at {second[1]}: {second[0]} against {first[0]}"
-    counts = len(_operations(theirs)), len(_operations(ours))
+    for ours, theirs in zip(_operations(first), _operations(second), strict=False):
+        if ours[0] != theirs[0]:
+            return f"{which} at {theirs[1]}: {theirs[0]} against {ours[0]}"
+    counts = len(_operations(second)), len(_operations(first))
     return f"{which}: {counts[0]} operations against {counts[1]}"
 
 

@@ -42,7 +42,7 @@ MOST_LAYOUTS = 64  # of one capture: sequence lengths, and sizes of the last mic
 
 @dataclass(frozen=True)
 class SpecializedModel:
-    """What the passes made of a captured model at one micro-batch size."""
+    """A captured model at one micro-batch size: its graph, its units and their code."""
 
     micro_batch_size: int
     specialized: fx.GraphModule
@@ -57,7 +57,7 @@ class SpecializedModel:
 
     @cached_property
     def shape(self) -> StepShape:
-        """What a training step of this model consists of."""
+        """The parts of a training step of this model."""
         units = {unit.unit: unit for unit in self.split.units}
         trained = [u for u, g in units.items() if any(g.sources[i].kind == "input" for i in g.differentiable)]
         return StepShape(
@@ -71,7 +71,7 @@ class SpecializedModel:
         )
 
     def shape_of(self, sizes: Iterable[UnitSize], tied: Set[Unit], *, training: bool = True) -> StepShape:
-        """What a step consists of where the parameters of `sizes` are apart, those that the units `tied` share too."""
+        """The parts of a step with the parameters of `sizes` on tiers, those that the units `tied` share too."""
         trained = {size.unit for size in sizes if size.trained}
         units: set[Unit] = {graph.unit for graph in self.split.units}
         first = min((trained | (tied if TIED in trained else set())) & units, key=height)
@@ -202,7 +202,7 @@ class Compilation:
         self.steps[key] = known or Step(layout, shape, tuple(programs))
 
     def _kept(self, layout: SpecializedModel, num_micro_batches: int) -> frozenset[Value]:
-        """What is an output too, and what the head needs once more where gradients may come for others than the loss.
+        """The values that are outputs too, and those that the head reads again where other outputs may get gradients.
 
         In the horizontal order such a step is run anew.
         """
@@ -211,10 +211,10 @@ class Compilation:
             return frozenset(Value("x", unit, j) for unit in inner for j in range(num_micro_batches))
         if not any(o.combine not in ("loss", "input") and o.spec and o.spec.requires_grad for o in layout.outputs):
             return frozenset()
-        kept = {Value("total")}
+        found = {Value("total")}
         for j in range(num_micro_batches):
-            kept |= {Value("x", layout.split.num_layers, j), Value("side", micro_batch=j)}
-        return frozenset(kept)
+            found |= {Value("x", layout.split.num_layers, j), Value("side", micro_batch=j)}
+        return frozenset(found)
 
     def _make_layout(self, micro_batch_size: int, sizes: Mapping[str, int], alone: bool) -> SpecializedModel:
         captured = self.captured
@@ -258,7 +258,7 @@ class Compilation:
 
 
 def _global_settings() -> Hashable:
-    """What code depends on beside its graph; Dynamo guards on it, so a change comes with a new capture."""
+    """The settings that code depends on beside its graph; Dynamo guards on it, so a change comes with a new capture."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return (torch.get_default_dtype(), deterministic, torch.get_float32_matmul_precision(), torch.get_num_threads())
 

@@ -53,7 +53,7 @@ def factor(module: fx.GraphModule, chosen: Sequence[bool]) -> tuple[fx.GraphModu
 
 
 def assemble(results: Sequence[Tensor], forms: Sequence[Form | None]) -> tuple[Term, ...]:
-    """What the code with those forms has returned, one entry for each form."""
+    """The results of the code with those forms, one entry for each form."""
     rest = iter(results)
     return tuple(next(rest) if form is None else form(next(rest), next(rest)) for form in forms)
 

@@ -10,8 +10,7 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from gs_compile.capture.blocks import block_of
-from gs_compile.capture.graph import TensorSpec
+from gs_compile.capture.graph import TensorSpec, block_of
 from gs_compile.capture.specialize import SYMBOLIC
 
 

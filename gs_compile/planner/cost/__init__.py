@@ -1,1 +1,1 @@
-"""What a model takes: bytes, FLOPs and seconds of its units."""
+"""The costs of a model: bytes, FLOPs and seconds of its units."""

@@ -36,7 +36,7 @@ Graphs = Callable[[str], fx.GraphModule]  # by name: "forward", "backward", "bot
 
 
 def unit_cost(unit: UnitGraph, graphs: Graphs | None = None) -> UnitCost:
-    """What `unit` costs for one micro-batch. `graphs`: of its code; without them they are traced as for a CPU."""
+    """The cost of `unit` for one micro-batch. `graphs`: of its code; without them they are traced as for a CPU."""
     graphs = graphs or differentiate(_off_meta(unit), Generator("eager")).graph
     forward = graphs("forward")
     flops, nbytes = count_flops(forward), peak_nbytes(forward, range(len(unit.results)))

@@ -99,7 +99,7 @@ class _Trial:
             self._units.backward(unit.unit, 0, wants=("dx",), dx=self._gradients[0], **reads)
 
     def _zeros(self) -> dict[str, Any]:
-        """What gradients are added to, as in a step."""
+        """The sums that gradients are added to, as in a step."""
         specs = {
             source.index: spec
             for source, spec in zip(self.unit.sources, self.unit.specs, strict=True)

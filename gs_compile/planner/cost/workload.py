@@ -83,7 +83,7 @@ class ModelSpec:
 
 
 def workload_of(specialized: SpecializedModel, sizes: Sequence[UnitSize], *, tied: Set[Unit] = frozenset()) -> Workload:
-    """What a captured model has to place, move and compute. `tied`: the units that read parameters of "t"."""
+    """The workload of a captured model. `tied`: the units that read parameters of "t"."""
     costs: dict[Hashable, UnitCost] = {}  # equal units share one
     by_unit: dict[Unit, UnitCost] = {}
     for graph, key in zip(specialized.split.units, specialized.uniform.keys, strict=True):

@@ -1,1 +1,1 @@
-"""What a machine can do: profiles, named machines, and the probe."""
+"""Machines and their rates: profiles, named machines, and the probe."""

@@ -101,7 +101,7 @@ def _this_machine(storage: tuple[Path, ...], refresh: bool) -> Profile:
 
 
 def _fingerprint(storage: Sequence[Path]) -> str:
-    """What tells machines, and settings of this process that change what it measures, from one another."""
+    """A key of this machine, and of the settings of this process that change what it measures."""
     device = default_device()
     facts = {
         "format": FORMAT,

@@ -78,7 +78,7 @@ def _measured(storage: Sequence[Path], device: torch.device, seconds: float) -> 
 
 
 def free_nbytes(storage: Sequence[Path], device: torch.device | None = None) -> dict[str, int]:
-    """What one rank may use of each tier as it is now, by the profile's names."""
+    """The bytes that one rank may use of each tier now, by the profile's names."""
     device = device or default_device()
     ranks = num_ranks()
     free = {"host_nbytes": available_memory() / ranks, "ssd_nbytes": room_nbytes(storage) / ranks}

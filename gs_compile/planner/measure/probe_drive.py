@@ -101,7 +101,7 @@ def existing(directory: Path) -> Path:
 
 
 def _is_there(path: Path) -> bool:
-    """What cannot be looked at is not; why not, the store will say."""
+    """Whether a path exists and can be read; the store raises the error where it cannot."""
     try:
         path.stat()
     except OSError:

@@ -112,7 +112,7 @@ class Profile:
         return {pair: speed for pair, speed in found.items() if speed < 1}
 
     def shared(self, num_ranks: int) -> Profile:
-        """What each of several ranks has of a machine that this one has alone: its own device and link, and a part of
+        """The profile of each of several ranks on a machine that this one has alone: its own device and link, a part of
         the host's memory, its cores and its drives.
         """
         whole = ("host_nbytes", "ssd_nbytes", "ssd_rated_nbytes")

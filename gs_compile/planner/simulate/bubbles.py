@@ -26,7 +26,7 @@ class Link(NamedTuple):
 
 
 class Chains:
-    """What each operation waited for, when all times are known."""
+    """The operation that each operation waited for, when all times are known."""
 
     def __init__(self, order: Dependencies, times: Times) -> None:
         self.order = order

@@ -34,7 +34,7 @@ BACKWARD = frozenset({"backward", "embed_backward", "head_backward"})
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What one operation costs.
+    """The cost of one operation.
 
     nbytes: that it moves between tiers, or passes over in memory; those of a unit's code are in its seconds.
     seconds: alone on its lane; of a memory verb, of the thread that issues it.
@@ -66,7 +66,7 @@ def backward_seconds(cost: UnitCost, workload: Workload, profile: Profile) -> fl
 
 
 def update_nbytes(unit: UnitPlacement | UnitSize) -> int:
-    """What updating one element reads and writes: its state, its gradient, and its parameter.
+    """The bytes that updating one element reads and writes: its state, its gradient, and its parameter.
 
     A parameter that has a master in the state is only written.
     """
