@@ -264,33 +264,35 @@ def _refuse_mixed_devices(inputs: Sequence[Input], examples: Sequence[Any]) -> N
 
 # Tracing again --------------------------------------------------------------------------------------------------------
 
-_undo: list[ExitStack] = []  # settings of a retrace under way; at most one, as Dynamo compiles one frame at a time
-
 
 def _retracing() -> bool:
-    return bool(_undo)
+    """Whether a retrace is under way: Dynamo has its end among its callbacks."""
+    return any(isinstance(getattr(callback, "__self__", None), _Retrace) for callback in callback_handler.end_callbacks)
 
 
 def _trace_again(sources: Iterable[str]) -> None:
     """Ask Dynamo to trace the frame again with dimension 0 of `sources` symbolic and floats constant."""
     per_dimension = hasattr(dynamo_builder, "_parse_source_entry")  # else the whole source becomes symbolic
     entries = [f"{re.escape(source)}:0" if per_dimension else source for source in sources]
-    before = torch.compiler.config.dynamic_sources
-    undo = ExitStack()
-    settings: tuple[tuple[Any, dict[str, Any]], ...] = (
-        (torch.compiler.config, {"dynamic_sources": ",".join(filter(None, [before, *entries]))}),
-        (dynamo_config, {"specialize_float": True}),
-        (symbolic_config, {"use_duck_shape": False}),  # two dimensions of one size are not one symbol
-    )
-    for module, values in settings:
-        undo.enter_context(module.patch(**values))
-    _undo.append(undo)
-    callback_handler.register_end_callback(_restore)
+    callback_handler.register_end_callback(_Retrace(entries).end)
     log.debug("tracing again with a symbolic batch: %s", entries)
     raise _TraceAgain(restart_reason="greedysnake: symbolic batch dimension")
 
 
-def _restore(_: object) -> None:
-    callback_handler.remove_end_callback(_restore)
-    while _undo:
-        _undo.pop().close()
+class _Retrace:
+    """The global settings of a retrace; they are put back when Dynamo's compile of the frame ends, however it ends."""
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        before = torch.compiler.config.dynamic_sources
+        settings: tuple[tuple[Any, dict[str, Any]], ...] = (
+            (torch.compiler.config, {"dynamic_sources": ",".join(filter(None, [before, *entries]))}),
+            (dynamo_config, {"specialize_float": True}),
+            (symbolic_config, {"use_duck_shape": False}),  # two dimensions of one size are not one symbol
+        )
+        self._undo = ExitStack()
+        for module, values in settings:
+            self._undo.enter_context(module.patch(**values))
+
+    def end(self, _: object) -> None:
+        callback_handler.remove_end_callback(self.end)
+        self._undo.close()
