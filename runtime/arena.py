@@ -15,7 +15,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from gs_compile.runtime.memory import PAGE_NBYTES, Memory, host_memory
 FREE = "free"  # kept for reuse
 GONE = "released, but a tensor still refers to it"
 MOST_SECONDS_GONE = 0.5  # a thread that is done lets go within microseconds; a tensor that someone keeps never does
-PADDING = "padding"  # of blocks that the buffers in them do not fill
+PADDING = "padding"  # what is mapped beyond the buffers: torch's blocks are of powers of two
 
 
 class Ticket(Protocol):
@@ -72,23 +72,13 @@ class Ledger:
         return ", ".join(parts) or "nothing"
 
 
-class _Block:
-    """What is mapped at once: one buffer's memory, or several buffers' in a block of a size that others chose."""
-
-    def __init__(self, owner: Any, nbytes: int, piece_nbytes: int) -> None:
-        self.owner = owner
-        self.nbytes = nbytes
-        self.num_pieces = nbytes // piece_nbytes
-        self.num_free = 0
-
-
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """One buffer's memory, in use or free."""
+    """One buffer's memory, in use or free; `padding_nbytes` of what is mapped for it are more than was asked for."""
 
-    block: _Block
-    offset: int
+    owner: Any
     nbytes: int
+    padding_nbytes: int
     after: tuple[Ticket, ...] = ()
 
     @property
@@ -104,9 +94,7 @@ class Buffer:
         self._piece: _Piece | None = piece
         self.purpose = purpose
         self.nbytes = piece.nbytes
-        self._tensor: torch.Tensor | None = torch.frombuffer(
-            piece.block.owner, dtype=torch.uint8, offset=piece.offset, count=piece.nbytes
-        )
+        self._tensor: torch.Tensor | None = torch.frombuffer(piece.owner, dtype=torch.uint8, count=piece.nbytes)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -176,7 +164,7 @@ class Arena:
             with self._lock:
                 users = self._users(deadline)
                 piece = self._reusable(nbytes)  # [1]
-                if piece is None and self._map(1, nbytes, self._memory.block_sizes(1, nbytes)):  # [2]
+                if piece is None and self._map(nbytes):  # [2]
                     piece = self._reusable(nbytes)
                 if piece is not None:
                     return self._hand_out(piece, purpose)
@@ -200,23 +188,6 @@ class Arena:
                 users = users or self._users(deadline)
                 if not users:
                     raise self._too_small(nbytes, purpose)
-            _wait(users)
-
-    def reserve(self, count: int, nbytes: int) -> None:
-        """Maps `count` buffers of `nbytes` for `take` to hand out; together they waste less of blocks of fixed sizes.
-
-        Raises `MemoryBudgetError` if they cannot fit.
-        """
-        nbytes = _rounded(nbytes)
-        sizes, deadline = self._memory.block_sizes(count, nbytes), _Deadline()
-        while True:
-            with self._lock:
-                users = self._users(deadline)
-                if self._map(count, nbytes, sizes):
-                    return
-                users = users or self._users(deadline)
-                if not users:
-                    raise self._too_small(sum(sizes), f"{count} buffers")
             _wait(users)
 
     def trim(self) -> None:
@@ -254,7 +225,6 @@ class Arena:
     def _hand_out(self, piece: _Piece, purpose: str) -> Buffer:
         self._free.remove(piece)
         self._in_use.add(piece)
-        piece.block.num_free -= 1
         self._ledger.move(FREE, purpose, piece.nbytes)
         return Buffer(self, piece, purpose)
 
@@ -262,28 +232,24 @@ class Arena:
         with self._lock:
             self._in_use.remove(piece)
             self._ledger.move(purpose, FREE, piece.nbytes)
-            self._free.append(_Piece(piece.block, piece.offset, piece.nbytes, after))
+            self._free.append(replace(piece, after=after))
             if after:
                 self._users_left.append(after)
-            piece.block.num_free += 1
         if self._closed:
             self._unmap_free()
 
-    def _map(self, count: int, nbytes: int, sizes: Sequence[int]) -> bool:
-        """Maps blocks of `sizes` and cuts `count` free buffers out of them, if the budget allows it."""
+    def _map(self, nbytes: int) -> bool:
+        """Maps one free buffer, if the budget allows it."""
         assert not self._closed, f"{self.name} arena is closed"
-        if not self._make_room(sum(sizes), nbytes):
+        whole = self._memory.block_nbytes(nbytes)
+        if not self._make_room(whole, nbytes):
             return False
-        for size in sizes:
-            block = _Block(self._memory.map(size), size, nbytes)
-            used = min(block.num_pieces, count)
-            block.num_pieces, count = used, count - used
-            block.num_free = used
-            self._ledger.add(FREE, used * nbytes)
-            self._ledger.add(PADDING, size - used * nbytes)
-            gone = weakref.finalize(block.owner, self._unmapped.append, (used * nbytes, size - used * nbytes))
-            gone.atexit = False  # at exit there is nobody left to count
-            self._free += [_Piece(block, index * nbytes, nbytes) for index in range(used)]
+        piece = _Piece(self._memory.map(whole), nbytes, whole - nbytes)
+        self._ledger.add(FREE, nbytes)
+        self._ledger.add(PADDING, piece.padding_nbytes)
+        gone = weakref.finalize(piece.owner, self._unmapped.append, (nbytes, piece.padding_nbytes))
+        gone.atexit = False  # at exit there is nobody left to count
+        self._free.append(piece)
         assert self.budget_nbytes is None or self._ledger.total <= self.budget_nbytes, f"{self.name}: over the budget"
         return True
 
@@ -297,15 +263,11 @@ class Arena:
                 return False
 
     def _unmap_one(self, spared: int | None = None) -> bool:
-        """Unmaps the block of the oldest free buffer whose users are done, unless its other buffers are in use."""
+        """Unmaps the oldest free buffer of a size other than `spared` whose users are done."""
         for oldest in self._free:
-            block = oldest.block
-            if oldest.nbytes == spared or block.num_free < block.num_pieces:
-                continue
-            pieces = [piece for piece in self._free if piece.block is block]
-            if all(piece.done for piece in pieces):
-                self._free = [piece for piece in self._free if piece.block is not block]
-                self._ledger.move(FREE, GONE, oldest.nbytes * block.num_pieces)
+            if oldest.nbytes != spared and oldest.done:
+                self._free.remove(oldest)
+                self._ledger.move(FREE, GONE, oldest.nbytes)
                 return True  # the last reference goes with this frame
         return False
 

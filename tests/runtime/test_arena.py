@@ -219,33 +219,15 @@ def test_after_close_the_rest_goes_as_it_is_released():
         arena.take(KiB4, "a")
 
 
-def test_reserve_fills_blocks():
-    arena = Arena(None, memory=Blocks())
-    arena.reserve(3, 5 * KiB4)  # a block of 16 pages holds all three
-    assert (arena.ledger.now[FREE], arena.ledger.now[PADDING]) == (15 * KiB4, KiB4)
-    buffers = [arena.take(5 * KiB4, "a") for _ in range(3)]
-    assert arena.ledger.total == 16 * KiB4
-    for number, buffer in enumerate(buffers):
-        buffer.tensor.fill_(number)
-    assert [int(buffer.tensor.unique()) for buffer in buffers] == [0, 1, 2]
-
-
-def test_a_block_is_unmapped_as_a_whole():
+def test_what_a_block_has_beyond_its_buffer_counts():
     arena = Arena(16 * KiB4, memory=Blocks())
-    arena.reserve(3, 5 * KiB4)
-    kept, other = arena.take(5 * KiB4, "a"), arena.take(5 * KiB4, "a")
-    other.release()
-    arena.trim()
-    assert arena.ledger.total == 16 * KiB4
-    kept.release()
+    buffer = arena.take(5 * KiB4, "a")
+    assert (arena.ledger.now["a"], arena.ledger.now[PADDING], arena.ledger.total) == (5 * KiB4, 3 * KiB4, 8 * KiB4)
+    with pytest.raises(MemoryBudgetError, match=r"36\.0 KiB for b would make it"):
+        arena.take(9 * KiB4, "b")
+    buffer.release()
     assert arena.take(16 * KiB4, "b").nbytes == 16 * KiB4
     assert arena.ledger.now == {"a": 0, FREE: 0, PADDING: 0, GONE: 0, "b": 16 * KiB4}
-
-
-def test_reserve_within_the_budget():
-    arena = Arena(15 * KiB4, memory=Blocks())
-    with pytest.raises(MemoryBudgetError, match=r"64\.0 KiB for 3 buffers would make it 64\.0 KiB"):
-        arena.reserve(3, 5 * KiB4)
 
 
 def test_released_by_another_thread():
@@ -331,7 +313,7 @@ class EndsBetweenTwoLooks:
 
 
 def test_a_user_who_ends_while_memory_is_looked_for_is_not_missed():
-    for takes in (lambda a: a.take(8192, "state"), lambda a: a.charge(8192, "state"), lambda a: a.reserve(1, 8192)):
+    for takes in (lambda a: a.take(8192, "state"), lambda a: a.charge(8192, "state")):
         arena = Arena(8192)
         arena.take(4096, "checkpoint").release([EndsBetweenTwoLooks()])
         takes(arena)

@@ -1,56 +1,15 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gs_compile.runtime import memory
-from gs_compile.runtime.memory import PAGE_NBYTES, Pages, PinnedBlocks, RegisteredPages, memory_for, pack, pinned_memory
+from gs_compile.runtime.memory import PAGE_NBYTES, Pages, PinnedBlocks, RegisteredPages, memory_for, pinned_memory
 from gs_compile.runtime.stream import device_of
-
-
-def exhaustive(count: int, nbytes: int, block_sizes: tuple[int, ...]) -> tuple[int, int]:
-    """The least (memory, blocks) over every multiset of at most `count` blocks."""
-    costs = []
-    for num_blocks in range(count + 1):
-        for blocks in itertools.combinations_with_replacement(block_sizes, num_blocks):
-            if sum(size // nbytes for size in blocks) >= count:
-                costs.append((sum(blocks), num_blocks))
-    return min(costs)
-
-
-@settings(deadline=None, max_examples=200)
-@given(count=st.integers(0, 6), nbytes=st.integers(1, 64), powers=st.sets(st.integers(0, 8), min_size=1, max_size=5))
-def test_pack_is_the_best_there_is(count, nbytes, powers):
-    sizes = tuple(2**power for power in sorted({*powers, 6}))
-    packing = pack(count, nbytes, sizes)
-    assert sum(size // nbytes for size in packing.blocks) >= count
-    assert set(packing.blocks) <= set(sizes)
-    assert (sum(packing.blocks), len(packing.blocks)) == exhaustive(count, nbytes, sizes)
-    assert packing.waste == sum(packing.blocks) - count * nbytes
-
-
-def test_pack_wastes_less_than_one_block_a_buffer():
-    nbytes = 50 * 2**20
-    assert pack(1, nbytes) == ((64 * 2**20,), 14 * 2**20)
-    packing = pack(28, nbytes)  # 1400 MiB
-    assert packing.blocks == (2**30, 256 * 2**20, 128 * 2**20, 64 * 2**20)
-    assert packing.waste == 72 * 2**20  # of 392 MiB one by one
-
-
-def test_pack_of_a_power_of_two_wastes_nothing_and_takes_one_block():
-    assert pack(4, 2**20) == ((2**22,), 0)
-
-
-def test_pack_needs_a_block_that_is_large_enough():
-    with pytest.raises(AssertionError, match="no block holds 9 bytes"):
-        pack(1, 9, (4, 8))
 
 
 def test_pages_are_unmapped_with_the_last_tensor():
@@ -110,7 +69,7 @@ def test_pinned_memory_is_torchs_blocks_where_it_does_not():
 
     found = pinned_memory(refuse, lambda address: pytest.fail("was never registered"))
     assert isinstance(found, PinnedBlocks)
-    assert list(found.block_sizes(4, 2**20 + 1)) == [2**22, 2**21]
+    assert [found.block_nbytes(nbytes) for nbytes in (2**20, 2**20 + 1)] == [2**20, 2**21]
 
 
 def test_pages_without_huge_pages(monkeypatch):
