@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from gs_compile.errors import OptionError
-from gs_compile.program.ir import ORDERS, Schedule
 
 T = TypeVar("T")
+Order = Literal["vertical", "horizontal"]  # layer by layer, or micro-batch by micro-batch
+Schedule = Literal["vertical", "horizontal", "single", "lifetime"]
+
+ORDERS: dict[Schedule, Order] = {
+    "vertical": "vertical",
+    "horizontal": "horizontal",
+    "single": "vertical",  # of one micro-batch
+    "lifetime": "horizontal",
+}
 
 UNITS: dict[str, int] = {"B": 1} | {
     f"{prefix}{suffix}": base**power

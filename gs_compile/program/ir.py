@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gs_compile.errors import ProgramError
+from gs_compile.options import ORDERS, Order, Schedule
 from gs_compile.program.values import (
     DRAIN,
     EPILOGUE,
@@ -37,16 +38,6 @@ __all__ = [  # the whole language, for whoever reads or makes programs
     "height", "homed", "shifted",
 ]
 # fmt: on
-
-Order = Literal["vertical", "horizontal"]  # layer by layer, or micro-batch by micro-batch
-Schedule = Literal["vertical", "horizontal", "single", "lifetime"]
-
-ORDERS: dict[Schedule, Order] = {
-    "vertical": "vertical",
-    "horizontal": "horizontal",
-    "single": "vertical",  # of one micro-batch
-    "lifetime": "horizontal",
-}
 
 # Of a program: computations alone; parts that updates change, all on the device; transfers between tiers; frees.
 Phase = Literal["compute", "updates", "tiers", "freed"]
