@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import pickle
 from pathlib import Path
 
@@ -18,19 +17,6 @@ def test_defaults_work():
     assert options == Options()
     assert (options.micro_batch_size, options.outputs, options.mode) == (1, "all", None)
     assert options.expert == Expert(schedule="vertical", compiler="auto", snake=True)
-
-
-@pytest.mark.parametrize("value", [Options(), Expert(), Ratios()])
-def test_frozen(value):
-    for entry in dataclasses.fields(value):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(value, entry.name, getattr(value, entry.name))
-
-
-@pytest.mark.parametrize("cls", [Options, Expert, Ratios])
-def test_keyword_only(cls):
-    with pytest.raises(TypeError, match="positional"):
-        cls(2)
 
 
 def test_from_a_mapping():

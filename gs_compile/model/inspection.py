@@ -10,19 +10,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from gs_compile.capture.graph import LossTerm, Source, TensorSpec, UnitGraph
+from gs_compile.capture.graph import LossTerm, Source, TensorSpec
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, Step, compilations_of
 from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.errors import InspectionError
+from gs_compile.model.unit_class import UnitClass, counted, describe_shape, plain, size_text, total_nbytes
 from gs_compile.program.fx import graph_module
-from gs_compile.program.ir import EPILOGUE, PROLOGUE, Program, StepShape, Unit, height
+from gs_compile.program.ir import EPILOGUE, PROLOGUE, Program, StepShape, Unit
 from gs_compile.program.text import timetable
 
 
@@ -42,37 +42,6 @@ def inspect(model: torch.nn.Module) -> Inspection:
         )
     compilations.sort(key=lambda compilation: not _latest(compilation).shape.training)
     return Inspection(compilations[0], tuple(compilations))
-
-
-@dataclass(frozen=True)
-class UnitClass:
-    """Units of equal code, and that code: one forward and one backward, called with each unit's own parameters."""
-
-    units: tuple[Unit, ...]
-    graph: UnitGraph  # of the first: its module, in torch functions, and what is bound to the placeholders
-    inputs: tuple[str, ...]  # of all graphs, as the first unit binds them: "x", "side 0", "h.0.mlp.c_fc.weight"
-    code: Differentiated
-
-    @property
-    def forward(self) -> fx.GraphModule:
-        """The ATen graph of the forward; traced now if no call has needed it yet."""
-        return self.code.graph("forward")
-
-    @property
-    def backward(self) -> fx.GraphModule | None:
-        """The ATen graph of the forward again and its backward; None where nothing has a gradient.
-
-        A layer's takes the gradient of its result after its other inputs; that of a head with a loss starts from the
-        loss. Returns the gradients of the inputs that have one, the head's after its results.
-        """
-        if not self.graph.differentiable or not self.graph.differentiated:
-            return None
-        return self.code.graph("both" if "loss" in self.graph.results else "backward")
-
-    @property
-    def num_operations(self) -> int:
-        """Operations of the forward as the model's code has them, views included."""
-        return sum(node.op.startswith("call_") for node in self.graph.module.graph.nodes)
 
 
 @dataclass(frozen=True)
@@ -233,9 +202,9 @@ class Inspection:
         parameters = self.parameters().values()
         count = sum(torch.Size(spec.shape).numel() for spec in parameters)
         return (
-            f"{_counted(self.num_layers, self._layer)} of {_counted(len(self.classes), 'class', 'classes')}, "
-            f"{_counted(self.num_micro_batches, 'micro-batch', 'micro-batches')} of {self.micro_batch_size}, "
-            f"{count:,} parameters of {_size(parameters)}, checkpoints of {_size([self.checkpoint])}"
+            f"{counted(self.num_layers, self._layer)} of {counted(len(self.classes), 'class', 'classes')}, "
+            f"{counted(self.num_micro_batches, 'micro-batch', 'micro-batches')} of {self.micro_batch_size}, "
+            f"{count:,} parameters of {size_text(parameters)}, checkpoints of {size_text([self.checkpoint])}"
         )
 
     def report(self, after: str | None = None) -> str:
@@ -246,9 +215,9 @@ class Inspection:
             *(f"{self._layer.removesuffix('-layer')} of class {index}" for index in range(len(units) - 2)),
             "head",
         ]
-        sizes = [_size(self.parameters(unit.units[0]).values()) for unit in units]
+        sizes = [size_text(self.parameters(unit.units[0]).values()) for unit in units]
         rows = [
-            f"  {name + ':':<19} {_counted(unit.num_operations, 'operation')}, {size}"
+            f"  {name + ':':<19} {counted(unit.num_operations, 'operation')}, {size}"
             for name, unit, size in zip(names, units, sizes, strict=True)
         ]
         return "\n".join(
@@ -256,7 +225,7 @@ class Inspection:
                 self.headline,
                 *rows,
                 f"  {'checkpoint:':<19} {self.checkpoint} for each {self._layer} and micro-batch",
-                f"step: {_describe(self.shape)}",
+                f"step: {describe_shape(self.shape)}",
                 self.uniformity,
                 "loss of the whole batch:",
                 *(f"  {line}" for line in self.derivation.splitlines()),
@@ -275,15 +244,15 @@ class Inspection:
             "halved": self._layout.split.halved,
             "num_micro_batches": self.num_micro_batches,
             "micro_batch_size": self.micro_batch_size,
-            "parameters_nbytes": _nbytes(self.parameters().values()),
+            "parameters_nbytes": total_nbytes(self.parameters().values()),
             "checkpoint": {"spec": str(self.checkpoint), "nbytes": self.checkpoint.nbytes},
             "units": [
-                {"units": list(c.units), "parameters_nbytes": _nbytes(self.parameters(c.units[0]).values())}
+                {"units": list(c.units), "parameters_nbytes": total_nbytes(self.parameters(c.units[0]).values())}
                 for c in (self.prologue, *self.classes, self.epilogue)
             ],
             "differences": list(self._layout.uniform.differences),
             "loss": [asdict(term) for term in self.loss_terms],
-            "shape": {key: _plain(value) for key, value in asdict(self.shape).items()},
+            "shape": {key: plain(value) for key, value in asdict(self.shape).items()},
             "programs": {program.made_by: str(program) for program in self.programs},
             "seconds": {"passes": self.seconds_in_passes, "code": self.seconds_in_code},
         }
@@ -318,41 +287,5 @@ class Inspection:
                 return source.kind
 
 
-def _nbytes(specs: Iterable[TensorSpec]) -> int:
-    return sum(spec.nbytes for spec in specs)
-
-
-def _size(specs: Iterable[TensorSpec]) -> str:
-    """Bytes for people: ``27.0 MiB``"""
-    size, units = float(_nbytes(specs)), ["KiB", "MiB", "GiB"]
-    while size >= 1024**2 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size / 1024:.1f} {units[0]}"
-
-
-def _counted(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
-
-
 def _latest(compilation: Compilation) -> Step:
     return list(compilation.steps.values())[-1]
-
-
-def _describe(shape: StepShape) -> str:
-    """``forward and backward; the head computes the loss, divided by a total over the whole batch; side inputs``"""
-    units = {name: " ".join(map(str, _plain(getattr(shape, name)))) for name in ("emits", "outside", "frozen")}
-    parts = {
-        "forward and backward": shape.training,
-        "forward alone": not shape.training,
-        "the head computes the loss": shape.has_loss,
-        "divided by a total over the whole batch": shape.has_total,
-        "side inputs for the layers": shape.has_side,
-        f"other outputs of {units['emits']}": shape.emits,
-        f"gradients from outside for {units['outside']}": shape.outside,
-        f"frozen: {units['frozen']}": shape.frozen,
-    }
-    return ", ".join(part for part, holds in parts.items() if holds)
-
-
-def _plain(value: Any) -> Any:
-    return sorted(value, key=height) if isinstance(value, frozenset) else value

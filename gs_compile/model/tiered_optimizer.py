@@ -1,0 +1,291 @@
+"""tiered_optimizer: the base of this package's optimizers.
+
+They are torch optimizers to everyone else: param groups, schedulers, hooks and state dicts work. The difference is
+when and where they work: the backend updates each unit's parameters as soon as its gradient is complete, or in the next
+forward, on the CPU. `step()` closes the step and returns at once.
+
+Settings are those of the moment the backward begins: a learning rate that a scheduler sets after `step()` counts for
+the next one.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gs_compile.capture.internals import untraced
+from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParameterError
+from gs_compile.model.engine import Engine
+from gs_compile.model.placeholder import UnavailableGradient
+from gs_compile.model.residency import residency_of
+from gs_compile.runtime.kernels import Rule
+from gs_compile.runtime.trace import Total
+
+# Settings of torch's optimizers that say how they compute; they come with torch's state dicts, and mean nothing here.
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay"}
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What the last step did."""
+
+    number: int  # of steps taken so far, this one included if it was not skipped
+    grad_norm: float  # of all gradients together, before clipping
+    skipped: bool  # a gradient was not finite: nothing was changed
+    rolled_back: bool  # updates were speculative, and did not hold: they run again, if at all, in the next forward
+    num_skipped: int  # steps skipped so far
+    lanes: Mapping[str, Total]  # seconds busy, and bytes by kind, of every lane since the step before
+
+
+class TieredOptimizer(torch.optim.Optimizer):
+    """The base of the optimizers of this package; `max_grad_norm` clips the norm of all gradients together.
+
+    With `max_grad_norm` updates wait for that norm and run in the next forward, or are rolled back if it says so
+    (`expert.clip`), and a step whose gradients are not finite is skipped as a whole, its state untouched; infinity
+    clips nothing, but skips.
+    """
+
+    rule: Rule
+
+    def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
+        self.engine: Engine | None = None
+        self.max_grad_norm = max_grad_norm
+        self._check_norm()
+        self.num_steps = 0
+        self.num_skipped = 0
+        self.last_step: StepInfo | None = None
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, before the first step."""
+        if getattr(self, "engine", None) is not None:
+            raise OptimizerError("parameters cannot be added once the model has run: add_param_group before that")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self._check(group)
+        for parameter in group["params"]:
+            residency = residency_of(parameter)
+            if residency.tiered is not None:
+                raise OptimizerError("another gs_compile optimizer trains this parameter already")
+            residency.optimizer = weakref.ref(self)
+            self._show_state(parameter)
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of the tensors of a parameter's state; all parameters have them if any param group needs them."""
+        found = [self.rule.components(group) for group in self.param_groups]
+        return max(found, key=len, default=())
+
+    def settings(self) -> list[dict[str, Any]]:
+        """The param groups as they are set now, without their parameters."""
+        for group in self.param_groups:
+            self._check(group)
+        self._check_norm()
+        if self.engine is not None and self.components != self.engine.components:
+            raise OptimizerError("momentum was 0 when the model first ran, so there is no state for it: set it before")
+        return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+
+    def _check_norm(self) -> None:
+        if self.max_grad_norm is None:
+            return
+        if not self.max_grad_norm > 0:
+            raise OptimizerError(f"max_grad_norm must be more than 0; got {self.max_grad_norm}")
+        if self.engine is not None and not self.engine.placement.clip:
+            raise OptimizerError(
+                "max_grad_norm was None when the model first ran, so updates do not wait for a norm: give it when the "
+                "optimizer is made (math.inf clips nothing), and change it between steps from then on"
+            )
+
+    @property
+    def group_of(self) -> Mapping[torch.Tensor, int]:
+        """The number of each parameter's param group."""
+        return {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
+
+    @untraced
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Close the step whose backward has run; without one since the last step, do nothing."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.engine is None:
+            self._refuse_gradients()
+            return loss
+        record = self.engine.finish()
+        if record is not None:
+            self._drop_gradients()
+            self.num_skipped += record.skipped
+            self.num_steps += not record.skipped
+            self._count()
+            if record.skipped:
+                self._warn(record.updated)
+            lanes = self.engine.tiers.trace.totals(reset=True)
+            rolled_back = self.engine.placement.rolls_back(confirmed=record.confirmed)
+            self.last_step = StepInfo(
+                self.num_steps, record.grad_norm, record.skipped, rolled_back, self.num_skipped, lanes
+            )
+        return loss
+
+    def synchronize(self) -> None:
+        """Return when all updates are done and written; `step` alone leaves some to the next forward."""
+        if self.engine is not None:
+            self.engine.synchronize()
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write what ran when, on which lane, as JSON that Perfetto and chrome://tracing open.
+
+        Needs ``expert={"trace": True}`` among the options of the backend.
+        """
+        if self.engine is None or not self.engine.tiers.trace.enabled:
+            raise OptimizerError(
+                'there is no trace: compile the model with options={"expert": {"trace": True}}, and take a step'
+            )
+        self.engine.tiers.trace.save(path)
+
+    def _refuse_gradients(self) -> None:
+        if any(parameter.grad is not None for parameter in self._parameters):
+            raise OptimizerError(
+                "gradients have arrived in p.grad: the model did not run with the greedysnake backend, or was called "
+                'before this optimizer was made. Compile it, model.compile(backend="greedysnake"), make the optimizer '
+                "before the first call, or use a torch.optim optimizer"
+            )
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            if isinstance(parameter.grad, UnavailableGradient):
+                parameter.grad = None
+
+    def _warn(self, updated: list[Any]) -> None:
+        done = f"; units {', '.join(map(str, updated))} were updated before it showed" if updated else ""
+        warnings.warn(
+            f"a gradient is not finite: step {self.num_steps + 1} was skipped{done}"
+            + (". With max_grad_norm= (inf to clip nothing) such a step is skipped as a whole" if done else ""),
+            NonFiniteWarning,
+            stacklevel=4,
+        )
+
+    # State -----------------------------------------------------------------------------------------------------------
+    #
+    # `state` shows what there is, as tensors on the meta device: they take no memory, and tell others, such as
+    # torch.distributed.checkpoint, that the state has been made. Values are put there for as long as a state dict is
+    # made of them, and from `load_state_dict` to the model's first call.
+
+    @untraced
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's optimizers have it; tensors are mapped from files, so they take no memory until they are used."""
+        self.synchronize()
+        shown, found = self.state, defaultdict[torch.Tensor, Any](dict)
+        if self.num_steps:
+            if self.engine is None:
+                found.update(shown)
+            else:
+                states = {p: self.stored_state(p) for p in self._parameters}
+                found.update({p: state for p, state in states.items() if state is not None})
+        self.state = found
+        try:
+            return super().state_dict()
+        finally:
+            self.state = shown
+
+    @untraced
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up the state of one of these or of a torch optimizer of the same kind; masters are not part of it."""
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        groups = state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+            raise OptimizerError("the state dict has other param groups than this optimizer")
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            taken = {key: value for key, value in theirs.items() if key not in _IMPLEMENTATION | {"params"}}
+            self._check({**mine, **taken, "amsgrad": theirs.get("amsgrad", False)})
+            mine.update(taken)
+        numbers = chain.from_iterable(group["params"] for group in groups)
+        states = {
+            p: state_dict["state"][n]
+            for p, n in zip(self._parameters, numbers, strict=True)
+            if n in state_dict["state"]
+        }
+        self.num_steps = _num_steps(states.values())
+        self._count()
+        self.state.update({parameter: dict(state) for parameter, state in states.items()})
+        if self.engine is not None:
+            self.load_into(self.engine)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def stored_state(self, parameter: torch.Tensor) -> dict[str, Any] | None:
+        """A parameter's state as torch has it, its tensors mapped from files; None where it is not trained."""
+        span = self.engine.trained_span(parameter) if self.engine is not None else None
+        if self.engine is None or span is None:
+            return None
+        self.engine.synchronize()
+        return self.engine.values.state(span, self.num_steps)
+
+    def load_into(self, engine: Engine) -> None:
+        """Bring a loaded state to the tiers."""
+        for parameter, state in list(self.state.items()):
+            span = engine.trained_span(parameter)
+            if span is None:
+                continue
+            values = [value for key, value in state.items() if key != "step"]
+            if not all(isinstance(value, torch.Tensor) and value.is_meta for value in values):
+                engine.synchronize()
+                engine.values.load_state(span, state)
+            self._show_state(parameter)
+
+    def _show_state(self, parameter: torch.Tensor) -> None:
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        like = torch.empty(parameter.shape, dtype=wide, device="meta")
+        self.state[parameter] = {"step": torch.tensor(float(self.num_steps)), **dict.fromkeys(self.components, like)}
+
+    def _count(self) -> None:
+        for state in self.state.values():
+            state["step"] = torch.tensor(float(self.num_steps))
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        """In the order in which state dicts number them."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        """Raise OptimizerError for settings that are no numbers, or out of range."""
+        name = type(self).__name__
+        if group.get("amsgrad"):
+            raise OptimizerError(f"{name}: amsgrad is not among what greedysnake's optimizers do; leave it out")
+        for key in self.defaults:
+            for number in group[key] if isinstance(group[key], tuple | list) else (group[key],):
+                if not isinstance(number, int | float):
+                    raise OptimizerError(f"{name}: {key} must be a number, not {type(number).__name__}")
+                if not 0 <= number < math.inf:
+                    raise OptimizerError(f"{name}: {key} must not be negative, and finite; got {group[key]}")
+                if key == "betas" and number >= 1:
+                    raise OptimizerError(f"{name}: betas must be in [0, 1); got {group[key]}")
+                if key == "eps" and number < torch.finfo(torch.float32).tiny:
+                    raise OptimizerError(f"{name}: eps must be more than 0, or zero gradients would divide by it")
+        if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise OptimizerError(f"{name}: nesterov needs momentum, and no dampening")
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ReleasedParameterError("a gs_compile optimizer cannot be copied or pickled; use its state_dict()")
+
+
+def _num_steps(states: Iterable[Mapping[str, Any]]) -> int:
+    """The steps taken so far. torch's SGD does not count: with a momentum, there was one."""
+    states = list(states)
+    steps = {int(state["step"]) for state in states if "step" in state}
+    if len(steps) > 1:
+        raise OptimizerError(
+            f"the state dict has parameters after {min(steps)} steps and others after {max(steps)}; greedysnake counts "
+            "for all of them together"
+        )
+    return steps.pop() if steps else int(any(state.get("momentum_buffer") is not None for state in states))
