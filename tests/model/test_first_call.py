@@ -1,0 +1,151 @@
+"""A model's first call: it goes to the tiers as a whole or stays as it is, on whatever device, and its files go with it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from learner import gpt2, same_tensors, values
+from tiered import adamw, files_in, one_thread, options, our_threads, step, tokens, two_groups
+from torch import nn
+
+import gs_compile
+from gs_compile.errors import CaptureError, GreedySnakeError, MemoryBudgetError
+from gs_compile.model import engine
+from gs_compile.model.residency import state_of
+
+
+@pytest.fixture(autouse=True)
+def calm():
+    torch._dynamo.reset()
+    with one_thread():
+        yield
+
+
+class Broken(nn.Module):
+    """A model whose graph breaks, or is one that cannot be cut into micro-batches."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x.median()
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+def test_a_refused_model_keeps_its_values(breaks, tmp_path):
+    """Fault 3: its parameters were NaN."""
+    model = Broken(breaks)
+    before = values(model)
+    optimizer = adamw(list(model.parameters()))
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    for _ in range(2):
+        with pytest.raises(CaptureError if breaks else GreedySnakeError):
+            model(torch.ones(4, 4))
+        assert {state_of(parameter) for parameter in model.parameters()} == {"resident"}
+        assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+        same_tensors(values(model), before)
+    assert optimizer.engine is None
+
+
+def test_a_model_without_room_keeps_its_values(tmp_path):
+    model = gpt2()
+    before = values(model)
+    optimizer = adamw(two_groups(model))
+    model.compile(backend="greedysnake", options=options(tmp_path, host_memory="16KiB"))
+    with pytest.raises(MemoryBudgetError):
+        step(model, optimizer, tokens(0))
+    same_tensors(values(model), before)
+    assert our_threads() == []
+
+
+def test_files_go_with_the_model_at_once(tmp_path):
+    """Fault 7: reference cycles kept them until the garbage collector ran."""
+
+    def train():
+        model = gpt2()
+        optimizer = adamw(two_groups(model))
+        compiled = torch.compile(model, backend="greedysnake", options=options(tmp_path, alpha=0.5))
+        for number in range(2):
+            step(compiled, optimizer, tokens(number))
+        optimizer.synchronize()
+        assert files_in(tmp_path)
+
+    gc.collect()
+    gc.disable()
+    try:
+        train()
+        assert files_in(tmp_path) == []
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("greedysnake")]
+    finally:
+        gc.enable()
+
+
+def test_garbage_of_earlier_models_is_collected_before_the_budget_is_fixed(tmp_path, monkeypatch):
+    """Fault 9: a cell of a notebook that was run twice was refused."""
+
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+    class PlannedError(Exception):
+        pass
+
+    def planning(*_, **__):
+        raise PlannedError(garbage())
+
+    model = gpt2()
+    optimizer = adamw(two_groups(model))
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    monkeypatch.setattr(engine, "Planning", planning)
+    gc.disable()
+    try:
+        garbage = weakref.ref(Cycle())
+        assert garbage() is not None
+        with pytest.raises(PlannedError, match="None"):
+            step(model, optimizer, tokens(0))
+    finally:
+        gc.enable()
+
+
+def test_a_description_is_made_for_who_asks(tmp_path, monkeypatch):
+    """Fault 10: one was made in every call."""
+    model = gpt2()
+    optimizer = adamw(two_groups(model))
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    step(model, optimizer, tokens(0))
+    described = []
+    monkeypatch.setattr(type(optimizer.engine.planning), "describe", lambda *_: described.append(1) or "where")
+    step(model, optimizer, tokens(1))
+    assert not described
+    assert gs_compile.inspect(model).tiers == "where"
+    optimizer.engine.tiers.close()
+
+
+@pytest.mark.parametrize("convert", [lambda m: m.to("cpu"), lambda m: m.double(), lambda m: m.bfloat16().float()])
+def test_a_model_on_storage_trains_bitwise_after_a_conversion(convert, tmp_path):
+    """Fault 19: `.to` made dense NaN of it. The device has memory of its own, less than the model."""
+    found = []
+    for build in (
+        lambda: convert(gpt2()),
+        lambda: convert(gs_compile.init_on_storage(gpt2, storage=tmp_path, device="cpu")),
+    ):
+        torch._dynamo.reset()
+        model = build()
+        optimizer = adamw(two_groups(model))
+        model.compile(backend="greedysnake", options=options(tmp_path / "run", separate_device=True))
+        losses = [step(model, optimizer, tokens(number)) for number in range(2)]
+        found.append((losses, {name: value.clone() for name, value in model.state_dict().items()}))
+        optimizer.engine.tiers.close()
+    (losses, wanted), (others, ours) = found
+    assert losses == others
+    same_tensors(ours, wanted)
