@@ -114,7 +114,7 @@ def measure(
 
 def predict(optimizer: Any) -> Prediction:
     """With the layers' code timed now: the speed of a shared machine changes from minute to minute."""
-    vars(optimizer.engine.planning.choice).pop("workload", None)
+    vars(optimizer.engine.planning.planner).pop("workload", None)
     return optimizer.engine.predict()
 
 

@@ -11,6 +11,9 @@ from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.cut import cut_units
 from gs_compile.placement.placement import QUANTUM, Placement
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
+from gs_compile.planner.builder import StepBuilder
+from gs_compile.planner.lp.coefficients import Formulas
+from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.program.ir import Program, StepShape, Unit
 
@@ -130,6 +133,11 @@ def placed(
         device_ratios=device_ratios or {},
         speculative=speculative,
     )
+
+
+def formulas(workload: Workload, profile: Profile, *, speculative: bool = False) -> Formulas:
+    builder = StepBuilder.of(workload, 0, separate=profile.separate, clip=speculative)
+    return Formulas(workload, profile, Counted(workload, profile, builder, speculative=speculative))
 
 
 def lowered(workload: Workload, placement: Placement) -> list[Program]:

@@ -82,7 +82,7 @@ class GreedySnake(Contestant):
         assert engine is not None, f"{command} before the first step"
         match command:
             case "describe":
-                return {"describe": engine.describe(), "alpha": engine.planning.choice.alpha}
+                return {"describe": engine.describe(), "alpha": engine.planning.planner.alpha}
             case "predict":
                 return self._predict(engine, *arguments)
             case "breakdown":
@@ -116,7 +116,7 @@ class GreedySnake(Contestant):
 
     def _predict(self, engine: Any, machine: str | None = None) -> dict[str, Any]:
         """With the layers' code timed now, and a profile of now: a shared machine changes from minute to minute."""
-        known = vars(engine.planning.choice)
+        known = vars(engine.planning.planner)
         known.pop("workload", None)
         if machine is not None:
             known["profile"] = Profile.load(Path(machine))

@@ -28,8 +28,8 @@ from gs_compile.model.residency import adopt, hand_back, is_offloaded, residency
 from gs_compile.model.state_dict import StoredValues
 from gs_compile.options import Options
 from gs_compile.placement.placement import Placement
+from gs_compile.planner.cache import PlanCache
 from gs_compile.planner.prediction import Prediction
-from gs_compile.planner.programs import Planning
 from gs_compile.program.ir import EPILOGUE, Program, Unit, Value
 from gs_compile.runtime.arena import Arena
 from gs_compile.runtime.handlers import Bindings
@@ -92,7 +92,7 @@ class Engine:
         spans = {id(p): span for unit, members in arranged for p, span in zip(members, unit.spans, strict=True)}
         device = arranged[0][1][0].device
         by_index = {index: spans[id(arg)] for index, arg in enumerate(args) if id(arg) in spans}
-        self.planning = Planning(
+        self.planning = PlanCache(
             self.options,
             tuple(unit.size(len(self.components)) for unit in units),
             models,
@@ -100,7 +100,7 @@ class Engine:
             clip=optimizer.max_grad_norm is not None,
             device=device,
         )
-        self._latest = self.planning.placement, self.planning.choice.shape  # of the latest call
+        self._latest = self.planning.placement, self.planning.first_shape  # of the latest call
         self.tiers = self._make_tiers(units, optimizer.rule, device)
         self.values = StoredValues(self.tiers, self.options.storage[0], self.components)
         self._adopt([(parameter, spans[id(parameter)]) for _, members in arranged for parameter in members])

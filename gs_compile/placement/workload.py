@@ -91,6 +91,11 @@ class Workload:
         return sum(size.num_trained * size.gradient_itemsize for size in self.sizes)
 
     @cached_property
+    def workspace_nbytes(self) -> int:
+        """The most bytes that a unit's code computes with, beside inputs and results."""
+        return max((cost.workspace_nbytes for cost in self.costs.values()), default=0)
+
+    @cached_property
     def tokens(self) -> int:
         """Of one micro-batch."""
         return self.micro_batch_size * self.sequence

@@ -49,11 +49,10 @@ def room_of(budgets: Budgets, workload: Workload, profile: Profile) -> Room:
 
     Where the device reads host memory itself a copy reads and writes there.
     """
-    inside = max((cost.workspace_nbytes for cost in workload.costs.values()), default=0)
     rates = {lane: getattr(profile, f"{lane}_bytes_per_second") for lane in ("h2d", "d2h", "ssd_read", "ssd_write")}
     copies = profile.memory_bytes_per_second / 2
     return Room(
-        device_nbytes=max(budgets.device_nbytes - inside, 0) if budgets.device_nbytes else ENDLESS,
+        device_nbytes=max(budgets.device_nbytes - workload.workspace_nbytes, 0) if budgets.device_nbytes else ENDLESS,
         host_nbytes=budgets.host_nbytes,
         bytes_per_second=tuple((lane, copies if math.isinf(rate) else rate) for lane, rate in rates.items()),
     )

@@ -3,9 +3,9 @@
     plan("gpt-65b", machine="a100", sequence=2048)      no weights, no such machine needed
     plan(model, storage="/mnt/nvme0/me")                this machine, measured
 
-A linear program chooses where data lives for every number of micro-batches and every alpha (`passes/place`), a search
-takes the smallest batch that reaches the saturated throughput (`passes/search`), and the step's own program is
-simulated (`prediction`). What is said of its time is the simulator's.
+A linear program chooses where data lives for every number of micro-batches and every alpha (`lp.solve`), a search
+takes the smallest batch that reaches the saturated throughput (`lp.search`), and the step's own program is simulated
+(`problem`). What is said of its time is the simulator's.
 """
 
 from __future__ import annotations
@@ -18,31 +18,28 @@ from typing import TYPE_CHECKING, get_args
 
 from torch import nn
 
-from gs_compile.errors import NoFitError, PlanError
+from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
 from gs_compile.options import parse_bytes
-from gs_compile.passes.lower import StepSpec, lower
-from gs_compile.placement.cut import cut_units, on_device
-from gs_compile.placement.placement import Placement, Room
 from gs_compile.placement.workload import Workload
+from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.cost.workload import ModelSpec
-from gs_compile.planner.lifetimes import NOTHING, has_periods, room_of, why
-from gs_compile.planner.lp.fit import fit, host_needed, lessened
-from gs_compile.planner.lp.search import Search, search
+from gs_compile.planner.lp.counting import Counted
+from gs_compile.planner.lp.search import Saturation, Search
 from gs_compile.planner.lp.solve import Budgets, Fixed
 from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.prediction import Prediction, predict
-from gs_compile.planner.reasons import WORTH_SAYING, alternatives, binding, notes, solver
-from gs_compile.planner.refine import alphas_of, settle
+from gs_compile.planner.problem import Problem
+from gs_compile.planner.reasons import WORTH_SAYING, explained
 from gs_compile.planner.step_plan import SECONDS_PER_DAY, StepPlan
-from gs_compile.program.ir import Program, Schedule
+from gs_compile.program.ir import ORDERS, Schedule
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SECONDS_PER_YEAR = 365 * SECONDS_PER_DAY
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # tried where none is given
-FITTED = 3  # micro-batches of the horizontal program that ratios are fitted to: more take hardly more memory
+
+Found = tuple[Problem, Search]
 
 
 def plan(
@@ -62,6 +59,7 @@ def plan(
     precision: str | None = None,
     wear_years: float | None = None,
     schedule: Schedule = "vertical",
+    saturation: Saturation = "relative",
 ) -> StepPlan:
     """The plan for one model on one machine. What is given is kept; the rest is solved around it.
 
@@ -75,219 +73,131 @@ def plan(
     wear_years: how long the drives are to last at their rated endurance, training all day.
     schedule: "single" plans one forward and backward over the batch that the vertical order would take, or over as much
         of it as fits;
-        "horizontal" plans the baseline, by a simple rule, for the batch that the vertical order would take;
+        "horizontal" plans the baseline, for the batch that the vertical order would take where that fits;
         "lifetime" the same step, with what is inactive kept where it is as far as the budgets have room for it.
+    saturation: when a batch is large enough: "relative", where more micro-batches bring less than a tenth of what they
+        are more, or "paper", where one more brings less than 1 %.
 
     Raises `PlanError` where settings contradict each other or the model fits nowhere, and `MemoryBudgetError` where
-    only the linear program's bounds fit.
+    the linear program has a solution but none whose program keeps the budgets.
     """
     if schedule not in get_args(Schedule):
         raise PlanError(f"schedule is {schedule!r}; there are {' and '.join(get_args(Schedule))}")
     sizes = _micro_batch_sizes(batch_size, micro_batch_size, num_micro_batches)
     profile = find_profile(machine, storage)
-    planner = _Planner(
+    request = _Request(
         workload_at=_workloads(model, sequence, precision),
         profile=profile,
         budgets=_budgets(profile, host_memory, device_memory, wear_years),
         fixed=Fixed(alpha=alpha, ratios=dict(ratios or {}), clip=clip, device=profile.separate),
         batch_size=batch_size,
         num_micro_batches=num_micro_batches,
+        saturation=saturation,
     )
-    found = planner.search(sizes)
     if schedule == "single":
-        workload, number = found[0][0], found[0][1].best.num_micro_batches
-        halves = _workloads(model, sequence, precision, "single")
-        whole = replace(planner, workload_at=halves, batch_size=None, num_micro_batches=1)
-        return whole.single(batch_size or number * workload.micro_batch_size)
-    if schedule == "lifetime":
-        return planner.lifetime(found)
-    return planner.vertical(found) if schedule == "vertical" else planner.horizontal(found)
+        problem, search = request.searched(sizes, "vertical")[0]
+        halves = replace(request, workload_at=_workloads(model, sequence, precision, "single"))
+        made, found = halves.single(batch_size or search.best.num_micro_batches * problem.workload.micro_batch_size)
+    elif ORDERS[schedule] == "horizontal":
+        made, found = request.baseline(sizes, schedule)
+    else:
+        made, found = request.planned(request.searched(sizes, schedule))
+    (problem, search), *others = found
+    made = explained(problem, made, search, others)
+    return problem.with_room(made) if schedule == "lifetime" else made
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Planner:
+class _Request:
+    """What is asked for, whatever the micro-batch size."""
+
     workload_at: Callable[[int], Workload]
     profile: Profile
     budgets: Budgets
     fixed: Fixed
     batch_size: int | None
     num_micro_batches: int | None
+    saturation: Saturation
 
-    def search(self, sizes: Sequence[int]) -> list[tuple[Workload, Search]]:
+    def problem(self, size: int, schedule: Schedule, counted: Counted | None = None) -> Problem:
+        workload, fixed = self.workload_at(size), self.fixed
+        if ORDERS[schedule] == "horizontal" and not fixed.clip:
+            fixed = replace(fixed, alpha=fixed.alpha or 0.0)  # as it is known, the baseline does not delay updates
+        if counted and (counted.workload.sizes, counted.workload.shape) != (workload.sizes, workload.shape):
+            counted = None
+        builder = StepBuilder.of(workload, 0, separate=self.profile.separate, clip=fixed.clip, schedule=schedule)
+        return Problem(
+            workload=workload,
+            profile=self.profile,
+            budgets=self.budgets,
+            fixed=fixed,
+            builder=builder,
+            counted=counted,
+        )
+
+    def number(self, size: int) -> int | None:
+        """Micro-batches, where they are given or follow."""
+        if self.batch_size is None or self.num_micro_batches is not None:
+            return self.num_micro_batches
+        return -(-self.batch_size // size)
+
+    def searched(self, sizes: Sequence[int], schedule: Schedule) -> list[Found]:
         """Every micro-batch size that fits; first the one with the highest throughput, of equals the smallest batch."""
-        found: list[tuple[Workload, Search]] = []
+        found: list[Found] = []
+        counted: Counted | None = None
         for size in sizes:
+            problem = self.problem(size, schedule, counted)
             try:
-                found.append(self._searched(size))
+                found.append((problem, problem.search(self.number(size), self.saturation)))
             except PlanError:
                 if not found:
                     raise
                 break  # a larger one needs more memory
-        most = max(_tokens_per_second(each) for each in found)
+            counted = problem.formulas.counted
+        most = max(map(_tokens_per_second, found))
         near = [each for each in found if _tokens_per_second(each) >= most * (1 - WORTH_SAYING)]
-        chosen = min(near, key=lambda each: each[0].tokens * each[1].best.num_micro_batches)
-        return [chosen, *(each for each in found if each is not chosen)]
+        chosen = min(near, key=lambda each: each[0].workload.tokens * each[1].best.num_micro_batches)
+        rest = sorted((each for each in found if each is not chosen), key=_tokens_per_second, reverse=True)
+        return [chosen, *rest]
 
-    def single(self, batch_size: int) -> StepPlan:
+    def planned(self, found: Sequence[Found]) -> tuple[StepPlan, Sequence[Found]]:
+        """The plan of the first search whose program keeps the budgets, and the searches with that one first."""
+        for place, (problem, search) in enumerate(found):
+            try:
+                return problem.planned(search), [found[place], *found[:place], *found[place + 1 :]]
+            except MemoryBudgetError:
+                if place == len(found) - 1:
+                    raise
+        raise AssertionError("there is a search")
+
+    def single(self, batch_size: int) -> tuple[StepPlan, Sequence[Found]]:
         """One forward and backward over a batch, or over the most samples of it that fit."""
         found, fits, fails = None, 0, batch_size + 1
         size = batch_size
         while fails - fits > 1:
+            problem = self.problem(size, "single")
             try:
-                found, fits = self._searched(size), size
+                found, fits = (problem, problem.search(1)), size
             except NoFitError:
                 fails = size
                 if fails == 1:
                     raise
             size = (fits + fails) // 2
         assert found is not None
-        chosen = self.vertical([found], schedule="single")
-        if fits == batch_size:
-            return chosen
-        limit = f"of the {batch_size} samples that the vertical order takes, {fits} fit in one forward and backward"
-        return replace(chosen, notes=(limit, *chosen.notes))
+        plan = found[0].planned(found[1])
+        if fits < batch_size:
+            limit = f"of the {batch_size} samples that the vertical order takes, {fits} fit in one forward and backward"
+            plan = replace(plan, notes=(limit,))
+        return plan, [found]
 
-    def vertical(self, found: Sequence[tuple[Workload, Search]], schedule: Schedule = "vertical") -> StepPlan:
-        workload, best = found[0][0], found[0][1].best
-        number, clip = best.num_micro_batches, self.fixed.clip
-        again = solver(workload, self.profile, self.budgets, self.fixed)
-        settled = settle(
-            again,
-            number,
-            alphas_of(best, self.fixed),
-            lambda s: _placed(
-                workload,
-                number,
-                s.ratios,
-                s.device_ratios,
-                alpha=s.alpha,
-                separate=self.profile.separate,
-                clip=clip,
-                schedule=schedule,
-            ),
-            lambda placement: _lowered(workload, placement),
-            lambda program, placement: self._predicted(program, placement, workload),
-            workload,
-            self.budgets,
-        )
-        own = settled.search(found[0][1], again)
-        chosen = settled.plan(workload, self.profile, self.budgets, own)
-        return replace(
-            chosen,
-            binding=tuple(binding(own.best, self.profile, self.budgets, again)),
-            alternatives=tuple(alternatives([(workload, own), *found[1:]], again, clip=clip)),
-            notes=tuple(notes(chosen)),
-        )
-
-    def lifetime(self, found: Sequence[tuple[Workload, Search]]) -> StepPlan:
-        """The fastest of three: the horizontal plan, the same with what there is room for kept, and ratios for that."""
-        workload, plain = found[0][0], self.horizontal(found)
-        homes = replace(plain.placement, schedule="lifetime")
-        if not has_periods(homes, lambda placement: _lowered(workload, placement)):
-            return replace(plain, placement=homes, notes=(NOTHING,))
-        room = room_of(self.budgets, workload, self.profile)
-        kept = replace(homes, room=room)
-        plans = [
-            replace(plain, placement=homes),
-            replace(plain, placement=kept, prediction=self._predicted(_lowered(workload, kept), kept, workload)),
-            self.horizontal(found, room),
-        ]
-        chosen = min(reversed(plans), key=lambda plan: plan.seconds)
-        return replace(chosen, notes=(why(plain.prediction, chosen.prediction),))
-
-    def horizontal(self, found: Sequence[tuple[Workload, Search]], room: Room | None = None) -> StepPlan:
-        workload, number = found[0][0], found[0][1].best.num_micro_batches
-        separate, clip = self.profile.separate, self.fixed.clip
-        alpha = 1.0 if clip else self.fixed.alpha or 0.0
-
-        resident = on_device(self.fixed.ratios)
-
-        def make(ratios: Mapping[str, float], number: int = min(FITTED, number)) -> Placement:
-            placement = _placed(
-                workload,
-                number,
-                ratios,
-                resident,
-                alpha=alpha,
-                separate=separate,
-                clip=clip,
-                schedule="lifetime" if room else "horizontal",
-            )
-            return replace(placement, room=room)
-
-        ratios = fit(
-            make,
-            lambda placement: _lowered(workload, placement),
-            self.fixed.ratios,
-            self.budgets.host_nbytes,
-            classes=("gradient", "parameter", "checkpoint", "optimizer"),
-        )
-        placement = make(ratios, number)
-        program = _lowered(workload, placement)
-        while host_needed(program) > self.budgets.host_nbytes:
-            ratios = lessened(ratios, self.fixed.ratios, self.budgets.host_nbytes, host_needed(program))
-            placement = make(ratios, number)
-            program = _lowered(workload, placement)
-        return StepPlan(
-            workload=workload,
-            profile=self.profile,
-            budgets=self.budgets,
-            alpha=alpha,
-            ratios=ratios,
-            device_ratios=resident,
-            placement=placement,
-            prediction=self._predicted(program, placement, workload),
-        )
-
-    def _predicted(self, program: Program, placement: Placement, workload: Workload) -> Prediction:
-        return predict(program, placement, workload, self.profile, host_nbytes=self.budgets.host_nbytes)
-
-    def _searched(self, size: int) -> tuple[Workload, Search]:
-        workload, number = self.workload_at(size), self.num_micro_batches
-        if self.batch_size is not None and number is None:
-            number = -(-self.batch_size // size)
-        return workload, search(workload, self.profile, self.budgets, self.fixed, num_micro_batches=number)
-
-
-def _placed(
-    workload: Workload,
-    num_micro_batches: int,
-    ratios: Mapping[str, float],
-    device_ratios: Mapping[str, float],
-    *,
-    alpha: float,
-    separate: bool,
-    clip: bool,
-    schedule: Schedule = "vertical",
-) -> Placement:
-    """The placement that ratios and alpha describe, of micro-batches that are all alike."""
-    return cut_units(
-        workload.sizes,
-        ratios,
-        alpha=alpha,
-        clip=clip,
-        separate=separate,
-        num_layers=workload.num_layers,
-        x_nbytes=(workload.x_nbytes,) * num_micro_batches,
-        side_nbytes=(workload.side_nbytes,) * num_micro_batches,
-        schedule=schedule,
-        gradient_ratio=ratios.get("gradient"),
-        device_ratios=device_ratios,
-    )
-
-
-def _lowered(workload: Workload, placement: Placement) -> Program:
-    """The program of a step among others. It will not run here, and all passes were tested: it is not verified."""
-    return lower(
-        StepSpec(
-            workload.num_layers,
-            len(placement.x_nbytes),
-            shape=workload.shape,
-            placement=placement,
-            late=placement.has_late,
-        ),
-        verified=False,
-    )[-1]
+    def baseline(self, sizes: Sequence[int], schedule: Schedule) -> tuple[StepPlan, Sequence[Found]]:
+        """The horizontal order, for the batch that the vertical one takes where that fits."""
+        try:
+            problem, search = self.searched(sizes, "vertical")[0]
+        except NoFitError:
+            return self.planned(self.searched(sizes, schedule))
+        size, number = problem.workload.micro_batch_size, search.best.num_micro_batches
+        return self.planned(replace(self, batch_size=None, num_micro_batches=number).searched([size], schedule))
 
 
 def _micro_batch_sizes(
@@ -376,6 +286,5 @@ def _budgets(
     )
 
 
-def _tokens_per_second(found: tuple[Workload, Search]) -> float:
-    workload, best = found[0], found[1].best
-    return best.num_micro_batches * workload.tokens / best.seconds
+def _tokens_per_second(found: Found) -> float:
+    return found[0].workload.tokens * found[1].best.throughput

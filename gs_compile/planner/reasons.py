@@ -2,66 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gs_compile.machine import format_bytes
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.lp.search import Search
-from gs_compile.planner.lp.solve import Budgets, Fixed, Solution, solve
+from gs_compile.planner.lp.solve import Budgets, Fixed, Solution
 from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.problem import Problem
 from gs_compile.planner.step_plan import Alternative, StepPlan
 
 WORTH_SAYING = 0.01  # a change of the step's time below this is nothing
 MOST_ALTERNATIVES = 3
 FASTER_DEVICE = 0.1
-NOTHING_RESIDENT = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}
-
-Again = Callable[..., Solution | None]
 
 
-def solver(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixed) -> Again:
-    """The linear program of one plan, to be solved with one thing or another changed."""
-
-    def again(
-        num_micro_batches: int,
-        alpha: float,
-        *,
-        machine: Profile = profile,
-        room: Budgets = budgets,
-        kept: Fixed = fixed,
-    ) -> Solution | None:
-        return solve(workload, machine, num_micro_batches, (alpha,), room, kept)[0]
-
-    return again
+def explained(problem: Problem, plan: StepPlan, found: Search, others: Sequence[tuple[Problem, Search]]) -> StepPlan:
+    """The plan with what limits it, what else there was, and notes. `others`: searches with other micro-batch sizes."""
+    alpha = plan.alpha
+    own = found if alpha == found.best.alpha else None
+    best = found.best if own else problem.solved(plan.num_micro_batches, alpha)
+    assert best is not None, "what fits in less memory fits"
+    return replace(
+        plan,
+        binding=tuple(binding(problem, best)),
+        alternatives=tuple(alternatives(problem, replace(found, best=best), others)),
+        notes=(*plan.notes, *notes(plan)),
+    )
 
 
-def binding(solution: Solution, profile: Profile, budgets: Budgets, again: Again) -> Iterator[str]:
+def binding(problem: Problem, solution: Solution) -> Iterator[str]:
     """What more of each resource would bring, by the linear program; `solution` is the best without."""
-    for words, machine, room in _more(profile, budgets):
-        better = again(solution.num_micro_batches, solution.alpha, machine=machine, room=room)
+    for words, profile, budgets in _more(problem.profile, problem.budgets):
+        better = problem.solved(solution.num_micro_batches, solution.alpha, profile=profile, budgets=budgets)
         yield _gain(words, solution.seconds / better.seconds - 1 if better else 0.0)
     saved = -solution.duals["compute"] * FASTER_DEVICE  # seconds; as in all duals, for a small change
     yield _gain(f"a device that computes {FASTER_DEVICE:.0%} faster", saved / solution.seconds)
 
 
-def alternatives(found: Sequence[tuple[Workload, Search]], again: Again, *, clip: bool) -> Iterator[Alternative]:
-    """The settings nearest in throughput to the best of the first search, by the linear program."""
-    (workload, chosen), others = found[0], found[1:]
-    solution, number, alpha = chosen.best, chosen.best.num_micro_batches, chosen.best.alpha
-    near = [each for n, each in chosen.history if n in (number // 2, number - 1) and each is not None]
+def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Problem, Search]]) -> Iterator[Alternative]:
+    """The settings nearest in throughput to the best of the search, by the linear program."""
+    solution, workload, clip = chosen.best, problem.workload, problem.fixed.clip
+    number, alpha = solution.num_micro_batches, solution.alpha
+    fewer = [each for n, each in chosen.history if n < number and each is not None][-2:]
     tries: list[tuple[str, Workload, Solution | None]] = [
         (f"{each.num_micro_batches} micro-batch{'es' if each.num_micro_batches > 1 else ''}", workload, each)
-        for each in near
+        for each in fewer
     ]
     if others:  # the best of them
-        other, result = max(others, key=lambda each: each[0].tokens * each[1].best.throughput)
-        tries.append((f"micro-batches of {other.micro_batch_size}", other, result.best))
+        other, result = max(others, key=lambda each: each[0].workload.tokens * each[1].best.throughput)
+        size = other.workload.micro_batch_size
+        tries.append((f"micro-batches of {size}", other.workload, result.best))
     if alpha and not clip:
-        tries.append(("no delayed updates (alpha 0)", workload, again(number, 0.0)))
+        tries.append(("no delayed updates (alpha 0)", workload, problem.solved(number, 0.0)))
     if any(solution.ratios.values()):
-        bare = Fixed(ratios=NOTHING_RESIDENT)
-        tries.append(("everything on SSD", workload, again(number, alpha, kept=bare)))
+        bare = Fixed(ratios=dict.fromkeys(solution.ratios, 0.0))
+        tries.append(("everything on SSD", workload, problem.solved(number, alpha, fixed=bare)))
     rows = [_alternative(label, other, result) for label, other, result in tries if result is not None]
     own = number * workload.tokens / solution.seconds
     rows.sort(key=lambda row: abs(row.tokens_per_second / own - 1))

@@ -12,8 +12,8 @@ import pytest
 from tiered import Rig, adamw, gpt2, moved, options, outcome, step, tokens
 
 import gs_compile
-from gs_compile.errors import MemoryBudgetError, PlanError, ProfileError
-from gs_compile.planner import choice
+from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError, ProfileError
+from gs_compile.planner import planner
 from gs_compile.planner.lp.fit import peak
 from gs_compile.planner.measure.profile import FORMAT, Profile
 
@@ -29,15 +29,19 @@ def rig():
     return Rig(partial(gpt2, num_layers=NUM_LAYERS, width=128))
 
 
+def fails(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
 @pytest.fixture
 def unasked(monkeypatch):
     """Neither the machine nor the code may be measured, and nothing is solved."""
 
-    def fail(*_, **__):
-        raise AssertionError("asked")
-
-    for name in ("find_profile", "timed", "search"):
-        monkeypatch.setattr(choice, name, fail)
+    for name in ("find_profile", "timed", "Problem"):
+        monkeypatch.setattr(planner, name, fails(AssertionError("asked")))
 
 
 def given(storage, **changes):
@@ -63,10 +67,10 @@ def tight(rig, storage, make=adamw, **changes):
 
 
 def test_what_fits_is_in_host_memory_and_nothing_is_measured(rig, storage, unasked, caplog):
-    with caplog.at_level(logging.INFO, "gs_compile.planner.choice"), rig.fresh(adamw, given(storage)) as optimizer:
+    with caplog.at_level(logging.INFO, "gs_compile.planner.planner"), rig.fresh(adamw, given(storage)) as optimizer:
         step(rig.model, optimizer, tokens(0))
         planning = optimizer.engine.planning
-        assert planning.choice.plan is None
+        assert planning.planner.plan is None
         assert not planning.uses_ssd
         assert not planning.placement.has_late
         assert "(alpha 0)" in optimizer.engine.describe()
@@ -76,21 +80,11 @@ def test_what_fits_is_in_host_memory_and_nothing_is_measured(rig, storage, unask
 
 def test_what_is_given_is_not_planned(rig, storage, unasked, caplog):
     everything = given(storage, alpha=0.5, ratios={"parameter": 0.0, "checkpoint": 0.5, "optimizer": 0.0})
-    with caplog.at_level(logging.INFO, "gs_compile.planner.choice"), rig.fresh(adamw, everything) as optimizer:
+    with caplog.at_level(logging.INFO, "gs_compile.planner.planner"), rig.fresh(adamw, everything) as optimizer:
         step(rig.model, optimizer, tokens(0))
         assert optimizer.engine.placement.checkpoint_ratio == 0.5
         assert optimizer.engine.planning.ssd_nbytes > 0
     assert caplog.messages == ["ratios and alpha are given: nothing was planned"]
-
-
-def test_the_horizontal_order_has_a_simple_rule(rig, storage, unasked, caplog):
-    with (
-        caplog.at_level(logging.INFO, "gs_compile.planner.choice"),
-        rig.fresh(adamw, given(storage, schedule="horizontal")) as optimizer,
-    ):
-        step(rig.model, optimizer, tokens(0))
-        assert not optimizer.engine.planning.uses_ssd
-    assert caplog.messages == ["the horizontal order fills host memory by a simple rule"]
 
 
 def test_too_little_memory_is_refused_before_anything_is_measured(rig, storage, unasked):
@@ -124,13 +118,13 @@ def test_what_does_not_fit_is_planned_and_learns_the_same(rig, storage, caplog, 
     budget = tight(rig, storage, make, alpha=float(clip is not None), **changes)
     changes["clip"] = None if clip == "chosen" else clip
     with (
-        caplog.at_level(logging.INFO, "gs_compile.planner.choice"),
+        caplog.at_level(logging.INFO, "gs_compile.planner.planner"),
         rig.fresh(make, given(storage, host_memory=budget, **changes)) as optimizer,
     ):
         for number in range(3):
             step(rig.model, optimizer, tokens(number))
         engine = optimizer.engine
-        program, placement, plan = engine.programs[-1], engine.placement, engine.planning.choice.plan
+        program, placement, plan = engine.programs[-1], engine.placement, engine.planning.planner.plan
         optimizer.synchronize()
         found = outcome(rig.model, optimizer, [], [])
         assert engine.tiers.setting.arena.ledger.peak_total <= budget
@@ -159,7 +153,7 @@ def test_bytes_are_those_of_the_program(rig, storage):
         for number in range(2):
             step(rig.model, optimizer, tokens(number))
         found = moved(rig.model, optimizer, tokens(2))
-        assert optimizer.engine.planning.choice.plan.traffic == found.planned == found.traced
+        assert optimizer.engine.planning.planner.plan.traffic == found.planned == found.traced
 
 
 def test_ratios_that_are_given_are_kept(rig, storage):
@@ -167,7 +161,7 @@ def test_ratios_that_are_given_are_kept(rig, storage):
     budget = tight(rig, storage, ratios=fixed)
     with rig.fresh(adamw, given(storage, host_memory=budget, alpha=0.25, ratios=fixed)) as optimizer:
         step(rig.model, optimizer, tokens(0))
-        plan = optimizer.engine.planning.choice.plan
+        plan = optimizer.engine.planning.planner.plan
         assert plan.ratios["optimizer"] > 0
         assert (plan.ratios["parameter"], plan.alpha) == (0.0, 0.25)
 
@@ -178,7 +172,7 @@ def test_a_machine_from_a_file(rig, storage, tmp_path):
     budget = tight(rig, storage)
     with rig.fresh(adamw, given(storage, host_memory=budget, machine=tmp_path / "mine.json")) as optimizer:
         step(rig.model, optimizer, tokens(0))
-        assert optimizer.engine.planning.choice.plan.profile == named
+        assert optimizer.engine.planning.planner.plan.profile == named
 
 
 @pytest.mark.parametrize(
@@ -201,23 +195,43 @@ def test_a_machine_that_is_none_is_refused_at_the_first_call(rig, storage, tmp_p
 
 @pytest.mark.parametrize(
     ("broken", "error"),
-    [("search", PlanError("nothing fits")), ("settle", MemoryBudgetError("no program fits"))],
-    ids=["infeasible", "unsettled"],
+    [("search", NoFitError("nothing fits")), ("planned", MemoryBudgetError("no program fits"))],
+    ids=["infeasible", "no program"],
 )
 def test_what_fits_runs_where_the_linear_program_finds_nothing(rig, storage, monkeypatch, caplog, broken, error):
-    def fail(*_, **__):
-        raise error
-
     budget = tight(rig, storage)
-    monkeypatch.setattr(choice, broken, fail)
+    monkeypatch.setattr(planner.Problem, broken, fails(error))
     with (
-        caplog.at_level(logging.INFO, "gs_compile.planner.choice"),
+        caplog.at_level(logging.INFO, "gs_compile.planner.planner"),
         rig.fresh(adamw, given(storage, host_memory=budget)) as optimizer,
     ):
         step(rig.model, optimizer, tokens(0))
         assert {part.tier for unit in optimizer.engine.placement.units for part in unit.w.values()} == {"ssd"}
-        assert optimizer.engine.planning.choice.plan is None
+        assert optimizer.engine.planning.planner.plan is None
     assert caplog.messages == ["no plan fits by the linear program's bounds: host memory keeps the least it can"]
+
+
+def test_what_is_wrong_with_a_plan_is_told(rig, storage, monkeypatch):
+    """Only that nothing fits has another way out."""
+    budget = tight(rig, storage)
+    monkeypatch.setattr(planner.Problem, "search", fails(PlanError("no matrix rate")))
+    with (
+        rig.fresh(adamw, given(storage, host_memory=budget)) as optimizer,
+        pytest.raises(PlanError, match="no matrix rate"),
+    ):
+        step(rig.model, optimizer, tokens(0))
+
+
+@pytest.mark.parametrize("schedule", ["horizontal", "lifetime"])
+def test_the_baselines_have_the_linear_program_too(rig, storage, schedule):
+    ratios = {"gradient": 1.0}
+    budget = tight(rig, storage, schedule=schedule, ratios=ratios)
+    with rig.fresh(adamw, given(storage, schedule=schedule, host_memory=budget, ratios=ratios)) as optimizer:
+        step(rig.model, optimizer, tokens(0))
+        engine = optimizer.engine
+        assert engine.planning.planner.plan.ratios["gradient"] == 1.0
+        assert any(engine.planning.planner.plan.ratios[name] for name in EVERYTHING)
+        assert dict(engine.programs[-1].peaks)["host"] <= budget
 
 
 # What is said of a model at hand --------------------------------------------------------------------------------------

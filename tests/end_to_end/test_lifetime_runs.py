@@ -14,7 +14,7 @@ from tiered import BATCH, Rig, adamw, gpt2, moved, options, step, tokens
 
 import gs_compile
 from gs_compile.placement.placement import Room
-from gs_compile.planner import choice
+from gs_compile.planner import planner
 from gs_compile.planner.lifetimes import EVERYTHING
 from gs_compile.planner.lp.fit import peak
 
@@ -41,7 +41,7 @@ def with_room(share):
     """What stands for the choice by the simulator: a room of a size that the test wants."""
 
     def prolonged(self, plain, reason):
-        least, most = (self.lowered(replace(plain, room=room)) for room in (None, EVERYTHING))
+        least, most = (self.builder.program(replace(plain, room=room)) for room in (None, EVERYTHING))
         sizes = {
             f"{tier}_nbytes": int((1 - share) * peak(least, tier) + share * peak(most, tier))
             for tier in ("device", "host")
@@ -53,7 +53,7 @@ def with_room(share):
 
 def train(rig, share, make, chosen, batch_size=BATCH):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(choice.Choice, "_prolonged", with_room(share))
+        patched.setattr(planner.Planner, "_prolonged", with_room(share))
         return rig.train(make, chosen, num_steps=NUM_STEPS, batch_size=batch_size)
 
 
@@ -90,7 +90,7 @@ def test_any_room_learns_the_same(rigs, storage, precision, batch_size, updates,
 @pytest.mark.parametrize("share", SHARES)
 def test_moves_what_it_says_and_no_more_than_the_horizontal_order(rigs, storage, monkeypatch, share, separate):
     """Within exactly the memory that is planned."""
-    monkeypatch.setattr(choice.Choice, "_prolonged", with_room(share))
+    monkeypatch.setattr(planner.Planner, "_prolonged", with_room(share))
     found, budget = {}, 0
     for schedule, keeps in (("horizontal", False), ("lifetime", False), ("lifetime", True)):
         chosen = given_for(storage, schedule, separate_device=separate)
@@ -115,7 +115,7 @@ def test_moves_what_it_says_and_no_more_than_the_horizontal_order(rigs, storage,
 @pytest.mark.parametrize("separate", [False, True])
 def test_by_the_simulator(rigs, storage, monkeypatch, caplog, separate):
     """As users have it: the machine's profile, the code timed, and the choice logged."""
-    caplog.set_level("INFO", logger="gs_compile.planner.choice")
+    caplog.set_level("INFO", logger="gs_compile.planner.planner")
     chosen = given_for(storage, separate_device=separate) | {"machine": str(MACHINE)}
     with rigs("model").fresh(adamw, chosen) as optimizer:
         step(rigs("model").model, optimizer, tokens(0))

@@ -10,7 +10,7 @@ import pytest
 from planned import gpt
 from transformers import GPT2Config
 
-from gs_compile.errors import MemoryBudgetError, NoFitError, OptionError, PlanError, ProfileError
+from gs_compile.errors import NoFitError, OptionError, PlanError, ProfileError
 from gs_compile.placement.placement import QUANTUM
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.plan import plan
@@ -117,11 +117,19 @@ def test_the_micro_batch_size_is_chosen():
 
 
 def test_without_a_batch_it_is_the_smallest_that_saturates():
-    found = plan(TINY, machine="laptop", micro_batch_size=1, host_memory="130MiB")
-    rates = [rate for _, _, rate in found.history]
-    number = found.num_micro_batches
+    """By the paper's rule one more brings less than 1 %, by the other less than a tenth of what it is more (fault 22)."""
+    settings = {"machine": "laptop", "micro_batch_size": 1, "host_memory": "130MiB"}
+    found = {rule: plan(TINY, **settings, saturation=rule) for rule in ("paper", "relative")}
+    rates = [rate for _, _, rate in found["paper"].history]
+    number = found["paper"].num_micro_batches
     assert 1 < number == (len(rates) - 1 if rates[-1] < 1.01 * rates[-2] else len(rates))
     assert all(after >= 1.01 * before for before, after in pairwise(rates[:number]))
+    rate = {number: rate for number, _, rate in found["relative"].history}
+    number = found["relative"].num_micro_batches
+    assert rate[number + 1] < (1 + 0.1 / number) * rate[number]
+    assert number == 1 or rate[number] >= (1 + 0.1 / (number - 1)) * rate[number - 1]
+    with pytest.raises(PlanError, match="saturation is 'never'; there are relative and paper"):
+        plan(TINY, **settings, saturation="never")
 
 
 def test_drives_last_as_long_as_they_are_to():
@@ -236,9 +244,7 @@ def test_settings_that_contradict_are_refused(settings, complaint):
 def test_a_model_that_fits_nowhere_is_refused():
     with pytest.raises(NoFitError, match=r"gpt 4 x 512 does not fit with 5 micro-batches of 1 .* of host memory, .*"):
         plan(TINY, machine=HERE, host_memory="20MiB", **FIVE)
-    with pytest.raises(
-        MemoryBudgetError, match=r"host_memory is 130\.0 MiB; this step needs .* with ratios gradient 0"
-    ):
+    with pytest.raises(NoFitError, match=r"with 5 micro-batches of 1 and alpha 0: it needs .* of host memory"):
         plan(TINY, machine=HERE, host_memory="130MiB", schedule="horizontal", **FIVE)
 
 

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 from planned import A100, GB, gpt
 
+from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Budgets, Fixed, Solution
-from gs_compile.planner.reasons import alternatives, binding, notes, solver
+from gs_compile.planner.problem import Problem
+from gs_compile.planner.reasons import alternatives, binding, notes
 
 WORKLOAD = gpt(4, 512, sequence=256, vocabulary=5000)
 BUDGETS = Budgets(host_nbytes=64 * 2**30, device_nbytes=40 * 2**30, ssd_nbytes=8000 * GB)
@@ -21,8 +23,13 @@ def solution(number, seconds, alpha=0.0, resident=0.0):
     return Solution(number, alpha, ratios, {}, seconds / 2, seconds / 2, {}, {"compute": -0.5 * seconds})
 
 
-def found(*history, workload=WORKLOAD):
-    return workload, Search(history[-1], tuple((each.num_micro_batches, each) for each in history))
+def found(*history):
+    return Search(history[-1], tuple((each.num_micro_batches, each) for each in history))
+
+
+def problem(solved, *, machine=A100, budgets=BUDGETS, workload=WORKLOAD, clip=False):
+    known = {"profile": machine, "budgets": budgets, "workload": workload, "fixed": Fixed(clip=clip)}
+    return SimpleNamespace(solved=solved, **known)
 
 
 # What binds -----------------------------------------------------------------------------------------------------------
@@ -31,20 +38,20 @@ def found(*history, workload=WORKLOAD):
 def test_more_of_each_resource_is_tried_alone():
     asked = {}
 
-    def again(number, alpha, *, machine, room):
+    def solved(number, alpha, *, profile, budgets):
         assert (number, alpha) == (4, 0.2)
-        if room.host_nbytes > BUDGETS.host_nbytes:
-            asked["host"] = room.host_nbytes - BUDGETS.host_nbytes
+        if budgets.host_nbytes > BUDGETS.host_nbytes:
+            asked["host"] = budgets.host_nbytes - BUDGETS.host_nbytes
             return solution(4, 0.8)
-        if room.ssd_nbytes > BUDGETS.ssd_nbytes:
-            asked["ssd"] = machine.ssd_write_mixed_bytes_per_second / A100.ssd_write_mixed_bytes_per_second
+        if budgets.ssd_nbytes > BUDGETS.ssd_nbytes:
+            asked["ssd"] = profile.ssd_write_mixed_bytes_per_second / A100.ssd_write_mixed_bytes_per_second
             return solution(4, 0.5)
-        if room.device_nbytes > BUDGETS.device_nbytes:
-            asked["device"] = room.device_nbytes - BUDGETS.device_nbytes
+        if budgets.device_nbytes > BUDGETS.device_nbytes:
+            asked["device"] = budgets.device_nbytes - BUDGETS.device_nbytes
             return None
-        return solution(4, 0.995 if machine.h2d_bytes_per_second > A100.h2d_bytes_per_second else 1.0)
+        return solution(4, 0.995 if profile.h2d_bytes_per_second > A100.h2d_bytes_per_second else 1.0)
 
-    assert list(binding(solution(4, 1.0, 0.2), A100, BUDGETS, again)) == [
+    assert list(binding(problem(solved), solution(4, 1.0, 0.2))) == [
         "8.0 GiB more host memory: 25% faster",
         "a second SSD like the first: 100% faster",
         "10.0 GiB more device memory: nothing",
@@ -58,23 +65,29 @@ def test_more_of_each_resource_is_tried_alone():
 def test_a_second_drive_wears_half_as_fast():
     rooms = []
     worn = replace(BUDGETS, wear_bytes_per_second=5.0)
-    list(binding(solution(1, 1.0), A100, worn, lambda *_, machine, room: rooms.append(room)))
+    list(binding(problem(lambda *_, profile, budgets: rooms.append(budgets), budgets=worn), solution(1, 1.0)))
     assert [room.wear_bytes_per_second for room in rooms] == [5.0, 10.0, 5.0, 5.0, 5.0]
 
 
 def test_one_memory_has_neither_link_nor_device_memory():
     machine = replace(A100, device="cpu")
-    words = list(binding(solution(1, 1.0), machine, BUDGETS, lambda *_, **__: None))
+    words = list(binding(problem(lambda *_, **__: None, machine=machine), solution(1, 1.0)))
     assert len(words) == 4
     assert not any("device memory" in each or "link" in each for each in words)
 
 
 def test_the_linear_program_is_that_of_the_plan():
-    again = solver(WORKLOAD, A100, BUDGETS, Fixed(ratios={"optimizer": 0.0}))
-    assert again(2, 0.0).ratios["optimizer"] == 0.0
-    bare = again(2, 0.0, kept=Fixed(ratios=dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.0)))
-    assert bare.seconds >= again(2, 0.0).seconds
-    assert again(2, 0.0, room=replace(BUDGETS, host_nbytes=2**20)) is None
+    own = Problem(
+        workload=WORKLOAD,
+        profile=A100,
+        budgets=BUDGETS,
+        fixed=Fixed(ratios={"optimizer": 0.0}),
+        builder=StepBuilder.of(WORKLOAD, 0, separate=True),
+    )
+    assert own.solved(2, 0.0).ratios["optimizer"] == 0.0
+    bare = own.solved(2, 0.0, fixed=Fixed(ratios=dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.0)))
+    assert bare.seconds >= own.solved(2, 0.0).seconds
+    assert own.solved(2, 0.0, budgets=replace(BUDGETS, host_nbytes=2**20)) is None
 
 
 # What else there was --------------------------------------------------------------------------------------------------
@@ -84,34 +97,34 @@ def test_the_nearest_come_first():
     """By throughput, of which two micro-batches in 1.9 s have less than four in 3.7 s."""
     best = solution(4, 3.7, alpha=0.3, resident=1.0)
     own = found(solution(1, 1.0), solution(2, 1.9), solution(3, 2.8), best)
-    other = found(solution(2, 4.0), workload=replace(WORKLOAD, micro_batch_size=2))
+    other = problem(None, workload=replace(WORKLOAD, micro_batch_size=2)), found(solution(2, 4.0))
 
-    def again(number, alpha, *, kept=None):
-        return solution(number, 9.0 if kept else 3.75, alpha)
+    def solved(number, alpha, *, fixed=None):
+        return solution(number, 9.0 if fixed else 3.75, alpha)
 
-    rows = list(alternatives([own, other], again, clip=False))
+    rows = list(alternatives(problem(solved), own, [other]))
     assert [row.label for row in rows] == ["3 micro-batches", "no delayed updates (alpha 0)", "2 micro-batches"]
     assert [row.num_micro_batches for row in rows] == [3, 4, 2]
     assert rows[0].tokens_per_second == pytest.approx(3 * 256 / 2.8)
 
 
 def test_one_micro_batch_is_singular():
-    (row,) = alternatives([found(solution(1, 1.0), solution(2, 1.9))], lambda *_, **__: None, clip=False)
+    (row,) = alternatives(problem(lambda *_, **__: None), found(solution(1, 1.0), solution(2, 1.9)), [])
     assert row.label == "1 micro-batch"
 
 
 def test_other_micro_batch_sizes_and_nothing_resident_are_alternatives():
     own = found(solution(1, 1.0, resident=0.5))
-    other = found(solution(1, 2.2), workload=replace(WORKLOAD, micro_batch_size=2))
-    rows = list(alternatives([own, other], lambda n, alpha, **_: solution(n, 3.0, alpha), clip=False))
+    other = problem(None, workload=replace(WORKLOAD, micro_batch_size=2)), found(solution(1, 2.2))
+    rows = list(alternatives(problem(lambda n, alpha, **_: solution(n, 3.0, alpha)), own, [other]))
     assert [row.label for row in rows] == ["micro-batches of 2", "everything on SSD"]
     assert rows[0].micro_batch_size == 2
 
 
 def test_clipping_cannot_do_without_delay():
     own = found(solution(1, 1.0, alpha=1.0))
-    assert list(alternatives([own], lambda *_, **__: solution(1, 1.0), clip=True)) == []
-    (row,) = alternatives([own], lambda *_, **__: solution(1, 1.0), clip=False)
+    assert list(alternatives(problem(lambda *_, **__: solution(1, 1.0), clip=True), own, [])) == []
+    (row,) = alternatives(problem(lambda *_, **__: solution(1, 1.0)), own, [])
     assert row.alpha == 0.0
     assert row.label == "no delayed updates (alpha 0)"
 

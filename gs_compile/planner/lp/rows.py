@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gs_compile.placement.workload import Workload
-from gs_compile.planner.lp.footprint import footprints
-from gs_compile.planner.lp.stage_graph import outline
-from gs_compile.planner.lp.volumes import PHASES, RATIOS, TIMED, Array, seconds, volumes
-from gs_compile.planner.measure.profile import Profile
+from gs_compile.placement.cut import DEVICE_CLASSES
+from gs_compile.planner.lp.coefficients import Formulas
+from gs_compile.planner.lp.counting import PHASES, RATIOS, TIMED, Array
 
 PAIRS = (
     ("ssd_read", "ssd_write"),
@@ -20,7 +18,6 @@ PAIRS = (
     ("compute", "ssd_read"),
     ("compute", "ssd_write"),
 )
-TIERS = ("host", "device", "ssd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,52 +52,28 @@ class Fixed:
     device: bool = False
 
 
-class Formulas:
-    """What a model takes and moves on one machine, for some alphas; made once for all n.
-
-    The volumes of two and more micro-batches are affine in their number, so three counts tell them all.
-    """
-
-    def __init__(
-        self, workload: Workload, profile: Profile, alphas: Sequence[float], *, speculative: bool = False
-    ) -> None:
-        self.alphas = tuple(alphas)
-        self.separate = profile.separate
-        self.may_reside = any(size.may_reside for size in workload.sizes)
-        self.speeds = profile.speeds()
-        step = outline(workload.num_layers, workload.shape)
-        self.footprints = footprints(workload, self.alphas, separate=self.separate, speculative=speculative, step=step)
-        self._seconds = [seconds(workload, profile, n, alphas, speculative=speculative, step=step) for n in (1, 2, 3)]
-        self._ssd = [_ssd(volumes(workload, n, alphas, separate=self.separate, step=step)) for n in (1, 2, 3)]
-
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        """Those with a budget."""
-        return TIERS if self.separate else ("host", "ssd")
-
-    def seconds(self, num_micro_batches: int) -> dict[tuple[str, str], Array]:
-        """Of each lane by phase, alone."""
-        counted = self._seconds
-        return {key: _extended([each[key] for each in counted], num_micro_batches) for key in counted[0]}
-
-    def ssd(self, num_micro_batches: int) -> tuple[Array, Array]:
-        """Bytes to and from SSD, and those written."""
-        moved, written = (_extended([each[i] for each in self._ssd], num_micro_batches) for i in (0, 1))
-        return moved, written
-
-
-def _extended(counted: Sequence[Array], number: int) -> Array:
-    """The value for `number` of what was counted for 1, 2 and 3."""
-    one, two, three = counted
-    return one if number == 1 else two + (number - 2) * (three - two)
-
-
-def _ssd(moved: Mapping[tuple[str, str, str], Array]) -> tuple[Array, Array]:
-    read, written = (
-        np.sum([nbytes for (_, each, _), nbytes in moved.items() if each == lane], axis=0) + np.zeros((1, 6))
-        for lane in ("ssd_read", "ssd_write")
-    )
-    return read + written, written
+def contradiction(fixed: Fixed, *, separate: bool, may_reside: bool, prefix: str = "the ratio ") -> str | None:
+    """In a sentence, why ratios contradict each other or what there is; `prefix` makes a ratio's name the user's."""
+    for name in DEVICE_CLASSES:
+        ratio = fixed.ratios.get(name)
+        if ratio and not separate:
+            host = name.removeprefix("device_")
+            return (
+                f"{prefix}{name} is {ratio:g}, but this device has no memory of its own: it reads the host's, so give "
+                f"{prefix.removeprefix('the ratio ')}{host}"
+            )
+    if (ratio := fixed.ratios.get("device_parameter")) and not may_reside:
+        return (
+            f"{prefix}device_parameter is {ratio:g}, but parameters that are updated in the type they are computed in "
+            'go to host memory for that: leave it out, or choose precision="bf16"'
+        )
+    for name in ("parameter", "checkpoint"):
+        host_part, device_part = (fixed.ratios.get(each, 0.0) for each in (name, f"device_{name}"))
+        if host_part + device_part > 1:
+            return (
+                f"the ratios {name} {host_part:g} and device_{name} {device_part:g} are more than there is: lower one"
+            )
+    return None
 
 
 @dataclass(frozen=True)
@@ -128,6 +101,7 @@ class System:
     unit_seconds: float
     lower: Array
     upper: Array
+    classes: tuple[str, ...]  # that have a ratio in host memory
 
     def least(self) -> Array:
         """The point that takes the least host and device memory: all that may be on SSD is there."""
@@ -155,25 +129,23 @@ class System:
 
 
 def build(
-    formulas: Formulas, num_micro_batches: int, chosen: Sequence[int], budgets: Budgets, fixed: Fixed
+    formulas: Formulas, num_micro_batches: int, alphas: Sequence[float], budgets: Budgets, fixed: Fixed
 ) -> list[System]:
-    """The linear program of each chosen alpha."""
-    lanes = formulas.seconds(num_micro_batches)
-    on_ssd, written = (np.broadcast_to(e, (len(formulas.alphas), 6)) for e in formulas.ssd(num_micro_batches))
+    """The linear program of each alpha."""
     lower, upper = _bounds(fixed, separate=formulas.separate, may_reside=formulas.may_reside)
+    speeds = formulas.profile.speeds()
     systems = []
-    for index in chosen:
-        mine = {key: array[index] for key, array in lanes.items()}
-        rows = [row for phase in PHASES for row in _phase(phase, mine, formulas.speeds)]
+    for alpha in alphas:
+        numbers = formulas.of(alpha, num_micro_batches)
+        rows = [row for phase in PHASES for row in _phase(phase, numbers.seconds, speeds)]
         rows += _homes()
-        for tier in formulas.tiers:
-            bytes_alive = formulas.footprints[tier][index].rows(num_micro_batches)
-            rows += [Row(row / budgets.of(tier), tier=tier) for row in bytes_alive]
+        for tier, alive in numbers.alive.items():
+            rows += [Row(row / budgets.of(tier), tier=tier) for row in alive]
         if budgets.wear_bytes_per_second is not None:
-            rows.append(_wear(written[index], budgets.wear_bytes_per_second))
-        traffic = on_ssd[index] / max(float(on_ssd[index][0]), 1.0)
-        unit = max(sum(float(array[0]) for array in mine.values()), 1e-30)
-        systems.append(System(formulas.alphas[index], tuple(rows), mine, traffic, unit, lower, upper))
+            rows.append(_wear(numbers.written, budgets.wear_bytes_per_second))
+        traffic = numbers.ssd / max(float(numbers.ssd[0]), 1.0)
+        unit = max(sum(float(array[0]) for array in numbers.seconds.values()), 1e-30)
+        systems.append(System(alpha, tuple(rows), numbers.seconds, traffic, unit, lower, upper, formulas.classes))
     return systems
 
 
@@ -197,7 +169,7 @@ def _pair(phase: str, first: tuple[str, Array, float], second: tuple[str, Array,
 
 def _homes() -> list[Row]:
     """What is in host and device memory is not more than there is; see `RATIOS` for the order."""
-    return [Row(np.array([0.0, 1, 0, 0, 1, 0])), Row(np.array([0.0, 0, 1, 0, 0, 1]))]
+    return [Row(np.array([0.0, 1, 0, 0, 1, 0, 0])), Row(np.array([0.0, 0, 1, 0, 0, 1, 0]))]
 
 
 def _wear(written: Array, bytes_per_second: float) -> Row:
@@ -208,7 +180,7 @@ def _bounds(fixed: Fixed, *, separate: bool, may_reside: bool) -> tuple[Array, A
     """Of the ratios, in the order of `RATIOS`."""
     lower, upper = np.zeros(len(RATIOS)), np.ones(len(RATIOS))
     if not (separate and fixed.device):
-        upper[RATIOS.index("device_checkpoint") :] = 0.0
+        upper[[RATIOS.index(name) for name in DEVICE_CLASSES]] = 0.0
     if not may_reside:
         upper[RATIOS.index("device_parameter")] = 0.0
     for name, ratio in fixed.ratios.items():

@@ -1,32 +1,39 @@
-"""search: Algorithm 1 (arXiv 2512.17570): how many micro-batches, how much of the updates late, and what lives where.
+"""search: how many micro-batches, how much of the updates late, and what lives where (arXiv 2512.17570, Algorithm 1).
 
-n goes up from 1. For each n the best alpha of 0.00, 0.01 ... 0.50 counts, or 1.00 alone where clipping makes all
-updates wait. (Where they are speculative it is the other alphas: no step is expected to be rolled back.) The search
-ends at the first n that makes throughput less than 1 % higher than the best before it, or that does not fit: more
-micro-batches never take less memory.
+For each number n of micro-batches the best alpha of 0.00, 0.01 ... 0.50 counts, or 1.00 alone where clipping makes all
+updates wait. (Where they are speculative it is the other alphas: no step is expected to be taken back.) The search ends
+at the first n from which throughput hardly grows, or where nothing fits: more micro-batches never take less memory.
+Throughput hardly grows, by the rule of that name,
+
+    relative    where a part more of micro-batches brings less than a tenth of that part: as T(n) = a + b n, that is
+                within a tenth of 1 / b, what the computation (or a lane that is as busy) reaches at best
+    paper       where one micro-batch more brings less than 1 %: a step with small micro-batches ends early then
 
 Not every alpha is solved for every n. With one alpha, the seconds of a step are a convex function of n, as a linear
-program is of its right side: n stands beside the ratios only in n c, which could be a variable of its own. So from two
-numbers of micro-batches on, a line is a lower bound for all that follow, and an alpha whose bound is above what another
-one reaches cannot be the best.
+program is of its right side: n stands beside the ratios only in n c, which could be a variable of its own. So the line
+through two numbers is a lower bound for all above, and an alpha whose bound is above what another one reaches cannot be
+the best. Nor is every n solved: with the relative rule n doubles, and the last doubling is bisected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from gs_compile.errors import NoFitError, PlanError
 from gs_compile.machine import format_bytes
 from gs_compile.placement.cut import DEVICE_CLASSES
-from gs_compile.placement.workload import Workload
-from gs_compile.planner.lp.fit import CLASSES
-from gs_compile.planner.lp.solve import Budgets, Fixed, Formulas, Solution, best, short
-from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.lp.coefficients import Formulas
+from gs_compile.planner.lp.rows import contradiction
+from gs_compile.planner.lp.solve import Budgets, Fixed, Solution, short, solve
 
-GROWTH = 1.01  # of throughput, for another micro-batch to be worth it
-# Seconds do not fall with n, so with n > 100 throughput cannot grow by 1 %.
-MOST = 101
+Saturation = Literal["relative", "paper"]
+GROWTH = 1.01  # of throughput, for another micro-batch to be worth it by the paper's rule
+PART = 0.1  # of a part of micro-batches, that throughput has to grow by
+# Seconds do not fall with n, so with n > 100 throughput cannot grow by 1 % a micro-batch; a program of a thousand has
+# half a million operations.
+MOST = {"relative": 1024, "paper": 101}
 ALPHAS = tuple(number / 100 for number in range(51))
 ROUNDING = 1e-4  # of seconds: how far the solver's rounding may move a bound
 FEW = 4  # alphas are solved at first where bounds are known
@@ -41,37 +48,57 @@ class Search:
 
 
 def search(
-    workload: Workload,
-    profile: Profile,
+    formulas: Formulas,
     budgets: Budgets,
     fixed: Fixed,
     *,
     num_micro_batches: int | None = None,
-    most: int = MOST,
+    saturation: Saturation = "relative",
+    most: int | None = None,
 ) -> Search:
     """The smallest number of micro-batches with saturated throughput, or the one given, and the best plan for it.
 
     Raises `PlanError` where settings contradict each other or nothing fits: it says what is short, and what is near.
     """
-    check(workload, profile, budgets, fixed, num_micro_batches or 1)
-    formulas = Formulas(workload, profile, allowed_alphas(fixed), speculative=fixed.speculative)
-    bounds = _Bounds(len(formulas.alphas))
-    found: Solution | None = None
-    history: list[tuple[int, Solution | None]] = []
-    numbers = range(1, most + 1) if num_micro_batches is None else (num_micro_batches,)
-    for number in numbers:
-        solution = _best_alpha(formulas, number, bounds, budgets, fixed)
-        history.append((number, solution))
-        if solution is None or (found and solution.throughput < GROWTH * found.throughput):
+    if saturation not in get_args(Saturation):
+        raise PlanError(f"saturation is {saturation!r}; there are {' and '.join(get_args(Saturation))}")
+    check(formulas, budgets, fixed, num_micro_batches or 1)
+    found = _Tries(formulas, budgets, fixed)
+    if num_micro_batches is not None:
+        best = found.at(num_micro_batches)
+    else:
+        rule = _relative if saturation == "relative" else _paper
+        best = rule(found, most or MOST[saturation])
+    if best is None:
+        raise NoFitError(shortfall(formulas, budgets, fixed, num_micro_batches=num_micro_batches or 1))
+    return Search(best, tuple(sorted(found.known.items())))
+
+
+def _paper(found: _Tries, most: int) -> Solution | None:
+    """Algorithm 1 as it stands: one micro-batch more at a time."""
+    best = found.at(1)
+    for number in range(2, most + 1):
+        solution = found.at(number)
+        if best is None or solution is None or solution.throughput < GROWTH * best.throughput:
             break
-        found = solution
-    if found is None:
-        raise NoFitError(shortfall(workload, profile, budgets, fixed, num_micro_batches=numbers[0]))
-    return Search(found, tuple(history))
+        best = solution
+    return best
 
 
-def check(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixed, num_micro_batches: int) -> None:
+def _relative(found: _Tries, most: int) -> Solution | None:
+    """The smallest number that is enough: twice as many each time, then between the last two."""
+    low, high = 0, 1
+    while not found.is_enough(high, most):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if found.is_enough(middle, most) else (middle, high)
+    return found.at(high) or (found.at(low) if low else None)
+
+
+def check(formulas: Formulas, budgets: Budgets, fixed: Fixed, num_micro_batches: int) -> None:
     """Raise `PlanError` where what is fixed contradicts itself or the budgets, before anything is solved."""
+    workload, profile = formulas.workload, formulas.profile
     if fixed.clip and not fixed.speculative and fixed.alpha not in (None, 1.0):
         raise PlanError(
             f"alpha is {fixed.alpha:g}, but with clipping all updates wait for the norm of all gradients, so alpha is "
@@ -79,27 +106,13 @@ def check(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixed, 
         )
     if fixed.alpha is not None and not 0 <= fixed.alpha <= 1:
         raise PlanError(f"alpha is {fixed.alpha:g}; it is a part of each update, from 0 to 1")
-    classes = (*CLASSES, *DEVICE_CLASSES)
+    classes = (*formulas.classes, *DEVICE_CLASSES)
     for name, ratio in fixed.ratios.items():
         if name not in classes or not 0 <= ratio <= 1:
             raise PlanError(f"the ratio {name} is {ratio:g}; there are {', '.join(classes)}, each from 0 to 1")
-    spare = next((name for name in DEVICE_CLASSES if fixed.ratios.get(name)), None)
-    if spare and not profile.separate:
-        raise PlanError(
-            f"the ratio {spare} is {fixed.ratios[spare]:g}, but the device of {profile.name} has no memory of its own: "
-            f"give {spare.removeprefix('device_')}"
-        )
-    if fixed.ratios.get("device_parameter") and not any(size.may_reside for size in workload.sizes):
-        raise PlanError(
-            f"the ratio device_parameter is {fixed.ratios['device_parameter']:g}, but {workload.name} is computed in "
-            'the type it is updated in: only what an update makes from fp32 masters (precision="bf16") lives there'
-        )
-    for name in ("parameter", "checkpoint"):
-        host, device = (fixed.ratios.get(each, 0.0) for each in (name, f"device_{name}"))
-        if host + device > 1:
-            raise PlanError(
-                f"the ratios {name} {host:g} and device_{name} {device:g} are more than there is: lower one"
-            )
+    may_reside = any(size.may_reside for size in workload.sizes)
+    if wrong := contradiction(fixed, separate=profile.separate, may_reside=may_reside):
+        raise PlanError(wrong)
     timed = all(None not in (cost.forward_seconds, cost.backward_seconds) for cost in workload.costs.values())
     if not timed and workload.dtype not in profile.matmul_flops_per_second:
         known = ", ".join(profile.matmul_flops_per_second)
@@ -122,53 +135,52 @@ def check(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixed, 
         )
 
 
-def shortfall(
-    workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixed, *, num_micro_batches: int = 1
-) -> str:
+def shortfall(formulas: Formulas, budgets: Budgets, fixed: Fixed, *, num_micro_batches: int = 1) -> str:
     """Why nothing fits: what is short, by how much, and the nearest settings that do fit. One sentence or two."""
-    alphas = allowed_alphas(fixed)
-    formulas = Formulas(workload, profile, alphas, speculative=fixed.speculative)
-    needed = short(formulas, num_micro_batches, budgets, fixed)
+    workload, alphas = formulas.workload, allowed_alphas(fixed)
+    needed = short(formulas, num_micro_batches, alphas, budgets, fixed)
     alpha, least = min(zip(alphas, needed, strict=True), key=lambda each: _parts(each[1], budgets))
     what = "; ".join(
         f"it needs {format_bytes(getattr(budgets, f'{tier}_nbytes') + nbytes)} of "
         f"{'SSD' if tier == 'ssd' else tier + ' memory'}, {format_bytes(nbytes)} more than it may use"
         for tier, nbytes in least.items()
     )
-    micro_batches = f"{num_micro_batches} micro-batch" + ("es" if num_micro_batches > 1 else "")
-    near = _nearest(workload, profile, budgets, fixed, num_micro_batches)
+    near = list(_nearest(formulas, budgets, fixed, num_micro_batches))
     remedy = f"What would fit: {', or '.join(near)}" if near else "Give it more, or make micro_batch_size smaller"
-    rows = workload.micro_batch_size
-    return f"{workload.name} does not fit with {micro_batches} of {rows} and alpha {alpha:g}: {what}. {remedy}"
+    return (
+        f"{workload.name} does not fit with {_several(num_micro_batches)} of {workload.micro_batch_size} and alpha "
+        f"{alpha:g}: {what}. {remedy}"
+    )
+
+
+def _several(number: int) -> str:
+    return f"{number} micro-batch{'es' if number > 1 else ''}"
 
 
 def _parts(needed: dict[str, int], budgets: Budgets) -> float:
     return sum(nbytes / budgets.of(tier) for tier, nbytes in needed.items())
 
 
-def _nearest(workload: Workload, profile: Profile, budgets: Budgets, fixed: Fixed, num_micro_batches: int) -> list[str]:
+def _nearest(formulas: Formulas, budgets: Budgets, fixed: Fixed, num_micro_batches: int) -> Iterator[str]:
     """Settings that fit, each with one thing changed."""
 
     def fits(number: int, alphas: Sequence[float], fixed: Fixed) -> list[float]:
-        formulas = Formulas(workload, profile, alphas, speculative=fixed.speculative)
-        solved = best(formulas, number, range(len(alphas)), budgets, fixed)
-        return [solution.alpha for solution in solved if solution]
+        return [solution.alpha for solution in solve(formulas, number, alphas, budgets, fixed) if solution]
 
-    alphas, near = allowed_alphas(fixed), []
+    alphas = allowed_alphas(fixed)
     below = [number / 100 for number in range(100) if fixed.alpha and number / 100 < fixed.alpha]
     if below and (smaller := fits(num_micro_batches, below, fixed)):
-        near.append(f"alpha {max(smaller):g}")
+        yield f"alpha {max(smaller):g}"
     if fixed.clip and fits(num_micro_batches, ALPHAS, Fixed(ratios=fixed.ratios, device=fixed.device)):
-        near.append("no clipping, so that updates need not wait")
+        yield "no clipping, so that updates need not wait"
     if fixed.ratios and fits(num_micro_batches, alphas, replace(fixed, ratios={})):
-        near.append(f"other ratios than {', '.join(f'{name} {ratio:g}' for name, ratio in fixed.ratios.items())}")
+        yield f"other ratios than {', '.join(f'{name} {ratio:g}' for name, ratio in fixed.ratios.items())}"
     if num_micro_batches > 1 and fits(1, alphas, fixed):
         low, high = 1, num_micro_batches
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle, alphas, fixed) else (low, middle)
-        near.append(f"{low} micro-batch{'es' if low > 1 else ''}")
-    return near
+        yield _several(low)
 
 
 def allowed_alphas(fixed: Fixed) -> tuple[float, ...]:
@@ -178,48 +190,56 @@ def allowed_alphas(fixed: Fixed) -> tuple[float, ...]:
     return ALPHAS if fixed.alpha is None else (fixed.alpha,)
 
 
-class _Bounds:
-    """By alpha, the numbers of micro-batches that were solved and their seconds; None once it does not fit."""
+class _Tries:
+    """The best solution of each number of micro-batches that was asked for; of equal ones the smaller alpha's."""
 
-    def __init__(self, num_alphas: int) -> None:
-        self.solved: list[list[tuple[int, float]] | None] = [[] for _ in range(num_alphas)]
+    def __init__(self, formulas: Formulas, budgets: Budgets, fixed: Fixed) -> None:
+        self.formulas, self.budgets, self.fixed = formulas, budgets, fixed
+        self.known: dict[int, Solution | None] = {}
+        self.seconds: dict[float, dict[int, float]] = {alpha: {} for alpha in allowed_alphas(fixed)}
+        self.most = dict.fromkeys(self.seconds, 1 << 30)  # by alpha, from where on nothing fits
 
-    def note(self, index: int, number: int, solution: Solution | None) -> None:
-        solved = self.solved[index]
-        if solution is None:
-            self.solved[index] = None
-        elif solved is not None:
-            solved.append((number, solution.seconds))
+    def at(self, number: int) -> Solution | None:
+        if number not in self.known:
+            self.known[number] = self._best(number)
+        return self.known[number]
 
-    def below(self, number: int) -> list[tuple[float, int]]:
-        """Seconds that each alpha that may fit takes at least, from the lowest."""
-        found = []
-        for index, solved in enumerate(self.solved):
-            if solved is not None:
-                found.append((_extended(solved, number), index))
-        return sorted(found)
+    def is_enough(self, number: int, most: int) -> bool:
+        """Whether more micro-batches do not fit, are not allowed, or hardly bring anything."""
+        here = self.at(number)
+        if here is None or number >= most:
+            return True
+        for more in (-(-number // 8), 1):
+            there = self.at(number + more)
+            if there is not None:
+                return there.throughput / here.throughput - 1 < PART * more / number
+        return True
 
+    def _best(self, number: int) -> Solution | None:
+        left = sorted((self._bound(alpha, number), alpha) for alpha, most in self.most.items() if number < most)
+        few = FEW if left and left[0][0] > 0 else len(left)
+        found: Solution | None = None
+        while left:
+            now, left = [alpha for _, alpha in left[:few]], left[few:]
+            for alpha, solution in zip(now, solve(self.formulas, number, now, self.budgets, self.fixed), strict=True):
+                if solution is None:
+                    self.most[alpha] = number
+                    continue
+                self.seconds[alpha][number] = solution.seconds
+                if found is None or (solution.seconds, solution.alpha) < (found.seconds, found.alpha):
+                    found = solution
+            if found:
+                left = [each for each in left if each[0] < found.seconds * (1 - ROUNDING)]
+            few *= 4
+        return found
 
-def _extended(solved: list[tuple[int, float]], number: int) -> float:
-    """The line through the last two of a convex function."""
-    if len(solved) < 2:
-        return solved[0][1] if solved else 0.0
-    (n0, t0), (n1, t1) = solved[-2:]
-    return t1 + (number - n1) * (t1 - t0) / (n1 - n0)
+    def _bound(self, alpha: float, number: int) -> float:
+        """Seconds that a step takes at least: the line through the last two numbers below, of a convex function.
 
-
-def _best_alpha(formulas: Formulas, number: int, bounds: _Bounds, budgets: Budgets, fixed: Fixed) -> Solution | None:
-    """The best solution for one n; of equal ones that with the smaller alpha."""
-    found: Solution | None = None
-    left = bounds.below(number)
-    few = FEW if left and left[0][0] > 0 else len(left)
-    while left:
-        now, left = [index for _, index in left[:few]], left[few:]
-        for index, solution in zip(now, best(formulas, number, now, budgets, fixed), strict=True):
-            bounds.note(index, number, solution)
-            if solution and (found is None or (solution.seconds, solution.alpha) < (found.seconds, found.alpha)):
-                found = solution
-        if found:
-            left = [each for each in left if each[0] < found.seconds * (1 - ROUNDING)]
-        few *= 4
-    return found
+        One micro-batch is a case of its own, which is not on that line.
+        """
+        below = sorted((n, seconds) for n, seconds in self.seconds[alpha].items() if n < number)[-2:]
+        if len(below) < 2 or below[0][0] == 1:
+            return below[-1][1] if below else 0.0
+        (n0, t0), (n1, t1) = below
+        return t1 + (number - n1) * (t1 - t0) / (n1 - n0)

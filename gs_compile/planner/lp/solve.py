@@ -10,14 +10,14 @@ and what is left, 1 - c - dc and so on, is on SSD. All else is affine in c, p, o
 
     minimise    t_f + t_b + eps (bytes to and from SSD)                                       `_objective`
     subject to
-      t_f  >=   x_i                             x_i: seconds of lane i in f, alone            `volumes.seconds`
-      t_f  >=   y + x (1 - b) / a               lanes x and y that disturb each other,        `constraints._pair`
+      t_f  >=   x_i                             x_i: seconds of lane i in f, alone            `coefficients.Formulas`
+      t_f  >=   y + x (1 - b) / a               lanes x and y that disturb each other,        `rows._pair`
       t_f  >=   x + y (1 - a) / b               with speeds a and b while both run
-      c + dc <= 1,  p + dp <= 1                                                               `constraints._homes`
-      bytes alive on host at moment m   <= host_nbytes      for every m that can bind         `footprint.footprints`
+      c + dc <= 1,  p + dp <= 1                                                               `rows._homes`
+      bytes alive on host at moment m   <= host_nbytes      for every m that can bind         `counting.Counted`
       bytes alive on device at m        <= device_nbytes    likewise, if it has its own
       bytes on SSD at m                 <= ssd_nbytes       likewise
-      bytes written to SSD              <= wear_bytes_per_second (t_f + t_b)                  `constraints._wear`
+      bytes written to SSD              <= wear_bytes_per_second (t_f + t_b)                  `rows._wear`
 
 The bytes at a moment hold the working buffers, late gradients, and the room that stale parameters leave for these.
 
@@ -39,13 +39,11 @@ from typing import Any
 
 import numpy as np
 
-from gs_compile.placement.workload import Workload
-from gs_compile.planner.lp.fit import CLASSES
-from gs_compile.planner.lp.rows import TIERS, Budgets, Fixed, Formulas, System, build
-from gs_compile.planner.lp.volumes import PHASES, RATIOS, TIMED, Array
-from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.lp.coefficients import Formulas
+from gs_compile.planner.lp.counting import PHASES, RATIOS, TIERS, TIMED, Array
+from gs_compile.planner.lp.rows import Budgets, Fixed, System, build
 
-__all__ = ["Budgets", "Fixed", "Formulas", "Solution", "best", "short", "solve"]
+__all__ = ["Budgets", "Fixed", "Formulas", "Solution", "short", "solve"]
 
 TRAFFIC_PRICE = 1e-6  # of a step's seconds, for all the bytes it could move to and from SSD
 TOLERANCE = 1e-9  # of the solver
@@ -60,7 +58,7 @@ WIDTH = NUM_RATIOS + 5
 class Solution:
     """The best there is for one n and alpha.
 
-    ratios, device_ratios: by class ("parameter", "checkpoint", "optimizer").
+    ratios, device_ratios: by class ("parameter", "checkpoint", "optimizer"; of the horizontal order also "gradient").
     lanes: seconds that each lane needs in each phase alone.
     duals: how `seconds` change with a budget, for each byte ("host_nbytes" ...), and with a rate, for each part it
     grows by ("ssd_read", "ssd_write", both as "ssd", "h2d", "d2h", "update", "compute"). They are 0 or below.
@@ -86,23 +84,10 @@ class Solution:
 
 
 def solve(
-    workload: Workload,
-    profile: Profile,
-    num_micro_batches: int,
-    alphas: Sequence[float],
-    budgets: Budgets,
-    fixed: Fixed,
+    formulas: Formulas, num_micro_batches: int, alphas: Sequence[float], budgets: Budgets, fixed: Fixed
 ) -> tuple[Solution | None, ...]:
     """The best for each alpha; None where it does not fit."""
-    formulas = Formulas(workload, profile, alphas, speculative=fixed.speculative)
-    return best(formulas, num_micro_batches, range(len(formulas.alphas)), budgets, fixed)
-
-
-def best(
-    formulas: Formulas, num_micro_batches: int, chosen: Sequence[int], budgets: Budgets, fixed: Fixed
-) -> tuple[Solution | None, ...]:
-    """`solve`, for the chosen ones of the formulas' alphas."""
-    systems = build(formulas, num_micro_batches, chosen, budgets, fixed)
+    systems = build(formulas, num_micro_batches, alphas, budgets, fixed)
     fits = _feasible(systems)
     solved = iter(_optimum([s for s, fit in zip(systems, fits, strict=True) if fit], elastic=False))
     found: list[Solution | None] = []
@@ -113,9 +98,11 @@ def best(
     return tuple(found)
 
 
-def short(formulas: Formulas, num_micro_batches: int, budgets: Budgets, fixed: Fixed) -> list[dict[str, int]]:
+def short(
+    formulas: Formulas, num_micro_batches: int, alphas: Sequence[float], budgets: Budgets, fixed: Fixed
+) -> list[dict[str, int]]:
     """For each alpha the bytes that are short, by tier, where budgets are exceeded by as small parts as can be."""
-    systems = build(formulas, num_micro_batches, range(len(formulas.alphas)), budgets, fixed)
+    systems = build(formulas, num_micro_batches, alphas, budgets, fixed)
     found = []
     for system, (point, _) in zip(systems, _optimum(systems, elastic=True), strict=True):
         excess = {tier: part for tier, part in system.excess(point).items() if part > FEASIBLE}
@@ -203,7 +190,7 @@ def _solution(system: System, point: Array, duals: Array, num_micro_batches: int
     return Solution(
         num_micro_batches,
         system.alpha,
-        {name: by_name[name] for name in CLASSES},
+        {name: by_name[name] for name in system.classes},
         {name: by_name[f"device_{name}"] for name in ("parameter", "checkpoint")},
         forward,
         backward,

@@ -1,4 +1,4 @@
-"""planning: where everything lives, within the budgets, and the programs that follow from it."""
+"""cache: where everything lives, within the budgets, and the programs that follow from it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.options import Options
-from gs_compile.passes.lower import StepSpec, flush, lower
+from gs_compile.passes.lower import flush, lower
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
-from gs_compile.planner.choice import Choice
 from gs_compile.planner.lifetimes import table
 from gs_compile.planner.lp.fit import host_needed, peak
+from gs_compile.planner.planner import Planner
 from gs_compile.planner.prediction import Prediction, predict
 from gs_compile.planner.step_plan import nbytes_by_home
-from gs_compile.program.ir import DRAIN, Op, Program, StepShape, Unit
+from gs_compile.program.ir import Program, StepShape, Unit
 
 if TYPE_CHECKING:
     from gs_compile.codegen.compiled import SpecializedModel
 
 
-class Planning:
+class PlanCache:
     """The placement of one model's data, decided at its first call, and its programs by size and shape."""
 
     def __init__(
@@ -39,22 +39,14 @@ class Planning:
         clip: bool,
         device: torch.device,
     ) -> None:
-        self.options = options
         self.sizes = sizes
         self._programs: dict[Any, tuple[Program, ...]] = {}
         self._placements: dict[Any, Placement] = {}
-        self.choice = Choice(
-            options,
-            sizes,
-            layouts,
-            self.shape(layouts[0], tied, training=True),
-            clip=clip,
-            device=device,
-            lowered=lambda placement: self._lowered(placement, self.choice.shape),
-            usual=lambda placement: self._usual(placement, self.choice.shape),
-        )
-        self.host_nbytes = self.choice.host_nbytes
-        self.placement = self.choice.placement()
+        self.first_shape = self.shape(layouts[0], tied, training=True)
+        self.planner = Planner(options, sizes, layouts, self.first_shape, clip=clip, device=device)
+        self.builder = self.planner.builder
+        self.host_nbytes = self.planner.host_nbytes
+        self.placement = self.planner.placement()
 
     def shape(self, layout: SpecializedModel, tied: Set[Unit], *, training: bool) -> StepShape:
         """The layout's shape where parameters of the units `tied` are apart."""
@@ -64,26 +56,9 @@ class Planning:
         """Every snapshot of a step; `late`: the step before has left updates; `redo`: and some that did not hold."""
         key = (placement, shape, late, redo)
         if key not in self._programs:
-            self._programs[key] = self._snapshots(placement, shape, late, redo)
+            step = self.builder.step(placement, late=late, redo=redo)
+            self._programs[key] = tuple(lower(replace(step, shape=shape)))
         return self._programs[key]
-
-    def _snapshots(
-        self, placement: Placement, shape: StepShape, late: bool, redo: bool, *, verified: bool = True
-    ) -> tuple[Program, ...]:
-        return tuple(
-            lower(
-                StepSpec(
-                    placement.num_layers,
-                    len(placement.x_nbytes),
-                    shape=shape,
-                    snake=self.options.expert.snake,
-                    placement=placement,
-                    late=late,
-                    redo=redo,
-                ),
-                verified=verified,
-            )
-        )
 
     def flush(self, *, redo: bool) -> Program:
         """The late updates alone; `redo`: and those that did not hold."""
@@ -114,9 +89,9 @@ class Planning:
 
     def predict(self, placement: Placement, shape: StepShape) -> Prediction:
         """What consecutive steps of a kind take on this machine, by the simulator."""
-        program = self._usual(placement, replace(shape, training=True))
-        choice = self.choice
-        return predict(program, placement, choice.workload, choice.profile, host_nbytes=self.host_nbytes)
+        program = replace(self.builder, shape=replace(shape, training=True)).usual(placement)
+        planner = self.planner
+        return predict(program, placement, planner.workload, planner.profile, host_nbytes=self.host_nbytes)
 
     @property
     def uses_ssd(self) -> bool:
@@ -148,9 +123,9 @@ class Planning:
                     if placement.speculative
                     else []
                 ),
-                f"updates:     {late / max(trained, 1):.0%} late, in the next forward (alpha {self.choice.alpha:g})",
+                f"updates:     {late / max(trained, 1):.0%} late, in the next forward (alpha {self.planner.alpha:g})",
                 f"peaks:       {peaks}; host budget {format_bytes(self.host_nbytes)}",
-                *([f"planned:     {self.choice.plan.seconds:.3g} s a step"] if self.choice.plan else []),
+                *([f"planned:     {self.planner.plan.seconds:.3g} s a step"] if self.planner.plan else []),
                 *([self._inactive] if placement.room else []),
             ]
         )
@@ -158,37 +133,23 @@ class Planning:
     @cached_property
     def _inactive(self) -> str:
         """What the schedule `lifetime` has decided; made once, as every call is described and this lowers a step."""
-        return table(self.placement, self.choice.shape)
+        return table(self.placement, self.first_shape)
 
     def _within_device(self, sized: Placement, shape: StepShape) -> Placement:
         """With checkpoints that would live on the device elsewhere, where it was not planned to hold as many."""
         if not sized.device_checkpoint_ratio:
             return sized
         planned, needed = (
-            peak(self._lowered(each, of), "device")
-            for each, of in ((self.placement, self.choice.shape), (sized, shape))
+            peak(self._lowered(each, of), "device") for each, of in ((self.placement, self.first_shape), (sized, shape))
         )
         if needed <= planned:
             return sized
         elsewhere = sized.checkpoint_ratio if self.uses_ssd else 1.0
         return replace(sized, device_checkpoint_ratio=0.0, checkpoint_ratio=elsewhere)
 
-    def _usual(self, placement: Placement, shape: StepShape) -> Program:
-        """The program of a step before and after which updates hold, with the end of what it has kept for the case."""
-        program = self._lowered(placement, shape, redo=False)
-        if not placement.speculative:
-            return program
-        over = placement.homes(late=True) - placement.present(program.ops)
-        frees = tuple(Op("free", (value,), DRAIN) for value in sorted(over, key=str))
-        return replace(program, ops=(*program.ops, *frees))
-
-    def _lowered(self, placement: Placement, shape: StepShape, *, redo: bool = True) -> Program:
-        """The program of a candidate, which is not kept: there are many, and they are large.
-
-        Of all there are it is the one that takes the most memory, or without `redo` one whose updates before held.
-        """
-        late = shape.training and any(unit.trained(*placement.waiting(redo=redo)) for unit in placement.units)
-        return self._snapshots(placement, shape, late, redo, verified=False)[-1]
+    def _lowered(self, placement: Placement, shape: StepShape) -> Program:
+        """The program of a candidate, which is not kept: there are many, and they are large."""
+        return replace(self.builder, shape=shape).program(placement)
 
     def _fits(self, placement: Placement, shape: StepShape) -> bool:
         return host_needed(self._lowered(placement, shape)) <= self.host_nbytes

@@ -1,4 +1,4 @@
-"""Settling, with a linear program, programs and a simulator that are made up."""
+"""From a solution to a program, with a linear program, programs and a simulator that are made up."""
 
 from __future__ import annotations
 
@@ -6,44 +6,67 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from planned import gpt
+from planned import A100, gpt
 
 from gs_compile.errors import MemoryBudgetError
-from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Budgets, Fixed
-from gs_compile.planner.refine import alphas_of, settle
+from gs_compile.planner.problem import Problem, _Refinement
 
 WORKLOAD = gpt(2, 64)
 TURN = max(size.num_trained for size in WORKLOAD.sizes if isinstance(size.unit, int)) * (12 + 2 + 4)
 BUDGET = 10 * TURN
 BUDGETS = Budgets(host_nbytes=BUDGET, ssd_nbytes=10**12)
 LEAST = TURN  # of host memory, for the linear program to find anything
+CPU = replace(A100, device="cpu", device_nbytes=0)
 
 
 class Faked:
-    """The linear program gives all the memory there is to one number; its program takes `over` more than that."""
+    """The linear program gives all the memory there is to one number; its program takes `over` more than that.
+
+    A device's peak is `lag` above what the linear program gives it.
+    """
+
+    profile = CPU
+    lag = 0
 
     def __init__(self, over=lambda alpha: 0, seconds=lambda resident: 1.0, bound=1.0, late=lambda alpha: 1 + alpha):
         self.over, self.seconds, self.bound, self.late = over, seconds, bound, late
-        self.asked = []
+        self.asked, self.device_asked = [], []
+        self.workload, self.turn_nbytes = WORKLOAD, TURN
+        self.formulas = SimpleNamespace(counted=SimpleNamespace(lengths=(2,)))
 
-    def again(self, number, alpha, *, room=BUDGETS):
-        self.asked.append(room.host_nbytes)
-        if room.host_nbytes < LEAST:
+    def solved(self, number, alpha, *, budgets):
+        self.asked.append(budgets.host_nbytes)
+        self.device_asked.append(budgets.device_nbytes)
+        if budgets.host_nbytes < LEAST or budgets.device_nbytes < 0:
             return None
-        resident = max(0, room.host_nbytes)
-        return SimpleNamespace(resident=resident, seconds=self.bound, alpha=alpha, num_micro_batches=number)
+        resident = max(0, budgets.host_nbytes)
+        names = {"resident": resident, "device": budgets.device_nbytes, "seconds": self.bound}
+        return SimpleNamespace(alpha=alpha, num_micro_batches=number, **names)
 
-    def lowered(self, placement):
-        return SimpleNamespace(peaks=(("device", 7), ("host", placement.resident + self.over(placement.alpha))))
+    def placed(self, solution):
+        return solution
+
+    def at(self, number):
+        assert number == 3
+        return self
+
+    def program(self, placement):
+        peaks = {"device": placement.device, "host": placement.resident + self.over(placement.alpha)}
+        return SimpleNamespace(peaks=tuple(peaks.items()))
 
     def predicted(self, program, placement):
         seconds = self.seconds(placement.resident) * self.late(placement.alpha)
-        return SimpleNamespace(simulation=SimpleNamespace(seconds=seconds))
+        peaks = {"device": placement.device + self.lag}
+        return SimpleNamespace(program=program, simulation=SimpleNamespace(seconds=seconds, peaks=peaks))
 
-    def settle(self, host_nbytes=BUDGET, alphas=(0.0,)):
-        budgets = replace(BUDGETS, host_nbytes=host_nbytes)
-        return settle(self.again, 3, alphas, lambda solution: solution, self.lowered, self.predicted, WORKLOAD, budgets)
+    def excess(self, prediction):
+        return Problem.excess(self, prediction)
+
+    def settle(self, host_nbytes=BUDGET, best=0.0, device_nbytes=0, **fixed):
+        self.budgets = replace(BUDGETS, host_nbytes=host_nbytes, device_nbytes=device_nbytes)
+        self.fixed = Fixed(**fixed)
+        return _Refinement(self, 3).fastest(SimpleNamespace(alpha=best, seconds=self.bound))
 
 
 def test_what_fits_and_keeps_time_is_taken_at_once():
@@ -77,48 +100,48 @@ def test_it_stops_where_nothing_is_to_be_gained():
 def test_nothing_is_late_where_that_is_faster():
     """With as much memory left free as was best with late updates."""
     faked = Faked(seconds=lambda resident: {10: 3.0, 9: 2.0, 8: 1.5, 6: 1.8}[resident // TURN])
-    found = faked.settle(alphas=(0.25, 0.0))
+    found = faked.settle(best=0.25)
     assert (found.seconds, found.solution.alpha) == (1.5, 0.0)
     assert faked.asked == [BUDGET - turns * TURN for turns in (0, 1, 2, 4, 2)]
 
 
 def test_late_updates_stay_where_they_are_faster():
-    assert Faked().settle(alphas=(0.02, 0.0)).solution.alpha == 0.02  # as good as any: no other is tried
+    assert Faked().settle(best=0.02).solution.alpha == 0.02  # as good as any: no other is tried
     faked = Faked(seconds=lambda resident: 2.0, late=lambda alpha: 1 - alpha)
-    assert faked.settle(alphas=(0.25, 0.0)).solution.alpha == 0.25
+    assert faked.settle(best=0.25).solution.alpha == 0.25
     assert len(faked.asked) == 5
 
 
 def test_nothing_is_late_where_late_gradients_do_not_fit():
     faked = Faked(over=lambda alpha: BUDGET * (alpha > 0))
-    assert faked.settle(alphas=(0.25, 0.0)).solution.alpha == 0.0
+    assert faked.settle(best=0.25).solution.alpha == 0.0
 
 
 def test_late_updates_stay_where_nothing_else_fits():
     faked = Faked(seconds=lambda resident: 2.0, over=lambda alpha: BUDGET * (alpha == 0))
-    assert faked.settle(alphas=(0.25, 0.0)).solution.alpha == 0.25
+    assert faked.settle(best=0.25).solution.alpha == 0.25
 
 
-def test_what_is_said_of_a_plan_is_said_of_its_alpha():
+@pytest.mark.parametrize("fixed", [{"alpha": 0.25}, {"clip": True}])
+def test_no_other_alpha_is_tried_where_it_is_given(fixed):
     faked = Faked(seconds=lambda resident: 2.0)
-    found = Search(best=faked.again(3, 0.25), history=())
-    late, prompt = (faked.settle(alphas=(alpha,)) for alpha in (0.25, 0.0))
-    assert late.search(found, faked.again) is found
-    assert prompt.search(found, faked.again).best.alpha == 0.0
+    assert faked.settle(best=0.25, **fixed).solution.alpha == 0.25
+    assert len(faked.asked) == 4
 
 
-@pytest.mark.parametrize(
-    ("fixed", "alphas"),
-    [
-        ({}, (0.25, 0.0)),
-        ({"alpha": 0.25}, (0.25,)),
-        ({"clip": True}, (0.25,)),
-        ({"clip": True, "speculative": True}, (0.25, 0.0)),
-    ],
-)
-def test_no_other_alpha_is_tried_where_it_is_given(fixed, alphas):
-    assert alphas_of(SimpleNamespace(alpha=0.25), Fixed(**fixed)) == alphas
-    assert alphas_of(SimpleNamespace(alpha=0.0), Fixed(**fixed)) == (0.0,)
+def test_the_device_keeps_its_budget_as_lanes_lag():
+    """What is late to leave the device, and what code computes with, count (fault 20)."""
+    faked = Faked()
+    faked.profile, faked.lag = A100, 300
+    inside = WORKLOAD.workspace_nbytes
+    found = faked.settle(device_nbytes=inside + 1000)
+    assert faked.device_asked == [inside + 1000, 700]
+    assert found.placement.device + 300 + inside == inside + 1000
+    faked.lag = 2000 + inside
+    with pytest.raises(
+        MemoryBudgetError, match=r"^host memory of .* or device memory of .* is too little for this step"
+    ):
+        faked.settle(device_nbytes=inside + 1000)
 
 
 def test_memory_is_not_left_free_that_is_not_there():
@@ -135,7 +158,7 @@ def test_a_program_that_never_fits_is_refused():
 def test_rounds_end():
     """Each takes off what the program is over; one that grows as it shrinks is given up."""
     faked = Faked()
-    faked.lowered = lambda placement: SimpleNamespace(peaks=(("host", BUDGET),))
+    faked.program = lambda placement: SimpleNamespace(peaks=(("host", BUDGET),))
     with pytest.raises(MemoryBudgetError):
         faked.settle()
     assert 1 < len(faked.asked) <= 10

@@ -1,0 +1,106 @@
+"""builder: from ratios to the placement that they describe, and to the program of a step in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from gs_compile.passes.lower import StepSpec, lower
+from gs_compile.placement.cut import cut_units
+from gs_compile.placement.placement import Placement, Room
+from gs_compile.placement.workload import UnitSize, Workload
+from gs_compile.program.ir import DRAIN, Op, Program, Schedule, StepShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBuilder:
+    """Of one model: its units, and how its steps are laid out.
+
+    x_nbytes, side_nbytes: of the checkpoint and of the side inputs of each micro-batch.
+    separate: the device has memory of its own. clip: gradients are clipped.
+    """
+
+    sizes: tuple[UnitSize, ...]
+    num_layers: int
+    shape: StepShape
+    x_nbytes: tuple[int, ...]
+    side_nbytes: tuple[int, ...]
+    separate: bool
+    clip: bool = False
+    schedule: Schedule = "vertical"
+    snake: bool = True
+
+    @classmethod
+    def of(
+        cls, workload: Workload, number: int, *, separate: bool, clip: bool = False, schedule: Schedule = "vertical"
+    ) -> StepBuilder:
+        """For `number` micro-batches that are all alike."""
+        return cls(
+            sizes=workload.sizes,
+            num_layers=workload.num_layers,
+            shape=workload.shape,
+            x_nbytes=(workload.x_nbytes,) * number,
+            side_nbytes=(workload.side_nbytes,) * number,
+            separate=separate,
+            clip=clip,
+            schedule=schedule,
+        )
+
+    def placement(
+        self,
+        ratios: Mapping[str, float],
+        alpha: float,
+        device_ratios: Mapping[str, float] | None = None,
+        *,
+        speculative: bool = False,
+        room: Room | None = None,
+    ) -> Placement:
+        """The placement of `ratios` ("parameter", "checkpoint", "optimizer", perhaps "gradient") in host memory.
+
+        device_ratios: of "parameter" and "checkpoint" in device memory. With clipping that is not speculative, alpha
+        is 1; a smaller one describes a step without clipping.
+        """
+        placement = cut_units(
+            self.sizes,
+            ratios,
+            alpha=alpha,
+            clip=self.clip and (speculative or alpha == 1.0),
+            speculative=speculative,
+            separate=self.separate,
+            num_layers=self.num_layers,
+            x_nbytes=self.x_nbytes,
+            side_nbytes=self.side_nbytes,
+            schedule=self.schedule,
+            gradient_ratio=ratios.get("gradient"),
+            device_ratios=device_ratios or {},
+        )
+        return replace(placement, room=room) if room else placement
+
+    def program(self, placement: Placement, *, redo: bool = True) -> Program:
+        """A step among others. It will not run here, and all passes were tested: it is not verified.
+
+        Of all programs of a placement it takes the most memory; without `redo` it is one whose updates before held.
+        """
+        late = self.shape.training and any(unit.trained(*placement.waiting(redo=redo)) for unit in placement.units)
+        return lower(self.step(placement, late=late, redo=redo), verified=False)[-1]
+
+    def step(self, placement: Placement, *, late: bool, redo: bool) -> StepSpec:
+        """What is lowered: a step after one that has left gradients (`late`), of speculative updates too (`redo`)."""
+        return StepSpec(
+            self.num_layers,
+            len(placement.x_nbytes),
+            shape=self.shape,
+            snake=self.snake,
+            placement=placement,
+            late=late,
+            redo=redo,
+        )
+
+    def usual(self, placement: Placement) -> Program:
+        """A step before and after which updates hold, with the end of what it has kept for the case."""
+        program = self.program(placement, redo=False)
+        if not placement.speculative:
+            return program
+        over = placement.homes(late=True) - placement.present(program.ops)
+        frees = tuple(Op("free", (value,), DRAIN) for value in sorted(over, key=str))
+        return replace(program, ops=(*program.ops, *frees))

@@ -1,0 +1,258 @@
+"""counting: what a step moves and keeps, read off short lowered programs.
+
+A step is the same from layer to layer, its bytes are affine in the number of layers, in that of micro-batches (from two
+on), and in alpha (between 0 and 1). So the programs that are lowered are short, and what they say is extended:
+
+    layers          a few at either end, and one period more                            `_lengths`
+    micro-batches   2 and 3; 1 is counted for itself                                    `Counted.readings`
+    alpha           0 and 1, and for all between 1/4 and 1/2                            `anchors`
+
+The points of a program at which bytes are counted are three in each stage: transfers come in, updates and what leaves,
+computation. What a unit's update takes in memory grows in steps where the unit is larger than a layer; there the
+readings are between.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import ceil
+
+import numpy as np
+import numpy.typing as npt
+
+from gs_compile.placement.liveness import live_ranges
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.workload import Workload
+from gs_compile.planner.builder import StepBuilder
+from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.simulate.prices import BACKWARD, Price, measure
+from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Unit, Value, homed
+
+Array = npt.NDArray[np.float64]
+RATIOS = ("checkpoint", "parameter", "optimizer", "device_checkpoint", "device_parameter", "gradient")
+WIDTH = 1 + len(RATIOS)
+PHASES = ("forward", "backward")
+TIMED = ("compute", "cpu", "h2d", "d2h", "ssd_read", "ssd_write")
+TIERS = ("host", "device", "ssd")
+
+PHASE_OF = {"fill": 0, "forward": 0, "backward": 1, "drain": 1}
+# Classes of values, by kind, whose bytes are told apart; of the first four the columns of the ratios, host and device.
+KINDS = {"x": 0, "dx": 0, "w": 1, "s": 2, "dw": 3, "side": 4}
+COLUMNS = ((1, 4), (2, 5), (3,), (6,))
+NUM_CLASSES = 6  # the last is of all other values
+ACTIVATIONS = [0, 4]  # classes whose bytes are a micro-batch's
+NOTHING = dict.fromkeys(("checkpoint", "parameter", "optimizer", "gradient"), 0.0)
+EVERYTHING = dict.fromkeys(NOTHING, 1.0)
+ON_DEVICE = {"checkpoint": 1.0, "parameter": 1.0}
+ENDS = 4  # layers at either end that may differ from those between: as far as `pipeline` looks ahead, and one
+MOST_PERIOD = 4  # layers
+
+
+@dataclass(frozen=True)
+class Readings:
+    """Bytes of a program, or of the one that several are extended to.
+
+    moved: `[phase, lane, class, WIDTH]`, of the optimizer what its rule reads and writes, of "compute" passes over
+        memory. alive: `[point, tier, class, WIDTH]`. code: by phase, how often each unit's code runs (of a backward the
+        second entry). Activations count in checkpoints, and in side inputs of a micro-batch.
+    """
+
+    moved: Array
+    alive: Array
+    code: Mapping[tuple[int, Unit, bool], float]
+
+    def to(self, other: Readings, steps: float) -> Readings:
+        """This one, and `steps` times what the other has more."""
+        return _sum((1.0 - steps, self), (steps, other))
+
+
+def _sum(*terms: tuple[float, Readings]) -> Readings:
+    code: Counter[tuple[int, Unit, bool]] = Counter()
+    for factor, each in terms:
+        code.update({key: factor * times for key, times in each.code.items()})
+    moved, alive = (sum(factor * getattr(each, name) for factor, each in terms) for name in ("moved", "alive"))
+    return Readings(moved, alive, code)
+
+
+class Counted:
+    """Readings of one model, whatever its micro-batch size; programs are lowered as they are needed."""
+
+    def __init__(
+        self, workload: Workload, profile: Profile, builder: StepBuilder, *, speculative: bool = False
+    ) -> None:
+        """`builder`: how steps are laid out; its numbers of layers and micro-batches do not count."""
+        self.workload = workload
+        self.profile = profile
+        self.builder = builder
+        self.speculative = speculative
+        layers = [size.num_trained for size in workload.sizes if isinstance(size.unit, int)]
+        groups = ceil(max(size.num_trained for size in workload.sizes) / max([1, *layers]))
+        self.ends = ENDS + groups  # a unit that is updated in groups takes a stage more for each
+        self.lengths = _lengths(workload, self.ends)
+        self._known: dict[tuple[float, int], Readings] = {}
+
+    def readings(self, alpha: float, number: int) -> Readings:
+        """For one alpha and a number of micro-batches."""
+        if number > 3:
+            return self.readings(alpha, 2).to(self.readings(alpha, 3), number - 2)
+        if (alpha, number) not in self._known:
+            self._known[alpha, number] = self._made(alpha, number)
+        return self._known[alpha, number]
+
+    def _made(self, alpha: float, number: int) -> Readings:
+        between = anchors(alpha)
+        if alpha not in between:
+            low, high = between
+            return self.readings(low, number).to(self.readings(high, number), (alpha - low) / (high - low))
+        if number != 2 and alpha != between[-1]:  # what a micro-batch adds has nothing to do with updates
+            more, two = (self.readings(between[-1], each) for each in (number, 2))
+            return _sum((1.0, self.readings(alpha, 2)), (1.0, more), (-1.0, two))
+        found = [self._lowered(length, alpha, number) for length in self.lengths]
+        if len(found) == 1:
+            return found[0]
+        short, long = self.lengths
+        return found[0].to(found[1], (self.workload.num_layers - short) / (long - short))
+
+    def _lowered(self, num_layers: int, alpha: float, number: int) -> Readings:
+        """Of the model with as many layers, from a program for each corner."""
+        workload = shortened(self.workload, num_layers)
+        builder = replace(
+            self.builder,
+            sizes=workload.sizes,
+            num_layers=num_layers,
+            shape=workload.shape,
+            x_nbytes=(1,) * number,
+            side_nbytes=(1,) * number,
+        )
+        corners: list[tuple[Mapping[str, float], Mapping[str, float]]] = [(NOTHING, {}), (EVERYTHING, {})]
+        corners += [({**NOTHING, "optimizer": 1.0}, ON_DEVICE)] if builder.separate else []
+        counts: list[_Count] = []
+        for ratios, resident in corners:
+            placement = builder.placement(ratios, alpha, resident, speculative=self.speculative)
+            count = _Count(placement, self.ends if len(self.lengths) > 1 else num_layers)
+            count.alive(builder.program(placement))
+            usual = builder.program(placement, redo=False)
+            count.moves(usual, measure(usual, placement, workload, self.profile))
+            counts.append(count)
+        moved = _affine([each.moved for each in counts])
+        points = [np.concatenate([each.points[key] for key in sorted(each.points)]) for each in counts]
+        return Readings(moved, _affine(points), counts[0].code)
+
+
+def _affine(corners: Sequence[Array]) -> Array:
+    """`[..., class]` at each corner as `[..., class, WIDTH]`."""
+    found = np.zeros((*corners[0].shape, WIDTH))
+    found[..., 0] = corners[0]
+    for kind, columns in enumerate(COLUMNS):
+        for column, corner in zip(columns, corners[1:], strict=False):
+            found[..., kind, column] = corner[..., kind] - corners[0][..., kind]
+    return found
+
+
+def anchors(alpha: float) -> tuple[float, ...]:
+    """The alphas that are lowered for one: where some updates are late and some are not, two stand for all."""
+    return (alpha,) if alpha in (0.0, 1.0) else (0.25, 0.5)
+
+
+class _Count:
+    """What one program moves, and what is alive at its points; layers count from the nearer end."""
+
+    def __init__(self, placement: Placement, ends: int) -> None:
+        self.placement = placement
+        self.ends = ends
+        self.moved = np.zeros((len(PHASES), len(TIMED), NUM_CLASSES))
+        self.points: dict[tuple[str, str, bool], Array] = {}
+        self.code: Counter[tuple[int, Unit, bool]] = Counter()
+
+    def moves(self, program: Program, prices: Sequence[Price]) -> None:
+        for op, price in zip(program.ops, prices, strict=True):
+            phase = PHASE_OF[op.stage.phase]
+            if op.micro_batch is not None and op.lane == "compute":
+                has_backward = bool(op.into) or any(value.kind == "dx" for value in op.results)
+                self.code[phase, op.unit, op.verb in BACKWARD or (op.verb == "head" and has_backward)] += 1
+            elif price.nbytes:
+                lane = TIMED.index("compute" if op.lane == "memory" else op.lane)
+                self.moved[phase, lane, _class(op.reads[0] if op.reads else op.results[0])] += price.nbytes
+
+    def alive(self, program: Program) -> None:
+        """Three points of each stage: transfers come in; updates, and what leaves; computation."""
+        changes = np.zeros((len(program.ops) + 2, len(TIERS), NUM_CLASSES))  # the first is before all operations
+        for live in live_ranges(program.ops, self.placement):
+            place = TIERS.index(live.slot.tier), _class(live.value)
+            changes[live.first + 1, *place] += live.slot.nbytes
+            changes[-1 if live.last is None else live.last + 1, *place] -= live.slot.nbytes
+        now = np.cumsum(changes, axis=0)[:-1]
+        self._add(FILL, now[:1])
+        start = 0
+        for stage, ops in program.stages():
+            self._add(stage, now[start : start + len(ops) + 1], ops)
+            start += len(ops)
+        if DRAIN.phase not in (phase for phase, *_ in self.points):
+            self._add(DRAIN, now[-1:])
+
+    def _add(self, stage: Stage, now: Array, ops: Sequence[Op] = ()) -> None:
+        """The most bytes at each point of a stage; `now`: those before it and after each of its operations."""
+        moments = np.array([0, *accumulate(map(_moment, ops), max)])
+        most = [now[: np.searchsorted(moments, 0, side="right")].max(axis=0)]
+        for moment in (1, 2):
+            first, last = np.searchsorted(moments, moment), np.searchsorted(moments, moment, side="right")
+            most.append(now[first - 1 : last].max(axis=0) if last > first else now[last - 1])
+        self.points.update(dict.fromkeys(self._keys(stage), np.array(most)))
+
+    def _keys(self, stage: Stage) -> Iterator[tuple[str, str, bool]]:
+        """The names of a stage near an end of the layers, and of the micro-batches where it is of one."""
+        unit, last = stage.unit, len(self.placement.x_nbytes) - 1
+        if isinstance(unit, int):
+            above = self.placement.num_layers - unit
+            if unit >= self.ends and above > self.ends:
+                return
+            name = f"{unit}" if unit < self.ends else f"-{above}"
+        else:
+            name = unit or ""
+        if stage.micro_batch in (None, 0):
+            yield stage.phase, name, False
+        if stage.micro_batch == last:
+            yield stage.phase, name, True
+
+
+def _moment(op: Op) -> int:
+    """The point of a stage that an operation belongs to."""
+    return 2 if op.micro_batch is not None else min(op.verb not in ("prefetch", "free", "gather"), 1)
+
+
+def _class(value: Value) -> int:
+    return KINDS.get(homed(value).kind, NUM_CLASSES - 1)
+
+
+# Short models ---------------------------------------------------------------------------------------------------------
+
+
+def _lengths(workload: Workload, ends: int) -> tuple[int, ...]:
+    """The numbers of layers that tell of all: two, a period apart, or the model's own where it has no period."""
+    number, shape = workload.num_layers, workload.shape
+    sizes = {size.unit: replace(size, unit=0) for size in workload.sizes}
+    layers = [(sizes.get(layer), workload.costs[layer], layer in shape.frozen) for layer in range(number)]
+    singled_out = any(isinstance(unit, int) for unit in (*shape.emits, *shape.outside, *shape.tied, shape.first_grad))
+    for period in range(1, MOST_PERIOD + 1):
+        short = 2 * ends + (number - 2 * ends) % period
+        if short + period < number and not singled_out and layers[period:] == layers[:-period]:
+            return short, short + period
+    return (number,)
+
+
+def shortened(workload: Workload, num_layers: int) -> Workload:
+    """The same with the first layers alone."""
+
+    def is_left(unit: Unit) -> bool:
+        return not isinstance(unit, int) or unit < num_layers
+
+    return replace(
+        workload,
+        num_layers=num_layers,
+        sizes=tuple(size for size in workload.sizes if is_left(size.unit)),
+        costs={unit: cost for unit, cost in workload.costs.items() if is_left(unit)},
+        shape=replace(workload.shape, frozen=frozenset(filter(is_left, workload.shape.frozen))),
+    )
