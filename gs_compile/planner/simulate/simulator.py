@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from gs_compile.placement.liveness import LiveRange
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import op_nbytes
 from gs_compile.planner.simulate.bubbles import ISSUE, Chains, bubbles
 from gs_compile.planner.simulate.dependencies import COMPUTE, MEMORY, Dependencies, dependencies
 from gs_compile.planner.simulate.event_loop import Rule, Times, run
-from gs_compile.planner.simulate.memory_timeline import Curve, Lease, curves, host_budget, leases
+from gs_compile.planner.simulate.memory_timeline import Curve, curves, host_budget, leases
 from gs_compile.program.ir import LANES, Op, Program, homed
 from gs_compile.runtime.trace import Label, Trace
 
@@ -86,7 +87,7 @@ class Simulation:
     times: Times
     programs: tuple[Program, ...]
     placement: Placement | None
-    leases: list[Lease]
+    leases: list[LiveRange]
 
     @property
     def seconds(self) -> float:
