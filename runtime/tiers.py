@@ -108,7 +108,8 @@ class Tiers:
         """Bring a parameter's values home, to its master as well; waits until they are there."""
         for kind, content, start, stop, at in self._pieces(place):
             dtype = self.optimizer.state_dtype(place.unit) if kind == "s" else self.setting.dtypes[place.unit]
-            _write(content, start, values.reshape(-1)[at : at + stop - start].to(dtype))
+            target = None if isinstance(content, Region) else content.tensor.device
+            _write(content, start, values.reshape(-1)[at : at + stop - start].to(target or "cpu", dtype))
 
     def has_master(self, place: Slice) -> bool:
         """Whether a parameter is a narrow copy of a master in its state; a frozen one is not."""

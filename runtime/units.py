@@ -7,6 +7,7 @@ are added, and which random numbers it draws.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import fx
 from gs_compile.capture.gradients import Term, add_term, tensors_of
 from gs_compile.capture.graph import Source, TensorSpec, UnitCode, UnitGraph
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit, Value
+from gs_compile.runtime.stream_random import OwnNumbers
 
 Tensors = Sequence[torch.Tensor]
 
@@ -82,13 +84,11 @@ class CompiledUnits:
     gradient for each of its differentiated results; that of a layer input is a tensor.
     """
 
-    def __init__(
-        self, micro_batches: Sequence[MicroBatch], seed: int | None, devices: Sequence[torch.device] = ()
-    ) -> None:
+    def __init__(self, micro_batches: Sequence[MicroBatch], seed: int | None) -> None:
         self.micro_batches = micro_batches
         self.seed = seed  # of this step; None where nothing is drawn
-        self.devices = devices  # whose generators are drawn from, beside the CPU's
-        self._drawn: dict[tuple[Unit, int], list[torch.Tensor]] = {}  # the generators after the first half of a block
+        self._numbers = OwnNumbers()
+        self._drawn: dict[tuple[Unit, int], Any] = {}  # the random numbers after the first half of a block
 
     def count(self, batches: list[Any], **_: Any) -> tuple[torch.Tensor, ...]:
         shares = []
@@ -115,7 +115,8 @@ class CompiledUnits:
         part = self.micro_batches[micro_batch]
         graph = part.sized.units[unit]
         inputs = self._inputs(unit, micro_batch, reads)
-        outcome = part.sized.codes[unit].both(*inputs)
+        with self._drawing(unit, part):
+            outcome = part.sized.codes[unit].both(*inputs)
         results, gradients = outcome[: len(graph.results)], outcome[len(graph.results) :]
         dx = self._spread(graph, micro_batch, gradients, reads, held=inputs)
         return tuple(dx if kind == "dx" else _result(graph, results, kind) for kind in wants)
@@ -147,9 +148,11 @@ class CompiledUnits:
         self, unit: Unit, micro_batch: int, wants: tuple[str, ...], reads: Mapping[str, Any]
     ) -> tuple[Any, ...]:
         part = self.micro_batches[micro_batch]
-        results = part.sized.codes[unit].forward(*self._inputs(unit, micro_batch, reads))
+        inputs = self._inputs(unit, micro_batch, reads)
+        with self._drawing(unit, part):
+            results = part.sized.codes[unit].forward(*inputs)
         if part.sized.halved and self._draws(unit, part) and isinstance(unit, int) and unit % 2 == 0:
-            self._drawn[unit, micro_batch] = generator_states(self.devices)
+            self._drawn[unit, micro_batch] = self._numbers.state()
         return tuple(_result(part.sized.units[unit], results, kind) for kind in wants)
 
     def _backward(
@@ -160,12 +163,13 @@ class CompiledUnits:
         specs = [graph.result_specs[index] for index in graph.differentiated]
         gradients = [_laid_out(gradient, spec) for gradient, spec in zip(gradients, specs, strict=True)]
         inputs = self._inputs(unit, micro_batch, reads)
-        outcome = part.sized.codes[unit].backward(*inputs, *gradients)
+        with self._drawing(unit, part):
+            outcome = part.sized.codes[unit].backward(*inputs, *gradients)
         dx = self._spread(graph, micro_batch, outcome, reads, held=(*inputs, *gradients))
         return (dx,) if "dx" in wants else ()
 
     def _inputs(self, unit: Unit, micro_batch: int, reads: Mapping[str, Any]) -> list[torch.Tensor]:
-        """The tensors for the placeholders of a unit's graph; also sets the generators to this unit's numbers."""
+        """The tensors for the placeholders of a unit's graph; also begins this unit's random numbers."""
         part = self.micro_batches[micro_batch]
         if self._draws(unit, part):
             self._seed(unit, micro_batch)
@@ -179,19 +183,22 @@ class CompiledUnits:
     def _draws(self, unit: Unit, part: MicroBatch) -> bool:
         return self.seed is not None and part.sized.codes[unit].draws_random
 
+    def _drawing(self, unit: Unit, part: MicroBatch) -> AbstractContextManager[Any]:
+        return self._numbers if self._draws(unit, part) else nullcontext()
+
     def _seed(self, unit: Unit, micro_batch: int) -> None:
-        """Set the generators as they are where a unit begins to draw.
+        """Begin the random numbers of a unit.
 
         The halves of a block draw together what the whole block does: the second goes on where the first's forward,
         which always comes before it, has stopped.
         """
         assert self.seed is not None
         if not (isinstance(unit, int) and self.micro_batches[micro_batch].sized.halved):
-            seed_generators(self.seed, unit, micro_batch, self.devices)
+            self._numbers.seed(seed_of(self.seed, unit, micro_batch))
         elif unit % 2 and (unit - 1, micro_batch) in self._drawn:
-            set_generator_states(self._drawn[unit - 1, micro_batch], self.devices)
+            self._numbers.go_on(self._drawn[unit - 1, micro_batch])
         else:
-            seed_generators(self.seed, unit // 2, micro_batch, self.devices)
+            self._numbers.seed(seed_of(self.seed, unit // 2, micro_batch))
 
     def _input(self, source: Source, part: MicroBatch, reads: Mapping[str, Any]) -> torch.Tensor:
         match source.kind:
@@ -267,30 +274,14 @@ def _sum(left: torch.Tensor | None, right: torch.Tensor | None) -> Any:
     return left + right
 
 
-def seed_generators(seed: int, unit: Unit, micro_batch: int, devices: Sequence[torch.device] = ()) -> None:
-    """Set the default generators of the CPU and of CUDA `devices` to the numbers of one unit and micro-batch.
+def seed_of(seed: int, unit: Unit, micro_batch: int) -> int:
+    """The seed of one unit's random numbers for one micro-batch.
 
     A function of (step, unit, micro-batch) alone, `seed` being the step's: recomputation draws what the forward drew,
     and the order in which units and micro-batches run does not matter.
     """
     place = {PROLOGUE: 0, EPILOGUE: 1}[unit] if isinstance(unit, str) else 2 + unit
-    mixed = _mix(_mix(_mix(seed) ^ place) ^ micro_batch)
-    torch.default_generator.manual_seed(mixed)
-    for device in devices:
-        torch.cuda.default_generators[device.index].manual_seed(mixed)
-
-
-def generator_states(devices: Sequence[torch.device] = ()) -> list[torch.Tensor]:
-    """Of the default generators of the CPU and of CUDA `devices`."""
-    cuda = torch.cuda.default_generators
-    return [torch.default_generator.get_state(), *(cuda[device.index].get_state() for device in devices)]
-
-
-def set_generator_states(states: Tensors, devices: Sequence[torch.device] = ()) -> None:
-    """What `generator_states` gave, set again."""
-    torch.default_generator.set_state(states[0])
-    for device, state in zip(devices, states[1:], strict=True):
-        torch.cuda.default_generators[device.index].set_state(state)
+    return _mix(_mix(_mix(seed) ^ place) ^ micro_batch)
 
 
 def _mix(number: int) -> int:

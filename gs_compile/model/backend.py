@@ -18,7 +18,6 @@ from gs_compile.model.micro_batches import cut_batch, lengths_of
 from gs_compile.model.residency import roll_back
 from gs_compile.model.step import Call
 from gs_compile.options import Options
-from gs_compile.runtime.stream import has_own_memory
 from gs_compile.runtime.units import CompiledUnits
 
 ignore_logging()
@@ -77,8 +76,7 @@ class CompiledModel:
             _refuse_a_loss(layouts[0])
         parts = list(cut_batch(args, batch, lengths, layouts))
         seed = int(torch.randint(2**62, (), device="cpu")) if any(layout.draws_random for layout in layouts) else None
-        devices = {arg.device for arg in args if isinstance(arg, torch.Tensor) and has_own_memory(arg.device)}
-        units = CompiledUnits(parts, seed, sorted(devices, key=str))
+        units = CompiledUnits(parts, seed)
         engine = engine_for(self.compilation, layouts, args)
         return Call(self.compilation, layouts, args, units, training, engine)
 

@@ -188,9 +188,8 @@ class Call:
 
     @contextmanager
     def _device_state(self) -> Iterator[None]:
-        """The units' code has autocast in it and draws from generators of its own; the user's stay as they are."""
-        units = self.units
-        with without_autocast(), torch.random.fork_rng(units.devices, enabled=units.seed is not None):
+        """The units' code has autocast in it."""
+        with without_autocast():
             yield
 
     def _inputs(self) -> dict[Value, Any]:

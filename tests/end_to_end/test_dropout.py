@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from zoo import GPT, WIDTH, Block, accumulate, assert_same_gradients, batch, compile_model, huggingface, train
 
-from gs_compile.runtime.units import seed_generators
+from gs_compile.runtime.units import seed_of
 
 SEED = 7
 
@@ -24,7 +24,7 @@ def seed_each_unit(model, seed):
     micro_batch = [0]
 
     def before(module, unit):
-        module.register_forward_pre_hook(lambda *_: seed_generators(seed, unit, micro_batch[0]))
+        module.register_forward_pre_hook(lambda *_: torch.manual_seed(seed_of(seed, unit, micro_batch[0])) and None)
 
     blocks, norm = blocks_and_norm(model)
     before(model, "e")

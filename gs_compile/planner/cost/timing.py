@@ -20,7 +20,7 @@ from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.codegen.compiled import SpecializedModel
 from gs_compile.placement.workload import UnitCost, Workload
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit, height
-from gs_compile.runtime.stream import device_of, has_own_memory, without_autocast
+from gs_compile.runtime.stream import device_of, without_autocast
 from gs_compile.runtime.units import Accumulator, CompiledUnits, MicroBatch
 from gs_compile.runtime.values import Gradient
 
@@ -81,7 +81,7 @@ class _Trial:
                 self._reads["w" if source.kind == "input" else source.kind][source.index] = tensor
         self._gradients = [_random(unit.result_specs[index], most, generator) for index in unit.differentiated]
         self._sums = self._zeros()
-        self._units = CompiledUnits([MicroBatch(layout.sized, {}, fraction, {})], SEED, _cuda([self.device]))
+        self._units = CompiledUnits([MicroBatch(layout.sized, {}, fraction, {})], SEED)
 
     def forward(self) -> None:
         self._units.forward(self.unit.unit, 0, wants=(), **self._reads)
@@ -145,10 +145,5 @@ def _median_seconds(run: Callable[[], None], share: float, device: torch.device)
 @contextmanager
 def _undisturbed(unit: UnitGraph) -> Iterator[None]:
     """Run as in a step, and leave the user's random numbers as they are."""
-    devices = _cuda({spec.device for spec in unit.specs})
-    with torch.no_grad(), without_autocast(), torch.random.fork_rng(devices):
+    with torch.no_grad(), without_autocast():
         yield
-
-
-def _cuda(devices: Any) -> list[torch.device]:
-    return [device for device in devices if has_own_memory(device)]
