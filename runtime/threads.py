@@ -70,6 +70,11 @@ def correct_thread_count() -> int:
     return share
 
 
+def update_threads(*, beside_compute: bool) -> int:
+    """The threads that updates take: all of this process's, or half of them where the CPU computes the model too."""
+    return max(1, correct_thread_count() // (2 if beside_compute else 1))
+
+
 def _set_by_torchrun() -> bool:
     environment = os.environ
     launched = "TORCHELASTIC_RUN_ID" in environment and environment.get("LOCAL_WORLD_SIZE", "1") != "1"

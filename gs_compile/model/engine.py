@@ -38,8 +38,8 @@ from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.memory import memory_for
 from gs_compile.runtime.optimizer import Recipe, StepRecord
 from gs_compile.runtime.store import Store
-from gs_compile.runtime.stream import device_of
-from gs_compile.runtime.threads import correct_thread_count
+from gs_compile.runtime.stream import device_of, has_own_memory
+from gs_compile.runtime.threads import update_threads
 from gs_compile.runtime.tiers import Slice, Tiers
 from gs_compile.runtime.trace import Trace
 
@@ -138,7 +138,7 @@ class Engine:
             store,
             device,
             trace=Trace(events=expert.trace),
-            num_threads=expert.threads or max(1, correct_thread_count() // 2),
+            num_threads=expert.threads or update_threads(beside_compute=not has_own_memory(device)),
         )
 
     def _adopt(self, members: Sequence[tuple[torch.nn.Parameter, Slice]]) -> None:

@@ -17,7 +17,7 @@ from gs_compile.runtime.kernels import ADAMW
 from gs_compile.runtime.lanes import Lane
 from gs_compile.runtime.memory import memory_for
 from gs_compile.runtime.stream import Device, device_of, has_own_memory
-from gs_compile.runtime.threads import correct_thread_count
+from gs_compile.runtime.threads import update_threads
 
 NUM_ROUNDS = 3
 NUM_ELEMENTS = 16 << 20  # of [1]: 256 MiB, more than caches hold
@@ -35,7 +35,7 @@ HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 def compute_rates(device: torch.device, seconds: float) -> dict[str, Figure]:
     """The profile's figures of computation and updates, alone and beside one another."""
     rows, width = _sizes(device)
-    num_threads = max(1, correct_thread_count() // 2)  # as a run has it
+    num_threads = update_threads(beside_compute=not has_own_memory(device))  # as a run has it
     matmul, sizes = _matmul_rates(device, rows, width, seconds / 2)
     products, update = products_on(device), _update(NUM_ELEMENTS)
     with closing(new_lane("cpu", num_threads=num_threads)) as cpu:
