@@ -9,7 +9,7 @@ import expecttest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import Options, after, options, place, tiered_steps, train
+from tiers import Options, after, options, place, stages, tiered_steps, train
 
 from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.program.ir import DRAIN, FILL
@@ -43,7 +43,7 @@ class TestText(expecttest.TestCase):
     def test_separate_memories(self):
         program = after(lower(StepSpec(3, 2, placement=place(3, 2, options=SMALL), late=True)), "pipeline")
         self.assertExpectedInline(
-            _stage(program, "forward 1") + _stage(program, "backward 1"),
+            stages(program, "forward 1", "backward 1"),
             """\
 # forward 1   micro-batches 1 0
 whb.host = prefetch(whb.ssd)
@@ -85,20 +85,8 @@ norm1.device = norm(dw1.device)
         placement = place(3, 2, options=replace(SMALL, separate=False))
         program = after(lower(StepSpec(3, 2, placement=placement, late=True)), "pipeline")
         self.assertExpectedInline(
-            _stage(program, "forward 1") + _stage(program, "backward 1"),
+            stages(program, "backward 1"),
             """\
-# forward 1   micro-batches 1 0
-w2a.host = prefetch(w2a.ssd)
-offload(w2b.host, into=w2b.ssd)
-offload(s2c.host, into=s2c.ssd)
-whc.host = empty()
-update(dwhb.host, into=(whc.host, shc.host))
-x1_0.ssd = offload(x1_0.host)
-w1.device = gather(w1a.host, w1b.host, w1c.host)
-x2_1.device = forward(x1_1.device, w1.device)
-x2_1.host = alias(x2_1.device)
-x2_0.device = forward(x1_0.device, w1.device)
-x2_0.host = offload(x2_0.device)
 # backward 1   micro-batches 1 0
 x0_0.host = prefetch(x0_0.ssd)
 w0a.host, w0b.host = prefetch(w0a.ssd, w0b.ssd)
@@ -238,12 +226,6 @@ def test_updates_alone_follow_each_other():
     program = after(flush(3, placement), "pipeline")
     updates = [op.into[0].unit for op in program.ops if op.verb == "update"]
     assert updates == ["e", 0, 1, 2, "h"]
-
-
-def _stage(program, name):
-    text = str(program)
-    start = text.index(f"# {name} ")
-    return text[start : text.index("# ", start + 2)]
 
 
 def _name(op):

@@ -42,42 +42,6 @@ embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
 """,
         )
 
-    def test_after_all_passes(self):
-        """A stage of the forward and one of the backward, with everything on SSD; without the lines that free."""
-        placement = replace(place(4, 1, options=Options(separate=True)), schedule="single")
-        text = str(lower(StepSpec(4, 1, placement=placement))[-1])
-        lines = [line for line in text.splitlines(True) if not line.startswith("free")]
-        starts = {line.split("   ")[0]: number for number, line in enumerate(lines)}
-        chosen = [*range(starts["# forward 2"], starts["# forward 3"])]
-        chosen += [*range(starts["# backward 1"], starts["# backward 0"])]
-        self.assertExpectedInline(
-            "".join(lines[number] for number in chosen),
-            """\
-# forward 2   micro-batches 0
-wha.host = prefetch(wha.ssd)
-x2_0.ssd = offload(x2_0.host)
-w2.device = gather(w2.device[0])
-w3.device[0] = prefetch(w3a.host, w3b.host)
-x3_0.device = forward(x2_0.device, w2.device)
-x3_0.host = offload(x3_0.device)
-# backward 1   micro-batches 0
-x0_0.host = prefetch(x0_0.ssd)
-wea.host = prefetch(wea.ssd)
-s2a.host = prefetch(s2a.ssd)
-offload(wha.host, into=wha.ssd)
-offload(sha.host, into=sha.ssd)
-w3a.host = empty()
-update(dw3a.host, into=(w3a.host, s3a.host))
-dw2a.host = offload(dw2.device)
-w1.device = gather(w1.device[0])
-dw1.device = zeros()
-w0.device[0] = prefetch(w0a.host)
-x0_0.device = prefetch(x0_0.host)
-dx1_0.device = backward(x1_0.device, dx2_0.device, w1.device, into=dw1.device)
-norm1.device = norm(dw1.device)
-""",
-        )
-
 
 @settings(deadline=None, max_examples=25)
 @given(tiered_steps(), options(), st.booleans())

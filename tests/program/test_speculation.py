@@ -11,14 +11,14 @@ import tiers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import Options, options, place, tiered_steps, train
+from tiers import Options, options, place, stages, tiered_steps, train
 
 from gs_compile.errors import ProgramError
 from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.verify import verify
-from gs_compile.program.ir import Program, Stage, StepShape
+from gs_compile.program.ir import StepShape
 from gs_compile.program.text import parse
 from gs_compile.runtime.kernels import RULES
 
@@ -92,23 +92,11 @@ def test_speculation_moves_what_early_updates_move(step, options):
 SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.5, checkpoint_ratio=1.0, clip=True, speculative=True)
 
 
-def stages(program: Program, *wanted: Stage) -> str:
-    """The lines of these stages, without what ends values and what computes."""
-    text = program.text(fold=False)
-    kept, on = [], False
-    for line in text.splitlines():
-        if line.startswith("# "):
-            on = any(line.startswith(f"# {stage}") for stage in wanted)
-        if on and not line.startswith("free") and " = forward" not in line:
-            kept.append(line)
-    return "\n".join(kept) + "\n"
-
-
 class TestText(expecttest.TestCase):
     def test_a_backward_stage_and_what_is_left_after_it(self):
         placement = place(3, 1, options=SMALL)
         self.assertExpectedInline(
-            stages(lower(StepSpec(3, 1, placement=placement))[-1], Stage("backward", 0), Stage("drain")),
+            stages(lower(StepSpec(3, 1, placement=placement))[-1], "backward 0", "drain", computation=False),
             """\
 # backward 0   micro-batches 0
 s1b.host = prefetch(s1b.ssd)
@@ -147,7 +135,7 @@ commit(scale.host, into=(sea.host, ssea.host, seb.ssd, sseb.ssd))
     def test_updates_that_were_taken_back_are_late_ones(self):
         placement = place(1, 1, options=SMALL)
         self.assertExpectedInline(
-            stages(lower(StepSpec(1, 1, placement=placement, late=True, redo=True))[-1], Stage("fill")),
+            stages(lower(StepSpec(1, 1, placement=placement, late=True, redo=True))[-1], "fill", computation=False),
             """\
 # fill   micro-batches
 seb.host = prefetch(seb.ssd)
@@ -166,7 +154,7 @@ we.device[0] = prefetch(wea.host, web.host)
     def test_parameters_without_a_master_have_another_place_too(self):
         placement = place(1, 1, options=replace(SMALL, has_master=False, separate=False))
         self.assertExpectedInline(
-            stages(lower(StepSpec(1, 1, placement=placement))[-1], Stage("drain")),
+            stages(lower(StepSpec(1, 1, placement=placement))[-1], "drain", computation=False),
             """\
 # drain   micro-batches
 offload(w0a.host, into=sw0a.ssd)

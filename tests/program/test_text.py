@@ -87,62 +87,31 @@ backward e  embed_backward e_0  free dx0_0.device
 """,
         )
 
-    def test_header_error(self):
-        self.assertExpectedInline(
-            _error("x1_0.device = forward(x0_0.device, w0.device)"),
-            """line 1: a program starts with: # gs_compile 0.1   after vertical   3 layers x 2 ...""",
-        )
-
-    def test_op_before_a_stage(self):
-        self.assertExpectedInline(
-            _error(f"{HEADER}\ndw0.device = zeros()"),
-            """line 2: dw0.device = zeros(): an operation before the first stage heading""",
-        )
-
-    def test_unknown_verb(self):
-        self.assertExpectedInline(
-            _error(f"{HEADER}\n# forward 0\nx1_0.device = jump(x0_0.device)"),
-            """line 3: x1_0.device = jump(x0_0.device): no verb is called jump""",
-        )
-
-    def test_unknown_value(self):
-        self.assertExpectedInline(
-            _error(f"{HEADER}\n# forward 0\nfree(q1_0.device)"),
-            """line 3: free(q1_0.device): q1_0.device is not the name of a value""",
-        )
-
-    def test_unknown_keyword(self):
-        self.assertExpectedInline(
-            _error(f"{HEADER}\n# forward 0\nfree(x1_0.device, out=x0_0.device)"),
-            """line 3: free(x1_0.device, out=x0_0.device): the only keyword is into=""",
-        )
-
-    def test_not_a_call(self):
-        self.assertExpectedInline(
-            _error(f"{HEADER}\n# forward 0\nx1_0.device"),
-            """line 3: x1_0.device: not of the form: results = verb(reads, into=...)""",
-        )
-
-    def test_not_python(self):
-        self.assertExpectedInline(
-            _error(f"{HEADER}\n# forward 0\nfree(x1_0.device"),
-            """line 3: free(x1_0.device: '(' was never closed (<unknown>, line 1)""",
-        )
-
-    def test_nothing_to_repeat(self):
-        self.assertExpectedInline(
-            _error(f"{HEADER}\n# forward 2 .. 5   repeat forward 0 1"),
-            """line 2: # forward 2 .. 5   repeat forward 0 1: there is nothing before it to repeat""",
-        )
-
 
 HEADER = "# gs_compile 0.1   after vertical   3 layers x 2 micro-batches"
 
 
-def _error(text: str) -> str:
+MISTAKES = {  # below the header: the complaint
+    "\ndw0.device = zeros()": "line 2: dw0.device = zeros(): an operation before the first stage heading",
+    "\n# forward 0\nx1_0.device = jump(x0_0.device)": "line 3: x1_0.device = jump(x0_0.device): no verb is called jump",
+    "\n# forward 0\nfree(q1_0.device)": "line 3: free(q1_0.device): q1_0.device is not the name of a value",
+    "\n# forward 0\nfree(x1_0.device, out=x0_0.device)": "line 3: free(x1_0.device, out=x0_0.device): the only keyword is into=",
+    "\n# forward 0\nx1_0.device": "line 3: x1_0.device: not of the form: results = verb(reads, into=...)",
+    "\n# forward 0\nfree(x1_0.device": "line 3: free(x1_0.device: '(' was never closed (<unknown>, line 1)",
+    "\n# forward 2 .. 5   repeat forward 0 1": "line 2: # forward 2 .. 5   repeat forward 0 1: there is nothing before it to repeat",
+}
+
+
+@pytest.mark.parametrize(("text", "complaint"), MISTAKES.items())
+def test_a_mistake_is_shown_with_its_line(text, complaint):
     with pytest.raises(ProgramError) as caught:
-        parse(text)
-    return str(caught.value)
+        parse(HEADER + text)
+    assert str(caught.value) == complaint
+
+
+def test_text_without_a_header():
+    with pytest.raises(ProgramError, match=r"line 1: a program starts with: # gs_compile 0.1   after vertical   3 lay"):
+        parse("x1_0.device = forward(x0_0.device, w0.device)")
 
 
 @settings(deadline=None)
