@@ -27,6 +27,7 @@ from gs_compile.capture.uniform import Uniform, uniform
 from gs_compile.codegen.differentiate import Differentiated, differentiate
 from gs_compile.errors import UniformityWarning
 from gs_compile.options import Options
+from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import EPILOGUE, ORDERS, PROLOGUE, TIED, Program, StepShape, Unit, Value, height
@@ -157,7 +158,7 @@ class Compilation:
     @property
     def halved(self) -> bool:
         """Whether every block is two layers, its attention half and its feed-forward half."""
-        return self.options.expert.schedule == "single"
+        return SCHEDULES[self.options.expert.schedule].halves_blocks
 
     @property
     def layers_of_a_block(self) -> int:

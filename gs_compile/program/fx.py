@@ -115,14 +115,7 @@ def _identifier(value: Value) -> str:
 
 
 def _value_meta(value: Value) -> dict[str, Any]:
-    return {
-        "value": value,
-        "kind": value.kind,
-        "unit": value.unit,
-        "micro_batch": value.micro_batch,
-        "tier": value.tier,
-        "part": value.part,
-    }
+    return {"value": value} | {name: getattr(value, name) for name in ("kind", "unit", "micro_batch", "tier", "part")}
 
 
 def _verb(name: str) -> Callable[..., Any]:
