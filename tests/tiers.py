@@ -121,13 +121,13 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
     )
 
 
-def stages(program: Program, *wanted: str, computation: bool = True) -> str:
-    """The lines of some stages, `forward 1` or `fill`, without those that free, or also without those that compute."""
+def stages(program: Program, *wanted: str, computation: bool = True, frees: bool = False) -> str:
+    """The lines of some stages, `forward 1` or `fill`, with or without those that compute and those that free."""
     kept, on = [], False
     for line in program.text(fold=False).splitlines(keepends=True):
         if line.startswith("# "):
             on = line.removeprefix("# ").split("   ")[0].strip() in wanted
-        if on and not line.startswith("free") and (computation or " = forward" not in line):
+        if on and (frees or not line.startswith("free")) and (computation or " = forward" not in line):
             kept.append(line)
     return "".join(kept)
 

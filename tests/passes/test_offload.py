@@ -132,7 +132,37 @@ dwea.host = alias(dwe.device)
         program = after(lower(StepSpec(1, 2, placement=place(1, 2, options=options), late=True)), "offload")
         self.assertExpectedInline(
             stages(program, "forward 0", "backward 0"),
-            """""",
+            """\
+# forward 0   micro-batches 0 1
+w0b.host = prefetch(w0b.ssd)
+w0.device[0] = prefetch(w0b.host, w0d.host)
+w0.device[1] = prefetch(w0b.host, w0d.host)
+w0.device = gather(w0.device[0], w0.device[1], w0a.device, w0c.device)
+x1_0.device = forward(x0_0.device, w0.device)
+x1_0.host = offload(x1_0.device)
+x1_1.device = forward(x0_1.device, w0.device)
+# backward 0   micro-batches 0 1
+x0_0.host = prefetch(x0_0.ssd)
+w0b.host, w0d.host = prefetch(w0b.ssd, w0d.ssd)
+w0.device[0] = prefetch(w0b.host, w0d.host)
+w0.device[1] = prefetch(w0b.host, w0d.host)
+w0.device = gather(w0.device[0], w0.device[1], w0a.device, w0c.device)
+dw0.device = zeros()
+x0_0.device = prefetch(x0_0.host)
+dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
+dx0_0.host = offload(dx0_0.device)
+dx1_1.device = prefetch(dx1_1.host)
+dx0_1.device = backward(x0_1.device, dx1_1.device, w0.device, into=dw0.device)
+norm0.device = norm(dw0.device)
+dw0a.host, dw0b.host = offload(dw0.device)
+w0a.host = empty()
+w0b.host = empty()
+s0a.host = prefetch(s0a.ssd)
+update(dw0a.host, into=(w0a.host, w0b.host, s0a.host))
+prefetch(w0a.host, into=w0a.device)
+offload(w0b.host, into=w0b.ssd)
+offload(s0a.host, into=s0a.ssd)
+""",
         )
 
 
