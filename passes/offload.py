@@ -254,8 +254,6 @@ class _Activations:
                         yield self._offload(value, stage)
             yield from self._with_ssd("offload", outputs, stage)
 
-    # Which values travel ---------------------------------------------------------------------------------------------
-
     def _is_checkpoint(self, value: Value) -> bool:
         """Whether it is read again in the backward of the layer it goes into."""
         return value.kind == "x" and len(self.users.get(value, ())) > 1
@@ -280,8 +278,6 @@ class _Activations:
             return index != self.users[value][0] and self._is_checkpoint(value)
         before = self.computation_before.get(index)  # what it has made or read is still there
         return before not in (self.definitions[value], *self.users[value])
-
-    # How they travel -------------------------------------------------------------------------------------------------
 
     def _offload(self, value: Value, stage: Stage) -> Op:
         is_copied = self.placement.separate or self._is_on(value, "ssd")
