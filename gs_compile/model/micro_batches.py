@@ -15,7 +15,7 @@ from gs_compile.runtime.units import MicroBatch
 def lengths_of(compilation: Compilation, batch_size: int) -> list[int]:
     """The samples of each micro-batch: `micro_batch_size`, and the rest in the last one."""
     size = compilation.options.micro_batch_size
-    if batch_size <= size or compilation.options.expert.schedule == "single":
+    if batch_size <= size or compilation.halved:
         return [batch_size]
     if not compilation.captured.batch_symbols:
         raise CaptureError(
