@@ -178,21 +178,25 @@ def test_changed_while_in_use():
 
 RESIDENT = place(3, 2, options=replace(SMALL, device_parameter=0.7, device_checkpoint=0.25))
 GOOD_RESIDENT = lower(StepSpec(3, 2, placement=RESIDENT, late=True))[-1].text(fold=False)
-LATE_HOME = "prefetch(w2d.host, into=w2d.device)\nfree(w2d.host)\n"
-LATE_UPDATE = "w2d.host = empty()\nupdate(dw2b.host, into=(w2d.host, s2c.host))\n"
+LATE_HOME = "prefetch(w2c.host, into=w2c.device)\nfree(w2c.host)\n"
+LATE_UPDATE = "w2c.host = empty()\nw2d.host = empty()\nupdate(dw2b.host, into=(w2c.host, w2d.host, s2c.host))\n"
+WITHOUT_C = "w2d.host = empty()\nupdate(dw2b.host, into=(w2d.host, s2c.host))\n"
 EARLY_HOME = "prefetch(w2a.host, into=w2a.device)\n"
 USED = "x3_0.device = forward("
 BROKEN_RESIDENT = {
     "early update not brought home": ([(EARLY_HOME, "")], "at the end, w2a.device is not what the update has made"),
-    "late update not brought home": ([(LATE_HOME, "")], "w2d.device is not what the update has made"),
-    "used before its late update": ([(LATE_HOME, ""), (LATE_UPDATE, "")], "w2d.device is used before its late update"),
+    "late update not brought home": ([(LATE_HOME, "")], "w2c.device is not what the update has made"),
+    "used before its late update": (
+        [(LATE_HOME, ""), (LATE_UPDATE, WITHOUT_C)],
+        "w2c.device is used before its late update",
+    ),
     "changed while in use": (
         [(LATE_HOME, LATE_HOME.splitlines()[0] + "\n"), (USED, LATE_HOME + USED)],
-        "w2d.device changes while w2.device is in use",
+        "w2c.device changes while w2.device is in use",
     ),
     "brought home before its update": (
         [(LATE_HOME, ""), (LATE_UPDATE, LATE_UPDATE.replace("\nupdate", "\n" + LATE_HOME + "update"))],
-        "w2d.host is used before its late update",
+        "w2c.host is used before its late update",
     ),
 }
 
