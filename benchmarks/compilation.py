@@ -1,4 +1,4 @@
-"""What depends on the number of layers when a model is compiled: Dynamo's tracing, our passes, the layers' code.
+"""The seconds of a compilation over the number of layers: Dynamo's tracing, our passes, the layers' code.
 
 Layers of one class are compiled once, so the third must not grow. Each depth runs in a process of its own with
 inductor's caches off.

@@ -1,4 +1,4 @@
-"""What the paper's machine would do, by the planner and the simulator: the numbers and figures of docs/planner.md.
+"""Plans for the paper's machine, by the planner and the simulator: the numbers and figures of docs/planner.md.
 
     python benchmarks/figures.py sweep      # GPT-65B, throughput over the batch size
     python benchmarks/figures.py orders     # the vertical order against the horizontal, three models, three drives
@@ -130,7 +130,7 @@ def draw() -> None:
 
 
 def points(case: str, setting: str, *, notes: bool = False) -> list[Point]:
-    """What `sweep` has found."""
+    """The results of `sweep`."""
     rows = {
         samples: results().get(_key(case, setting, samples, BANDWIDTHS[0]))
         for samples in sorted({*SAMPLES, *HORIZONTAL_SAMPLES})
@@ -225,7 +225,7 @@ def saturating(case: str, bandwidth: int) -> int:
 
 @cache
 def workload_of(case: str, micro_batch_size: int = MICRO_BATCH_SIZE) -> Workload:
-    """What one GPU has of it."""
+    """The share of one GPU."""
     model, ranks = CASES[case]
     found = ModelSpec.of(model, sequence=SEQUENCE, precision="bf16").workload(micro_batch_size)
     return shared(found, ranks)

@@ -34,7 +34,7 @@ import torch
 import gs_compile
 from benchmarks.gpu_page import page
 from benchmarks.race.measures import machine_facts
-from benchmarks.race.protocol import Case, batch, build_model
+from benchmarks.race.protocol import Case, batch, build_model, wait_for_device
 from benchmarks.race.registry import PEERS_PYTHON, ROOT
 from benchmarks.race.settings import save
 from gs_compile.model.backend import greedysnake
@@ -53,7 +53,7 @@ CONTESTANTS = ("plain", "zero-infinity", "vertical/ssd/eager", "vertical/ssd/ind
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is measured, and how long it may take.
+    """The case that is measured, and how long it may take.
 
     micro_batches: of the step, for each row. host_share: host memory of planned runs, as a share of the bytes of
     parameters and states. machine: the profile that they plan with; None: measured now.
@@ -109,6 +109,7 @@ class Run:
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.optimizer.synchronize()
+        wait_for_device(self.case)
         return (time.perf_counter() - start) / count
 
     def events(self) -> list[Event]:

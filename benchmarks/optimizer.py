@@ -54,7 +54,7 @@ def fused(master: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> Non
 
 
 def variants(num_elements: int) -> dict[str, Callable[[], Any]]:
-    """What is timed, by name; all work on the same buffers."""
+    """The functions that are timed, by name; all work on the same buffers."""
     master, mean, square = torch.randn(num_elements), torch.zeros(num_elements), torch.zeros(num_elements)
     fp32, kept = torch.randn(num_elements), torch.empty(num_elements)
     bf16, low = fp32.bfloat16(), master.bfloat16()

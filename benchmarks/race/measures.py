@@ -57,13 +57,13 @@ class MachineSpeed:
         return max(self.seconds) / min(self.seconds)
 
     def normalised(self, seconds: float, before: float, after: float) -> float:
-        """What took `seconds` between two samples, at the median speed."""
+        """`seconds` between two samples as they would be at the median speed."""
         return seconds * self.median / ((before + after) / 2)
 
 
 @dataclass
 class DriveSpeed:
-    """What the drive of a directory gives, by the profile's names, one entry for each `sample`.
+    """The rates of the drive of a directory, by the profile's names, one entry for each `sample`.
 
     A drive that others share does not give the same from minute to minute, so one measurement tells little.
     """
@@ -181,7 +181,7 @@ def _work_done() -> tuple[float, int]:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What the results were measured on, for people."""
+    """The machine that results were measured on, for people."""
     return {
         "processor": _processor(),
         "cores": usable_cores(),

@@ -48,7 +48,7 @@ CANNOT, FAILED = 3, 1  # exit codes
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained and on what: the same for every contestant."""
+    """A model and its data: the same for every contestant."""
 
     layers: int
     hidden: int
@@ -127,6 +127,14 @@ def batch(case: Case, step: int) -> torch.Tensor:
     starts = torch.randint(len(text) - case.sequence, (case.samples,), generator=generator)
     rows = [torch.from_numpy(text[s : s + case.sequence].astype(numpy.int64)) for s in starts.tolist()]
     return torch.stack(rows).to(case.device)
+
+
+def wait_for_device(case: Case) -> None:
+    """Until the device has done what was launched on it."""
+    if case.device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
 
 
 class Cannot(Exception):  # noqa: N818  the contestant's word, not an error of ours
@@ -248,6 +256,7 @@ def _timed(runner: Contestant, first: int, count: int) -> tuple[float, list[floa
     start = time.perf_counter()
     losses = [runner.step(ids) for ids in batches]
     runner.settle()
+    wait_for_device(runner.case)
     return time.perf_counter() - start, losses
 
 
@@ -260,7 +269,7 @@ def _status(field: str) -> int:
 
 
 def _disk_bytes() -> dict[str, int]:
-    """What this process and the children it has waited for have moved to and from drives, by the kernel's count."""
+    """Bytes that this process and ended children have moved to and from drives, by the kernel's count."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return {"read_bytes": int(lines["read_bytes"]), "write_bytes": int(lines["write_bytes"])}
 

@@ -61,7 +61,7 @@ class Run:
     drive: DriveSpeed = field(init=False)
 
     def run(self) -> dict[str, Any]:
-        """What every contestant did, by name, and how fast the machine was meanwhile."""
+        """The results of every contestant by name, and how fast the machine was meanwhile."""
         start = time.monotonic()
         waiting = [entry for entry in self.entries if entry.name != PLAIN]
         with tempfile.TemporaryDirectory(dir=self.settings.storage, prefix="race-") as storage:

@@ -102,13 +102,13 @@ def settings_of(arguments: argparse.Namespace, folder: Path) -> tuple[Settings, 
 
 
 def command_line() -> str:
-    """What was typed, for the results; files of the checkout as seen from its root."""
+    """The command line, for the results; files of the checkout as seen from its root."""
     program, *arguments = (word.replace(f"{ROOT}/", "") for word in sys.argv)
     return shlex.join(["python", "-m", f"benchmarks.race.{Path(program).stem}", *arguments])
 
 
 def load(output: Path, asked: dict[str, Any], *, again: bool) -> dict[str, Any]:
-    """What is in the output of the same settings already; `asked` alone at the start."""
+    """The results in the output of the same settings; `asked` alone at the start."""
     if again or not output.exists():
         return dict(asked)
     found = json.loads(output.read_text())

@@ -118,7 +118,7 @@ def curves_table(found: dict[str, Any]) -> str:
 
 
 def bounds_table(_: Any) -> str:
-    """What must hold, and what was measured."""
+    """The bounds, and the figures that were measured."""
     files = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("race-*.json")}
     rows = [(claim.what, claim.bound, claim.found or "not measured yet", claim.verdict) for claim in bounds(files)]
     return table(("figure", "bound", "measured", ""), rows)

@@ -1,4 +1,4 @@
-"""What the doctor says of memory and cores; the machine is made of files."""
+"""The doctor's words of memory and cores; the machine is made of files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor says of torch, compilers, the solver and CUDA, present or missing."""
+"""The doctor's words of torch, compilers, the solver and CUDA, present or missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor says of directories and drives; drives are made of files."""
+"""The doctor's words of directories and drives; drives are made of files."""
 
 from __future__ import annotations
 

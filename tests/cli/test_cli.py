@@ -45,7 +45,7 @@ FORMS = {
 
 
 def run(*arguments):
-    """What a command prints, and its exit code."""
+    """Run a command: its output, and its exit code."""
     return CliRunner().invoke(app, arguments, prog_name="greedysnake")
 
 

@@ -28,7 +28,7 @@ def run(*arguments):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the planner was asked for; it answers with a plan that is made up."""
+    """The requests to the planner; it answers with a plan that is made up."""
     asked = []
 
     def plan(model, **settings):

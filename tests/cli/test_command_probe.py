@@ -1,4 +1,4 @@
-"""What is printed of a profile, and where it is saved."""
+"""A profile as it is printed, and where it is saved."""
 
 from __future__ import annotations
 

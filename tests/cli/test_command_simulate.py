@@ -17,7 +17,7 @@ from gs_compile.cli.main import app
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the planner was asked for; it answers with a plan that is made up around a real simulation."""
+    """The requests to the planner; it answers with a plan that is made up around a real simulation."""
     program, simulation = simulated()
     asked = {}
 

@@ -30,7 +30,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong, and what to do about it."""
+    """Something that is wrong, and what to do about it."""
 
     found: str
     advice: str

@@ -17,7 +17,7 @@ OPENMP = re.compile(r"(OMP|GOMP|KMP|MKL)_\w+")
 
 @check("host memory")
 def memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> Finding:
-    """What a run may take, and whether a group allows less than the machine has."""
+    """The memory that a run may take, and whether a group allows less than the machine has."""
     total, usable = _kibibytes("MemTotal", proc), usable_memory(proc=proc, cgroup=cgroup)
     available = available_memory(proc=proc, cgroup=cgroup)
     found = f"{format_bytes(available)} free of {format_bytes(usable)}"

@@ -48,7 +48,7 @@ def capture(load: Callable[[str], object] = import_module) -> Finding:
 
 @check("compiler")
 def compiler(device_type: str, best: Callable[[str], str] | None = None) -> Finding:
-    """What compiles the code of a layer for a device."""
+    """The compiler of a layer's code for a device."""
     if best is None:
         from gs_compile.capture.inductor import best_compiler
 

@@ -97,7 +97,7 @@ def filesystem(directory: Path, *, proc: Path = PROC) -> Finding:
 
 @check("drive of {0}")
 def drive(directory: Path, *, proc: Path = PROC, sys: Path = SYS, device: tuple[int, int] | None = None) -> Finding:
-    """What kind of drive it is, where the system tells; `device` is its number, if not the directory's own."""
+    """The kind of the drive, where the system tells; `device` is its number, if not the directory's own."""
     found = list(_drives(_block(device or _device(existing(directory), proc), sys)))
     if not found:
         return "not told by the system; `greedysnake probe` measures it"

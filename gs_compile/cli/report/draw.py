@@ -63,7 +63,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """What no order of a step exceeds (arXiv 2512.17570, section 3.1).
+    """The bounds that no order of a step exceeds (arXiv 2512.17570, section 3.1).
 
     io_seconds: of a step, for all optimizer states from the SSD and back.
     compute_tokens_per_second: of the computation alone, what is recomputed included.
@@ -114,7 +114,7 @@ def throughput(
 
 
 def traffic_bars(schedules: Mapping[str, Mapping[tuple[str, str], int]], path: str | Path, *, title: str = "") -> None:
-    """What each schedule moves in a step: a bar for each lane, in pieces by kind.
+    """Draw the bytes that each schedule moves in a step: a bar for each lane, in pieces by kind.
 
     schedules: bytes by lane and kind, as `traffic` counts them.
     """
@@ -148,7 +148,7 @@ def traffic_bars(schedules: Mapping[str, Mapping[tuple[str, str], int]], path: s
 def lanes(
     simulation: Simulation, path: str | Path, *, since: float = 0.0, until: float | None = None, title: str = ""
 ) -> None:
-    """What runs when, from `since` to `until` in seconds of the step: `timeline_html` as a still picture.
+    """Draw what runs when, from `since` to `until` in seconds of the step: `timeline_html` as a still picture.
 
     What reaches over an edge of the step comes in at the other, paler: such steps follow one another.
     """

@@ -49,7 +49,7 @@ def timeline_html(
 
 
 def _data(simulation: Simulation) -> dict[str, Any]:
-    """What the page draws; times in nanoseconds, in whole numbers."""
+    """The data that the page draws; times in nanoseconds, in whole numbers."""
     rows = [[span for span in simulation.spans if span.lane == lane] for lane in LANES]
     spans = [span for row in rows for span in row]
     ends = {(span.lane, span.stop_seconds): number for number, span in enumerate(spans)}
@@ -93,7 +93,7 @@ def summary(simulation: Simulation) -> str:
 
 
 def kind_of(op: Op) -> str:
-    """What colours an operation: one of `KINDS`."""
+    """The kind that colours an operation: one of `KINDS`."""
     match op.verb:
         case "prefetch" | "offload":
             return op.reads[0].kind if op.reads[0].kind in MOVED else "other"
