@@ -46,6 +46,7 @@ try:
     from torch._dynamo import callback_handler
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+    from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # for who asks for a capture
     from torch._dynamo.utils import counters
     from torch._dynamo.variables import builder as dynamo_builder
     from torch._guards import CompileContext

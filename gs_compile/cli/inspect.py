@@ -42,10 +42,10 @@ def _inspect(request: InspectRequest) -> Inspection:
     try:
         import torch
         import transformers
-        from torch._dynamo.exc import TorchDynamoException
     except ImportError as error:
         raise BadParameter(f"{error.name} is not installed: pip install 'greedysnake[hf]'") from error
     import gs_compile
+    from gs_compile.capture.dynamo import TorchDynamoException
     from gs_compile.model.backend import greedysnake
 
     transformers.logging.set_verbosity_error()
