@@ -10,6 +10,7 @@ takes the smallest batch that reaches the saturated throughput (`lp.search`), an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -35,6 +36,8 @@ from gs_compile.program.ir import ORDERS, Schedule
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+log = logging.getLogger(__name__)
 
 SECONDS_PER_YEAR = 365 * SECONDS_PER_DAY
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # tried where none is given
@@ -146,6 +149,7 @@ class _Request:
         found: list[Found] = []
         counted: Counted | None = None
         for size in sizes:
+            log.info("micro-batches of %d samples", size)
             problem = self.problem(size, schedule, counted)
             try:
                 found.append((problem, problem.search(self.number(size), self.saturation)))
@@ -164,6 +168,7 @@ class _Request:
         """The plan of the first search whose program keeps the budgets, and the searches with that one first."""
         for place, (problem, search) in enumerate(found):
             try:
+                log.info("simulating %d micro-batches", search.best.num_micro_batches)
                 return problem.planned(search), [found[place], *found[:place], *found[place + 1 :]]
             except MemoryBudgetError:
                 if place == len(found) - 1:
