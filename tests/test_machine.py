@@ -42,6 +42,11 @@ class Machine:
     def paths(self) -> dict[str, Path]:
         return {"proc": self.proc, "cgroup": self.cgroup}
 
+    @property
+    def found(self) -> tuple[int, int, int]:
+        """Usable and available memory, and cores."""
+        return usable_memory(**self.paths), available_memory(**self.paths), usable_cores(**self.paths)
+
 
 @pytest.fixture
 def machine(tmp_path):
@@ -55,9 +60,7 @@ def _sixteen_cores(monkeypatch):
 
 def test_no_groups(machine):
     (machine.proc / "self/cgroup").unlink()
-    assert usable_memory(**machine.paths) == 64 * GiB
-    assert available_memory(**machine.paths) == 48 * GiB
-    assert usable_cores(**machine.paths) == 16
+    assert machine.found == (64 * GiB, 48 * GiB, 16)
 
 
 def test_v2_the_tightest_group_up_the_tree_binds(machine):
@@ -66,16 +69,12 @@ def test_v2_the_tightest_group_up_the_tree_binds(machine):
     machine.group("slurm/job", memory__max=20 * GiB, memory__current=5 * GiB, cpu__max="max 100000")
     machine.group("slurm/job", memory__stat=f"anon 1\ninactive_file {GiB}\nactive_file 7")
     machine.group("slurm/job/step", memory__max="max", cpu__max="650000 100000")
-    assert usable_memory(**machine.paths) == 20 * GiB
-    assert available_memory(**machine.paths) == 16 * GiB
-    assert usable_cores(**machine.paths) == 4
+    assert machine.found == (20 * GiB, 16 * GiB, 4)
 
 
 def test_v2_in_a_container_the_group_is_the_root(machine):
     machine.group("", memory__max=8 * GiB, memory__current=2 * GiB, cpu__max="250000 100000")
-    assert usable_memory(**machine.paths) == 8 * GiB
-    assert available_memory(**machine.paths) == 6 * GiB
-    assert usable_cores(**machine.paths) == 2
+    assert machine.found == (8 * GiB, 6 * GiB, 2)
 
 
 def test_v1_in_a_container_the_path_is_the_hosts(machine):
@@ -83,9 +82,7 @@ def test_v1_in_a_container_the_path_is_the_hosts(machine):
     machine.group("memory", memory__limit_in_bytes=8 * GiB, memory__usage_in_bytes=3 * GiB)
     machine.group("memory", memory__stat=f"inactive_file 5\ntotal_inactive_file {GiB}")
     machine.group("cpu,cpuacct", cpu__cfs_quota_us=300000, cpu__cfs_period_us=100000)
-    assert usable_memory(**machine.paths) == 8 * GiB
-    assert available_memory(**machine.paths) == 6 * GiB
-    assert usable_cores(**machine.paths) == 3
+    assert machine.found == (8 * GiB, 6 * GiB, 3)
 
 
 def test_v1_the_tree_is_walked(machine):
@@ -113,13 +110,9 @@ def test_a_path_outside_the_containers_tree_is_not_followed(machine):
     assert usable_memory(**machine.paths) == 8 * GiB
 
 
-def test_a_group_over_its_limit_has_nothing_left(machine):
-    machine.group("", memory__max=2 * GiB, memory__current=3 * GiB)
+def test_a_group_over_its_limit_has_nothing_left_and_one_thread_at_least(machine):
+    machine.group("", memory__max=2 * GiB, memory__current=3 * GiB, cpu__max="50000 100000")
     assert available_memory(**machine.paths) == 0
-
-
-def test_a_quota_below_one_core_is_one_thread(machine):
-    machine.group("", cpu__max="50000 100000")
     assert usable_cores(**machine.paths) == 1
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
-
-import gs_compile
+from tiered import adamw, gpt2, options, step, tokens, two_groups
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,21 +12,15 @@ pytestmark = [
 ]
 
 
-def trained(storage, ratio, alpha, steps=4):
+def trained(storage, ratio, alpha, num_steps=4):
     """The parameters after a few steps with one share of everything in host memory."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 256, "n_positions": 32, "n_embd": 128, "n_layer": 4, "n_head": 4}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)).cuda()
-    optimizer = gs_compile.AdamW(model.parameters(), lr=3e-4)
-    ratios = {"parameter": ratio, "checkpoint": ratio, "optimizer": ratio}
-    expert = {"compiler": "eager", "ratios": ratios, "alpha": alpha}
-    model.compile(backend="greedysnake", options={"micro_batch_size": 2, "storage": storage, "expert": expert})
-    for seed in range(steps):
-        ids = torch.randint(256, (6, 32), generator=torch.Generator().manual_seed(seed)).cuda()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model = gpt2(num_layers=4, width=128).cuda()
+    optimizer = adamw(two_groups(model))
+    ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), ratio)
+    model.compile(backend="greedysnake", options=options(storage, ratios=ratios, alpha=alpha))
+    for number in range(num_steps):
+        step(model, optimizer, tokens(number, 6).cuda())
     values = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer.engine.tiers.close()
     return values
