@@ -208,18 +208,20 @@ class Rig:
         self.model = build()
         self.precision = precision
         self.initial = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.given: dict[str, Any] = {}
         self.compilations: list[Compilation] = []  # one, and another after a first call that was rolled back
 
     @contextmanager
     def fresh(self, make: Make, given: Mapping[str, Any]) -> Iterator[TieredOptimizer]:
         """The model as it was built, with an optimizer and options of its own, for as long as the context lasts."""
         optimizer = make(two_groups(self.model))
-        given = {**given, "precision": self.precision}
+        self.given.clear()
+        self.given |= {**given, "precision": self.precision}  # a second capture reads them too
         if not self.compilations:
-            self.model.compile(backend="greedysnake", options=given)
+            self.model.compile(backend="greedysnake", options=self.given)
         else:
             for compilation in self.compilations:
-                compilation.options = Options.of(given)
+                compilation.options = Options.of(self.given)
             dtype = torch.bfloat16 if self.precision == "bf16" else None
             for parameter in self.model.parameters():
                 stash(parameter, dtype)
@@ -227,7 +229,7 @@ class Rig:
             yield optimizer
         finally:
             self.compilations = compilations_of.get(next(self.model.parameters()), [])
-            same = [compilation.options == Options.of(given) for compilation in self.compilations]
+            same = [compilation.options == Options.of(self.given) for compilation in self.compilations]
             if optimizer.engine is not None:
                 optimizer.engine.tiers.close()
                 optimizer.engine = None
