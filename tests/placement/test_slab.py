@@ -1,0 +1,45 @@
+"""Offsets in the slab: nothing that is alive together overlaps, and what lives on stays where it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import options, place, tiered_steps
+
+from gs_compile.passes.lower import StepSpec, flush, lower
+from gs_compile.placement.slab import PAGE_NBYTES, Occupants, conflicts, fixed_offsets
+
+
+@settings(deadline=None, max_examples=60)
+@given(tiered_steps(), options(), st.booleans(), st.sampled_from(("vertical", "horizontal")))
+def test_programs_of_a_run_agree_and_nothing_overlaps(step, chosen, speculative, schedule):
+    num_layers, num_micro_batches, shape = step
+    if chosen.clip and speculative:
+        chosen = replace(chosen, speculative=True, alpha=0.5)
+    placement = replace(place(*step, chosen), schedule=schedule)
+    spec = StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement)
+    modes = [(False, True), *([(True, True), (True, False)] if placement.has_late else [])]
+    programs = [lower(replace(spec, late=late, redo=redo))[-1] for late, redo in modes]
+    programs += [flush(num_layers, placement)[-1]] if placement.has_late else []
+    fixed = fixed_offsets(placement)
+    for program in programs:
+        assert not list(conflicts(program.ops, placement, program.offsets))
+        assert (fixed.always | fixed.shared).items() <= program.offsets.items()
+        assert all(offset % PAGE_NBYTES == 0 for offset in program.offsets.values())
+
+
+def test_two_values_in_one_place_are_found():
+    placement = place(2, 2)
+    program = lower(StepSpec(2, 2, placement=placement))[-1]
+    assert list(conflicts(program.ops, placement, dict.fromkeys(program.offsets, 0)))
+
+
+def test_a_range_is_waited_for_by_who_takes_any_of_it():
+    occupants = Occupants()
+    occupants.leave(0, 100, ["a"])
+    occupants.leave(100, 100, ["b"])
+    assert occupants.take(50, 100) == ["a", "b"]
+    assert occupants.take(50, 100) == []
+    assert occupants.take(0, 200) == ["a", "b"]
