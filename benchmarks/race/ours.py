@@ -82,7 +82,7 @@ class GreedySnake(Contestant):
         assert engine is not None, f"{command} before the first step"
         match command:
             case "describe":
-                return {"describe": engine.describe(), "alpha": engine.planning.planner.alpha}
+                return {"describe": gs_compile.inspect(self.model).tiers, "alpha": engine.planning.planner.alpha}
             case "predict":
                 return self._predict(engine, *arguments)
             case "breakdown":
