@@ -167,11 +167,19 @@ class _Request:
     def planned(self, found: Sequence[Found]) -> tuple[StepPlan, Sequence[Found]]:
         """The plan of the first search whose program keeps the budgets, and the searches with that one first."""
         for place, (problem, search) in enumerate(found):
+            others, last = [*found[:place], *found[place + 1 :]], place == len(found) - 1
             try:
                 log.info("simulating %d micro-batches", search.best.num_micro_batches)
-                return problem.planned(search), [found[place], *found[:place], *found[place + 1 :]]
+                return problem.planned(search), [(problem, search), *others]
             except MemoryBudgetError:
-                if place == len(found) - 1:
+                fewer = search.best.num_micro_batches // 2
+                if self.number(problem.workload.micro_batch_size) is None and fewer:
+                    less = problem.search(fewer)
+                    try:
+                        return problem.planned(less), [(problem, less), *others]
+                    except MemoryBudgetError:
+                        pass
+                if last:
                     raise
         raise AssertionError("there is a search")
 

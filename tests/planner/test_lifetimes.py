@@ -41,7 +41,7 @@ def predicted(seconds, nbytes):
 )
 def test_the_faster_is_taken(seconds, nbytes, chosen, reason):
     found = {PLAIN: predicted(4.0, 2 << 20), KEPT: predicted(seconds, nbytes)}
-    outcome = fastest(PLAIN, [KEPT], lambda placement: placement, lambda _, placement: found[placement])
+    outcome = fastest(PLAIN, [KEPT], lambda placement: SimpleNamespace(peaks=()), lambda _, placement: found[placement])
     assert (outcome.placement, outcome.prediction) == (chosen, found[chosen])
     assert reason in outcome.reason
 
@@ -67,7 +67,8 @@ def test_a_copy_in_one_memory_reads_and_writes():
 
 
 def test_what_is_told_of_a_plan():
-    found = plan(TINY, machine="a100", host_memory="220MiB", schedule="lifetime", **FIVE)
+    elsewhere = {"device_parameter": 0.0, "device_checkpoint": 0.0}
+    found = plan(TINY, machine="a100", host_memory="220MiB", schedule="lifetime", ratios=elsewhere, **FIVE)
     shown = command_simulate.report(found, {})
     assert "What is inactive between two uses:" in shown
     assert re.search(r"^  checkpoints +device +from forward to backward +20 +5\.0 MiB +20 +5\.0 MiB$", shown, re.M)

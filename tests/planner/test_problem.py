@@ -158,7 +158,7 @@ def test_a_program_that_never_fits_is_refused():
 def test_rounds_end():
     """Each takes off what the program is over; one that grows as it shrinks is given up."""
     faked = Faked()
-    faked.program = lambda placement: SimpleNamespace(peaks=(("host", BUDGET),))
+    faked.program = lambda placement: SimpleNamespace(peaks=(("host", BUDGET + 1),))
     with pytest.raises(MemoryBudgetError):
         faked.settle()
     assert 1 < len(faked.asked) <= 10

@@ -1,0 +1,56 @@
+"""The formulas that are read off short programs, held against the whole programs that they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from planned import A100, formulas, gpt, lowered, on_device, placed, ratios
+
+from gs_compile.placement import liveness
+from gs_compile.placement.traffic import traffic
+from gs_compile.planner.measure.machines import profile
+from gs_compile.planner.plan import plan
+
+CPU = replace(A100, device="cpu", device_nbytes=0)
+POINTS = [(0.0, 0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 1.0, 1.0)]
+MODELS = ["gpt-30b", "gpt-65b", "gpt-175b"]
+MACHINES = [("a100", 1), ("a100", 4), ("h200", 1), ("a5000", 1), ("rtx4090", 1)]
+
+
+@pytest.mark.parametrize("point", POINTS, ids=["ssd", "host", "device"])
+@pytest.mark.parametrize("alpha", [0.0, 0.4])
+@pytest.mark.parametrize("separate", [True, False])
+def test_whole_programs_are_what_short_ones_say(separate, alpha, point):
+    """A model of 16 layers from programs of 10 and 11, seven micro-batches from two and three."""
+    if not separate and point[3]:
+        pytest.skip("there is no device memory")
+    workload, machine = gpt(16, 1024, vocabulary=5000), A100 if separate else CPU
+    known = formulas(workload, machine)
+    assert len(known.counted.lengths) == 2
+    found, one = known.of(alpha, 7), np.array([1.0, *point, 0.0])
+    placement = placed(workload, 7, ratios(*point[:3]), alpha, separate=separate, device_ratios=on_device(*point[3:]))
+    program = lowered(workload, placement)[-1]
+    peaks = liveness.peaks(program.ops, placement)
+    for tier, alive in found.alive.items():
+        said = float((alive @ one).max()) - (workload.workspace_nbytes if tier == "device" else 0)
+        assert 0.99 * peaks[tier] <= said <= 1.15 * peaks[tier] + 1
+    moved = sum(nbytes for (lane, _), nbytes in traffic(program, placement).items() if lane.startswith("ssd"))
+    assert float(found.ssd @ one) == pytest.approx(moved, rel=0.01, abs=1e5)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "ranks"),
+    [
+        pytest.param(model, *machine, marks=() if (model, *machine) == ("gpt-30b", "a100", 1) else pytest.mark.slow)
+        for model in MODELS
+        for machine in MACHINES
+    ],
+)
+def test_simulated_peaks_keep_the_budgets(model, machine, ranks):
+    """With what code computes with, and as far as lanes lag behind the order of issue (fault 20)."""
+    found = plan(model, machine=profile(machine).shared(ranks), sequence=2048)
+    peaks = found.simulation.peaks
+    assert peaks["device"] + found.workload.workspace_nbytes <= found.budgets.device_nbytes
+    assert peaks["host"] <= found.budgets.host_nbytes
