@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -74,8 +75,7 @@ def plan(
     precision: "bf16" with fp32 masters, or "model", the model's own; None: bf16 for what has no weights yet.
     host_memory, device_memory: bytes, or text as in the backend's options; None: what the machine has.
     wear_years: how long the drives are to last at their rated endurance, training all day.
-    schedule: "single" plans one forward and backward over the batch that the vertical order would take, or over as much
-        of it as fits;
+    schedule: "single" plans one forward and backward over the vertical order's batch, or over as much of it as fits;
         "horizontal" plans the baseline, for the batch that the vertical order would take where that fits;
         "lifetime" the same step, with what is inactive kept where it is as far as the budgets have room for it.
     saturation: when a batch is large enough: "relative", where more micro-batches bring less than a tenth of what they
@@ -167,19 +167,17 @@ class _Request:
     def planned(self, found: Sequence[Found]) -> tuple[StepPlan, Sequence[Found]]:
         """The plan of the first search whose program keeps the budgets, and the searches with that one first."""
         for place, (problem, search) in enumerate(found):
-            others, last = [*found[:place], *found[place + 1 :]], place == len(found) - 1
+            others = [*found[:place], *found[place + 1 :]]
             try:
                 log.info("simulating %d micro-batches", search.best.num_micro_batches)
                 return problem.planned(search), [(problem, search), *others]
             except MemoryBudgetError:
                 fewer = search.best.num_micro_batches // 2
-                if self.number(problem.workload.micro_batch_size) is None and fewer:
-                    less = problem.search(fewer)
-                    try:
+                if fewer and self.number(problem.workload.micro_batch_size) is None:
+                    with suppress(MemoryBudgetError):
+                        less = problem.search(fewer)
                         return problem.planned(less), [(problem, less), *others]
-                    except MemoryBudgetError:
-                        pass
-                if last:
+                if place == len(found) - 1:
                     raise
         raise AssertionError("there is a search")
 
@@ -217,11 +215,7 @@ def _micro_batch_sizes(
     batch_size: int | None, micro_batch_size: int | None, num_micro_batches: int | None
 ) -> Sequence[int]:
     """The sizes to be tried: the one that is given or follows, or those that a batch can be cut into."""
-    given = {
-        "batch_size": batch_size,
-        "micro_batch_size": micro_batch_size,
-        "num_micro_batches": num_micro_batches,
-    }
+    given = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "num_micro_batches": num_micro_batches}
     for name, value in given.items():
         if value is not None and value < 1:
             raise PlanError(f"{name} is {value}; it is 1 or more")

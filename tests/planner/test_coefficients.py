@@ -10,6 +10,7 @@ from planned import A100, formulas, gpt, lowered, on_device, placed, ratios
 
 from gs_compile.placement import liveness
 from gs_compile.placement.traffic import traffic
+from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.measure.machines import profile
 from gs_compile.planner.plan import plan
 
@@ -40,6 +41,15 @@ def test_whole_programs_are_what_short_ones_say(separate, alpha, point):
     assert float(found.ssd @ one) == pytest.approx(moved, rel=0.01, abs=1e5)
 
 
+def share(model, ranks):
+    """What one of several ranks keeps and moves, an n-th of all that is placed; it computes with all of it."""
+    if ranks == 1:
+        return model
+    workload = ModelSpec.of(model, sequence=2048, precision="bf16").workload(2)
+    sizes = [replace(size, trained=tuple(-(-numel // ranks) for numel in size.trained)) for size in workload.sizes]
+    return replace(workload, sizes=tuple(sizes))
+
+
 @pytest.mark.parametrize(
     ("model", "machine", "ranks"),
     [
@@ -50,7 +60,7 @@ def test_whole_programs_are_what_short_ones_say(separate, alpha, point):
 )
 def test_simulated_peaks_keep_the_budgets(model, machine, ranks):
     """With what code computes with, and as far as lanes lag behind the order of issue (fault 20)."""
-    found = plan(model, machine=profile(machine).shared(ranks), sequence=2048)
+    found = plan(share(model, ranks), machine=profile(machine).shared(ranks), sequence=2048)
     peaks = found.simulation.peaks
     assert peaks["device"] + found.workload.workspace_nbytes <= found.budgets.device_nbytes
     assert peaks["host"] <= found.budgets.host_nbytes
