@@ -50,6 +50,8 @@ class OwnNumbers(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
         device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
+        if device.type == "meta":  # a model that is inspected without weights: nothing is drawn
+            return func(*args, **kwargs)
         generator = self._generator(device)
         if func is aten.native_dropout.default:
             return _dropout(*args, generator=generator)
