@@ -31,8 +31,6 @@ from gs_compile.errors import NoFitError
 from gs_compile.placement.placement import QUANTUM
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.cost.workload import ModelSpec
-from gs_compile.planner.lp.search import search
-from gs_compile.planner.lp.solve import Budgets, Fixed
 from gs_compile.planner.measure.machines import profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.plan import plan
@@ -211,13 +209,10 @@ def _plan(case: str, samples: int, size: int, bandwidth: int, **settings: Any) -
 
 
 def saturating(case: str, bandwidth: int) -> int:
-    """The smallest batch that saturates the vertical order, by Algorithm 1."""
-    machine = machine_of(case, bandwidth)
-    budgets = Budgets(
-        host_nbytes=machine.host_nbytes, device_nbytes=machine.device_nbytes, ssd_nbytes=machine.ssd_nbytes
-    )
-    number = search(workload_of(case), machine, budgets, Fixed()).best.num_micro_batches
-    return number * MICRO_BATCH_SIZE * machine.num_ranks
+    """The smallest batch that saturates the vertical order, by the paper's rule."""
+    workload, machine = workload_of(case), machine_of(case, bandwidth)
+    found = plan(workload, machine=machine, micro_batch_size=MICRO_BATCH_SIZE, saturation="paper")
+    return found.num_micro_batches * MICRO_BATCH_SIZE * machine.num_ranks
 
 
 # The cases -----------------------------------------------------------------------------------------------------------

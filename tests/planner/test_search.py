@@ -47,9 +47,9 @@ def test_leaving_alphas_out_changes_nothing(host, update, clip, roomy):
     expected, history = plainly(workload, profile, budgets, fixed)
     if expected is None:
         with pytest.raises(PlanError):
-            search(formulas(workload, profile), budgets, fixed)
+            search(formulas(workload, profile), budgets, fixed, saturation="paper")
         return
-    found = search(formulas(workload, profile), budgets, fixed)
+    found = search(formulas(workload, profile), budgets, fixed, saturation="paper")
     assert found.best.num_micro_batches == expected.num_micro_batches
     assert found.best.seconds == pytest.approx(expected.seconds, rel=3e-4)
     assert [n for n, _ in found.history] == [n for n, _ in history]
