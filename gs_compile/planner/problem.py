@@ -8,14 +8,14 @@ A plan for a model that is named and the one for a model at hand are made here a
 
 Why the program is asked. The linear program knows neither cuts at whole tensors nor how far lanes lag behind the order
 of issue: what leaves the device late, say, is there beside what comes next. Where a program takes more than a budget,
-the linear program is given that much less. A full host memory can cost more than it brings, too: where the drive is
-busy, writes end later than they are issued, and the step waits for their buffers. So some is left free where that is
-faster. A large model's candidates are compared on some of its layers, and the best is lowered as a whole.
+the linear program is given less. A full host memory can cost more than it brings, too: where the drive is busy, writes
+end late, and the step waits for their buffers, so some is left free where that is faster. A large model's candidates
+are compared on some of its layers, and the best is lowered as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -32,7 +32,7 @@ from gs_compile.planner.lp.search import Saturation, Search, allowed_alphas, sea
 from gs_compile.planner.lp.solve import Budgets, Fixed, Solution, solve
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.prediction import Prediction, predict
-from gs_compile.planner.simulate.prices import backward_seconds, forward_seconds
+from gs_compile.planner.simulate.prices import code_seconds
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.program.ir import Program
 
@@ -40,6 +40,7 @@ MOST_ROUNDS = 8  # of solving again with less: each takes off what the program b
 SPARE_TURNS = (0, 1, 2, 4)  # of a layer's data, left free for writes that lag behind; tried in this order
 GOOD_ENOUGH = 1.03  # of the linear program's time: nothing else is tried then
 LARGE = 2000  # computations of a forward: from there on candidates are compared on some of the layers
+LEAST_PART = 32  # of host memory, that alphas are tried with less and less of
 SPARE_PARTS = (0.25, 0.5)  # of host memory, left to the schedule `lifetime`
 
 
@@ -82,15 +83,17 @@ class Problem:
     def solved(
         self,
         number: int,
-        alpha: float,
+        alpha: float | None,
         *,
         profile: Profile | None = None,
         budgets: Budgets | None = None,
         fixed: Fixed | None = None,
     ) -> Solution | None:
-        """The linear program's answer with one thing or another changed; None where nothing fits."""
-        formulas = self.formulas.on(profile) if profile else self.formulas
-        return solve(formulas, number, (alpha,), budgets or self.budgets, fixed or self.fixed)[0]
+        """The linear program's answer for one alpha or the best, or with others; None where nothing fits."""
+        formulas, fixed = self.formulas.on(profile) if profile else self.formulas, fixed or self.fixed
+        alphas = allowed_alphas(fixed) if alpha is None else (alpha,)
+        found = solve(formulas, number, alphas, budgets or self.budgets, fixed)
+        return min(filter(None, found), key=lambda each: each.seconds, default=None)
 
     def planned(self, found: Search) -> StepPlan:
         """What the search's best becomes. Raises `MemoryBudgetError` where no program keeps the budgets."""
@@ -217,7 +220,20 @@ class _Refinement:
             found = self._kept(*setting)
             if found is not None:
                 return found
+        if found := self._of_any_alpha():
+            return found
         raise MemoryBudgetError(self._too_little())
+
+    def _of_any_alpha(self) -> Candidate | None:
+        """Where memory is scarce: the alphas that are best with less and less of it, as some need less than others."""
+        budgets = self.problem.budgets
+        for part in range(MOST_ROUNDS):
+            less = replace(budgets, host_nbytes=budgets.host_nbytes - part * budgets.host_nbytes // LEAST_PART)
+            best = self.problem.solved(self.number, None, budgets=less)
+            found = self._kept(best.alpha, 0) if best else None
+            if found is not None or best is None:
+                return found
+        return None
 
     def _without_late(self, alpha: float, seconds: Mapping[tuple[float, int], float]) -> dict[tuple[float, int], float]:
         """With no late update, where alpha is free: in the linear program one costs nothing as long as the forward
@@ -230,8 +246,7 @@ class _Refinement:
     def _seconds(self, alpha: float, turns: int) -> float | None:
         """Seconds of a step that leaves so many turns free, or as its sample has it; None if it does not fit."""
         if self.sample is None:
-            found = self._kept(alpha, turns)
-            return found.seconds if found else None
+            return found.seconds if (found := self._kept(alpha, turns)) else None
         spare = turns * self.problem.turn_nbytes
         solution = self._solved(alpha, {"host": spare})
         if solution is None:
@@ -241,7 +256,7 @@ class _Refinement:
         budgets = replace(self.problem.budgets, host_nbytes=host_needed(program) + spare)
         prediction = replace(self.sample, budgets=budgets).predicted(program, placement)
         self.lag_nbytes = max(self.lag_nbytes, prediction.simulation.peaks["device"] - peak(program, "device"))
-        code = [sum(_code_seconds(each)) for each in (self.problem, self.sample)]
+        code = [code_seconds(each.workload, each.profile) for each in (self.problem, self.sample)]
         return prediction.simulation.seconds * code[0] / code[1]
 
     def _kept(self, alpha: float, turns: int) -> Candidate | None:
@@ -253,7 +268,7 @@ class _Refinement:
     def _shrunk(self, alpha: float, spare: int) -> Candidate | None:
         problem = self.problem
         less = {"host": spare, "device": self.lag_nbytes if problem.profile.separate else 0}
-        for _ in range(MOST_ROUNDS):
+        for times in range(1, MOST_ROUNDS + 1):  # more each time: units that are cut whole may stay where they were
             solution = self._solved(alpha, less)
             if solution is None:
                 return None
@@ -261,7 +276,7 @@ class _Refinement:
             program = problem.at(self.number).program(placement)
             over = host_needed(program) - (problem.budgets.host_nbytes - spare)
             if over > 0:
-                less["host"] += over
+                less["host"] += times * over
                 continue
             prediction = problem.predicted(program, placement)
             excess = problem.excess(prediction)
@@ -283,10 +298,3 @@ class _Refinement:
         if self.problem.profile.separate and budgets.device_nbytes:
             memory += f" or device memory of {format_bytes(budgets.device_nbytes)}"
         return f"{memory} is too little for this step: give it more, fewer micro-batches, or a smaller micro_batch_size"
-
-
-def _code_seconds(problem: Problem) -> Iterator[float]:
-    """Of each unit's code for one micro-batch."""
-    for cost in problem.workload.costs.values():
-        for price in (forward_seconds, backward_seconds):
-            yield price(cost, problem.workload, problem.profile)

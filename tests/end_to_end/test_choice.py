@@ -73,8 +73,9 @@ def test_what_fits_is_in_host_memory_and_nothing_is_measured(rig, storage, unask
         assert planning.planner.plan is None
         assert not planning.uses_ssd
         assert not planning.placement.has_late
-        assert "(alpha 0)" in optimizer.engine.describe()
-        assert "planned:" not in optimizer.engine.describe()
+        described = planning.describe(optimizer.engine.programs[-1])
+        assert "(alpha 0)" in described
+        assert "planned:" not in described
     assert caplog.messages == ["all that may be in host memory fits there: nothing was planned"]
 
 
@@ -128,7 +129,7 @@ def test_what_does_not_fit_is_planned_and_learns_the_same(rig, storage, caplog, 
         optimizer.synchronize()
         found = outcome(rig.model, optimizer, [], [])
         assert engine.tiers.setting.arena.ledger.peak_total <= budget
-        described = engine.describe()
+        described = engine.planning.describe(program)
     assert plan.placement == placement
     assert engine.planning.ssd_nbytes > 0
     assert any(plan.ratios.values())

@@ -177,7 +177,7 @@ def test_the_baseline_keeps_what_is_fixed():
     assert found.placement.has_late
 
 
-@pytest.mark.parametrize(("machine", "host_memory"), [(HERE, "180MiB"), ("a100", "220MiB"), ("a100", "1GiB")])
+@pytest.mark.parametrize(("machine", "host_memory"), [(HERE, "190MiB"), ("a100", "220MiB"), ("a100", "1GiB")])
 def test_keeping_what_is_inactive_is_never_slower(machine, host_memory):
     plain, kept = (
         plan(TINY, machine=machine, host_memory=host_memory, schedule=schedule, **FIVE)
@@ -189,7 +189,7 @@ def test_keeping_what_is_inactive_is_never_slower(machine, host_memory):
     assert kept.peaks["device"] <= max(kept.budgets.device_nbytes, plain.peaks["device"])
     (note,) = kept.notes
     assert ("stays where it is" in note) == (kept.placement.room is not None)
-    assert ("nothing is kept" in note) == (kept.placement.room is None)
+    assert ("nothing is kept" in note or "nothing to keep" in note) == (kept.placement.room is None)
 
 
 def test_where_nothing_moves_there_is_nothing_to_keep():

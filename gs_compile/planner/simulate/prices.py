@@ -65,6 +65,15 @@ def backward_seconds(cost: UnitCost, workload: Workload, profile: Profile) -> fl
     return cost.backward_flops / profile.matmul_flops_per_second[workload.dtype]
 
 
+def code_seconds(workload: Workload, profile: Profile) -> float:
+    """Of all units' code, forward and backward, for one micro-batch."""
+    return sum(
+        price(cost, workload, profile)
+        for cost in workload.costs.values()
+        for price in (forward_seconds, backward_seconds)
+    )
+
+
 def update_nbytes(unit: UnitPlacement | UnitSize) -> int:
     """The bytes that updating one element reads and writes: its state, its gradient, and its parameter.
 
