@@ -236,6 +236,10 @@ class Rig:
             for parameter, values in zip(self.model.parameters(), self.initial, strict=True):
                 restore(parameter, values.clone())
             assert all(same), "captured once more: these options did not count"
+            if len(self.compilations) > 1:  # Dynamo runs a model as it is once it has captured it eight times
+                self.compilations = []
+                compilations_of.pop(next(self.model.parameters()))
+                torch._dynamo.reset()
 
     def train(self, make: Make, given: Mapping[str, Any], num_steps: int = 6, batch_size: int = BATCH) -> Outcome:
         """Steps on batches that are always the same."""

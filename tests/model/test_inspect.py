@@ -140,12 +140,12 @@ def test_graphs_of_the_layers(inspection):
     assert len(inspection.epilogue.backward.graph.output_node().args[0]) == 1 + 3  # loss; dx, weight, bias
 
 
-def test_graphs_that_no_call_has_needed_are_traced_on_demand():
+def test_graphs_of_a_step_are_there_once_it_was_called():
     model = toy(40, 40)  # code of its own: equal layers of all models share theirs
-    with torch.no_grad():
-        model(tokens())
-    (layers,) = gs_compile.inspect(model).classes
-    assert layers.code.graphs.keys() == {"forward"}
+    model(tokens())
+    inspection = gs_compile.inspect(model)
+    (layers,) = inspection.classes
+    assert layers.code.graphs.keys() == {"forward", "backward"}  # compiled before a thread of autograd's needs it
     assert layers.backward.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu_backward.default)
 
 
