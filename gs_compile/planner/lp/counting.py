@@ -107,7 +107,7 @@ class Counted:
         if alpha not in between:
             low, high = between
             return self.readings(low, number).to(self.readings(high, number), (alpha - low) / (high - low))
-        if number != 2 and alpha != between[-1]:  # what a micro-batch adds has nothing to do with updates
+        if number > 2 and alpha != between[-1]:  # what another micro-batch adds has nothing to do with updates
             more, two = (self.readings(between[-1], each) for each in (number, 2))
             return _sum((1.0, self.readings(alpha, 2)), (1.0, more), (-1.0, two))
         found = [self._lowered(length, alpha, number) for length in self.lengths]
