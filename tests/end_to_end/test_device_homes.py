@@ -81,7 +81,7 @@ def test_spare_device_memory_is_used_by_itself(rig, tmp_path):
         losses = [step(rig.model, optimizer, tokens(number)) for number in range(3)]
         engine = optimizer.engine
         assert sum(unit.num_resident for unit in engine.placement.units) > 0
-        assert "on the device" in engine.describe()
+        assert "on the device" in engine.planning.describe(engine.programs[-1])
         found = outcome(rig.model, optimizer, losses, [])
     assert not found.differences(sequence(rig, separate(tmp_path), (5, 5, 5))[0])
 
