@@ -102,7 +102,7 @@ class Parameters:
         if part.tier == "host":
             return self.setting.flat(part.numel, self.setting.dtypes[unit.unit], "parameters")
         nbytes = part.numel * unit.itemsize
-        return Region(self.setting.extent(f"aw{unit.unit}-{part.letter}", nbytes, kind="w"), 0, nbytes)
+        return Region(self.setting.extent(f"sw{unit.unit}-{part.letter}", nbytes, kind="w"), 0, nbytes)
 
     def commit(self, home: Flat, other: Flat) -> None:
         """Bring home the shadow copy of a part: a unit's host zone stays in one piece."""

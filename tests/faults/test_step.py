@@ -131,7 +131,7 @@ def check_calls(rig, monkeypatch, directory, chosen, stride):
     for index in range(0, total, stride):
         error = break_call(rig, monkeypatch, directory, index, **chosen)
         what = re.search(
-            r"(?P<verb>read|write) of (?P<kind>a?[ws]|x)(?P<unit>[eht0-9]).* failed, \d+ bytes at offset \d+",
+            r"(?P<verb>read|write) of (?P<kind>s?[ws]|x)(?P<unit>[eht0-9]).* failed, \d+ bytes at offset \d+",
             str(error),
         )
         assert what, error

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 from cpu_time import cpu_seconds
@@ -46,8 +47,21 @@ def by_lane(programs: Sequence[Program], seconds: Mapping[str, float]) -> list[l
     return [[seconds.get(op.lane, 0.0) for op in program.ops] for program in programs]
 
 
+class Run(NamedTuple):
+    """Programs one after the other, with what each operation takes; hypothesis shows it as its last program."""
+
+    programs: list[Program]
+    seconds: list[list[float]]
+    placement: Placement
+    inline: bool
+    op_seconds: float
+
+    def __repr__(self) -> str:
+        return self.programs[-1].text()
+
+
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[list[Program], list[list[float]], Placement, bool, float]:
+def runs(draw: st.DrawFn) -> Run:
     num_layers, num_micro_batches, shape = draw(tiered_steps())
     placement = place(num_layers, num_micro_batches, shape, draw(options()))
     programs = steady(num_layers, num_micro_batches, placement, shape)
@@ -57,7 +71,7 @@ def runs(draw: st.DrawFn) -> tuple[list[Program], list[list[float]], Placement, 
         [typical.get(op.lane, 0.25 * (op.verb == "zeros")) * random.choice((0, 1, 1, 2)) for op in program.ops]
         for program in programs
     ]
-    return programs, seconds, placement, draw(st.booleans()), draw(st.sampled_from((0.0, 1 / 64)))
+    return Run(programs, seconds, placement, draw(st.booleans()), draw(st.sampled_from((0.0, 1 / 64))))
 
 
 def times(found: Simulation) -> dict[int, tuple[float, float]]:
