@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
+from stream_twin import Twin, span_of
 
 from gs_compile.runtime import coordinators, optimizer, stream, tiers
 from gs_compile.runtime.coordinators import Parameters
 from gs_compile.runtime.lanes import Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, StepRecord
-from gs_compile.runtime.stream_twin import Twin, span_of
-from gs_compile.runtime.stream_twin_queue import Observer, Span
 from gs_compile.runtime.values import Gradient, Kept, Region
 
 Clock = dict[Any, int]
@@ -34,7 +33,7 @@ class Access(NamedTuple):
     stop: int
 
 
-class Checker(Observer):
+class Checker:
     """Clocks, accesses, and the pairs of accesses that nothing orders."""
 
     def __init__(self) -> None:
@@ -81,7 +80,9 @@ class Checker(Observer):
 
     # What the twin tells ---------------------------------------------------------------------------------------------
 
-    def launched(self, stream: Any, name: str, reads: Sequence[Span], writes: Sequence[Span]) -> None:
+    def launched(
+        self, stream: Any, name: str, reads: Sequence[tuple[int, int]], writes: Sequence[tuple[int, int]]
+    ) -> None:
         with self.lock:
             if name != "free":  # whoever lets go of memory orders nothing
                 self.join(self.clock(stream), self.clock())

@@ -6,9 +6,10 @@ from contextlib import suppress
 
 import pytest
 from happens_before import on_twin
+from stream_twin import Block, TwinStream
 from tiered import Rig, adamw, gpt2, options
 
-from gs_compile.runtime import issue, lanes, stream_twin_queue
+from gs_compile.runtime import issue, lanes
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.value_table import ValueTable
@@ -32,7 +33,7 @@ class Forgetful(set):
         pass
 
 
-def forgets_streams(block, nbytes, stream, init=stream_twin_queue.Block.__init__):
+def forgets_streams(block, nbytes, stream, init=Block.__init__):
     init(block, nbytes, stream)
     block.used_on = Forgetful()
 
@@ -40,13 +41,13 @@ def forgets_streams(block, nbytes, stream, init=stream_twin_queue.Block.__init__
 MUTATIONS = {
     "the computation does not wait": (issue, "join_all", nothing),
     "lanes do not wait": (lanes, "join_all", nothing),
-    "streams do not wait for events": (stream_twin_queue.TwinStream, "wait_event", nothing),
+    "streams do not wait for events": (TwinStream, "wait_event", nothing),
     "no thread waits for a launch": (Ticket, "_wait_for_launch", nothing),
     "what is launched has no ticket": (TieredExecutor, "_launched", lambda self: []),
     "readers of a value are forgotten": (ValueTable, "use", nothing),
     "changes of a value are forgotten": (ValueTable, "change", nothing),
     "memory is given back while it is used": (Hold, "release", release_at_once),
-    "memory of the device is freed while it is copied": (stream_twin_queue.Block, "__init__", forgets_streams),
+    "memory of the device is freed while it is copied": (Block, "__init__", forgets_streams),
 }
 
 

@@ -12,36 +12,97 @@ Tensors of the twin are a subclass of torch's: an operation on them returns at o
 from __future__ import annotations
 
 import queue
+import random
 import threading
+import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from gs_compile.runtime.stream import Device, Reading
-from gs_compile.runtime.stream_twin_queue import Block, Observer, Span, State, TwinEvent, TwinStream
+from gs_compile.runtime.stream import Device
 
-Tensor = torch.Tensor
+POISON = 0xFF
 HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
+
+
+class TwinEvent:
+    """A point in a stream."""
+
+    def __init__(self, twin):
+        self.twin = twin
+        self.happened = threading.Event()
+
+    def happen(self):
+        self.seconds = time.perf_counter()
+        self.happened.set()
+
+    def query(self):
+        if not self.happened.is_set():
+            return False
+        self.twin.observer.thread_waited(self)
+        return True
+
+    def synchronize(self):
+        self.happened.wait()
+        self.twin.check()
+        self.twin.observer.thread_waited(self)
+
+
+class TwinStream:
+    """A queue with a thread of its own."""
+
+    def __init__(self, twin, name):
+        self.twin = twin
+        self._random = random.Random(f"{twin.seed} {name}")
+        self._tasks = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"twin {name}", daemon=True)
+        self._thread.start()
+
+    def launch(self, task):
+        self._tasks.put(task)
+
+    def wait_event(self, event):
+        self.twin.observer.stream_waits(self, event)
+        self.launch(event.happened.wait)
+
+    def close(self):
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _work(self):  # [1]
+        while (task := self._tasks.get()) is not None:
+            if self.twin.delay_seconds and self._random.random() < 0.3:
+                time.sleep(self._random.random() * self.twin.delay_seconds)
+            try:
+                with torch.no_grad():
+                    task()
+            except BaseException as error:  # noqa: BLE001  it is raised where somebody waits
+                self.twin.error = self.twin.error or error
+
+
+class Block:
+    """Memory of the device: one tensor's, or nobody's."""
+
+    def __init__(self, nbytes, stream):
+        self.bytes = np.full(nbytes, POISON, dtype=np.uint8)
+        self.stream = stream  # on which it is taken, again and again
+        self.used_on = set()  # other streams, since it was taken
 
 
 class TwinTensor(torch.Tensor):
     """A tensor in the twin's memory. `raw` sees the same bytes now; `block` owns them."""
 
-    raw: Tensor
-    block: Block
-    twin: Twin
-
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TwinTensor))
-        return first.twin.dispatch(func, args, kwargs)
+        return first.twin.dispatch(func, args, kwargs or {})
 
 
 class Twin(Device):
@@ -49,34 +110,41 @@ class Twin(Device):
 
     has_own_memory = True
 
-    def __init__(self, seed: int = 0, delay_seconds: float = 1e-3, observer: Observer | None = None) -> None:
+    def __init__(self, seed, delay_seconds, observer):
         super().__init__(torch.device("cpu"))
-        self.state = State(seed, delay_seconds, observer or Observer())
-        self.pinned: dict[int, int] = {}
-        self.streams = [TwinStream(self.state, "compute")]
+        self.seed, self.delay_seconds, self.observer = seed, delay_seconds, observer
+        self.error = None  # the first on any stream
+        self.pinned = {}
+        self.streams = []
+        self.new_stream()
         self._local = threading.local()
-        self._free: dict[tuple[int, TwinStream], list[Block]] = defaultdict(list)
-        self._freed: queue.SimpleQueue[Block] = queue.SimpleQueue()  # told by destructors, on any thread
-        self._leaving: list[tuple[Block, list[TwinEvent]]] = []
+        self._free = defaultdict(list)
+        self._freed = queue.SimpleQueue()  # told by destructors, on any thread
+        self._leaving = []
         self._lock = threading.RLock()
         self._fake = FakeTensorMode()
 
-    def close(self) -> None:
+    def check(self):
+        """Raise what has failed on a stream."""
+        if self.error is not None:
+            raise self.error
+
+    def close(self):
         for stream in self.streams:
             stream.close()
-        self.state.check()
+        self.check()
 
     # Order -----------------------------------------------------------------------------------------------------------
 
-    def new_stream(self) -> TwinStream:
-        self.streams.append(TwinStream(self.state, str(len(self.streams))))
+    def new_stream(self):
+        self.streams.append(TwinStream(self, len(self.streams)))
         return self.streams[-1]
 
-    def current_stream(self) -> TwinStream:
+    def current_stream(self):
         return getattr(self._local, "stream", self.streams[0])
 
     @contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
+    def on(self, stream):
         before = self.current_stream()
         self._local.stream = stream
         try:
@@ -84,44 +152,40 @@ class Twin(Device):
         finally:
             self._local.stream = before
 
-    def record(self, stream: Any) -> TwinEvent:
-        event = TwinEvent(self.state)
-        self.state.observer.recorded(stream, event)
+    def record(self, stream):
+        event = TwinEvent(self)
+        self.observer.recorded(stream, event)
         stream.launch(event.happen)
         return event
 
-    def seconds(self, start: Any, end: Any) -> tuple[float, float]:
+    def seconds(self, start, end):
         return start.seconds, end.seconds
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.record(self.current_stream()).synchronize()
 
-    def launch(self, name: str, run: Callable[[], None], reads: Sequence[Span], writes: Sequence[Span]) -> None:
+    def launch(self, name, run, reads, writes):
         stream = self.current_stream()
-        self.state.observer.launched(stream, name, reads, writes)
+        self.observer.launched(stream, name, list(map(span_of, reads)), list(map(span_of, writes)))
         stream.launch(run)
 
     # Memory ----------------------------------------------------------------------------------------------------------
 
-    def memory_nbytes(self) -> tuple[int, int]:
-        return 1 << 30, 1 << 30
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> Tensor:
+    def empty(self, shape, dtype, stride=None):
         like = torch.empty_strided(shape, stride or torch.empty(shape, device="meta").stride(), device="meta")
         nbytes = like.untyped_storage().nbytes() // like.itemsize * dtype.itemsize
         with self._lock:
             block = self._take(-(-max(nbytes, 1) // 512) * 512)
         handle = block.bytes[: max(nbytes, 1)]  # lives as long as any tensor in this memory
         weakref.finalize(handle, self._freed.put, block)
-        storage = torch.frombuffer(handle, dtype=torch.uint8).untyped_storage()
-        return self.wrap(torch.empty(0, dtype=dtype).set_(storage, 0, shape, like.stride()), block)
+        return self.wrap(in_memory(handle, dtype, 0, shape, like.stride()), block)
 
-    def wrap(self, raw: Tensor, block: Block) -> TwinTensor:
-        tensor: TwinTensor = torch.Tensor._make_subclass(TwinTensor, raw)
+    def wrap(self, raw, block):
+        tensor = torch.Tensor._make_subclass(TwinTensor, raw)
         tensor.raw, tensor.block, tensor.twin = raw, block, self
         return tensor
 
-    def _take(self, nbytes: int) -> Block:  # [2]
+    def _take(self, nbytes):  # [2]
         while not self._freed.empty():
             block = self._freed.get()
             self._leaving.append((block, [self.record(stream) for stream in block.used_on]))
@@ -132,46 +196,43 @@ class Twin(Device):
                 block.used_on.clear()
                 for event in events:
                     block.stream.wait_event(event)
-                self.state.observer.launched(block.stream, "free", (), [block.span])
-                block.stream.launch(block.poison)
+                start = block.bytes.ctypes.data
+                self.observer.launched(block.stream, "free", (), [(start, start + len(block.bytes))])
+                block.stream.launch(partial(block.bytes.fill, POISON))
                 self._free[len(block.bytes), block.stream].append(block)
         key = nbytes, self.current_stream()
         return self._free[key].pop() if self._free[key] else Block(*key)
 
-    def copy(self, target: Tensor, source: Tensor) -> None:  # [3]
+    def copy(self, target, source):  # [3]
         for tensor in (target, source):
             if isinstance(tensor, TwinTensor):
                 tensor.block.used_on.add(self.current_stream())
-            elif not self.is_pinned(tensor):
+            elif not any(at <= tensor.data_ptr() < at + nbytes for at, nbytes in list(self.pinned.items())):
                 raise RuntimeError(f"an asynchronous copy of {tensor.nbytes} bytes of pageable memory")
         self._launch_op(torch.ops.aten.copy_.default, (target, source), {}, [target], [source])
 
-    def read(self, number: Tensor) -> Reading:
+    def read(self, number):
         arrived = torch.empty((), dtype=torch.float64)
         self._launch_op(torch.ops.aten.copy_.default, (arrived, number), {}, [], [number])
         event = self.record(self.current_stream())
 
-        def wait() -> float:
+        def wait():
             event.synchronize()
             return float(arrived)
 
         return wait
 
-    def pin(self, address: int, nbytes: int) -> None:
+    def pin(self, address, nbytes):
         self.pinned[address] = nbytes
 
-    def unpin(self, address: int) -> None:
+    def unpin(self, address):
         del self.pinned[address]
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        start, stop = span_of(tensor)
-        return any(address <= start and stop <= address + nbytes for address, nbytes in list(self.pinned.items()))
 
     # Operations ------------------------------------------------------------------------------------------------------
 
-    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def dispatch(self, func, args, kwargs):
         """Launch one operation of torch's on the current stream; its outputs are tensors of this device."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_of((args, kwargs))
         if func.is_view:
             base = next(tensor for tensor in tensors if isinstance(tensor, TwinTensor))
             return tree_map_only(Tensor, lambda raw: self.wrap(raw, base.block), func(*_raw(args), **_raw(kwargs)))
@@ -180,7 +241,7 @@ class Twin(Device):
         written = _written(func, args, kwargs)
         is_read = func in HOST_READS
         if is_read or any(not isinstance(tensor, TwinTensor) for tensor in written):
-            self.launch(str(func), lambda: None, _spans(tensors), [])
+            self.launch(str(func), lambda: None, tensors, [])
             self.synchronize()
             found = func(*_raw(args), **_raw(kwargs))
             return found if is_read else written[0]
@@ -191,71 +252,65 @@ class Twin(Device):
             fake = tree_map_only(Tensor, self._fake.from_tensor, _raw((args, kwargs)))
             like = func(*fake[0], **fake[1])
         outputs = tree_map_only(Tensor, lambda each: self.empty(each.shape, each.dtype, each.stride()), like)
-        made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        made = tensors_of(outputs)
         self._launch_op(func, args, kwargs, made, tensors, outputs=made)
         return outputs
 
-    def _launch_op(
-        self, func: Any, args: Any, kwargs: Any, writes: Any, reads: Any, outputs: Sequence[Tensor] = ()
-    ) -> None:
-        arguments, targets = tree_map(_late, _drawn(func, args, kwargs)), [_late(output) for output in outputs]
+    def _launch_op(self, func, args, kwargs, writes, reads, outputs=()):
+        arguments, targets = tree_map_only(TwinTensor, _Late, (_drawn(func, args, kwargs), list(outputs)))
 
-        def run() -> None:  # holds no memory of the device: what is freed is reused, whatever is still queued
+        def run():  # holds no memory of the device: what is freed is reused, whatever is still queued
             now_args, now_kwargs = tree_map_only(_Late, lambda late: late(), arguments)
             found = func(*now_args, **now_kwargs)
-            for target, result in zip(targets, _tensors(found) if targets else (), strict=True):
+            for target, result in zip(targets, tensors_of(found) if targets else (), strict=True):
                 target().copy_(result)
 
-        self.launch(str(func), run, _spans(reads), _spans(writes))
+        self.launch(str(func), run, reads, writes)
 
 
 class _Late:
     """A tensor of the twin when its operation runs, whoever's memory that is by then."""
 
-    def __init__(self, tensor: TwinTensor) -> None:
+    def __init__(self, tensor):
         raw = tensor.raw
-        self.bytes, self.dtype, self.shape, self.stride = tensor.block.bytes, raw.dtype, raw.shape, raw.stride()
-        self.offset = raw.storage_offset()
+        self.place = tensor.block.bytes, raw.dtype, raw.storage_offset(), raw.shape, raw.stride()
 
-    def __call__(self) -> Tensor:
-        storage = torch.frombuffer(self.bytes, dtype=torch.uint8).untyped_storage()
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
+    def __call__(self):
+        return in_memory(*self.place)
 
 
-def span_of(tensor: Tensor) -> Span:
-    """The bytes that a tensor's elements lie in."""
-    raw = tensor.raw if isinstance(tensor, TwinTensor) else tensor
+def in_memory(memory, dtype, offset, shape, stride):
+    """A tensor in memory of numpy's; the offset is in elements."""
+    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+
+
+def span_of(tensor):
+    """Where the bytes that a tensor's elements lie in begin and end."""
+    raw = _raw(tensor)
     if raw.numel() == 0:
-        return Span(0, 0)
+        return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(raw.shape, raw.stride(), strict=True))
-    return Span(raw.data_ptr(), raw.data_ptr() + (last + 1) * raw.itemsize)
+    return raw.data_ptr(), raw.data_ptr() + (last + 1) * raw.itemsize
 
 
-def _late(leaf: Any) -> Any:
-    return _Late(leaf) if isinstance(leaf, TwinTensor) else leaf
+def tensors_of(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _raw(tree: Any) -> Any:
+def _raw(tree):
     return tree_map_only(TwinTensor, lambda tensor: tensor.raw, tree)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
-def _spans(tensors: Sequence[Tensor]) -> list[Span]:
-    return [span_of(tensor) for tensor in tensors]
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _written(func, args, kwargs):
     """The arguments that an operation writes to."""
     schema = func._schema.arguments
     given = {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
     names = [argument.name for argument in schema if argument.alias_info is not None and argument.alias_info.is_write]
-    return [tensor for name in names for tensor in _tensors(given.get(name))]
+    return tensors_of([given.get(name) for name in names])
 
 
-def _drawn(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _drawn(func, args, kwargs):
     """The arguments; random numbers are those of the moment of launching, from the same generator."""
     generator = kwargs.get("generator")
     if generator is None:
