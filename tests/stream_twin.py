@@ -51,7 +51,7 @@ class TwinEvent:
 
     def synchronize(self):
         self.happened.wait()
-        self.twin.check()
+        assert not self.twin.errors, self.twin.errors
         self.twin.observer.thread_waited(self)
 
 
@@ -83,8 +83,8 @@ class TwinStream:
             try:
                 with torch.no_grad():
                     task()
-            except BaseException as error:  # noqa: BLE001  it is raised where somebody waits
-                self.twin.error = self.twin.error or error
+            except BaseException as error:  # noqa: BLE001  it fails whoever waits
+                self.twin.errors.append(error)
 
 
 class Block:
@@ -113,7 +113,7 @@ class Twin(Device):
     def __init__(self, seed, delay_seconds, observer):
         super().__init__(torch.device("cpu"))
         self.seed, self.delay_seconds, self.observer = seed, delay_seconds, observer
-        self.error = None  # the first on any stream
+        self.errors = []  # on its streams
         self.pinned = {}
         self.streams = []
         self.new_stream()
@@ -124,17 +124,10 @@ class Twin(Device):
         self._lock = threading.RLock()
         self._fake = FakeTensorMode()
 
-    def check(self):
-        """Raise what has failed on a stream."""
-        if self.error is not None:
-            raise self.error
-
     def close(self):
         for stream in self.streams:
             stream.close()
-        self.check()
-
-    # Order -----------------------------------------------------------------------------------------------------------
+        assert not self.errors, self.errors
 
     def new_stream(self):
         self.streams.append(TwinStream(self, len(self.streams)))
@@ -168,8 +161,6 @@ class Twin(Device):
         stream = self.current_stream()
         self.observer.launched(stream, name, list(map(span_of, reads)), list(map(span_of, writes)))
         stream.launch(run)
-
-    # Memory ----------------------------------------------------------------------------------------------------------
 
     def empty(self, shape, dtype, stride=None):
         like = torch.empty_strided(shape, stride or torch.empty(shape, device="meta").stride(), device="meta")
@@ -228,8 +219,6 @@ class Twin(Device):
     def unpin(self, address):
         del self.pinned[address]
 
-    # Operations ------------------------------------------------------------------------------------------------------
-
     def dispatch(self, func, args, kwargs):
         """Launch one operation of torch's on the current stream; its outputs are tensors of this device."""
         tensors = tensors_of((args, kwargs))
@@ -257,7 +246,7 @@ class Twin(Device):
         return outputs
 
     def _launch_op(self, func, args, kwargs, writes, reads, outputs=()):
-        arguments, targets = tree_map_only(TwinTensor, _Late, (_drawn(func, args, kwargs), list(outputs)))
+        arguments, targets = tree_map_only(TwinTensor, _Late, ((args, kwargs), list(outputs)))
 
         def run():  # holds no memory of the device: what is freed is reused, whatever is still queued
             now_args, now_kwargs = tree_map_only(_Late, lambda late: late(), arguments)
@@ -308,14 +297,3 @@ def _written(func, args, kwargs):
     given = {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
     names = [argument.name for argument in schema if argument.alias_info is not None and argument.alias_info.is_write]
     return tensors_of([given.get(name) for name in names])
-
-
-def _drawn(func, args, kwargs):
-    """The arguments; random numbers are those of the moment of launching, from the same generator."""
-    generator = kwargs.get("generator")
-    if generator is None:
-        return args, kwargs
-    then = torch.Generator()
-    then.set_state(generator.get_state())
-    func(*tree_map_only(Tensor, torch.clone, _raw(args)), **_raw(kwargs))  # the same number of draws
-    return args, {**kwargs, "generator": then}

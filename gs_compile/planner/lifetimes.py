@@ -117,7 +117,7 @@ def as_dicts(found: Iterable[Period]) -> list[dict[str, Any]]:
     """For JSON."""
     return [
         {
-            "tensor": str(replace(period.value, piece=None)),
+            "tensor": str(period.value),
             "since": str(period.since),
             "until": str(period.until),
             "nbytes": period.nbytes,
@@ -130,7 +130,7 @@ def as_dicts(found: Iterable[Period]) -> list[dict[str, Any]]:
 def _rows(found: Iterable[Period]) -> Iterator[tuple[str, ...]]:
     groups: dict[tuple[str, str], list[Period]] = {}
     for period in found:
-        groups.setdefault((period.value.kind, period.tier), []).append(period)
+        groups.setdefault((period.value.kind, str(period.value.tier)), []).append(period)
     for (kind, tier), members in groups.items():
         kept = [period for period in members if period.kept]
         yield (

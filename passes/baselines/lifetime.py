@@ -16,6 +16,8 @@ it. What outlives the step is not in question: its home is the placement's.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -23,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gs_compile.passes.free import Free
-from gs_compile.placement.kinds import slot_of
+from gs_compile.placement.liveness import LiveRange, live_ranges, nbytes_alive
 from gs_compile.placement.placement import Placement
-from gs_compile.program.ir import Op, Program, Stage, Tier, Unit, Value
+from gs_compile.program.ir import Op, Program, Stage, Tier, Value
 
 BACKWARD = 3.0  # forwards that a backward takes: one again, and twice one for its two gradients
 STAYING = frozenset({"w", "x", "dw"})  # kinds; optimizer states go home after each update: that is what is learned
@@ -34,7 +36,7 @@ MOVES = frozenset({"prefetch", "offload", "alias", "gather"})  # what is of no u
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """A tensor that is inactive on a tier from the end of `since` on, until it comes back for its use in `until`.
+    """A tensor that is inactive on its tier from the end of `since` on, until it comes back for its use in `until`.
 
     index: of the operation that brings it back, in the program in question.
     first, last: in the same with its frees, those between which it takes no memory if it is moved away.
@@ -42,7 +44,6 @@ class Period:
     """
 
     value: Value
-    tier: Tier
     nbytes: int
     since: Stage
     until: Stage
@@ -83,111 +84,69 @@ class Lifetime:
             budgets = {"device": room.device_nbytes} if self.placement.separate else {}
             budgets["host"] = room.host_nbytes
         for tier, nbytes in budgets.items():
-            periods = _Timeline(program, self.placement, tier, late=self.late).within(nbytes)
+            ops = Free(placement=self.placement, late=self.late)(program).ops
+            ranges = [live for live in live_ranges(ops, self.placement) if live.slot.tier == tier]
+            periods = sorted(_periods(ops, ranges, self.placement), key=lambda period: period.index)
+            periods = _decided(periods, nbytes_alive(ranges, tier, len(ops)), nbytes)
             dropped = {period.index for period in periods if period.kept}
             program = _without(program, dropped, self.placement.homes(late=self.late), self.placement)
             found += periods
         return program.with_ops(program.ops, made_by=self.name), tuple(found)
 
 
-class _Timeline:
-    """The bytes of a tier after each operation of a program, and the periods in which its tensors are away."""
-
-    def __init__(self, program: Program, placement: Placement, tier: Tier, *, late: bool) -> None:
-        self.placement = placement
-        self.tier = tier
-        self.ops = Free(placement=placement, late=late)(program).ops
-        self.number = -1  # of the operation in the program without its frees
-        self.changes = np.zeros(len(self.ops) + 1, dtype=np.int64)
-        self.clock = np.cumsum([_forwards(op) for op in self.ops])
-        self.alive: dict[object, set[Value]] = {}
-        self.ended: dict[object, int] = {}  # slots that were left, and when
-        self.coming: dict[Value, tuple[int, int]] = {}  # whole units whose pieces are on their way back
-        self.periods: list[Period] = []
-        for value in placement.present(self.ops):
-            self._begin(value, -1)
-        for at, op in enumerate(self.ops):
-            self._note(at, op)
-        self.bytes: NDArray[np.int64] = np.cumsum(self.changes)[:-1]
-
-    def _note(self, at: int, op: Op) -> None:
-        if op.verb == "free":
-            self._end(op.reads[0], at)
-            return
-        self.number += 1
-        for value in op.results:
-            left = self._begin(value, at)
-            if value.kind not in STAYING:
-                continue
-            if left is not None and op.verb == "prefetch" and value.piece is None:
-                self._add(value, left, at)
-            elif left is not None and op.verb == "prefetch":
-                self.coming[replace(value, piece=None)] = left, at
-            elif value in self.coming:
-                self._add(value, *self.coming.pop(value))
-
-    def _begin(self, value: Value, at: int) -> int | None:
-        """When the memory was left that a value begins to take again, if it was."""
-        slot = slot_of(self.placement, value)
-        key, nbytes = slot.key, slot.nbytes
-        if slot.tier != self.tier:
-            return None
-        if key not in self.alive:
-            self.changes[max(at, 0)] += nbytes
-        left = None if key in self.alive else self.ended.pop(key, None)
-        self.alive.setdefault(key, set()).add(value)
-        return left
-
-    def _end(self, value: Value, at: int) -> None:
-        slot = slot_of(self.placement, value)
-        key, nbytes = slot.key, slot.nbytes
-        values = self.alive.get(key, set())
-        values.discard(value)
-        if key in self.alive and not values:
-            del self.alive[key]
-            self.changes[at] -= nbytes
-            self.ended[key] = at
-
-    def _add(self, value: Value, first: int, last: int) -> None:
-        self.periods.append(
-            Period(
-                value,
-                self.tier,
-                slot_of(self.placement, value).nbytes,
-                self.ops[first].stage,
-                self.ops[last].stage,
-                self.number,
-                first,
-                last,
-                float(self.clock[last] - self.clock[first]),
-                _seconds(value, self.tier, self.placement),
+def _periods(ops: Sequence[Op], ranges: Iterable[LiveRange], placement: Placement) -> Iterator[Period]:
+    """The times between two live ranges of the same memory, the second begun by a tensor that comes back."""
+    clock = np.cumsum([_forwards(op) for op in ops])
+    numbers = np.cumsum([op.verb != "free" for op in ops]) - 1  # of the operations in the program without its frees
+    gathers = defaultdict[Value, list[int]](list)  # by the first piece of what they put together
+    for at, op in enumerate(ops):
+        if op.verb == "gather":
+            gathers[op.reads[0]].append(at)
+    left: dict[object, int] = {}
+    for live in ranges:
+        value, last, first = live.value, live.first, left.get(live.slot.key)
+        if first is not None and value.kind in STAYING and ops[last].verb == "prefetch":
+            back = last if value.piece is None else next(at for at in gathers[value] if at > last)
+            yield Period(
+                replace(value, piece=None),
+                nbytes := live.slot.nbytes,
+                since=ops[first].stage,
+                until=ops[last].stage,
+                index=int(numbers[back]),
+                first=first,
+                last=last,
+                duration=float(clock[last] - clock[first]),
+                seconds=_seconds(value, nbytes, placement),
             )
-        )
+        if live.last is not None:
+            left[live.slot.key] = live.last
 
-    def within(self, budget: int) -> list[Period]:
-        """All periods: those are kept that leave the tier within its budget, or within what it takes without any."""
-        budget = max(budget, int(self.bytes.max(initial=0)))
-        now, periods = self.bytes.copy(), self.periods
-        first, last, nbytes = (
-            np.array([getattr(period, name) for period in periods], dtype=np.int64)
-            for name in ("first", "last", "nbytes")
-        )
-        worth = np.array([period.worth for period in periods])
-        for start, stop, size in zip(first, last, nbytes, strict=True):
-            now[start:stop] += size
-        kept = np.ones(len(periods), dtype=bool)
-        while now.max(initial=0) > budget:
-            peak = now.argmax()
-            over = np.flatnonzero(kept & (first <= peak) & (peak < last))
-            moved = over[worth[over].argmax()]
-            kept[moved] = False
-            now[first[moved] : last[moved]] -= nbytes[moved]
-        for index in sorted(np.flatnonzero(~kept), key=lambda index: worth[index]):  # of use no more, after later ones
-            span = slice(first[index], last[index])
-            if now[span].max(initial=0) + nbytes[index] <= budget:
-                kept[index] = True
-                now[span] += nbytes[index]
-        return [replace(period, kept=bool(stays)) for period, stays in zip(periods, kept, strict=True)]
+
+def _decided(periods: Sequence[Period], now: NDArray[np.int64], budget: int) -> list[Period]:
+    """All periods: those are kept that leave the tier within its budget, or within what it takes without any.
+
+    now: the bytes of the tier after each operation, if none is kept.
+    """
+    budget = max(budget, int(now.max(initial=0)))
+    first, last, nbytes = (
+        np.array([getattr(period, name) for period in periods], dtype=np.int64) for name in ("first", "last", "nbytes")
+    )
+    worth = np.array([period.worth for period in periods])
+    for start, stop, size in zip(first, last, nbytes, strict=True):
+        now[start:stop] += size
+    kept = np.ones(len(periods), dtype=bool)
+    while now.max(initial=0) > budget:
+        peak = now.argmax()
+        over = np.flatnonzero(kept & (first <= peak) & (peak < last))
+        moved = over[worth[over].argmax()]
+        kept[moved] = False
+        now[first[moved] : last[moved]] -= nbytes[moved]
+    for index in sorted(np.flatnonzero(~kept), key=lambda index: worth[index]):  # of use no more, after later ones
+        span = slice(first[index], last[index])
+        if now[span].max(initial=0) + nbytes[index] <= budget:
+            kept[index] = True
+            now[span] += nbytes[index]
+    return [replace(period, kept=bool(stays)) for period, stays in zip(periods, kept, strict=True)]
 
 
 def _forwards(op: Op) -> float:
@@ -197,31 +156,26 @@ def _forwards(op: Op) -> float:
     return BACKWARD if op.stage.phase == "backward" else 1.0
 
 
-def _seconds(value: Value, tier: Tier, placement: Placement) -> float:
-    """What a journey away from a tier and back takes on all its lanes; parameters are at home already."""
+def _seconds(value: Value, nbytes: int, placement: Placement) -> float:
+    """What a journey away from a value's tier and back takes on all its lanes; parameters are at home already."""
     assert placement.room is not None
     rates = dict(placement.room.bytes_per_second)
-    nbytes, on_ssd = _journey(value, placement)
-    lanes = {"h2d": nbytes, "d2h": nbytes} if tier == "device" else {}
-    lanes |= {"ssd_read": on_ssd, "ssd_write": on_ssd}
+    on_ssd = _ssd_nbytes(value, nbytes, placement)
+    lanes = {"ssd_read": on_ssd, "ssd_write": on_ssd}
+    lanes |= {"h2d": nbytes, "d2h": nbytes} if value.tier == "device" else {}
     return sum(moved / rates[lane] for lane, moved in lanes.items() if value.kind != "w" or lane in ("h2d", "ssd_read"))
 
 
-def _journey(value: Value, placement: Placement) -> tuple[int, int]:
-    """The bytes of a tensor, and how many of them go as far as the SSD."""
-    nbytes = slot_of(placement, value).nbytes
+def _ssd_nbytes(value: Value, nbytes: int, placement: Placement) -> int:
+    """How many bytes of a tensor go as far as the SSD."""
     if value.kind == "x":
-        return nbytes, nbytes if placement.checkpoint_home(value) == "ssd" else 0
-    unit = placement.by_unit[_unit(value)]
-    if value.kind == "dw":
-        return nbytes, nbytes if placement.gradient_home(unit) == "ssd" else 0
-    start, stop = unit.ssd_zone
-    return nbytes, (stop - start) * unit.itemsize
-
-
-def _unit(value: Value) -> Unit:
+        return nbytes if placement.checkpoint_home(value) == "ssd" else 0
     assert value.unit is not None, f"{value} is of no unit"
-    return value.unit
+    unit = placement.by_unit[value.unit]
+    if value.kind == "dw":
+        return nbytes if placement.gradient_home(unit) == "ssd" else 0
+    start, stop = unit.ssd_zone
+    return (stop - start) * unit.itemsize
 
 
 def _without(program: Program, dropped: set[int], outlives: frozenset[Value], placement: Placement) -> Program:

@@ -110,7 +110,7 @@ def test_without_a_room_nothing_stays():
 def test_what_a_journey_takes():
     """There and back on every lane; parameters are where they go already."""
     placement = within(homes((1, 2)), 0, 0)
-    found = {period.value.kind: period for period in decided((1, 2), placement)[1] if period.tier == "device"}
+    found = {period.value.kind: period for period in decided((1, 2), placement)[1] if period.value.tier == "device"}
     assert found.keys() == {"w", "x", "dw"}
     for kind, period in found.items():
         there_and_back = period.nbytes * ((1 / 8 + 1 / 8 + 1 / 2 + 1) if kind != "w" else (1 / 8 + 1 / 2))
@@ -130,7 +130,7 @@ def test_one_byte_too_little_moves_one_tensor():
     step = (3, 1)
     plain = homes(step)
     most = peaks(step, within(plain, ENDLESS))["device"]
-    found = [p for p in decided(step, within(plain, most - 1))[1] if p.tier == "device"]
+    found = [p for p in decided(step, within(plain, most - 1))[1] if p.value.tier == "device"]
     (moved,) = (period for period in found if not period.kept)
     assert moved.value.kind == "w"  # which need not be written
     assert moved.worth == max(p.worth for p in found if p.first <= moved.first and moved.last <= p.last)
