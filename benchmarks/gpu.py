@@ -202,12 +202,12 @@ def lane_rates(events: Iterable[Event]) -> dict[str, dict[str, float]]:
     """
     by_lane: dict[str, list[Event]] = {}
     for event in events:
-        by_lane.setdefault(event.lane, []).append(event)
+        by_lane.setdefault(event.label.lane, []).append(event)
     busy = {lane: _union((each.start_seconds, each.end_seconds) for each in found) for lane, found in by_lane.items()}
     computing = busy.get("compute", [])
     rates = {}
     for lane, found in by_lane.items():
-        seconds, nbytes = _seconds(busy[lane]), sum(event.nbytes for event in found)
+        seconds, nbytes = _seconds(busy[lane]), sum(event.label.nbytes for event in found)
         together = seconds + _seconds(computing) - _seconds(_union([*busy[lane], *computing]))
         rates[lane] = {
             "seconds": seconds,

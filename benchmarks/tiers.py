@@ -25,6 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import gs_compile
 from gs_compile.model.backend import greedysnake
+from gs_compile.runtime.trace import Event
 
 RATIOS = {"ssd": 0.0, "host": 1.0}
 
@@ -81,17 +82,28 @@ class Run:
     def traced(self, steps: int) -> dict[str, float]:
         """The share of the time of consecutive steps in which each lane works."""
         assert self.optimizer.engine is not None
-        trace = self.optimizer.engine.tiers.trace
         self.step()
         start = time.perf_counter()
         for _ in range(steps):
             self.step()
         stop = time.perf_counter()
         self.optimizer.synchronize()
-        return {lane: trace.busy_share(lane, start, stop) for lane in ("compute", "ssd_read", "ssd_write", "cpu")}
+        events = self.optimizer.engine.tiers.trace.events()
+        return {lane: busy_share(events, lane, start, stop) for lane in ("compute", "ssd_read", "ssd_write", "cpu")}
 
     def close(self) -> None:
         self.optimizer.engine.tiers.close()
+
+
+def busy_share(events: list[Event], lane: str, since_seconds: float, until_seconds: float) -> float:
+    """The share of a period in which a lane had something under way, 0 to 1: what overlaps counts once."""
+    busy, reached = 0.0, since_seconds
+    for event in events:
+        if event.label.lane == lane:
+            end = min(event.end_seconds, until_seconds)
+            busy += max(0.0, end - max(event.start_seconds, reached))
+            reached = max(reached, end)
+    return busy / (until_seconds - since_seconds)
 
 
 def measure(arguments: argparse.Namespace, micro_batches: int, storage: str) -> dict[str, Any]:

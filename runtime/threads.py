@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -21,17 +20,6 @@ from gs_compile.machine import usable_cores
 log = logging.getLogger(__name__)
 
 _default = threading.Lock()  # the default is read, changed and put back as one action
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """The calling thread computes with `count` threads inside the block; other threads keep their numbers."""
-    before = torch.get_num_threads()
-    limit_threads(count)
-    try:
-        yield
-    finally:
-        limit_threads(before)
 
 
 def limit_threads(count: int) -> None:
@@ -54,10 +42,11 @@ def correct_thread_count() -> int:
     torchrun sets it for every job of more than one process a node whose user has not; the optimizer would be left one
     core. Any other number is the user's own and stays. Only a count of one is ever corrected, so the log says it once.
     """
-    count = torch.get_num_threads()
-    if count > 1 or not _set_by_torchrun():
+    count, environment = torch.get_num_threads(), os.environ
+    processes = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    is_launched = "TORCHELASTIC_RUN_ID" in environment and processes > 1
+    if count > 1 or not is_launched or environment.get("OMP_NUM_THREADS") != "1":
         return count
-    processes = int(os.environ["LOCAL_WORLD_SIZE"])
     share = max(1, usable_cores() // processes)
     if share > count:
         torch.set_num_threads(share)
@@ -73,12 +62,6 @@ def correct_thread_count() -> int:
 def update_threads(*, beside_compute: bool) -> int:
     """The threads that updates take: all of this process's, or half of them where the CPU computes the model too."""
     return max(1, correct_thread_count() // (2 if beside_compute else 1))
-
-
-def _set_by_torchrun() -> bool:
-    environment = os.environ
-    launched = "TORCHELASTIC_RUN_ID" in environment and environment.get("LOCAL_WORLD_SIZE", "1") != "1"
-    return launched and environment.get("OMP_NUM_THREADS") == "1"
 
 
 def _in_new_thread(function: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu_page import page
-from gs_compile.runtime.trace import Event
+from gs_compile.runtime.trace import Event, Label
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,7 +33,7 @@ def setting(tmp_path, request):
 
 
 def event(lane, start, end, nbytes=0):
-    return Event(start, end, lane, "", nbytes, "", "")
+    return Event(start, end, Label(lane, "", nbytes))
 
 
 def test_rates_and_overlap():

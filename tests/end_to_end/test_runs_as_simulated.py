@@ -66,11 +66,11 @@ def run(rig, executors, given):
         tiers = optimizer.engine.tiers
         placement, budget, events = tiers.placement, tiers.setting.arena.budget_nbytes, tiers.trace.events()
     programs = [executor.program for executor in executors[:NUM_STEPS]]
-    lanes = {lane: iter([each for each in events if each.lane == lane]) for lane in LANES}
+    lanes = {lane: iter([each for each in events if each.label.lane == lane]) for lane in LANES}
     seconds, ends = [], []
     for program in programs:
         events = [next(lanes[op.lane]) if op.lane != "memory" else None for op in program.ops]
         seconds.append([event.end_seconds - event.start_seconds if event else 0.0 for event in events])
-        ends.append(max(event.end_seconds for event in events if event and event.lane == "compute"))
+        ends.append(max(event.end_seconds for event in events if event and event.label.lane == "compute"))
     found = simulate(programs, seconds, placement=placement, inline=True, op_seconds=OP_SECONDS, host_nbytes=budget)
     return ends[-1] - ends[-2], found.seconds, dict(programs[-1].peaks)["host"]

@@ -68,7 +68,7 @@ def test_what_was_done_is_recorded_before_it_is_told(lanes):
     lanes.submit("ssd_read", "prefetch w3b", lambda: None, nbytes=100, kind="w").wait()
     assert lanes.trace.totals()["ssd_read"].nbytes_by_kind == {"w": 100}
     (event,) = lanes.trace.events()
-    assert (event.name, event.stage) == ("prefetch w3b", "forward 0")
+    assert (event.label.name, event.label.stage) == ("prefetch w3b", "forward 0")
 
 
 def test_memory_is_let_go_before_the_operation_is_done(lanes):

@@ -69,19 +69,6 @@ def test_a_limit_reaches_openmp():
     assert in_new_thread(openmp) == openmp() == 2
 
 
-def test_threads_restores():
-    with threads.threads(3):
-        assert torch.get_num_threads() == 3
-        assert in_new_thread(torch.get_num_threads) == 2
-    assert torch.get_num_threads() == 2
-
-
-def test_threads_restores_after_an_error():
-    with pytest.raises(ZeroDivisionError), threads.threads(1):
-        _ = 1 / 0
-    assert torch.get_num_threads() == 2
-
-
 def test_limits_set_at_once_leave_the_default():
     barrier = threading.Barrier(6)
 

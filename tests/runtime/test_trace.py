@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from gs_compile.runtime.trace import LANES, Label, Total, Trace
+from gs_compile.program.ir import LANES
+from gs_compile.runtime.trace import Label, Total, Trace
 
 
 def traced() -> Trace:
@@ -36,8 +37,6 @@ def test_without_events_there_are_sums():
     trace.add(Label("h2d", "upload(w1)", 8, "parameter"), 1.0, 2.0)
     assert trace.events() == []
     assert trace.totals() == {"h2d": Total(1.0, 8, {"parameter": 8})}
-    with pytest.raises(AssertionError, match="busy_share needs"):
-        trace.busy_share("h2d", 0.0, 1.0)
 
 
 def test_reset():
@@ -47,36 +46,12 @@ def test_reset():
     assert trace.events() == []
 
 
-@pytest.mark.parametrize(
-    ("lane", "since", "until", "share"),
-    [
-        ("compute", 10.0, 14.0, 3 / 4),
-        ("compute", 11.0, 13.0, 1 / 2),
-        ("compute", 12.0, 13.0, 0.0),
-        ("ssd_read", 10.0, 14.0, 2 / 4),  # one lies inside the other
-        ("ssd_read", 12.0, 12.5, 1.0),
-        ("ssd_read", 14.0, 15.0, 0.0),
-        ("ssd_read", 9.0, 10.0, 0.0),
-        ("net", 10.0, 14.0, 0.0),
-    ],
-)
-def test_busy_share(lane, since, until, share):
-    assert traced().busy_share(lane, since, until) == pytest.approx(share)
-
-
 def test_chrome_format(tmp_path):
     traced().save(tmp_path / "trace.json")
     loaded = json.loads((tmp_path / "trace.json").read_text())
     assert set(loaded) == {"traceEvents", "displayTimeUnit"}
-    for event in loaded["traceEvents"]:
-        assert {"ph", "name", "pid", "tid", "args"} <= set(event)
-        assert event["ph"] in ("M", "X")
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
     complete = [event for event in loaded["traceEvents"] if event["ph"] == "X"]
     assert [event["ts"] for event in complete] == sorted(event["ts"] for event in complete)
-    assert all(event["dur"] >= 0 for event in complete)
-    assert len({event["pid"] for event in loaded["traceEvents"]}) == 1
     assert complete[1] == {
         "ph": "X",
         "name": "load(w1)",
