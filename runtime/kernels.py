@@ -21,17 +21,18 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gs_compile.placement.placement import QUANTUM
-from gs_compile.runtime.stream import is_in_host_memory
+from gs_compile.runtime.stream import fused_adam, fused_adamw, fused_sgd, is_in_host_memory
 
 CHUNK = 64 * 1024  # elements a thread: 1 MB with scratch and two states. Half is slower by calls, twice by L2 misses
 
-Hyper = Mapping[str, Any]  # a param group's options, by torch's names
+Hyper = Mapping[str, Any]  # a param group's options, by torch's names, and "scale"
 Apply = Callable[[Tensor, Tensor, Sequence[Tensor], Hyper, int], None]
 
 
@@ -56,19 +57,19 @@ class Rule:
         hyper: Hyper,
         step: int,
         low: Tensor | None = None,
-        scale: float = 1.0,
     ) -> None:
         """One step: `master` and `state` change in place, `low` becomes the rounded master, `gradient` stays.
 
         All are flat and of one length, a multiple of QUANTUM. `master` and `state` are float32 or float64; `gradient`
-        and `low` may be narrower. `step` counts from 1. `scale` multiplies the gradient, in the master's dtype, before
-        all else: for a gradient of that dtype this is bitwise what `clip_grad_norm_` makes of it.
+        and `low` may be narrower. `step` counts from 1. hyper["scale"], if any, multiplies the gradient, in the
+        master's dtype, before all else: for a gradient of that dtype this is bitwise what `clip_grad_norm_` makes.
 
         Chunks pay where they save a pass over memory. A gradient that can be read as it is leaves nothing to save but
         the reading of `master` for `low`, and the rule's own arithmetic takes longer than its memory: there one call
         for the whole part is the fastest (benchmarks/optimizer.py).
         """
         _check(master, gradient, *state, *([] if low is None else [low]))
+        scale = hyper.get("scale", 1.0)
         as_it_is = gradient.dtype == master.dtype and scale == 1.0
         size = max(len(master), 1) if as_it_is and not self.in_cache else _chunk()
         lows: Sequence[Tensor | None] = [None] * (len(master) // size + 1) if low is None else low.split(size)
@@ -113,25 +114,15 @@ def _squares(flat: Tensor) -> list[float]:
     return squares
 
 
-def _adamw(master: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hyper, step: int) -> None:
-    _fused_adam(torch._fused_adamw_, master, gradient, state, hyper, step)
-
-
-def _adam(master: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hyper, step: int) -> None:
-    _fused_adam(torch._fused_adam_, master, gradient, state, hyper, step)
-
-
-def _fused_adam(
-    kernel: Callable[..., None], master: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hyper, step: int
+def _adam(
+    kernel: Callable[..., object], master: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hyper, step: int
 ) -> None:
-    mean, square = state
     beta1, beta2 = hyper["betas"]
     assert hyper["eps"] >= torch.finfo(master.dtype).tiny, "padding, and gradients that are always zero, would be 0 / 0"
     kernel(
         [master],
         [gradient],
-        [mean],
-        [square],
+        *([each] for each in state),
         [],
         [torch.scalar_tensor(step, dtype=torch.float64)],
         lr=hyper["lr"],
@@ -147,7 +138,7 @@ def _fused_adam(
 def _sgd(master: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hyper, step: int) -> None:
     """As torch's, the momentum of the first step is its gradient, without dampening."""
     momentum = hyper["momentum"]
-    torch._fused_sgd_(
+    fused_sgd(
         [master],
         [gradient],
         [] if momentum == 0 else list(state),
@@ -181,8 +172,8 @@ def _lion(master: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hype
     momentum.mul_(beta2).add_(fresh)
 
 
-ADAMW = Rule("AdamW", ("exp_avg", "exp_avg_sq"), _adamw)
-ADAM = Rule("Adam", ("exp_avg", "exp_avg_sq"), _adam)
+ADAMW = Rule("AdamW", ("exp_avg", "exp_avg_sq"), partial(_adam, fused_adamw))
+ADAM = Rule("Adam", ("exp_avg", "exp_avg_sq"), partial(_adam, fused_adam))
 SGD = Rule("SGD", ("momentum_buffer",), _sgd)
 LION = Rule("Lion", ("exp_avg",), _lion, in_cache=True)
 RULES = {rule.name: rule for rule in (ADAMW, ADAM, SGD, LION)}

@@ -227,8 +227,8 @@ class OptimizerStep:
                 w.copy_(_parameters(kept, piece))
             master, low = (state.pop(0), w) if unit.has_master else (w, None)
             if not record.skipped:
-                hyper = record.hypers[piece.hyper]
-                self.recipe.rule.update(master, g, state, hyper, record.number, low=low, scale=record.scale)
+                hyper = {**record.hypers[piece.hyper], "scale": record.scale}
+                self.recipe.rule.update(master, g, state, hyper, record.number, low)
             elif low is not None:
                 low.copy_(master)
 

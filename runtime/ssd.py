@@ -25,8 +25,10 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +38,7 @@ from gs_compile.errors import StorageError
 from gs_compile.runtime.stream import is_in_host_memory
 
 Memory: TypeAlias = npt.NDArray[np.uint8]
+Verb = Literal["read", "write"]
 
 PAGE = 4096  # what O_DIRECT asks of addresses, offsets and lengths; no drive asks for more
 BLOCK = 8 << 20  # 1 to 16 MiB are equally fast with enough threads (benchmarks/ssd.py); large ones cost less CPU
@@ -45,17 +48,14 @@ MAX_RETRIES = 64  # without progress, after pauses that add up to three seconds:
 MAX_PAUSE_SECONDS = 0.05
 
 
+@dataclass(eq=False)
 class File:
     """A file of fixed size, open for reading and writing; `direct` if it was opened with O_DIRECT."""
 
-    def __init__(self, path: Path, fd: int, *, direct: bool) -> None:
-        self.path = path
-        self.fd = fd
-        self.direct = direct
-        self.parts = threading.Lock()  # one part of a page is written at a time
-
-    def close(self) -> None:
-        os.close(self.fd)
+    path: Path
+    fd: int
+    direct: bool
+    parts: threading.Lock = field(default_factory=threading.Lock)  # one part of a page is written at a time
 
 
 class Transfer:
@@ -72,20 +72,19 @@ class Transfer:
     def wait(self) -> None:
         """Return when every byte has arrived; raises the StorageError of the first block that failed."""
         wait_for(self._blocks, return_when=FIRST_EXCEPTION)
-        if any(failed(block) for block in self._blocks):
+        broken = next((block for block in self._blocks if _has_failed(block)), None)
+        if broken is not None:
             for block in self._blocks:
                 block.cancel()  # a broken drive answers slowly: what has not begun need not
-        self.settle()
-        for block in self._blocks:
-            if failed(block):
-                block.result()
+            self.settle()
+            broken.result()
 
     def settle(self) -> None:
         """Return when nothing moves any more, whatever became of it."""
         wait_for(self._blocks)
 
 
-def failed(block: Future[None]) -> bool:
+def _has_failed(block: Future[None]) -> bool:
     return block.done() and not block.cancelled() and block.exception() is not None
 
 
@@ -94,48 +93,33 @@ class Engine:
 
     def __init__(self, threads: int = THREADS) -> None:
         self._threads = threads
-        self._readers = ThreadPoolExecutor(threads, "greedysnake-read")
-        self._writers = ThreadPoolExecutor(threads, "greedysnake-write")
+        self._pools = {verb: ThreadPoolExecutor(threads, f"greedysnake-{verb}") for verb in ("read", "write")}
 
-    def read(self, file: File, memory: Memory, offset: int, label: str) -> list[Future[None]]:
-        """Fill `memory` from `offset` of the file on; `label` says in an error what was read."""
-        cut = blocks(offset, memory.nbytes, self._threads)
+    def submit(self, verb: Verb, file: File, memory: Memory, offset: int, label: str) -> list[Future[None]]:
+        """Fill `memory` from `offset` of the file on, or write it there; `label` says in an error what was moved."""
+        move_block = read_block if verb == "read" else write_block
         return [
-            self._readers.submit(read_block, file, memory[begin - offset : end - offset], begin, label)
-            for begin, end in cut
-        ]
-
-    def write(self, file: File, memory: Memory, offset: int, label: str) -> list[Future[None]]:
-        """Write `memory` at `offset` of the file; `label` says in an error what was written."""
-        cut = blocks(offset, memory.nbytes, self._threads)
-        return [
-            self._writers.submit(write_block, file, memory[begin - offset : end - offset], begin, label)
-            for begin, end in cut
+            self._pools[verb].submit(move_block, file, memory[begin - offset : end - offset], begin, label)
+            for begin, end in blocks(offset, memory.nbytes, self._threads)
         ]
 
     def close(self) -> None:
         """Finish what was asked for, and end the threads."""
-        self._readers.shutdown()
-        self._writers.shutdown()
+        for pool in self._pools.values():
+            pool.shutdown()
 
 
 def blocks(offset: int, nbytes: int, threads: int) -> Iterator[tuple[int, int]]:
     """Cut a range of a file: first and last what is less than a page, between them blocks of whole pages."""
     end = offset + nbytes
     first, last = round_up(offset), end - end % PAGE
-    if first > last:  # within one page
-        if nbytes:
-            yield offset, end
-        return
-    if offset < first:
-        yield offset, first
+    cuts = {offset, end}
     if first < last:
         num_blocks = -(-(last - first) // min(BLOCK, max(SMALL_BLOCK, (last - first) // threads)))
-        size = round_up(-(-(last - first) // num_blocks))
-        for begin in range(first, last, size):
-            yield begin, min(begin + size, last)
-    if last < end:
-        yield last, end
+        cuts.update(range(first, last, round_up(-(-(last - first) // num_blocks))))
+    if first <= last:
+        cuts.add(last)
+    return pairwise(sorted(cuts))
 
 
 def read_block(file: File, memory: Memory, offset: int, label: str) -> None:
@@ -143,27 +127,23 @@ def read_block(file: File, memory: Memory, offset: int, label: str) -> None:
     if goes_straight(file, memory, offset):  # [1]
         move("read", file, memory, offset, label)
     else:  # [2]
-        begin = offset - offset % PAGE
-        page = bounce(round_up(offset + memory.nbytes) - begin)
-        move("read", file, page, begin, label)
-        memory[:] = page[offset - begin : offset - begin + memory.nbytes]
+        inside, pages = bounce(offset, memory.nbytes)
+        move("read", file, pages, offset - inside.start, label)
+        memory[:] = pages[inside]
 
 
 def write_block(file: File, memory: Memory, offset: int, label: str) -> None:
     """Write one block, all of it, or raise a StorageError."""
     if goes_straight(file, memory, offset):  # [1]
         move("write", file, memory, offset, label)
-    elif is_whole(offset) and is_whole(memory.nbytes):
-        page = bounce(memory.nbytes)
-        page[:] = memory
-        move("write", file, page, offset, label)
     else:  # [2]
-        begin = offset - offset % PAGE
-        page = bounce(round_up(offset + memory.nbytes) - begin)
-        with file.parts:
-            move("read", file, page, begin, label)
-            page[offset - begin : offset - begin + memory.nbytes] = memory
-            move("write", file, page, begin, label)
+        inside, pages = bounce(offset, memory.nbytes)
+        is_part = memory.nbytes < pages.nbytes
+        with file.parts if is_part else contextlib.nullcontext():
+            if is_part:
+                move("read", file, pages, offset - inside.start, label)
+            pages[inside] = memory
+            move("write", file, pages, offset - inside.start, label)
 
 
 def goes_straight(file: File, memory: Memory, offset: int) -> bool:
@@ -173,15 +153,17 @@ def goes_straight(file: File, memory: Memory, offset: int) -> bool:
 _thread = threading.local()
 
 
-def bounce(nbytes: int) -> Memory:
-    """Page-aligned memory of this thread, the same at every call: it never holds more than a block."""
+def bounce(offset: int, nbytes: int) -> tuple[slice, Memory]:
+    """Memory of this thread, page-aligned and the same at every call, for the pages around a range, at most a block;
+    and where in it the range is.
+    """
     if not hasattr(_thread, "bounce"):
         _thread.bounce = np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8)
-    memory: Memory = _thread.bounce
-    return memory[:nbytes]
+    start = offset % PAGE
+    return slice(start, start + nbytes), _thread.bounce[: round_up(start + nbytes)]
 
 
-def move(verb: str, file: File, memory: Memory, offset: int, label: str) -> None:
+def move(verb: Verb, file: File, memory: Memory, offset: int, label: str) -> None:
     """Read or write all of `memory`, in as many system calls as it takes."""
     done = 0
     retries = 0
@@ -200,7 +182,7 @@ def move(verb: str, file: File, memory: Memory, offset: int, label: str) -> None
         os.posix_fadvise(file.fd, offset, memory.nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def move_some(verb: str, file: File, memory: Memory, offset: int) -> int:
+def move_some(verb: Verb, file: File, memory: Memory, offset: int) -> int:
     """One system call: the bytes it moved, at least one, and whole pages if that is not all and the file is direct."""
     count = _preadv(file.fd, memory, offset) if verb == "read" else _pwritev(file.fd, memory, offset)
     if count == 0:
@@ -218,17 +200,6 @@ def as_bytes(tensor: torch.Tensor) -> Memory:
         raise ValueError(f"a tensor on {tensor.device} with strides {tensor.stride()}: storage moves contiguous memory")
     memory: Memory = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memory
-
-
-@contextlib.contextmanager
-def told(what: str, folder: Path) -> Iterator[None]:
-    """Tell an error of the system as one of ours."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"{what} failed: {error.strerror}", str(folder)) from error
 
 
 def round_up(nbytes: int) -> int:

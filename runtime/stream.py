@@ -22,6 +22,7 @@ from gs_compile.machine import available_memory, usable_memory
 
 Tensor = torch.Tensor
 
+fused_adam, fused_adamw, fused_sgd = torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_
 
 Reading = Callable[[], float]  # a number of the device, on its way to the host; the call waits for it
 

@@ -6,8 +6,7 @@ are added, and which random numbers it draws.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,15 +50,13 @@ class Accumulator:
 
     def add(self, gradients: Mapping[Any, Term], among: Tensors) -> None:
         """Add gradients; the first of a key is kept itself where no other tensor `among` all alive has its memory."""
-        known = {key: gradient for key, gradient in gradients.items() if key in self.sums}
-        whole = {key: gradient for key, gradient in known.items() if isinstance(gradient, torch.Tensor)}
-        if whole:
-            torch._foreach_add_([self.sums[key] for key in whole], list(whole.values()))
-        for key in known.keys() - whole.keys():
-            add_term(self.sums[key], known[key])
-        memory = [tensor.untyped_storage().data_ptr() for tensor in among]
-        for key in gradients.keys() - known.keys():
-            self.sums[key] = _kept(gradients[key], memory)
+        fresh = gradients.keys() - self.sums.keys()
+        memory = [tensor.untyped_storage().data_ptr() for tensor in among] if fresh else []
+        for key, gradient in gradients.items():
+            if key in fresh:
+                self.sums[key] = _kept(gradient, memory)
+            else:
+                add_term(self.sums[key], gradient)
 
     def scale(self, factor: torch.Tensor) -> None:
         for total in self.sums.values():
@@ -96,27 +93,25 @@ class CompiledUnits:
             count = micro_batch.sized.count
             assert count is not None
             sources, reads = micro_batch.sized.count_sources, {"batch": batch, "w": micro_batch.counted}
-            shares.append(count(*(self._input(s, micro_batch, reads) for s in sources)))
+            shares.append(count(*(_input(source, micro_batch, reads) for source in sources)))
         return tuple(torch.stack(share).sum(0) for share in zip(*shares, strict=True))
 
     def zeros(self, value: Value) -> Accumulator:
         return Accumulator()
 
-    def embed(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
-        return self._forward(unit, micro_batch, wants, reads)
-
     def forward(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
-        return self._forward(unit, micro_batch, wants, reads)
+        graph, inputs = self._inputs(unit, micro_batch, reads)
+        results = self._run("forward", unit, micro_batch, inputs)
+        return tuple(_result(graph, results, kind) for kind in wants)
+
+    embed = forward
 
     def head(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
         """The epilogue; together with its backward where a gradient is asked for."""
         if "dx" not in wants and not {"dw", "dwt", "dside"} & reads.keys():
-            return self._forward(unit, micro_batch, wants, reads)
-        part = self.micro_batches[micro_batch]
-        graph = part.sized.units[unit]
-        inputs = self._inputs(unit, micro_batch, reads)
-        with self._drawing(unit, part):
-            outcome = part.sized.codes[unit].both(*inputs)
+            return self.forward(unit, micro_batch, wants=wants, **reads)
+        graph, inputs = self._inputs(unit, micro_batch, reads)
+        outcome = self._run("both", unit, micro_batch, inputs)
         results, gradients = outcome[: len(graph.results)], outcome[len(graph.results) :]
         dx = self._spread(graph, micro_batch, gradients, reads, held=inputs)
         return tuple(dx if kind == "dx" else _result(graph, results, kind) for kind in wants)
@@ -129,100 +124,64 @@ class CompiledUnits:
 
     def embed_backward(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
         graph = self.micro_batches[micro_batch].sized.units[unit]
-        dside = reads["dside"].sums if "dside" in reads else {}
+        dside = reads.pop("dside").sums if "dside" in reads else {}
         sides = [index for index, kind in enumerate(graph.results) if kind == "side"]
         gradients: list[torch.Tensor] = []
         for index in graph.differentiated:
             spec = graph.result_specs[index]
             arrived = dside.get(sides.index(index)) if index in sides else _sum(reads.get("dx"), reads.get("dy"))
-            gradients.append(
-                torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-                if arrived is None
-                else arrived.to(spec.dtype)
-            )
-        return self._backward(unit, micro_batch, wants, {k: v for k, v in reads.items() if k != "dside"}, gradients)
+            if arrived is None:
+                arrived = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+            gradients.append(arrived.to(spec.dtype))
+        return self._backward(unit, micro_batch, wants, reads, gradients)
 
     # How a unit's code is called -------------------------------------------------------------------------------------
-
-    def _forward(
-        self, unit: Unit, micro_batch: int, wants: tuple[str, ...], reads: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        part = self.micro_batches[micro_batch]
-        inputs = self._inputs(unit, micro_batch, reads)
-        with self._drawing(unit, part):
-            results = part.sized.codes[unit].forward(*inputs)
-        if part.sized.halved and self._draws(unit, part) and isinstance(unit, int) and unit % 2 == 0:
-            self._drawn[unit, micro_batch] = self._numbers.state()
-        return tuple(_result(part.sized.units[unit], results, kind) for kind in wants)
 
     def _backward(
         self, unit: Unit, micro_batch: int, wants: tuple[str, ...], reads: Mapping[str, Any], gradients: Tensors
     ) -> tuple[Any, ...]:
-        part = self.micro_batches[micro_batch]
-        graph = part.sized.units[unit]
+        graph, inputs = self._inputs(unit, micro_batch, reads)
         specs = [graph.result_specs[index] for index in graph.differentiated]
-        gradients = [_laid_out(gradient, spec) for gradient, spec in zip(gradients, specs, strict=True)]
-        inputs = self._inputs(unit, micro_batch, reads)
-        with self._drawing(unit, part):
-            outcome = part.sized.codes[unit].backward(*inputs, *gradients)
-        dx = self._spread(graph, micro_batch, outcome, reads, held=(*inputs, *gradients))
+        held = [*inputs, *(_laid_out(gradient, spec) for gradient, spec in zip(gradients, specs, strict=True))]
+        outcome = self._run("backward", unit, micro_batch, held)
+        dx = self._spread(graph, micro_batch, outcome, reads, held)
         return (dx,) if "dx" in wants else ()
 
-    def _inputs(self, unit: Unit, micro_batch: int, reads: Mapping[str, Any]) -> list[torch.Tensor]:
-        """The tensors for the placeholders of a unit's graph; also begins this unit's random numbers."""
+    def _inputs(self, unit: Unit, micro_batch: int, reads: Mapping[str, Any]) -> tuple[UnitGraph, list[torch.Tensor]]:
+        """A unit's graph, and the tensors for its placeholders."""
         part = self.micro_batches[micro_batch]
-        if self._draws(unit, part):
-            self._seed(unit, micro_batch)
         graph = part.sized.units[unit]
-        inputs = [self._input(source, part, reads) for source in graph.sources]
-        return [
-            _laid_out(tensor, spec) if source.kind == "input" and source.index in part.inputs else tensor
-            for tensor, source, spec in zip(inputs, graph.sources, graph.specs, strict=True)
-        ]
+        inputs = []
+        for source, spec in zip(graph.sources, graph.specs, strict=True):
+            tensor = _input(source, part, reads)
+            is_sliced = source.kind == "input" and source.index in part.inputs
+            inputs.append(_laid_out(tensor, spec) if is_sliced else tensor)
+        return graph, inputs
 
-    def _draws(self, unit: Unit, part: MicroBatch) -> bool:
-        return self.seed is not None and part.sized.codes[unit].draws_random
-
-    def _drawing(self, unit: Unit, part: MicroBatch) -> AbstractContextManager[Any]:
-        return self._numbers if self._draws(unit, part) else nullcontext()
-
-    def _seed(self, unit: Unit, micro_batch: int) -> None:
-        """Begin the random numbers of a unit.
+    def _run(self, name: str, unit: Unit, micro_batch: int, arguments: Tensors) -> Sequence[Any]:
+        """Call "forward", "backward" or "both" of a unit's code, with the random numbers of unit and micro-batch.
 
         The halves of a block draw together what the whole block does: the second goes on where the first's forward,
         which always comes before it, has stopped.
         """
-        assert self.seed is not None
-        if not (isinstance(unit, int) and self.micro_batches[micro_batch].sized.halved):
-            self._numbers.seed(seed_of(self.seed, unit, micro_batch))
-        elif unit % 2 and (unit - 1, micro_batch) in self._drawn:
-            self._numbers.go_on(self._drawn[unit - 1, micro_batch])
+        sized = self.micro_batches[micro_batch].sized
+        code = sized.codes[unit]
+        function: Callable[..., Sequence[Any]] = getattr(code, name)
+        if self.seed is None or not code.draws_random:
+            return function(*arguments)
+        half = unit % 2 if sized.halved and isinstance(unit, int) else None
+        if half == 1 and (unit, micro_batch) in self._drawn:
+            self._numbers.go_on(self._drawn[unit, micro_batch])
         else:
-            self._numbers.seed(seed_of(self.seed, unit // 2, micro_batch))
-
-    def _input(self, source: Source, part: MicroBatch, reads: Mapping[str, Any]) -> torch.Tensor:
-        match source.kind:
-            case "x":
-                tensor = reads["x"]
-            case "side":
-                tensor = reads["side"][source.index]
-            case "total":
-                tensor = reads["total"][source.index]
-            case "fraction":
-                tensor = part.fraction
-            case "input":
-                found = (reads[kind] for kind in ("batch", "w", "wt") if source.index in reads.get(kind, ()))
-                tensor = next(found)[source.index]
-        assert isinstance(tensor, torch.Tensor)
-        return tensor
+            self._numbers.seed(seed_of(self.seed, unit if half is None else int(unit) // 2, micro_batch))
+        with self._numbers:
+            outcome = function(*arguments)
+        if half == 0 and name == "forward":
+            self._drawn[int(unit) + 1, micro_batch] = self._numbers.state()
+        return outcome
 
     def _spread(
-        self,
-        graph: UnitGraph,
-        micro_batch: int,
-        gradients: Sequence[Term],
-        reads: Mapping[str, Any],
-        held: Tensors = (),
+        self, graph: UnitGraph, micro_batch: int, gradients: Sequence[Term], reads: Mapping[str, Any], held: Tensors
     ) -> torch.Tensor | None:
         """Add gradients to the accumulators they belong to; returns that of x.
 
@@ -241,15 +200,24 @@ class CompiledUnits:
                 parameters[source.index, micro_batch] = gradient
             else:
                 parameters[source.index] = gradient
+        shared = {key: parameters.pop(key) for key in list(parameters) if "dwt" in reads and key in reads["dwt"].views}
         alive = [*(tensor for gradient in gradients for tensor in tensors_of(gradient)), *held]
-        if "dwt" in reads:  # the unit's own, and those that it shares with others
-            shared = {key: parameters.pop(key) for key in list(parameters) if key in reads["dwt"].views}
-            reads["dwt"].add(shared, among=alive)
-        if "dw" in reads:
-            reads["dw"].add(parameters, among=alive)
-        if "dside" in reads:
-            reads["dside"].add(sides, among=alive)
+        for kind, found in (("dwt", shared), ("dw", parameters), ("dside", sides)):
+            if kind in reads:
+                reads[kind].add(found, among=alive)
         return dx
+
+
+def _input(source: Source, part: MicroBatch, reads: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor that a placeholder stands for."""
+    tensor: torch.Tensor
+    if source.kind == "fraction":
+        return part.fraction
+    if source.kind == "input":
+        tensor = next(reads[kind] for kind in ("batch", "w", "wt") if source.index in reads.get(kind, ()))[source.index]
+    else:
+        tensor = reads["x"] if source.kind == "x" else reads[source.kind][source.index]
+    return tensor
 
 
 def _result(graph: UnitGraph, results: Sequence[Any], kind: str) -> Any:

@@ -11,7 +11,8 @@ import pytest
 from gs_compile.cli.doctor import storage as checks_storage
 from gs_compile.errors import StorageError
 from gs_compile.runtime import ssd
-from gs_compile.runtime.store import FOLDER, Store
+from gs_compile.runtime.drive import FOLDER
+from gs_compile.runtime.store import Store
 
 
 def write(path: Path, text: object) -> Path:

@@ -12,7 +12,8 @@ import pytest
 from tiered import files_in
 
 from gs_compile.errors import LeftoverError, StorageLockedError
-from gs_compile.runtime.store import FOLDER, Store
+from gs_compile.runtime.drive import FOLDER
+from gs_compile.runtime.store import Store
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parent.parent.parent

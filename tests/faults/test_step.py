@@ -304,7 +304,7 @@ def test_a_drive_that_fails_while_values_move_home_costs_no_values(rig, referenc
 def test_a_plan_larger_than_the_disk_gives_the_storage_back(rig, reference, monkeypatch, tmp_path):
     with rig.fresh(adamw, options(tmp_path)) as optimizer:
         with monkeypatch.context() as patched:
-            patched.setattr("gs_compile.runtime.store.free_storage", lambda folder: 10_000)
+            patched.setattr("gs_compile.runtime.drive.free_storage", lambda folder: 10_000)
             with pytest.raises(StorageFullError, match=r"\d+ bytes are needed and 10000 are free"):
                 step(rig.model, optimizer, tokens(0))
         assert our_threads() == []

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from gs_compile.errors import SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
-from gs_compile.runtime import ssd, store
-from gs_compile.runtime.store import FOLDER, Store
+from gs_compile.runtime import drive, ssd
+from gs_compile.runtime.drive import FOLDER
+from gs_compile.runtime.store import Store
 
 MIB = 1 << 20
 NUM_BLOCKS = 6
@@ -193,7 +194,7 @@ def test_an_extent_larger_than_the_disk_leaves_nothing(tmp_path):
 
 
 def test_a_plan_larger_than_the_disk_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "free_storage", lambda folder: 1000)
+    monkeypatch.setattr(drive, "free_storage", lambda folder: 1000)
     with Store([tmp_path / "a", tmp_path / "b"], weights=[1, 1]) as opened:
         opened.reserve_check(1000)
         with pytest.raises(StorageFullError, match="1002 bytes are needed and 1000 are free"):

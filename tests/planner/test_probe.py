@@ -19,9 +19,10 @@ from gs_compile.planner.measure.probe_compute import link_rates
 from gs_compile.planner.measure.probe_drive import drive_rates, room_nbytes
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.rates import Figure, at_once, medians
+from gs_compile.runtime.drive import FOLDER
 from gs_compile.runtime.lanes import Failure, Lane
 from gs_compile.runtime.memory import Pages, RegisteredPages
-from gs_compile.runtime.store import FOLDER, Store
+from gs_compile.runtime.store import Store
 from gs_compile.runtime.trace import Trace
 
 CPU = torch.device("cpu")

@@ -215,5 +215,5 @@ def test_a_scale_of_one_changes_no_bit():
         hyper = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.1, "nesterov": False}  # fmt: skip
         flats = [[torch.randn(4096, generator=torch.Generator().manual_seed(n)).abs() for n in range(4)] for _ in "ab"]
         for (master, gradient, *state), scale in zip(flats, ({}, {"scale": 1.0}), strict=True):
-            rule.update(master, gradient, state[: len(rule.states)], hyper, 3, **scale)
+            rule.update(master, gradient, state[: len(rule.states)], hyper | scale, 3)
         assert all(map(torch.equal, *flats))

@@ -151,10 +151,9 @@ def test_same_bits_for_every_cut_and_thread_count(
                         master[part],
                         gradient[part],
                         [each[part] for each in state],
-                        HYPER[rule],
+                        HYPER[rule] | {"scale": scale},
                         step,
                         None if low is None else low[part],
-                        scale,
                     )
         return [master, *state, *([] if low is None else [low])]
 
@@ -181,7 +180,7 @@ def test_conversions_are_those_done_apart(rule: Rule, dtype: torch.dtype, small_
             rule.update(master, gradient.float().mul(0.7), state, HYPER[rule.name], 1)
             low.copy_(master)
         else:
-            rule.update(master, gradient, state, HYPER[rule.name], 1, low, scale=0.7)
+            rule.update(master, gradient, state, HYPER[rule.name] | {"scale": 0.7}, 1, low)
         assert torch.equal(gradient, kept)
         return [master, *state, low]
 
@@ -192,12 +191,12 @@ def test_conversions_are_those_done_apart(rule: Rule, dtype: torch.dtype, small_
 @pytest.mark.parametrize(("rule", "changed"), [*VARIANTS, (LION, {}), (LION, {"maximize": True})])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padding_stays_zero(rule: Rule, changed: dict[str, Any], dtype: torch.dtype):
-    hyper = HYPER[rule.name] | changed
+    hyper = HYPER[rule.name] | changed | {"scale": 0.5}
     master = torch.zeros(2 * QUANTUM)
     state = states(rule, hyper, master)
     low = torch.empty_like(master, dtype=torch.bfloat16)
     for step in (1, 2, 3):
-        rule.update(master, torch.zeros(2 * QUANTUM, dtype=dtype), state, hyper, step, low, scale=0.5)
+        rule.update(master, torch.zeros(2 * QUANTUM, dtype=dtype), state, hyper, step, low)
     for flat in (master, *state, low):
         assert not flat.any()
 
@@ -209,7 +208,7 @@ def test_scale_is_clipping():
     norm = torch.nn.utils.clip_grad_norm_([theirs], 1.0)
     coefficient = float(torch.clamp(1.0 / (norm + 1e-6), max=1.0))
     torch_optimizer(ADAMW, theirs, ADAM_HYPER, fused=True).step()
-    ADAMW.update(ours, gradient, states(ADAMW, ADAM_HYPER, ours), ADAM_HYPER, 1, scale=coefficient)
+    ADAMW.update(ours, gradient, states(ADAMW, ADAM_HYPER, ours), ADAM_HYPER | {"scale": coefficient}, 1)
     assert torch.equal(ours, theirs.detach())
 
 

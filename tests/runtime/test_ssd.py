@@ -19,10 +19,10 @@ NBYTES = 5 * ssd.SMALL_BLOCK
 @pytest.fixture(params=[True, False], ids=["direct", "buffered"])
 def file(request, tmp_path):
     flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if request.param else 0)
-    file = File(tmp_path / "w3", os.open(tmp_path / "w3", flags, 0o600), direct=request.param)
+    file = File(tmp_path / "w3", os.open(tmp_path / "w3", flags, 0o600), request.param)
     os.posix_fallocate(file.fd, 0, NBYTES)
     yield file
-    file.close()
+    os.close(file.fd)
 
 
 @pytest.fixture
@@ -60,11 +60,11 @@ def noise(nbytes, seed=0):
 )
 def test_what_is_written_is_read_and_nothing_around_it_changes(file, engine, offset, nbytes, shift):
     before = noise(NBYTES)
-    Transfer(engine.write(file, before, 0, "w3")).wait()
+    Transfer(engine.submit("write", file, before, 0, "w3")).wait()
     source = noise(nbytes + shift, seed=1)[shift:]
-    Transfer(engine.write(file, source, offset, "w3")).wait()
+    Transfer(engine.submit("write", file, source, offset, "w3")).wait()
     into = aligned(nbytes + shift)[shift:]
-    Transfer(engine.read(file, into, offset, "w3")).wait()
+    Transfer(engine.submit("read", file, into, offset, "w3")).wait()
     assert np.array_equal(into, source)
     expected = before.copy()
     expected[offset : offset + nbytes] = source
@@ -73,7 +73,9 @@ def test_what_is_written_is_read_and_nothing_around_it_changes(file, engine, off
 
 def test_writes_that_share_pages_keep_each_other(file, engine):
     pieces = [noise(1000, seed) for seed in range(50)]
-    transfers = [Transfer(engine.write(file, piece, 1000 * index, "w3")) for index, piece in enumerate(pieces)]
+    transfers = [
+        Transfer(engine.submit("write", file, piece, 1000 * index, "w3")) for index, piece in enumerate(pieces)
+    ]
     for transfer in transfers:
         transfer.wait()
     assert file.path.read_bytes()[:50_000] == b"".join(piece.tobytes() for piece in pieces)
@@ -82,14 +84,14 @@ def test_writes_that_share_pages_keep_each_other(file, engine):
 def test_aligned_memory_is_moved_without_a_second_copy(file, engine, monkeypatch):
     monkeypatch.setattr(ssd, "bounce", None)
     source = noise(NBYTES)
-    Transfer(engine.write(file, source, 0, "w3")).wait()
+    Transfer(engine.submit("write", file, source, 0, "w3")).wait()
     into = aligned(NBYTES)
-    Transfer(engine.read(file, into, 0, "w3")).wait()
+    Transfer(engine.submit("read", file, into, 0, "w3")).wait()
     assert np.array_equal(into, source)
 
 
 def test_nothing_to_move_is_done_at_once(file, engine):
-    transfer = Transfer(engine.read(file, aligned(0), 7, "w3"))
+    transfer = Transfer(engine.submit("read", file, aligned(0), 7, "w3"))
     assert transfer.done
     transfer.wait()
 
@@ -103,7 +105,7 @@ def test_a_transfer_is_done_when_its_last_block_is(file, engine, monkeypatch):
         return real(fd, memory, offset)
 
     monkeypatch.setattr(ssd, "_preadv", slow)
-    transfer = Transfer(engine.read(file, aligned(NBYTES), 0, "w3"))
+    transfer = Transfer(engine.submit("read", file, aligned(NBYTES), 0, "w3"))
     assert not transfer.done
     gate.set()
     transfer.wait()
@@ -121,8 +123,8 @@ def test_neither_direction_waits_for_the_other(file, engine, monkeypatch, held):
         return real(*arguments)
 
     monkeypatch.setattr(ssd, held, blocked)
-    reads = [Transfer(engine.read(file, aligned(NBYTES), 0, "w3")) for _ in range(3)]
-    writes = [Transfer(engine.write(file, noise(NBYTES), 0, "s3")) for _ in range(3)]
+    reads = [Transfer(engine.submit("read", file, aligned(NBYTES), 0, "w3")) for _ in range(3)]
+    writes = [Transfer(engine.submit("write", file, noise(NBYTES), 0, "s3")) for _ in range(3)]
     free, stopped = (writes, reads) if held == "_preadv" else (reads, writes)
     for transfer in free:
         transfer.wait()
@@ -135,7 +137,7 @@ def test_neither_direction_waits_for_the_other(file, engine, monkeypatch, held):
 def test_an_engine_ends_its_threads_after_their_work(file):
     before = set(threading.enumerate())
     engine = Engine(threads=2)
-    transfer = Transfer(engine.write(file, noise(NBYTES), 0, "w3"))
+    transfer = Transfer(engine.submit("write", file, noise(NBYTES), 0, "w3"))
     assert all(not thread.daemon for thread in set(threading.enumerate()) - before)
     engine.close()
     assert transfer.done

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from gs_compile.errors import StorageError
 from gs_compile.runtime import store as store_module
-from gs_compile.runtime.store import FOLDER, Store, Stripe
+from gs_compile.runtime.drive import FOLDER
+from gs_compile.runtime.store import Store, Stripe
 
 MIB = 1 << 20
 
@@ -75,15 +76,9 @@ def test_a_range_outside_the_extent_is_refused(store, verb, offset):
         getattr(extent, verb)(torch.zeros(4096, dtype=torch.uint8), offset)
 
 
-@pytest.mark.parametrize(("label", "nbytes"), [("../w3", 1), (".lock", 1), ("", 1), ("w3", 0), ("w3", -1)])
-def test_a_label_is_a_plain_name_and_an_extent_has_bytes(store, label, nbytes):
-    with pytest.raises(ValueError, match=r"label|bytes"):
-        store.allocate(label, nbytes)
-
-
 def test_a_label_is_given_once_at_a_time(store):
     extent = store.allocate("w3", 10)
-    with pytest.raises(ValueError, match="w3 is allocated already"):
+    with pytest.raises(AssertionError, match="w3 is allocated already"):
         store.allocate("w3", 10)
     extent.free()
     assert store.allocate("w3", 20).nbytes == 20
@@ -102,7 +97,7 @@ def test_a_freed_extent_gives_its_files_back_and_is_not_used(store, tmp_path):
 
 
 def test_traffic_is_counted_by_kind(store):
-    w3, w4, state = store.allocate("w3", 100), store.allocate("w4", 100), store.allocate("sh", 100, kind="s")
+    w3, w4, state = (store.allocate(name, 100, kind=name[0]) for name in ("w3", "w4", "sh"))
     for extent in (w3, w4, state):
         extent.write(torch.zeros(10)).wait()
     w4.read(torch.zeros(3)).wait()
@@ -158,12 +153,6 @@ def test_the_directories_may_be_relative(tmp_path, monkeypatch):
         store.reserve_check(1)
         store.allocate("w3", 10)
     assert not list((tmp_path / "here").iterdir())
-
-
-@pytest.mark.parametrize("weights", [[1], [1, -1], [0, 0], [1, float("inf")], [float("nan"), 1]], ids=str)
-def test_weights_are_bandwidths_one_for_each_directory(tmp_path, weights):
-    with pytest.raises(ValueError, match="weights"):
-        Store([tmp_path / "a", tmp_path / "b"], weights=weights)
 
 
 def test_directories_are_measured_where_nobody_says(tmp_path):

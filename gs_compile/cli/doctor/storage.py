@@ -18,7 +18,7 @@ from gs_compile.cli.doctor.check import Finding, Problem, check
 from gs_compile.errors import LeftoverError, StorageError, StorageLockedError
 from gs_compile.machine import PROC, format_bytes, free_storage
 from gs_compile.planner.measure.probe_drive import existing
-from gs_compile.runtime.store import FOLDER, Drive
+from gs_compile.runtime.drive import FOLDER, Drive
 
 SYS = Path("/sys")
 NBYTES_PER_ELEMENT = 14  # a parameter in bf16, and AdamW's fp32 master and moments

@@ -1,0 +1,189 @@
+"""drive: one directory of a run's storage: its folder, who has it, and the threads that move its files.
+
+<directory>/greedysnake-run/    the only folder that is touched, 0700; others' files beside it stay as they are
+    .lock                       held with flock while the run lives; says by whom
+    w3, s3, x5, ...             this directory's share of each extent, 0600, preallocated
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from gs_compile.errors import LeftoverError, SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
+from gs_compile.machine import free_storage
+from gs_compile.runtime import ssd
+from gs_compile.runtime.ssd import Engine, File, Transfer
+
+FOLDER = "greedysnake-run"
+LOCK = ".lock"
+PROBE = ".probe"  # names that begin with a dot hold nothing of a run
+PROBE_BLOCK = 8 << 20
+PROBE_NBYTES = 128 << 20
+PROBE_SECONDS = 0.15  # for writing; what was written is then read
+
+
+class Drive:
+    """One directory: the folder of our files in it, locked, and the threads that move them."""
+
+    def __init__(self, directory: Path, threads: int) -> None:
+        self.folder = directory / FOLDER
+        with contextlib.ExitStack() as opened, _told("open", self.folder):
+            self._folder_fd, self._lock_fd = lock(self.folder)
+            opened.callback(self._release)
+            self.engine = Engine(threads)
+            opened.callback(self.engine.close)
+            refuse_leftovers(self.folder)
+            self.is_direct = True
+            self.is_direct = self._takes_direct()
+            self._opened = opened.pop_all()
+        if not self.is_direct:
+            slow = f"{directory} refuses direct I/O: storage works through the page cache, slower and with more copies"
+            warnings.warn(slow, SlowStorageWarning, stacklevel=4)
+
+    def create(self, name: str, nbytes: int) -> File:
+        """A new file of zeros with its room reserved; StorageFullError, and no file, if there is none."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.is_direct else 0)
+        with _told(f"creation of {name}", self.folder):
+            file = File(self.folder / name, ssd._open(name, flags, self._folder_fd), self.is_direct)
+            try:
+                if nbytes:
+                    ssd._fallocate(file.fd, nbytes)
+            except OSError as error:
+                self.remove(file)
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise self._full(nbytes, error.errno) from error
+                raise
+        return file
+
+    def remove(self, file: File) -> None:
+        os.close(file.fd)
+        self._unlink(file.path.name)
+
+    def check_room(self, nbytes: int) -> None:
+        if nbytes > free_storage(self.folder):
+            raise self._full(nbytes, errno.ENOSPC)
+
+    def bytes_per_second(self) -> float:
+        """The bandwidth of writing and reading the same amount, measured on a file that is removed again."""
+        memory = np.frombuffer(mmap.mmap(-1, PROBE_BLOCK), np.uint8)
+        with self._probe(PROBE_NBYTES) as file:
+            begin, nbytes = time.perf_counter(), 0
+            while nbytes < PROBE_NBYTES and time.perf_counter() - begin < PROBE_SECONDS:
+                Transfer(self.engine.submit("write", file, memory, nbytes, PROBE)).wait()
+                nbytes += PROBE_BLOCK
+            for offset in range(0, nbytes, PROBE_BLOCK):
+                Transfer(self.engine.submit("read", file, memory, offset, PROBE)).wait()
+            return 2 * nbytes / (time.perf_counter() - begin)
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def _takes_direct(self) -> bool:
+        """Whether a page can be written and read with O_DIRECT; some filesystems refuse at open, others later."""
+        page = np.frombuffer(mmap.mmap(-1, ssd.PAGE), np.uint8)
+        try:
+            with self._probe(ssd.PAGE) as file:
+                ssd.write_block(file, page, 0, PROBE)
+                ssd.read_block(file, page, 0, PROBE)
+        except StorageError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._unlink(PROBE)  # open may have made the file before it refused
+            return False
+        return True
+
+    def _full(self, nbytes: int, number: int) -> StorageFullError:
+        room = f"{nbytes} bytes are needed and {free_storage(self.folder)} are free"
+        return StorageFullError(number, f"{room}: make room or choose another storage=", str(self.folder))
+
+    @contextlib.contextmanager
+    def _probe(self, nbytes: int) -> Iterator[File]:
+        file = self.create(PROBE, nbytes)
+        try:
+            yield file
+        finally:
+            self.remove(file)
+
+    def _unlink(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # someone else was tidying
+            os.unlink(name, dir_fd=self._folder_fd)
+
+    def _release(self) -> None:
+        with contextlib.suppress(OSError):  # not empty: someone is taking it over, or put a file there
+            self._unlink(LOCK)
+            self.folder.rmdir()
+        os.close(self._lock_fd)
+        os.close(self._folder_fd)
+
+
+def lock(folder: Path) -> tuple[int, int]:
+    """Make the folder and lock it: its descriptor, and that of the lock."""
+    while True:
+        for path in (*reversed(folder.parents), folder):
+            if not path.exists():
+                path.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.ExitStack() as opened:
+            folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            opened.callback(os.close, folder_fd)
+            owner = os.fstat(folder_fd)
+            if owner.st_uid != os.geteuid() or owner.st_mode & 0o077:
+                what = "others can get at this folder, and storage holds weights: delete it or choose another storage="
+                raise StorageError(errno.EPERM, what, str(folder))
+            try:
+                lock_fd = ssd._open(LOCK, os.O_RDWR | os.O_CREAT, folder_fd)
+            except FileNotFoundError:
+                continue  # the run before removes its folder at this moment
+            opened.callback(os.close, lock_fd)
+            try:
+                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                holder = os.pread(lock_fd, 200, 0).decode(errors="replace") or "a process that is just starting"
+                who = "another model of this process" if f"pid {os.getpid()}," in holder else "another run"
+                what = f"{who} uses this folder, {holder}: wait for its end or choose another storage="
+                raise StorageLockedError(errno.EAGAIN, what, str(folder)) from error
+            if os.fstat(lock_fd).st_nlink == 0:
+                continue  # that was the lock of the run before, just removed
+            os.ftruncate(lock_fd, 0)
+            os.pwrite(lock_fd, f"pid {os.getpid()}, started {date_of(time.time())}".encode(), 0)
+            opened.pop_all()
+            return folder_fd, lock_fd
+
+
+def refuse_leftovers(folder: Path) -> None:
+    """Raise LeftoverError if a run that had the lock could not remove its files."""
+    found = [path.lstat() for path in folder.iterdir() if not path.name.startswith(".")]
+    if found:
+        nbytes = sum(each.st_blocks * 512 for each in found)
+        when = date_of(max(each.st_mtime for each in found))
+        what = (
+            f"a run was killed and left {len(found)} files, {nbytes} bytes, last written {when}; "
+            "nothing in them can be resumed: delete the folder or choose another storage="
+        )
+        raise LeftoverError(errno.EEXIST, what, str(folder))
+    with contextlib.suppress(FileNotFoundError):
+        (folder / PROBE).unlink()
+
+
+def date_of(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+@contextlib.contextmanager
+def _told(what: str, folder: Path) -> Iterator[None]:
+    """Tell an error of the system as one of ours."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, f"{what} failed: {error.strerror}", str(folder)) from error
