@@ -16,15 +16,16 @@ from gs_compile.planner import summary
 from gs_compile.planner.summary import table
 
 if TYPE_CHECKING:
+    from gs_compile.passes.baselines.registry import ScheduleSpec
     from gs_compile.planner.step_plan import StepPlan
     from gs_compile.program.ir import Schedule
 
-SCHEDULES: tuple[Schedule, ...] = ("vertical", "horizontal")  # that figures show side by side
+COMPARED: tuple[Schedule, ...] = ("vertical", "horizontal")  # that figures show side by side
 
 
 def report(plan: StepPlan, files: Mapping[str, Path]) -> str:
     """How the step runs: its lanes, what the computation waits for, the critical path, memory, and what was drawn."""
-    peaks = plan.simulation.peaks.items()
+    spec, peaks = _spec(plan), plan.simulation.peaks.items()
     memory = [(tier, format_bytes(nbytes), format_bytes(plan.peaks.get(tier, 0))) for tier, nbytes in peaks]
     parts = [
         explain.headline(plan),
@@ -34,8 +35,8 @@ def report(plan: StepPlan, files: Mapping[str, Path]) -> str:
         explain.titled(
             "Memory at its peak:", table(("", "simulated", "planned"), memory, right=("simulated", "planned"))
         ),
-        explain.titled("What is inactive between two uses:", _inactive(plan)) if plan.schedule == "lifetime" else "",
-        explain.titled("What to know:", "\n".join(plan.notes)) if plan.schedule == "single" else "",
+        explain.titled("What is inactive between two uses:", _inactive(plan)) if spec.fills_memory else "",
+        explain.titled("What to know:", "\n".join(plan.notes)) if spec.halves_blocks else "",
         "\n".join(f"{what}: {path}" for what, path in files.items()),
     ]
     return "\n\n".join(filter(None, parts))
@@ -44,7 +45,7 @@ def report(plan: StepPlan, files: Mapping[str, Path]) -> str:
 def as_dict(plan: StepPlan, files: Mapping[str, Path]) -> dict[str, Any]:
     """The plan's, with what the simulation adds; its operations, which are many, are in the trace."""
     simulated: dict[str, Any] = {"peaks": plan.simulation.peaks, "critical_path": _critical(plan)}
-    if plan.schedule == "lifetime":
+    if _spec(plan).fills_memory:
         from gs_compile.planner.lifetimes import as_dicts, periods
 
         simulated["periods"] = as_dicts(periods(plan.placement, plan.workload.shape))
@@ -78,10 +79,10 @@ def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
     paths = {name: folder / f"{name}.svg" for name in ("throughput", "traffic", "lanes")}
     title = _title(plan)
     draw.lanes(plan.simulation, paths["lanes"], title=title)
-    if plan.schedule == "single":  # both orders run layers, and its workload has halves
+    if _spec(plan).halves_blocks:  # both orders run layers, and its workload has halves
         return {"lanes": paths["lanes"]}
     sizes = sorted({2**power for power in range(plan.num_micro_batches.bit_length())} | {plan.num_micro_batches})
-    planned = {schedule: list(_planned(plan, schedule, sizes)) for schedule in SCHEDULES}
+    planned = {schedule: list(_planned(plan, schedule, sizes)) for schedule in COMPARED}
     plans: dict[str, list[StepPlan]] = {schedule: found for schedule, found in planned.items() if found}
     points = {schedule: [draw.Point.of(each) for each in found] for schedule, found in plans.items()}
     roofline = draw.Roofline.of(plan.workload, plan.profile)
@@ -89,6 +90,12 @@ def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
     moved = {schedule: found[-1].traffic for schedule, found in plans.items()}
     draw.traffic_bars(moved, paths["traffic"], title=f"{title}, {plan.num_micro_batches} micro-batches")
     return paths
+
+
+def _spec(plan: StepPlan) -> ScheduleSpec:
+    from gs_compile.passes.baselines.registry import SCHEDULES
+
+    return SCHEDULES[plan.schedule]
 
 
 def _planned(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterator[StepPlan]:

@@ -22,6 +22,7 @@ from torch import nn
 
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
 from gs_compile.options import parse_bytes
+from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.cost.workload import ModelSpec
@@ -33,7 +34,7 @@ from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, explained
 from gs_compile.planner.step_plan import SECONDS_PER_DAY, StepPlan
-from gs_compile.program.ir import ORDERS, Schedule
+from gs_compile.program.ir import Schedule
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -97,17 +98,19 @@ def plan(
         num_micro_batches=num_micro_batches,
         saturation=saturation,
     )
-    if schedule == "single":
+    spec = SCHEDULES[schedule]
+    if spec.halves_blocks:
         problem, search = request.searched(sizes, "vertical")[0]
-        halves = replace(request, workload_at=_workloads(model, sequence, precision, "single"))
-        made, found = halves.single(batch_size or search.best.num_micro_batches * problem.workload.micro_batch_size)
-    elif ORDERS[schedule] == "horizontal":
+        halves = replace(request, workload_at=_workloads(model, sequence, precision, schedule))
+        most = search.best.num_micro_batches * problem.workload.micro_batch_size
+        made, found = halves.single(schedule, batch_size or most)
+    elif spec.order == "horizontal":
         made, found = request.baseline(sizes, schedule)
     else:
         made, found = request.planned(request.searched(sizes, schedule))
     (problem, search), *others = found
     made = explained(problem, made, search, others)
-    return problem.with_room(made) if schedule == "lifetime" else made
+    return problem.with_room(made) if spec.fills_memory else made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +127,7 @@ class _Request:
 
     def problem(self, size: int, schedule: Schedule, counted: Counted | None = None) -> Problem:
         workload, fixed = self.workload_at(size), self.fixed
-        if ORDERS[schedule] == "horizontal" and not fixed.clip:
+        if SCHEDULES[schedule].order == "horizontal" and not fixed.clip:
             fixed = replace(fixed, alpha=fixed.alpha or 0.0)  # as it is known, the baseline does not delay updates
         if counted and (counted.workload.sizes, counted.workload.shape) != (workload.sizes, workload.shape):
             counted = None
@@ -181,12 +184,12 @@ class _Request:
                     raise
         raise AssertionError("there is a search")
 
-    def single(self, batch_size: int) -> tuple[StepPlan, Sequence[Found]]:
+    def single(self, schedule: Schedule, batch_size: int) -> tuple[StepPlan, Sequence[Found]]:
         """One forward and backward over a batch, or over the most samples of it that fit."""
         found, fits, fails = None, 0, batch_size + 1
         size = batch_size
         while fails - fits > 1:
-            problem = self.problem(size, "single")
+            problem = self.problem(size, schedule)
             try:
                 found, fits = (problem, problem.search(1)), size
             except NoFitError:
@@ -241,10 +244,10 @@ def _workloads(
 ) -> Callable[[int], Workload]:
     """The model's workload at any micro-batch size; a workload given as such is scaled from its own."""
     if isinstance(model, Workload):
-        if schedule == "single":
+        if SCHEDULES[schedule].halves_blocks:
             raise PlanError(
-                f"the single schedule cuts each block in two, and the numbers of the workload {model.name} do not tell "
-                "where: give the model by name, as a config or as a module"
+                f"the {schedule} schedule cuts each block in two, and the numbers of the workload {model.name} do not "
+                "tell where: give the model by name, as a config or as a module"
             )
     else:
         wanted = precision or ("model" if isinstance(model, nn.Module) else "bf16")

@@ -20,6 +20,7 @@ import torch
 from gs_compile.errors import MemoryBudgetError, NoFitError, OptionError
 from gs_compile.machine import available_memory, format_bytes, usable_memory
 from gs_compile.options import Options, parse_bytes
+from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.cut import DEVICE_CLASSES, on_device
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize, Workload
@@ -35,7 +36,7 @@ from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import paragraph
-from gs_compile.program.ir import ORDERS, StepShape
+from gs_compile.program.ir import StepShape
 from gs_compile.runtime.stream import device_of, has_own_memory
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Planner:
             schedule=expert.schedule,
             snake=expert.snake,
         )
-        self.is_horizontal = ORDERS[expert.schedule] == "horizontal"
+        self.is_horizontal = SCHEDULES[expert.schedule].order == "horizontal"
         classes = (*CLASSES, "gradient") if self.is_horizontal else CLASSES
         given = {name: ratio for name, ratio in asdict(expert.ratios).items() if ratio is not None}
         self.given = {name: ratio for name, ratio in given.items() if name in classes}
@@ -105,7 +106,7 @@ class Planner:
             chosen, reason = plan.placement, paragraph(plan)
         else:  # the program fits, whatever the bounds of the linear program say
             chosen, reason = smallest, "no plan fits by the linear program's bounds: host memory keeps the least it can"
-        if self.options.expert.schedule == "lifetime":
+        if SCHEDULES[self.options.expert.schedule].fills_memory:
             chosen, reason = self._prolonged(chosen, reason)
         self._check_device(chosen)
         log.info("%s", reason)

@@ -18,7 +18,7 @@ from gs_compile.planner.lp.solve import Budgets
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.prediction import Prediction
 from gs_compile.planner.simulate.simulator import Simulation
-from gs_compile.program.ir import Program, Value
+from gs_compile.program.ir import Program, Schedule, Value
 
 SECONDS_PER_DAY = 86400
 
@@ -58,7 +58,7 @@ class StepPlan:
         return len(self.placement.x_nbytes)
 
     @property
-    def schedule(self) -> str:
+    def schedule(self) -> Schedule:
         return self.placement.schedule
 
     @property
