@@ -9,6 +9,7 @@ What would come before the first stage stands in `fill`, what would come after t
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple
@@ -121,79 +122,60 @@ class _StageAssigner:
     def __init__(self, program: Program, placement: Placement) -> None:
         self.program = program
         self.placement = placement
-        stages = [stage for stage, _ in program.stages() if stage not in (FILL, DRAIN)]
-        self.names = tuple(dict.fromkeys(stages))
-        self.stages = {stage: index for index, stage in enumerate(self.names)}
-        self.last = len(self.names)
-        self.positions: dict[int, tuple[int, int]] = {}  # of computations: stage and place in it
-        self.makers: dict[Value, int] = {}  # the computation that makes a value, and those that read it
-        self.readers: dict[Value, list[int]] = {}
-        self.fetches: dict[Value, list[int]] = {}  # the stages for which gradient sums come from SSD
-        self.sizes = [0] * self.last
-        for index, op in enumerate(program.ops):
-            if op.micro_batch is not None:
-                self._note_computation(index, op)
-            elif op.verb == "prefetch" and op.reads[0].kind == "dw":
-                self.fetches.setdefault(op.reads[0], []).append(self.stages[op.stage])
-        gathers = [op for op in program.ops if op.verb == "gather"]
+        self.stages = [*dict.fromkeys(op.stage for op in program.ops if op.stage not in (FILL, DRAIN)), DRAIN]
+        self.last = len(self.stages) - 1
+        self.index = {stage: index for index, stage in enumerate(self.stages)} | {FILL: -1}
+        self.sizes = Counter(self.index[op.stage] for op in program.ops if op.micro_batch is not None)
+        self.fetches = defaultdict[Value, list[int]](list)  # the stages for which gradient sums come from SSD
+        for op in program.ops:
+            if op.verb == "prefetch" and op.reads[0].kind == "dw":
+                self.fetches[op.reads[0]].append(self.index[op.stage])
         late = [op.into[0] for op in program.ops if op.verb == "update" and op.stage == FILL]
         self.late = {placement.by_unit[value.unit or 0].group_of(value).when for value in late}
         units = dict.fromkeys(value.unit for value in late)
         self.first_stage = {unit: place for place, unit in enumerate(units)}  # one by one, if nothing else runs
-        self.first_stage |= {op.results[0].unit: self._index(op.stage) for op in reversed(gathers)}
-
-    def _note_computation(self, index: int, op: Op) -> None:
-        at = self.stages[op.stage]
-        self.positions[index] = (at, self.sizes[at])
-        self.sizes[at] += 1
-        self.makers.update(dict.fromkeys(op.results, index))
-        for value in op.reads:
-            self.readers.setdefault(value, []).append(index)
+        for op in reversed(program.ops):
+            if op.verb == "gather":
+                self.first_stage[op.results[0].unit] = self.index[op.stage]
 
     def ops(self) -> Iterator[Op]:
         slots: list[Slot] = []
         dependencies = _Dependencies()
+        done: Counter[Stage] = Counter()  # computations of each stage
         for index, op in enumerate(self.program.ops):
-            slots.append(max([self._slot(index, op), *(slots[before] for before in dependencies.of(op))]))
+            slot = self._slot(op, done[op.stage])
+            slots.append(max([slot, *(slots[before] for before in dependencies.of(op))]))
             dependencies.note(index, op)
+            done[op.stage] += op.micro_batch is not None
         for index in sorted(range(len(slots)), key=lambda index: (slots[index], index)):
-            yield replace(self.program.ops[index], stage=self._stage(slots[index].stage))
+            stage = slots[index].stage
+            yield replace(self.program.ops[index], stage=self.stages[min(stage, self.last)] if stage >= 0 else FILL)
 
-    def _index(self, stage: Stage) -> int:
-        return -1 if stage == FILL else self.last if stage == DRAIN else self.stages[stage]
-
-    def _stage(self, index: int) -> Stage:
-        if 0 <= index < self.last:
-            return self.names[index]
-        return FILL if index < 0 else DRAIN
-
-    def _size(self, stage: int) -> int:
-        return self.sizes[stage] if 0 <= stage < self.last else 0
-
-    def _slot(self, index: int, op: Op) -> Slot:
-        """Where an operation belongs by its row."""
-        if index in self.positions:
-            return Slot(*self.positions[index], AT)
+    def _slot(self, op: Op, position: int) -> Slot:
+        """Where an operation belongs by its row; so far it stands before the computation `position` of its stage."""
+        here = self.index[op.stage]
+        if op.micro_batch is not None:
+            return Slot(here, position, AT)
         name = _row_of(op)
         row = ROWS.get(name, HERE)
         stage = self._origin(op, name) + (row.own_memory if self.placement.separate else row.one_memory)
         match row.place:
             case "made":
-                return Slot(*self.positions[self.makers[op.reads[0]]], AFTER)
+                return Slot(here, position - 1, AFTER)
             case "read":
-                return self._before_reader(index, op)
+                return self._before_reader(here, position - (op.verb != "alias"))
             case "piece":  # so that it shares the link with that micro-batch's checkpoint
                 return Slot(stage, op.results[0].piece or 0, BEFORE) if 0 <= stage < self.last else Slot(stage)
             case "end":
-                return Slot(stage, self._size(stage), AFTER)
+                return Slot(stage, self.sizes[stage], AFTER)
         if name == "offload dw host>ssd":  # has to have left before the stage that needs it again
-            stage = min(stage, next(at for at in self.fetches[op.results[0]] if at > self._index(op.stage)))
+            stage = min(stage, next(at for at in self.fetches[op.results[0]] if at > here))
         from_ssd = op.verb == "prefetch" and op.lane == "ssd_read"
         return Slot(stage, rank=READS_FIRST[op.reads[0].kind] if from_ssd else OTHERS)
 
     def _origin(self, op: Op, name: str) -> int:
         """The stage that a row counts from. Of several groups of a unit each has one of its own."""
-        here, when = self._index(op.stage), name.split()[0]
+        here, when = self.index[op.stage], name.split()[0]
         if when not in ("early", "late"):
             return here
         value = next(value for value in map(homed, (*op.into, *op.results)) if value.kind in ("w", "s"))
@@ -204,14 +186,11 @@ class _StageAssigner:
         groups = unit.trained(*self.late)
         return self.first_stage[unit.unit] - (len(groups) - 1 - groups.index(group))
 
-    def _before_reader(self, index: int, op: Op) -> Slot:
-        """Before the computation that reads a value, or what is copied one micro-batch before that."""
-        ahead = 0 if op.verb == "alias" else 1
-        reader = next(reader for reader in self.readers[op.results[0]] if reader > index)
-        stage, position = self.positions[reader]
-        if position < ahead:
-            return Slot(stage - 1, self._size(stage - 1) - 1, BEFORE) if stage else Slot(stage - 1)
-        return Slot(stage, position - ahead, BEFORE)
+    def _before_reader(self, stage: int, position: int) -> Slot:
+        """Before the computation `position` of a stage; -1 is the last of the stage before."""
+        if position >= 0:
+            return Slot(stage, position, BEFORE)
+        return Slot(stage - 1, self.sizes[stage - 1] - 1, BEFORE) if stage else Slot(stage - 1)
 
 
 class _Dependencies:

@@ -132,6 +132,12 @@ def stages(program: Program, *wanted: str, computation: bool = True, frees: bool
     return "".join(kept)
 
 
+def lowered(step: Sequence[Any], placement: Placement | None = None, **chosen: Any) -> list[Program]:
+    """Every snapshot of a step: numbers of layers and micro-batches, and its shape if it is not plain."""
+    num_layers, num_micro_batches, shape = (*step, PLAIN)[:3]
+    return lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, **chosen))
+
+
 def after(snapshots: Iterable[Program], made_by: str) -> Program:
     return next(program for program in snapshots if program.made_by == made_by)
 

@@ -1,6 +1,6 @@
 """The step program as a torch.fx graph: for those who have tools for these, and for reading it in their terms.
 
-Its nodes call the verbs below, which mean something to an interpreter only: `run` is one.
+Its nodes call the verbs below, which mean something to an interpreter only.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import has_side_effect
 
 from gs_compile.errors import ProgramError
 from gs_compile.program.ir import VERBS, Op, Program, Value
-from gs_compile.program.reference import Units, perform
-from gs_compile.program.text import parse_value
 
 
 def graph_module(program: Program) -> GraphModule:
@@ -39,29 +37,6 @@ def graph_module(program: Program) -> GraphModule:
     graph.output({value.name: node for value, node in env.items() if node not in inputs})
     graph.lint()
     return GraphModule(torch.nn.Module(), graph, class_name="Step")
-
-
-def run(module: GraphModule, units: Units, inputs: Mapping[Value, Any]) -> dict[Value, Any]:
-    """What `reference` returns for the program that `module` was made of."""
-    placeholders = [node.meta["value"] for node in module.graph.find_nodes(op="placeholder")]
-    outputs: dict[str, Any] = _Verbs(module, units).run(*(inputs[value] for value in placeholders))
-    return {parse_value(name): output for name, output in outputs.items()}
-
-
-class _Verbs(Interpreter):
-    """Gives the verbs their meaning; everything else in the graph means what it always does."""
-
-    def __init__(self, module: GraphModule, units: Units) -> None:
-        super().__init__(module)
-        self.units = units
-
-    def run_node(self, n: Node) -> Any:
-        if "op" not in n.meta:
-            return super().run_node(n)
-        op: Op = n.meta["op"]
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        results = perform(op, self.units, args, kwargs.get("into", ()))
-        return results[0] if len(results) == 1 else results
 
 
 def _inputs(program: Program) -> Iterator[Value]:
@@ -122,7 +97,7 @@ def _verb(name: str) -> Callable[..., Any]:
     """A function that stands for a verb in a graph. It changes accumulators, so no clean-up may drop its calls."""
 
     def call(*reads: Any, **keywords: Any) -> Any:
-        raise ProgramError(f"{name} is a word of a step program, not code: run the graph with program.fx.run")
+        raise ProgramError(f"{name} is a word of a step program, not code")
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = VERBS[name]

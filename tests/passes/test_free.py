@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import expecttest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import Options, lowered, options, place, stages, tiered_steps
 from toy import Toy, steps
 
 from gs_compile.passes.free import Free
@@ -15,39 +19,20 @@ from gs_compile.program.ir import StepShape, Value
 from gs_compile.program.reference import reference
 from gs_compile.program.text import parse
 
+SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
+
 
 class TestText(expecttest.TestCase):
-    def test_three_layers(self):
+    def test_resident(self):
         self.assertExpectedInline(
-            str(Free()(Snake()(vertical(3, 2)))),
+            stages(Free()(Snake()(vertical(2, 2))), "backward h", "backward 1", frees=True),
             """\
-# gs_compile 0.1   after free   3 layers x 2 micro-batches
-# forward e   micro-batches 1 0
-x0_1.device = embed(batch_1, we.device)
-x0_0.device = embed(batch_0, we.device)
-# forward 0   micro-batches 0 1
-x1_0.device = forward(x0_0.device, w0.device)
-x1_1.device = forward(x0_1.device, w0.device)
-# forward 1   micro-batches 1 0
-x2_1.device = forward(x1_1.device, w1.device)
-x2_0.device = forward(x1_0.device, w1.device)
-# forward 2   micro-batches 0 1
-x3_0.device = forward(x2_0.device, w2.device)
-x3_1.device = forward(x2_1.device, w2.device)
-# backward h   micro-batches 1 0
+# backward h   micro-batches 0 1
 dwh.device = zeros()
-loss_1.device, dx3_1.device = head(x3_1.device, batch_1, wh.device, into=dwh.device)
-free(x3_1.device)
-loss_0.device, dx3_0.device = head(x3_0.device, batch_0, wh.device, into=dwh.device)
-free(x3_0.device)
-# backward 2   micro-batches 0 1
-dw2.device = zeros()
-dx2_0.device = backward(x2_0.device, dx3_0.device, w2.device, into=dw2.device)
+loss_0.device, dx2_0.device = head(x2_0.device, batch_0, wh.device, into=dwh.device)
 free(x2_0.device)
-free(dx3_0.device)
-dx2_1.device = backward(x2_1.device, dx3_1.device, w2.device, into=dw2.device)
+loss_1.device, dx2_1.device = head(x2_1.device, batch_1, wh.device, into=dwh.device)
 free(x2_1.device)
-free(dx3_1.device)
 # backward 1   micro-batches 1 0
 dw1.device = zeros()
 dx1_1.device = backward(x1_1.device, dx2_1.device, w1.device, into=dw1.device)
@@ -56,20 +41,6 @@ free(dx2_1.device)
 dx1_0.device = backward(x1_0.device, dx2_0.device, w1.device, into=dw1.device)
 free(x1_0.device)
 free(dx2_0.device)
-# backward 0   micro-batches 0 1
-dw0.device = zeros()
-dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
-free(x0_0.device)
-free(dx1_0.device)
-dx0_1.device = backward(x0_1.device, dx1_1.device, w0.device, into=dw0.device)
-free(x0_1.device)
-free(dx1_1.device)
-# backward e   micro-batches 1 0
-dwe.device = zeros()
-embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
-free(dx0_1.device)
-embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
-free(dx0_0.device)
 """,
         )
 
@@ -93,6 +64,83 @@ loss_0.device = head(x2_0.device, side_0.device, batch_0, total.device, wh.devic
 free(x2_0.device)
 free(side_0.device)
 free(total.device)
+""",
+        )
+
+    def test_on_tiers(self):
+        placement = place(3, 2, options=SMALL)
+        self.assertExpectedInline(
+            stages(lowered((3, 2), placement, late=True)[-1], "backward 1", frees=True),
+            """\
+# backward 1   micro-batches 1 0
+x0_0.host = prefetch(x0_0.ssd)
+free(x0_0.ssd)
+web.host, wec.host = prefetch(web.ssd, wec.ssd)
+s2b.host = prefetch(s2b.ssd)
+whb.host = empty()
+update(dwha.host, into=(wha.host, whb.host, sha.host, shb.host))
+free(dwha.host)
+dw2a.host, dw2b.host = offload(dw2.device)
+free(dw2.device)
+w1.device = gather(w1.device[0], w1.device[1])
+free(w1.device[0])
+free(w1.device[1])
+dw1.device = zeros()
+x1_0.device = prefetch(x1_0.host)
+free(x1_0.host)
+dx2_0.device = prefetch(dx2_0.host)
+free(dx2_0.host)
+w0.device[0] = prefetch(w0a.host, w0b.host, w0c.host)
+dx1_1.device = backward(x1_1.device, dx2_1.device, w1.device, into=dw1.device)
+free(x1_1.device)
+free(dx2_1.device)
+dx1_1.host = offload(dx1_1.device)
+free(dx1_1.device)
+w0.device[1] = prefetch(w0a.host, w0b.host, w0c.host)
+free(w0b.host)
+free(w0c.host)
+x0_0.device = prefetch(x0_0.host)
+free(x0_0.host)
+dx1_0.device = backward(x1_0.device, dx2_0.device, w1.device, into=dw1.device)
+free(x1_0.device)
+free(dx2_0.device)
+free(w1.device)
+norm1.device = norm(dw1.device)
+""",
+        )
+
+    def test_one_memory(self):
+        placement = place(3, 2, options=replace(SMALL, separate=False))
+        self.assertExpectedInline(
+            stages(lowered((3, 2), placement, late=True)[-1], "backward 0", frees=True),
+            """\
+# backward 0   micro-batches 0 1
+web.host, wec.host = prefetch(web.ssd, wec.ssd)
+s0b.host = prefetch(s0b.ssd)
+offload(w2a.host, into=w2a.ssd)
+free(w2a.host)
+offload(s2b.host, into=s2b.ssd)
+free(s2b.host)
+dw1b.host = offload(dw1.device)
+w1a.host = empty()
+update(dw1.device, into=(w1a.host, s1a.host, s1b.host))
+free(dw1.device)
+w0.device = gather(w0a.host, w0b.host)
+free(w0a.host)
+free(w0b.host)
+dw0.device = zeros()
+x0_0.device = alias(x0_0.host)
+free(x0_0.host)
+dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
+free(x0_0.device)
+free(dx1_0.device)
+x0_1.device = alias(x0_1.host)
+free(x0_1.host)
+dx0_1.device = backward(x0_1.device, dx1_1.device, w0.device, into=dw0.device)
+free(x0_1.device)
+free(dx1_1.device)
+free(w0.device)
+norm0.device = norm(dw0.device)
 """,
         )
 
@@ -143,3 +191,17 @@ def test_kept_values_are_never_freed():
     assert x2 in {op.reads[0] for op in Free()(program).ops if op.verb == "free"}
     assert x2 not in freed
     assert Value("x", 2, 1) in freed
+
+
+@settings(deadline=None, max_examples=60)
+@given(tiered_steps(), options(), st.booleans())
+def test_only_what_is_at_home_and_results_are_left(step, options, late):
+    placement = place(*step, options)
+    late = late and placement.has_late
+    program = lowered(step, placement, late=late)[-1]
+    alive = set(placement.homes(late=late))
+    for op in program.ops:
+        alive |= set(op.results)
+        alive -= set(op.reads) if op.verb == "free" else set()
+    left = {value for value in alive if value.kind not in ("loss", "y", "norm")}
+    assert left == placement.homes(late=placement.has_late and step[2].training)

@@ -10,17 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import Options, options, place, stages, tiered_steps, train
+from tiers import Options, lowered, options, place, stages, tiered_steps, train
 from toy import Toy, steps
 
 from gs_compile.passes.baselines.horizontal import horizontal
-from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import StepShape, Value
 from gs_compile.program.reference import reference
-from gs_compile.program.text import parse
 
 ALL_SSD = Options(separate=True)
 KEPT = ("loss", "y", "dw")  # what a step is run for
@@ -33,40 +31,9 @@ def homes(step, chosen, gradient_ratio=1.0):
 class TestText(expecttest.TestCase):
     maxDiff = None
 
-    def test_one_layer(self):
-        self.assertExpectedInline(
-            str(horizontal(1, 2)),
-            """\
-# gs_compile 0.1   after horizontal   1 layers x 2 micro-batches
-# forward e of 0
-x0_0.device = embed(batch_0, we.device)
-# forward 0 of 0
-x1_0.device = forward(x0_0.device, w0.device)
-# backward h of 0
-dwh.device = zeros()
-loss_0.device, dx1_0.device = head(x1_0.device, batch_0, wh.device, into=dwh.device)
-# backward 0 of 0
-dw0.device = zeros()
-dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
-# backward e of 0
-dwe.device = zeros()
-embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
-# forward e of 1
-x0_1.device = embed(batch_1, we.device)
-# forward 0 of 1
-x1_1.device = forward(x0_1.device, w0.device)
-# backward h of 1
-loss_1.device, dx1_1.device = head(x1_1.device, batch_1, wh.device, into=dwh.device)
-# backward 0 of 1
-dx0_1.device = backward(x0_1.device, dx1_1.device, w0.device, into=dw0.device)
-# backward e of 1
-embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
-""",
-        )
-
     def test_after_all_passes(self):
         """A stage of the forward with sums on their way, and one of the last backward; without the lines that free."""
-        program = lower(StepSpec(2, 2, placement=homes((2, 2), ALL_SSD, 0.0)))[-1]
+        program = lowered((2, 2), homes((2, 2), ALL_SSD, 0.0))[-1]
         self.assertExpectedInline(
             stages(program, "forward 1 of 1", "backward 0 of 1"),
             """\
@@ -141,34 +108,11 @@ def test_the_same_operations_each_in_the_stage_of_its_micro_batch(step):
 
 
 @settings(deadline=None, max_examples=25)
-@given(tiered_steps(), options(), st.sampled_from((0.0, 0.5, 1.0)), st.lists(st.booleans(), min_size=1, max_size=2))
-def test_every_pass_keeps_every_bit(step, chosen, gradient_ratio, modes):
-    placement = homes(step, chosen, gradient_ratio)
-    passes = ("overlap", "offload", "pipeline", "free")
-    results = [train(*step, placement, made_by, modes) for made_by in passes]
-    for found in results[1:]:
-        torch.testing.assert_close(found, results[0], rtol=0, atol=0)
-
-
-@settings(deadline=None, max_examples=25)
 @given(tiered_steps(), options(), st.sampled_from((0.0, 0.5, 1.0)))
 def test_learns_what_the_vertical_order_learns(step, chosen, gradient_ratio):
     """To rounding: sums of parameters that are shared are added in another order."""
     found = train(*step, homes(step, chosen, gradient_ratio))
     torch.testing.assert_close(found, train(*step, place(*step, chosen)), rtol=1e-6, atol=1e-6)
-
-
-@settings(deadline=None, max_examples=60)
-@given(tiered_steps(), options(), st.sampled_from((0.0, 0.5, 1.0)), st.booleans())
-def test_text_and_back(step, chosen, gradient_ratio, fold):
-    num_layers, num_micro_batches, shape = step
-    for program in lower(
-        StepSpec(num_layers, num_micro_batches, shape=shape, placement=homes(step, chosen, gradient_ratio))
-    ):
-        assert parse(program.text(fold=fold)) == program
-
-
-# What moves ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 5])
@@ -180,7 +124,7 @@ def test_traffic_is_that_of_the_paper(num_micro_batches, gradient_ratio):
     """
     n, num_layers = num_micro_batches, 3
     placement = homes((num_layers, n), ALL_SSD, gradient_ratio)
-    moved = traffic(lower(StepSpec(num_layers, n, placement=placement))[-1], placement)
+    moved = traffic(lowered((num_layers, n), placement)[-1], placement)
     units = placement.by_unit
     loaded = sum(unit.numel * unit.itemsize * (1 if unit.unit == "h" else 2) for unit in units.values())
     gradients = sum(unit.num_trained * unit.gradient_itemsize for unit in units.values())
@@ -200,7 +144,7 @@ def test_traffic_is_that_of_the_paper(num_micro_batches, gradient_ratio):
 
 def test_in_one_memory_sums_stay_where_they_are():
     placement = homes((3, 3), replace(ALL_SSD, separate=False))
-    moved = traffic(lower(StepSpec(3, 3, placement=placement))[-1], placement)
+    moved = traffic(lowered((3, 3), placement)[-1], placement)
     assert not [key for key in moved if key[1] == "dw"]
 
 
@@ -212,11 +156,10 @@ def test_half_of_the_units_have_their_sums_on_ssd():
 @settings(deadline=None, max_examples=60)
 @given(tiered_steps(), options())
 def test_checkpoints_of_one_micro_batch_are_alive(step, chosen):
-    num_layers, num_micro_batches, shape = step
-    shape = replace(shape, outside=frozenset())
-    placement = homes((num_layers, num_micro_batches, shape), chosen)
+    shape = replace(step[2], outside=frozenset())
+    step = *step[:2], shape
     alive: set[Value] = set()
-    for op in lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement))[-1].ops:
+    for op in lowered(step, homes(step, chosen))[-1].ops:
         if shape.training and op.stage.unit is not None and op.verb not in ("free", "offload"):
             of = {value.micro_batch for value in alive if value.kind == "x"}
             assert len(of) <= 1
@@ -228,25 +171,17 @@ def test_checkpoints_of_one_micro_batch_are_alive(step, chosen):
 @settings(deadline=None, max_examples=40)
 @given(tiered_steps(), options(), st.sampled_from((0.0, 0.5, 1.0)))
 def test_only_the_last_backward_is_beside_early_updates(step, chosen, gradient_ratio):
-    num_layers, num_micro_batches, shape = step
-    program = lower(
-        StepSpec(num_layers, num_micro_batches, shape=shape, placement=homes(step, chosen, gradient_ratio))
-    )[-1]
     updated = False
-    for op in program.ops:
+    for op in lowered(step, homes(step, chosen, gradient_ratio))[-1].ops:
         updated = updated or op.verb == "update"
-        assert not (updated and op.micro_batch is not None and op.micro_batch < num_micro_batches - 1)
+        assert not (updated and op.micro_batch is not None and op.micro_batch < step[1] - 1)
 
 
 def test_a_forward_alone_is_vertical():
-    shape = StepShape(training=False)
-    placement = homes((2, 2, shape), ALL_SSD)
-    for snapshots in (
-        lower(StepSpec(2, 2, shape=shape, placement=placement)),
-        lower(StepSpec(2, 2, shape=shape, schedule="horizontal")),
-    ):
+    step = 2, 2, StepShape(training=False)
+    for snapshots in (lowered(step, homes(step, ALL_SSD)), lowered(step, schedule="horizontal")):
         assert snapshots[-1].order == "vertical"
 
 
 def test_the_snake_is_left_out():
-    assert [program.made_by for program in lower(StepSpec(2, 2, schedule="horizontal"))] == ["horizontal", "free"]
+    assert [program.made_by for program in lowered((2, 2), schedule="horizontal")] == ["horizontal", "free"]

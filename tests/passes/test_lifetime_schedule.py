@@ -10,7 +10,7 @@ import torch
 from cpu_time import cpu_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import X_NBYTES, Options, options, place, stages, tiered_steps, train
+from tiers import X_NBYTES, Options, lowered, options, place, stages, tiered_steps, train
 
 from gs_compile.passes.baselines.lifetime import Lifetime
 from gs_compile.passes.lower import StepSpec, lower
@@ -19,7 +19,6 @@ from gs_compile.placement.placement import Placement, Room
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.lifetimes import table
 from gs_compile.program.ir import StepShape
-from gs_compile.program.text import parse
 
 ALL_SSD = Options(separate=True)
 RATES = (("h2d", 8.0), ("d2h", 8.0), ("ssd_read", 2.0), ("ssd_write", 1.0))
@@ -36,17 +35,8 @@ def within(placement: Placement, device_nbytes: int, host_nbytes: int = ENDLESS)
     return replace(placement, room=Room(device_nbytes=device_nbytes, host_nbytes=host_nbytes, bytes_per_second=RATES))
 
 
-def lowered(step, placement, late=False):
-    num_layers, num_micro_batches, *shape = step
-    return lower(
-        StepSpec(
-            num_layers, num_micro_batches, shape=shape[0] if shape else StepShape(), placement=placement, late=late
-        )
-    )
-
-
 def peaks(step, placement, late=False) -> dict[str, int]:
-    return dict(lowered(step, placement, late)[-1].peaks)
+    return dict(lowered(step, placement, late=late)[-1].peaks)
 
 
 def roomy(step, placement: Placement, share: float) -> Placement:
@@ -173,8 +163,8 @@ def test_within_its_room_and_no_lane_moves_more(step, chosen, gradient_ratio, sh
     plain = homes(step, chosen, gradient_ratio)
     late = late and plain.has_late and step[2].training
     placement = roomy(step, plain, share)
-    *_, program = lowered(step, placement, late)  # verified
-    base = lowered(step, plain, late)[-1]
+    *_, program = lowered(step, placement, late=late)  # verified
+    base = lowered(step, plain, late=late)[-1]
     found, before = (liveness.peaks(p.ops, of) for p, of in ((program, placement), (base, plain)))
     if plain.separate:
         assert found["device"] <= max(placement.room.device_nbytes, before["device"])
@@ -183,10 +173,3 @@ def test_within_its_room_and_no_lane_moves_more(step, chosen, gradient_ratio, sh
     moved, at_first = traffic(program, placement), traffic(base, plain)
     assert moved.keys() <= at_first.keys()
     assert all(nbytes <= at_first[key] for key, nbytes in moved.items())
-
-
-@settings(deadline=None, max_examples=12)
-@given(tiered_steps(), options(), st.sampled_from(SHARES), st.booleans())
-def test_text_and_back(step, chosen, share, fold):
-    for program in lowered(step, roomy(step, homes(step, chosen), share)):
-        assert parse(program.text(fold=fold)) == program

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
-import time
+from dataclasses import replace
 
 import pytest
-from tiers import Options, place
+import torch
+from cpu_time import cpu_seconds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import Options, lowered, options, place, tiered_steps, train
 
 from gs_compile.errors import ProgramError
 from gs_compile.passes import lower as lower_module
@@ -11,19 +15,27 @@ from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.program.ir import StepShape, Value
 
 SECONDS = 10.0  # for the largest program of the paper's models; it takes well under one
+ON_TIERS = ["vertical", "snake", "overlap", "offload", "pipeline", "free"]
 
 
-def test_every_snapshot_is_there():
-    assert [program.made_by for program in lower(StepSpec(3, 2))] == ["vertical", "snake", "free"]
+def names(snapshots):
+    return [program.made_by for program in snapshots]
 
 
-def test_snake_can_be_left_out():
-    *_, last = snapshots = lower(StepSpec(3, 2, snake=False))
-    assert [program.made_by for program in snapshots] == ["vertical", "free"]
-    assert [op.micro_batch for op in last.ops if op.verb == "embed"] == [0, 1]
+def test_every_snapshot_is_there_and_snake_can_be_left_out():
+    placement = place(3, 2)
+    assert names(lowered((3, 2))) == ["vertical", "snake", "free"]
+    assert names(lowered((3, 2), snake=False)) == ["vertical", "free"]
+    assert names(lowered((3, 2), placement)) == ON_TIERS
+    assert names(lowered((3, 2), placement, snake=False)) == ON_TIERS[:1] + ON_TIERS[2:]
+    assert names(flush(3, placement)) == ON_TIERS[:1] + ON_TIERS[2:]
 
 
-def test_shape_and_keep_arrive():
+def test_nothing_to_flush_is_an_empty_program():
+    assert flush(3, place(3, 2))[-1].ops == ()
+
+
+def test_shape_and_outputs_arrive():
     kept = Value("x", 1, 0)
     last = lower(StepSpec(2, 1, shape=StepShape(training=False), outputs=frozenset({kept})))[-1]
     assert not any(op.stage.phase == "backward" for op in last.ops)
@@ -35,39 +47,38 @@ def test_every_pass_is_verified(monkeypatch):
         return program.with_ops(program.ops[1:], made_by="forget")
 
     monkeypatch.setattr(lower_module, "passes", lambda step: (forget,))
-    with pytest.raises(
-        ProgramError, match=r"after forget, line 3: x1_0.device = forward.*: x0_0.device is not defined"
-    ):
+    complaint = r"after forget, line 3: x1_0.device = forward.*: x0_0.device is not defined"
+    with pytest.raises(ProgramError, match=complaint):
         lower(StepSpec(3, 1))
 
 
-def test_a_large_program_takes_little_time():
-    shape = StepShape(has_side=True, side_gradient=True, has_total=True, emits=frozenset({"h"}))
-    start = time.perf_counter()
-    last = lower(StepSpec(96, 16, shape=shape))[-1]
-    assert time.perf_counter() - start < SECONDS
-    assert sum(op.verb == "backward" for op in last.ops) == 96 * 16
-
-
-def test_a_large_program_on_tiers_takes_little_time():
-    options = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.3, alpha=0.25)
+@pytest.mark.parametrize("on_tiers", [False, True])
+def test_a_large_program_takes_little_time(on_tiers):
+    chosen = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.3, alpha=0.25)
     shape = StepShape(has_side=True, side_gradient=True, has_total=True, tied=frozenset("eh"))
-    placement = place(96, 16, shape, options)
-    start = time.perf_counter()
-    last = lower(StepSpec(96, 16, shape=shape, placement=placement, late=True))[-1]
-    assert time.perf_counter() - start < SECONDS
-    assert sum(op.verb == "backward" for op in last.ops) == 96 * 16
+    step = 96, 16, shape
+    placement = place(*step, chosen) if on_tiers else None
+    seconds, snapshots = cpu_seconds(lambda: lowered(step, placement, late=on_tiers))
+    assert seconds < SECONDS
+    assert sum(op.verb == "backward" for op in snapshots[-1].ops) == 96 * 16
 
 
-def test_every_snapshot_on_tiers_is_there():
-    placement = place(3, 2)
-    names = ["vertical", "snake", "overlap", "offload", "pipeline", "free"]
-    assert [program.made_by for program in lower(StepSpec(3, 2, placement=placement))] == names
-    assert [program.made_by for program in lower(StepSpec(3, 2, placement=placement, snake=False))] == names[
-        :1
-    ] + names[2:]
-    assert [program.made_by for program in flush(3, placement)] == names[:1] + names[2:]
+@settings(deadline=None, max_examples=60)
+@given(
+    tiered_steps(),
+    options(),
+    st.sampled_from(("vertical", "horizontal")),
+    st.sampled_from((0.0, 0.5, 1.0)),
+    st.lists(st.booleans(), min_size=1, max_size=3),
+)
+def test_every_pass_keeps_every_bit(step, chosen, schedule, gradient_ratio, modes):
+    """Neither what steps give, evaluation among them, nor what they leave depends on where data is or on alpha."""
 
+    def scheduled(chosen):
+        return replace(place(*step, chosen), schedule=schedule, gradient_ratio=gradient_ratio)
 
-def test_nothing_to_flush_is_an_empty_program():
-    assert flush(3, place(3, 2))[-1].ops == ()
+    resident = replace(chosen, parameter_ratio=1.0, optimizer_ratio=1.0, alpha=1.0 if chosen.clip else 0.0)
+    expected = train(*step, scheduled(resident), "overlap", modes)
+    for made_by in ON_TIERS[2:]:
+        found = train(*step, scheduled(chosen), made_by, modes)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -76,22 +76,6 @@ embed_backward(batch_0, dx0_0.device, dy0_0.device, dside_0.device, we.device, i
 """,
         )
 
-    def test_forward_only(self):
-        self.assertExpectedInline(
-            str(vertical(2, 1, shape=StepShape(training=False))),
-            """\
-# gs_compile 0.1   after vertical   2 layers x 1 micro-batches
-# forward e   micro-batches 0
-x0_0.device = embed(batch_0, we.device)
-# forward 0   micro-batches 0
-x1_0.device = forward(x0_0.device, w0.device)
-# forward 1   micro-batches 0
-x2_0.device = forward(x1_0.device, w1.device)
-# forward h   micro-batches 0
-loss_0.device = head(x2_0.device, batch_0, wh.device)
-""",
-        )
-
     def test_backward_ends_at_the_lowest_unit_that_needs_a_gradient(self):
         shape = StepShape(frozen=frozenset({"e", 0}), first_grad=1, has_side=True, side_gradient=True)
         text = str(vertical(3, 1, shape=shape))

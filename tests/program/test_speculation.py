@@ -11,10 +11,10 @@ import tiered_toy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import Options, options, place, stages, tiered_steps, train
+from tiers import Options, lowered, options, place, stages, tiered_steps, train
 
 from gs_compile.errors import ProgramError
-from gs_compile.passes.lower import StepSpec, flush, lower
+from gs_compile.passes.lower import flush
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.verify import verify
@@ -62,11 +62,10 @@ def test_what_is_learned_is_what_delayed_updates_learn(bound, made_by, monkeypat
 @settings(deadline=None, max_examples=25)
 @given(step=STEPS, options=speculative(), late=st.booleans(), redo=st.booleans())
 def test_every_program_is_well_formed_and_its_text_reads_back(step, options, late, redo):
-    num_layers, num_micro_batches, shape = step
     placement = place(*step, options)
     late = late and any(v.kind == "dw" for v in placement.homes(late=True, redo=redo))
-    made = lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, late=late, redo=redo))
-    for program in (*made, *(flush(num_layers, placement, redo=redo) if late else ())):
+    made = lowered(step, placement, late=late, redo=redo)
+    for program in (*made, *(flush(step[0], placement, redo=redo) if late else ())):
         assert parse(str(program)) == program
 
 
@@ -77,17 +76,11 @@ def test_speculation_moves_what_early_updates_move(step, options):
     if not options.separate:
         options = replace(options, alpha=0.0)  # what waits is not copied in one memory
     plain = replace(options, clip=False, speculative=False)
-    num_layers, num_micro_batches, shape = step
     placements = place(*step, options), place(*step, plain)
     late = bool(options.alpha) and placements[1].has_late
-    found, wanted = (
-        traffic(lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=p, late=late, redo=False))[-1], p)
-        for p in placements
-    )
+    found, wanted = (traffic(lowered(step, each, late=late, redo=False)[-1], each) for each in placements)
     assert found == wanted
 
-
-# Text -----------------------------------------------------------------------------------------------------------------
 
 SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.5, checkpoint_ratio=1.0, clip=True, speculative=True)
 
@@ -96,7 +89,7 @@ class TestText(expecttest.TestCase):
     def test_a_backward_stage_and_what_is_left_after_it(self):
         placement = place(3, 1, options=SMALL)
         self.assertExpectedInline(
-            stages(lower(StepSpec(3, 1, placement=placement))[-1], "backward 0", "drain", computation=False),
+            stages(lowered((3, 1), placement)[-1], "backward 0", "drain", computation=False),
             """\
 # backward 0   micro-batches 0
 s1b.host = prefetch(s1b.ssd)
@@ -135,7 +128,7 @@ commit(scale.host, into=(sea.host, ssea.host, seb.ssd, sseb.ssd))
     def test_updates_that_were_taken_back_are_late_ones(self):
         placement = place(1, 1, options=SMALL)
         self.assertExpectedInline(
-            stages(lower(StepSpec(1, 1, placement=placement, late=True, redo=True))[-1], "fill", computation=False),
+            stages(lowered((1, 1), placement, late=True, redo=True)[-1], "fill", computation=False),
             """\
 # fill   micro-batches
 seb.host = prefetch(seb.ssd)
@@ -151,29 +144,9 @@ we.device[0] = prefetch(wea.host, web.host)
 """,
         )
 
-    def test_parameters_without_a_master_have_another_place_too(self):
-        placement = place(1, 1, options=replace(SMALL, has_master=False, separate=False))
-        self.assertExpectedInline(
-            stages(lower(StepSpec(1, 1, placement=placement))[-1], "drain", computation=False),
-            """\
-# drain   micro-batches
-offload(w0a.host, into=sw0a.ssd)
-offload(s0b.host, into=ss0b.ssd)
-update(dwe.device, sea.host, wea.host, into=(swea.host, web.host, ssea.host, seb.host))
-scale.host = clip(norme.device, norm0.device, normh.device)
-commit(scale.host, into=(s0a.host, ss0a.host, s0b.ssd, ss0b.ssd, w0a.ssd, sw0a.ssd))
-commit(scale.host, into=(sha.host, ssha.host, shb.ssd, sshb.ssd, wha.host, swha.host, whb.ssd, swhb.ssd))
-offload(web.host, into=sweb.ssd)
-offload(seb.host, into=sseb.ssd)
-commit(scale.host, into=(sea.host, ssea.host, seb.ssd, sseb.ssd, wea.host, swea.host, web.ssd, sweb.ssd))
-""",
-        )
-
-
-# Laws -----------------------------------------------------------------------------------------------------------------
 
 PLACEMENT = place(3, 1, options=SMALL)
-GOOD = lower(StepSpec(3, 1, placement=PLACEMENT))[-1].text(fold=False)
+GOOD = lowered((3, 1), PLACEMENT)[-1].text(fold=False)
 
 
 def broken(old: str, new: str, placement: Placement = PLACEMENT) -> str:
