@@ -20,13 +20,21 @@ the SSD is copied. Nothing overlaps yet: `pipeline` gives each transfer its time
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
-from gs_compile.placement.placement import Group, Part, Placement, UnitPlacement
+from gs_compile.placement.placement import Group, Placement, UnitPlacement
 from gs_compile.program.ir import FILL, Op, Program, Stage, Tier, Value, homed
+
+# The transfers by which what an update has made comes to where it is stored: verb, kind, tier.
+_WAYS_HOME: tuple[tuple[str, str, Tier], ...] = (
+    ("prefetch", "w", "device"),
+    ("offload", "w", "ssd"),
+    ("offload", "s", "ssd"),
+)
 
 
 @dataclass(frozen=True)
@@ -50,24 +58,20 @@ class _Units:
     def __init__(self, program: Program, placement: Placement) -> None:
         self.program = program
         self.placement = placement
-        self.updated_late = {
+        self.fresh = {  # parts of parameters that a late update has made, until their unit is gathered
             (value.unit, value.part)
             for op in program.ops
             if op.verb == "update" and op.stage == FILL
             for value in op.into
             if value.kind == "w"
         }
-        self.gathered: set[object] = set()  # units gathered before
 
     def ops(self) -> Iterator[Op]:
-        rewrites = {"gather": self._gather, "alias": self._leave, "commit": self._commit}
+        rewrites = {"gather": self._gather, "alias": self._leave, "commit": self._commit, "update": self._update}
         for op in self.program.ops:
-            values = op.values
-            unit = self.placement.by_unit.get(values[0].unit) if values and values[0].unit is not None else None
+            unit = self.placement.by_unit.get(op.values[0].unit) if op.values[0].unit is not None else None
             if op.verb == "clip":
                 yield replace(op, results=(Value("scale", tier="host"),))
-            elif unit is not None and op.verb == "update":
-                yield from _Update(self.placement, unit, unit.group_of(op.into[0]), op.stage).ops()
             elif unit is not None and op.verb in rewrites:
                 yield from rewrites[op.verb](op, unit)
             else:
@@ -75,19 +79,17 @@ class _Units:
 
     def _gather(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
         whole, stage = op.results[0], op.stage
-        fresh = set() if unit.unit in self.gathered else self.updated_late  # what the late update has made is there
-        self.gathered.add(unit.unit)
-        away = [part for part in unit.w.values() if part.tier == "ssd" and (unit.unit, part.letter) not in fresh]
-        yield from _fetch("w", unit, away, stage)
-        parts = tuple(unit.value("w", part, "host") for part in unit.w.values() if part.tier != "device")
+        stored = [unit.value("w", part) for part in unit.w.values()]
+        yield from _fetch((v for v in stored if v.tier == "ssd" and (v.unit, v.part) not in self.fresh), stage)
+        self.fresh.difference_update((value.unit, value.part) for value in stored)
+        parts = tuple(_on(value, "host") for value in stored if value.tier != "device")
         if not self.placement.separate:
             yield Op("gather", parts, stage, (whole,))
             return
-        resident = tuple(unit.value("w", part) for part in unit.w.values() if part.tier == "device")
         pieces = tuple(replace(whole, piece=k) for k in range(self.placement.num_pieces) if parts)
         for piece in pieces:
             yield Op("prefetch", parts, stage, (piece,))
-        yield Op("gather", (*pieces, *resident), stage, (whole,))
+        yield Op("gather", (*pieces, *(value for value in stored if value.tier == "device")), stage, (whole,))
 
     def _leave(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
         """The gradient leaves the device, once; early parts where there is a way to go."""
@@ -97,6 +99,9 @@ class _Units:
         else:
             everything = tuple(unit.gradient(group) for group in unit.trained())
             yield Op("offload", op.reads, op.stage, everything if self.placement.separate else left)
+
+    def _update(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
+        yield from _Update(self.placement, unit, unit.group_of(op.into[0]), op.stage).ops()
 
     def _commit(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
         """Each part in memory or on SSD, where it is stored, and its shadow copy."""
@@ -117,7 +122,11 @@ class _Update:
         yield from self._gradient_out()
         yield from self._parts_in()
         yield self._update()
-        yield from self._parts_out()
+        for verb, kind, tier in _WAYS_HOME:
+            stored = self._stored(kind, tier)
+            if stored:
+                made = tuple(_on(value, "host") for value in stored)
+                yield Op(verb, made, self.stage, into=tuple(self._shadows.get(value, value) for value in stored))
 
     @property
     def _is_late(self) -> bool:
@@ -128,8 +137,10 @@ class _Update:
         """The shadow copies, by part, that a speculative update writes."""
         return dict(self.unit.shadows(self.group)) if self.placement.speculative and not self._is_late else {}
 
-    def _parts(self, kind: str, tier: Tier) -> list[Part]:
-        return [part for part in (self.group.w if kind == "w" else self.group.s) if part.tier == tier]
+    def _stored(self, kind: str, *tiers: Tier) -> list[Value]:
+        """The group's parts, parameters or state, that are stored on a tier; without one, on any."""
+        parts = self.group.w if kind == "w" else self.group.s
+        return [self.unit.value(kind, part) for part in parts if part.tier in tiers or not tiers]
 
     def _gradient_out(self) -> Iterator[Op]:
         """All early gradients at once, before the first early update, unless they have left with the late ones."""
@@ -142,43 +153,31 @@ class _Update:
     def _parts_in(self) -> Iterator[Op]:
         """State from SSD, and parameters where the update reads them; where it fills them, memory for them."""
         if self.unit.has_master:
-            filled = self._parts("w", "device") + self._parts("w", "ssd")
+            filled = self._stored("w", "device") + self._stored("w", "ssd")
             if self.group.when == "late":
-                filled += [part for part in self.group.w if self.placement.reclaims(self.unit, part)]
-            for part in filled:
-                yield Op("empty", (), self.stage, (self.unit.value("w", part, "host"),))
+                reclaimed = (part for part in self.group.w if self.placement.reclaims(self.unit, part))
+                filled += [self.unit.value("w", part) for part in reclaimed]
+            for value in filled:
+                yield Op("empty", (), self.stage, (_on(value, "host"),))
         elif self._is_late:
-            yield from _fetch("w", self.unit, self._parts("w", "ssd"), self.stage)
-        yield from _fetch("s", self.unit, self._parts("s", "ssd"), self.stage)
+            yield from _fetch(self._stored("w", "ssd"), self.stage)
+        yield from _fetch(self._stored("s", "ssd"), self.stage)
 
     def _update(self) -> Op:
         in_host = {part: shadow for part, shadow in self._shadows.items() if part.tier == "host"}
-        parts = [("w", part) for part in self.group.w] + [("s", part) for part in self.group.s]
-        values = (self.unit.value(kind, part, "host") for kind, part in parts)
+        values = (_on(value, "host") for value in self._stored("w") + self._stored("s"))
         is_whole = not self._is_late and not self.placement.separate
         gradient = Value("dw", self.unit.unit) if is_whole else self.unit.gradient(self.group)
         scale = (Value("scale", tier="host"),) if self.placement.clip and self._is_late else ()
         into = tuple(in_host.get(value, value) for value in values)
         return Op("update", (gradient, *in_host, *scale), self.stage, into=into)
 
-    def _parts_out(self) -> Iterator[Op]:
-        resident = self._parts("w", "device")
-        if resident:
-            made = tuple(self.unit.value("w", part, "host") for part in resident)
-            yield Op("prefetch", made, self.stage, into=tuple(self.unit.value("w", part) for part in resident))
-        for kind in ("w", "s"):
-            parts = self._parts(kind, "ssd")
-            if parts:
-                made = tuple(self.unit.value(kind, part, "host") for part in parts)
-                stored = (self.unit.value(kind, part) for part in parts)
-                yield Op("offload", made, self.stage, into=tuple(self._shadows.get(v, v) for v in stored))
 
-
-def _fetch(kind: str, unit: UnitPlacement, parts: list[Part], stage: Stage) -> Iterator[Op]:
-    """One transfer of `parts` from SSD to host."""
-    if parts:
-        on_ssd, on_host = (tuple(unit.value(kind, part, tier) for part in parts) for tier in ("ssd", "host"))
-        yield Op("prefetch", on_ssd, stage, on_host)
+def _fetch(stored: Iterable[Value], stage: Stage) -> Iterator[Op]:
+    """One transfer of parts from SSD to host."""
+    values = tuple(stored)
+    if values:
+        yield Op("prefetch", values, stage, tuple(_on(value, "host") for value in values))
 
 
 def _with_sums(program: Program, placement: Placement) -> Iterator[Op]:
@@ -186,38 +185,36 @@ def _with_sums(program: Program, placement: Placement) -> Iterator[Op]:
 
     In one memory they stay where they are, but for those that are stored on SSD.
     """
-    additions: dict[Value, dict[int | None, list[int]]] = {}  # the operations that add to a sum, by micro-batch
+    before, after = defaultdict[int, list[Value]](list), defaultdict[int, list[Value]](list)
+    latest: dict[Value, int] = {}  # the operation that has added to a sum last
     for index, op in enumerate(program.ops):
         for value in op.into:
-            unit = placement.by_unit.get(value.unit) if value.kind == "dw" and value.unit is not None else None
-            if unit is not None and (placement.separate or placement.gradient_home(unit) == "ssd"):
-                additions.setdefault(value, {}).setdefault(op.micro_batch, []).append(index)
-    before: dict[int, list[Value]] = {}
-    after: dict[int, list[Value]] = {}
-    for value, by_micro_batch in additions.items():
-        for here, following in pairwise(by_micro_batch.values()):
-            after.setdefault(here[-1], []).append(value)
-            before.setdefault(following[0], []).append(value)
+            if (
+                value.kind == "dw"
+                and value.unit in placement.by_unit
+                and (placement.separate or _on_ssd(value, placement))
+            ):
+                last = latest.get(value, index)
+                if program.ops[last].micro_batch != op.micro_batch:
+                    after[last].append(value)
+                    before[index].append(value)
+                latest[value] = index
     for index, op in enumerate(program.ops):
-        for value in before.get(index, ()):
-            yield from _sum_in(value, op.stage, placement)
+        for value in before[index]:
+            if _on_ssd(value, placement):
+                yield Op("prefetch", (_on(value, "ssd"),), op.stage, (_on(value, "host"),))
+            yield Op("prefetch" if placement.separate else "alias", (_on(value, "host"),), op.stage, (value,))
         yield op
-        for value in after.get(index, ()):
-            yield from _sum_out(value, op.stage, placement)
+        for value in after[index]:
+            yield Op("offload" if placement.separate else "alias", (value,), op.stage, (_on(value, "host"),))
+            if _on_ssd(value, placement):
+                yield Op("offload", (_on(value, "host"),), op.stage, (_on(value, "ssd"),))
 
 
-def _sum_out(value: Value, stage: Stage, placement: Placement) -> Iterator[Op]:
-    assert value.unit is not None
-    yield Op("offload" if placement.separate else "alias", (value,), stage, (_on(value, "host"),))
-    if placement.gradient_home(placement.by_unit[value.unit]) == "ssd":
-        yield Op("offload", (_on(value, "host"),), stage, (_on(value, "ssd"),))
-
-
-def _sum_in(value: Value, stage: Stage, placement: Placement) -> Iterator[Op]:
-    assert value.unit is not None
-    if placement.gradient_home(placement.by_unit[value.unit]) == "ssd":
-        yield Op("prefetch", (_on(value, "ssd"),), stage, (_on(value, "host"),))
-    yield Op("prefetch" if placement.separate else "alias", (_on(value, "host"),), stage, (value,))
+def _on_ssd(gradient: Value, placement: Placement) -> bool:
+    """Whether a gradient sum is stored on SSD between two micro-batches."""
+    assert gradient.unit is not None
+    return placement.gradient_home(placement.by_unit[gradient.unit]) == "ssd"
 
 
 class _Activations:
@@ -226,37 +223,44 @@ class _Activations:
     def __init__(self, program: Program, placement: Placement) -> None:
         self.program = program
         self.placement = placement
-        self.users: dict[Value, list[int]] = {}
+        self.uses = defaultdict[Value, list[int]](list)  # the operations that read a value
         for index, op in enumerate(program.ops):
             for value in op.reads:
                 if value.kind in ("x", "dx"):
-                    self.users.setdefault(value, []).append(index)
-        compute = [index for index, op in enumerate(program.ops) if op.micro_batch is not None]
-        self.computation_before = {after: before for before, after in pairwise(compute)}
-        self.definitions = {value: index for index, op in enumerate(program.ops) for value in op.results}
+                    self.uses[value].append(index)
+        computations = [index for index, op in enumerate(program.ops) if op.micro_batch is not None]
+        self.before = {after: program.ops[before] for before, after in pairwise(computations)}
 
     def ops(self) -> Iterator[Op]:
         stages: dict[Stage, list[int]] = {}
         for index, op in enumerate(self.program.ops):
             stages.setdefault(op.stage, []).append(index)
         for stage, indices in stages.items():
+            ops = [self.program.ops[index] for index in indices]
             if stage.phase == "backward":
-                read = dict.fromkeys(value for index in indices for value in self.program.ops[index].reads)
-                yield from self._with_ssd("prefetch", list(read), stage)
-            outputs: list[Value] = []
-            for index in indices:
-                op = self.program.ops[index]
-                yield from (self._prefetch(value, stage) for value in op.reads if self._comes_back(value, index))
+                coming = self._stored_on_ssd(dict.fromkeys(value for op in ops for value in op.reads))
+                yield from _fetch((_on(value, "ssd") for value in coming), stage)
+            for index, op in zip(indices, ops, strict=True):
+                for value in op.reads:
+                    if self._comes_back(value, index):
+                        verb = "prefetch" if self.placement.separate else "alias"
+                        yield Op(verb, (_on(value, "host"),), stage, (value,))
                 yield op
-                for value in op.results:
-                    if self._leaves(value):
-                        outputs.append(value)
-                        yield self._offload(value, stage)
-            yield from self._with_ssd("offload", outputs, stage)
+                for value in filter(self._leaves, op.results):
+                    is_copied = self.placement.separate or self._is_on(value, "ssd")
+                    yield Op("offload" if is_copied else "alias", (value,), stage, (_on(value, "host"),))
+            going = self._stored_on_ssd(value for op in ops for value in op.results if self._leaves(value))
+            if going:
+                on_host, on_ssd = (tuple(_on(value, tier) for value in going) for tier in ("host", "ssd"))
+                yield Op("offload", on_host, stage, on_ssd)
+
+    def _stored_on_ssd(self, values: Iterable[Value]) -> list[Value]:
+        """Those checkpoints that are stored there: one transfer moves all of a stage."""
+        return sorted((v for v in values if self._is_on(v, "ssd")), key=lambda value: value.micro_batch or 0)
 
     def _is_checkpoint(self, value: Value) -> bool:
         """Whether it is read again in the backward of the layer it goes into."""
-        return value.kind == "x" and len(self.users.get(value, ())) > 1
+        return value.kind == "x" and len(self.uses.get(value, ())) > 1
 
     def _is_on(self, value: Value, tier: Tier) -> bool:
         """Whether a checkpoint is stored on a tier; what the head reads is needed again at once."""
@@ -264,10 +268,8 @@ class _Activations:
         return self._is_checkpoint(value) and is_far and self.placement.checkpoint_home(value) == tier
 
     def _leaves(self, value: Value) -> bool:
-        if value.kind not in ("x", "dx") or self._is_on(value, "device"):
-            return False
         if self.placement.separate:
-            return any(self._comes_back(value, use) for use in self.users.get(value, ()))
+            return any(self._comes_back(value, use) for use in self.uses.get(value, ()))
         return self._is_checkpoint(value)
 
     def _comes_back(self, value: Value, index: int) -> bool:
@@ -275,24 +277,9 @@ class _Activations:
         if value.kind not in ("x", "dx") or self._is_on(value, "device"):
             return False
         if not self.placement.separate:
-            return index != self.users[value][0] and self._is_checkpoint(value)
-        before = self.computation_before.get(index)  # what it has made or read is still there
-        return before not in (self.definitions[value], *self.users[value])
-
-    def _offload(self, value: Value, stage: Stage) -> Op:
-        is_copied = self.placement.separate or self._is_on(value, "ssd")
-        return Op("offload" if is_copied else "alias", (value,), stage, (_on(value, "host"),))
-
-    def _prefetch(self, value: Value, stage: Stage) -> Op:
-        return Op("prefetch" if self.placement.separate else "alias", (_on(value, "host"),), stage, (value,))
-
-    def _with_ssd(self, verb: str, values: Iterable[Value], stage: Stage) -> Iterator[Op]:
-        """The transfer, between host and SSD, of those checkpoints that are stored there: all at once."""
-        moved = sorted((v for v in values if self._is_on(v, "ssd")), key=lambda value: value.micro_batch or 0)
-        if moved:
-            on_host, on_ssd = (tuple(_on(value, tier) for value in moved) for tier in ("host", "ssd"))
-            reads, results = (on_ssd, on_host) if verb == "prefetch" else (on_host, on_ssd)
-            yield Op(verb, reads, stage, results)
+            return index != self.uses[value][0] and self._is_checkpoint(value)
+        before = self.before.get(index)  # what it has made or read is still there
+        return before is None or value not in before.values
 
 
 def _on(value: Value, tier: Tier) -> Value:
