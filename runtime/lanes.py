@@ -40,19 +40,18 @@ class Ticket:
 
     def wait(self) -> None:
         """Return when the operation is done; raises `LaneError` from its error."""
-        self._wait_for_launch()
-        if self.event is not None:
-            self.event.synchronize()
+        self.join(None)
 
     def join(self, stream: Stream | None) -> None:
-        """Let `stream` go on only after the operation: where a stream runs it, the thread waits for its launch only."""
+        """Let `stream`, or without one this thread, go on only after the operation; raises as `wait`.
+
+        Where a stream runs the operation, the thread waits for its launch only.
+        """
         self._wait_for_launch()
-        if self.event is None:
-            return
-        if stream is None:
-            self.event.synchronize()
-        else:
+        if self.event is not None and stream is not None:
             stream.wait_event(self.event)
+        elif self.event is not None:
+            self.event.synchronize()
 
     def finish(self, error: BaseException | None = None) -> None:
         """The operation is done or launched; called once."""
@@ -92,9 +91,7 @@ class _Task(NamedTuple):
     ticket: Ticket
     run: Callable[[], None]
     after: Sequence[Ticket]
-    nbytes: int
-    kind: str
-    stage: str
+    label: Label
 
 
 class Lane:
@@ -125,7 +122,7 @@ class Lane:
     ) -> Ticket:
         """Carry `run` out once all before it on this lane and all of `after` are done."""
         ticket = Ticket(name)
-        self._tasks.put(_Task(ticket, run, after, nbytes, kind, stage))
+        self._tasks.put(_Task(ticket, run, after, Label(self.name, name, nbytes, kind, stage)))
         return ticket
 
     def close(self) -> None:
@@ -150,14 +147,13 @@ class Lane:
     def _carry_out(self, task: _Task) -> None:
         join_all(task.after, self._stream)
         self._failure.check()
-        label = Label(self.name, task.ticket.name, task.nbytes, task.kind, task.stage)
         if self._stream is None or self._device is None:
             start = time.perf_counter()
             task.run()
-            self._trace.add(label, start, time.perf_counter())
+            self._trace.add(task.label, start, time.perf_counter())
             return
         with self._device.on(self._stream):
             start_event = self._device.record(self._stream)
             task.run()
             task.ticket.event = self._device.record(self._stream)
-        self._trace.add_later(label, self._device, start_event, task.ticket.event)
+        self._trace.add_later(task.label, self._device, start_event, task.ticket.event)
