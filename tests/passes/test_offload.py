@@ -170,14 +170,6 @@ def _first(num_layers, shape):
     return next(unit for unit in ("e", *range(num_layers), "h") if unit not in shape.frozen)
 
 
-def test_gradients_of_layers_never_go_to_ssd():
-    program = lowered((3, 3), place(3, 3, options=SMALL))[-1]
-    assert not any(v.kind == "dx" and v.tier == "ssd" for op in program.ops for v in (*op.reads, *op.results))
-
-
-# Bytes, against closed forms -----------------------------------------------------------------------------------------
-
-
 @settings(deadline=None, max_examples=150)
 @given(tiered_steps(), options(), st.booleans(), st.integers(1, 6))
 def test_traffic_of_a_step(step, options, late, num_micro_batches):
@@ -196,13 +188,6 @@ def test_parameters_are_loaded_twice_however_many_micro_batches():
         return found["ssd_read", "w"], found["h2d", "w"]
 
     assert loads(1) == loads(2) == loads(7)
-
-
-def test_the_pieces_of_a_unit_are_one_unit_together():
-    placement = place(1, 7, options=SMALL)
-    per_stage = sum(unit.numel * unit.itemsize for unit in placement.units)
-    twice = per_stage * 2 - placement.by_unit["h"].numel * 4
-    assert traffic(lowered((1, 7), placement)[-1], placement)["h2d", "w"] == twice
 
 
 def test_checkpoints_kept_at_a_boundary():

@@ -28,8 +28,7 @@ VARIANTS: list[tuple[Rule, dict[str, Any]]] = [
     (ADAMW, {"weight_decay": 0.0}),
     (ADAMW, {"maximize": True}),
     (ADAM, {}),
-    (ADAM, {"betas": (0.5, 0.9), "eps": 1e-3}),
-    (ADAM, {"maximize": True}),
+    (ADAM, {"betas": (0.5, 0.9), "eps": 1e-3, "maximize": True}),
     (SGD, {}),
     (SGD, {"momentum": 0, "dampening": 0}),
     (SGD, {"nesterov": True, "dampening": 0}),
@@ -84,10 +83,9 @@ def test_bitwise_torch_fused(rule: Rule, changed: dict[str, Any]):
         assert torch.equal(mine, its)
 
 
-@pytest.mark.parametrize("how", [{}, {"foreach": True}], ids=["default", "foreach"])
 @pytest.mark.parametrize(("rule", "changed"), VARIANTS, ids=NAMES)
-def test_close_to_torch_default(rule: Rule, changed: dict[str, Any], how: dict[str, bool]):
-    ours, theirs = both(rule, HYPER[rule.name] | changed, steps=20, **how)
+def test_close_to_torch_default(rule: Rule, changed: dict[str, Any]):
+    ours, theirs = both(rule, HYPER[rule.name] | changed, steps=20)
     for mine, its in zip(ours, theirs, strict=True):
         assert (mine - its).norm() <= 1e-6 * its.norm()
 
@@ -238,23 +236,18 @@ def test_refuses_what_is_not_whole_quanta():
         LION.update(short, short, [short.clone()], HYPER["Lion"], 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_sum_of_squares(dtype: torch.dtype):
-    flat = random(9, dtype)
-    assert sum_of_squares(flat) == pytest.approx(float(flat.double().square().sum()), rel=1e-6)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     cut=cuts,
     threads=st.integers(1, 3),
     chunk=st.sampled_from([1, 3, 64]),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
 )
 def test_sum_of_squares_has_the_same_bits_for_every_cut(cut: list[int], threads: int, chunk: int, dtype: torch.dtype):
     flat = random(sum(cut), dtype)
     torch.set_num_threads(1)
     whole = sum_of_squares(flat)
+    assert whole == pytest.approx(float(flat.double().square().sum()), rel=1e-6)
     torch.set_num_threads(threads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "CHUNK", chunk * QUANTUM)

@@ -90,29 +90,6 @@ def test_aligned_memory_is_moved_without_a_second_copy(file, engine, monkeypatch
     assert np.array_equal(into, source)
 
 
-def test_nothing_to_move_is_done_at_once(file, engine):
-    transfer = Transfer(engine.submit("read", file, aligned(0), 7, "w3"))
-    assert transfer.done
-    transfer.wait()
-
-
-def test_a_transfer_is_done_when_its_last_block_is(file, engine, monkeypatch):
-    gate = threading.Event()
-    real = ssd._preadv
-
-    def slow(fd, memory, offset):
-        assert gate.wait(10)
-        return real(fd, memory, offset)
-
-    monkeypatch.setattr(ssd, "_preadv", slow)
-    transfer = Transfer(engine.submit("read", file, aligned(NBYTES), 0, "w3"))
-    assert not transfer.done
-    gate.set()
-    transfer.wait()
-    assert transfer.done
-    transfer.wait()
-
-
 @pytest.mark.parametrize("held", ["_preadv", "_pwritev"])
 def test_neither_direction_waits_for_the_other(file, engine, monkeypatch, held):
     gate = threading.Event()
@@ -132,16 +109,6 @@ def test_neither_direction_waits_for_the_other(file, engine, monkeypatch, held):
     gate.set()
     for transfer in stopped:
         transfer.wait()
-
-
-def test_an_engine_ends_its_threads_after_their_work(file):
-    before = set(threading.enumerate())
-    engine = Engine(threads=2)
-    transfer = Transfer(engine.submit("write", file, noise(NBYTES), 0, "w3"))
-    assert all(not thread.daemon for thread in set(threading.enumerate()) - before)
-    engine.close()
-    assert transfer.done
-    assert set(threading.enumerate()) == before
 
 
 @given(st.integers(0, 40 << 20), st.integers(0, 100 << 20), st.integers(1, 16))

@@ -45,15 +45,6 @@ def open_files():
     return sorted(str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.exists())
 
 
-def test_an_extent_keeps_what_is_written(store):
-    extent = store.allocate("w3", 3 * MIB + 5)
-    source = random_bytes(extent.nbytes)
-    extent.write(source).wait()
-    into = torch.empty_like(source)
-    extent.read(into).wait()
-    assert torch.equal(into, source)
-
-
 def test_an_extent_is_zeros_before_it_is_written(store):
     into = torch.ones(MIB, dtype=torch.uint8)
     store.allocate("w3", MIB).read(into).wait()
