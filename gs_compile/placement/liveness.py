@@ -14,6 +14,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from gs_compile.errors import ProgramError
 from gs_compile.placement.kinds import Slot, slot_of
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import Op, Tier, Value
@@ -64,7 +65,8 @@ class Liveness:
 
     def _leave(self, value: Value) -> None:
         alive = self._alive.get(self._slots[value].key)
-        assert alive is None or value not in alive[1], f"{value} changes its memory while it is alive"
+        if alive is not None and value in alive[1]:
+            raise ProgramError(f"{value} changes its memory while it is alive")
 
     def end(self, value: Value, at: int) -> None:
         """The value ends at operation `at`."""
