@@ -1,59 +1,64 @@
-"""arrange: the unit in which each node of the graph runs.
+"""arrange: which nodes some values need, which nodes read each of them, and the unit in which each runs.
 
-Units are counted from the bottom: 0 is the prologue, 1 ... L the layers, L + 1 the epilogue.
+Units are counted from the bottom: 0 is the prologue, 1 ... L the layers, L + 1 the epilogue. Changes in place and vmap
+regions act on values without being their inputs: a change is read by whoever later looks at the same memory, and what
+opens or closes a vmap by what is inside.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import fx
 
-from gs_compile.capture.graph import Block, block_of, source_line
-from gs_compile.capture.operations import operation
-from gs_compile.capture.regions import readers_of, vmap_regions
+from gs_compile.capture.graph import block_of, source_line
+from gs_compile.capture.operations import is_mutation, mutated, operation
 from gs_compile.errors import UniformityError
 
-
-@dataclass(frozen=True, slots=True)
-class Arrangement:
-    """The position of every node, and the number of layers."""
-
-    position: Mapping[fx.Node, int]
-    num_layers: int
+Readers = Mapping[fx.Node, Sequence[fx.Node]]  # nodes in graph order, each with those of them that read it
+VMAP_BRACKETS = ("lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting")
 
 
-def arrange(graph: fx.Graph, nodes: Sequence[fx.Node]) -> Arrangement:
-    """Give each of `nodes`, those of `graph` that are needed, its unit.
+def needed_by(wanted: Iterable[fx.Node], graph: fx.Graph) -> Readers:
+    """The nodes of `graph` that `wanted` need; a change in place is needed by whatever shares its memory."""
+    live = set(wanted)
+    memory = {storage_of(node) for node in live} - {None}
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    readers = _readers(nodes)
+    for node in reversed(nodes):
+        changes_a_result = is_mutation(node) and storage_of(mutated(node)) in memory
+        if changes_a_result or not live.isdisjoint(readers[node]):
+            live.add(node)
+    return {node: [reader for reader in readers[node] if reader in live] for node in nodes if node in live}
+
+
+def arrange(readers: Readers) -> tuple[dict[fx.Node, int], int]:
+    """The unit of each node, and the number of layers.
 
     A block's nodes are its layer's. Others run with what reads them where they depend on a layer or only feed the
     epilogue, and in the prologue else. Raises `UniformityError` where there is no stack of blocks, or its blocks do not
     run one after the other.
     """
-    blocks = {node: block for node in nodes if (block := block_of(node)) is not None}
-    layer = _layers(blocks)
-    last = max(layer.values()) + 1
+    layer = _layers(readers)
+    num_layers = max(layer.values())
     position: dict[fx.Node, int] = {}
-    for node in nodes:  # the earliest unit in which it can run
+    for node in readers:  # the earliest unit in which it can run
         sources = [position[source] for source in node.all_input_nodes if not is_free(source)]
-        position[node] = layer.get(blocks.get(node), max(sources, default=0))
-    regions = vmap_regions(graph)
-    readers = readers_of(nodes, regions)
-    for node in reversed(nodes):
-        if is_free(node):
-            continue
-        users = [position[user] for user in readers[node]]
-        first_user = min(users, default=last)
-        if blocks.get(node) not in layer and (first_user == last or position[node] > 0 or node in regions):
+        position[node] = layer.get(node, max(sources, default=0))
+    for node in filter(lambda node: not is_free(node), reversed(list(readers))):
+        users = [position[reader] for reader in readers[node]]
+        first_user = min(users, default=num_layers + 1)
+        moves = first_user > num_layers or position[node] > 0 or _name(node) in VMAP_BRACKETS
+        if node not in layer and moves:
             position[node] = max(first_user, position[node])
         if any(position[node] > user for user in users):
             raise UniformityError(
                 f"the blocks do not run one after the other: `{node.name}` "
                 f"({source_line(node) or operation(node)}) is made after a block that reads it"
             )
-    return Arrangement(position, last - 1)
+    return position, num_layers
 
 
 def is_free(node: fx.Node) -> bool:
@@ -61,16 +66,61 @@ def is_free(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def _layers(blocks: Mapping[fx.Node, Block]) -> dict[Block | None, int]:
-    """The positions of the blocks of the longest stack."""
-    stacks: dict[str, set[int]] = defaultdict(set)
-    for path, number in blocks.values():
-        stacks[path].add(number)
-    stack = max(stacks, key=lambda path: len(stacks[path]), default="")
-    if len(stacks[stack]) < 2:
-        found = ", ".join(f"{path} ({len(n)} block)" for path, n in stacks.items() if n) or "no numbered modules at all"
+def storage_of(node: fx.Node) -> int | None:
+    """A number of the memory that a value is in; None where nothing is known of it."""
+    storage: int | None = node.meta.get("storage")
+    return storage
+
+
+def _layers(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    """The positions of the nodes in the blocks of the longest stack."""
+    stacks: dict[str, dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
+    for node in nodes:
+        if (block := block_of(node)) is not None:
+            stacks[block[0]][block[1]].append(node)
+    stack = max(stacks.values(), key=len, default={})
+    if len(stack) < 2:
+        found = ", ".join(f"{path} ({len(blocks)} block)" for path, blocks in stacks.items())
         raise UniformityError(
-            f"the model has no repeated block: {found}. greedysnake schedules a stack of equal blocks layer by layer; "
-            "keep the blocks in an nn.ModuleList (or nn.Sequential) of two or more"
+            f"the model has no repeated block: {found or 'no numbered modules at all'}. greedysnake schedules a stack "
+            "of equal blocks layer by layer; keep the blocks in an nn.ModuleList (or nn.Sequential) of two or more"
         )
-    return {(stack, number): place for place, number in enumerate(sorted(stacks[stack]), start=1)}
+    return {node: place for place, number in enumerate(sorted(stack), start=1) for node in stack[number]}
+
+
+def _readers(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    readers = {node: list(node.users) for node in nodes}
+    later = defaultdict[Any, list[fx.Node]](list)  # the readers of each memory
+    for node in reversed(nodes):
+        if is_mutation(node):
+            readers[node] += [user for user in later[storage_of(mutated(node))] if user is not node]
+        for source in node.all_input_nodes:
+            later[storage_of(source)].append(node)
+    return readers | _inside_vmaps(nodes)
+
+
+def _inside_vmaps(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """The nodes that open and close a vmap, which no data connects to what they enclose, with what they enclose."""
+    regions: dict[fx.Node, list[fx.Node]] = {}
+    opened: list[tuple[list[fx.Node], list[fx.Node]]] = []  # brackets, and what is inside
+    before: list[fx.Node] = []
+    load, enter, leave = VMAP_BRACKETS
+    for node in nodes:
+        name = _name(node)
+        if name == load:
+            before.append(node)
+        elif name == enter:
+            opened.append(([*before, node], []))
+            before = []
+        elif name == leave:
+            brackets, inside = opened.pop()
+            regions |= dict.fromkeys([*brackets, node], inside)
+            if opened:
+                opened[-1][1].extend([*brackets, *inside, node])
+        elif opened:
+            opened[-1][1].append(node)
+    return regions
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", ""))

@@ -14,37 +14,35 @@ feed-forward run side by side there is one such place, the end of the block, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from torch import fx
 
-from gs_compile.capture.arrange import Arrangement, is_free
+from gs_compile.capture.arrange import Readers, is_free
 from gs_compile.capture.graph import TensorSpec, block_of, source_line
 from gs_compile.capture.operations import operation
-from gs_compile.capture.regions import readers_of, vmap_regions
 from gs_compile.errors import UniformityError
 
-Readers = Mapping[fx.Node, Sequence[fx.Node]]
 NUM_RESIDUALS = 2  # of a block: around the attention, and around the feed-forward
 
 
-def halve(graph: fx.Graph, nodes: Sequence[fx.Node], whole: Arrangement, carried: Sequence[fx.Node]) -> Arrangement:
-    """`whole`, the arrangement of `nodes`, with two layers for each; `carried` is what goes from layer to layer.
+def halve(readers: Readers, whole: Mapping[fx.Node, int], carried: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """`whole`, the units of the nodes, with two layers for each; `carried` is what goes from layer to layer.
 
     Raises `UniformityError` where a block has not exactly two residual additions.
     """
-    readers = readers_of(nodes, vmap_regions(graph))
-    position = {node: max(2 * at - 1, 0) for node, at in whole.position.items()}  # the first half's, and the ends
-    for layer in range(whole.num_layers):
-        block = [node for node in nodes if whole.position[node] == layer + 1 and not is_free(node)]
-        boundary = _boundary(layer, block, readers, carried[layer], carried[layer + 1])
+    position = {node: max(2 * at - 1, 0) for node, at in whole.items()}  # the first half's, and the ends
+    for layer, (first, last) in enumerate(pairwise(carried)):
+        block = [node for node in readers if whole[node] == layer + 1 and not is_free(node)]
+        boundary = _boundary(layer, block, readers, first, last)
         for node in _after(boundary, block, readers):
             position[node] += 1
-    return Arrangement(position, 2 * whole.num_layers)
+    return position
 
 
 def _boundary(layer: int, block: Sequence[fx.Node], readers: Readers, first: fx.Node, last: fx.Node) -> fx.Node:
     """The residual addition in the middle of a block that takes `first` to `last`."""
-    found = _residuals(_between(block, readers, first, last), readers)
+    found = _residuals(block, readers, first, last)
     spec, wanted = found[0].meta["spec"] if found else None, first.meta["spec"]
     if len(found) != NUM_RESIDUALS:
         raise UniformityError(_refusal(layer, block, _listed(found)))
@@ -55,27 +53,24 @@ def _boundary(layer: int, block: Sequence[fx.Node], readers: Readers, first: fx.
     return found[0]
 
 
-def _between(block: Sequence[fx.Node], readers: Readers, first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """`first`, and the nodes on the ways from there to `last`, in order."""
-    inside, reached, leading = set(block), {first}, {last}
-    for node in (first, *block):
-        if node in reached:
-            reached.update(reader for reader in readers[node] if reader in inside)
+def _residuals(block: Sequence[fx.Node], readers: Readers, first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """The additions that join branches on the way from `first` to `last`, and that no branch passes by."""
+    leading = {last}
     for node in reversed(block):
         if not leading.isdisjoint(readers[node]):
             leading.add(node)
-    return [first, *(node for node in block if node in reached & leading)]
-
-
-def _residuals(path: Sequence[fx.Node], readers: Readers) -> list[fx.Node]:
-    """The additions that join branches and that no branch passes by."""
-    place = {node: index for index, node in enumerate(path)}
-    found, furthest = [], 0  # the last place where anything from before is read
-    for index, node in enumerate(path):
-        joins = sum(source in place for source in node.all_input_nodes) > 1
-        if furthest <= index and joins and operation(node) in ("add", "iadd"):
-            found.append(node)
-        furthest = max([furthest, *(place[reader] for reader in readers[node] if reader in place)])
+    order = {node: index for index, node in enumerate(block)}
+    path, reached, furthest = set[fx.Node](), {first}, 0  # the last place where anything on the path is read
+    found = []
+    for node in (first, *(node for node in block if node in leading)):
+        if node in reached:
+            joins = sum(source in path for source in node.all_input_nodes) > 1
+            if joins and furthest <= order[node] and operation(node) in ("add", "iadd"):
+                found.append(node)
+            onward = leading.intersection(readers[node])
+            furthest = max([furthest, *(order[reader] for reader in onward)])
+            reached |= onward
+            path.add(node)
     return found
 
 

@@ -14,11 +14,8 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from gs_compile.capture.graph import LossTerm, TensorSpec, source_line
+from gs_compile.capture.graph import LossTerm, Source, TensorSpec, source_line
 from gs_compile.capture.operations import operation
-
-FRACTION = "fraction"
-TOTAL = "total"
 
 SUM = {"reduction": "sum", "size_average": None, "reduce": None}  # the last two are older and would win
 
@@ -50,7 +47,7 @@ class Shares:
         like = value if isinstance(value, fx.Node) else before
         if self.fraction is None:
             spec = replace(like.meta["spec"], shape=(), stride=(), dtype=torch.float32)
-            self.fraction = self._placeholder(FRACTION, spec)
+            self.fraction = self._placeholder("fraction", Source("fraction"), spec)
         with self.graph.inserting_before(before):
             share = self._new(torch.mul, (self.fraction, value), like=like)
         self.states[share] = State("sum", self.states[value].from_inputs if isinstance(value, fx.Node) else True)
@@ -61,7 +58,8 @@ class Shares:
         if self.states[value].kind == "mean":
             value = self.of(value, value.next)
         if value not in self.totals:
-            self.totals[value] = self._placeholder(f"{TOTAL}_{len(self.totals)}", value.meta["spec"])
+            source = Source("total", len(self.totals))
+            self.totals[value] = self._placeholder(f"total_{source.index}", source, value.meta["spec"])
             self.say(value, "total", "made from the inputs alone: counted over the whole batch")
         return self.totals[value]
 
@@ -103,9 +101,12 @@ class Shares:
         self.states[node] = State("local", from_inputs=True)
         return node
 
-    def _placeholder(self, name: str, spec: TensorSpec) -> fx.Node:
+    def _placeholder(self, name: str, source: Source, spec: TensorSpec) -> fx.Node:
         with self.graph.inserting_before(next(iter(self.graph.nodes))):
             placeholder = self.graph.placeholder(name)
-        placeholder.meta = {"spec": replace(spec, requires_grad=False, batch_dims=()), "batch_numbers": {}}
-        self.states[placeholder] = State("same", from_inputs=name == FRACTION)  # a total is not known while counting
+        spec = replace(spec, requires_grad=False, batch_dims=())
+        placeholder.meta = {"spec": spec, "batch_numbers": {}, "source": source}
+        self.states[placeholder] = State(
+            "same", from_inputs=source.kind == "fraction"
+        )  # a total is not known while counting
         return placeholder

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from gs_compile.capture.graph import Captured, TensorSpec
+from gs_compile.capture.graph import Captured, Source, TensorSpec
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 GRAD_MODE = torch._C._set_grad_enabled
@@ -43,7 +43,9 @@ def specialize(captured: Captured, micro_batch_size: int, sizes: Mapping[str, in
     fold = _Fold(numbers, captured.batch_symbols)
     result = fx.GraphModule(torch.nn.Module(), fx.Graph())
     result.graph.output(_Copy(result, fold, captured.autocast).copy(captured.module, {}))
-    for node in result.graph.nodes:
+    places = {entry.name: index for index, entry in enumerate(captured.inputs)}
+    for node in result.graph.find_nodes(op="placeholder"):
+        node.meta["source"] = Source("input", places[node.name])
         if node.name in captured.names("parameter"):
             node.meta["spec"] = _as_computed_with(node.meta["spec"])
     result.graph.lint()
