@@ -49,10 +49,8 @@ class Case:
         kept = [True] * len(module.graph.output_node().args[0])
         return loss(module, self.captured, kept=kept, alone=alone)
 
-    def split(self, micro_batch_size: int = 2, *, alone: bool = False) -> Split:
-        separated = self.separated(micro_batch_size, alone=alone)
-        outputs = separated.module.graph.output_node().args[0]
-        return split(separated, self.captured, outputs=list(outputs))
+    def split(self, micro_batch_size: int = 2, *, alone: bool = False, halved: bool = False) -> Split:
+        return split(self.separated(micro_batch_size, alone=alone), self.captured, halved=halved)
 
 
 def captured(model: Callable[..., Any], *args: Any, dynamic: bool | None = None, **kwargs: Any) -> Case:

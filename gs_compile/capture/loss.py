@@ -19,13 +19,12 @@ A mixed value that reaches an output is refused by name. (Contract: the loss of 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
-from torch.nn import functional
+from torch.fx.node import map_aggregate, map_arg
 
 from gs_compile.capture.graph import Captured, LossTerm, TensorSpec, block_of, output_values, source_line
 from gs_compile.capture.operations import (
@@ -39,6 +38,7 @@ from gs_compile.capture.operations import (
     LINEAR,
     SCALING,
     SHAPING,
+    arguments_of,
     is_mutation,
     mutated,
     operation,
@@ -54,6 +54,7 @@ class Separated:
     """The rewritten graph, and how its outputs combine."""
 
     module: fx.GraphModule  # with new placeholders total_0 ... and fraction where they are needed
+    outputs: tuple[Any, ...]  # what `module` returns: nodes, constants, and None for what is not kept
     totals: tuple[fx.Node, ...]  # nodes of `module` whose sum over micro-batches is total_k
     kinds: dict[fx.Node, Kind]  # of every output node: "local", "sum" or "same"
     terms: tuple[LossTerm, ...]  # the derivation, for people
@@ -65,42 +66,40 @@ def loss(module: fx.GraphModule, captured: Captured, *, kept: Sequence[bool], al
     Raises `SeparationError` for one that does not separate.
     `alone`: the micro-batch is the whole batch, so there is nothing to combine.
     """
+    outputs = [value if keep else None for value, keep in zip(output_values(module), kept, strict=True)]
     if alone:
-        return Separated(module, (), dict.fromkeys(module.graph.output_node().all_input_nodes, "sum"), ())
-    return _Separation(module, captured).run(kept)
+        nodes = [value for value in outputs if isinstance(value, fx.Node)]
+        return Separated(module, tuple(outputs), (), dict.fromkeys(nodes, "sum"), ())
+    return _Separation(module, captured).run(outputs)
 
 
 class _Separation:
     def __init__(self, module: fx.GraphModule, captured: Captured) -> None:
         self.module = module
-        self.graph = module.graph
         self.batch = captured.names("batch")
         self.data = captured.names("batch", "constant", "buffer")
         self.shares = Shares(module.graph)
         self.states = self.shares.states
 
-    def run(self, kept: Sequence[bool]) -> Separated:
-        for node in list(self.graph.nodes):
-            if node.op == "output":
-                break
+    def run(self, outputs: Sequence[Any]) -> Separated:
+        output = self.module.graph.output_node()
+        for node in [node for node in self.module.graph.nodes if node is not output]:
             self.states[node] = self._state(node)
             if is_mutation(node):
                 self._change(node)
-        output = self.graph.output_node()
-        given = zip(output_values(self.module), kept, strict=True)
-        made = [self._output(value) if keep and isinstance(value, fx.Node) else value for value, keep in given]
-        output.args = (tuple(made),)
+        made = tuple(self._output(value, output) if isinstance(value, fx.Node) else value for value in outputs)
+        output.args = (made,)
         self.module.recompile()
         kinds = {value: self.states[value].kind for value in made if isinstance(value, fx.Node)}
-        return Separated(self.module, tuple(self.shares.totals), kinds, tuple(self.shares.terms))
+        return Separated(self.module, made, tuple(self.shares.totals), kinds, tuple(self.shares.terms))
 
-    def _output(self, node: fx.Node) -> fx.Node:
+    def _output(self, node: fx.Node, output: fx.Node) -> fx.Node:
         state = self.states[node]
         if state.kind == "mixed":
             raise SeparationError(_refusal(node, state))
         if state.kind == "mean":
             self.shares.say(node, "mean", "micro-batches are weighted by their size, m_j / B")
-            return self.shares.of(node, self.graph.output_node())
+            return self.shares.of(node, output)
         if state.kind == "sum":
             self.shares.say(node, "sum", "micro-batches add")
         return node
@@ -109,17 +108,14 @@ class _Separation:
 
     def _state(self, node: fx.Node) -> State:
         if node.op in ("placeholder", "get_attr"):
-            return State("local" if node.name in self.batch else "same", from_inputs=self._is_data(node))
-        sources = [self.states[source] for source in node.all_input_nodes]
-        mixed = next((state for state in sources if state.kind == "mixed"), None)
-        if mixed is not None:
-            return mixed
-        state = self._rule(node, sources)  # which may bind totals to the node in place of its inputs
+            is_data = node.op == "get_attr" or node.name in self.data
+            return State("local" if node.name in self.batch else "same", from_inputs=is_data)
+        for source in node.all_input_nodes:
+            if self.states[source].kind == "mixed":
+                return self.states[source]
+        state = self._rule(node)  # which may bind totals to the node in place of its inputs
         from_inputs = all(self.states[source].from_inputs for source in node.all_input_nodes)
         return replace(state, from_inputs=from_inputs and block_of(node) is None)
-
-    def _is_data(self, node: fx.Node) -> bool:
-        return node.op == "get_attr" or node.name in self.data
 
     def _change(self, node: fx.Node) -> None:
         """After a change in place of one class by another, the old names of the memory stand for neither."""
@@ -132,15 +128,15 @@ class _Separation:
             if other is target or (other is not node and other.meta.get("storage") == storage):
                 self.states[other] = changed
 
-    def _rule(self, node: fx.Node, sources: Sequence[State]) -> State:
+    def _rule(self, node: fx.Node) -> State:
         name, spec = operation(node), node.meta.get("spec")
-        kinds = {state.kind for state in sources}
+        kinds = self._kinds(node)
         if name in COUNTED_LOSSES or name in AVERAGED_LOSSES:
             return self._functional_loss(node, name)
         if kinds & {"sum", "mean"}:
             return self._combine(node, name)
         if "local" not in kinds:
-            return self._made_from_sizes(node, name)
+            return _made_from_sizes(node, name)
         if not isinstance(spec, TensorSpec):
             return _mixed(node, ALONG_SAMPLES) if works_along_samples(node, name) else State("local")
         mixes = why_it_mixes(node, name, spec)
@@ -155,29 +151,23 @@ class _Separation:
             return State("mean" if name == "mean" else "sum")
         return _mixed(node, "reduces over the samples of the batch")
 
-    def _made_from_sizes(self, node: fx.Node, name: str) -> State:
-        """A value made of numbers and parameters alone."""
-        spec = node.meta.get("spec")
-        grows = isinstance(spec, TensorSpec) and bool(spec.batch_dims)
-        if node.meta.get("batch_numbers") and not grows and name not in SHAPING:
-            return _mixed(node, "computes with the batch size")
-        return State("local" if grows else "same")
+    def _kinds(self, node: fx.Node) -> set[Kind]:
+        return {self.states[source].kind for source in node.all_input_nodes}
 
     # Values that are reduced over the batch ---------------------------------------------------------------------------
 
     def _combine(self, node: fx.Node, name: str) -> State:
         """An operation on sums or means."""
         state: State | None = None
+        is_binary = len(node.args) == 2 and not node.kwargs
         if name in LINEAR and len(node.all_input_nodes) == 1:
             state = self._linear(node)
-        elif name in ADDING and len(node.args) == 2 and not node.kwargs:
-            state = self._add(node)
-        elif name in JOINING:
-            state = self._join(node)
-        elif (name in SCALING or name in DIVIDING) and len(node.args) == 2 and not node.kwargs:
+        elif name in JOINING or (name in ADDING and is_binary):
+            state = self._add(node, joins=name in JOINING)
+        elif (name in SCALING or name in DIVIDING) and is_binary:
             state = self._scale(node, *node.args, commutes=name in SCALING)
-        if state is None and self._globalise(node):
-            state = self._rule(node, [self.states[source] for source in node.all_input_nodes])
+        if state is None and self._globalise(node, node.all_input_nodes):
+            state = self._rule(node)
         return state or _not_shares(node, name)
 
     def _linear(self, node: fx.Node) -> State | None:
@@ -209,46 +199,34 @@ class _Separation:
     def _make_same(self, value: Any, node: fx.Node) -> bool:
         """Whether `value` is one for all micro-batches; a sum of the inputs alone is made so."""
         kind = self._kind(value, node)
-        if kind in ("sum", "mean") and self.states[value].from_inputs:
-            node.replace_input_with(value, self.shares.total(value))
-            return True
-        return kind == "same" or (kind == "batch" and bool(node.meta["batch_numbers"][value]))
+        if kind == "batch":
+            return bool(node.meta["batch_numbers"][value])
+        return kind == "same" or (isinstance(value, fx.Node) and self._globalise(node, [value]))
 
-    def _add(self, node: fx.Node) -> State | None:
-        kinds = {self._kind(operand, node) for operand in node.args}
+    def _add(self, node: fx.Node, *, joins: bool) -> State | None:
+        """Add or join values: means and what is the same give a mean; with a sum among them all become shares."""
+        kinds = {self._kind(operand, node) for operand in (node.all_input_nodes if joins else node.args)}
         if kinds & {"local", "batch"}:
             return None
         if kinds <= {"mean", "same"}:
             return State("mean")
-        node.args = tuple(o if self._kind(o, node) == "sum" else self.shares.of(o, node) for o in node.args)
-        return State("sum")
 
-    def _join(self, node: fx.Node) -> State | None:
-        kinds = {self.states[source].kind for source in node.all_input_nodes}
-        if "local" in kinds:
-            return None
-        if len(kinds) == 1:
-            return State(kinds.pop())
-        for source in node.all_input_nodes:
-            if self.states[source].kind != "sum":
-                node.replace_input_with(source, self.shares.of(source, node))
+        def share(operand: Any) -> Any:
+            return operand if self._kind(operand, node) == "sum" else self.shares.of(operand, node)
+
+        node.args = (map_arg if joins else map_aggregate)(node.args, share)
+        node.kwargs = map_arg(node.kwargs, share)
         return State("sum")
 
     def _functional_loss(self, node: fx.Node, name: str) -> State:
-        kinds = {self.states[source].kind for source in node.all_input_nodes}
-        if {"sum", "mean"} & kinds and not self._globalise(node):
+        if self._kinds(node) & {"sum", "mean"} and not self._globalise(node, node.all_input_nodes):
             return _not_shares(node, name)
-        if "local" not in kinds:
+        if "local" not in self._kinds(node):
             return State("same")
-        bound = inspect.signature(getattr(functional, name)).bind(*node.args, **node.kwargs)
-        bound.apply_defaults()
-        arguments = bound.arguments
-        reduction = reduction_of(arguments)
-        if reduction == "none":
-            return State("local")
-        if reduction == "sum":
-            return State("sum")
-        target = arguments.get("target")
+        arguments = arguments_of(node)
+        reduction, target = reduction_of(arguments), arguments.get("target")
+        if reduction in ("none", "sum"):
+            return State("local" if reduction == "none" else "sum")
         if name in AVERAGED_LOSSES or (isinstance(target, fx.Node) and target.meta["spec"].dtype.is_floating_point):
             return State("mean")
         if not isinstance(target, fx.Node) or not self.states[target].from_inputs:
@@ -259,14 +237,23 @@ class _Separation:
         self.shares.counted(node, arguments)
         return State("sum")
 
-    def _globalise(self, node: fx.Node) -> bool:
-        """Replace operands that are sums of the inputs alone by their total; whether that leaves no other sum."""
-        sums = [source for source in node.all_input_nodes if self.states[source].kind in ("sum", "mean")]
-        if not all(self.states[source].from_inputs for source in sums):
+    def _globalise(self, node: fx.Node, values: Sequence[fx.Node]) -> bool:
+        """Replace those of `values` that are sums of the inputs alone by their totals; whether no other sum is left."""
+        sums = [value for value in values if self.states[value].kind in ("sum", "mean")]
+        if not all(self.states[value].from_inputs for value in sums):
             return False
-        for source in sums:
-            node.replace_input_with(source, self.shares.total(source))
+        for value in sums:
+            node.replace_input_with(value, self.shares.total(value))
         return bool(sums)
+
+
+def _made_from_sizes(node: fx.Node, name: str) -> State:
+    """A value made of numbers and parameters alone."""
+    spec = node.meta.get("spec")
+    grows = isinstance(spec, TensorSpec) and bool(spec.batch_dims)
+    if node.meta.get("batch_numbers") and not grows and name not in SHAPING:
+        return _mixed(node, "computes with the batch size")
+    return State("local" if grows else "same")
 
 
 def _mixed(node: fx.Node, why: str) -> State:

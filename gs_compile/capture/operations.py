@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-import torch
 from torch import fx
 from torch.nn import functional
 from torch.nn._reduction import legacy_get_string
@@ -39,7 +38,6 @@ REORDERING = frozenset(
 )
 DIMENSION_AT = {"roll": 2, "topk": 2, "normalize": 2, "take_along_dim": 2, "gumbel_softmax": 4}  # else argument 1
 RESHAPING = frozenset("getitem view reshape unsqueeze expand to long float double contiguous clone".split())
-PICKING = frozenset(["getitem"])
 LAST_DIMENSIONS = frozenset("layer_norm rms_norm".split())  # these normalise the last ones, as many as are given
 COUNTING = frozenset("histc bincount".split())
 FILLING = frozenset("zeros ones empty arange new_zeros new_ones new_empty".split())
@@ -63,14 +61,19 @@ def operation(node: fx.Node) -> str:
     return name if name.startswith("__") else name.rstrip("_")
 
 
-def _name(node: fx.Node) -> str:
-    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", str(node.target))
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments by name, defaults included; of a builtin or a method those that are given by name."""
+    parameters = _parameters(node.target) if node.op == "call_function" else {}
+    return {**parameters, **dict(zip(parameters, node.args, strict=False)), **node.kwargs}
 
 
 def reduction_of(arguments: Mapping[str, Any]) -> str:
     """How a loss of torch.nn.functional reduces, its two old switches included: none, mean or sum."""
     old = arguments.get("size_average"), arguments.get("reduce")
     return str(arguments["reduction"]) if old == (None, None) else legacy_get_string(*old, emit_warning=False)
+
+
+# Changes in place -----------------------------------------------------------------------------------------------------
 
 
 def is_mutation(node: fx.Node) -> bool:
@@ -80,45 +83,28 @@ def is_mutation(node: fx.Node) -> bool:
     name = _name(node)
     in_place = name.split(".")[0].endswith("_") and not name.startswith("_")
     named = in_place or name in IN_PLACE_OPERATORS or "out" in node.kwargs
-    return named or has_inplace_flag(node) or tracks_statistics(node)
+    return named or bool(arguments_of(node).get("inplace")) or _tracks_statistics(node)
 
 
 def mutated(node: fx.Node) -> fx.Node:
     """The node whose tensor a mutation changes."""
     given = (*node.args, *node.kwargs.values())
-    target = node.kwargs["out"] if "out" in node.kwargs else given[1 if tracks_statistics(node) else 0]
+    target = node.kwargs["out"] if "out" in node.kwargs else given[1 if _tracks_statistics(node) else 0]
     assert isinstance(target, fx.Node)
     return target
 
 
-def has_inplace_flag(node: fx.Node) -> bool:
-    """``relu(x, inplace=True)``, the flag by name or by place."""
-    if "inplace" in node.kwargs:
-        return bool(node.kwargs["inplace"])
-    at = _place_of_inplace(node.target) if node.op == "call_function" else None
-    return at is not None and len(node.args) > at and bool(node.args[at])
-
-
-@cache
-def _place_of_inplace(function: Callable[..., Any]) -> int | None:
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a builtin: its in-place form has a name of its own
-        return None
-    return names.index("inplace") if "inplace" in names else None
+def _tracks_statistics(node: fx.Node) -> bool:
+    """Batch normalisation in training changes its running statistics, where it has them."""
+    return normalises_by_batch(node) and isinstance(node.args[1], fx.Node)
 
 
 def normalises_by_batch(node: fx.Node) -> bool:
     """Whether a node is batch normalisation in training."""
-    if node.target is not functional.batch_norm:
-        return False
-    bound = inspect.signature(functional.batch_norm).bind(*node.args, **node.kwargs)
-    return bool(bound.arguments.get("training"))
+    return node.target is functional.batch_norm and bool(arguments_of(node)["training"])
 
 
-def tracks_statistics(node: fx.Node) -> bool:
-    """Batch normalisation in training changes its running statistics, where it has them."""
-    return normalises_by_batch(node) and isinstance(node.args[1], fx.Node)
+# Dimensions -----------------------------------------------------------------------------------------------------------
 
 
 def is_arange(node: fx.Node) -> bool:
@@ -128,14 +114,10 @@ def is_arange(node: fx.Node) -> bool:
     return operation(node) == "arange"
 
 
-def is_attention(node: fx.Node) -> bool:
-    return node.target is torch.nn.functional.scaled_dot_product_attention
-
-
 def dimensions(node: fx.Node, rank: int, *, inside_block: bool) -> tuple[int, ...]:
     """The dimensions of its first input along which an operation works, where it is one of those that do."""
     name = operation(node)
-    if is_attention(node):
+    if node.target is functional.scaled_dot_product_attention:
         return (-2,)
     if name in LAST_DIMENSIONS:
         shape = node.kwargs.get("normalized_shape", node.args[1] if len(node.args) > 1 else ())
@@ -147,3 +129,15 @@ def dimensions(node: fx.Node, rank: int, *, inside_block: bool) -> tuple[int, ..
     given = node.kwargs.get("dim", node.kwargs.get("dims", node.args[at] if len(node.args) > at else otherwise))
     found = given if isinstance(given, (tuple, list)) else (given, *node.args[at + 1 :]) if name == "flip" else (given,)
     return tuple(dim for dim in found if isinstance(dim, int))
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", str(node.target))
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+    except (TypeError, ValueError):  # a builtin
+        return {}

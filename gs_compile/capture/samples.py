@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from gs_compile.capture.graph import TensorSpec, block_of
-from gs_compile.capture.operations import ARITHMETIC, PICKING, dimensions, is_arange, normalises_by_batch
+from gs_compile.capture.operations import ARITHMETIC, dimensions, is_arange, normalises_by_batch
 
 ALONG_SAMPLES = "runs along the batch dimension"
 
@@ -30,7 +30,7 @@ def works_along_samples(node: fx.Node, name: str) -> bool:
     spec = node.all_input_nodes[0].meta.get("spec")
     if not isinstance(spec, TensorSpec) or not spec.shape:
         return False
-    if name in PICKING and block_of(node) is None and _picks_samples(node, spec):
+    if name == "getitem" and block_of(node) is None and _picks_samples(node, spec):
         return True
     dims = dimensions(node, len(spec.shape), inside_block=block_of(node) is not None)
     return any(dim % len(spec.shape) in spec.batch_dims for dim in dims)

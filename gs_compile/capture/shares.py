@@ -106,7 +106,6 @@ class Shares:
             placeholder = self.graph.placeholder(name)
         spec = replace(spec, requires_grad=False, batch_dims=())
         placeholder.meta = {"spec": spec, "batch_numbers": {}, "source": source}
-        self.states[placeholder] = State(
-            "same", from_inputs=source.kind == "fraction"
-        )  # a total is not known while counting
+        is_fraction = source.kind == "fraction"  # a total is not known while counting
+        self.states[placeholder] = State("same", from_inputs=is_fraction)
         return placeholder

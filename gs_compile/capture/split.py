@@ -14,7 +14,6 @@ single schedule has each block as two layers, its attention half and its feed-fo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -48,21 +47,17 @@ class Split:
         return len(self.units) - 2
 
 
-def split(separated: Separated, captured: Captured, *, outputs: Sequence[Any], halved: bool = False) -> Split:
-    """Cut the graph of `separated` into units; `outputs` are its output values, None for those not kept.
-
-    halved: every block is two layers.
-    """
-    return _Cut(separated, captured, outputs, halved=halved).run()
+def split(separated: Separated, captured: Captured, *, halved: bool = False) -> Split:
+    """Cut the graph of `separated` into units; `halved`: every block is two layers."""
+    return _Cut(separated, captured, halved=halved).run()
 
 
 class _Cut:
-    def __init__(self, separated: Separated, captured: Captured, outputs: Sequence[Any], *, halved: bool) -> None:
+    def __init__(self, separated: Separated, captured: Captured, *, halved: bool) -> None:
         self.separated = separated
         self.graph = separated.module.graph
-        self.outputs = outputs
         self.batch = captured.names("batch")
-        self.wanted = [value for value in outputs if isinstance(value, fx.Node)]
+        self.wanted = [value for value in separated.outputs if isinstance(value, fx.Node)]
         self.readers = needed_by(self.wanted, self.graph)
         self.at, self.num_layers = arrange(self.readers)
         self.halved = False  # until each block is known to hand on one tensor
@@ -76,7 +71,7 @@ class _Cut:
         self.main: fx.Node | None = None  # the loss
 
     def run(self) -> Split:
-        outputs = tuple(map(self._output, self.outputs))
+        outputs = tuple(map(self._output, self.separated.outputs))
         units = tuple(map(self._unit, range(self.num_layers + 2)))
         sides = tuple(node.meta["spec"] for node in self.sides)
         count, count_sources = None, tuple[Source, ...]()

@@ -224,8 +224,7 @@ class Compilation:
         losses = losses_among(given)
         kept = [self.options.outputs == "all" or not losses or value in losses for value in given]
         separated = loss(module, captured, kept=kept, alone=alone)
-        outputs = [value if keep else None for value, keep in zip(output_values(module), kept, strict=True)]
-        cut = split(separated, captured, outputs=outputs, halved=self.halved)
+        cut = split(separated, captured, halved=self.halved)
         alike = uniform(cut.units, captured, halved=self.halved)
         self._warn(alike)
         codes: dict[Unit, Any] = {}

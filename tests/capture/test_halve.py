@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional
 
 from gs_compile.capture.operations import operation
-from gs_compile.capture.split import split
 from gs_compile.capture.uniform import uniform
 from gs_compile.errors import UniformityError
 
@@ -93,9 +92,7 @@ class Narrow(Two):
 
 def halves(*blocks, alone=False):
     case = captured(Tiny(blocks=blocks), *batch(4))
-    separated = case.separated(2, alone=alone)
-    outputs = list(separated.module.graph.output_node().args[0])
-    return split(separated, case.captured, outputs=outputs, halved=True), case
+    return case.split(2, alone=alone, halved=True), case
 
 
 def shown(error):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from gs_compile.capture.graph import OutputSpec, Source
+from gs_compile.capture.loss import loss
 from gs_compile.capture.split import split
 from gs_compile.program.ir import EPILOGUE, PROLOGUE
 
@@ -245,9 +246,7 @@ def test_outputs_say_who_makes_them():
 
 def test_what_is_not_kept_is_not_computed():
     case = captured(Tiny(lambda p, y: (p.exp().sum(), p.sinh())), *batch(4))
-    separated = case.separated(2)
-    kept, _ = separated.module.graph.output_node().args[0]
-    cut = split(separated, case.captured, outputs=[kept, None])
+    cut = split(loss(case.specialized(2), case.captured, kept=[True, False], alone=False), case.captured)
     assert cut.outputs[1] == OutputSpec("none")
     names = [node.name for node in cut.units[-1].module.graph.nodes]
     assert "exp" in names
