@@ -9,14 +9,13 @@ Added to a sum as factors, a gradient is never in memory by itself: neither writ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(NamedTuple):
     """The gradient of a matrix, `left` [rows, inner] times `right` [inner, columns]."""
 
     left: Tensor
@@ -38,8 +37,7 @@ class Product:
             total.copy_(self.dense())
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """The gradient of a table of `num_rows`: `rows` [..., width] add to the rows `ids` [...], which may repeat."""
 
     ids: Tensor
@@ -47,7 +45,8 @@ class Rows:
     num_rows: int
 
     def dense(self) -> Tensor:
-        total = torch.zeros(self.num_rows, self.rows.shape[-1], dtype=self._dtype, device=self.rows.device)
+        dtype = torch.promote_types(self.rows.dtype, torch.float32)
+        total = self.rows.new_zeros(self.num_rows, self.rows.shape[-1], dtype=dtype)
         self.add_to(total)
         return total
 
@@ -62,10 +61,6 @@ class Rows:
     def copy_to(self, total: Tensor) -> None:
         total.zero_()
         self.add_to(total)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.promote_types(self.rows.dtype, torch.float32)
 
 
 Factors = Product | Rows
@@ -90,9 +85,4 @@ def put_term(total: Tensor, term: Term) -> None:
 
 def tensors_of(term: Term) -> tuple[Tensor, ...]:
     """The tensors that a term consists of."""
-    match term:
-        case Product(left, right):
-            return left, right
-        case Rows(ids, rows):
-            return ids, rows
-    return (term,)
+    return (term,) if isinstance(term, Tensor) else tuple(part for part in term if isinstance(part, Tensor))

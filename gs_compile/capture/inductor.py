@@ -1,16 +1,24 @@
-"""generate: machine code for one ATen graph, by inductor or by running the graph as it is."""
+"""inductor: functions of tensors as ATen graphs, traced on tensors without memory, and machine code for them.
+
+The inner compiler is inductor, or "eager", which runs the graph as it is.
+"""
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
+
+from gs_compile.capture.graph import TensorSpec
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +32,26 @@ class Generator:
     compiler: Compiler
     mode: str | None = None
 
+    def trace(self, function: Callable[..., Any], specs: Iterable[TensorSpec]) -> fx.GraphModule:
+        """The ATen graph of `function` of tensors like `specs`, without what its results do not need.
+
+        `function` may call autograd, which would run the backward of tensors on a GPU in a thread of its own, where
+        nothing is traced.
+        """
+        one_thread = torch.autograd.set_multithreading_enabled(False)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with mode, one_thread, torch.enable_grad(), torch._C._DisableAutocast():
+            inputs = [
+                torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device, requires_grad=s.requires_grad)
+                for s in specs
+            ]
+            graph = make_fx(function, decomposition_table=self.decompositions)(*inputs)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        return graph
+
     @property
-    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+    def decompositions(self) -> dict[Any, Callable[..., Any]]:
         """The decompositions to trace with; inductor's may change strides, so its views must be chosen after them.
 
         Embeddings' backward stays whole, for `factor`; where that leaves it, inductor decomposes it itself.
@@ -37,16 +63,18 @@ class Generator:
         whole = torch.ops.aten.embedding_dense_backward.default
         return {operation: meaning for operation, meaning in select_decomp_table().items() if operation is not whole}
 
-    def generate(self, graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        """A function of the same inputs and outputs as `graph_module`, for tensors like `inputs` (fake ones)."""
+    def generate(self, graph: fx.GraphModule) -> Callable[..., Any]:
+        """A function of the same inputs and outputs as a traced graph."""
         if self.compiler == "eager":
-            return graph_module
+            return graph
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
         patches = dict(list_mode_options(self.mode)) if self.mode else {}
         patches.pop("triton.cudagraphs", None)  # a graph's outputs end with its next call; checkpoints live longer
-        compiled: Any = compile_fx(graph_module, list(inputs), config_patches=patches)
+        inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+        with torch.no_grad(), torch._C._DisableAutocast():
+            compiled: Any = compile_fx(graph, inputs, config_patches=patches)
         function: Callable[..., Any] = compiled
         return function
 
@@ -74,3 +102,19 @@ def best_compiler(device_type: str) -> Compiler:
         missing = f"Triton does not work for {device_type} here"
     log.warning("%s: layers run uncompiled; set expert={'compiler': 'eager'} to choose this", missing)
     return "eager"
+
+
+def tensors_of_node(node: fx.Node) -> Sequence[torch.Tensor]:
+    """The tensors without memory that a node of a traced graph makes."""
+    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+
+
+def draws_random(node: fx.Node) -> bool:
+    """Whether a node of an ATen graph draws random numbers; attention is marked as if, but with no dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    arguments = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    arguments |= dict(zip((argument.name for argument in schema), node.args, strict=False)) | node.kwargs
+    return arguments.get("dropout_p") != 0

@@ -9,8 +9,8 @@ size itself (`node.meta["batch_numbers"]`), as in ``loss / input_ids.shape[0]``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -34,35 +34,34 @@ def specialize(captured: Captured, micro_batch_size: int, sizes: Mapping[str, in
     is absorbed (layers are recomputed anyway), gradient mode becomes ``detach``, and autocast regions become
     ``meta["autocast"]``, so that a node's meaning does not depend on its neighbours.
     """
-    numbers = {
-        _symbol(node): sizes[node.name]
-        for node in captured.module.graph.nodes
-        if node.op == "placeholder" and node.name in sizes and _symbol(node) is not None
-    }
+    numbers: dict[Any, int] = {}
+    for node in captured.module.graph.find_nodes(op="placeholder"):
+        example = node.meta.get("example_value")
+        if node.name in sizes and isinstance(example, SYMBOLIC) and isinstance(example.node.expr, sympy.Symbol):
+            numbers[example.node.expr] = sizes[node.name]
     numbers |= dict.fromkeys(captured.batch_symbols, micro_batch_size)
-    fold = _Fold(numbers, captured.batch_symbols)
     result = fx.GraphModule(torch.nn.Module(), fx.Graph())
-    result.graph.output(_Copy(result, fold, captured.autocast).copy(captured.module, {}))
+    copy = _Copy(result, _Fold(numbers, captured.batch_symbols), captured.autocast)
+    result.graph.output(copy.copy(captured.module, {}))
     places = {entry.name: index for index, entry in enumerate(captured.inputs)}
     for node in result.graph.find_nodes(op="placeholder"):
         node.meta["source"] = Source("input", places[node.name])
-        if node.name in captured.names("parameter"):
-            node.meta["spec"] = _as_computed_with(node.meta["spec"])
+        spec = node.meta["spec"]
+        if captured.inputs[places[node.name]].role == "parameter" and not any(spec.stride):
+            # the placeholder of a released parameter; the values that come in its place are contiguous
+            node.meta["spec"] = replace(spec, stride=tuple(torch.empty(spec.shape, device="meta").stride()))
     result.graph.lint()
     return result
 
 
-def _as_computed_with(spec: TensorSpec) -> TensorSpec:
-    """A placeholder of a released parameter has strides 0; the values that come in its place are contiguous."""
-    if any(spec.stride):
-        return spec
-    return replace(spec, stride=tuple(torch.empty(spec.shape, device="meta").stride()))
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """A size, or another number of the graph, at one size of the micro-batch."""
 
-
-def _symbol(node: fx.Node) -> sympy.Symbol | None:
-    example = node.meta.get("example_value")
-    expression = example.node.expr if isinstance(example, SYMBOLIC) else None
-    return expression if isinstance(expression, sympy.Symbol) else None
+    number: Any  # -1: it depends on the data
+    grows: bool = False  # with the batch, or it may
+    is_of_batch: bool = False  # computed from the batch size
+    is_proportional: bool = True  # to the batch size
 
 
 class _Fold:
@@ -71,39 +70,41 @@ class _Fold:
     def __init__(self, numbers: Mapping[Any, int], batch: frozenset[sympy.Symbol]) -> None:
         self.numbers = dict(numbers)
         self.batch = batch
-        self.known: dict[Any, tuple[Any, bool]] = {}
+        self.known: dict[Any, _Size] = {}
 
-    def __call__(self, value: Any) -> tuple[Any, bool]:
-        """The number `value` stands for (-1: depends on the data), and whether it grows with the batch."""
+    def size(self, value: Any) -> _Size:
         if not isinstance(value, SYMBOLIC):
-            return value, False
-        expression = value.node.expr
+            return _Size(value)
+        expression = sympy.sympify(value.node.expr)
         if expression not in self.known:
-            number = sympy.sympify(expression).xreplace(self.numbers)
-            free: frozenset[Any] = getattr(number, "free_symbols", frozenset())
-            grows = bool(free) or bool(getattr(expression, "free_symbols", frozenset()) & self.batch)
+            number = expression.xreplace(self.numbers)
+            is_of_batch = bool(expression.free_symbols & self.batch)
             kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
-            self.known[expression] = (-1 if free else kind(number)), grows
+            proportional = kind is not bool
+            if is_of_batch and proportional:
+                doubled = expression.xreplace({symbol: 2 * symbol for symbol in self.batch})
+                proportional = bool(sympy.expand(doubled - 2 * expression) == 0)
+            is_unknown = bool(number.free_symbols)
+            folded = -1 if is_unknown else kind(number)
+            self.known[expression] = _Size(folded, is_unknown or is_of_batch, is_of_batch, proportional)
         return self.known[expression]
 
     def spec(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            sizes = [self(size) for size in value.shape]
-            dense = value.layout == torch.strided
             return TensorSpec(
-                shape=tuple(number for number, _ in sizes),
-                stride=tuple(self(step)[0] for step in value.stride()) if dense else (),
+                shape=tuple(self.constant(value.shape)),
+                stride=tuple(self.constant(value.stride())) if value.layout == torch.strided else (),
                 dtype=value.dtype,
                 device=value.device,
                 requires_grad=value.requires_grad,
-                batch_dims=tuple(dim for dim, (_, grows) in enumerate(sizes) if grows),
+                batch_dims=tuple(dim for dim, size in enumerate(value.shape) if self.size(size).grows),
             )
         return tuple(self.spec(part) for part in value) if isinstance(value, (tuple, list)) else None
 
     def is_uneven(self, value: Any) -> bool:
         """Whether a size grows with the batch, but not in proportion: a tensor without its first sample."""
-        sizes = value.shape if isinstance(value, torch.Tensor) else ()
-        return any(not proportional for size in sizes for proportional in self.batch_numbers(size).values())
+        sizes = map(self.size, value.shape if isinstance(value, torch.Tensor) else ())
+        return any(size.is_of_batch and not size.is_proportional for size in sizes)
 
     def is_number(self, value: Any) -> bool:
         if isinstance(value, (tuple, list)) and value:
@@ -113,16 +114,7 @@ class _Fold:
     def constant(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return tuple(self.constant(part) for part in value)
-        return self(value)[0]
-
-    def batch_numbers(self, value: Any) -> dict[Any, bool]:
-        """The number `value` stands for where it grows with the batch, and whether it is proportional to it."""
-        if not isinstance(value, SYMBOLIC) or not self(value)[1] or not value.node.expr.free_symbols & self.batch:
-            return {}
-        if isinstance(value, torch.SymBool):
-            return {self(value)[0]: False}
-        doubled = value.node.expr.xreplace({symbol: 2 * symbol for symbol in self.batch})
-        return {self(value)[0]: bool(sympy.expand(doubled - 2 * value.node.expr) == 0)}
+        return self.size(value).number
 
 
 class _Copy:
@@ -137,19 +129,16 @@ class _Copy:
 
     def copy(self, module: fx.GraphModule, known: dict[fx.Node, Any]) -> Any:
         """Copy `module`'s nodes; `known` maps its placeholders when it is inlined. Returns what it outputs."""
-        special: dict[Any, Callable[[fx.Node], Any]] = {
-            GRAD_MODE: self._set_grad_mode,
-            ENTER_AUTOCAST: self._enter_autocast,
-            EXIT_AUTOCAST: self._exit_autocast,
-        }
-        for node in module.graph.nodes:
-            if node in known:
-                continue
+        for node in [node for node in module.graph.nodes if node not in known]:
             example = node.meta.get("example_value")
             if node.op == "output":
                 return map_arg(node.args[0], known.__getitem__)
-            if node.target in special:
-                special[node.target](node)
+            if node.target is GRAD_MODE:
+                self.grad_mode = bool(node.args[0])
+            elif node.target is ENTER_AUTOCAST:
+                self.autocast = (*self.autocast, node.args)
+            elif node.target is EXIT_AUTOCAST:
+                self.autocast = self.autocast[:-1]
             elif self.fold.is_number(example):
                 known[node] = self.fold.constant(example)
             elif node.target is CHECKPOINT:
@@ -164,24 +153,22 @@ class _Copy:
         body_node, *arguments = node.args
         assert isinstance(body_node, fx.Node)
         body = getattr(module, str(body_node.target))
-        placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+        placeholders = body.graph.find_nodes(op="placeholder")
         return self.copy(body, {p: map_arg(a, known.__getitem__) for p, a in zip(placeholders, arguments, strict=True)})
 
     def _node(self, module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Any]) -> fx.Node:
         target = self._attribute(module, str(node.target)) if node.op == "get_attr" else node.target
-        batch_numbers: dict[Any, bool] = {}
-
-        def value(argument: fx.Node) -> Any:
-            batch_numbers.update(self.fold.batch_numbers(argument.meta.get("example_value")))
-            return known[argument]
-
-        copied = self.graph.create_node(
-            node.op, target, map_arg(node.args, value), map_arg(node.kwargs, value), node.name, node.type
-        )
+        args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+        read = [self.fold.size(source.meta.get("example_value")) for source in node.all_input_nodes]
+        example = node.meta.get("example_value")
+        copied = self.graph.create_node(node.op, target, args, kwargs, node.name, node.type)
         copied.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
-        copied.meta |= {"spec": self.fold.spec(node.meta.get("example_value")), "batch_numbers": batch_numbers}
-        copied.meta["uneven"] = self.fold.is_uneven(node.meta.get("example_value"))
-        copied.meta["storage"] = _storage(node.meta.get("example_value"))
+        copied.meta |= {
+            "spec": self.fold.spec(example),
+            "batch_numbers": {size.number: size.is_proportional for size in read if size.is_of_batch},
+            "uneven": self.fold.is_uneven(example),
+            "storage": _storage(example),
+        }
         if self.autocast:
             copied.meta["autocast"] = self.autocast
         return copied if self.grad_mode else self._detached(copied)
@@ -204,15 +191,6 @@ class _Copy:
         detached = self.graph.call_method("detach", (node,))
         detached.meta = dict(node.meta)
         return detached
-
-    def _set_grad_mode(self, node: fx.Node) -> None:
-        self.grad_mode = bool(node.args[0])
-
-    def _enter_autocast(self, node: fx.Node) -> None:
-        self.autocast = (*self.autocast, node.args)
-
-    def _exit_autocast(self, _: fx.Node) -> None:
-        self.autocast = self.autocast[:-1]
 
 
 def _storage(example: Any) -> int | None:

@@ -15,7 +15,9 @@ HuggingFace's mixture-of-experts layers.)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -24,10 +26,8 @@ from torch import fx
 
 from gs_compile.capture.gradients import Term
 from gs_compile.capture.graph import UnitGraph
-from gs_compile.capture.inductor import Generator
-from gs_compile.capture.tracing import Tracer, draws_random
+from gs_compile.capture.inductor import Generator, draws_random
 from gs_compile.codegen.factor import assemble, factor
-from gs_compile.runtime.stream import without_autocast
 
 Tensors = Sequence[torch.Tensor]
 
@@ -45,7 +45,6 @@ class Differentiated:
         self.graphs: dict[str, fx.GraphModule] = {}
         self.seconds = 0.0  # spent in tracing and compiling
         self._generator = generator
-        self._tracer = Tracer()
 
     @cached_property
     def forward(self) -> Callable[..., Sequence[torch.Tensor]]:
@@ -67,10 +66,29 @@ class Differentiated:
     def graph(self, name: str) -> fx.GraphModule:
         """The ATen graph of "forward", "backward" or "both"; traced, not compiled, when it is first asked for."""
         if name not in self.graphs:
-            start = time.perf_counter()
-            self.graphs[name] = self._traced(name)
-            self.seconds += time.perf_counter() - start
+            functions = {"forward": self._run, "backward": self._backward, "both": self._both}
+            results = [self.unit.result_specs[index] for index in self.unit.differentiated]
+            gradients = [replace(spec, requires_grad=False) for spec in results if name == "backward"]
+            with self._timed():
+                self.graphs[name] = self._generator.trace(functions[name], (*self.unit.specs, *gradients))
         return self.graphs[name]
+
+    def _factored(self, name: str, num_results: int) -> Callable[..., Sequence[Term]]:
+        """`name` compiled; what follows its results are gradients, and those of parameters come as factors."""
+        chosen = [self.unit.sources[index].kind == "input" for index in self.unit.differentiable]
+        graph, forms = factor(self.graph(name), [*[False] * num_results, *chosen])
+        compiled = self._compiled(name, graph)
+        return lambda *arguments: assemble(compiled(*arguments), forms)
+
+    def _compiled(self, name: str, graph: fx.GraphModule) -> Callable[..., Sequence[torch.Tensor]]:
+        with self._timed():
+            return self._generator.generate(graph)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
 
     # The functions that are traced -----------------------------------------------------------------------------------
 
@@ -93,32 +111,3 @@ class Differentiated:
         """Gradients of the differentiable inputs; zeros for one that the results do not depend on."""
         wanted = [inputs[index] for index in self.unit.differentiable]
         return torch.autograd.grad(results, wanted, gradients, allow_unused=True, materialize_grads=True)
-
-    # Tracing ---------------------------------------------------------------------------------------------------------
-
-    def _traced(self, name: str) -> fx.GraphModule:
-        functions = {"forward": self._run, "backward": self._backward, "both": self._both}
-        inputs = self._inputs(name)
-        for tensor, spec in zip(inputs, self.unit.specs, strict=False):
-            tensor.requires_grad_(spec.requires_grad)
-        return self._tracer.trace(functions[name], inputs, self._generator.decompositions)
-
-    def _factored(self, name: str, num_results: int) -> Callable[..., Sequence[Term]]:
-        """`name` compiled; what follows its results are gradients, and those of parameters come as factors."""
-        chosen = [self.unit.sources[index].kind == "input" for index in self.unit.differentiable]
-        graph, forms = factor(self.graph(name), [*[False] * num_results, *chosen])
-        compiled = self._compiled(name, graph)
-        return lambda *arguments: assemble(compiled(*arguments), forms)
-
-    def _compiled(self, name: str, graph: fx.GraphModule) -> Callable[..., Sequence[torch.Tensor]]:
-        start = time.perf_counter()
-        with torch.no_grad(), without_autocast():
-            compiled = self._generator.generate(graph, self._inputs(name))
-        self.seconds += time.perf_counter() - start
-        return compiled
-
-    def _inputs(self, name: str) -> list[torch.Tensor]:
-        """Tensors without memory in the place of the real ones."""
-        gradients = self.unit.differentiated if name == "backward" else ()
-        specs = (*self.unit.specs, *(self.unit.result_specs[index] for index in gradients))
-        return self._tracer.tensors(specs)

@@ -24,8 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from gs_compile.capture.graph import TensorSpec, UnitGraph, output_values
-from gs_compile.capture.inductor import Generator
-from gs_compile.capture.tracing import tensors_of_node
+from gs_compile.capture.inductor import Generator, tensors_of_node
 from gs_compile.codegen.differentiate import differentiate
 from gs_compile.placement.workload import UnitCost
 from gs_compile.program.ir import EPILOGUE
