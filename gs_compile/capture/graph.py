@@ -187,15 +187,9 @@ def layer_name(layer: int, *, halved: bool = False) -> str:
 
 def source_line(node: fx.Node) -> str:
     """The user's line that made `node`, as ``file:line: text``; empty where Dynamo kept none."""
-    trace = str(node.meta.get("stack_trace") or node.stack_trace or "").strip().splitlines()
-    places = [(at, line) for at, line in enumerate(trace) if line.strip().startswith("File ")]
-    if not places:
-        return ""
-    at, line = places[-1]
-    _, path, rest = line.split('"', 2)
-    number = rest.split("line ", 1)[-1].split(",")[0].strip()
-    text = trace[at + 1].strip() if at + 1 < len(trace) else ""
-    return f"{path}:{number}: {text}"
+    trace = str(node.meta.get("stack_trace") or node.stack_trace or "")
+    found = re.findall(r'^\s*File "([^"]*)", line (\d+)[^\n]*\n?(?=([^\n]*))', trace, re.MULTILINE)
+    return f"{found[-1][0]}:{found[-1][1]}: {found[-1][2].strip()}" if found else ""
 
 
 def block_of(node: fx.Node) -> Block | None:

@@ -77,7 +77,7 @@ class _Fold:
             return _Size(value)
         expression = sympy.sympify(value.node.expr)
         if expression not in self.known:
-            number = expression.xreplace(self.numbers)
+            number = sympy.sympify(expression.xreplace(self.numbers))
             is_of_batch = bool(expression.free_symbols & self.batch)
             kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
             proportional = kind is not bool

@@ -8,13 +8,12 @@ held against its like.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
 
 from gs_compile.capture.graph import Captured, UnitGraph, layer_name
 from gs_compile.errors import UniformityError
@@ -69,38 +68,31 @@ def structure(unit: UnitGraph) -> Hashable:
 
 def _graph_key(module: fx.GraphModule) -> Hashable:
     number = {node: index for index, node in enumerate(module.graph.nodes)}
-
-    def local(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return ("node", number[value])
-        if isinstance(value, slice):
-            return ("slice", local(value.start), local(value.stop), local(value.step))
-        if isinstance(value, float):
-            return ("float", value.hex())  # nan equals itself, -0.0 is not 0.0
-        return (type(value).__name__, value)  # True is not 1
-
-    def frozen(value: Any) -> Hashable:
-        mapped = map_aggregate(value, local)
-        return _hashable(mapped)
-
     lines = []
     for node in module.graph.nodes:
         target = _attribute_key(module, str(node.target)) if node.op == "get_attr" else node.target
         target = None if node.op == "placeholder" else target
-        lines.append((node.op, target, frozen(node.args), frozen(dict(sorted(node.kwargs.items())))))
+        lines.append((node.op, target, _key(node.args, number), _key(sorted(node.kwargs.items()), number)))
     return tuple(lines)
 
 
-def _hashable(value: Any) -> Hashable:
-    if isinstance(value, dict):
-        return tuple((key, _hashable(part)) for key, part in value.items())
-    if isinstance(value, (tuple, list)):
-        return tuple(_hashable(part) for part in value)
-    try:
-        hash(value)
-    except TypeError:
-        return repr(value)
-    return value  # type: ignore[no-any-return]
+def _key(value: Any, number: Mapping[fx.Node, int]) -> Hashable:
+    """A key of an argument, or of several; `number`: the place of each node in its graph."""
+    match value:
+        case fx.Node():
+            return ("node", number[value])
+        case slice():
+            return ("slice", *(_key(part, number) for part in (value.start, value.stop, value.step)))
+        case float():
+            return ("float", value.hex())  # nan equals itself, -0.0 is not 0.0
+        case dict():
+            return tuple((key, _key(part, number)) for key, part in value.items())
+        case tuple() | list():
+            return tuple(_key(part, number) for part in value)
+        case Hashable():
+            return (type(value).__name__, value)  # True is not 1
+        case _:
+            return repr(value)
 
 
 def _attribute_key(module: fx.GraphModule, name: str) -> Hashable:
@@ -121,31 +113,21 @@ def _difference(units: Sequence[UnitGraph], layer: int, captured: Captured, *, h
     like = layer % 2 if halved else 0
     first, second = units[like + 1], units[layer + 1]
     which = f"{layer_name(layer, halved=halved)} differs from {layer_name(like, halved=halved)}"
-    for mine, other in zip(_inputs(first, captured), _inputs(second, captured), strict=False):
-        if mine[1:] != other[1:]:
-            return f"{which} at {other[0]}: {other[1]} against {mine[1]}{_grad(mine, other)}"
-    for ours, theirs in zip(_operations(first), _operations(second), strict=False):
-        if ours[0] != theirs[0]:
-            return f"{which} at {theirs[1]}: {theirs[0]} against {ours[0]}"
-    counts = len(_operations(second)), len(_operations(first))
-    return f"{which}: {counts[0]} operations against {counts[1]}"
-
-
-def _inputs(unit: UnitGraph, captured: Captured) -> list[tuple[str, str, bool]]:
-    rows = []
-    for source, spec in zip(unit.sources, unit.specs, strict=True):
-        path = captured.inputs[source.index].path if source.kind == "input" else f"its {source.kind} input"
-        rows.append((path, str(spec), spec.requires_grad))
-    return rows
-
-
-def _grad(mine: tuple[str, str, bool], other: tuple[str, str, bool]) -> str:
-    if mine[2] == other[2]:
-        return ""
-    return " (trainable against frozen)" if other[2] else " (frozen against trainable)"
+    for mine, other, source in zip(first.specs, second.specs, second.sources, strict=False):
+        if (str(mine), mine.requires_grad) != (str(other), other.requires_grad):
+            path = captured.inputs[source.index].path if source.kind == "input" else f"its {source.kind} input"
+            words = ["trainable" if spec.requires_grad else "frozen" for spec in (other, mine)]
+            grad = f" ({' against '.join(words)})" if words[0] != words[1] else ""
+            return f"{which} at {path}: {other} against {mine}{grad}"
+    ours, theirs = _operations(first), _operations(second)
+    for (our, _), (their, place) in zip(ours, theirs, strict=False):
+        if our != their:
+            return f"{which} at {place}: {their} against {our}"
+    return f"{which}: {len(theirs)} operations against {len(ours)}"
 
 
 def _operations(unit: UnitGraph) -> list[tuple[str, str]]:
+    """Each operation with its constants, and the module it is in."""
     rows = []
     for node in unit.module.graph.nodes:
         if node.op not in ("placeholder", "output"):
