@@ -76,28 +76,28 @@ def capture(
     Raises an exception of Dynamo's when the frame has to be traced again, and `CaptureError` (graph break, no batch
     input, inputs on several devices) when the graph cannot be used.
     """
-    inputs = tuple(_input(node, example) for node, example in _placeholders(module, example_inputs))
+    nodes = module.graph.find_nodes(op="placeholder")
+    inputs = [_input(node, example) for node, example in zip(nodes, example_inputs, strict=True)]
     _refuse_graph_break(module)
     _refuse_mixed_devices(inputs, example_inputs)
-    inputs = _with_batch(inputs, _placeholders(module, example_inputs))
-    sizes = {node.name: _example(node).shape for node, _ in _placeholders(module, ()) if _is_tensor(_example(node))}
-    batch = [entry for entry in inputs if entry.role == "batch"]
-    symbols = frozenset[sympy.Symbol]().union(*(_symbols(sizes[entry.name][0]) for entry in batch))
-    others = frozenset[sympy.Symbol]().union(*(_symbols(size) for shape in sizes.values() for size in shape[1:]))
+    batch = _batch_inputs(inputs, nodes)
+    shapes = {node: _example(node).shape for node in nodes if isinstance(_example(node), torch.Tensor)}
+    symbols = frozenset[sympy.Symbol]().union(*(_symbols(shapes[node][0]) for node in batch))
+    others = frozenset[sympy.Symbol]().union(*(_symbols(size) for shape in shapes.values() for size in shape[1:]))
     if detach([example for entry, example in zip(inputs, example_inputs, strict=True) if entry.role == "parameter"]):
         raise _TraceAgain(restart_reason="greedysnake: parameters moved to the tiers")
     if not _retracing():
-        fixed = not symbols and any(int(sizes[entry.name][0]) > 1 for entry in batch)
+        fixed = not symbols and any(int(shapes[node][0]) > 1 for node in batch)
         if fixed or symbols & others or _has_float_symbols(module):
-            _trace_again(_source(node) for node, _ in _placeholders(module, ()) if node.name in {b.name for b in batch})
+            _trace_again(map(_source, batch))
     if symbols:  # Dynamo has shown which sizes were the batch's only by coincidence: they are fixed, or another's
         symbols -= others
         if not symbols:
             raise CaptureError("the batch size is tied to another dimension of the inputs, so it cannot be cut")
-        own = {entry.name for entry in batch if _symbols(sizes[entry.name][0]) & symbols}
-        inputs = tuple(replace(e, role="constant") if e.role == "batch" and e.name not in own else e for e in inputs)
-    devices = {example.device.type for example in example_inputs if _is_tensor(example)}
-    return Captured(module, inputs, symbols, next(filter(None, map(_autocast, sorted(devices))), None))
+        batch = [node for node in batch if _symbols(shapes[node][0]) & symbols]
+    inputs = [replace(e, role="batch") if node in batch else e for e, node in zip(inputs, nodes, strict=True)]
+    devices = {example.device.type for example in example_inputs if isinstance(example, torch.Tensor)}
+    return Captured(module, tuple(inputs), symbols, next(filter(None, map(_autocast, sorted(devices))), None))
 
 
 def _autocast(device_type: str) -> tuple[Any, ...] | None:
@@ -125,17 +125,8 @@ def ignore_logging() -> bool:
 # Placeholders ---------------------------------------------------------------------------------------------------------
 
 
-def _placeholders(module: fx.GraphModule, examples: Sequence[Any]) -> list[tuple[fx.Node, Any]]:
-    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-    return list(zip(nodes, examples, strict=True)) if examples else [(node, None) for node in nodes]
-
-
 def _example(node: fx.Node) -> Any:
     return node.meta.get("example_value")
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _source(node: fx.Node) -> str:
@@ -152,7 +143,7 @@ def _source(node: fx.Node) -> str:
 def _input(node: fx.Node, example: Any) -> Input:
     source = _source(node)
     role: Role
-    if not _is_tensor(_example(node)):
+    if not isinstance(_example(node), torch.Tensor):
         role = "size"
     elif isinstance(example, torch.nn.Parameter) or "._parameters[" in source:
         role = "parameter"
@@ -171,39 +162,31 @@ def _path(source: str) -> str:
     return path.removeprefix(".") or source
 
 
-def _with_batch(inputs: Iterable[Input], placeholders: list[tuple[fx.Node, Any]]) -> tuple[Input, ...]:
-    """Mark the user's tensors that share the batch dimension.
+def _batch_inputs(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of the placeholders that have the batch dimension.
 
     The batch size is dimension 0 of the first tensor with two dimensions or more that the user passed (else of the
     first with one); every tensor passed with that size in dimension 0 has the batch there.
     """
-    inputs = tuple(inputs)
-    passed = [
-        (entry, node, _example(node))
-        for entry, (node, _) in zip(inputs, placeholders, strict=True)
-        if entry.role == "constant" and _example(node).dim() > 0 and _is_passed_by_user(_source(node))
-    ]
+    tensors = [node for node, entry in zip(nodes, inputs, strict=True) if entry.role == "constant"]
+    passed = [node for node in tensors if _example(node).dim() > 0 and _is_passed_by_user(_source(node))]
     if not passed:
         found = ", ".join(f"{e.path} ({e.role})" for e in inputs if e.role not in ("parameter", "size")) or "none"
         raise NoBatchInputError(
             f"the model was called without a tensor that has a batch dimension (inputs found: {found}); pass tensors "
             "with the batch along dimension 0, such as input_ids of shape (batch, tokens)"
         )
-    _, _, first = next((entry for entry in passed if entry[2].dim() > 1), passed[0])
-    batch = {entry.name for entry, _, example in passed if _same_size(example.shape[0], first.shape[0])}
-    return tuple(Input(e.name, "batch", e.path) if e.name in batch else e for e in inputs)
+    first = next((node for node in passed if _example(node).dim() > 1), passed[0])
+    return [node for node in passed if _batch_size(node) == _batch_size(first)]
 
 
 def _is_passed_by_user(source: str) -> bool:
     return source.startswith("L[") and "._modules[" not in source and not source.startswith("L['self'].")
 
 
-def _same_size(left: Any, right: Any) -> bool:
-    """Equal now, without leaving a guard on symbolic sizes."""
-    return _hint(left) == _hint(right)
-
-
-def _hint(size: Any) -> int:
+def _batch_size(node: fx.Node) -> int:
+    """The size of dimension 0 now, without leaving a guard on a symbolic one."""
+    size = _example(node).shape[0]
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
@@ -256,7 +239,7 @@ def _break_reason(reason: str) -> str:
 def _refuse_mixed_devices(inputs: Sequence[Input], examples: Sequence[Any]) -> None:
     first: dict[torch.device, str] = {}
     for entry, example in zip(inputs, examples, strict=True):
-        if _is_tensor(example) and (example.dim() > 0 or entry.role == "parameter"):
+        if isinstance(example, torch.Tensor) and (example.dim() > 0 or entry.role == "parameter"):
             first.setdefault(example.device, entry.path)
     if len(first) > 1:
         found = ", ".join(f"{path} on {device}" for device, path in first.items())
@@ -275,25 +258,23 @@ def _trace_again(sources: Iterable[str]) -> None:
     """Ask Dynamo to trace the frame again with dimension 0 of `sources` symbolic and floats constant."""
     per_dimension = hasattr(dynamo_builder, "_parse_source_entry")  # else the whole source becomes symbolic
     entries = [f"{re.escape(source)}:0" if per_dimension else source for source in sources]
-    callback_handler.register_end_callback(_Retrace(entries).end)
+    named = ",".join(filter(None, [torch.compiler.config.dynamic_sources, *entries]))
+    settings: tuple[tuple[Any, str, Any], ...] = (
+        (torch.compiler.config, "dynamic_sources", named),
+        (dynamo_config, "specialize_float", True),
+        (symbolic_config, "use_duck_shape", False),  # two dimensions of one size are not one symbol
+    )
+    retrace = _Retrace()
+    for config, name, value in settings:
+        retrace.enter_context(config.patch(name, value))
+    callback_handler.register_end_callback(retrace.end)
     log.debug("tracing again with a symbolic batch: %s", entries)
     raise _TraceAgain(restart_reason="greedysnake: symbolic batch dimension")
 
 
-class _Retrace:
+class _Retrace(ExitStack):
     """The global settings of a retrace; they are put back when Dynamo's compile of the frame ends, however it ends."""
-
-    def __init__(self, entries: Sequence[str]) -> None:
-        before = torch.compiler.config.dynamic_sources
-        settings: tuple[tuple[Any, dict[str, Any]], ...] = (
-            (torch.compiler.config, {"dynamic_sources": ",".join(filter(None, [before, *entries]))}),
-            (dynamo_config, {"specialize_float": True}),
-            (symbolic_config, {"use_duck_shape": False}),  # two dimensions of one size are not one symbol
-        )
-        self._undo = ExitStack()
-        for module, values in settings:
-            self._undo.enter_context(module.patch(**values))
 
     def end(self, _: object) -> None:
         callback_handler.remove_end_callback(self.end)
-        self._undo.close()
+        self.close()

@@ -66,11 +66,11 @@ def loss(module: fx.GraphModule, captured: Captured, *, kept: Sequence[bool], al
     Raises `SeparationError` for one that does not separate.
     `alone`: the micro-batch is the whole batch, so there is nothing to combine.
     """
-    outputs = [value if keep else None for value, keep in zip(output_values(module), kept, strict=True)]
     if alone:
-        nodes = [value for value in outputs if isinstance(value, fx.Node)]
-        return Separated(module, tuple(outputs), (), dict.fromkeys(nodes, "sum"), ())
-    return _Separation(module, captured).run(outputs)
+        outputs = _kept(module, kept)
+        kinds: dict[fx.Node, Kind] = dict.fromkeys((value for value in outputs if isinstance(value, fx.Node)), "sum")
+        return Separated(module, outputs, (), kinds, ())
+    return _Separation(module, captured).run(kept)
 
 
 class _Separation:
@@ -81,12 +81,13 @@ class _Separation:
         self.shares = Shares(module.graph)
         self.states = self.shares.states
 
-    def run(self, outputs: Sequence[Any]) -> Separated:
+    def run(self, kept: Sequence[bool]) -> Separated:
         output = self.module.graph.output_node()
         for node in [node for node in self.module.graph.nodes if node is not output]:
             self.states[node] = self._state(node)
             if is_mutation(node):
                 self._change(node)
+        outputs = _kept(self.module, kept)  # only now: a loss has its shares in its place
         made = tuple(self._output(value, output) if isinstance(value, fx.Node) else value for value in outputs)
         output.args = (made,)
         self.module.recompile()
@@ -245,6 +246,10 @@ class _Separation:
         for value in sums:
             node.replace_input_with(value, self.shares.total(value))
         return bool(sums)
+
+
+def _kept(module: fx.GraphModule, kept: Sequence[bool]) -> tuple[Any, ...]:
+    return tuple(value if keep else None for value, keep in zip(output_values(module), kept, strict=True))
 
 
 def _made_from_sizes(node: fx.Node, name: str) -> State:
