@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ class Setting:
 
 
 class Run:
-    """One model in training with its data in given places; a context, at whose end its files are gone."""
+    """One model in training with its data in given places; a context, past its first steps, that leaves no files."""
 
     def __init__(self, setting: Setting, micro_batches: int, **options: Any) -> None:
         torch._dynamo.reset()
@@ -93,7 +94,12 @@ class Run:
         self.optimizer = gs_compile.AdamW(self.model.parameters(), lr=self.case.lr)
 
     def __enter__(self) -> Run:
-        self.timed(0, WARM_STEPS)
+        with ExitStack() as stack:
+            stack.push(self)  # a first step that fails leaves nothing either
+            self.timed(0, WARM_STEPS)
+            stack.pop_all()
+        if self.case.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # the model was on the device as a whole before its first step
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -161,13 +167,11 @@ def steps(setting: Setting) -> dict[str, Any]:
 
 
 def _step_row(setting: Setting, number: int, options: dict[str, Any]) -> dict[str, Any]:
-    if not setting.is_simulated:
-        torch.cuda.reset_peak_memory_stats()
     try:
         with Run(setting, number, **options) as run:
             seconds = statistics.median(run.timed(WARM_STEPS + index, 1) for index in range(setting.steps))
             planned = dict(gs_compile.inspect(run.model).program().peaks)
-    except gs_compile.errors.GreedySnakeError as error:
+    except (gs_compile.errors.GreedySnakeError, torch.OutOfMemoryError) as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     tokens = run.case.samples * run.case.sequence / seconds
     allocated = None if setting.is_simulated else torch.cuda.max_memory_allocated()

@@ -21,7 +21,7 @@ PREFIXES = "B KiB MiB GiB TiB PiB".split()
 def usable_memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """The bytes of memory this process may use at most, other processes aside."""
     limits = [limit for group in _groups("memory", proc, cgroup) if (limit := _memory_limit(group)) is not None]
-    return min([_meminfo("MemTotal", proc), *limits])
+    return min([meminfo("MemTotal", proc), *limits])
 
 
 def available_memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
@@ -29,7 +29,7 @@ def available_memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
     In a group the file cache that nobody has touched lately counts as free, for the kernel drops it first.
     """
-    left = [_meminfo("MemAvailable", proc)]
+    left = [meminfo("MemAvailable", proc)]
     for group in _groups("memory", proc, cgroup):
         limit = _memory_limit(group)
         used = _number(group / "memory.current", group / "memory.usage_in_bytes")
@@ -51,6 +51,11 @@ def free_storage(folder: Path) -> int:
     """The bytes this process may still write to the file system of `folder`."""
     room = os.statvfs(folder)
     return room.f_bavail * room.f_frsize
+
+
+def meminfo(key: str, proc: Path = PROC) -> int:
+    """The bytes that an entry of /proc/meminfo tells of the whole machine."""
+    return _kibibytes(key, proc / "meminfo")
 
 
 def resident_bytes(*, proc: Path = PROC) -> int:
@@ -112,10 +117,6 @@ def _cpu_quota(group: Path) -> float | None:
 def _inactive_file(group: Path) -> int:
     found = _search(r"^(?:total_)?inactive_file (\d+)$", group / "memory.stat")
     return max(map(int, found), default=0)  # v1 tells its own and the total with all groups below
-
-
-def _meminfo(key: str, proc: Path) -> int:
-    return _kibibytes(key, proc / "meminfo")
 
 
 def _kibibytes(key: str, path: Path) -> int:

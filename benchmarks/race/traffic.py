@@ -15,7 +15,8 @@ from typing import Any, get_args
 import transformers
 
 from benchmarks.race.protocol import PRESETS
-from gs_compile.cli.report.draw import COLOURS, INK, NAMES
+from gs_compile.cli.report.draw import COLOURS, INK
+from gs_compile.cli.report.explain import NAMES
 from gs_compile.errors import PlanError
 from gs_compile.planner.plan import plan
 from gs_compile.program.ir import Schedule

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from types import FrameType
 from typing import Annotated, Any
 
@@ -28,22 +28,17 @@ from gs_compile.errors import (
     OptionError,
     PlanError,
     ProfileError,
-    StorageError,
     StorageLockedError,
 )
 
 INTERRUPTED = 130
 TERMINATED = 143
-EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (  # the first that fits
-    (OptionError, 2),
-    (ProfileError, 2),
-    (MemoryBudgetError, 3),
-    (NoFitError, 3),
-    (PlanError, 2),
+EXIT_CODES = (  # the first that fits
+    ((MemoryBudgetError, NoFitError), 3),
+    ((OptionError, ProfileError, PlanError), 2),
     (StorageLockedError, 6),
-    (StorageError, 5),
+    (OSError, 5),  # the storage's, or a file that was asked for cannot be written
     (GreedySnakeError, 1),
-    (OSError, 5),  # a file that was asked for cannot be written
 )
 
 
@@ -92,7 +87,9 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, option("Show the version.", "--version", callback=_show_version, is_eager=True)] = False,
+    version: Annotated[
+        bool, option("Show the version.", ..., "--version", callback=_show_version, is_eager=True)
+    ] = False,
 ) -> None:
     pass
 
@@ -121,9 +118,8 @@ def doctor(storage: Storage = None, as_json: Json = False) -> None:
     else:
         from gs_compile.cli.report.tables import show
 
-        rows = [(check.name, check.state, check.found, check.advice) for check in checks]
         styles = {"ok": "green", "warn": "yellow", "bad": "bold red"}
-        show(("check", "state", "found", "what to do"), rows, styles=styles)
+        show(("check", "state", "found", "what to do"), map(astuple, checks), styles=styles)
     raise typer.Exit(1 if any(check.state == "bad" for check in checks) else 0)
 
 
@@ -131,7 +127,7 @@ def doctor(storage: Storage = None, as_json: Json = False) -> None:
 def probe(
     storage: Storage = None,
     output: Annotated[File, option("Save the profile there too.", metavar="FILE")] = None,
-    refresh: Annotated[bool, option("Measure again, whatever is remembered.", "--refresh")] = False,
+    refresh: Annotated[bool, option("Measure again, whatever is remembered.", ..., "--refresh")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure what this machine can do; it is remembered."""
@@ -169,7 +165,7 @@ def simulate(
     request: PlanRequest,
     schedule: Annotated[Schedule, option("The order of the step.")] = "vertical",
     trace: Annotated[File, option("Save the operations as a trace, for ui.perfetto.dev.", metavar="FILE")] = None,
-    page: Annotated[File, option("Save the timeline as a page.", "--html", metavar="FILE")] = None,
+    page: Annotated[File, option("Save the timeline as a page.", ..., "--html", metavar="FILE")] = None,
     figures: Annotated[File, option("Save figures there; needs matplotlib.", metavar="DIR")] = None,
     as_json: Json = False,
 ) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typer import BadParameter
 
 from gs_compile.cli.report.tables import busy
-from gs_compile.cli.requests import PlanRequest
+from gs_compile.cli.requests import PlanRequest, Schedule
 from gs_compile.machine import format_bytes
 from gs_compile.options import Options
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from gs_compile.planner.measure.profile import Profile
     from gs_compile.planner.step_plan import StepPlan
 
-RENAMED = {"batch": "batch_size", "micro_batches": "num_micro_batches", "ratio": "ratios"}  # as `plan` has them
 UNITS = (  # of a field by the end of its name; the first that fits
     ("bytes_per_second", 1e9, "GB/s"),
     ("flops_per_second", 1e12, "TFLOP/s"),
@@ -26,28 +24,25 @@ UNITS = (  # of a field by the end of its name; the first that fits
 )
 
 
-def make_plan(request: PlanRequest, **settings: Any) -> StepPlan:
+def make_plan(request: PlanRequest, schedule: Schedule = "vertical") -> StepPlan:
     """Ask the planner for what a request describes.
 
     Raises `BadParameter` for a ratio that is none, and the errors of `planner.plan.plan`.
     """
-    asked = {RENAMED.get(name, name): value for name, value in asdict(request).items()}
-    ratios = dict(map(_ratio, asked.pop("ratios") or ()))
+    ratios = dict(map(_ratio, request.ratios or ()))
     Options.of({"expert": {"ratios": ratios}})  # refuses unknown classes, and parts that are none
     with busy(f"planning {request.model}"):
         from gs_compile.planner.plan import plan
 
-        return plan(asked.pop("model"), ratios=ratios or None, **asked, **settings)
+        return plan(**{**request._asdict(), "ratios": ratios or None, "schedule": schedule})
 
 
 def _ratio(text: str) -> tuple[str, float]:
-    name, separator, number = text.partition("=")
+    name, _, number = text.partition("=")
     try:
-        if separator:
-            return name.strip(), float(number)
-    except ValueError:
-        pass
-    raise BadParameter(f"--ratio {text}: not a class and a number, such as parameter=0.5")
+        return name.strip(), float(number)
+    except ValueError as error:
+        raise BadParameter(f"--ratio {text}: not a class and a number, such as parameter=0.5") from error
 
 
 def profile_rows(profile: Profile) -> Iterator[tuple[str, str, str]]:

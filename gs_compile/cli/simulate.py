@@ -9,14 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gs_compile.cli.report import explain
+from gs_compile.cli.report import draw, explain
+from gs_compile.cli.report.timeline import timeline_html
 from gs_compile.errors import MemoryBudgetError, NoFitError
 from gs_compile.machine import format_bytes
-from gs_compile.planner import summary
+from gs_compile.passes.baselines.registry import SCHEDULES
+from gs_compile.planner import lifetimes, summary
 from gs_compile.planner.summary import table
 
 if TYPE_CHECKING:
-    from gs_compile.passes.baselines.registry import ScheduleSpec
     from gs_compile.planner.step_plan import StepPlan
     from gs_compile.program.ir import Schedule
 
@@ -25,30 +26,25 @@ COMPARED: tuple[Schedule, ...] = ("vertical", "horizontal")  # that figures show
 
 def report(plan: StepPlan, files: Mapping[str, Path]) -> str:
     """How the step runs: its lanes, what the computation waits for, the critical path, memory, and what was drawn."""
-    spec, peaks = _spec(plan), plan.simulation.peaks.items()
+    spec, peaks = SCHEDULES[plan.schedule], plan.simulation.peaks.items()
     memory = [(tier, format_bytes(nbytes), format_bytes(plan.peaks.get(tier, 0))) for tier, nbytes in peaks]
-    parts = [
-        explain.headline(plan),
-        explain.titled("What each lane does in a step:", explain.lanes_table(plan)),
-        explain.titled("What the computation waits for:", _times(plan, plan.simulation.bubbles) or "nothing"),
-        explain.titled("The critical path, by lane:", _times(plan, _critical(plan))),
-        explain.titled(
-            "Memory at its peak:", table(("", "simulated", "planned"), memory, right=("simulated", "planned"))
-        ),
-        explain.titled("What is inactive between two uses:", _inactive(plan)) if spec.fills_memory else "",
-        explain.titled("What to know:", "\n".join(plan.notes)) if spec.halves_blocks else "",
-        "\n".join(f"{what}: {path}" for what, path in files.items()),
-    ]
-    return "\n\n".join(filter(None, parts))
+    sections = {
+        "What each lane does in a step:": explain.lanes_table(plan),
+        "What the computation waits for:": _times(plan, plan.simulation.bubbles) or "nothing",
+        "The critical path, by lane:": _times(plan, _critical(plan)),
+        "Memory at its peak:": table(("", "simulated", "planned"), memory, right=("simulated", "planned")),
+        "What is inactive between two uses:": _inactive(plan) if spec.fills_memory else "",
+        "What to know:": "\n".join(plan.notes) if spec.halves_blocks else "",
+    }
+    drawn = "\n".join(f"{what}: {path}" for what, path in files.items())
+    return "\n\n".join(filter(None, [explain.headline(plan), *explain.titled(sections), drawn]))
 
 
 def as_dict(plan: StepPlan, files: Mapping[str, Path]) -> dict[str, Any]:
     """The plan's, with what the simulation adds; its operations, which are many, are in the trace."""
     simulated: dict[str, Any] = {"peaks": plan.simulation.peaks, "critical_path": _critical(plan)}
-    if _spec(plan).fills_memory:
-        from gs_compile.planner.lifetimes import as_dicts, periods
-
-        simulated["periods"] = as_dicts(periods(plan.placement, plan.workload.shape))
+    if SCHEDULES[plan.schedule].fills_memory:
+        simulated["periods"] = lifetimes.as_dicts(lifetimes.periods(plan.placement, plan.workload.shape))
     return explain.as_dict(plan) | {"simulated": simulated, "files": {what: str(path) for what, path in files.items()}}
 
 
@@ -59,43 +55,30 @@ def save(plan: StepPlan, *, trace: Path | None, page: Path | None, figures: Path
         trace.write_text(json.dumps(plan.simulation.chrome()))
         files["trace"] = trace
     if page is not None:
-        from gs_compile.cli.report.timeline import timeline_html
-
         texts = {"The plan": explain.report(plan), "The program": str(plan.program)}
-        page.write_text(
-            timeline_html(plan.simulation, title=_title(plan), notes=[summary.paragraph(plan)], texts=texts)
-        )
+        notes = [summary.paragraph(plan)]
+        page.write_text(timeline_html(plan.simulation, title=_title(plan), notes=notes, texts=texts))
         files["timeline"] = page
-    if figures is not None:
-        files |= _figures(plan, figures)
-    return files
+    return files if figures is None else files | _figures(plan, figures)
 
 
 def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
     """The lanes of this step; of whole layers also throughput over the batch size and bytes moved, in both orders."""
-    from gs_compile.cli.report import draw
-
     folder.mkdir(parents=True, exist_ok=True)
     paths = {name: folder / f"{name}.svg" for name in ("throughput", "traffic", "lanes")}
-    title = _title(plan)
+    title, number = _title(plan), plan.num_micro_batches
     draw.lanes(plan.simulation, paths["lanes"], title=title)
-    if _spec(plan).halves_blocks:  # both orders run layers, and its workload has halves
+    if SCHEDULES[plan.schedule].halves_blocks:  # both orders run layers, and its workload has halves
         return {"lanes": paths["lanes"]}
-    sizes = sorted({2**power for power in range(plan.num_micro_batches.bit_length())} | {plan.num_micro_batches})
+    sizes = sorted({2**power for power in range(number.bit_length())} | {number})
     planned = {schedule: list(_planned(plan, schedule, sizes)) for schedule in COMPARED}
     plans: dict[str, list[StepPlan]] = {schedule: found for schedule, found in planned.items() if found}
     points = {schedule: [draw.Point.of(each) for each in found] for schedule, found in plans.items()}
     roofline = draw.Roofline.of(plan.workload, plan.profile)
     draw.throughput(points, paths["throughput"], roofline=roofline, title=title)
     moved = {schedule: found[-1].traffic for schedule, found in plans.items()}
-    draw.traffic_bars(moved, paths["traffic"], title=f"{title}, {plan.num_micro_batches} micro-batches")
+    draw.traffic_bars(moved, paths["traffic"], title=f"{title}, {number} micro-batches")
     return paths
-
-
-def _spec(plan: StepPlan) -> ScheduleSpec:
-    from gs_compile.passes.baselines.registry import SCHEDULES
-
-    return SCHEDULES[plan.schedule]
 
 
 def _planned(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterator[StepPlan]:
@@ -139,7 +122,5 @@ def _critical(plan: StepPlan) -> dict[str, float]:
 
 def _inactive(plan: StepPlan) -> str:
     """The periods that the schedule `lifetime` has decided on, and its notes."""
-    from gs_compile.planner.lifetimes import table
-
-    rows = [table(plan.placement, plan.workload.shape)] if plan.placement.room else []
+    rows = [lifetimes.table(plan.placement, plan.workload.shape)] if plan.placement.room else []
     return "\n".join([*rows, *plan.notes])

@@ -13,12 +13,11 @@ from typer.testing import CliRunner
 
 from gs_compile.cli.main import app
 from gs_compile.cli.report.explain import as_dict, report
-from gs_compile.errors import NoFitError
 
 CHOSEN = {
     "machine": None, "sequence": 2048, "batch_size": None, "micro_batch_size": None, "num_micro_batches": None,
     "alpha": None, "ratios": None, "clip": False, "host_memory": None, "device_memory": None, "precision": "bf16",
-    "wear_years": None, "storage": None,
+    "wear_years": None, "storage": None, "schedule": "vertical",
 }  # fmt: skip
 
 
@@ -58,6 +57,7 @@ def test_what_is_given_is_kept(asked):
         "machine": "a100.json", "sequence": 512, "batch_size": 64, "micro_batch_size": 2, "num_micro_batches": 32,
         "alpha": 0.25, "ratios": {"parameter": 0.5, "optimizer": 1.0}, "clip": True, "host_memory": "64GiB",
         "device_memory": "20GiB", "precision": "model", "wear_years": 3.0, "storage": [Path("/a"), Path("/b")],
+        "schedule": "vertical",
     }  # fmt: skip
     assert asked == [("llama", settings)]
 
@@ -78,16 +78,6 @@ def test_wrong_arguments(asked, arguments, complaint):
     result = run(*arguments)
     assert (result.exit_code, result.stdout, asked) == (2, "", [])
     assert complaint in result.stderr
-
-
-def test_a_model_that_does_not_fit(asked, monkeypatch):
-    def refuse(*_, **__):
-        raise NoFitError("100.0 GiB of host memory are short")
-
-    monkeypatch.setattr(sys.modules["gs_compile.planner.plan"], "plan", refuse)
-    result = run("--model", "m", "--json")
-    assert (result.exit_code, result.stdout) == (3, "")
-    assert result.stderr == "NoFitError: 100.0 GiB of host memory are short\n"
 
 
 def test_a_model_from_a_file_on_a_machine_from_a_file(tmp_path):

@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from gs_compile.cli.main import app
 from gs_compile.cli.plan import figure, profile_rows
-from gs_compile.errors import StorageLockedError
 from gs_compile.planner.measure import machines as profiles
 from gs_compile.planner.measure.profile import Profile
 
@@ -70,19 +69,3 @@ def test_the_command(asked, tmp_path):
 def test_json_and_a_file(asked, tmp_path):
     result = run("--json", "--output", str(tmp_path / "mine.json"))
     assert json.loads(result.stdout) == Profile.load(tmp_path / "mine.json").as_dict()
-
-
-def test_a_file_that_cannot_be_written(asked, tmp_path):
-    result = run("--output", str(tmp_path / "no" / "mine.json"))
-    assert (result.exit_code, result.stdout) == (5, "")
-    assert result.stderr.startswith("FileNotFoundError: ")
-
-
-def test_storage_in_use(monkeypatch):
-    def locked(*_, **__):
-        raise StorageLockedError(11, "another run uses this folder", "/a")
-
-    monkeypatch.setattr(profiles, "profile", locked)
-    result = run()
-    assert result.exit_code == 6
-    assert result.stderr == "StorageLockedError: [Errno 11] another run uses this folder: '/a'\n"

@@ -21,21 +21,18 @@ def asked(monkeypatch):
     program, simulation = simulated()
     asked = {}
 
-    def plan(model, **settings):
-        asked.update(settings)
-        made = stand_in()
-        for name, value in {
-            "program": program,
-            "simulation": simulation,
-            "seconds": simulation.seconds,
-            "lanes": {lane: (share * simulation.seconds, share) for lane, share in simulation.busy.items()},
-            "peaks": dict(program.peaks),
-            "workload": workload(),
-            "profile": profile(),
-            "schedule": settings["schedule"],
-        }.items():
-            setattr(made, name, value)
-        asked["plan"] = made
+    def plan(model, schedule, **_):
+        asked["plan"] = made = stand_in()
+        vars(made).update(
+            program=program,
+            simulation=simulation,
+            seconds=simulation.seconds,
+            lanes={lane: (share * simulation.seconds, share) for lane, share in simulation.busy.items()},
+            peaks=dict(program.peaks),
+            workload=workload(),
+            profile=profile(),
+            schedule=schedule,
+        )
         return made
 
     monkeypatch.setitem(sys.modules, "gs_compile.planner.plan", SimpleNamespace(plan=plan))
@@ -50,8 +47,8 @@ def run(*arguments):
 
 def test_the_report(asked):
     printed = run("--schedule", "horizontal")
-    assert asked["schedule"] == "horizontal"
     plan = asked["plan"]
+    assert plan.schedule == "horizontal"
     headings = [line for line in printed.splitlines() if line.endswith(":")]
     assert headings == [
         "What each lane does in a step:",

@@ -5,36 +5,38 @@ Nothing is changed, and what is tried is tried in files that are removed again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gs_compile.cli.doctor import machine, software
-from gs_compile.cli.doctor.check import Check
+from gs_compile.cli.doctor.check import Check, Finding, checked
+
+Looks = Mapping[str, Callable[..., Finding]]
+MACHINE: Looks = {"host memory": machine.memory, "swap": machine.swap, "NUMA": machine.numa, "OpenMP": machine.openmp}
+SOFTWARE: Looks = {  # needs torch
+    "threads": machine.threads,
+    "CUDA": software.cuda,
+    "pinned memory": software.pinned_memory,
+    "capture by Dynamo": software.capture,
+    "compiler": software.compiler,
+    "transformers": software.transformers,
+    "solver": software.solver,
+}
 
 
 def examine(storage: Sequence[Path]) -> tuple[Check, ...]:
     """All checks, with these directories as storage; where torch is broken, those that can do without."""
-    torch = software.torch_version()
-    found = (torch, machine.memory(), machine.swap(), machine.numa(), machine.openmp())
+    torch = checked("torch", software.torch_version)
+    found = (torch, *(checked(name, look) for name, look in MACHINE.items()))
     return found if torch.state == "bad" else (*found, *_with_torch(storage))
 
 
 def _with_torch(storage: Sequence[Path]) -> Iterator[Check]:
-    import torch
+    from gs_compile.cli.doctor.storage import LOOKS
 
-    from gs_compile.cli.doctor import storage as checks_storage
-    from gs_compile.planner.measure.machines import remembered
-    from gs_compile.runtime.stream import cuda_devices
-
-    has_cuda = bool(cuda_devices())
-    yield machine.threads(torch.get_num_threads())
-    yield software.cuda()
-    yield software.pinned_memory(has_cuda=has_cuda)
-    yield software.capture()
-    yield software.compiler("cuda" if has_cuda else "cpu")
-    yield software.transformers()
-    yield software.solver()
-    yield software.profile(remembered(storage))
+    for name, look in SOFTWARE.items():
+        yield checked(name, look)
+    yield checked("machine profile", software.profile, storage)
     for directory in storage:
-        for look in checks_storage.LOOKS:
-            yield look(directory)
+        for name, look_at in LOOKS.items():
+            yield checked(f"{name} {directory}", look_at, directory)

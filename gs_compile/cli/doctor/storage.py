@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from gs_compile.cli.doctor.check import Finding, Problem, check
+from gs_compile.cli.doctor.check import Finding
 from gs_compile.errors import LeftoverError, StorageError, StorageLockedError
 from gs_compile.machine import PROC, format_bytes, free_storage
 from gs_compile.planner.measure.probe_drive import existing
@@ -23,22 +23,19 @@ from gs_compile.runtime.drive import FOLDER, Drive
 SYS = Path("/sys")
 NBYTES_PER_ELEMENT = 14  # a parameter in bf16, and AdamW's fp32 master and moments
 LITTLE_NBYTES = 20 << 30  # a model of 1.5 billion parameters: smaller ones hardly need the tier
-SLOW = (  # kinds of filesystems, and what to do about them
-    (re.compile("tmpfs|ramfs"), "its files are in host memory, beside host_memory: name a drive"),
-    (
-        re.compile(r"nfs\d?|cifs|smb\d?|9p|virtiofs|ceph|lustre|gpfs|beegfs|glusterfs|afs|fuse(\..*)?"),
-        "as fast as its network at best: name a local drive if there is one",
+SLOW = {  # kinds of filesystems, and what to do about them
+    "tmpfs|ramfs": "its files are in host memory, beside host_memory: name a drive",
+    r"nfs\d?|cifs|smb\d?|9p|virtiofs|ceph|lustre|gpfs|beegfs|glusterfs|afs|fuse(\..*)?": (
+        "as fast as its network at best: name a local drive if there is one"
     ),
-    (re.compile("overlay"), "a container's own layer: mount a drive into the container"),
-    (
-        re.compile("btrfs|zfs|bcachefs"),
-        "every write makes a copy and a checksum: prefer ext4 or xfs, or `chattr +C` an empty folder",
+    "overlay": "a container's own layer: mount a drive into the container",
+    "btrfs|zfs|bcachefs": (
+        "every write makes a copy and a checksum: prefer ext4 or xfs, or `chattr +C` an empty folder"
     ),
-)
+}
 CLOUD = re.compile(r"Elastic Block Store|PersistentDisk|nvme_card-pd|Virtual|VBOX|VMware|QEMU", re.I)
 
 
-@check("direct I/O in {0}")
 def direct_io(directory: Path) -> Finding:
     """Whether a file can be read and written around the page cache, tried with the run's own code."""
     try:
@@ -48,66 +45,66 @@ def direct_io(directory: Path) -> Finding:
             closing(Drive(Path(folder), threads=1)) as drive,
         ):
             if drive.is_direct:
-                return "works"
+                return Finding("works")
     except OSError as error:  # no permission, no room, a broken drive
-        return Problem(f"{type(error).__name__}: {error}", "name a directory that can be written: --storage", "bad")
+        advice = "name a directory that can be written: --storage"
+        return Finding(f"{type(error).__name__}: {error}", advice, is_bad=True)
     advice = "choose a directory on a local drive, ext4 or xfs: through the page cache it is slower and takes memory"
-    return Problem("refused: storage will work through the page cache", advice)
+    return Finding("refused: storage will work through the page cache", advice)
 
 
-@check("runs in {0}")
 def run_folder(directory: Path) -> Finding:
     """Whether a run could begin here now."""
     folder = directory / FOLDER
-    if not folder.exists():
-        return "none"
     try:
-        with warnings.catch_warnings(action="ignore"), closing(Drive(directory, threads=1)):
-            return "none"
+        if folder.exists():
+            with warnings.catch_warnings(action="ignore"), closing(Drive(directory, threads=1)):
+                pass
     except StorageLockedError:
-        return Problem(f"{folder} is in use", "one run at a time: give each its own directory")
+        return Finding(f"{folder} is in use", "one run at a time: give each its own directory")
     except LeftoverError:
-        return Problem(f"{folder} holds files of a run that was killed", f"delete {folder}", "bad")
+        return Finding(f"{folder} holds files of a run that was killed", f"delete {folder}", is_bad=True)
     except StorageError as error:
-        return Problem(str(error), f"delete {folder}, or name another directory", "bad")
+        return Finding(str(error), f"delete {folder}, or name another directory", is_bad=True)
+    return Finding("none")
 
 
-@check("room in {0}")
 def room(directory: Path) -> Finding:
     """Whether a model worth the effort fits, as far as the drive goes."""
     nbytes = free_storage(existing(directory))
-    found = f"{format_bytes(nbytes)} free: parameters and states of {_count(nbytes // NBYTES_PER_ELEMENT)} parameters"
-    if nbytes < LITTLE_NBYTES:
-        return Problem(found, "make room, or name a directory on a larger drive")
-    return found
+    number = nbytes // NBYTES_PER_ELEMENT
+    words = f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.0f} million"
+    advice = "make room, or name a directory on a larger drive" if nbytes < LITTLE_NBYTES else ""
+    return Finding(f"{format_bytes(nbytes)} free: parameters and states of {words} parameters", advice)
 
 
-@check("filesystem of {0}")
 def filesystem(directory: Path, *, proc: Path = PROC) -> Finding:
     """Whether the filesystem is one of a local drive, and mounted to be written."""
     mount = _mount(existing(directory), proc)
     found, options = f"{mount.kind} on {mount.point}, {mount.options}", set(mount.options.split(","))
     if "ro" in options:
-        return Problem(found, "it is mounted read-only: name another directory", "bad")
-    advice = next((advice for kinds, advice in SLOW if kinds.fullmatch(mount.kind)), "")
-    if not advice and {"sync", "dirsync"} & options:
-        advice = "every write waits for the drive: mount without sync"
-    return Problem(found, advice) if advice else found
+        return Finding(found, "it is mounted read-only: name another directory", is_bad=True)
+    waits = "every write waits for the drive: mount without sync" if {"sync", "dirsync"} & options else ""
+    return Finding(found, next((advice for kinds, advice in SLOW.items() if re.fullmatch(kinds, mount.kind)), waits))
 
 
-@check("drive of {0}")
 def drive(directory: Path, *, proc: Path = PROC, sys: Path = SYS, device: tuple[int, int] | None = None) -> Finding:
     """The kind of the drive, where the system tells; `device` is its number, if not the directory's own."""
-    found = list(_drives(_block(device or _device(existing(directory), proc), sys)))
+    number = device or _device(existing(directory), proc)
+    found = dict(_drives((sys / "dev/block/{}:{}".format(*number)).resolve()))
     if not found:
-        return "not told by the system; `greedysnake probe` measures it"
-    words = "; ".join(dict.fromkeys(drive.words for drive in found))
-    return (
-        words if all(drive.good for drive in found) else Problem(words, "a local NVMe drive is several times as fast")
-    )
+        return Finding("not told by the system; `greedysnake probe` measures it")
+    advice = "" if all(found.values()) else "a local NVMe drive is several times as fast"
+    return Finding("; ".join(found), advice)
 
 
-LOOKS = (direct_io, run_folder, room, filesystem, drive)  # at a directory, in the order they are shown
+LOOKS = {  # at a directory, in the order they are shown
+    "direct I/O in": direct_io,
+    "runs in": run_folder,
+    "room in": room,
+    "filesystem of": filesystem,
+    "drive of": drive,
+}
 
 
 # The system -----------------------------------------------------------------------------------------------------------
@@ -141,53 +138,33 @@ def _device(place: Path, proc: Path) -> tuple[int, int]:
     return os.major(number), os.minor(number)
 
 
-def _block(device: tuple[int, int], sys: Path) -> Path | None:
-    """The folder that describes a whole drive."""
-    folder = sys / "dev/block/{}:{}".format(*device)
-    if not folder.exists():
-        return None
-    folder = folder.resolve()
-    return folder.parent if (folder / "partition").exists() else folder
-
-
-class _Drive(NamedTuple):
-    good: bool
-    words: str
-
-
-def _drives(block: Path | None) -> Iterator[_Drive]:
-    """The drive, or those that it is made of."""
-    if block is None:
+def _drives(folder: Path) -> Iterator[tuple[str, bool]]:
+    """The drive that a folder of /sys describes, or those that it is made of: in words, and whether it is fast."""
+    block = folder.parent if (folder / "partition").exists() else folder
+    if not block.exists():
         return
-    parts = sorted((block / "slaves").iterdir()) if (block / "slaves").is_dir() else []
-    if parts:  # RAID, LVM, encryption
-        for part in parts:
-            whole = part.resolve()
-            yield from _drives(whole.parent if (whole / "partition").exists() else whole)
-        return
+    parts = sorted((block / "slaves").glob("*"))
+    for part in parts:  # of RAID, LVM, encryption
+        yield from _drives(part.resolve())
+    if not parts:
+        yield _described(block)
+
+
+def _described(block: Path) -> tuple[str, bool]:
     model, name = _read(block / "device/model"), block.name
     called = f"{name} ({model})" if model else name
     if "virtio" in str(block) or name.startswith(("vd", "xvd")) or CLOUD.search(model):
-        yield _Drive(True, f"{called}, virtual: what is behind it is not told; `greedysnake probe` measures it")
-    elif name.startswith("zram"):
-        yield _Drive(False, f"{called}, compressed host memory")
-    elif name.startswith("nvme"):
-        yield _Drive(True, f"{called}, NVMe")
-    elif _read(block / "queue/rotational") == "1":
-        yield _Drive(False, f"{called}, a hard disk")
-    elif name.startswith("sd"):
-        yield _Drive(False, f"{called}, an SSD on SATA, SAS or USB")
-    else:
-        yield _Drive(True, called)
+        return f"{called}, virtual: what is behind it is not told; `greedysnake probe` measures it", True
+    if name.startswith("zram"):
+        return f"{called}, compressed host memory", False
+    if name.startswith("nvme"):
+        return f"{called}, NVMe", True
+    if _read(block / "queue/rotational") == "1":
+        return f"{called}, a hard disk", False
+    if name.startswith("sd"):
+        return f"{called}, an SSD on SATA, SAS or USB", False
+    return called, True
 
 
 def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-def _count(number: int) -> str:
-    """Of parameters, for people."""
-    return f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.0f} million"
+    return path.read_text().strip() if path.is_file() else ""

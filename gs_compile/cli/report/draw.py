@@ -5,6 +5,7 @@ Needs matplotlib, `pip install 'greedysnake[plot]'`. A path that ends in .svg or
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,12 +13,13 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gs_compile.cli.report.explain import NAMES
 from gs_compile.cli.report.timeline import KINDS, kind_of
 from gs_compile.errors import PlanError
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.prices import backward_seconds, forward_seconds
-from gs_compile.program.ir import EPILOGUE, LANES
+from gs_compile.program.ir import EPILOGUE
 
 if TYPE_CHECKING:
     from gs_compile.planner.simulate.simulator import Simulation
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
 # Colours that most people can tell apart, whatever their sight (Okabe and Ito); the page of `timeline` has the same.
 COLOURS = {"w": "#0072b2", "x": "#56b4e9", "dx": "#009e73", "s": "#e69f00", "dw": "#d55e00", "update": "#cc79a7"}
 COLOURS |= {"forward": "#aab2bd", "backward": "#69727f", "other": "#f0e442"}
-NAMES = {"w": "parameters", "x": "checkpoints", "dx": "gradients of layer inputs", "s": "optimizer state"}
-NAMES |= {"dw": "gradients of parameters"}
 SERIES = (("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#d55e00", "D"), ("#cc79a7", "v"), ("#56b4e9", "P"))
 INK, SOFT = "#1c2128", "#6b7480"
 STYLE = {
@@ -36,9 +36,13 @@ STYLE = {
     "axes.spines.right": False,
     "axes.edgecolor": SOFT,
     "axes.labelcolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
     "xtick.color": SOFT,
     "ytick.color": SOFT,
     "text.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
     "hatch.linewidth": 0.6,
     "svg.hashsalt": "greedysnake",  # the same figure is the same file
 }
@@ -92,25 +96,23 @@ def throughput(
     series: Mapping[str, Sequence[Point]], path: str | Path, *, roofline: Roofline | None = None, title: str = ""
 ) -> None:
     """Tokens a second over the batch size, one line for each of `series`, below the rooflines."""
-    with _figure(path, (7.2, 4.4)) as axes:
-        points = [point for each in series.values() for point in each]
-        widest = max((point.samples for point in points), default=1)
-        highest = max((point.tokens_per_second for point in points), default=1.0)
-        for (name, each), (colour, marker) in zip(series.items(), cycle(SERIES), strict=False):
-            xs, ys = [point.samples for point in each], [point.tokens_per_second for point in each]
+    with _figure(path, (7.2, 4.4), title) as axes:
+        for (name, points), (colour, marker) in zip(series.items(), cycle(SERIES), strict=False):
+            xs, ys = [point.samples for point in points], [point.tokens_per_second for point in points]
             axes.plot(xs, ys, color=colour, marker=marker, markersize=4, linewidth=1.6, clip_on=False, label=name)
-            for x, y, point in zip(xs, ys, each, strict=True):
+            for x, y, point in zip(xs, ys, points, strict=True):
                 look = {"textcoords": "offset points", "ha": "right", "fontsize": 7.5, "color": colour}
                 axes.annotate(point.note, (x, y), (-4, 5), **look)
+        steps = [point for points in series.values() for point in points]
+        highest = max((point.tokens_per_second for point in steps), default=1.0)
         if roofline is not None:
-            highest = max(highest, roofline.compute_tokens_per_second)
-            _draw_roofline(axes, roofline, widest, highest * 1.08)
-        axes.set_xlim(0, widest)
-        axes.set_ylim(0, highest * 1.08)
-        axes.set_xlabel("batch size (samples a step)")
-        axes.set_ylabel("throughput (tokens/s)")
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
+            look = {"color": SOFT, "linewidth": 1.1, "zorder": 1}
+            limit, slope = roofline.compute_tokens_per_second, roofline.tokens / roofline.io_seconds
+            axes.axhline(limit, linestyle="dashed", label="computation roofline", **look)
+            axes.axline((0, 0), slope=slope, linestyle="dotted", label="I/O roofline", **look)
+            highest = max(highest, limit)
+        axes.set(xlabel="batch size (samples a step)", ylabel="throughput (tokens/s)")
+        axes.set(xlim=(0, max((point.samples for point in steps), default=1)), ylim=(0, highest * 1.08))
 
 
 def traffic_bars(schedules: Mapping[str, Mapping[tuple[str, str], int]], path: str | Path, *, title: str = "") -> None:
@@ -118,31 +120,20 @@ def traffic_bars(schedules: Mapping[str, Mapping[tuple[str, str], int]], path: s
 
     schedules: bytes by lane and kind, as `traffic` counts them.
     """
-    bars = [(lane, schedule) for lane in SHOWN for schedule in schedules]
-    with _figure(path, (9.0, 0.9 + 0.55 * len(bars))) as axes:
-        most = max((_total(schedules[schedule], lane) for lane, schedule in bars), default=0) / GIB or 1.0
-        named: set[str] = set()
-        for row, (lane, schedule) in enumerate(bars):
-            left = 0.0
-            for kind in KINDS:
-                size = schedules[schedule].get((lane, kind), 0) / GIB
-                if size:
-                    label = NAMES.get(kind, kind) if kind not in named else None
-                    axes.barh(row, size, left=left, color=COLOURS[kind], height=0.62, label=label)
-                    named.add(kind)
-                    if size > 0.06 * most:
-                        ink = "white" if kind in ("w", "dx", "dw") else INK
-                        axes.text(left + size / 2, row, f"{size:,.0f}", ha="center", va="center", fontsize=8, color=ink)
-                    left += size
-            axes.text(left + 0.01 * most, row, f"{left:,.0f} GiB", va="center", fontsize=9)
-        axes.set_yticks(range(len(bars)), [f"{SHOWN[lane]}, {schedule}" for lane, schedule in bars])
+    bars = {f"{SHOWN[lane]}, {name}": (lane, moved) for lane in SHOWN for name, moved in schedules.items()}
+    with _figure(path, (9.0, 0.9 + 0.55 * len(bars)), title) as axes:
+        lefts = [0.0] * len(bars)
+        for kind in KINDS:
+            sizes = [moved.get((lane, kind), 0) / GIB for lane, moved in bars.values()]
+            if any(sizes):
+                pieces = axes.barh(list(bars), sizes, 0.62, lefts, color=COLOURS[kind], label=NAMES.get(kind, kind))
+                axes.bar_label(pieces, [f"{size:,.0f}" if size else "" for size in sizes], label_type="center")
+                lefts = [left + size for left, size in zip(lefts, sizes, strict=True)]
+        for row, total in enumerate(lefts):
+            axes.text(total, row, f"  {total:,.0f} GiB", va="center")
         axes.tick_params(axis="y", length=0, labelcolor=INK)
-        axes.invert_yaxis()
-        axes.set_xlim(0, most * 1.14)
+        axes.set(xlim=(0, 1.14 * max(*lefts, 0.0) or 1.0), ylim=(len(bars) - 0.5, -0.5))
         axes.set_xlabel("GiB a step, between host and device")
-        axes.set_title(title, loc="left", fontsize=11)
-        if named:
-            axes.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def lanes(
@@ -150,42 +141,32 @@ def lanes(
 ) -> None:
     """Draw what runs when, from `since` to `until` in seconds of the step: `timeline_html` as a still picture.
 
-    What reaches over an edge of the step comes in at the other, paler: such steps follow one another.
+    What reaches over an edge of the step comes in at the other: such steps follow one another.
     """
-    until = simulation.seconds if until is None else until
-    rows = [lane for lane in LANES if any(span.lane == lane for span in simulation.spans)]
-    with _figure(path, (9.6, 0.9 + 0.42 * len(rows))) as axes:
-        named: set[str] = set()
-        for (row, kind, of_others), pieces in sorted(_bars(simulation, rows, since, until).items()):
-            name = NAMES.get(KINDS[kind], KINDS[kind])
+    until, rows = until or simulation.seconds, list(simulation.busy)
+    with _figure(path, (9.6, 0.9 + 0.42 * len(rows)), title) as axes:
+        for (lane, kind), pieces in _bars(simulation, since, until).items():
             axes.broken_barh(
                 pieces,
-                (row - 0.36, 0.72),
-                facecolors=COLOURS[KINDS[kind]],
+                (rows.index(lane) - 0.36, 0.72),
+                facecolors=COLOURS[kind],
                 edgecolor="white",
                 linewidths=[0.4 if length > (until - since) / 200 else 0.0 for _, length in pieces],
-                alpha=0.45 if of_others else 1.0,
-                label=name if name not in named and not of_others else None,
+                label=NAMES.get(kind, kind),
             )
-            named |= set() if of_others else {name}
         waits = list(_gaps(simulation, since, until))
-        if waits:
-            axes.broken_barh(waits, (-0.3, 0.6), fc="none", ec=SOFT, hatch="//////", linewidth=0, label="waits")
+        axes.broken_barh(waits, (rows.index("compute") - 0.3, 0.6), fc="none", ec=SOFT, hatch="//////", label="waits")
         axes.set_yticks(range(len(rows)), rows)
         axes.tick_params(axis="y", length=0, labelcolor=INK)
-        axes.set_xlim(since, until)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlabel("seconds of the step")
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axes.set(xlim=(since, until), ylim=(len(rows) - 0.5, -0.5), xlabel="seconds of the step")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _figure(path: str | Path, inches: tuple[float, float]) -> Iterator[Any]:
-    """The axes of a figure that is written to `path` at the end."""
+def _figure(path: str | Path, inches: tuple[float, float], title: str) -> Iterator[Any]:
+    """The axes of a figure, which is written to `path` at the end, with a legend that says each name once."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -193,35 +174,24 @@ def _figure(path: str | Path, inches: tuple[float, float]) -> Iterator[Any]:
         raise PlanError("figures need matplotlib: pip install 'greedysnake[plot]'") from error
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=inches, layout="constrained")
-        yield figure.subplots()
+        axes = figure.subplots()
+        yield axes
+        axes.set_title(title)
+        handles, names = axes.get_legend_handles_labels()
+        named = dict(zip(names, handles, strict=True))
+        axes.legend(named.values(), named.keys(), loc="center left", bbox_to_anchor=(1.0, 0.5))
         metadata = {"Date": None} if Path(path).suffix == ".svg" else None
         figure.savefig(path, dpi=160, metadata=metadata)
 
 
-def _draw_roofline(axes: Any, roofline: Roofline, widest: float, top: float) -> None:
-    """Both bounds, dashed, each with its name along it."""
-    look = {"color": SOFT, "linewidth": 1.1, "linestyle": (0, (5, 3)), "zorder": 1}
-    words = {"color": SOFT, "fontsize": 8.5}
-    limit = roofline.compute_tokens_per_second
-    axes.axhline(limit, **look)
-    axes.annotate("computation roofline", (0, limit), (4, 4), textcoords="offset points", **words)
-    slope = roofline.tokens / roofline.io_seconds
-    end = min(widest, top / slope)
-    axes.plot([0, end], [0, end * slope], **look)
-    axes.annotate("I/O roofline", (end, end * slope), (6, 0), textcoords="offset points", va="top", **words)
-
-
-def _bars(
-    simulation: Simulation, rows: Sequence[str], since: float, until: float
-) -> dict[tuple[int, int, bool], list[tuple[float, float]]]:
-    """Start and length of what is in view, by row, kind and whether it is the step before's or the next one's."""
-    found: dict[tuple[int, int, bool], list[tuple[float, float]]] = {}
+def _bars(simulation: Simulation, since: float, until: float) -> Mapping[tuple[str, str], list[tuple[float, float]]]:
+    """Start and length of what is in view, of this step or of those before and after it, by lane and kind."""
+    found: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for span in simulation.spans:
         for shift in (0.0, -simulation.seconds, simulation.seconds):
             start, stop = span.start_seconds + shift, span.stop_seconds + shift
             if stop > max(since, 0.0) and start < min(until, simulation.seconds):
-                where = rows.index(span.lane), KINDS.index(kind_of(span.op)), bool(shift)
-                found.setdefault(where, []).append((start, stop - start))
+                found[span.lane, kind_of(span.op)].append((start, stop - start))
     return found
 
 
@@ -241,7 +211,3 @@ def _both_ways_seconds(nbytes: int, profile: Profile) -> float:
     together = nbytes / max(read, write)
     rest = nbytes - together * min(read, write)
     return together + rest / (profile.ssd_read_bytes_per_second if read < write else profile.ssd_write_bytes_per_second)
-
-
-def _total(moved: Mapping[tuple[str, str], int], lane: str) -> int:
-    return sum(nbytes for (where, _), nbytes in moved.items() if where == lane)

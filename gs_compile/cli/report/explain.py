@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from gs_compile.machine import format_bytes
@@ -16,29 +17,30 @@ from gs_compile.program.ir import LANES
 if TYPE_CHECKING:
     from gs_compile.planner.step_plan import StepPlan
 
-KINDS = {
+NAMES = {
     "w": "parameters",
     "s": "optimizer states",
     "x": "checkpoints",
     "dx": "gradients of layer inputs",
     "dw": "gradients",
 }
+FIELDS = "schedule num_micro_batches alpha ratios device_ratios seconds bound_seconds tokens_per_second".split()
+FIELDS += "flops_per_second binding notes wear".split()
 HISTORY = ("num_micro_batches", "seconds", "tokens_per_second")
+ALTERNATIVE = ("label", "seconds", "tokens_per_second")
 DIGITS = 6  # significant ones in JSON: more would only differ from machine to machine
 
 
 def report(plan: StepPlan) -> str:
     """All of a plan, as text and tables."""
-    parts = [
-        headline(plan),
-        titled("What lives where:", _homes(plan)),
-        titled("What each lane does in a step:", lanes_table(plan)),
-        titled("What binds:", "\n".join(plan.binding)),
-        titled("Notes:", "\n".join(plan.notes)),
-        titled("What else there was, by the linear program:", _alternatives(plan) if plan.alternatives else ""),
-        f"SSD wear: {plan.wear}",
-    ]
-    return "\n\n".join(filter(None, parts))
+    sections = {
+        "What lives where:": _homes(plan),
+        "What each lane does in a step:": lanes_table(plan),
+        "What binds:": "\n".join(plan.binding),
+        "Notes:": "\n".join(plan.notes),
+        "What else there was, by the linear program:": _alternatives(plan) if plan.alternatives else "",
+    }
+    return "\n\n".join([headline(plan), *titled(sections), f"SSD wear: {plan.wear}"])
 
 
 def headline(plan: StepPlan) -> str:
@@ -60,45 +62,37 @@ def lanes_table(plan: StepPlan) -> str:
     for lane in (lane for lane in LANES if lane in plan.lanes):
         seconds, share = plan.lanes[lane]
         kinds = moved.get(lane, {})
-        of_it = ", ".join(f"{KINDS.get(kind, kind)} {format_bytes(nbytes)}" for kind, nbytes in kinds.items())
+        of_it = ", ".join(f"{NAMES.get(kind, kind)} {format_bytes(nbytes)}" for kind, nbytes in kinds.items())
         total = format_bytes(sum(kinds.values())) if kinds else "-"
         rows.append((lane, seconds_text(seconds), f"{share:.0%}", total, of_it))
     return table(("lane", "works", "busy", "moves", "of that"), rows, right=("works", "busy", "moves"))
 
 
-def titled(heading: str, lines: str) -> str:
-    """A heading above indented lines; nothing where there are none."""
-    return "\n".join([heading, *(f"  {line}" for line in lines.splitlines())]) if lines else ""
+def titled(sections: Mapping[str, str]) -> list[str]:
+    """Each section that says something, indented below its heading."""
+    return [f"{heading}\n{indent(text, '  ')}" for heading, text in sections.items() if text]
 
 
 def as_dict(plan: StepPlan) -> dict[str, Any]:
     """For JSON: seconds, bytes, fractions; None where there is no bound."""
     workload = plan.workload
-    return _rounded(  # type: ignore[no-any-return]
-        {
-            "model": workload.name,
-            "machine": plan.profile.name,
-            "schedule": plan.schedule,
-            **_fields(workload, "sequence", "micro_batch_size"),
-            "num_micro_batches": plan.num_micro_batches,
-            "batch_size": plan.num_micro_batches * workload.micro_batch_size,
-            "alpha": plan.alpha,
-            "ratios": dict(plan.ratios),
-            "device_ratios": dict(plan.device_ratios),
-            **_fields(plan, "seconds", "bound_seconds", "tokens_per_second", "flops_per_second"),
-            "homes": _nested(plan.homes),
-            "peaks": {tier: plan.peaks[tier] for tier in TIERS if tier in plan.peaks},
-            "budgets": {tier: getattr(plan.budgets, f"{tier}_nbytes") for tier in TIERS},
-            "lanes": {lane: {"seconds": busy, "share": share} for lane, (busy, share) in plan.lanes.items()},
-            "bubbles": dict(plan.simulation.bubbles),
-            "traffic": _nested(plan.traffic),
-            "binding": list(plan.binding),
-            "notes": list(plan.notes),
-            "alternatives": [_fields(row, "label", "seconds", "tokens_per_second") for row in plan.alternatives],
-            "wear": plan.wear,
-            "history": [dict(zip(HISTORY, row, strict=True)) for row in plan.history],
-        }
-    )
+    found = {
+        "model": workload.name,
+        "machine": plan.profile.name,
+        "sequence": workload.sequence,
+        "micro_batch_size": workload.micro_batch_size,
+        "batch_size": plan.num_micro_batches * workload.micro_batch_size,
+        **{name: getattr(plan, name) for name in FIELDS},
+        "homes": _nested(plan.homes),
+        "peaks": {tier: plan.peaks[tier] for tier in TIERS if tier in plan.peaks},
+        "budgets": {tier: getattr(plan.budgets, f"{tier}_nbytes") for tier in TIERS},
+        "lanes": {lane: {"seconds": busy, "share": share} for lane, (busy, share) in plan.lanes.items()},
+        "bubbles": plan.simulation.bubbles,
+        "traffic": _nested(plan.traffic),
+        "alternatives": [{name: getattr(row, name) for name in ALTERNATIVE} for row in plan.alternatives],
+        "history": [dict(zip(HISTORY, row, strict=True)) for row in plan.history],
+    }
+    return _rounded(found)  # type: ignore[no-any-return]
 
 
 def _homes(plan: StepPlan) -> str:
@@ -121,15 +115,10 @@ def _share(plan: StepPlan, name: str) -> str:
 
 def _alternatives(plan: StepPlan) -> str:
     own = plan.num_micro_batches * plan.workload.tokens / plan.bound_seconds  # tokens a second by the same measure
-    rows = [
-        (
-            row.label,
-            seconds_text(row.seconds),
-            rate_text(row.tokens_per_second),
-            f"{row.tokens_per_second / own - 1:+.1%}",
-        )
-        for row in plan.alternatives
-    ]
+    rows = []
+    for row in plan.alternatives:
+        rate = row.tokens_per_second
+        rows.append((row.label, seconds_text(row.seconds), rate_text(rate), f"{rate / own - 1:+.1%}"))
     return table(("", "step", "tokens/s", "throughput"), rows, right=("step", "tokens/s", "throughput"))
 
 
@@ -141,16 +130,12 @@ def _nested(nbytes: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
     return found
 
 
-def _fields(row: object, *names: str) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in names}
-
-
 def _rounded(value: Any) -> Any:
     """With no more digits than mean something."""
     match value:
-        case dict():
+        case Mapping():
             return {key: _rounded(entry) for key, entry in value.items()}
-        case list():
+        case list() | tuple():
             return [_rounded(entry) for entry in value]
         case float():
             return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None

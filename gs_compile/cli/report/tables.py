@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from threading import Timer
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -34,17 +33,11 @@ def show(headings: Sequence[str], rows: Iterable[Sequence[str]], *, styles: Mapp
 @contextmanager
 def busy(words: str) -> Iterator[None]:
     """Say on a terminal what takes longer than a second, and what the planner logs meanwhile; elsewhere say nothing."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    progress = Progress(*columns, console=console, transient=True)
-    task = progress.add_task(f"{words} ...")
-    handler = _Shown(lambda message: progress.update(task, description=f"{words}: {message}"))
-    planner, timer = logging.getLogger("gs_compile.planner"), Timer(QUIET_SECONDS, progress.start)
+    status = Console(stderr=True).status(Text(f"{words} ..."))
+    planner, shown, timer = logging.getLogger("gs_compile.planner"), _Shown(), Timer(QUIET_SECONDS, status.start)
+    shown.show = lambda message: status.update(Text(f"{words}: {message}"))
     level = planner.level
-    planner.addHandler(handler)
+    planner.addHandler(shown)
     planner.setLevel(logging.INFO)
     timer.start()
     try:
@@ -52,17 +45,15 @@ def busy(words: str) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
-        progress.stop()
-        planner.removeHandler(handler)
+        status.stop()
+        planner.removeHandler(shown)
         planner.setLevel(level)
 
 
 class _Shown(logging.Handler):
     """Hands the messages of a log to a function."""
 
-    def __init__(self, show: Callable[[str], None]) -> None:
-        super().__init__()
-        self._show = show
+    show: Callable[[str], None]
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._show(record.getMessage())
+        self.show(record.getMessage())

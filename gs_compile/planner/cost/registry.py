@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from gs_compile.errors import PlanError
@@ -19,8 +22,8 @@ POSITIONS = 2048
 VOCABULARY = 50304  # GPT-2's 50257, made a multiple of 128 as Megatron-LM does
 
 
-def named_config(model: str) -> PretrainedConfig:
-    """The config of "gpt-65b", of a HuggingFace model type ("llama"), or in a file or directory.
+def named_config(model: str, **changes: Any) -> PretrainedConfig:
+    """The config of "gpt-65b", of a HuggingFace model type ("llama"), or in a file or directory, with some changes.
 
     The paper's models are of GPT-2's architecture, with tied embeddings, and without dropout.
     """
@@ -29,7 +32,7 @@ def named_config(model: str) -> PretrainedConfig:
         num_layers, num_heads, width = GPTS[model]
         sizes = {"n_layer": num_layers, "n_head": num_heads, "n_embd": width, "n_positions": POSITIONS}
         rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        return mapping["gpt2"](vocab_size=VOCABULARY, use_cache=False, name_or_path=model, **sizes, **rates)
+        return mapping["gpt2"](vocab_size=VOCABULARY, use_cache=False, name_or_path=model, **(sizes | rates | changes))
     fields = _read(model)
     model_type = str(fields.pop("model_type", model))
     if model_type not in mapping:
@@ -38,20 +41,16 @@ def named_config(model: str) -> PretrainedConfig:
             f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(GPTS)} and HuggingFace's types"
         )
         raise PlanError(f"{model_type} is neither the name of a model nor the path of a config.json; {hint}")
-    return mapping[model_type](**(fields | {"use_cache": False}))
+    with _refused(model_type):
+        return mapping[model_type](**(fields | {"use_cache": False} | changes))
 
 
 def built(config: PretrainedConfig) -> nn.Module:
     """The causal language model of `config`, on the meta device."""
     import torch
 
-    transformers = _transformers()
-    try:
-        with torch.device("meta"):
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    except ValueError as error:  # of transformers, on what it cannot build
-        raise PlanError(f"{config.model_type}: {error}") from error
-    return model
+    with _refused(config.model_type), torch.device("meta"):
+        return _transformers().AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
 
 
 def check_length(config: Any, sequence: int) -> None:
@@ -73,6 +72,17 @@ def _read(model: str) -> dict[str, Any]:
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise PlanError(f"{path}: not a config of transformers, which names its model_type")
     return fields
+
+
+@contextmanager
+def _refused(model_type: str) -> Iterator[None]:
+    """Say in a line what transformers cannot build, and why."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (ValueError, StrictDataclassError) as error:
+        raise PlanError(f"{model_type}: {shorten(str(error), 300)}") from error
 
 
 def _transformers() -> Any:

@@ -7,18 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
+from test_doctor import write
 
-from gs_compile.cli.doctor import storage as checks_storage
+from gs_compile.cli.doctor import storage
 from gs_compile.errors import StorageError
 from gs_compile.runtime import ssd
 from gs_compile.runtime.drive import FOLDER
 from gs_compile.runtime.store import Store
-
-
-def write(path: Path, text: object) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{text}\n")
-    return path
 
 
 @pytest.fixture
@@ -36,70 +31,65 @@ def mounted(proc: Path, point: Path | str, kind: str, options: str = "rw,relatim
 
 
 def test_direct_io_is_tried_and_leaves_nothing(tmp_path):
-    check = checks_storage.direct_io(tmp_path / "not" / "there")
-    assert check.name == f"direct I/O in {tmp_path / 'not' / 'there'}"
-    assert (check.state, check.found) in {
+    finding = storage.direct_io(tmp_path / "not" / "there")
+    assert (finding.state, finding.found) in {
         ("ok", "works"),
         ("warn", "refused: storage will work through the page cache"),
     }
     assert not list(tmp_path.iterdir())
 
 
-def test_direct_io_that_is_refused(tmp_path, monkeypatch):
-    def refuse(name, flags, folder_fd):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
+@pytest.mark.parametrize(
+    ("refused", "error", "state", "found", "advice"),
+    [
+        (os.O_DIRECT, OSError(errno.EINVAL, "Invalid argument"), "warn", "through the page cache", "ext4 or xfs"),
+        (~0, PermissionError(errno.EACCES, "Permission denied"), "bad", "Permission denied", "--storage"),
+        (
+            ~0,
+            StorageError(errno.EIO, "the drive is gone", "x"),
+            "bad",
+            "StorageError: [Errno 5] the drive",
+            "--storage",
+        ),
+    ],
+    ids=["direct I/O is refused", "nothing can be written", "the drive is broken"],
+)
+def test_a_directory_that_is_not_fit(tmp_path, monkeypatch, refused, error, state, found, advice):
+    def open_file(name, flags, folder_fd):
+        if flags & refused:
+            raise error
         return os.open(name, flags, 0o600, dir_fd=folder_fd)
 
-    monkeypatch.setattr(ssd, "_open", refuse)
-    check = checks_storage.direct_io(tmp_path)
-    assert (check.state, check.found) == ("warn", "refused: storage will work through the page cache")
-    assert "ext4 or xfs" in check.advice
-
-
-def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
-    def refuse(name, flags, folder_fd):
-        raise PermissionError(errno.EACCES, "Permission denied", name)
-
-    monkeypatch.setattr(ssd, "_open", refuse)
-    check = checks_storage.direct_io(tmp_path)
-    assert check.state == "bad"
-    assert "Permission denied" in check.found
-    assert "--storage" in check.advice
-
-
-def test_a_storage_error_is_a_finding(tmp_path, monkeypatch):
-    def broken(*_, **__):
-        raise StorageError(errno.EIO, "the drive is gone", "x")
-
-    monkeypatch.setattr(checks_storage, "Drive", broken)
-    check = checks_storage.direct_io(tmp_path)
-    assert (check.state, check.found) == ("bad", "StorageError: [Errno 5] the drive is gone: 'x'")
+    monkeypatch.setattr(ssd, "_open", open_file)
+    finding = storage.direct_io(tmp_path)
+    assert finding.state == state
+    assert found in finding.found
+    assert advice in finding.advice
 
 
 def test_a_directory_in_use(tmp_path):
-    assert checks_storage.run_folder(tmp_path).state == "ok"
+    assert storage.run_folder(tmp_path).state == "ok"
     with Store([tmp_path]):
-        check = checks_storage.run_folder(tmp_path)
-    assert (check.state, check.found) == ("warn", f"{tmp_path / FOLDER} is in use")
-    assert checks_storage.run_folder(tmp_path).state == "ok"
+        finding = storage.run_folder(tmp_path)
+    assert (finding.state, finding.found) == ("warn", f"{tmp_path / FOLDER} is in use")
+    assert storage.run_folder(tmp_path).state == "ok"
 
 
 def test_files_of_a_killed_run(tmp_path):
     (tmp_path / FOLDER).mkdir(mode=0o700)
-    assert checks_storage.run_folder(tmp_path).state == "ok"
+    assert storage.run_folder(tmp_path).state == "ok"
     (tmp_path / FOLDER).mkdir(mode=0o700)
     write(tmp_path / FOLDER / "w3", "")
-    check = checks_storage.run_folder(tmp_path)
-    assert (check.state, check.advice) == ("bad", f"delete {tmp_path / FOLDER}")
+    finding = storage.run_folder(tmp_path)
+    assert (finding.state, finding.advice) == ("bad", f"delete {tmp_path / FOLDER}")
 
 
 def test_a_folder_that_others_can_read(tmp_path):
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER).chmod(0o755)
-    check = checks_storage.run_folder(tmp_path)
-    assert check.state == "bad"
-    assert "others can get at this folder" in check.found
+    finding = storage.run_folder(tmp_path)
+    assert finding.state == "bad"
+    assert "others can get at this folder" in finding.found
 
 
 @pytest.mark.parametrize(
@@ -110,9 +100,9 @@ def test_a_folder_that_others_can_read(tmp_path):
     ],
 )
 def test_room(tmp_path, monkeypatch, nbytes, state, found):
-    monkeypatch.setattr(checks_storage, "free_storage", lambda _: nbytes)
-    check = checks_storage.room(tmp_path)
-    assert (check.state, check.found, bool(check.advice)) == (state, found, state == "warn")
+    monkeypatch.setattr(storage, "free_storage", lambda _: nbytes)
+    finding = storage.room(tmp_path)
+    assert (finding.state, finding.found, bool(finding.advice)) == (state, found, state == "warn")
 
 
 @pytest.mark.parametrize(
@@ -135,10 +125,10 @@ def test_filesystems(tmp_path, proc, kind, options, state, advice):
     mounted(proc, tmp_path / "a drive", "vfat", "ro")
     mounted(proc, tmp_path / "a drive", kind, options)  # over the one before
     mounted(proc, tmp_path / "a drivel", "squashfs", "ro")
-    check = checks_storage.filesystem(tmp_path / "a drive" / "later", proc=proc)
-    assert (check.state, check.found) == (state, f"{kind} on {tmp_path / 'a drive'}, {options}")
-    assert advice in check.advice
-    assert bool(advice) == bool(check.advice)
+    finding = storage.filesystem(tmp_path / "a drive" / "later", proc=proc)
+    assert (finding.state, finding.found) == (state, f"{kind} on {tmp_path / 'a drive'}, {options}")
+    assert advice in finding.advice
+    assert bool(advice) == bool(finding.advice)
 
 
 def block(sys: Path, number: str, name: str, *, rotational: int = 0, model: str = "", bus: str = "pci0", at: str = ""):
@@ -160,11 +150,7 @@ def block(sys: Path, number: str, name: str, *, rotational: int = 0, model: str 
     [
         ({"name": "nvme0n1", "model": "PM9A3"}, "ok", "nvme0n1 (PM9A3), NVMe"),
         ({"name": "nvme0n1", "at": "nvme0n1p2"}, "ok", "nvme0n1, NVMe"),
-        (
-            {"name": "nvme1n1", "model": "Amazon Elastic Block Store"},
-            "ok",
-            "nvme1n1 (Amazon Elastic Block Store), virt",
-        ),
+        ({"name": "nvme1n1", "model": "Amazon Elastic Block Store"}, "ok", "nvme1n1 (Amazon Elastic Block Store), v"),
         ({"name": "vda", "bus": "virtio1", "rotational": 1}, "ok", "vda, virtual: what is behind it is not told"),
         ({"name": "sda", "model": "ST4000", "rotational": 1}, "warn", "sda (ST4000), a hard disk"),
         ({"name": "sda"}, "warn", "sda, an SSD on SATA, SAS or USB"),
@@ -174,9 +160,9 @@ def block(sys: Path, number: str, name: str, *, rotational: int = 0, model: str 
 )
 def test_drives(tmp_path, proc, described, state, found):
     block(tmp_path / "sys", "8:1", **described)
-    check = checks_storage.drive(tmp_path, proc=proc, sys=tmp_path / "sys", device=(8, 1))
-    assert (check.state, check.found[: len(found)]) == (state, found)
-    assert bool(check.advice) == (state == "warn")
+    finding = storage.drive(tmp_path, proc=proc, sys=tmp_path / "sys", device=(8, 1))
+    assert (finding.state, finding.found[: len(found)]) == (state, found)
+    assert bool(finding.advice) == (state == "warn")
 
 
 def test_a_drive_made_of_drives(tmp_path, proc):
@@ -191,13 +177,13 @@ def test_a_drive_made_of_drives(tmp_path, proc):
         (folder / "slaves").mkdir()
         for part in members:
             (folder / "slaves" / part.name).symlink_to(part)
-    fast = checks_storage.drive(tmp_path, proc=proc, sys=sys, device=(9, 0))
-    mixed = checks_storage.drive(tmp_path, proc=proc, sys=sys, device=(9, 1))
+    fast = storage.drive(tmp_path, proc=proc, sys=sys, device=(9, 0))
+    mixed = storage.drive(tmp_path, proc=proc, sys=sys, device=(9, 1))
     assert (fast.state, fast.found) == ("ok", "nvme0n1 (PM9A3), NVMe; nvme1n1 (PM9A3), NVMe")
     assert (mixed.state, mixed.found) == ("warn", f"{fast.found}; sda, a hard disk")
 
 
 def test_a_drive_that_the_system_does_not_tell(tmp_path, proc):
-    check = checks_storage.drive(tmp_path, proc=proc, sys=tmp_path / "sys")
-    assert check.state == "ok"
-    assert "not told" in check.found
+    finding = storage.drive(tmp_path, proc=proc, sys=tmp_path / "sys")
+    assert finding.state == "ok"
+    assert "not told" in finding.found
