@@ -51,9 +51,7 @@ def test_lanes_and_steps_of_a_tiny_model(setting, tmp_path):
     parts = found["parts"]
     assert {"compute", "h2d", "d2h", "ssd_read", "ssd_write"} <= parts["lanes"]["lanes"].keys()
     assert all(each["nbytes"] > 0 for lane, each in parts["lanes"]["lanes"].items() if lane.startswith("ssd"))
-    assert [(row["micro_batches"], row["seconds"] > 0) for row in parts["steps"]["rows"]] == [
-        (1, True), (1, True), (2, True), (2, True),
-    ]  # fmt: skip
+    assert [row["micro_batches"] for row in parts["steps"]["rows"] if row["seconds"] > 0] == [1, 1, 2, 2]
     text = (tmp_path / "gpu.md").read_text()
     assert "| ssd_read |" in text
     assert "| 2 | planned, host capped |" in text
@@ -80,11 +78,8 @@ def test_the_race_is_asked_for_the_same_case(setting, monkeypatch):
 
     def run(command, **_):
         asked.extend(command)
-        run_of_one = {
-            "micro_batches": 1,
-            "tokens": 9,
-            "contestants": {"plain": {"median_seconds": 3.0, "verdict": "right"}},
-        }
+        contestants = {"plain": {"median_seconds": 3.0, "verdict": "right"}}
+        run_of_one = {"micro_batches": 1, "tokens": 9, "contestants": contestants}
         (setting.storage / "race.json").write_text(json.dumps({"heats": [run_of_one]}))
 
     monkeypatch.setattr(gpu.subprocess, "run", run)

@@ -13,7 +13,6 @@ import json
 import signal
 import sys
 from dataclasses import asdict, astuple
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -70,16 +69,11 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command that the process was started with, and exit."""
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # as from an error: files are removed on the way
     app(prog_name="greedysnake")
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    """Leave as from an error, so that files are removed on the way."""
-    sys.exit(TERMINATED)
-
-
-def _show_version(asked: bool) -> None:
+def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"greedysnake {__version__}")
         raise typer.Exit
@@ -87,9 +81,7 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[
-        bool, option("Show the version.", ..., "--version", callback=_show_version, is_eager=True)
-    ] = False,
+    _: Annotated[bool, option("Show the version.", ..., "--version", callback=_version, is_eager=True)] = False,
 ) -> None:
     pass
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
@@ -92,7 +92,13 @@ def as_dict(plan: StepPlan) -> dict[str, Any]:
         "alternatives": [{name: getattr(row, name) for name in ALTERNATIVE} for row in plan.alternatives],
         "history": [dict(zip(HISTORY, row, strict=True)) for row in plan.history],
     }
-    return _rounded(found)  # type: ignore[no-any-return]
+    text = json.dumps(found, default=dict)
+    rounded: dict[str, Any] = json.loads(text, parse_float=_rounded, parse_constant=lambda _: None)
+    return rounded
+
+
+def _rounded(number: str) -> float:
+    return float(f"{float(number):.{DIGITS}g}")
 
 
 def _homes(plan: StepPlan) -> str:
@@ -128,16 +134,3 @@ def _nested(nbytes: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
     for (first, second), size in nbytes.items():
         found.setdefault(first, {})[second] = size
     return found
-
-
-def _rounded(value: Any) -> Any:
-    """With no more digits than mean something."""
-    match value:
-        case Mapping():
-            return {key: _rounded(entry) for key, entry in value.items()}
-        case list() | tuple():
-            return [_rounded(entry) for entry in value]
-        case float():
-            return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-        case _:
-            return value
