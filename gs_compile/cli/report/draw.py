@@ -123,16 +123,19 @@ def traffic_bars(schedules: Mapping[str, Mapping[tuple[str, str], int]], path: s
     bars = {f"{SHOWN[lane]}, {name}": (lane, moved) for lane in SHOWN for name, moved in schedules.items()}
     with _figure(path, (9.0, 0.9 + 0.55 * len(bars)), title) as axes:
         lefts = [0.0] * len(bars)
+        totals = [sum(moved.get((lane, kind), 0) for kind in KINDS) / GIB for lane, moved in bars.values()]
+        most = max(totals, default=0.0) or 1.0
         for kind in KINDS:
             sizes = [moved.get((lane, kind), 0) / GIB for lane, moved in bars.values()]
             if any(sizes):
                 pieces = axes.barh(list(bars), sizes, 0.62, lefts, color=COLOURS[kind], label=NAMES.get(kind, kind))
-                axes.bar_label(pieces, [f"{size:,.0f}" if size else "" for size in sizes], label_type="center")
+                texts = [f"{size:,.0f}" if size > 0.06 * most else "" for size in sizes]
+                axes.bar_label(pieces, texts, label_type="center")
                 lefts = [left + size for left, size in zip(lefts, sizes, strict=True)]
-        for row, total in enumerate(lefts):
+        for row, total in enumerate(totals):
             axes.text(total, row, f"  {total:,.0f} GiB", va="center")
         axes.tick_params(axis="y", length=0, labelcolor=INK)
-        axes.set(xlim=(0, 1.14 * max(*lefts, 0.0) or 1.0), ylim=(len(bars) - 0.5, -0.5))
+        axes.set(xlim=(0, 1.14 * most), ylim=(len(bars) - 0.5, -0.5))
         axes.set_xlabel("GiB a step, between host and device")
 
 
@@ -154,8 +157,8 @@ def lanes(
                 linewidths=[0.4 if length > (until - since) / 200 else 0.0 for _, length in pieces],
                 label=NAMES.get(kind, kind),
             )
-        waits = list(_gaps(simulation, since, until))
-        axes.broken_barh(waits, (rows.index("compute") - 0.3, 0.6), fc="none", ec=SOFT, hatch="//////", label="waits")
+        look = {"facecolors": "none", "edgecolor": SOFT, "hatch": "//////", "linewidth": 0, "label": "waits"}
+        axes.broken_barh(list(_gaps(simulation, since, until)), (rows.index("compute") - 0.3, 0.6), **look)
         axes.set_yticks(range(len(rows)), rows)
         axes.tick_params(axis="y", length=0, labelcolor=INK)
         axes.set(xlim=(since, until), ylim=(len(rows) - 0.5, -0.5), xlabel="seconds of the step")
