@@ -62,17 +62,16 @@ def _graph(inspection: Inspection, request: InspectRequest) -> str:
     match request.graph:
         case "captured":
             return str(inspection.captured.print_readable(print_output=False))
-        case "forward":
-            return "\n".join(_readable("forward", layers, layers.forward) for layers in inspection.classes)
-        case "backward":
-            return "\n".join(_readable("backward", layers, layers.backward) for layers in inspection.classes)
+        case "forward" | "backward" as name:
+            return "\n".join(_readable(name, layers) for layers in inspection.classes)
         case _:
             return str(inspection.program(request.after))
 
 
-def _readable(name: str, layers: UnitClass, module: fx.GraphModule | None) -> str:
-    """A class's graph as code, under what its inputs are."""
+def _readable(name: str, layers: UnitClass) -> str:
+    """The graph of a class's forward or backward as code, under what its inputs are."""
     title = f"# {name} of layers {' '.join(map(str, layers.units))}"
+    module: fx.GraphModule | None = getattr(layers, name)
     if module is None:
         return f"{title}: nothing has a gradient"
     placeholders = module.graph.find_nodes(op="placeholder")
