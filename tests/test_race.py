@@ -229,10 +229,9 @@ def test_a_wait_is_blamed_on_its_lane(monkeypatch):
 
 
 def test_bounds_that_hold_and_bounds_that_are_missed():
+    seconds = {"vertical/ssd/eager": 1.04, "zero-infinity": 2.0}
     one = {"verdict": "right", "share": 0.95, "step_peak_rss": 9}
-    each = {
-        name: one | {"times_plain": times} for name, times in (("vertical/ssd/eager", 1.04), ("zero-infinity", 2.0))
-    }
+    each = {name: one | {"times_plain": value, "median_seconds": value} for name, value in seconds.items()}
     files = {
         "race-110m": {"heats": [{"micro_batches": 16, "contestants": each}]},
         "race-orders": {"rows": [{"micro_batches": 4, "apart": -0.2}, {"micro_batches": 1, "apart": 0.1}]},
