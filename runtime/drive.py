@@ -40,6 +40,8 @@ class Drive:
         with contextlib.ExitStack() as opened, _told("open", self.folder):
             self._folder_fd, self._lock_fd = lock(self.folder)
             opened.callback(self._release)
+            self._files: list[File] = []
+            opened.callback(self._remove_all)
             self.engine = Engine(threads)
             opened.callback(self.engine.close)
             refuse_leftovers(self.folder)
@@ -55,6 +57,7 @@ class Drive:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.is_direct else 0)
         with _told(f"creation of {name}", self.folder):
             file = File(self.folder / name, ssd._open(name, flags, self._folder_fd), self.is_direct)
+            self._files.append(file)
             try:
                 if nbytes:
                     ssd._fallocate(file.fd, nbytes)
@@ -66,6 +69,7 @@ class Drive:
         return file
 
     def remove(self, file: File) -> None:
+        self._files.remove(file)
         os.close(file.fd)
         self._unlink(file.path.name)
 
@@ -86,6 +90,7 @@ class Drive:
             return 2 * nbytes / (time.perf_counter() - begin)
 
     def close(self) -> None:
+        """Finish what is in flight, end the threads, remove every file and the folder."""
         self._opened.close()
 
     def _takes_direct(self) -> bool:
@@ -117,6 +122,10 @@ class Drive:
     def _unlink(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # someone else was tidying
             os.unlink(name, dir_fd=self._folder_fd)
+
+    def _remove_all(self) -> None:
+        for file in list(self._files):
+            self.remove(file)
 
     def _release(self) -> None:
         with contextlib.suppress(OSError):  # not empty: someone is taking it over, or put a file there

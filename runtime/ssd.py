@@ -58,30 +58,25 @@ class File:
     parts: threading.Lock = field(default_factory=threading.Lock)  # one part of a page is written at a time
 
 
+@dataclass(frozen=True)
 class Transfer:
     """What is on its way between memory and storage; the memory is the transfer's until `wait` has returned."""
 
-    def __init__(self, blocks: Sequence[Future[None]]) -> None:
-        self._blocks = blocks
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing moves any more, well or badly: `wait` returns or raises at once."""
-        return all(block.done() for block in self._blocks)
+    blocks: Sequence[Future[None]]
 
     def wait(self) -> None:
         """Return when every byte has arrived; raises the StorageError of the first block that failed."""
-        wait_for(self._blocks, return_when=FIRST_EXCEPTION)
-        broken = next((block for block in self._blocks if _has_failed(block)), None)
+        wait_for(self.blocks, return_when=FIRST_EXCEPTION)
+        broken = next((block for block in self.blocks if _has_failed(block)), None)
         if broken is not None:
-            for block in self._blocks:
+            for block in self.blocks:
                 block.cancel()  # a broken drive answers slowly: what has not begun need not
             self.settle()
             broken.result()
 
     def settle(self) -> None:
         """Return when nothing moves any more, whatever became of it."""
-        wait_for(self._blocks)
+        wait_for(self.blocks)
 
 
 def _has_failed(block: Future[None]) -> bool:

@@ -18,7 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +48,6 @@ class Store:
         threads: int = ssd.THREADS,
     ) -> None:
         self.pid = os.getpid()
-        self.extents: dict[str, Extent] = {}
         self.counts = threading.Lock()
         self.read_nbytes: Counter[str] = Counter()  # of each kind, asked for so far
         self.written_nbytes: Counter[str] = Counter()
@@ -77,7 +76,6 @@ class Store:
         Raises StorageFullError if it does not fit; then nothing of it is left.
         """
         assert nbytes > 0, f"{label}: an extent of {nbytes} bytes"
-        assert label not in self.extents, f"{label} is allocated already"
         stripe = Stripe.of(nbytes, self.weights)
         files: list[File] = []
         try:
@@ -87,16 +85,13 @@ class Store:
             for drive, file in zip(self.drives, files, strict=False):
                 drive.remove(file)
             raise
-        self.extents[label] = extent = Extent(self, label, kind, nbytes, stripe, files)
-        return extent
+        return Extent(self, label, kind, nbytes, stripe, files)
 
     def close(self) -> None:
         """Finish what is in flight, end the threads, remove every file, release the directories; once is enough."""
         if os.getpid() != self.pid:
             return  # a forked child's copy: the run goes on in the parent
         atexit.unregister(self.close)
-        for extent in list(self.extents.values()):
-            extent.free()
         self._opened.close()
 
     def __enter__(self) -> Store:
@@ -106,7 +101,7 @@ class Store:
         self.close()
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Extent:
     """`nbytes` of storage under one name. Offsets are in bytes; tensors are contiguous, in memory, of any dtype."""
 
@@ -116,9 +111,6 @@ class Extent:
     nbytes: int
     stripe: Stripe
     files: Sequence[File]
-    _in_flight: list[Transfer] = field(default_factory=list)
-    _guard: threading.Lock = field(default_factory=threading.Lock)  # reads and writes come from two lanes
-    _is_free: bool = False
 
     def read(self, into: torch.Tensor, offset: int = 0) -> Transfer:
         """Begin to fill `into` from `offset` on; it may be used when the transfer's `wait` has returned."""
@@ -128,36 +120,19 @@ class Extent:
         """Begin to write `source` at `offset`; it may be changed when the transfer's `wait` has returned."""
         return self._begin("write", source, offset, self.store.written_nbytes)
 
-    def free(self) -> None:
-        """Wait for what is in flight and remove the files; once is enough."""
-        with self._guard:
-            if self._is_free:
-                return
-            self._is_free = True
-        for transfer in self._in_flight:
-            transfer.settle()
-        del self.store.extents[self.label]
-        for drive, file in zip(self.store.drives, self.files, strict=True):
-            drive.remove(file)
-
     def _begin(self, verb: ssd.Verb, tensor: torch.Tensor, offset: int, counter: Counter[str]) -> Transfer:
         memory = as_bytes(tensor)
         if not 0 <= offset <= self.nbytes - memory.nbytes:
             raise ValueError(f"{verb} of {memory.nbytes} bytes at {offset}: {self.label} has {self.nbytes}")
         if os.getpid() != self.store.pid:
             raise StorageError(errno.EPERM, f"{verb} of {self.label} in a forked child: the threads are its parent's")
-        with self._guard:
-            if self._is_free:
-                raise ValueError(f"{verb} of {self.label}, which was freed")
-            blocks: list[Future[None]] = []
-            for drive, at, begin, nbytes in self.stripe.pieces(offset, memory.nbytes):
-                piece = memory[begin : begin + nbytes]
-                blocks += self.store.drives[drive].engine.submit(verb, self.files[drive], piece, at, self.label)
-            transfer = Transfer(blocks)
-            self._in_flight = [*(each for each in self._in_flight if not each.done), transfer]
+        blocks: list[Future[None]] = []
+        for drive, at, begin, nbytes in self.stripe.pieces(offset, memory.nbytes):
+            piece = memory[begin : begin + nbytes]
+            blocks += self.store.drives[drive].engine.submit(verb, self.files[drive], piece, at, self.label)
         with self.store.counts:
             counter[self.kind] += memory.nbytes
-        return transfer
+        return Transfer(blocks)
 
 
 class Piece(NamedTuple):
