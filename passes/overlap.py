@@ -76,7 +76,7 @@ class Overlap:
 
 
 def _step(unit: UnitPlacement, placement: Placement, stage: Stage) -> Iterator[Op]:
-    """What follows once a unit's gradient is complete."""
+    """The operations that follow once a unit's gradient is complete."""
     gradient = Value("dw", unit.unit)
     yield Op("norm", (gradient,), stage, (Value("norm", unit.unit),))
     left = unit.trained(*placement.waiting(redo=True))

@@ -194,7 +194,7 @@ class _StageAssigner:
 
 
 class _Dependencies:
-    """What an operation must come after: who defines what it reads, who used what it defines or changes anew.
+    """The operations that one must come after: who defines what it reads, who used what it defines or changes anew.
 
     A gathered unit is in the memory of its parts, so those are in use as long as it is.
     """

@@ -37,7 +37,7 @@ class Drive:
 
     def __init__(self, directory: Path, threads: int) -> None:
         self.folder = directory / FOLDER
-        with contextlib.ExitStack() as opened, _told("open", self.folder):
+        with contextlib.ExitStack() as opened, _as_storage_error("open", self.folder):
             self._folder_fd, self._lock_fd = lock(self.folder)
             opened.callback(self._release)
             self._files: list[File] = []
@@ -55,7 +55,7 @@ class Drive:
     def create(self, name: str, nbytes: int) -> File:
         """A new file of zeros with its room reserved; StorageFullError, and no file, if there is none."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.is_direct else 0)
-        with _told(f"creation of {name}", self.folder):
+        with _as_storage_error(f"creation of {name}", self.folder):
             file = File(self.folder / name, ssd._open(name, flags, self._folder_fd), self.is_direct)
             self._files.append(file)
             try:
@@ -188,8 +188,8 @@ def date_of(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def _told(what: str, folder: Path) -> Iterator[None]:
-    """Tell an error of the system as one of ours."""
+def _as_storage_error(what: str, folder: Path) -> Iterator[None]:
+    """Raise an error of the system as a StorageError."""
     try:
         yield
     except StorageError:

@@ -60,7 +60,7 @@ class File:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What is on its way between memory and storage; the memory is the transfer's until `wait` has returned."""
+    """Bytes on their way between memory and storage; the memory is the transfer's until `wait` has returned."""
 
     blocks: Sequence[Future[None]]
 

@@ -174,7 +174,7 @@ DEVICES: Mapping[str, Callable[[torch.device], Device]] = {"cpu": Device, "cuda"
 
 
 def device_of(device: torch.device) -> Device:
-    """What the runtime asks of `device`."""
+    """The `Device` for a device of torch's."""
     return DEVICES.get(device.type, Device)(device)
 
 

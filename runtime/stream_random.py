@@ -79,7 +79,7 @@ class OwnNumbers(TorchDispatchMode):
 
 
 def _dropout(tensor: torch.Tensor, p: float, train: bool | None, *, generator: torch.Generator) -> Any:
-    """What aten.native_dropout is made of, bit for bit."""
+    """The result of aten.native_dropout, bit for bit, from operations that take a generator."""
     if train is False:
         return tensor, torch.ones_like(tensor, dtype=torch.bool)
     mask = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(1 - p, generator=generator)

@@ -22,7 +22,7 @@ MAX_EVENTS = 500_000  # the latest are kept: hundreds of steps of a small model,
 
 
 class Label(NamedTuple):
-    """What an operation is."""
+    """The lane and name of an operation, and what it moves."""
 
     lane: str
     name: str
@@ -41,7 +41,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Total:
-    """What a lane has done: operations that overlap on one lane count their seconds each."""
+    """The work of a lane so far: operations that overlap on one lane count their seconds each."""
 
     seconds: float = 0.0
     nbytes: int = 0

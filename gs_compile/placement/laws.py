@@ -59,7 +59,7 @@ class Updates:
                 self.changed.add(part)
 
     def _breaks_reads(self, op: Op) -> Iterator[str]:
-        """What a movement reads is what it should be."""
+        """A movement reads what updates have made of a value, and nothing empty."""
         to_device = (*op.results, *op.into)[0].tier == "device"
         for value in op.reads:
             part = replace(value, tier=None)
@@ -71,7 +71,7 @@ class Updates:
                 yield f"{value} is not what the update has made"
 
     def _breaks_results(self, op: Op) -> Iterator[str]:
-        """What a movement overwrites is needed no more."""
+        """A movement overwrites only what is needed no more."""
         made = self.speculation.begun if self.speculation else self.updated  # a late update may come before
         for value in op.results:
             part = replace(value, tier=None)
@@ -86,7 +86,7 @@ class Updates:
         return parts[value.part].tier if parts and value.part in parts else None
 
     def missing(self, complete: set[Unit | None]) -> Iterator[str]:
-        """What updates have left undone at the end, of the units whose gradients are complete."""
+        """The updates that are missing at the end, of the units whose gradients are complete."""
         assert self.placement is not None
         for value in sorted(self.waiting, key=str):
             yield f"{value} has not had its late update"
@@ -98,7 +98,7 @@ class Updates:
 
 
 class Gathers:
-    """What the device reads where it is stored does not change while its unit is gathered."""
+    """Parts that the device reads where they are stored do not change while their unit is gathered."""
 
     def __init__(self) -> None:
         self.gathered: dict[Value, tuple[Value, ...]] = {}  # wholes, and what they are in the memory of
@@ -174,7 +174,7 @@ class Lifetimes:
 
 
 def at_the_end(program: Program, placement: Placement, updates: Updates, lifetimes: Lifetimes) -> Iterator[str]:
-    """What must outlive the step does, nothing else is left behind, and the planned peaks are true."""
+    """All that must outlive the step does, nothing else is left behind, and the planned peaks are true."""
     yield from updates.missing({value.unit for value in lifetimes.all_additions})
     stored = placement.homes(late=placement.has_late and any(op.verb == "norm" for op in program.ops))
     for value in sorted(stored, key=str):

@@ -23,7 +23,7 @@ def is_speculative(op: Op) -> bool:
 
 
 class Speculation:
-    """What is known about speculative updates at one point of a program."""
+    """The state of speculative updates at one point of a program."""
 
     def __init__(self, placement: Placement) -> None:
         self.pairs = {
@@ -68,7 +68,7 @@ class Speculation:
             self.committed.add(part)
 
     def unfinished(self, complete: Set[Unit | None]) -> Iterator[str]:
-        """What is missing at the end, of the units whose gradients are complete."""
+        """The updates and commits that are missing at the end, of the units whose gradients are complete."""
         for part, other in sorted(self.pairs.items(), key=str):
             if part.unit in complete and part not in self.begun:
                 yield f"{part} has not had its update"

@@ -142,7 +142,7 @@ def _numbers(program: Program, op: Op) -> Iterator[str]:
 
 
 def _signature(program: Program, op: Op) -> Iterator[str]:
-    """What the verb reads, defines and changes is what its row of the table says, in that order."""
+    """A verb reads, defines and changes what its row of the table says, in that order."""
     if op.verb in LAWS:
         words, is_obeyed = LAWS[op.verb]
         if not is_obeyed(op) or (op.verb == "count" and len(op.reads) != program.num_micro_batches):
@@ -168,7 +168,7 @@ def _signature(program: Program, op: Op) -> Iterator[str]:
 
 
 def _misfits(expected: list[Value], needed: list[bool], values: tuple[Value, ...]) -> Iterator[str]:
-    """What does not fit the values that are expected, in their order."""
+    """Where values are not those that are expected, in their order."""
     rest = list(values)
     for value, is_needed in zip(expected, needed, strict=True):
         if rest and rest[0] == value:

@@ -40,7 +40,7 @@ def graph_module(program: Program) -> GraphModule:
 
 
 def _inputs(program: Program) -> Iterator[Value]:
-    """What is read and never defined, in the order of first use."""
+    """The values that are read and never defined, in the order of first use."""
     known: set[Value] = set()
     for op in program.ops:
         for value in dict.fromkeys((*op.reads, *op.into)):

@@ -51,7 +51,7 @@ Stages = list[tuple[Stage, tuple[Op, ...]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What a step of one model consists of, beyond its number of layers: all that `vertical` needs to know."""
+    """The parts that the step of one model has, beside its layers: all that `vertical` needs to know."""
 
     training: bool = True  # False: the forward alone
     has_loss: bool = True  # the head computes a loss

@@ -1,4 +1,4 @@
-"""What each verb means, on one device, one operation after the other: the oracle of all tests.
+"""The meaning of each verb, on one device, one operation after the other: the oracle of all tests.
 
 No overlap, no tiers, no memory to save. Whatever runs a program differently must give the same values.
 """
@@ -41,7 +41,7 @@ class Units(Protocol):
 
 
 class TieredUnits(Units, Protocol):
-    """What a step with tiers needs beside its computations. Parts are flat; how, is the units' own affair."""
+    """The operations of a step with tiers, beside its computations. How parts are laid out is the units' own affair."""
 
     def gather(self, value: Value, parts: Mapping[str, Any]) -> Any:
         """A unit's parameters from its parts, by letter."""
@@ -63,7 +63,7 @@ class TieredUnits(Units, Protocol):
 
 
 def reference(program: Program, units: Units, inputs: Mapping[Value, Any]) -> dict[Value, Any]:
-    """What `program` defines, anew or for the first time, and does not free, given its inputs (batch, w, dy)."""
+    """The values that `program` defines, anew or for the first time, and does not free, given its inputs (batch, w, dy)."""
     env = dict(inputs)
     for op in program.ops:
         results = perform(op, units, [env[value] for value in op.reads], [env[value] for value in op.into])
@@ -124,7 +124,7 @@ def _perform_on_tiers(op: Op, units: TieredUnits, reads: Sequence[Any], into: Se
 
 
 def _update(op: Op, units: TieredUnits, reads: dict[Value, Any], into: Sequence[Any]) -> None:
-    """What is read of parameters and state is changed in its shadow copy."""
+    """Parameters and state that are read are changed in their shadow copies."""
     for value, content in zip(op.into, into, strict=True):
         if homed(value) in reads:
             content.copy_(reads.pop(homed(value)))

@@ -63,7 +63,7 @@ def parse_value(name: str) -> Value:
 
 
 def timetable(program: Program) -> str:
-    """What runs beside what: one row a compute operation, one column a lane.
+    """The operations side by side: one row a compute operation, one column a lane.
 
     The compute column has one operation; the others have what is issued after it and before the next one.
     """

@@ -56,7 +56,7 @@ class Period:
 
     @property
     def worth(self) -> float:
-        """What moving it away frees, bytes for as long as they are free, for each second of moving."""
+        """The gain of moving it away: bytes that it frees times how long, for each second of moving."""
         return self.nbytes * self.duration / self.seconds if self.seconds else 0.0
 
 
@@ -76,7 +76,7 @@ class Lifetime:
         return self.decide(program)[0]
 
     def decide(self, program: Program) -> tuple[Program, tuple[Period, ...]]:
-        """What becomes of a program, and every period with what was decided on it."""
+        """The program with fewer journeys, and every period with what was decided on it."""
         found: list[Period] = []
         room = self.placement.room
         budgets: dict[Tier, int] = {}
@@ -157,7 +157,7 @@ def _forwards(op: Op) -> float:
 
 
 def _seconds(value: Value, nbytes: int, placement: Placement) -> float:
-    """What a journey away from a value's tier and back takes on all its lanes; parameters are at home already."""
+    """The time of a journey away from a value's tier and back on all its lanes; parameters are stored there already."""
     assert placement.room is not None
     rates = dict(placement.room.bytes_per_second)
     on_ssd = _ssd_nbytes(value, nbytes, placement)

@@ -19,14 +19,14 @@ from gs_compile.program.ir import ORDERS, Order, Program, Schedule, StepShape
 
 
 class Builder(Protocol):
-    """What lays a step out, as compute operations only."""
+    """Lays a step out, as compute operations only."""
 
     def __call__(self, num_layers: int, num_micro_batches: int, *, shape: StepShape | None = None) -> Program: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """What is particular to a schedule.
+    """One schedule: how its programs are built, and how it differs from the others.
 
     turns: neighbouring stages take the micro-batches in opposite orders (`snake`).
     passes: its own, given the placement and whether gradients are left to the next step; they run before `free`.
