@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from gs_compile.program.ir import TIED, Op, Program, Unit, Value, homed
 
 
 class Units(Protocol):
-    """The computations of a model's units, one method a verb; `TieredUnits` adds those of a step with tiers.
+    """The computations of a model's units, one method a verb.
 
     `count` and `zeros` are called as written. The others are called as
 
@@ -40,30 +40,15 @@ class Units(Protocol):
     def embed_backward(self, unit: Unit, micro_batch: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
 
 
-class TieredUnits(Units, Protocol):
-    """The operations of a step with tiers, beside its computations. How parts are laid out is the units' own affair."""
+def reference(program: Program, units: Any, inputs: Mapping[Value, Any]) -> dict[Value, Any]:
+    """The values that `program` defines and does not free, given its inputs (batch, w, dy).
 
-    def gather(self, value: Value, parts: Mapping[str, Any]) -> Any:
-        """A unit's parameters from its parts, by letter."""
+    units: `Units`; for a program with tiers also, as `perform` calls them,
 
-    def split(self, value: Value, gradient: Any) -> Any:
-        """The part `value` of a unit's gradient."""
-
-    def empty(self, value: Value) -> Any: ...
-
-    def norm(self, gradient: Any) -> Any: ...
-
-    def clip(self, norms: Sequence[Any]) -> Any: ...
-
-    def confirmed(self, scale: Any) -> bool:
-        """Whether what was updated without the scale is what it should be."""
-
-    def update(self, reads: Mapping[Value, Any], into: Mapping[Value, Any]) -> None:
-        """The optimizer on the parts in `into`, in place; a gradient read is the unit's whole one or a part."""
-
-
-def reference(program: Program, units: Units, inputs: Mapping[Value, Any]) -> dict[Value, Any]:
-    """The values that `program` defines, anew or for the first time, and does not free, given its inputs (batch, w, dy)."""
+        gather(whole, parts by letter), split(part, gradient), empty(part)    a unit's parts, which are flat
+        norm(gradient), clip(norms), confirmed(scale)                         what clipping needs
+        update(reads, into)                                                   the optimizer, in place, on parts by value
+    """
     env = dict(inputs)
     for op in program.ops:
         results = perform(op, units, [env[value] for value in op.reads], [env[value] for value in op.into])
@@ -73,7 +58,7 @@ def reference(program: Program, units: Units, inputs: Mapping[Value, Any]) -> di
     return {value: result for value, result in env.items() if value not in inputs or result is not inputs[value]}
 
 
-def perform(op: Op, units: Units, reads: Sequence[Any], into: Sequence[Any]) -> tuple[Any, ...]:
+def perform(op: Op, units: Any, reads: Sequence[Any], into: Sequence[Any]) -> tuple[Any, ...]:
     """One operation on the contents of its values: returns its results, and adds in place to those of `into`."""
     match op.verb:
         case "free":
@@ -82,8 +67,24 @@ def perform(op: Op, units: Units, reads: Sequence[Any], into: Sequence[Any]) -> 
             return (units.zeros(op.results[0]),)
         case "count":
             return (units.count(list(reads)),)
-        case "prefetch" | "offload" | "gather" | "alias" | "empty" | "norm" | "clip" | "update" | "commit":
-            return _perform_on_tiers(op, cast(TieredUnits, units), reads, into)
+        case "empty":
+            return (units.empty(op.results[0]),)
+        case "norm":
+            return (units.norm(reads[0]),)
+        case "clip":
+            return (units.clip(reads),)
+        case "gather":
+            return (units.gather(op.results[0], _gathered(op.reads, reads)),)
+        case "update":
+            _update(op, units, dict(zip(op.reads, reads, strict=True)), into)
+            return ()
+        case "commit":
+            for home, other in zip(into[::2], into[1::2], strict=True):
+                if units.confirmed(reads[0]):
+                    home.copy_(other)
+            return ()
+        case "prefetch" | "offload" | "alias":
+            return _moved(op, units, reads, into)
     contents = zip((*op.reads, *op.into), (*reads, *into), strict=True)
     results: tuple[Any, ...] = getattr(units, op.verb)(
         op.unit,
@@ -94,24 +95,7 @@ def perform(op: Op, units: Units, reads: Sequence[Any], into: Sequence[Any]) -> 
     return results
 
 
-def _perform_on_tiers(op: Op, units: TieredUnits, reads: Sequence[Any], into: Sequence[Any]) -> tuple[Any, ...]:
-    match op.verb:
-        case "empty":
-            return (units.empty(op.results[0]),)
-        case "norm":
-            return (units.norm(reads[0]),)
-        case "clip":
-            return (units.clip(reads),)
-        case "update":
-            _update(op, units, dict(zip(op.reads, reads, strict=True)), into)
-            return ()
-        case "commit":
-            for home, other in zip(into[::2], into[1::2], strict=True):
-                if units.confirmed(reads[0]):
-                    home.copy_(other)
-            return ()
-        case "gather":
-            return (units.gather(op.results[0], _gathered(op.reads, reads)),)
+def _moved(op: Op, units: Any, reads: Sequence[Any], into: Sequence[Any]) -> tuple[Any, ...]:
     if op.reads[0].kind == "dw" and op.results[0].part:
         return tuple(units.split(value, reads[0]) for value in op.results)
     if op.reads[0].kind == "dw":
@@ -123,7 +107,7 @@ def _perform_on_tiers(op: Op, units: TieredUnits, reads: Sequence[Any], into: Se
     return tuple(content if op.verb == "alias" else _copied(content) for content in reads[: len(op.results)])
 
 
-def _update(op: Op, units: TieredUnits, reads: dict[Value, Any], into: Sequence[Any]) -> None:
+def _update(op: Op, units: Any, reads: dict[Value, Any], into: Sequence[Any]) -> None:
     """Parameters and state that are read are changed in their shadow copies."""
     for value, content in zip(op.into, into, strict=True):
         if homed(value) in reads:
