@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -48,7 +49,7 @@ TRANSFER_LANES = {
 LANES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu", "net")
 
 SHARED_KINDS = frozenset({"total", "w", "dw"})  # one value for all micro-batches of a step
-ACCUMULATOR_KINDS = frozenset({"dw", "dside"})  # defined by zeros alone, so all that `into` of a computation may name
+ACCUMULATED = (" > dw > ", " > dside > ")  # the shapes of `zeros`: all that `into` of a computation may name
 CHANGED_KINDS = frozenset({"w", "s"})  # changed in place by an update, and stored by an offload
 
 
@@ -170,8 +171,9 @@ SIGNATURES: dict[str, Signature] = {
 }
 
 
-def _kinds(values: tuple[Value, ...]) -> list[str]:
-    return [value.kind for value in values]
+def _shape(op: Op) -> str:
+    """The kinds of value that an operation reads, defines and changes: "dw > norm > "."""
+    return " > ".join(" ".join(value.kind for value in values) for values in (op.reads, op.results, op.into))
 
 
 def _is_count(op: Op) -> bool:
@@ -204,11 +206,10 @@ def _is_alias(op: Op) -> bool:
 
 def _is_update(op: Op) -> bool:
     """Speculative, it also reads what stays as it is."""
-    kinds = _kinds(op.reads)
     units = {value.unit for value in op.reads + op.into if value.kind != "scale"}
     changed = {homed(value).kind for value in op.into}
-    known = kinds in (["dw"], ["dw", "scale"]) or (kinds[:1] == ["dw"] and set(kinds[1:]) <= CHANGED_KINDS)
-    return known and len(units) == 1 and {"w"} <= changed <= CHANGED_KINDS
+    is_known = re.match("dw( scale|( w| s)*) >  > ", _shape(op)) is not None
+    return is_known and len(units) == 1 and {"w"} <= changed <= CHANGED_KINDS
 
 
 def _is_commit(op: Op) -> bool:
@@ -217,37 +218,27 @@ def _is_commit(op: Op) -> bool:
         shadow.kind == SHADOWS.get(home.kind) and homed(shadow) == home
         for home, shadow in zip(homes, shadows, strict=True)
     )
-    return _kinds(op.reads) == ["scale"] and not op.results and bool(homes) and pairs
-
-
-def _is_zeros(op: Op) -> bool:
-    return not op.reads and not op.into and len(op.results) == 1 and op.results[0].kind in ACCUMULATOR_KINDS
-
-
-def _is_empty(op: Op) -> bool:
-    return not op.reads and not op.into and _kinds(op.results) == ["w"]
-
-
-def _is_norm(op: Op) -> bool:
-    return _kinds(op.reads) == ["dw"] and op.results == (Value("norm", op.reads[0].unit),)
-
-
-def _is_clip(op: Op) -> bool:
-    return set(_kinds(op.reads)) == {"norm"} and _kinds(op.results) == ["scale"]
+    return _shape(op).startswith("scale >  > ") and bool(homes) and pairs
 
 
 # The laws of the verbs without a signature, in words and as a function.
 LAWS: dict[str, tuple[str, Callable[[Op], bool]]] = {
     "count": ("reads every batch in order and defines total.device", _is_count),
-    "zeros": ("reads nothing and defines one accumulator, dw or dside", _is_zeros),
-    "free": ("takes one value and defines nothing", lambda op: not op.results and not op.into and len(op.reads) == 1),
+    "zeros": ("reads nothing and defines one accumulator, dw or dside", lambda op: _shape(op) in ACCUMULATED),
+    "free": ("takes one value and defines nothing", lambda op: len(op.reads) == len(op.values) == 1),
     "prefetch": ("takes values of one kind and unit from ssd to host, or from host to device", _is_transfer),
     "offload": ("takes values of one kind and unit from device to host, or from host to ssd", _is_transfer),
     "gather": ("takes all parts or pieces of one unit's parameters, and defines the whole on the device", _is_gather),
     "alias": ("takes one value, and defines it under another name", _is_alias),
-    "empty": ("takes nothing, and defines a part of a unit's parameters", _is_empty),
-    "norm": ("takes one gradient, and defines its norm", _is_norm),
-    "clip": ("takes the norms, and defines the scale", _is_clip),
+    "empty": ("takes nothing, and defines a part of a unit's parameters", lambda op: _shape(op) == " > w > "),
+    "norm": (
+        "takes one gradient, and defines its norm",
+        lambda op: _shape(op) == "dw > norm > " and op.results[0] == Value("norm", op.reads[0].unit),
+    ),
+    "clip": (
+        "takes the norms, and defines the scale",
+        lambda op: re.fullmatch("norm( norm)* > scale > ", _shape(op)) is not None,
+    ),
     "update": (
         "takes a gradient and, where gradients are clipped, the scale; changes parameters and state of the same unit",
         _is_update,
