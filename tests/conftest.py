@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -12,6 +13,12 @@ os.environ["GREEDYSNAKE_MACHINE"] = str(Path(__file__).with_name("machine.json")
 
 settings.register_profile("any speed", deadline=None)  # hypothesis' 200 ms are too few beside other work
 settings.load_profile("any speed")
+
+
+def pytest_collection_finish():
+    """Whatever the modules have imported stays: the collections of garbage that tests ask for pass over it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from transformers.modeling_outputs import CausalLMOutput
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import gs_compile
 from gs_compile.codegen.compiled import Compilation, compilations_of
@@ -27,66 +25,74 @@ VOCABULARY, LENGTH = 70, 8
 BATCH = 5  # in micro-batches of 2 the last is smaller
 
 
-class ShortBlock(GPT2Block):
-    """What the block computes when nothing but x is given, in few calls."""
-
-    def forward(self, x_BTD: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
-        if others or named:
-            return super().forward(x_BTD, *others, **named)
-        qkv = self.attn.c_attn(self.ln_1(x_BTD)).unflatten(-1, (3, self.attn.num_heads, -1)).transpose(1, 3)
-        rate = self.attn.attn_dropout.p if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(*qkv.unbind(2), is_causal=True, dropout_p=rate)
-        x_BTD = x_BTD + self.attn.resid_dropout(self.attn.c_proj(mixed.transpose(1, 2).flatten(2)))
-        return x_BTD + self.mlp(self.ln_2(x_BTD))
+class Output(NamedTuple):
+    loss: torch.Tensor | None
+    logits: torch.Tensor  # BTV
 
 
-class Short(GPT2LMHeadModel):
-    """GPT-2 as it is, except that Dynamo reads its training in half the time."""
+class Block(nn.Module):
+    """Two residual halves that mix no tokens: what Dynamo reads of it is short."""
 
-    def forward(self, input_ids: Any = None, labels: Any = None, **others: Any) -> Any:
-        if labels is None or input_ids is None:
-            return super().forward(input_ids=input_ids, labels=labels, **others)
-        x_BTD = self.transformer.wte(input_ids) + self.transformer.wpe.weight[: input_ids.shape[1]]
-        x_BTD = self.transformer.drop(x_BTD)
-        for block in self.transformer.h:
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mix = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        x_BTD = x_BTD + self.drop(self.mix(self.ln_1(x_BTD)))
+        return x_BTD + self.drop(self.down(functional.gelu(self.up(self.ln_2(x_BTD)))))
+
+
+class GPT2(nn.Module):
+    """Called as HuggingFace's, with its names: how HuggingFace's own code is captured, end_to_end/test_models.py tests."""
+
+    def __init__(self, num_layers: int, width: int, vocabulary: int, dropout: float, tied: bool) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(vocabulary, width),
+                "wpe": nn.Embedding(LENGTH, width),
+                "drop": nn.Dropout(dropout),
+                "h": nn.ModuleList(Block(width, dropout) for _ in range(num_layers)),
+                "ln_f": nn.LayerNorm(width),
+            }
+        )
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.lm_head.weight = self.transformer.wte.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
+        parts = self.transformer
+        x_BTD = parts.drop(parts.wte(input_ids) + parts.wpe.weight[: input_ids.shape[1]])
+        for block in parts.h:
             x_BTD = block(x_BTD)
-        logits = self.lm_head(self.transformer.ln_f(x_BTD))
+        logits = self.lm_head(parts.ln_f(x_BTD))
+        if labels is None:
+            return Output(None, logits)
         wanted = functional.pad(labels, (0, 1), value=-100)[:, 1:]
-        return CausalLMOutput(loss=functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten()))
+        return Output(functional.cross_entropy(logits.flatten(0, 1), wanted.flatten()), logits)
 
 
-def gpt2(num_layers: int = 2, width: int = 32, dropout: float = 0.0, seed: int = 0, **others: Any) -> torch.nn.Module:
-    """Tied embeddings; every tensor of some quanta, so that ratios and alpha cut it.
-
-    How HuggingFace's own code is captured is tested in end_to_end/test_models.py and test_training.py.
-    """
+def gpt2(
+    num_layers: int = 2,
+    width: int = 32,
+    dropout: float = 0.0,
+    *,
+    seed: int = 0,
+    vocab_size: int = VOCABULARY,
+    tied: bool = True,
+) -> torch.nn.Module:
+    """Every tensor of some quanta, so that ratios and alpha cut it."""
     torch.manual_seed(seed)
-    config = GPT2Config(
-        vocab_size=others.pop("vocab_size", VOCABULARY),
-        n_positions=LENGTH,
-        n_embd=width,
-        n_layer=num_layers,
-        n_head=others.pop("n_head", 2),
-        use_cache=False,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=0,
-        eos_token_id=0,
-        loss_type="ForCausalLM",
-        **others,
-    )
-    model = Short(config).train()
-    for block in model.transformer.h:
-        block.__class__ = ShortBlock
+    model = GPT2(num_layers, width, vocab_size, dropout, tied).train()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
     return model
-
-
-def llama(num_layers: int, width: int = 32) -> torch.nn.Module:
-    """No unit shares parameters with another."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": width, "intermediate_size": 64, "num_hidden_layers": num_layers, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes)).train()
 
 
 def two_groups(model: torch.nn.Module) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 
 from gs_compile.model.backend import greedysnake
 
-VOCAB, TOKENS, WIDTH, LAYERS, BATCH = 64, 12, 32, 3, 5
+VOCAB, TOKENS, WIDTH, LAYERS, BATCH = 70, 12, 32, 3, 5
 
 # Models with names of their own for the usual sizes; the others share those of llama.
 OLD_NAMES = {

@@ -84,12 +84,14 @@ def capture(
     shapes = {node: _example(node).shape for node in nodes if isinstance(_example(node), torch.Tensor)}
     symbols = frozenset[sympy.Symbol]().union(*(_symbols(shapes[node][0]) for node in batch))
     others = frozenset[sympy.Symbol]().union(*(_symbols(size) for shape in shapes.values() for size in shape[1:]))
-    if detach([example for entry, example in zip(inputs, example_inputs, strict=True) if entry.role == "parameter"]):
-        raise _TraceAgain(restart_reason="greedysnake: parameters moved to the tiers")
+    entries = zip(inputs, example_inputs, strict=True)
+    moved = detach([example for entry, example in entries if entry.role == "parameter"])
     if not _retracing():
         fixed = not symbols and any(int(shapes[node][0]) > 1 for node in batch)
         if fixed or symbols & others or _has_float_symbols(module):
             _trace_again(map(_source, batch))
+    if moved:
+        raise _TraceAgain(restart_reason="greedysnake: parameters moved to the tiers")
     if symbols:  # Dynamo has shown which sizes were the batch's only by coincidence: they are fixed, or another's
         symbols -= others
         if not symbols:

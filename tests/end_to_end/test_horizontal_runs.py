@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiered import LENGTH, Rig, adamw, gpt2, llama, moved, options, sgd, step, tokens
+from tiered import LENGTH, Rig, adamw, gpt2, moved, options, sgd, step, tokens
 from zoo import assert_same_gradients, batch, gradients, huggingface
 
 from gs_compile.planner.lp.fit import peak
@@ -101,7 +101,8 @@ def test_a_scaled_loss_has_scaled_gradients(rigs, storage):
             optimizer.synchronize()
             values[schedule] = [p.detach().clone() for p in rig.model.parameters()]
     for initial, was, now in zip(rig.initial, values["vertical"], values["horizontal"], strict=True):
-        assert (now - was).norm() <= 1e-6 * (initial - was).norm() + 1e-9
+        rounding = torch.finfo().eps * initial.norm()  # of a parameter that its gradient was taken from
+        assert (now - was).norm() <= 1e-6 * (initial - was).norm() + rounding
         assert not torch.equal(initial, now)
 
 
@@ -158,7 +159,7 @@ def test_the_planned_memory_is_enough(rigs, storage, ratio, gradient, separate, 
 
 def test_llama_is_the_same_to_the_bit(storage):
     """No unit shares parameters with another, so all sums are added in the order of the micro-batches."""
-    rig = Rig(partial(llama, 3))
+    rig = Rig(partial(gpt2, 3, tied=False))
     expected = rig.train(adamw, chosen(storage, "vertical", snake=False), num_steps=3)
     for ratio, separate in ((0.0, True), (0.4, False)):
         found = rig.train(adamw, chosen(storage, ratio=ratio, gradient=ratio, separate=separate), num_steps=3)

@@ -8,7 +8,7 @@ from functools import cache, partial
 import pytest
 import torch
 from learner import distance
-from tiered import LENGTH, Rig, adamw, gpt2, llama, options, sgd, step, tokens
+from tiered import LENGTH, Rig, adamw, gpt2, options, sgd, step, tokens
 from torch import nn
 from zoo import GPT, LAYERS, assert_same_gradients, batch, gradients, huggingface, train
 
@@ -25,7 +25,7 @@ PLACES = [
 ]
 
 
-BUILDS = {"gpt2": partial(gpt2, NUM_BLOCKS, WIDTH, 0.1), "llama": partial(llama, NUM_BLOCKS)}
+BUILDS = {"tied": partial(gpt2, NUM_BLOCKS, WIDTH, 0.1), "untied": partial(gpt2, NUM_BLOCKS, tied=False)}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_learns_what_the_vertical_order_learns(rigs, storage, name, place):
 @pytest.mark.parametrize("separate", [False, True])
 def test_twice_the_checkpoints_move(storage, separate):
     torch._dynamo.reset()
-    rig, moved, programs = Rig(BUILDS["gpt2"]), {}, {}
+    rig, moved, programs = Rig(BUILDS["tied"]), {}, {}
     for schedule in ("vertical", "single"):
         with rig.fresh(adamw, chosen(storage, schedule, ratio=0.0, separate=separate)) as optimizer:
             step(rig.model, optimizer, tokens(0, BATCH))

@@ -99,7 +99,7 @@ def test_blocks_of_two_sizes(tmp_path):
 
 
 def test_widths_that_align_with_nothing(tmp_path):
-    build = partial(gpt2, width=33, n_head=3, vocab_size=301)
+    build = partial(gpt2, width=33, vocab_size=301)
     rig = Rig(build)
     somewhere = rig.train(adamw, options(tmp_path, alpha=0.25, ratios={"parameter": 0.3, "optimizer": 0.3}))
     for chosen in ({"separate_device": True, "alpha": 1.0}, {"ratios": {"parameter": 1.0, "checkpoint": 1.0}}):

@@ -22,13 +22,13 @@ from gs_compile.errors import NonFiniteWarning, OptimizerError
     "bound",
     [
         pytest.param(1e6, id="never", marks=pytest.mark.slow),
-        pytest.param(2.0, id="sometimes"),
+        pytest.param(1.85, id="sometimes"),
         pytest.param(0.3, id="always", marks=pytest.mark.slow),
     ],
 )
 def test_clipping_is_exact(bound, tmp_path):
     losses, norms, reference, _ = plain(5, max_norm=bound, lr=3e-4)
-    assert sum(norm > bound for norm in norms) in {1e6: (0,), 2.0: (1, 2, 3, 4), 0.3: (5,)}[bound]
+    assert sum(norm > bound for norm in norms) in {1e6: (0,), 1.85: (1, 2, 3, 4), 0.3: (5,)}[bound]
 
     def trained(**changes):
         found = []
