@@ -6,6 +6,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest # as many workers as cores: threads of torch would be in their way
 PEERS := .venv-peers
 ACCELERATOR := $(if $(shell command -v nvidia-smi),cuda,cpu)
 GPU_ARGS ?= --minutes 60
@@ -23,10 +24,10 @@ demo: $(STAMP) ## train a small GPT-2 from SSD, checked against plain PyTorch
 	$(BIN)/python examples/train_gpt2.py --check
 
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 slow: $(STAMP) ## run the slow tests
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 lint: $(STAMP) ## check style and format
 	$(BIN)/ruff check .
