@@ -270,7 +270,7 @@ def assert_goes_on(rig, optimizer, reference):
     assert not outcome(rig.model, optimizer, losses, norms).differences(reference)
 
 
-@pytest.mark.parametrize("index", [0, 1, 4, 9])
+@pytest.mark.parametrize("index", [0, 4])
 def test_a_full_disk_is_an_error_before_the_first_step(rig, reference, monkeypatch, tmp_path, index):
     calls = count()
 
@@ -289,7 +289,7 @@ def test_a_full_disk_is_an_error_before_the_first_step(rig, reference, monkeypat
         assert_goes_on(rig, optimizer, reference)
 
 
-@pytest.mark.parametrize("index", [2, 7, 12, 20])
+@pytest.mark.parametrize("index", [2, 12])
 def test_a_drive_that_fails_while_values_move_home_costs_no_values(rig, reference, monkeypatch, tmp_path, index):
     with rig.fresh(adamw, options(tmp_path)) as optimizer:
         with monkeypatch.context() as patched:
