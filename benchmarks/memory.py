@@ -64,7 +64,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     peak = peak_resident_bytes()
     assert optimizer.engine is not None
     assert optimizer.last_step is not None
-    ledger = optimizer.engine.tiers.setting.arena.ledger
+    host_nbytes = optimizer.engine.tiers.slab.nbytes
     lanes = {lane: {"seconds": t.seconds, "bytes": t.nbytes} for lane, t in optimizer.last_step.lanes.items()}
     return {
         "parameters": numel,
@@ -73,8 +73,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "peak_while_building_bytes": after_building,
         "peak_with_first_step_bytes": first_step,
         "peak_of_later_steps_bytes": peak,
-        "host_tier_peak_bytes": ledger.peak_total,
-        "compute_workspace_bytes": peak - idle - ledger.peak_total,
+        "host_tier_peak_bytes": host_nbytes,
+        "compute_workspace_bytes": peak - idle - host_nbytes,
         "fp32_adamw_in_memory_bytes": 16 * numel,
         "tiers": gs_compile.inspect(model).tiers.splitlines(),
         "step_seconds": seconds,

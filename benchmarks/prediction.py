@@ -72,8 +72,6 @@ def measure(
         step(ids)
         before = predict(optimizer)
         optimizer.synchronize()
-        optimizer.engine.tiers.setting.arena.trim()
-        optimizer.engine.tiers.setting.arena.ledger.restart()
         step(ids)
         seconds = []
         for _ in range(arguments.rounds):
@@ -94,9 +92,8 @@ def measure(
                 "median_seconds": measured,
                 "predicted_seconds": predicted,
                 "error": predicted / measured - 1,
-                "peak_nbytes": optimizer.engine.tiers.setting.arena.ledger.peak_in_use,
-                "mapped_nbytes": optimizer.engine.tiers.setting.arena.ledger.peak_total,
-                "predicted_peak_nbytes": dict(prediction.program.peaks)["host"],
+                "peak_nbytes": optimizer.engine.programs[-1].slab_nbytes,
+                "predicted_peak_nbytes": prediction.program.slab_nbytes,
                 "busy": dict(prediction.simulation.busy),
                 "bubbles": dict(prediction.simulation.bubbles),
             }

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from gs_compile.runtime import ssd
-from gs_compile.runtime.memory import host_memory
+from gs_compile.runtime.memory import map_memory
 from gs_compile.runtime.store import Store
 
 MIB = 1 << 20
@@ -95,7 +95,7 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
             ssd.BLOCK = block * MIB
             folder = Path(tempfile.mkdtemp(dir=arguments.directory))
             with Store([folder], threads=threads) as store:
-                ours = Lanes(store, arguments, arena_pages)
+                ours = Lanes(store, arguments, mapped_pages)
                 for load in LOADS:
                     each = rates[load].setdefault(f"{block} MiB x {threads}", [])
                     each.append(ours.bytes_per_second(load))
@@ -105,14 +105,14 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def pages(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Medians of rounds with huge pages, as a run's arena has, and with small ones; they take turns in being first."""
+    """Medians of rounds with huge pages, as a run has, and with small ones; they take turns in being first."""
     before = conditions(arguments)
     folder = Path(tempfile.mkdtemp(dir=arguments.directory))
     rates: dict[str, dict[str, list[float]]] = {load: {"huge": [], "small": []} for load in LOADS}
     try:
         with Store([folder]) as store:
             lanes = {
-                "huge": Lanes(store, arguments, arena_pages),
+                "huge": Lanes(store, arguments, mapped_pages),
                 "small": Lanes(store, arguments, small_pages, label="small-"),
             }
             for number in range(arguments.rounds):
@@ -200,9 +200,9 @@ class Fio:
         return result
 
 
-def arena_pages(nbytes: int) -> torch.Tensor:
-    """Memory that is there, mapped as the runtime's arena maps it: in huge pages."""
-    return torch.frombuffer(host_memory().map(nbytes), dtype=torch.uint8).random_()
+def mapped_pages(nbytes: int) -> torch.Tensor:
+    """Memory that is there, mapped as the runtime maps it: in huge pages."""
+    return map_memory(nbytes).random_()
 
 
 def small_pages(nbytes: int) -> torch.Tensor:

@@ -36,7 +36,8 @@ class Free:
         ends = _ends(program.ops, self.outputs | placement.homes(late=self.late), placement)
         ops = tuple(_with_frees(program.ops, ends))
         peaks, offsets = plan(ops, placement) if placement.x_nbytes else ((), {})
-        return replace(program.with_ops(ops, made_by=self.name), peaks=peaks, offsets=offsets)
+        needed = dict(peaks).get("host", 0)
+        return replace(program.with_ops(ops, made_by=self.name), peaks=peaks, offsets=offsets, slab_nbytes=needed)
 
 
 def _ends(ops: tuple[Op, ...], kept: frozenset[Value], placement: Placement) -> dict[int, list[Value]]:

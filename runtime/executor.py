@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from gs_compile.program.ir import TIED, Op, Program, Value
-from gs_compile.program.reference import Units
 
 FORWARD_VERBS = frozenset(("count", "embed", "forward", "head"))
 
@@ -30,7 +29,7 @@ def forward_end(program: Program) -> int:
 class Executor:
     """One step under way: a program, the units it runs on, and the contents of the values that are alive."""
 
-    def __init__(self, program: Program, units: Units, inputs: Mapping[Value, Any]) -> None:
+    def __init__(self, program: Program, units: Any, inputs: Mapping[Value, Any]) -> None:
         self.program = program
         self.units = units
         self.env: dict[Value, Any] = dict(inputs)
@@ -63,7 +62,7 @@ class Executor:
             self.env.update(zip(op.results, self._call(op, reads, into), strict=True))
 
     def _call(self, op: Op, reads: Sequence[Any], into: Sequence[Any]) -> tuple[Any, ...]:
-        """Run a unit's code; `Units` says how each verb is called."""
+        """Run a unit's code, as `runtime.units` has a method for each verb."""
         if op.verb == "count":
             return (self.units.count(list(reads)),)
         keywords = {

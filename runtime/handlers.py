@@ -14,10 +14,10 @@ import torch
 
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import Op, Unit, Value
-from gs_compile.program.reference import Units
 from gs_compile.runtime.coordinators import Binding
 from gs_compile.runtime.tiers import Tiers
-from gs_compile.runtime.values import Gradient, Kept, Region
+
+Memory = torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -27,35 +27,47 @@ class Bindings:
     parameters: Mapping[Unit, Sequence[Binding]]
     others: Mapping[Unit, Mapping[int, torch.Tensor]]
 
+    def of(self, value: Value) -> Sequence[Binding]:
+        """The parameters of a value's unit."""
+        assert value.unit is not None
+        return self.parameters[value.unit]
+
 
 class Handler(NamedTuple):
     """How one verb treats values of one kind.
 
-    allocate: the content of a result, given the value and the content it is made of; its memory may not be filled yet
+    allocate: the content of a result, given the value, the content it is made of, and the bytes planned for it in host
+        memory, if any; they may not be filled yet
     run: what the operation's lane does, given the operation and the contents it reads and those it defines or changes
     """
 
-    allocate: Callable[[Value, Any], Any] | None = None
+    allocate: Callable[[Value, Any, Memory], Any] | None = None
     run: Callable[..., None] | None = None
 
 
-def handlers(tiers: Tiers, placement: Placement, units: Units, bindings: Bindings) -> Mapping[tuple[str, str], Handler]:
+def handlers(tiers: Tiers, placement: Placement, units: Any, bindings: Bindings) -> Mapping[tuple[str, str], Handler]:
     """The table of one step; the kind of a shadow copy is that of what it is a copy of."""
-    parameters, optimizer, inter_layer = tiers.parameters, tiers.optimizer, tiers.inter_layer
-    gradients = _Gradients(tiers, placement, units, bindings)
+    parameters, optimizer, activations = tiers.parameters, tiers.optimizer, tiers.activations
 
-    def gather(value: Value, staged: Any) -> Any:
-        assert value.unit is not None
-        others = bindings.others.get(value.unit, {})
-        return parameters.gather(value, staged, bindings.parameters[value.unit], others)
+    def gather(value: Value, staged: Any, memory: Memory) -> Any:
+        others = bindings.others.get(value.unit or 0, {})
+        return {**others, **parameters.gather(value, staged, memory, bindings.of(value))}
 
     def move_parameters(op: Op, reads: Sequence[Any], targets: Sequence[Any]) -> None:
         parameters.carry_out(op, reads, targets, placement.num_pieces)
 
-    activation = Handler(inter_layer.allocate, inter_layer.carry_out)
-    parameter = Handler(lambda value, _: parameters.allocate(value), move_parameters)
-    state = Handler(lambda value, _: optimizer.allocate(value), optimizer.carry_out)
-    gradient = Handler(gradients.allocate, optimizer.carry_out)
+    def allocate_gradient(value: Value, source: Any, memory: Memory) -> Any:
+        return optimizer.allocate_gradient(value, source, memory, bindings.of(value))
+
+    def zeros(value: Value, _: Any, memory: Memory) -> Any:
+        if value.kind == "dw" and value.unit in placement.by_unit:
+            return optimizer.zeros(value, memory, bindings.of(value))
+        return units.zeros(value)
+
+    activation = Handler(activations.allocate, activations.carry_out)
+    parameter = Handler(parameters.allocate, move_parameters)
+    state = Handler(optimizer.allocate, optimizer.carry_out)
+    gradient = Handler(allocate_gradient, optimizer.carry_out)
     movements = {"x": activation, "dx": activation, "w": parameter, "s": state, "dw": gradient}
     return {
         **{(verb, kind): handler for kind, handler in movements.items() for verb in ("prefetch", "offload")},
@@ -63,41 +75,11 @@ def handlers(tiers: Tiers, placement: Placement, units: Units, bindings: Binding
         ("update", "s"): Handler(run=optimizer.update),
         ("gather", "w"): Handler(gather),
         ("empty", "w"): parameter,
-        ("zeros", "dw"): Handler(gradients.zeros),
-        ("zeros", "dside"): Handler(gradients.zeros),
-        ("alias", "dw"): Handler(gradients.alias),
-        ("alias", "x"): Handler(inter_layer.keep),
-        ("alias", "dx"): Handler(inter_layer.keep),
+        ("zeros", "dw"): Handler(zeros),
+        ("zeros", "dside"): Handler(zeros),
+        ("alias", "dw"): Handler(lambda value, source, _: optimizer.keep(value, source, bindings.of(value))),
+        ("alias", "x"): Handler(activations.keep),
     }
-
-
-class _Gradients:
-    """The contents of gradient sums, on their way and where they are summed."""
-
-    def __init__(self, tiers: Tiers, placement: Placement, units: Units, bindings: Bindings) -> None:
-        self.optimizer = tiers.optimizer
-        self.placement = placement
-        self.units = units
-        self.bindings = bindings
-
-    def allocate(self, value: Value, source: Any) -> Any:
-        if value.part:
-            return self.optimizer.allocate(value)
-        return self.optimizer.allocate_sum(value, source, self._of(value))
-
-    def zeros(self, value: Value, _: Any) -> Any:
-        if value.kind == "dw" and value.unit in self.placement.by_unit:
-            return self.optimizer.zeros(value, self._of(value))
-        return self.units.zeros(value)
-
-    def alias(self, value: Value, source: Any) -> Any:
-        if value.tier == "device":
-            return self.optimizer.keep_sum(value, source, self._of(value))
-        return self.optimizer.keep(value, source)
-
-    def _of(self, value: Value) -> Sequence[Binding]:
-        assert value.unit is not None
-        return self.bindings.parameters[value.unit]
 
 
 def moved_nbytes(op: Op, targets: Sequence[Any], tiers: Tiers, num_pieces: int) -> int:
@@ -107,18 +89,4 @@ def moved_nbytes(op: Op, targets: Sequence[Any], tiers: Tiers, num_pieces: int) 
     if op.results and op.results[0].piece is not None:
         start, stop = tiers.parameters.share(op.results[0], num_pieces)
         return (stop - start) * tiers.setting.unit(op.results[0]).itemsize
-    return sum(_nbytes(target) for target in targets)
-
-
-def _nbytes(content: Any) -> int:
-    match content:
-        case None:
-            return 0
-        case Region() | torch.Tensor():
-            return content.nbytes
-        case Kept():
-            return content.like.untyped_storage().nbytes()
-        case Gradient():
-            return content.flat.nbytes
-    nbytes: int = content.tensor.nbytes
-    return nbytes
+    return sum(target.nbytes for target in targets)

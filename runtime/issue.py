@@ -1,9 +1,10 @@
 """issue: runs a step program whose data is on the tiers: every operation on its lane, as soon as it can start.
 
 The program's order is the order of issue. The thread that issues gives each transfer and update to its lane with the
-tickets it has to wait for, takes memory for what is about to be defined, and computes itself. So a program that has its
-transfers early enough computes without a wait. On a device that computes asynchronously the thread is never further
-ahead than one computation: it launches the next once the one before has begun, as the simulator has it.
+tickets it has to wait for, and computes itself. Who writes a value waits for those who were in its memory before. So a
+program that has its transfers early enough computes without a wait. On a device that computes asynchronously the thread
+is never further ahead than one computation: it launches the next once the one before has begun, as the simulator has
+it.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from typing import Any
 
 import torch
 
+from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import Op, Program, Value, homed
-from gs_compile.program.reference import Units
 from gs_compile.runtime.executor import Executor, forward_end
 from gs_compile.runtime.handlers import Bindings, handlers, moved_nbytes
 from gs_compile.runtime.lanes import Ticket, join_all
 from gs_compile.runtime.optimizer import StepRecord
+from gs_compile.runtime.slab import Place
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Label
 from gs_compile.runtime.value_table import ValueTable
-from gs_compile.runtime.values import Gathered, Kept
 
 UNIT_KINDS = frozenset({"w", "s", "dw", "scale"})  # of units, not of micro-batches
 
@@ -38,11 +39,13 @@ class TieredExecutor(Executor):
         tiers: Tiers,
         placement: Placement,
         program: Program,
-        units: Units,
+        units: Any,
         inputs: Mapping[Value, Any],
         bindings: Bindings,
     ) -> None:
+        """Raises `MemoryBudgetError` where another step is under way and both do not fit host memory."""
         self.values = ValueTable()
+        self._block = tiers.block(program)
         super().__init__(program, units, {})
         self.env = self.values.contents
         for value, content in inputs.items():
@@ -70,12 +73,11 @@ class TieredExecutor(Executor):
                 continue
             for ticket in self.values.idle(value):
                 ticket.wait()
-            if value.kind == "dx" and not isinstance(content, Kept):
+            if value.kind == "dx" and value.tier == "device":
                 self.values.define(value, content * factor, self._launched())
                 continue
-            if isinstance(content, Kept):
-                assert content.flat is not None
-                content.flat.mul_(factor.cpu())
+            if value.tier == "host":
+                content.mul_(factor.cpu())
             else:
                 content.scale(factor)
             for ticket in self._launched():
@@ -105,6 +107,8 @@ class TieredExecutor(Executor):
 
     def _give_up(self, at: int) -> None:
         """End a forward that has failed: late updates still run, the rest is let go of."""
+        for value in [value for value in self.env if value.kind not in UNIT_KINDS]:
+            self.values.free(value)
         for op in self.program.ops[at : forward_end(self.program)]:
             values = (*op.reads, *op.into, *op.results)
             is_gone = op.verb == "free" and op.reads[0] not in self._table(op.reads[0]).contents
@@ -139,23 +143,50 @@ class TieredExecutor(Executor):
 
     def _define(self, op: Op) -> None:
         """Define values that are there when issued: memory, and old memory under a new name."""
-        reads = [self._content(value) for value in op.reads]
         after = [ticket for ticket in self._ready(op.reads) if not ticket.done]
-        contents = self._allocate(op, reads)
-        if op.verb == "zeros":
-            after += self._launched()
-        for value, content in zip(op.results, contents, strict=True):
-            self._table(value).define(value, content, after)
+        places, former = self._begin(op)
+        if op.verb == "alias":
+            join_all(former, None)  # a checkpoint is copied here and now
+        else:
+            after += former
+        contents = self._allocate(op, [self._content(value) for value in op.reads], places)
+        for value, content, place in zip(op.results, contents, places, strict=True):
+            self._table(value).define(value, content, after, place=place)
 
-    def _allocate(self, op: Op, reads: Sequence[Any]) -> list[Any]:
+    def _begin(self, op: Op) -> tuple[list[Place | None], list[Ticket]]:
+        """Where the results are in host memory, and who was there before: who writes them waits for these.
+
+        What has the memory of a value that it is made of waits for nobody.
+        """
+        sources = [place for place in map(self._place, op.reads) if place]
+        places: list[Place | None] = []
+        former: list[Ticket] = []
+        for value in op.results:
+            is_renamed = op.verb == "alias" and op.reads[0].tier == "host" and sources
+            slot = sources[0].slot if is_renamed else slot_of(self.placement, value)
+            if slot.tier != "host" or not slot.nbytes:
+                places.append(None)
+                continue
+            offset = self.program.offsets[slot.key]
+            block = self._block if offset >= self.tiers.slab.fixed.nbytes else self.tiers.slab.fixed
+            place, users = block.begin(slot, offset)
+            places.append(place)
+            if all(source.slot.key != slot.key for source in sources):
+                former += users
+        return places, former
+
+    def _place(self, value: Value) -> Place | None:
+        return self._table(value).places.get(value)
+
+    def _allocate(self, op: Op, reads: Sequence[Any], places: Sequence[Place | None]) -> list[Any]:
         """The contents of all results: each is made of the read at its place, or all of the first."""
         sources = reads if len(reads) == len(op.results) else [reads[0] if reads else None] * len(op.results)
-        allocations = [self._handlers[op.verb, value.kind].allocate for value in op.results]
-        return [
-            allocate(value, source)
-            for allocate, value, source in zip(allocations, op.results, sources, strict=True)
-            if allocate is not None
-        ]
+        contents = []
+        for value, source, place in zip(op.results, sources, places, strict=True):
+            allocate = self._handlers[op.verb, value.kind].allocate
+            assert allocate is not None
+            contents.append(allocate(value, source, place.memory if place else None))
+        return contents
 
     def _commit(self, op: Op) -> None:
         """Let shadow copies replace what they are copies of, if the step is confirmed.
@@ -221,7 +252,7 @@ class TieredExecutor(Executor):
                 assert self.record is not None
                 self.record.clip()
                 return (self.record,)
-        return self._call(op, [each.tensors if isinstance(each, Gathered) else each for each in reads], into)
+        return self._call(op, reads, into)
 
     def _launched(self) -> list[Ticket]:
         """A ticket for all that was launched so far; none where the device has no streams: all of it is over."""
@@ -237,8 +268,9 @@ class TieredExecutor(Executor):
 
     def _submit(self, op: Op) -> None:
         reads = [self._content(value) for value in op.reads]
-        after = self._ready(op.reads) + self._idle(op.into)
-        targets = [*self._allocate(op, reads), *(self._content(value) for value in op.into)]
+        places, former = self._begin(op)
+        after = self._ready(op.reads) + self._idle(op.into) + former
+        targets = [*self._allocate(op, reads, places), *(self._content(value) for value in op.into)]
         if op.lane == "h2d":
             after += self._launched()  # the memory was in use on the stream that computes
         kind = homed((*op.results, *op.into, *op.reads)[0]).kind
@@ -255,8 +287,8 @@ class TieredExecutor(Executor):
         )
         for value in op.reads:
             self._table(value).use(value, ticket)
-        for value, content in zip(op.results, targets, strict=False):
-            self._table(value).define(value, content, (ticket,))
+        for value, content, place in zip(op.results, targets, places, strict=False):
+            self._table(value).define(value, content, (ticket,), place=place)
         for value in op.into:
             self._table(value).change(value, ticket)
 

@@ -1,102 +1,42 @@
-"""memory: how host memory is mapped: pages of the system, as they are or registered with CUDA, or torch's own blocks.
-
-What `map` returns is memory that unmaps itself with the last reference to it; `torch.frombuffer` takes and keeps one.
-"""
+"""memory: how host memory is mapped: pages of the system, which a device with memory of its own copies from and to."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
 
 import torch
 
-from gs_compile.runtime.stream import Device, pinned_block
+from gs_compile.runtime.stream import Device
 
-PAGE_NBYTES = 4096
 HUGE_PAGE_NBYTES = 2**21
 
 
-class Memory(Protocol):
-    """Where an arena's memory comes from."""
+def map_memory(nbytes: int, device: Device | None = None) -> torch.Tensor:
+    """`nbytes` of host memory, zero, as uint8 at the start of a page; unmapped when no tensor refers to it any more.
 
-    def block_nbytes(self, nbytes: int) -> int:
-        """What is mapped for a buffer of `nbytes`."""
-        ...
-
-    def map(self, nbytes: int) -> Any:
-        """Memory with the buffer interface and weak references, unmapped with the last reference to it."""
-        ...
-
-
-class Pages:
-    """Anonymous pages of the system, exactly as many as asked for."""
-
-    def block_nbytes(self, nbytes: int) -> int:
-        return nbytes
-
-    def map(self, nbytes: int) -> Any:
-        return _advised(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-
-class RegisteredPages(Pages):
-    """Pages registered with the device while they are mapped: pinned, with nothing wasted."""
-
-    def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
-        self._register, self._unregister = register, unregister
-
-    def map(self, nbytes: int) -> Any:
-        """Raises what `register` raises; the pages are then unmapped at once."""
-        pages = _Registered(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        address = torch.frombuffer(_advised(pages), dtype=torch.uint8).data_ptr()
-        self._register(address, nbytes)
-        pages.unregister = lambda: self._unregister(address)
-        return pages
-
-
-class PinnedBlocks:
-    """torch's own pinned memory, in powers of two. torch keeps what is freed, for its next block of that size."""
-
-    def block_nbytes(self, nbytes: int) -> int:
-        return 1 << (nbytes - 1).bit_length()
-
-    def map(self, nbytes: int) -> Any:
-        return pinned_block(nbytes).numpy()  # an array can be referred to weakly
-
-
-def memory_for(device: Device) -> Memory:
-    """Host memory that `device` copies from and to."""
-    return pinned_memory(device.pin, device.unpin) if device.has_own_memory else host_memory()
-
-
-def host_memory() -> Memory:
-    """Pageable memory."""
-    return Pages()
-
-
-def pinned_memory(register: Callable[[int, int], None], unregister: Callable[[int], None]) -> Memory:
-    """Pinned memory: registered pages if the system lets us register one, else torch's blocks."""
-    pages = RegisteredPages(register, unregister)
-    try:
-        pages.map(PAGE_NBYTES)
-    except RuntimeError:
-        return PinnedBlocks()
-    return pages
-
-
-class _Registered(mmap.mmap):
-    unregister: Callable[[], None] | None = None
-
-    def __del__(self) -> None:  # unregistered first, then unmapped, and only then counted out by whoever watches
-        if self.unregister is not None:
-            self.unregister()
-        self.close()
-
-
-def _advised(pages: mmap.mmap) -> mmap.mmap:
-    """Asks for huge pages: the first touch of 50 MB then takes 3 to 4 ms instead of 10 to 12."""
-    if len(pages) >= HUGE_PAGE_NBYTES:
-        with suppress(OSError):  # a kernel without them
+    device: pins the memory for as long as it is mapped, where it has memory of its own; RuntimeError where the system
+    refuses that.
+    """
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= HUGE_PAGE_NBYTES:  # the first touch of 50 MB then takes 3 to 4 ms instead of 10 to 12
+        with suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    if device is not None and device.has_own_memory:
+        address = memory.data_ptr()
+        device.pin(address, nbytes)
+        pages.unpin = lambda: device.unpin(address)
+    return memory
+
+
+class _Pages(mmap.mmap):
+    unpin: Callable[[], None] | None = None
+
+    def __del__(self) -> None:  # the device lets go of the pages before they are unmapped
+        if self.unpin is not None:
+            self.unpin()
+        self.close()

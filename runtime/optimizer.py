@@ -1,4 +1,4 @@
-"""optimizer_step: gradients, optimizer states and the updates, early and late (arXiv 2512.17570, sections 4.3 and 4.4).
+"""optimizer: gradients, optimizer states and the updates, early and late (arXiv 2512.17570, sections 4.3 and 4.4).
 
 The state of a part is one stretch of memory, component after component (the master first, where the parameters are
 narrower), so that one read serves one update.
@@ -15,11 +15,10 @@ import torch
 
 from gs_compile.placement.placement import Group, Part, UnitPlacement
 from gs_compile.program.ir import SHADOWS, Op, Unit, Value, homed
-from gs_compile.runtime.coordinators import Binding, Setting, transfer
+from gs_compile.runtime.coordinators import Binding, Setting, flat, transfer
 from gs_compile.runtime.kernels import CHUNK, Rule, sum_of_squares
-from gs_compile.runtime.store import Extent
 from gs_compile.runtime.stream import Reading
-from gs_compile.runtime.values import Flat, Gradient, Hold, Region
+from gs_compile.runtime.values import Gradient, Region
 
 Tensor = torch.Tensor
 
@@ -87,111 +86,87 @@ class OptimizerStep:
     def __init__(self, setting: Setting, recipe: Recipe) -> None:
         self.setting = setting
         self.recipe = recipe
-        self._extents: dict[Unit, Extent] = {}  # of gradient sums
+        self._regions: dict[Unit, Region] = {}  # of gradient sums
         self._added: dict[Unit, frozenset[Any]] = {}  # the parameters that have sums, of gradients that are away
 
     def state_dtype(self, unit: Unit) -> torch.dtype:
         return torch.promote_types(self.setting.dtypes[unit], torch.float32)
 
-    def home(self, unit: UnitPlacement, part: Part, kind: str = "s") -> Flat | Region:
+    def home(self, unit: UnitPlacement, part: Part, memory: Tensor | None, kind: str = "s") -> Tensor | Region:
         """A part of the state where it lives: component after component; zero until it is written.
 
         kind: "ss" for its shadow copy.
         """
-        numel = part.numel * self.recipe.num_components[unit.unit]
-        dtype = self.state_dtype(unit.unit)
+        dtype, numel = self.state_dtype(unit.unit), part.numel * self.recipe.num_components[unit.unit]
         if part.tier == "host":
-            flat = self.setting.flat(numel, dtype, "optimizer state")
-            flat.tensor.zero_()
-            return flat
-        nbytes = numel * dtype.itemsize
-        return Region(self.setting.extent(f"{kind}{unit.unit}-{part.letter}", nbytes, kind="s"), 0, nbytes)
+            return flat(memory, numel, dtype)
+        return self.setting.region(f"{kind}{unit.unit}-{part.letter}", numel * dtype.itemsize, kind="s")
 
-    def allocate(self, value: Value) -> Flat:
+    def allocate(self, value: Value, _: Any, memory: Tensor | None) -> Tensor:
+        """Memory of a part of the state on its way."""
         unit = self.setting.unit(value)
-        dtype = self.state_dtype(unit.unit)
-        if value.kind == "dw":
-            numel = unit.dw[value.part].numel if value.part else unit.num_trained
-            return self.setting.flat(numel, dtype, "gradients")
-        return self.setting.flat(
-            unit.s[value.part].numel * self.recipe.num_components[unit.unit], dtype, "optimizer state on its way"
-        )
+        numel = unit.s[value.part].numel * self.recipe.num_components[unit.unit]
+        return flat(memory, numel, self.state_dtype(unit.unit))
 
-    def zeros(self, value: Value, bindings: Sequence[Binding]) -> Gradient:
+    # Gradients -------------------------------------------------------------------------------------------------------
+
+    def zeros(self, value: Value, memory: Tensor | None, bindings: Sequence[Binding]) -> Gradient:
         """A unit's gradient, nothing added yet."""
-        unit = self.setting.unit(value)
-        dtype, trained = self.state_dtype(unit.unit), sorted((b for b in bindings if b.trained), key=lambda b: b.offset)
-        hold = None
-        if self.setting.placement.separate:
-            flat = self._on_device(unit)
-        else:
-            hold = Hold(self.setting.arena.take(unit.num_trained * dtype.itemsize, "gradients"))
-            flat = hold.buffer.view(dtype, unit.num_trained)
-        end = 0
-        for binding in trained:
-            flat[end : binding.offset].zero_()
-            end = binding.offset + math.prod(binding.shape)
-        flat[end:].zero_()
-        return Gradient(flat, _views(flat, bindings), hold)
+        whole = self._whole(self.setting.unit(value), memory)
+        return Gradient(whole, _views(whole, bindings))
 
-    def keep(self, value: Value, gradient: Gradient) -> Flat:
-        """A late part that stays where it was summed, or a sum on its way to SSD."""
-        self._leave(value, gradient)
-        return Flat(gradient.flat, tuple(hold.share() for hold in gradient.holds if isinstance(hold, Hold)))
+    def keep(self, value: Value, source: Any, bindings: Sequence[Binding]) -> Any:
+        """The same memory under another name: late parts where they were summed, or a sum on its way to SSD or back."""
+        if value.tier == "device":
+            return self._resumed(value, source, bindings)
+        self._leave(value, source)
+        return source.flat
 
-    # Sums between two micro-batches of the horizontal order ---------------------------------------------------------
-
-    def allocate_sum(self, value: Value, source: Any, bindings: Sequence[Binding]) -> Any:
-        """Memory for a unit's gradient on its way to another tier."""
+    def allocate_gradient(self, value: Value, source: Any, memory: Tensor | None, bindings: Sequence[Binding]) -> Any:
+        """Memory for a part of a unit's gradient, or for a sum on its way to another tier."""
         unit = self.setting.unit(value)
         if value.tier == "device":
-            return self._back(value, self._on_device(unit), None, bindings)
+            return self._resumed(value, self._whole(unit, memory), bindings)
         if isinstance(source, Gradient):
             self._leave(value, source)
+        dtype = self.state_dtype(unit.unit)
+        numel = unit.dw[value.part].numel if value.part else unit.num_trained
         if value.tier == "host":
-            return self.allocate(value)
-        nbytes = unit.num_trained * self.state_dtype(unit.unit).itemsize
-        if unit.unit not in self._extents:
-            self._extents[unit.unit] = self.setting.extent(f"dw{unit.unit}", nbytes, kind="dw")
-        return Region(self._extents[unit.unit], 0, nbytes)
+            return flat(memory, numel, dtype)
+        if unit.unit not in self._regions:
+            self._regions[unit.unit] = self.setting.region(f"dw{unit.unit}", numel * dtype.itemsize, kind="dw")
+        return self._regions[unit.unit]
 
-    def keep_sum(self, value: Value, sums: Flat, bindings: Sequence[Binding]) -> Gradient:
-        """A sum that has come back, in the memory it has come to."""
-        (hold,) = sums.holds
-        assert isinstance(hold, Hold)
-        return self._back(value, sums.tensor, hold, bindings)
-
-    def _on_device(self, unit: UnitPlacement) -> Tensor:
-        return self.setting.device.empty((unit.num_trained,), self.state_dtype(unit.unit))
+    def _whole(self, unit: UnitPlacement, memory: Tensor | None) -> Tensor:
+        """Memory for a unit's gradient where it is summed."""
+        dtype = self.state_dtype(unit.unit)
+        if self.setting.placement.separate:
+            return self.setting.device.empty((unit.num_trained,), dtype)
+        return flat(memory, unit.num_trained, dtype)
 
     def _leave(self, value: Value, gradient: Gradient) -> None:
         assert value.unit is not None
-        self._added[value.unit] = gradient.added
+        self._added[value.unit] = frozenset(gradient.added)
 
-    def _back(self, value: Value, flat: Tensor, hold: Hold | None, bindings: Sequence[Binding]) -> Gradient:
+    def _resumed(self, value: Value, whole: Tensor, bindings: Sequence[Binding]) -> Gradient:
+        """A sum that has come back, or is about to."""
         assert value.unit is not None
-        return Gradient(flat, _views(flat, bindings), hold, self._added[value.unit])
+        return Gradient(whole, _views(whole, bindings), self._added[value.unit])
 
     # Carrying out ----------------------------------------------------------------------------------------------------
 
     def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any]) -> None:
-        if op.reads[0].kind == "dw" and not op.results[0].part:
-            self._move_sum(reads[0], targets[0])
-        elif op.reads[0].kind == "dw":
+        """Move state, or a gradient sum, or the parts of one."""
+        if op.lane in ("ssd_read", "ssd_write"):
+            transfer(reads, targets)
+        elif op.results[0].part:
             for value, target in zip(op.results, targets, strict=True):
                 at = 0
-                for segment in self._segments(self.setting.unit(value).dw[value.part], reads[0].flat):
-                    self.setting.device.copy(target.tensor[at : at + len(segment)], segment)
-                    at += len(segment)
+                for part in self.setting.unit(value).dw[value.part].w:
+                    self.setting.device.copy(target[at : at + part.numel], reads[0].flat[part.start : part.stop])
+                    at += part.numel
         else:
-            transfer(reads, targets)
-
-    def _move_sum(self, source: Any, target: Any) -> None:
-        if isinstance(source, Region) or isinstance(target, Region):
-            transfer([source], [target])
-            return
-        old, new = (each.flat if isinstance(each, Gradient) else each.tensor for each in (source, target))
-        self.setting.device.copy(new, old)
+            self.setting.device.copy(_flat_of(targets[0]), _flat_of(reads[0]))
 
     def norm(self, unit: Unit, gradient: Gradient, record: StepRecord) -> Reading:
         """The sum of squares of a complete gradient; where it is not finite, nothing is updated from then on."""
@@ -204,18 +179,14 @@ class OptimizerStep:
             record.squares[unit] = lambda: total
         return record.squares[unit]
 
-    def _segments(self, group: Group, flat: Tensor) -> Iterator[Tensor]:
-        """A group's elements in its unit's flat gradient."""
-        return (flat[part.start : part.stop] for part in group.w)
-
-    def update(self, op: Op, reads: Sequence[Any], targets: Sequence[Flat], record: StepRecord) -> None:
+    def update(self, op: Op, reads: Sequence[Any], targets: Sequence[Tensor], record: StepRecord) -> None:
         """Update parts of a unit, in place."""
         unit, gradient = self.setting.unit(op.into[0]), reads[0]
         group = unit.group_of(op.into[0])
-        flats = {(homed(value).kind, value.part): flat.tensor for value, flat in zip(op.into, targets, strict=True)}
-        kept = {(v.kind, v.part): flat.tensor for v, flat in zip(op.reads, reads, strict=True) if v.kind in SHADOWS}
+        flats = {(homed(value).kind, value.part): flat for value, flat in zip(op.into, targets, strict=True)}
+        kept = {(v.kind, v.part): flat for v, flat in zip(op.reads, reads, strict=True) if v.kind in SHADOWS}
         is_whole = isinstance(gradient, Gradient) or self.setting.placement.keeps_gradient(unit)
-        sums = gradient.flat if isinstance(gradient, Gradient) else gradient.tensor
+        sums = _flat_of(gradient)
         for piece in self._in_chunks(unit, group) if kept else self._pieces(unit, group):
             w = _parameters(flats, piece)
             g = sums[piece.unit_start if is_whole else piece.start :][: piece.numel]
@@ -270,9 +241,13 @@ def _parameters(flats: Mapping[tuple[str, str], Tensor], piece: _Piece) -> Tenso
     return flats["w", piece.w.letter][piece.unit_start - piece.w.start :][: piece.numel]
 
 
-def _views(flat: Tensor, bindings: Sequence[Binding]) -> dict[Any, Tensor]:
+def _views(whole: Tensor, bindings: Sequence[Binding]) -> dict[Any, Tensor]:
     """The gradient of each trained parameter, by its place among the inputs."""
-    return {binding.input: binding.view(flat) for binding in bindings if binding.trained}
+    return {binding.input: binding.view(whole) for binding in bindings if binding.trained}
+
+
+def _flat_of(sums: Gradient | Tensor) -> Tensor:
+    return sums.flat if isinstance(sums, Gradient) else sums
 
 
 class _Piece(NamedTuple):

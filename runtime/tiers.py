@@ -18,17 +18,18 @@ from typing import Any
 import torch
 
 from gs_compile.errors import LaneError
-from gs_compile.placement.placement import Group, Placement, UnitPlacement
-from gs_compile.program.ir import LANES, Op, Unit, Value
-from gs_compile.runtime.arena import Arena
-from gs_compile.runtime.coordinators import InterLayerTensors, Parameters, Setting
+from gs_compile.placement.kinds import slot_of
+from gs_compile.placement.placement import Placement, UnitPlacement
+from gs_compile.program.ir import LANES, Op, Program, Unit, Value, homed
+from gs_compile.runtime.coordinators import Activations, Parameters, Setting
 from gs_compile.runtime.lanes import Failure, Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, Recipe, StepRecord
+from gs_compile.runtime.slab import Block, Slab
 from gs_compile.runtime.store import Store
 from gs_compile.runtime.stream import Event, device_of
 from gs_compile.runtime.trace import Trace
 from gs_compile.runtime.value_table import ValueTable
-from gs_compile.runtime.values import Flat, Region, Resident
+from gs_compile.runtime.values import Region
 
 Tensor = torch.Tensor
 
@@ -47,26 +48,29 @@ class Slice:
 
 
 class Tiers:
-    """The homes of a model's parameters and optimizer states, and everything that moves them."""
+    """The homes of a model's parameters and optimizer states, and everything that moves them.
+
+    host_nbytes: the most host memory that is mapped; None: without a bound.
+    """
 
     def __init__(
         self,
         placement: Placement,
         dtypes: Mapping[Unit, torch.dtype],
         recipe: Recipe,
-        arena: Arena,
         store: Store | None,
         device: torch.device,
         *,
         trace: Trace,
+        host_nbytes: int | None = None,
         num_threads: int | None = None,
     ) -> None:
-        setting = Setting(placement, dtypes, arena, store, device_of(device))
+        setting = Setting(placement, dtypes, store, device_of(device))
         self.setting = setting
         self.trace = trace
         self.failure = Failure()
         self.parameters = Parameters(setting)
-        self.inter_layer = InterLayerTensors(setting)
+        self.activations = Activations(setting)
         self.optimizer = OptimizerStep(setting, recipe)
         self.values = ValueTable()
         self.homes = placement.homes(late=False) | placement.homes(late=True)
@@ -74,9 +78,13 @@ class Tiers:
         self.pending: StepRecord | None = None  # of the step whose late updates are still to come
         self._lanes: dict[str, Lane] = {}
         self._num_threads = num_threads
-        self._finalizer = weakref.finalize(self, _close, self._lanes, store, arena)
+        self._finalizer = weakref.finalize(self, _close, self._lanes, store)
+        self.slab = Slab(placement, setting.device, host_nbytes)
         try:
-            self._make_homes()
+            self.slab.map()
+            for value in sorted(placement.homes(late=False), key=str):
+                if value.tier != "device":
+                    self._define(value)
         except BaseException:
             self.close()
             raise
@@ -85,22 +93,20 @@ class Tiers:
     def placement(self) -> Placement:
         return self.setting.placement
 
-    def _make_homes(self) -> None:
-        for unit in self.placement.units:
-            for group in unit.groups:
-                for part in group.w:
-                    self.values.define(unit.value("w", part), self.parameters.home(unit, part))
-                for part in group.s:
-                    self.values.define(unit.value("s", part), self.optimizer.home(unit, part))
-            for group in self.placement.speculated(unit):
-                self._make_others(unit, group)
-
-    def _make_others(self, unit: UnitPlacement, group: Group) -> None:
-        for home, other in unit.shadows(group):
-            if home.kind == "s":
-                self.values.define(other, self.optimizer.home(unit, unit.s[home.part], other.kind))
-            else:
-                self.values.define(other, self.parameters.other(unit, unit.w[home.part]))
+    def _define(self, home: Value) -> None:
+        """A part of parameters or of state where it lives, or its shadow copy."""
+        unit, part = self.setting.unit(home), homed(home)
+        slot = slot_of(self.placement, home)
+        place = self.slab.home(slot) if slot.tier == "host" and slot.nbytes else None
+        memory = place.memory if place else None
+        content: Any
+        if part.kind == "s":
+            content = self.optimizer.home(unit, unit.s[part.part], memory, home.kind)
+        elif home.kind == "w":
+            content = self.parameters.home(unit, unit.w[part.part], memory)
+        else:
+            content = self.parameters.shadow(unit, unit.w[part.part], memory)
+        self.values.define(home, content, place=place)
 
     # Values in and out -----------------------------------------------------------------------------------------------
 
@@ -108,8 +114,8 @@ class Tiers:
         """Bring a parameter's values home, to its master as well; waits until they are there."""
         for kind, content, start, stop, at in self._pieces(place):
             dtype = self.optimizer.state_dtype(place.unit) if kind == "s" else self.setting.dtypes[place.unit]
-            target = None if isinstance(content, Region) else content.tensor.device
-            _write(content, start, values.reshape(-1)[at : at + stop - start].to(target or "cpu", dtype))
+            device = None if isinstance(content, Region) else content.device
+            _write(content, start, values.reshape(-1)[at : at + stop - start].to(device or "cpu", dtype))
 
     def has_master(self, place: Slice) -> bool:
         """Whether a parameter is a narrow copy of a master in its state; a frozen one is not."""
@@ -171,11 +177,19 @@ class Tiers:
         """What is at home, once nobody works on it any more."""
         self.check()
         assert not self.closed, f"{value}: the tiers are closed"
+        if value not in self.values.contents:  # on the device, where the model's own memory has just gone
+            self._define(value)
         for ticket in self.values.idle(value):
             ticket.wait()
         return self.values.contents[value]
 
     # Running ---------------------------------------------------------------------------------------------------------
+
+    def block(self, program: Program) -> Block:
+        """Host memory for a step of `program`. Where more has to be mapped, what the lanes still work on goes first."""
+        if not self.slab.has_block(program):
+            self.synchronize()
+        return self.slab.block(program)
 
     def lane(self, name: str) -> Lane:
         """The lane of that name; its thread starts with its first operation."""
@@ -219,6 +233,8 @@ class Tiers:
     def close(self) -> None:
         """End all threads, remove all files, give back all memory; once is enough."""
         self.values = ValueTable()
+        self.parameters.close()
+        self.slab.close()
         self._finalizer()
 
     def fail(self, error: BaseException) -> None:
@@ -238,30 +254,28 @@ def _nothing() -> None:
     pass
 
 
-def _close(lanes: dict[str, Lane], store: Store | None, arena: Arena) -> None:
+def _close(lanes: dict[str, Lane], store: Store | None) -> None:
     """End what moves data. Garbage is collected on any thread: one of ours cannot wait for itself, so another does."""
     if threading.current_thread().name.startswith("greedysnake"):
-        threading.Thread(target=_close, args=(lanes, store, arena), name="closing greedysnake").start()
+        threading.Thread(target=_close, args=(lanes, store), name="closing greedysnake").start()
         return
     for lane in lanes.values():
         lane.close()
     lanes.clear()
     if store is not None:
         store.close()
-    with contextlib.suppress(LaneError):  # memory goes also where its last user has failed, which is told elsewhere
-        arena.close()
 
 
-def _read(content: Flat | Resident | Region, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+def _read(content: Tensor | Region, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     if not isinstance(content, Region):
-        return content.tensor[start:stop]
+        return content[start:stop]
     flat = torch.empty(stop - start, dtype=dtype)
     content.extent.read(flat, content.offset + start * dtype.itemsize).wait()
     return flat
 
 
-def _write(content: Flat | Resident | Region, start: int, values: Tensor) -> None:
+def _write(content: Tensor | Region, start: int, values: Tensor) -> None:
     if not isinstance(content, Region):
-        content.tensor[start : start + len(values)].copy_(values)
+        content[start : start + len(values)].copy_(values)
     else:
         content.extent.write(values.contiguous(), content.offset + start * values.dtype.itemsize).wait()

@@ -1,4 +1,4 @@
-"""value_table: what the values of a program hold, and who made, reads or changes them."""
+"""value_table: what the values of a program hold, who made, reads or changes them, and their places."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from gs_compile.program.ir import Value
 from gs_compile.runtime.lanes import Ticket
+from gs_compile.runtime.slab import Place
 
 T = TypeVar("T")
 
@@ -16,14 +17,17 @@ class ValueTable:
 
     def __init__(self) -> None:
         self.contents: dict[Value, Any] = {}
+        self.places: dict[Value, Place] = {}  # of those in the slab
         self._made: dict[Value, Sequence[Ticket]] = {}
         self._used: dict[Value, list[Ticket]] = {}
 
-    def define(self, value: Value, content: Any, tickets: Sequence[Ticket] = ()) -> None:
+    def define(self, value: Value, content: Any, tickets: Sequence[Ticket] = (), *, place: Place | None = None) -> None:
         """A new value, ready when all of `tickets` are done."""
         self.contents[value] = content
         self._made[value] = tickets
         self._used[value] = []
+        if place is not None:
+            self.places[value] = place
 
     def ready(self, value: Value) -> list[Ticket]:
         """What a reader waits for."""
@@ -42,16 +46,17 @@ class ValueTable:
         self._made[value], self._used[value] = (ticket,), []
 
     def swap(self, one: Value, other: Value) -> None:
-        """Exchange contents and tickets of two values."""
+        """Exchange contents and tickets of two values that live on."""
         for table in (self.contents, self._made, self._used):
             _swap(table, one, other)
 
     def free(self, value: Value) -> None:
-        """The end of a value: its memory is given back, for use once all who use it are done."""
-        content, after = self.contents.pop(value), self.idle(value)
-        del self._made[value], self._used[value]
-        if hasattr(content, "release"):
-            content.release(after)
+        """The end of a value: its memory is for others once all who use it are done."""
+        users = self.idle(value)
+        del self.contents[value], self._made[value], self._used[value]
+        place = self.places.pop(value, None)
+        if place is not None:
+            place.end(users)
 
 
 def _swap(table: dict[Value, T], one: Value, other: Value) -> None:

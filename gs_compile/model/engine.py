@@ -31,14 +31,12 @@ from gs_compile.placement.placement import Placement
 from gs_compile.planner.cache import PlanCache
 from gs_compile.planner.prediction import Prediction
 from gs_compile.program.ir import EPILOGUE, Program, Unit, Value
-from gs_compile.runtime.arena import Arena
 from gs_compile.runtime.handlers import Bindings
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.kernels import Rule
-from gs_compile.runtime.memory import memory_for
 from gs_compile.runtime.optimizer import Recipe, StepRecord
 from gs_compile.runtime.store import Store
-from gs_compile.runtime.stream import device_of, has_own_memory
+from gs_compile.runtime.stream import has_own_memory
 from gs_compile.runtime.threads import update_threads
 from gs_compile.runtime.tiers import Slice, Tiers
 from gs_compile.runtime.trace import Trace
@@ -134,10 +132,10 @@ class Engine:
             planning.placement,
             {unit.unit: unit.dtype for unit in units},
             Recipe(rule, {unit.unit: unit.runs for unit in units}, components),
-            Arena(planning.host_nbytes, memory=memory_for(device_of(device))),
             store,
             device,
             trace=Trace(events=expert.trace),
+            host_nbytes=planning.host_nbytes,
             num_threads=expert.threads or update_threads(beside_compute=not has_own_memory(device)),
         )
 
@@ -230,7 +228,7 @@ class Engine:
         if pending is not None:
             program = self.planning.flush(redo=self.placement.rolls_back(confirmed=pending.confirmed))
             nothing = Bindings(dict.fromkeys(self._units, ()), {})
-            executor = TieredExecutor(self.tiers, self.placement, program, None, {}, nothing)  # type: ignore[arg-type]
+            executor = TieredExecutor(self.tiers, self.placement, program, None, {}, nothing)
             executor.backward()
             self.tiers.pending = None
 

@@ -7,7 +7,7 @@ home when it ends has no last one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -33,6 +33,14 @@ class LiveRange:
     last: int | None = None
 
 
+def slot_made(placement: Placement, op: Op, value: Value, slots: Mapping[Value, Slot]) -> Slot:
+    """The memory of a result, `slots` being those of values so far: back from the host on a device that reads host
+    memory itself, a value stays where it is.
+    """
+    renamed = op.verb == "alias" and op.reads[0].tier == "host"
+    return slots[op.reads[0]] if renamed else slot_of(placement, value)
+
+
 class Liveness:
     """The live ranges of operations that are given in order."""
 
@@ -47,10 +55,7 @@ class Liveness:
     def add(self, at: int, op: Op) -> None:
         """The operation number `at`."""
         for value in op.results:
-            renamed = (
-                op.verb == "alias" and op.reads[0].tier == "host"
-            )  # back on a device that reads host memory itself
-            self._begin(value, self._slots[op.reads[0]] if renamed else slot_of(self.placement, value), at)
+            self._begin(value, slot_made(self.placement, op, value, self._slots), at)
         if op.verb == "free":
             self.end(op.reads[0], at)
 

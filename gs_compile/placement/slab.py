@@ -10,26 +10,29 @@ A late parameter is stale between its last use and its update, and its gradient 
 Units are updated in the order of the forward and used last in the opposite one, so one region serves both: up to some
 unit the parameters are alive, from there on the gradients.
 
-All offsets are multiples of a page, which direct I/O asks for. The bytes of the slab are what the plan states.
+All offsets are multiples of a page, which direct I/O asks for. What the plan states as needed is the smallest slab. Who
+begins in a range waits for those who still use what was there before; so where the budget has room, memory that a
+transfer has used last is given on some stages later (`packed`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from gs_compile.placement.kinds import Slot, slot_of
-from gs_compile.placement.liveness import LiveRange, live_ranges, nbytes_alive
+from gs_compile.placement.liveness import BEFORE, LiveRange, live_ranges, nbytes_alive
 from gs_compile.placement.placement import Placement
-from gs_compile.program.ir import TIED, Op, Tier, Unit, Value, height
+from gs_compile.placement.ranges import Occupants
+from gs_compile.program.ir import TIED, Op, Program, Tier, Unit, Value, height
 
 PAGE_NBYTES = 4096
-
-User = TypeVar("User")
+LAGS = (2, 1, 0)  # stages that a transfer may take after its own; it is planned to take one
 
 
 class FixedOffsets(NamedTuple):
@@ -123,36 +126,67 @@ def _waiting(placement: Placement, unit: Unit) -> list[Slot]:
     return list({slot.key: slot for slot in slots}.values())
 
 
-def plan_offsets(ranges: Sequence[LiveRange], placement: Placement, num_ops: int) -> tuple[dict[object, int], int]:
+def plan_offsets(ranges: Sequence[LiveRange], ops: Sequence[Op], placement: Placement) -> tuple[dict[object, int], int]:
     """The offset of each slot in host memory that a program uses, and the bytes of the slab.
 
     Largest first, each at the lowest offset that is free for as long as it is alive: deterministic, and near the
-    bytes that are alive at most.
+    bytes that are alive at most. What is alive in a step alone is not across the end of what lives on: these are two
+    blocks. In a program that updates nothing it is all behind that end, as a step may be open meanwhile.
     """
     fixed = fixed_offsets(placement)
     spans: dict[object, list[tuple[int, int]]] = {}
     sizes: dict[object, int] = {}
     for live in ranges:
         if live.slot.tier == "host" and live.slot.nbytes and live.slot.key not in fixed.always:
-            spans.setdefault(live.slot.key, []).append((live.first, num_ops if live.last is None else live.last))
+            spans.setdefault(live.slot.key, []).append((live.first, len(ops) if live.last is None else live.last))
             sizes[live.slot.key] = rounded(live.slot.nbytes)
-    packing = _Packing(sum(map(len, spans.values())), fixed.always_nbytes)
+    updates = any(op.verb in ("norm", "update") for op in ops)
+    packing = _Packing(sum(map(len, spans.values())) + 1, fixed.always_nbytes if updates else fixed.nbytes)
+    packing.put([(BEFORE - 1, len(ops) + 1)], fixed.nbytes, 0)
     for key in spans.keys() & fixed.shared.keys():
         packing.put(spans[key], fixed.shared[key], sizes[key])
     offsets: dict[object, int] = {}
     for key in sorted(spans.keys() - fixed.shared.keys(), key=lambda key: (-sizes[key], spans[key], str(key))):
         offsets[key] = packing.lowest(spans[key], sizes[key])
         packing.put(spans[key], offsets[key], sizes[key])
-    return {**fixed.always, **fixed.shared, **offsets}, max(packing.end, fixed.nbytes)
+    return {**fixed.always, **fixed.shared, **offsets}, packing.end
 
 
 def plan(ops: Sequence[Op], placement: Placement) -> tuple[tuple[tuple[str, int], ...], dict[object, int]]:
-    """The peak of each tier in bytes, that of the host being the slab's size, and the offsets in the slab."""
+    """The peak of each tier in bytes, that of the host being the smallest slab's size, and the offsets in that slab."""
     ranges = live_ranges(ops, placement)
-    offsets, host_nbytes = plan_offsets(ranges, placement, len(ops))
+    offsets, host_nbytes = plan_offsets(ranges, ops, placement)
     tiers: tuple[Tier, Tier] = ("device", "ssd")
     device, ssd = (int(nbytes_alive(ranges, tier, len(ops)).max(initial=0)) for tier in tiers)
     return (("device", device), ("host", host_nbytes), ("ssd", ssd)), offsets
+
+
+def packed(program: Program, placement: Placement, host_nbytes: int | None = None) -> Program:
+    """The same in the slab in which it waits least, of `host_nbytes` at most, or of the bytes that it needs.
+
+    What a transfer uses last is given on when the transfer has had some stages to end: the most of LAGS that fits.
+    """
+    ranges = live_ranges(program.ops, placement)
+    for lag in LAGS:
+        offsets, nbytes = plan_offsets(_prolonged(ranges, program.ops, lag), program.ops, placement)
+        if host_nbytes is None or nbytes <= host_nbytes:
+            break
+    return replace(program, offsets=offsets, slab_nbytes=nbytes)
+
+
+def _prolonged(ranges: Sequence[LiveRange], ops: Sequence[Op], lag: int) -> list[LiveRange]:
+    """The ranges whose last user is a transfer or an update, to the start of the stage that comes `lag` after."""
+    starts = [at for at, op in enumerate(ops) if at == 0 or op.stage != ops[at - 1].stage]
+    found = []
+    for live in ranges:
+        user = live.last
+        while user is not None and user > 0 and ops[user].verb == "free":
+            user -= 1
+        if lag and live.last is not None and user is not None and ops[user].lane not in ("compute", "memory"):
+            at = bisect_right(starts, live.last) - 1 + lag
+            live = replace(live, last=max(live.last, starts[at] if at < len(starts) else len(ops)))
+        found.append(live)
+    return found
 
 
 def conflicts(ops: Sequence[Op], placement: Placement, offsets: Mapping[object, int]) -> Iterator[tuple[Value, Value]]:
@@ -193,36 +227,3 @@ class _Packing:
         begins = np.maximum.accumulate(np.concatenate(([self.base], stops[order])))
         gaps = np.append(offsets[order], np.iinfo(np.int64).max) - begins
         return int(begins[np.argmax(gaps >= nbytes)])
-
-
-class Occupants(Generic[User]):
-    """Who last used each range of the slab that is free: whoever takes it next waits for them."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ranges: list[tuple[int, Sequence[User]]] = []  # where each stops, and who used it
-
-    def leave(self, offset: int, nbytes: int, users: Sequence[User]) -> None:
-        """The range is free as soon as all of `users` are done."""
-        if users and nbytes:
-            self.take(offset, nbytes)
-            at = bisect_left(self._starts, offset)
-            self._starts.insert(at, offset)
-            self._ranges.insert(at, (offset + nbytes, users))
-
-    def take(self, offset: int, nbytes: int) -> list[User]:
-        """Who has to be done with the range before it is used again."""
-        stop = offset + nbytes
-        low = max(bisect_right(self._starts, offset) - 1, 0)
-        high = bisect_left(self._starts, stop)
-        found: list[User] = []
-        rest: list[tuple[int, int, Sequence[User]]] = []
-        for start, (end, users) in zip(self._starts[low:high], self._ranges[low:high], strict=True):
-            if end <= offset:
-                rest.append((start, end, users))
-                continue
-            found += users
-            rest += [(a, b, users) for a, b in ((start, min(end, offset)), (max(start, stop), end)) if a < b]
-        self._starts[low:high] = [start for start, _, _ in rest]
-        self._ranges[low:high] = [(end, users) for _, end, users in rest]
-        return found

@@ -14,6 +14,7 @@ from gs_compile.machine import format_bytes
 from gs_compile.options import Options
 from gs_compile.passes.lower import flush, lower
 from gs_compile.placement.placement import Placement
+from gs_compile.placement.slab import packed
 from gs_compile.placement.workload import UnitSize
 from gs_compile.planner.lifetimes import table
 from gs_compile.planner.lp.fit import host_needed, peak
@@ -53,19 +54,33 @@ class PlanCache:
         return layout.shape_of(self.sizes, tied, training=training)
 
     def programs(self, placement: Placement, shape: StepShape, *, late: bool, redo: bool) -> tuple[Program, ...]:
-        """Every snapshot of a step; `late`: the step before has left updates; `redo`: and some that did not hold."""
+        """Every snapshot of a step; `late`: the step before has left updates; `redo`: and some that did not hold.
+
+        The step with all late updates takes the most memory and is planned first: the others run in what it has.
+        """
         key = (placement, shape, late, redo)
         if key not in self._programs:
+            if shape.training and placement.has_late and not (late and redo):
+                self.programs(placement, shape, late=True, redo=True)
             step = self.builder.step(placement, late=late, redo=redo)
-            self._programs[key] = tuple(lower(replace(step, shape=shape)))
+            self._programs[key] = self._packed(lower(replace(step, shape=shape)), placement)
         return self._programs[key]
 
     def flush(self, *, redo: bool) -> Program:
         """The late updates alone; `redo`: and those that did not hold."""
         key = ("flush", redo)
         if key not in self._programs:
-            self._programs[key] = tuple(flush(self.placement.num_layers, self.placement, redo=redo))
+            programs = flush(self.placement.num_layers, self.placement, redo=redo)
+            self._programs[key] = self._packed(programs, self.placement)
         return self._programs[key][-1]
+
+    def _packed(self, programs: Sequence[Program], placement: Placement) -> tuple[Program, ...]:
+        """The last one in the host memory that programs so far have, or where it needs more, in all there may be."""
+        before = max((known[-1].slab_nbytes for known in self._programs.values()), default=0)
+        found = packed(programs[-1], placement, before)
+        if found.slab_nbytes > before:
+            found = packed(programs[-1], placement, self.host_nbytes)
+        return (*programs[:-1], found)
 
     def sized(self, layouts: Sequence[SpecializedModel], shape: StepShape) -> Placement:
         """The homes as they are, for a step of another size; raises `MemoryBudgetError` if it does not fit."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gs_compile.placement.placement import Placement
+from gs_compile.placement.slab import packed
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.event_loop import Rule
@@ -29,15 +30,16 @@ def predict(
 ) -> Prediction:
     """A step of `program` that follows on others like it.
 
-    host_nbytes: the budget of host memory, where buffers may have to be waited for; None: there is always enough.
+    host_nbytes: the budget of host memory; None: there is always enough. The less there is, the sooner its ranges are
+        used anew, and the longer they are waited for.
     """
+    program = packed(program, placement, host_nbytes)
     prices = measure(program, placement, workload, profile)
     seconds = [price.seconds for price in prices]
     rule = Rule(
         speeds=profile.speeds(),
         inline=not profile.separate,
         op_seconds=profile.op_seconds,
-        host_nbytes=host_nbytes,
     )
     for number in NUM_STEPS:
         simulation = simulate([program] * number, [seconds] * number, placement=placement, rule=rule)

@@ -86,6 +86,7 @@ class Program:
     made_by: str  # the last pass that ran
     peaks: tuple[tuple[str, int], ...] = ()  # the planned peak of each tier in bytes, once `free` has counted it
     offsets: Mapping[object, int] = field(default_factory=dict, compare=False, repr=False)  # in host memory, by slot
+    slab_nbytes: int = field(default=0, compare=False, repr=False)  # of the host memory that these offsets are in
 
     @property
     def order(self) -> Order:

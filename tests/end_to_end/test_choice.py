@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_planned_and_learns_the_same(rig, storage, caplog, 
         program, placement, plan = engine.programs[-1], engine.placement, engine.planning.planner.plan
         optimizer.synchronize()
         found = outcome(rig.model, optimizer, [], [])
-        assert engine.tiers.setting.arena.ledger.peak_total <= budget
+        assert engine.tiers.slab.nbytes <= budget
         described = engine.planning.describe(program)
     assert plan.placement == placement
     assert engine.planning.ssd_nbytes > 0

@@ -151,7 +151,7 @@ def test_the_planned_memory_is_enough(rigs, storage, ratio, gradient, separate, 
         for number in range(3):
             step(rig.model, optimizer, tokens(number))
         optimizer.synchronize()
-        assert optimizer.engine.tiers.setting.arena.ledger.peak_total <= budget
+        assert optimizer.engine.tiers.slab.nbytes <= budget
 
 
 # Models that are captured for one test: last, as a rig is captured once -----------------------------------------------

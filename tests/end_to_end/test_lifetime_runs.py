@@ -106,7 +106,7 @@ def test_moves_what_it_says_and_no_more_than_the_horizontal_order(rigs, storage,
             found[schedule] = measured.traced
             budget = peak(engine.programs[-1], "host")
             if keeps:
-                assert engine.tiers.setting.arena.ledger.peak_total <= chosen["host_memory"]
+                assert engine.tiers.slab.nbytes <= chosen["host_memory"]
     assert all(nbytes <= found["horizontal"][key] for key, nbytes in found["lifetime"].items())
     if share == 1.0:
         assert not {key for key in found["lifetime"] if key[1] in ("x", "dw") and key[0].startswith("ssd")}

@@ -53,9 +53,7 @@ def test_the_planned_memory_is_enough(rigs, storage, precision, clip, alpha, sep
         for number in range(4):
             step(rig.model, optimizer, tokens(number))
         optimizer.synchronize()
-        ledger = optimizer.engine.tiers.setting.arena.ledger
-        assert ledger.peak_total <= planned
-        assert ledger.total <= planned
+        assert optimizer.engine.tiers.slab.nbytes <= planned
 
 
 @settings(deadline=None, max_examples=3)
@@ -73,4 +71,4 @@ def test_the_memory_that_a_refusal_names_is_enough(rigs, storage, batch_size, al
         for number in range(3):
             step(rig.model, optimizer, tokens(number, batch_size))
         optimizer.synchronize()
-        assert optimizer.engine.tiers.setting.arena.ledger.peak_total <= int(needed)
+        assert optimizer.engine.tiers.slab.nbytes <= int(needed)

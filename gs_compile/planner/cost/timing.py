@@ -109,7 +109,7 @@ class _Trial:
             index: torch.zeros(spec.shape, dtype=torch.promote_types(spec.dtype, torch.float32), device=spec.device)
             for index, spec in specs.items()
         }
-        sums = {"dw": Gradient(torch.empty(0), views, None)}
+        sums = {"dw": Gradient(torch.empty(0), views)}
         return sums | ({} if self.unit.unit == PROLOGUE else {"dside": Accumulator()})
 
 

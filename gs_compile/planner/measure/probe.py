@@ -22,7 +22,6 @@ from gs_compile.planner.measure.probe_compute import compute_rates, link_rates, 
 from gs_compile.planner.measure.probe_drive import drive_rates, room_nbytes
 from gs_compile.planner.measure.profile import FORMAT, MIXED, Profile
 from gs_compile.planner.measure.rates import Figure
-from gs_compile.runtime.memory import memory_for
 from gs_compile.runtime.stream import default_device, device_of, has_own_memory
 
 log = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ def probe(
 def _measured(storage: Sequence[Path], device: torch.device, seconds: float) -> dict[str, Figure]:
     own = device_of(device)
     link_share = LINK_SHARE if own.has_own_memory else 0.0
-    figures = drive_rates(storage, seconds * DRIVE_SHARE, products_on(device), memory_for(own))
+    figures = drive_rates(storage, seconds * DRIVE_SHARE, products_on(device), own)
     figures |= compute_rates(device, seconds * (1 - DRIVE_SHARE - link_share))
     return figures | (link_rates(device, seconds * link_share) if link_share else {})
 

@@ -12,10 +12,9 @@ from contextlib import closing
 import torch
 
 from gs_compile.planner.measure.rates import Figure, Load, Work, at_once, medians, mixed_pair, new_lane
-from gs_compile.runtime.arena import Arena
 from gs_compile.runtime.kernels import ADAMW
 from gs_compile.runtime.lanes import Lane
-from gs_compile.runtime.memory import memory_for
+from gs_compile.runtime.memory import map_memory
 from gs_compile.runtime.stream import Device, device_of, has_own_memory
 from gs_compile.runtime.threads import update_threads
 
@@ -66,19 +65,13 @@ def compute_rates(device: torch.device, seconds: float) -> dict[str, Figure]:
 def link_rates(device: torch.device, seconds: float) -> dict[str, Figure]:
     """The profile's figures of the link between host memory and a device."""
     own = device_of(device)
-    arena = Arena(None, memory=memory_for(own))
-    buffers = [arena.take(COPY_NBYTES, "probe") for _ in range(2)]
+    source, into = (map_memory(COPY_NBYTES, own) for _ in range(2))
     lanes = (new_lane(name, device=own, stream=own.new_stream()) for name in ("h2d", "d2h"))
-    try:
-        with closing(next(lanes)) as h2d, closing(next(lanes)) as d2h:
-            up, down = (torch.empty(COPY_NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
-            works: Load = {h2d: _copy(own, buffers[0].tensor, up), d2h: _copy(own, down, buffers[1].tensor)}
-            at_once(works, 0.0)
-            alone_up, alone_down, both = medians([{h2d: works[h2d]}, {d2h: works[d2h]}, works], seconds, NUM_ROUNDS)
-    finally:
-        for buffer in buffers:
-            buffer.release()
-        arena.close()
+    with closing(next(lanes)) as h2d, closing(next(lanes)) as d2h:
+        up, down = (torch.empty(COPY_NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
+        works: Load = {h2d: _copy(own, source, up), d2h: _copy(own, down, into)}
+        at_once(works, 0.0)
+        alone_up, alone_down, both = medians([{h2d: works[h2d]}, {d2h: works[d2h]}, works], seconds, NUM_ROUNDS)
     how = f"copies of {COPY_NBYTES >> 20} MiB of pinned memory, up to {NUM_ROUNDS} rounds"
     return mixed_pair("h2d", alone_up[h2d], both[h2d], how) | mixed_pair("d2h", alone_down[d2h], both[d2h], how)
 

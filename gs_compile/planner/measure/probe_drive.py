@@ -22,9 +22,10 @@ import torch
 from gs_compile.errors import StorageFullError
 from gs_compile.machine import free_storage
 from gs_compile.planner.measure.rates import Figure, Load, Work, medians, mixed_pair, new_lane
-from gs_compile.runtime.memory import Memory, host_memory
+from gs_compile.runtime.memory import map_memory
 from gs_compile.runtime.ssd import PAGE, Transfer
 from gs_compile.runtime.store import Extent, Store
+from gs_compile.runtime.stream import Device
 
 REQUEST_NBYTES = 64 << 20  # as large as a small layer's part: many blocks, and short beside a round
 NUM_REQUESTS = 8  # of each direction: half a gigabyte each
@@ -34,13 +35,12 @@ NUM_LATENCIES = 40
 
 
 def drive_rates(
-    storage: Sequence[Path], seconds: float, products: Work, memory: Memory | None = None
+    storage: Sequence[Path], seconds: float, products: Work, device: Device | None = None
 ) -> dict[str, Figure]:
     """The profile's figures of the drives together.
 
-    `products` is computation on the thread that asks, whose speed beside transfers is measured too. `memory` is where a
-    run's arena has its memory from, pageable memory if it is not given: huge pages are read into faster than small ones
-    (benchmarks/ssd.py --pages).
+    `products` is computation on the thread that asks, whose speed beside transfers is measured too. Memory is mapped as
+    for a run on `device`: huge pages are read into faster than small ones (benchmarks/ssd.py --pages).
 
     Takes about `seconds`, longer where one request does. Raises the store's errors: a directory that cannot be written,
     that another run uses, that is full. Leaves nothing behind.
@@ -49,8 +49,8 @@ def drive_rates(
     with _made_directories_removed(storage), Store(storage) as store:
         request_nbytes = _request_nbytes(storage)
         read, write = (store.allocate(verb, request_nbytes * NUM_REQUESTS) for verb in ("read", "write"))
-        memory = memory or host_memory()
-        into, source, page = (_pages(memory, nbytes) for nbytes in (request_nbytes, request_nbytes, PAGE))
+        sizes = request_nbytes, request_nbytes, PAGE
+        into, source, page = (map_memory(nbytes, device).random_() for nbytes in sizes)  # for drives that compress
         num_requests = _fill((read, write), source, seconds / 4)
         offsets = [index * request_nbytes for index in range(num_requests)]
         latency = _latency(read, page, offsets[-1] + request_nbytes)
@@ -162,8 +162,3 @@ def _requests(request: Callable[[torch.Tensor, int], Transfer], memory: torch.Te
         return memory.nbytes
 
     return one
-
-
-def _pages(memory: Memory, nbytes: int) -> torch.Tensor:
-    """Memory that is there; random, for drives that compress."""
-    return torch.frombuffer(memory.map(nbytes), dtype=torch.uint8).random_()

@@ -1,8 +1,9 @@
 """dependencies: which operations each operation waits for, read off the programs before anything has a time.
 
 This is the executor's bookkeeping with numbers in place of tickets. An operation that reads a value waits for the
-operation that made it; one that changes a value in place also for all that use it; memory verbs pass on what their
-reads wait for. As a lane is first-in-first-out, the last operation of each lane stands for all before it.
+operation that made it; one that changes a value in place also for all that use it; one that writes a new value into
+host memory also for those who use what the plan had there before. Memory verbs pass on what they would wait for; the
+one that copies a checkpoint waits itself. As a lane is first-in-first-out, its last operation stands for all before it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from gs_compile.placement.kinds import Slot, slot_of
+from gs_compile.placement.liveness import slot_made
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.ranges import Range, Ranges
 from gs_compile.program.ir import LANES, Op, Program, Value
 
 MEMORY = -1  # the lane of what happens in the issue loop itself
@@ -17,13 +22,19 @@ COMPUTE = LANES.index("compute")
 
 
 class Row(NamedTuple):
-    """An operation with numbers for its values. `lane` is a place in LANES, or MEMORY."""
+    """An operation with numbers for its values. `lane` is a place in LANES, or MEMORY.
+
+    begins: where its results are in host memory, and whether that is memory which none of its reads is in.
+    ends: of a `free`, where its value was.
+    """
 
     lane: int
-    is_free: bool
+    verb: str
     reads: tuple[int, ...]
     into: tuple[int, ...]
     results: tuple[int, ...]
+    begins: tuple[tuple[Range, bool], ...]
+    ends: Range | None
 
 
 class Dependencies(NamedTuple):
@@ -35,6 +46,7 @@ class Dependencies(NamedTuple):
     starts: list[int]  # the first operation of each program
     lanes: list[int]
     after: list[tuple[int, ...]]  # the operations of other lanes that each waits for
+    former: list[tuple[int, ...]]  # among them, or passed on: those who use what was in host memory before its results
     users: list[tuple[int, ...]]  # of a `free`: the operations that may still use the value
     previous: list[int]  # the operation before on the same lane
     computed: list[int]  # the computation before, on whatever lane an operation is
@@ -44,17 +56,23 @@ class Dependencies(NamedTuple):
         return max(number for number, start in enumerate(self.starts) if start <= index)
 
 
-def dependencies(programs: Sequence[Program]) -> Dependencies:
-    """The dependencies of `programs`, each going on with what the one before has left."""
-    found = Dependencies([], [], [], [], [], [], [], [], [])
+def dependencies(programs: Sequence[Program], placement: Placement | None = None) -> Dependencies:
+    """The dependencies of `programs`, each going on with what the one before has left.
+
+    placement: for those in host memory, where the programs have offsets there.
+    """
+    found = Dependencies([], [], [], [], [], [], [], [], [], [])
     numbers: dict[Value, int] = {}
     rows: dict[int, list[Row]] = {}
     values = _ValueTable(found.lanes)
     last = [-1] * (len(LANES) + 1)
     for program in programs:
         found.starts.append(len(found.ops))
+        places = _Places(program, placement)
+        if len(found.starts) == 1:
+            values.memory = places.before()
         if id(program) not in rows:
-            rows[id(program)] = [_row(op, numbers) for op in program.ops]
+            rows[id(program)] = [_row(op, numbers, places) for op in program.ops]
         for op, row in zip(program.ops, rows[id(program)], strict=True):
             index, lane = len(found.ops), row.lane
             found.ops.append(op)
@@ -62,19 +80,62 @@ def dependencies(programs: Sequence[Program]) -> Dependencies:
             found.lanes.append(lane)
             found.previous.append(last[lane])
             found.computed.append(last[COMPUTE])
-            found.after.append(() if lane == MEMORY else values.carry_out(index, row))
-            found.users.append(values.remember(row) if lane == MEMORY else ())
+            found.former.append(values.begin(row))
+            found.after.append(values.enter(index, row, found.former[-1]))
+            found.users.append(values.free(row) if row.verb == "free" else ())
             last[lane] = index
     found.values.extend(numbers)
     return found
 
 
-def _row(op: Op, numbers: dict[Value, int]) -> Row:
+def _row(op: Op, numbers: dict[Value, int], places: _Places) -> Row:
     def numbered(values: tuple[Value, ...]) -> tuple[int, ...]:
         return tuple([numbers.setdefault(value, len(numbers)) for value in values])
 
     lane = MEMORY if op.lane == "memory" else LANES.index(op.lane)
-    return Row(lane, op.verb == "free", numbered(op.reads), numbered(op.into), numbered(op.results))
+    begins, ends = places.begins(op), places.end(op)
+    return Row(lane, op.verb, numbered(op.reads), numbered(op.into), numbered(op.results), begins, ends)
+
+
+class _Places:
+    """Where the values of a program are in host memory, as its operations come in their order."""
+
+    def __init__(self, program: Program, placement: Placement | None) -> None:
+        self.program = program
+        self.placement = placement
+        self.slots: dict[Value, Slot] = {}
+
+    def before(self) -> Ranges[int]:
+        """What is there before the first operation."""
+        ranges: Ranges[int] = Ranges()
+        if self.placement is not None and self.program.offsets:
+            slots = (slot_of(self.placement, value) for value in self.placement.present(self.program.ops))
+            for where in filter(None, map(self._range, slots)):
+                ranges.begin(where)
+        return ranges
+
+    def begins(self, op: Op) -> tuple[tuple[Range, bool], ...]:
+        if self.placement is None or not self.program.offsets:
+            return ()
+        sources = {self.slots[value].key for value in op.reads if value in self.slots}
+        found = []
+        for value in op.results:
+            slot = slot_made(self.placement, op, value, self.slots)
+            self.slots[value] = slot
+            where = self._range(slot)
+            if where is not None:
+                found.append((where, where.key not in sources))
+        return tuple(found)
+
+    def end(self, op: Op) -> Range | None:
+        if op.verb != "free" or self.placement is None or not self.program.offsets:
+            return None
+        slot = self.slots.get(op.reads[0])
+        return self._range(slot or slot_of(self.placement, op.reads[0]))
+
+    def _range(self, slot: Slot) -> Range | None:
+        in_host = slot.tier == "host" and slot.nbytes
+        return Range(slot.key, self.program.offsets[slot.key], slot.nbytes) if in_host else None
 
 
 class _ValueTable:
@@ -84,11 +145,19 @@ class _ValueTable:
         self.lanes = lanes
         self.made: dict[int, tuple[int, ...]] = {}
         self.used: dict[int, tuple[int, ...]] = {}
+        self.memory: Ranges[int] = Ranges()
 
-    def carry_out(self, index: int, row: Row) -> tuple[int, ...]:
-        """Enter an operation on a lane; the operations that it waits for."""
+    def begin(self, row: Row) -> tuple[int, ...]:
+        """Those who use what was in the memory of an operation's results before."""
+        users = [user for where, is_new in row.begins for user in self.memory.begin(where) if is_new]
+        return self._latest(users)
+
+    def enter(self, index: int, row: Row, former: tuple[int, ...]) -> tuple[int, ...]:
+        """Enter an operation; the operations of other lanes that it waits for."""
         made, used = self.made, self.used
-        found: list[int] = []
+        if row.lane == MEMORY:
+            return self._remember(row, former)
+        found = list(former)
         for value in row.reads:
             found += made.get(value, ())
         for value in row.into:
@@ -101,19 +170,24 @@ class _ValueTable:
         lanes, own = self.lanes, row.lane
         return self._latest([each for each in found if lanes[each] != own])
 
-    def remember(self, row: Row) -> tuple[int, ...]:
-        """Enter a memory verb; of a `free`, the operations that have to be done with the value."""
-        if row.is_free:
-            (value,) = row.reads
-            return self._latest((*self.made.pop(value, ()), *self.used.pop(value, ())))
-        ready = self._latest([each for value in row.reads for each in self.made.get(value, ())])
+    def _remember(self, row: Row, former: tuple[int, ...]) -> tuple[int, ...]:
+        held = former if row.verb == "alias" else ()
+        ready = self._latest([*former, *(each for value in row.reads for each in self.made.get(value, ()))])
         for value in row.results:
             self.made[value] = ready
             self.used.pop(value, None)
         if row.into:  # places are exchanged: whoever comes for either waits for those who work on any of them
             every = [each for value in row.into for each in (*self.made.get(value, ()), *self.used.get(value, ()))]
             self.made.update(dict.fromkeys(row.into, self._latest((*ready, *every))))
-        return ()
+        return held
+
+    def free(self, row: Row) -> tuple[int, ...]:
+        """The operations that have to be done with a value that ends."""
+        (value,) = row.reads
+        users = self._latest((*self.made.pop(value, ()), *self.used.pop(value, ())))
+        if row.ends is not None:
+            self.memory.end(row.ends, users)
+        return users
 
     def _latest(self, indices: Sequence[int]) -> tuple[int, ...]:
         """The last of each lane."""

@@ -26,14 +26,6 @@ class Times(NamedTuple):
     released: list[float]  # when that was: at the stop of the holder, or at its start
 
 
-class Budget(NamedTuple):
-    """Memory that the issue loop takes, and waits for."""
-
-    nbytes: int  # at the start of the first program
-    takes: Mapping[int, int]  # bytes that an operation takes as it is issued
-    gives: Mapping[int, Sequence[tuple[int, tuple[int, ...]]]]  # bytes it gives back, once those who use them are done
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """How a machine carries out programs.
@@ -41,24 +33,22 @@ class Rule:
     speeds: how fast the first lane runs while the second does, as a fraction of alone; several multiply.
     inline: the issue loop computes itself.
     op_seconds: what issuing an operation costs the issue loop.
-    host_nbytes: the budget of host memory that the issue loop waits for; None: there is always enough.
     """
 
     speeds: Mapping[tuple[str, str], float] = field(default_factory=dict)
     inline: bool = False
     op_seconds: float = 0.0
-    host_nbytes: int | None = None
 
 
-def run(order: Dependencies, seconds: Sequence[float], rule: Rule, budget: Budget | None = None) -> Times:
+def run(order: Dependencies, seconds: Sequence[float], rule: Rule) -> Times:
     """Carry out all operations; `seconds`: what each takes alone."""
-    loop = _EventLoop(order, seconds, rule, budget or Budget(0, {}, {}))
+    loop = _EventLoop(order, seconds, rule)
     loop.run()
     return loop.times
 
 
 class _EventLoop:
-    def __init__(self, order: Dependencies, seconds: Sequence[float], rule: Rule, budget: Budget) -> None:
+    def __init__(self, order: Dependencies, seconds: Sequence[float], rule: Rule) -> None:
         number = len(order.ops)
         self.order = order
         self.seconds = seconds
@@ -68,9 +58,6 @@ class _EventLoop:
         self.at = 0  # what is issued next
         self.free_from = 0.0  # when the issue loop was free to go on
         self.holder, self.released_at = -1, 0.0  # the operation that held it last, and until when
-        self.budget = budget
-        self.spare = budget.nbytes
-        self.draining: list[tuple[int, tuple[int, ...]]] = []  # given back, but still in use
         self.queues: list[deque[int]] = [deque() for _ in LANES]
         self.active = [-1] * len(LANES)
         self.ends = [math.inf] * len(LANES)  # at the rates of now
@@ -101,8 +88,8 @@ class _EventLoop:
 
     def _issue(self) -> float:
         """Issue what can be issued by now; when the next one can be, if only time is missing."""
-        lanes, computed, inline = self.order.lanes, self.order.computed, self.rule.inline
-        released = self.times.stopped if inline else self.times.started
+        lanes, computed, after, inline = self.order.lanes, self.order.computed, self.order.after, self.rule.inline
+        stopped, released = self.times.stopped, self.times.stopped if inline else self.times.started
         while self.at < len(lanes):
             index = self.at
             lane, before = lanes[index], computed[index]
@@ -112,14 +99,16 @@ class _EventLoop:
                 if released[before] >= self.free_from:
                     self._go_on(before, released[before])
             due = self.free_from + self.rule.op_seconds
-            if index in self.budget.takes:
-                if due > self.now:
-                    return due
-                if not self._take(self.budget.takes[index], due):
-                    return math.inf
-                due = max(due, self.free_from)
-            if lane != MEMORY and due > self.now:
+            held = lane == MEMORY and after[index]
+            if (lane != MEMORY or held) and due > self.now:
                 return due
+            if held:
+                last = max(held, key=stopped.__getitem__)
+                if stopped[last] > self.now:
+                    return math.inf
+                if stopped[last] > due:
+                    self._go_on(last, stopped[last])
+                    due = stopped[last]
             self._enter(index, lane, due)
         return math.inf
 
@@ -130,7 +119,6 @@ class _EventLoop:
         if lane == MEMORY:
             times.started[index] = due
             self.free_from = times.stopped[index] = due + self.seconds[index]
-            self.draining += self.budget.gives.get(index, ())
         else:
             self.queues[lane].append(index)
         self.at += 1
@@ -138,26 +126,6 @@ class _EventLoop:
     def _go_on(self, holder: int, when: float) -> None:
         self.holder = holder
         self.free_from = self.released_at = when
-
-    def _take(self, nbytes: int, due: float) -> bool:
-        """Take memory, if there is enough by now with what was given back and is not in use any more."""
-        last, stopped = -1, self.times.stopped
-        if self.spare < nbytes:
-            assert self.draining, "the program takes more memory than its budget"
-            waiting = []
-            for given, users in self.draining:
-                if any(stopped[user] > self.now for user in users):
-                    waiting.append((given, users))
-                else:
-                    self.spare += given
-                    last = max((last, *users), key=lambda user: stopped[user] if user >= 0 else 0.0)
-            self.draining = waiting
-            if self.spare < nbytes:
-                return False
-        self.spare -= nbytes
-        if last >= 0 and stopped[last] > due:
-            self._go_on(last, stopped[last])
-        return True
 
     # The lanes --------------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """memory_timeline: what memory each operation takes, who gives it back, and the bytes alive on each tier over time.
 
-Memory is taken when the operation that defines a value is issued. It is given back when the operation that frees it has
-been issued and all that use it are done. That is later than the planned peaks assume, which count in the order of
-issue: where lanes lag behind the issue loop, more is alive than planned. The executor does not take more host memory
-than its budget, and waits instead; so does the simulator where it is given one.
+Memory is taken when the operation that defines a value is issued, and in host memory not before those are done who were
+there. It is given back when the operation that frees it has been issued and all that use it are done. That is later
+than the planned peaks assume, which count in the order of issue: where lanes lag behind the issue loop, more is alive
+on the device than planned. In host memory it is never more than the slab.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.liveness import BEFORE, LiveRange, live_ranges
 from gs_compile.placement.placement import Placement
 from gs_compile.planner.simulate.dependencies import Dependencies
-from gs_compile.planner.simulate.event_loop import Budget, Times
+from gs_compile.planner.simulate.event_loop import Times
 
 Curve = tuple[tuple[float, int], ...]
 TIERS = ("device", "host", "ssd")
@@ -50,19 +50,6 @@ def leases(order: Dependencies, placement: Placement) -> list[LiveRange]:
     return found
 
 
-def host_budget(taken: Sequence[LiveRange], order: Dependencies, nbytes: int) -> Budget:
-    """The host memory that is taken and given back, of `nbytes` in all."""
-    takes: dict[int, int] = {}
-    gives: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
-    for live in taken:
-        if live.slot.tier == "host" and live.slot.nbytes:
-            takes[live.first] = takes.get(live.first, 0) + live.slot.nbytes
-            if live.last is not None:
-                users = tuple(user for free in live.frees for user in order.users[free])
-                gives.setdefault(live.last, []).append((live.slot.nbytes, users))
-    return Budget(nbytes - takes.pop(BEFORE, 0), takes, gives)
-
-
 def curves(
     taken: Sequence[LiveRange], order: Dependencies, times: Times, since: float, until: float
 ) -> dict[str, Curve]:
@@ -72,7 +59,10 @@ def curves(
     for live in taken:
         tier, nbytes = live.slot.tier, live.slot.nbytes
         if nbytes:
-            begin = issued[live.first] if live.first != BEFORE else 0.0
+            begin = 0.0
+            if live.first != BEFORE:
+                former = order.former[live.first] if tier == "host" else ()
+                begin = max(issued[live.first], *(stopped[user] for user in former), 0.0)
             changes[tier].append((begin, live.first, nbytes))
             if live.last is not None:
                 ends = [issued[each] for each in live.frees]

@@ -5,11 +5,12 @@ The executor and the simulator share one rule, so that a prediction and a run di
 1. The issue loop issues the operations in the order of the program, each once everything before it is issued.
 2. A lane is first-in-first-out, and lanes run side by side. An operation starts when it is issued, its lane is free,
    what it reads is ready, and what it changes in place has no user left.
-3. Memory verbs happen as they are issued, on no lane. Readers of what they define wait for what those verbs read.
+3. Memory verbs happen as they are issued, on no lane. Readers of what they define wait for what those verbs read. The
+   one that copies a checkpoint, where device and host are one memory, holds the issue loop until there is room for it.
 4. Where the issue loop computes itself (`inline`: the device is the CPU), a computation holds it until it is over.
    Where a stream computes, it issues a computation once the one before has begun: it is never further ahead than one.
-5. Where host memory has a budget, the issue loop waits for the memory of what an operation defines: for those who
-   still work on what was freed before.
+5. An operation that writes a new value into host memory waits for those who still work on what was in that range of
+   the program's slab before.
 
 The fourth keeps transfers from running ahead without bound: a prefetch is issued when the computation it stands beside
 is near. Between steps nothing waits: the issue loop goes on with the next program, and lanes with what they have.
@@ -28,7 +29,7 @@ from gs_compile.placement.traffic import op_nbytes
 from gs_compile.planner.simulate.bubbles import ISSUE, Chains, bubbles
 from gs_compile.planner.simulate.dependencies import COMPUTE, MEMORY, Dependencies, dependencies
 from gs_compile.planner.simulate.event_loop import Rule, Times, run
-from gs_compile.planner.simulate.memory_timeline import Curve, curves, host_budget, leases
+from gs_compile.planner.simulate.memory_timeline import Curve, curves, leases
 from gs_compile.program.ir import LANES, Op, Program, homed
 from gs_compile.runtime.trace import Label, Trace
 
@@ -67,15 +68,14 @@ def simulate(
     """The last of `programs`, which run one after the other: more of the same before it make it steady.
 
     seconds: of each program, what each operation takes alone on its lane; a memory verb's hold the issue loop.
-    placement: for the memory of each tier, and the bytes of transfers; needed where host memory has a budget.
+    placement: for the memory of each tier, the waits for host memory, and the bytes of transfers.
     """
     assert programs, "nothing to simulate"
-    order = dependencies(programs)
+    order = dependencies(programs, placement)
     durations = [each for program in seconds for each in program]
     assert len(durations) == len(order.ops), "seconds are not one an operation"
     memory = leases(order, placement) if placement else []
-    budget = None if rule.host_nbytes is None else host_budget(memory, order, rule.host_nbytes)
-    return Simulation(order, durations, run(order, durations, rule, budget), tuple(programs), placement, memory)
+    return Simulation(order, durations, run(order, durations, rule), tuple(programs), placement, memory)
 
 
 @dataclass(frozen=True, eq=False)

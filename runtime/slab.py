@@ -1,0 +1,109 @@
+"""slab: the host memory of a run: two blocks, mapped before a step, with values at their planned offsets.
+
+    | what lives on, alike in all programs of a run | what a step needs beside it, by its own program |
+    0                                         fixed.nbytes                                 program.slab_nbytes
+
+Nothing is taken or given back while a step runs. Who writes to a range first waits for those who still use what was
+there before, and for nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from gs_compile.errors import MemoryBudgetError
+from gs_compile.machine import format_bytes
+from gs_compile.placement.kinds import Slot
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.ranges import Range, Ranges
+from gs_compile.placement.slab import fixed_offsets
+from gs_compile.program.ir import Program
+from gs_compile.runtime.lanes import Ticket
+from gs_compile.runtime.memory import map_memory
+from gs_compile.runtime.stream import Device
+
+
+class Place(NamedTuple):
+    """Where a value stands: its slot's range in a block, and the bytes from the value's start to the slot's end."""
+
+    block: Block
+    slot: Slot
+    offset: int
+    memory: torch.Tensor
+
+    def end(self, users: Sequence[Ticket]) -> None:
+        """The value has ended; `users` may still be at work on it."""
+        self.block.ranges.end(Range(self.slot.key, self.offset, self.slot.nbytes), users)
+
+
+class Block:
+    """Memory from an offset of the slab on."""
+
+    def __init__(self, start: int, nbytes: int, device: Device) -> None:
+        self.nbytes = nbytes
+        self._start = start
+        self._memory = map_memory(nbytes, device)
+        self.ranges: Ranges[Ticket] = Ranges()
+
+    def begin(self, slot: Slot, offset: int) -> tuple[Place, list[Ticket]]:
+        """The place of a value in a slot, and who has to be done before it is written."""
+        first = offset - self._start
+        place = Place(self, slot, offset, self._memory[first + slot.offset : first + slot.nbytes])
+        return place, self.ranges.begin(Range(slot.key, offset, slot.nbytes))
+
+
+class Slab:
+    """The blocks of one run, empty until they are mapped; `budget_nbytes` None: without a bound."""
+
+    def __init__(self, placement: Placement, device: Device, budget_nbytes: int | None = None) -> None:
+        self.budget_nbytes = budget_nbytes
+        self._device = device
+        self._offsets = fixed_offsets(placement)
+        self.close()
+
+    def map(self) -> None:
+        """Map the block of what lives on; RuntimeError where the device cannot pin it."""
+        self.fixed = Block(0, self._offsets.nbytes, self._device)
+        self._step = Block(self._offsets.nbytes, 0, self._device)
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self.fixed = self._step = Block(0, 0, self._device)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are mapped."""
+        return self.fixed.nbytes + self._step.nbytes
+
+    def home(self, slot: Slot) -> Place:
+        """The place of a value that lives on; it comes there first."""
+        known = self._offsets.always.get(slot.key)
+        return self.fixed.begin(slot, self._offsets.shared[slot.key] if known is None else known)[0]
+
+    def has_block(self, program: Program) -> bool:
+        """Whether a step of `program` runs in what is mapped."""
+        return program.slab_nbytes <= self.nbytes and not self._step.ranges
+
+    def block(self, program: Program) -> Block:
+        """The block beside the fixed one for a step of `program`; mapped where there is none that is large enough.
+
+        Between the forward and the backward of a step others, such as an evaluation, get a block of their own. Raises
+        `MemoryBudgetError` where that does not fit.
+        """
+        if self.has_block(program):
+            return self._step
+        nbytes = max(program.slab_nbytes - self.fixed.nbytes, 0)
+        if not self._step.ranges:
+            self._step = Block(self.fixed.nbytes, 0, self._device)  # what is mapped goes before more is
+            self._step = Block(self.fixed.nbytes, nbytes, self._device)
+            return self._step
+        needed = self.nbytes + nbytes
+        if self.budget_nbytes is not None and needed > self.budget_nbytes:
+            raise MemoryBudgetError(
+                f"host_memory is {format_bytes(self.budget_nbytes)}; a call between a forward and its backward takes "
+                f"{format_bytes(needed)} ({needed} bytes) together with that step: call backward first"
+            )
+        return Block(self.fixed.nbytes, nbytes, self._device)
