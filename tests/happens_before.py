@@ -19,7 +19,7 @@ from gs_compile.runtime import coordinators, optimizer, stream, tiers
 from gs_compile.runtime.coordinators import Parameters
 from gs_compile.runtime.lanes import Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, StepRecord
-from gs_compile.runtime.values import Gradient, Kept, Region
+from gs_compile.runtime.values import Gradient, Region
 
 Clock = dict[Any, int]
 
@@ -109,13 +109,9 @@ class Checker:
 
 
 def _memory(content: Any) -> tuple[Any, int, int]:
-    if isinstance(content, Kept) and content.flat is None:
-        content = content.region
     if isinstance(content, Region):
         return content.extent.label, content.offset, content.offset + content.nbytes
-    if isinstance(content, (Gradient, Kept)):
-        return ("memory", *span_of(content.flat))
-    return ("memory", *span_of(content.tensor))
+    return ("memory", *span_of(content.flat if isinstance(content, Gradient) else content))
 
 
 @contextmanager

@@ -22,7 +22,6 @@ class Oracle:
     inline: bool
     op_seconds: float
     placement: Placement | None = None
-    host_nbytes: int | None = None
     started: list[dict[int, float]] = field(default_factory=list)
     stopped: list[dict[int, float]] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
@@ -31,14 +30,8 @@ class Oracle:
         self.env = simpy.Environment()
         self.ready: dict[Value, Any] = {}
         self.users: dict[Value, list[Any]] = {}
-        self.alive: dict[object, tuple[set[Value], list[Any]]] = {}
-        if self.host_nbytes is not None:
-            nbytes = max(self.host_nbytes, 1)  # simpy has no container for nothing
-            self.host = simpy.Container(self.env, nbytes, nbytes)
-            late = any(value.kind == "dw" for value in _inputs(self.programs[0]))
-            taken = sum(self._begin(value) for value in self.placement.homes(late=late))
-            if taken:
-                self.host.get(taken)
+        self.slots: dict[Value, Any] = {}
+        self.ended: list[tuple[int, int, list[Any]]] = []  # ranges of the slab that were left, and who used them
         self.lanes = {lane: simpy.Store(self.env) for lane in LANES}
         for store in self.lanes.values():
             self.env.process(self._lane(store))
@@ -59,21 +52,21 @@ class Oracle:
         for program, seconds in zip(self.programs, self.seconds, strict=True):
             self.started.append({})
             self.stopped.append({})
+            self.offsets = program.offsets
             for index, op in enumerate(program.ops):
                 if self.inline:
                     yield over
                 elif op.lane == "compute":
                     yield begun
                 yield self.env.timeout(self.op_seconds)
-                if self.host_nbytes is not None:
-                    nbytes = sum(self._begin(value) for value in op.results)
-                    if nbytes:
-                        yield self.host.get(nbytes)
+                former = self._former(op)
+                if op.verb == "alias":
+                    yield self.env.all_of(former)
                 if op.lane == "memory":
-                    self._remember(op)
+                    self._remember(op, former)
                     yield self.env.timeout(seconds[index])
                 else:
-                    one = self._submit(op, index, seconds[index])
+                    one = self._submit(op, index, seconds[index], former)
                     if op.lane == "compute":
                         begun, over = one
             self.env.process(self._over(over, len(self.steps)))
@@ -83,8 +76,8 @@ class Oracle:
         yield over
         self.steps[number] = max(self.env.now, self.steps[number])
 
-    def _submit(self, op: Op, index: int, seconds: float) -> tuple[Any, Any]:
-        after = [self.ready[value] for value in (*op.reads, *op.into) if value in self.ready]
+    def _submit(self, op: Op, index: int, seconds: float, former: list[Any]) -> tuple[Any, Any]:
+        after = former + [self.ready[value] for value in (*op.reads, *op.into) if value in self.ready]
         after += [user for value in op.into for user in self.users.get(value, ())]
         begun, over = self.env.event(), self.env.event()
         started, stopped = self.started[-1], self.stopped[-1]
@@ -98,12 +91,13 @@ class Oracle:
             self.users[value] = []
         return begun, over
 
-    def _remember(self, op: Op) -> None:
-        events = [self.ready[value] for value in op.reads if value in self.ready]
+    def _remember(self, op: Op, former: list[Any]) -> None:
+        events = former + [self.ready[value] for value in op.reads if value in self.ready]
         if op.verb == "free":
             (value,) = op.reads
-            if self.host_nbytes is not None:
-                self._end(value, [*events, *self.users.get(value, ())])
+            where = self._range(value)
+            if where is not None:
+                self.ended.append((*where, [*events, *self.users.get(value, ())]))
             self.ready.pop(value, None)
             self.users.pop(value, None)
         for value in op.results:
@@ -112,36 +106,21 @@ class Oracle:
 
     # Host memory -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, value: Value) -> int:
-        """Bytes of host memory that a value takes: none if another of its slot is there."""
-        slot, _, nbytes, _ = slot_of(self.placement, value)
-        values, _ = self.alive.setdefault(slot, (set(), []))
-        values.add(value)
-        return nbytes if len(values) == 1 and self._in_host(value) else 0
+    def _range(self, value: Value) -> tuple[int, int] | None:
+        """Where a value's slot begins and ends in the slab of the program that runs."""
+        if self.placement is None or not self.offsets:
+            return None
+        slot = self.slots.get(value) or slot_of(self.placement, value)
+        if slot.tier != "host" or not slot.nbytes:
+            return None
+        offset = self.offsets[slot.key]
+        return offset, offset + slot.nbytes
 
-    def _end(self, value: Value, users: list[Any]) -> None:
-        slot, _, nbytes, _ = slot_of(self.placement, value)
-        values, all_users = self.alive.get(slot, ({value}, []))
-        values.discard(value)
-        all_users += users
-        if not values and slot in self.alive:
-            del self.alive[slot]
-            if nbytes and self._in_host(value):
-                self.env.process(self._give_back(all_users, nbytes))
-
-    def _give_back(self, users: list[Any], nbytes: int) -> Iterator[Any]:
-        yield self.env.all_of(users)
-        self.host.put(nbytes)
-
-    def _in_host(self, value: Value) -> bool:
-        in_place = not self.placement.separate and value.kind in ("w", "dw") and value.tier == "device"
-        return value.tier == "host" or in_place
-
-
-def _inputs(program: Program) -> set[Value]:
-    """What is read before it is defined."""
-    found, defined = set(), set()
-    for op in program.ops:
-        found |= {value for value in op.reads if value not in defined}
-        defined |= set(op.results)
-    return found
+    def _former(self, op: Op) -> list[Any]:
+        """Who has ever used what the results of an operation take anew."""
+        known = [self._range(value) for value in op.reads]
+        for value in op.results if self.placement else ():
+            is_renamed = op.verb == "alias" and op.reads[0].tier == "host"
+            self.slots[value] = self.slots[op.reads[0]] if is_renamed else slot_of(self.placement, value)
+        taken = [each for each in map(self._range, op.results) if each and each not in known]
+        return [user for a, b in taken for start, stop, users in self.ended if start < b and a < stop for user in users]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiered import Rig, adamw, gpt2, one_thread, options, step, tokens
 
+from gs_compile.planner.simulate.event_loop import Rule
 from gs_compile.planner.simulate.simulator import simulate
 from gs_compile.program.ir import LANES
 from gs_compile.runtime.issue import TieredExecutor
@@ -64,7 +65,7 @@ def run(rig, executors, given):
             step(rig.model, optimizer, tokens(number, 4))
         optimizer.engine.tiers.synchronize()
         tiers = optimizer.engine.tiers
-        placement, budget, events = tiers.placement, tiers.setting.arena.budget_nbytes, tiers.trace.events()
+        placement, events = tiers.placement, tiers.trace.events()
     programs = [executor.program for executor in executors[:NUM_STEPS]]
     lanes = {lane: iter([each for each in events if each.label.lane == lane]) for lane in LANES}
     seconds, ends = [], []
@@ -72,5 +73,5 @@ def run(rig, executors, given):
         events = [next(lanes[op.lane]) if op.lane != "memory" else None for op in program.ops]
         seconds.append([event.end_seconds - event.start_seconds if event else 0.0 for event in events])
         ends.append(max(event.end_seconds for event in events if event and event.label.lane == "compute"))
-    found = simulate(programs, seconds, placement=placement, inline=True, op_seconds=OP_SECONDS, host_nbytes=budget)
+    found = simulate(programs, seconds, placement=placement, rule=Rule(inline=True, op_seconds=OP_SECONDS))
     return ends[-1] - ends[-2], found.seconds, dict(programs[-1].peaks)["host"]

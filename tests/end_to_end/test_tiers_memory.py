@@ -6,12 +6,15 @@ import re
 from functools import partial
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiered import Rig, adamw, gpt2, options, step, tokens
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.planner.lp.fit import peak
+from gs_compile.runtime import slab
+from gs_compile.runtime.memory import map_memory
 
 KEEPS_CAPTURES = True
 NUM_LAYERS, NUM_MICRO_BATCHES = 3, 3
@@ -54,6 +57,26 @@ def test_the_planned_memory_is_enough(rigs, storage, precision, clip, alpha, sep
             step(rig.model, optimizer, tokens(number))
         optimizer.synchronize()
         assert optimizer.engine.tiers.slab.nbytes <= planned
+
+
+@pytest.mark.parametrize("clip", [None, "speculative"])
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_nothing_is_mapped_or_pinned_after_the_first_step(rigs, storage, monkeypatch, alpha, clip):
+    """Whether there are late updates, in an evaluation, and when all updates are brought to an end."""
+    rig, made = rigs["model"], []
+    monkeypatch.setattr(slab, "map_memory", lambda nbytes, device: made.append(nbytes) or map_memory(nbytes, device))
+    make = partial(adamw, max_grad_norm=0.5) if clip else adamw
+    with rig.fresh(make, options(storage, alpha=alpha, clip=clip, separate_device=True)) as optimizer:
+        step(rig.model, optimizer, tokens(0))
+        assert made
+        made.clear()
+        for number in range(3):
+            step(rig.model, optimizer, tokens(number))
+            rig.model(input_ids=tokens(number), labels=tokens(number)).loss.detach()
+        with torch.no_grad():
+            rig.model(input_ids=tokens(0), labels=tokens(0))
+        optimizer.synchronize()
+    assert not made
 
 
 @settings(deadline=None, max_examples=3)

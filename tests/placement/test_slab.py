@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import options, place, tiered_steps
+from tiers import PLAIN, Options, options, place, tiered_steps
 
 from gs_compile.passes.lower import StepSpec, flush, lower
-from gs_compile.placement.slab import PAGE_NBYTES, Occupants, conflicts, fixed_offsets
+from gs_compile.placement.ranges import Occupants, Range, Ranges
+from gs_compile.placement.slab import PAGE_NBYTES, conflicts, fixed_offsets, packed
 
 
 @settings(deadline=None, max_examples=60)
@@ -24,7 +25,7 @@ def test_programs_of_a_run_agree_and_nothing_overlaps(step, chosen, speculative,
     programs = [lower(replace(spec, late=late, redo=redo))[-1] for late, redo in modes]
     programs += [flush(num_layers, placement)[-1]] if placement.has_late else []
     fixed = fixed_offsets(placement)
-    for program in programs:
+    for program in [*programs, *(packed(program, placement) for program in programs)]:
         assert not list(conflicts(program.ops, placement, program.offsets))
         assert (fixed.always | fixed.shared).items() <= program.offsets.items()
         assert all(offset % PAGE_NBYTES == 0 for offset in program.offsets.values())
@@ -43,3 +44,24 @@ def test_a_range_is_waited_for_by_who_takes_any_of_it():
     assert occupants.take(50, 100) == ["a", "b"]
     assert occupants.take(50, 100) == []
     assert occupants.take(0, 200) == ["a", "b"]
+
+
+def test_a_range_is_waited_for_by_whoever_is_in_it_next():
+    ranges, first, second = Ranges(), Range("first", 0, 100), Range("second", 50, 100)
+    assert ranges.begin(first) == []
+    assert ranges.begin(first) == []
+    ranges.end(first, ["a"])
+    assert ranges.begin(first) == ["a"]
+    ranges.end(first, ["b"])
+    ranges.end(first, [])
+    assert not ranges
+    assert ranges.begin(second) == ["a", "b"]
+
+
+def test_what_a_transfer_uses_last_is_given_on_later_where_there_is_room():
+    placement = place(8, 2, PLAIN, Options(separate=False))
+    program = lower(StepSpec(8, 2, placement=placement))[-1]
+    needed = dict(program.peaks)["host"]
+    assert program.slab_nbytes == packed(program, placement, needed).slab_nbytes == needed
+    roomy = packed(program, placement).slab_nbytes
+    assert needed < packed(program, placement, roomy - 1).slab_nbytes < roomy

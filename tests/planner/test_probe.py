@@ -21,8 +21,8 @@ from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.rates import Figure, at_once, medians
 from gs_compile.runtime.drive import FOLDER
 from gs_compile.runtime.lanes import Failure, Lane
-from gs_compile.runtime.memory import Pages, RegisteredPages
 from gs_compile.runtime.store import Store
+from gs_compile.runtime.stream import Device
 from gs_compile.runtime.trace import Trace
 
 CPU = torch.device("cpu")
@@ -94,15 +94,13 @@ def test_this_machine(tmp_path, monkeypatch):
     assert Profile.load(tmp_path / "machine.json") == found
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-def test_the_drive_moves_memory_as_a_runs_arena_maps_it(small, tmp_path, monkeypatch, pinned):
-    mapped, registered = [], []
-    map_pages = Pages.map
-    monkeypatch.setattr(Pages, "map", lambda self, nbytes: mapped.append(nbytes) or map_pages(self, nbytes))
-    memory = RegisteredPages(lambda address, nbytes: registered.append(nbytes), lambda address: None)
-    drive_rates([tmp_path], 0.1, products, memory if pinned else None)
-    used = registered if pinned else mapped
-    assert [used.count(nbytes) for nbytes in (4096, 1 << 20)] == [1, 2]
+def test_the_drive_moves_memory_that_is_pinned_for_the_device(small, tmp_path):
+    pinned = []
+    device = Device(torch.device("cpu"))
+    device.has_own_memory = True
+    device.pin = lambda address, nbytes: pinned.append(nbytes)
+    drive_rates([tmp_path], 0.1, products, device)
+    assert [pinned.count(nbytes) for nbytes in (4096, 1 << 20)] == [1, 2]
 
 
 @pytest.mark.gpu

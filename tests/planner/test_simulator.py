@@ -18,6 +18,7 @@ from tiers import PLAIN, Options, options, place, tiered_steps
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.liveness import peaks
 from gs_compile.placement.placement import Placement
+from gs_compile.placement.slab import packed
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.simulate.event_loop import Rule
 from gs_compile.planner.simulate.simulator import Simulation
@@ -84,26 +85,18 @@ def expected(oracle: Oracle) -> dict[int, tuple[float, float]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(runs())
-def test_times_are_those_of_the_rule(run):
+@given(runs(), st.booleans(), st.floats(1.0, 1.5))
+def test_times_are_those_of_the_rule(run, in_slab, room):
+    """Without a placement nothing is in memory; with one, in as much as is needed, or more."""
     programs, seconds, placement, inline, op_seconds = run
+    placement = placement if in_slab else None
+    if placement is not None:
+        programs = [packed(each, placement, int(room * dict(each.peaks)["host"])) for each in programs]
     found = simulate(programs, seconds, placement=placement, inline=inline, op_seconds=op_seconds)
-    oracle = Oracle(programs, seconds, inline, op_seconds).run()
+    oracle = Oracle(programs, seconds, inline, op_seconds, placement).run()
     assert times(found) == expected(oracle)
     assert found.seconds == oracle.steps[-1] - oracle.steps[-2]
-
-
-@settings(max_examples=60, deadline=None)
-@given(runs())
-def test_with_a_budget_the_walk_waits_for_memory(run):
-    programs, seconds, placement, inline, op_seconds = run
-    budget = max(dict(program.peaks)["host"] for program in programs)
-    options = {"placement": placement, "inline": inline, "op_seconds": op_seconds, "host_nbytes": budget}
-    found = simulate(programs, seconds, **options)
-    oracle = Oracle(programs, seconds, inline, op_seconds, placement, budget).run()
-    assert times(found) == expected(oracle)
-    assert found.seconds == oracle.steps[-1] - oracle.steps[-2]
-    assert found.peaks["host"] <= budget
+    assert not in_slab or found.peaks["host"] <= max(program.slab_nbytes for program in programs)
 
 
 @settings(max_examples=60, deadline=None)
@@ -159,12 +152,11 @@ def test_everything_in_memory_takes_what_it_computes(inline):
 @pytest.mark.parametrize("lane", ["h2d", "d2h", "ssd_read", "ssd_write", "cpu"])
 @pytest.mark.parametrize("inline", [True, False])
 def test_the_one_lane_that_takes_time_is_the_step(lane, inline):
-    """Where the walk waits for a lane as it does for memory, a step is what the lane works in it."""
+    """Whoever waits for it, for a value or for memory, a step is what the lane works in it."""
     placement = place(4, 3, PLAIN, ALL_ON_SSD)
     programs = steady(4, 3, placement) * 2
     seconds = by_lane(programs, {lane: 1.0})
-    budget = dict(programs[-1].peaks)["host"]
-    found = simulate(programs, seconds, placement=placement, inline=inline, host_nbytes=budget)
+    found = simulate(programs, seconds, placement=placement, inline=inline)
     assert found.seconds == sum(seconds[-1])
     assert found.busy[lane] == 1.0
 

@@ -1,3 +1,5 @@
+"""Memory is unmapped when nothing refers to it any more, and pinned as long as it is mapped."""
+
 from __future__ import annotations
 
 import gc
@@ -8,85 +10,73 @@ import pytest
 import torch
 
 from gs_compile.runtime import memory
-from gs_compile.runtime.memory import PAGE_NBYTES, Pages, PinnedBlocks, RegisteredPages, memory_for, pinned_memory
-from gs_compile.runtime.stream import device_of
+from gs_compile.runtime.memory import map_memory
+from gs_compile.runtime.stream import Device, device_of
 
 
-def test_pages_are_unmapped_with_the_last_tensor():
-    pages = Pages().map(2**21)
-    tensor = torch.frombuffer(pages, dtype=torch.uint8)
-    start = f"{tensor.data_ptr():x}"
-    part = tensor[5:].fill_(7)
-    del pages, tensor
-    assert part[-1] == 7
-    assert mapped(start)
-    del part
-    assert not mapped(start)
-
-
-def mapped(start: str) -> bool:
-    address = int(start, 16)
+def is_mapped(address: int) -> bool:
     ranges = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) ", Path("/proc/self/maps").read_text(), re.MULTILINE)
     return any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
 
 
-class Driver:
-    """Registers nothing, and remembers what it was asked; each page must be mapped when it is unregistered."""
+class Pinning(Device):
+    """Pins nothing, and remembers what it was asked; pages must be mapped when it lets go of them."""
 
-    def __init__(self) -> None:
-        self.registered: dict[int, int] = {}
+    has_own_memory = True
+    fails = False
 
-    def register(self, address: int, nbytes: int) -> None:
-        self.registered[address] = nbytes
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.pinned = {}
 
-    def unregister(self, address: int) -> None:
-        assert mapped(f"{address:x}")
-        del self.registered[address]
+    def pin(self, address, nbytes):
+        if self.fails:
+            raise RuntimeError("operation not supported")
+        self.pinned[address] = nbytes
+
+    def unpin(self, address):
+        assert is_mapped(address)
+        del self.pinned[address]
 
 
-def test_registered_pages_are_unregistered_before_they_are_unmapped():
-    driver = Driver()
-    pages = RegisteredPages(driver.register, driver.unregister).map(8 * PAGE_NBYTES)
-    tensor = torch.frombuffer(pages, dtype=torch.uint8)
-    address = tensor.data_ptr()
-    assert driver.registered == {address: 8 * PAGE_NBYTES}
-    del pages
-    assert driver.registered
-    del tensor
+def test_memory_is_unmapped_with_the_last_tensor():
+    whole = map_memory(2**21)
+    address = whole.data_ptr()
+    part = whole[5:].fill_(7)
+    del whole
+    assert part[-1] == 7
+    assert is_mapped(address)
+    del part
+    assert not is_mapped(address)
+
+
+def test_memory_is_pinned_as_long_as_it_is_mapped():
+    device = Pinning()
+    whole = map_memory(2**21, device)
+    address = whole.data_ptr()
+    assert device.pinned == {address: 2**21}
+    del whole
     gc.collect()
-    assert not driver.registered
+    assert not device.pinned
+    assert not is_mapped(address)
 
 
-def test_pinned_memory_is_registered_pages_where_that_works():
-    driver = Driver()
-    assert isinstance(pinned_memory(driver.register, driver.unregister), RegisteredPages)
-    assert not driver.registered
+def test_memory_that_cannot_be_pinned_is_refused(monkeypatch):
+    monkeypatch.setattr(Pinning, "fails", True)
+    with pytest.raises(RuntimeError, match="not supported"):
+        map_memory(4096, Pinning())
 
 
-def test_pinned_memory_is_torchs_blocks_where_it_does_not():
-    def refuse(address: int, nbytes: int) -> None:
-        raise RuntimeError("operation not supported")
-
-    found = pinned_memory(refuse, lambda address: pytest.fail("was never registered"))
-    assert isinstance(found, PinnedBlocks)
-    assert [found.block_nbytes(nbytes) for nbytes in (2**20, 2**20 + 1)] == [2**20, 2**21]
+def test_no_memory_is_no_pages():
+    assert len(map_memory(0, Pinning())) == 0
 
 
-def test_pages_without_huge_pages(monkeypatch):
+def test_without_huge_pages(monkeypatch):
     monkeypatch.setattr(memory.mmap, "MADV_HUGEPAGE", -1)
-    assert len(Pages().map(2**21)) == 2**21
+    assert len(map_memory(2**21)) == 2**21
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_cuda_registers_pages():
-    found = memory_for(device_of(torch.device("cuda", 0)))
-    assert isinstance(found, RegisteredPages)
-    tensor = torch.frombuffer(found.map(2**21), dtype=torch.uint8)
-    assert tensor.is_pinned()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_torchs_blocks_are_pinned():
-    assert torch.frombuffer(PinnedBlocks().map(2**21), dtype=torch.uint8).is_pinned()
+def test_cuda_pins_pages():
+    assert map_memory(2**21, device_of(torch.device("cuda", 0))).is_pinned()

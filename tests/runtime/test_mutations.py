@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 
 import pytest
@@ -9,23 +10,23 @@ from happens_before import on_twin
 from stream_twin import Block, TwinStream
 from tiered import Rig, adamw, gpt2, options
 
+from gs_compile.errors import MemoryBudgetError
+from gs_compile.placement.ranges import Occupants, Ranges
 from gs_compile.runtime import issue, lanes
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.value_table import ValueTable
-from gs_compile.runtime.values import Hold
 
 KEEPS_CAPTURES = True
+CHOSEN = {"alpha": 0.3, "ratios": {"parameter": 0.3, "checkpoint": 0.5, "optimizer": 0.5}}
 
 
 def nothing(*_, **__):
     pass
 
 
-def release_at_once(hold, after):
-    hold.shares -= 1
-    if hold.shares == 0:
-        hold.buffer.release(())
+def forget_users(ranges, where, _, end=Ranges.end):
+    end(ranges, where, ())
 
 
 class Forgetful(set):
@@ -46,7 +47,8 @@ MUTATIONS = {
     "what is launched has no ticket": (TieredExecutor, "_launched", lambda self: []),
     "readers of a value are forgotten": (ValueTable, "use", nothing),
     "changes of a value are forgotten": (ValueTable, "change", nothing),
-    "memory is given back while it is used": (Hold, "release", release_at_once),
+    "who was in memory before is forgotten": (Occupants, "leave", nothing),
+    "who has left a range that is in use is forgotten": (Ranges, "end", forget_users),
     "memory of the device is freed while it is copied": (Block, "__init__", forgets_streams),
 }
 
@@ -56,11 +58,18 @@ def rig():
     return Rig(gpt2)
 
 
+@pytest.fixture(scope="module")
+def host_memory(rig, tmp_path_factory):
+    """As little as the run needs: its ranges are used anew as soon as they can be."""
+    with pytest.raises(MemoryBudgetError) as refusal, on_twin():
+        rig.train(adamw, options(tmp_path_factory.mktemp("refused"), host_memory=1, **CHOSEN), 1)
+    return int(re.findall(r"\((\d+) bytes\) of it at least", str(refusal.value))[0])
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_without_it_something_is_not_ordered(rig, tmp_path, monkeypatch, mutation):
+def test_without_it_something_is_not_ordered(rig, host_memory, tmp_path, monkeypatch, mutation):
     owner, name, changed = MUTATIONS[mutation]
     monkeypatch.setattr(owner, name, changed)
-    chosen = {"alpha": 0.3, "ratios": {"parameter": 0.3, "checkpoint": 0.5, "optimizer": 0.5}}
     with suppress(Exception), on_twin() as checker:
-        rig.train(adamw, options(tmp_path, **chosen), 2)
+        rig.train(adamw, options(tmp_path, host_memory=host_memory, **CHOSEN), 2)
     assert checker.races
