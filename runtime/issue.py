@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from gs_compile.placement.kinds import slot_of
+from gs_compile.placement.liveness import Slots
 from gs_compile.placement.placement import Placement
+from gs_compile.placement.ranges import range_of
 from gs_compile.program.ir import Op, Program, Value, homed
 from gs_compile.runtime.executor import Executor, forward_end
 from gs_compile.runtime.handlers import Bindings, handlers, moved_nbytes
@@ -46,6 +47,7 @@ class TieredExecutor(Executor):
         """Raises `MemoryBudgetError` where another step is under way and both do not fit host memory."""
         self.values = ValueTable()
         self._block = tiers.block(program)
+        self._slots = Slots(placement)
         super().__init__(program, units, {})
         self.env = self.values.contents
         for value, content in inputs.items():
@@ -154,29 +156,19 @@ class TieredExecutor(Executor):
             self._table(value).define(value, content, after, place=place)
 
     def _begin(self, op: Op) -> tuple[list[Place | None], list[Ticket]]:
-        """Where the results are in host memory, and who was there before: who writes them waits for these.
-
-        What has the memory of a value that it is made of waits for nobody.
-        """
-        sources = [place for place in map(self._place, op.reads) if place]
+        """Where the results are in host memory, and who was there before: who writes them waits for these."""
         places: list[Place | None] = []
         former: list[Ticket] = []
-        for value in op.results:
-            is_renamed = op.verb == "alias" and op.reads[0].tier == "host" and sources
-            slot = sources[0].slot if is_renamed else slot_of(self.placement, value)
-            if slot.tier != "host" or not slot.nbytes:
+        for slot, is_new in self._slots.made(op):
+            where = range_of(slot, self.program.offsets)
+            if where is None:
                 places.append(None)
                 continue
-            offset = self.program.offsets[slot.key]
-            block = self._block if offset >= self.tiers.slab.fixed.nbytes else self.tiers.slab.fixed
-            place, users = block.begin(slot, offset)
+            fixed = self.tiers.slab.fixed
+            place, users = (fixed if where.offset < fixed.nbytes else self._block).begin(where, slot.offset)
             places.append(place)
-            if all(source.slot.key != slot.key for source in sources):
-                former += users
+            former += users if is_new else ()
         return places, former
-
-    def _place(self, value: Value) -> Place | None:
-        return self._table(value).places.get(value)
 
     def _allocate(self, op: Op, reads: Sequence[Any], places: Sequence[Place | None]) -> list[Any]:
         """The contents of all results: each is made of the read at its place, or all of the first."""

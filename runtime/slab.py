@@ -18,7 +18,7 @@ from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.placement.kinds import Slot
 from gs_compile.placement.placement import Placement
-from gs_compile.placement.ranges import Range, Ranges
+from gs_compile.placement.ranges import Range, Ranges, range_of
 from gs_compile.placement.slab import fixed_offsets
 from gs_compile.program.ir import Program
 from gs_compile.runtime.lanes import Ticket
@@ -30,13 +30,12 @@ class Place(NamedTuple):
     """Where a value stands: its slot's range in a block, and the bytes from the value's start to the slot's end."""
 
     block: Block
-    slot: Slot
-    offset: int
+    where: Range
     memory: torch.Tensor
 
     def end(self, users: Sequence[Ticket]) -> None:
         """The value has ended; `users` may still be at work on it."""
-        self.block.ranges.end(Range(self.slot.key, self.offset, self.slot.nbytes), users)
+        self.block.ranges.end(self.where, users)
 
 
 class Block:
@@ -48,11 +47,11 @@ class Block:
         self._memory = map_memory(nbytes, device)
         self.ranges: Ranges[Ticket] = Ranges()
 
-    def begin(self, slot: Slot, offset: int) -> tuple[Place, list[Ticket]]:
-        """The place of a value in a slot, and who has to be done before it is written."""
-        first = offset - self._start
-        place = Place(self, slot, offset, self._memory[first + slot.offset : first + slot.nbytes])
-        return place, self.ranges.begin(Range(slot.key, offset, slot.nbytes))
+    def begin(self, where: Range, offset: int = 0) -> tuple[Place, list[Ticket]]:
+        """The place of a value at an offset in its slot, and who has to be done before it is written."""
+        first = where.offset - self._start
+        place = Place(self, where, self._memory[first + offset : first + where.nbytes])
+        return place, self.ranges.begin(where)
 
 
 class Slab:
@@ -61,13 +60,15 @@ class Slab:
     def __init__(self, placement: Placement, device: Device, budget_nbytes: int | None = None) -> None:
         self.budget_nbytes = budget_nbytes
         self._device = device
-        self._offsets = fixed_offsets(placement)
+        fixed = fixed_offsets(placement)
+        self._offsets = {**fixed.always, **fixed.shared}
+        self._fixed_nbytes = fixed.nbytes
         self.close()
 
     def map(self) -> None:
         """Map the block of what lives on; RuntimeError where the device cannot pin it."""
-        self.fixed = Block(0, self._offsets.nbytes, self._device)
-        self._step = Block(self._offsets.nbytes, 0, self._device)
+        self.fixed = Block(0, self._fixed_nbytes, self._device)
+        self._step = Block(self._fixed_nbytes, 0, self._device)
 
     def close(self) -> None:
         """Let go of all memory."""
@@ -78,10 +79,10 @@ class Slab:
         """The bytes that are mapped."""
         return self.fixed.nbytes + self._step.nbytes
 
-    def home(self, slot: Slot) -> Place:
-        """The place of a value that lives on; it comes there first."""
-        known = self._offsets.always.get(slot.key)
-        return self.fixed.begin(slot, self._offsets.shared[slot.key] if known is None else known)[0]
+    def home(self, slot: Slot) -> Place | None:
+        """The place of a value that lives on, if that is in host memory; nobody was there before."""
+        where = range_of(slot, self._offsets)
+        return self.fixed.begin(where, slot.offset)[0] if where else None
 
     def has_block(self, program: Program) -> bool:
         """Whether a step of `program` runs in what is mapped."""

@@ -96,8 +96,7 @@ class Tiers:
     def _define(self, home: Value) -> None:
         """A part of parameters or of state where it lives, or its shadow copy."""
         unit, part = self.setting.unit(home), homed(home)
-        slot = slot_of(self.placement, home)
-        place = self.slab.home(slot) if slot.tier == "host" and slot.nbytes else None
+        place = self.slab.home(slot_of(self.placement, home))
         memory = place.memory if place else None
         content: Any
         if part.kind == "s":

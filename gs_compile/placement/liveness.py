@@ -7,7 +7,7 @@ home when it ends has no last one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -33,64 +33,60 @@ class LiveRange:
     last: int | None = None
 
 
-def slot_made(placement: Placement, op: Op, value: Value, slots: Mapping[Value, Slot]) -> Slot:
-    """The memory of a result, `slots` being those of values so far: back from the host on a device that reads host
-    memory itself, a value stays where it is.
-    """
-    renamed = op.verb == "alias" and op.reads[0].tier == "host"
-    return slots[op.reads[0]] if renamed else slot_of(placement, value)
+class Slots:
+    """The slot of each value, as the operations of a program come in their order."""
 
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._made: dict[Value, Slot] = {}
 
-class Liveness:
-    """The live ranges of operations that are given in order."""
+    def of(self, value: Value) -> Slot:
+        """The memory of a value: that it was made in, or is at home in."""
+        return self._made.get(value) or slot_of(self._placement, value)
 
-    def __init__(self, placement: Placement, present: Iterable[Value] = ()) -> None:
-        self.placement = placement
-        self.ranges: list[LiveRange] = []
-        self._slots: dict[Value, Slot] = {}
-        self._alive: dict[object, tuple[LiveRange, set[Value]]] = {}
-        for value in present:
-            self._begin(value, slot_of(placement, value), BEFORE)
+    def made(self, op: Op) -> list[tuple[Slot, bool]]:
+        """The memory of each result, and whether none of the operation's reads was made in it.
 
-    def add(self, at: int, op: Op) -> None:
-        """The operation number `at`."""
-        for value in op.results:
-            self._begin(value, slot_made(self.placement, op, value, self._slots), at)
-        if op.verb == "free":
-            self.end(op.reads[0], at)
-
-    def _begin(self, value: Value, slot: Slot, at: int) -> None:
-        if value in self._slots and self._slots[value].key != slot.key:
-            self._leave(value)
-        self._slots[value] = slot
-        if slot.key not in self._alive:
-            self.ranges.append(LiveRange(value, slot, at))
-            self._alive[slot.key] = self.ranges[-1], set()
-        self._alive[slot.key][1].add(value)
-
-    def _leave(self, value: Value) -> None:
-        alive = self._alive.get(self._slots[value].key)
-        if alive is not None and value in alive[1]:
-            raise ProgramError(f"{value} changes its memory while it is alive")
-
-    def end(self, value: Value, at: int) -> None:
-        """The value ends at operation `at`."""
-        key = self._slots[value].key if value in self._slots else value
-        if key in self._alive:
-            live, values = self._alive[key]
-            live.frees.append(at)
-            values.discard(value)
-            if not values:
-                live.last = at
-                del self._alive[key]
+        Back from the host on a device that reads host memory itself, a value stays where it is.
+        """
+        sources = {self._made[value].key for value in op.reads if value in self._made}
+        stays = op.verb == "alias" and op.reads[0].tier == "host"
+        slots = [self.of(op.reads[0]) if stays else slot_of(self._placement, value) for value in op.results]
+        self._made.update(zip(op.results, slots, strict=True))
+        return [(slot, slot.key not in sources) for slot in slots]
 
 
 def live_ranges(ops: Sequence[Op], placement: Placement) -> list[LiveRange]:
-    """The live ranges of one program, in the order of their first operations."""
-    liveness = Liveness(placement, sorted(placement.present(ops), key=str))
+    """The live ranges of one program, or of several in a row, in the order of their first operations.
+
+    Raises ProgramError where a value changes its memory while it is alive.
+    """
+    slots = Slots(placement)
+    found: list[LiveRange] = []
+    alive: dict[object, tuple[LiveRange, set[Value]]] = {}
+
+    def begin(value: Value, slot: Slot, at: int) -> None:
+        if slot.key not in alive:
+            found.append(LiveRange(value, slot, at))
+            alive[slot.key] = found[-1], set()
+        alive[slot.key][1].add(value)
+
+    for value in sorted(placement.present(ops), key=str):
+        begin(value, slots.of(value), BEFORE)
     for at, op in enumerate(ops):
-        liveness.add(at, op)
-    return liveness.ranges
+        before = [slots.of(value).key for value in op.results]
+        for value, key, (slot, _) in zip(op.results, before, slots.made(op), strict=True):
+            if key != slot.key and key in alive and value in alive[key][1]:
+                raise ProgramError(f"{value} changes its memory while it is alive")
+            begin(value, slot, at)
+        if op.verb == "free" and slots.of(op.reads[0]).key in alive:
+            live, values = alive[slots.of(op.reads[0]).key]
+            live.frees.append(at)
+            values.discard(op.reads[0])
+            if not values:
+                live.last = at
+                del alive[live.slot.key]
+    return found
 
 
 def nbytes_alive(ranges: Iterable[LiveRange], tier: Tier, num_ops: int) -> NDArray[np.int64]:

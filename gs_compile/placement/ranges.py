@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
+
+from gs_compile.placement.kinds import Slot
 
 User = TypeVar("User")
 
@@ -16,6 +18,13 @@ class Range(NamedTuple):
     key: object
     offset: int
     nbytes: int
+
+
+def range_of(slot: Slot, offsets: Mapping[object, int]) -> Range | None:
+    """Where a slot is in host memory; None where it is elsewhere, takes nothing, or has no offset."""
+    if slot.tier != "host" or not slot.nbytes or slot.key not in offsets:
+        return None
+    return Range(slot.key, offsets[slot.key], slot.nbytes)
 
 
 @dataclass

@@ -8,13 +8,13 @@ one that copies a checkpoint waits itself. As a lane is first-in-first-out, its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from gs_compile.placement.kinds import Slot, slot_of
-from gs_compile.placement.liveness import slot_made
+from gs_compile.placement.kinds import slot_of
+from gs_compile.placement.liveness import Slots
 from gs_compile.placement.placement import Placement
-from gs_compile.placement.ranges import Range, Ranges
+from gs_compile.placement.ranges import Range, Ranges, range_of
 from gs_compile.program.ir import LANES, Op, Program, Value
 
 MEMORY = -1  # the lane of what happens in the issue loop itself
@@ -66,13 +66,14 @@ def dependencies(programs: Sequence[Program], placement: Placement | None = None
     rows: dict[int, list[Row]] = {}
     values = _ValueTable(found.lanes)
     last = [-1] * (len(LANES) + 1)
+    if placement:
+        at_home = (slot_of(placement, value) for value in placement.present(programs[0].ops))
+        values.begin_with(range_of(slot, programs[0].offsets) for slot in at_home)
     for program in programs:
         found.starts.append(len(found.ops))
-        places = _Places(program, placement)
-        if len(found.starts) == 1:
-            values.memory = places.before()
         if id(program) not in rows:
-            rows[id(program)] = [_row(op, numbers, places) for op in program.ops]
+            slots = Slots(placement) if placement and program.offsets else None
+            rows[id(program)] = [_row(op, numbers, slots, program.offsets) for op in program.ops]
         for op, row in zip(program.ops, rows[id(program)], strict=True):
             index, lane = len(found.ops), row.lane
             found.ops.append(op)
@@ -88,54 +89,15 @@ def dependencies(programs: Sequence[Program], placement: Placement | None = None
     return found
 
 
-def _row(op: Op, numbers: dict[Value, int], places: _Places) -> Row:
+def _row(op: Op, numbers: dict[Value, int], slots: Slots | None, offsets: Mapping[object, int]) -> Row:
     def numbered(values: tuple[Value, ...]) -> tuple[int, ...]:
         return tuple([numbers.setdefault(value, len(numbers)) for value in values])
 
+    made = [(range_of(slot, offsets), is_new) for slot, is_new in slots.made(op)] if slots else []
+    begins = tuple([(where, is_new) for where, is_new in made if where])
+    ends = range_of(slots.of(op.reads[0]), offsets) if slots and op.verb == "free" else None
     lane = MEMORY if op.lane == "memory" else LANES.index(op.lane)
-    begins, ends = places.begins(op), places.end(op)
     return Row(lane, op.verb, numbered(op.reads), numbered(op.into), numbered(op.results), begins, ends)
-
-
-class _Places:
-    """Where the values of a program are in host memory, as its operations come in their order."""
-
-    def __init__(self, program: Program, placement: Placement | None) -> None:
-        self.program = program
-        self.placement = placement
-        self.slots: dict[Value, Slot] = {}
-
-    def before(self) -> Ranges[int]:
-        """What is there before the first operation."""
-        ranges: Ranges[int] = Ranges()
-        if self.placement is not None and self.program.offsets:
-            slots = (slot_of(self.placement, value) for value in self.placement.present(self.program.ops))
-            for where in filter(None, map(self._range, slots)):
-                ranges.begin(where)
-        return ranges
-
-    def begins(self, op: Op) -> tuple[tuple[Range, bool], ...]:
-        if self.placement is None or not self.program.offsets:
-            return ()
-        sources = {self.slots[value].key for value in op.reads if value in self.slots}
-        found = []
-        for value in op.results:
-            slot = slot_made(self.placement, op, value, self.slots)
-            self.slots[value] = slot
-            where = self._range(slot)
-            if where is not None:
-                found.append((where, where.key not in sources))
-        return tuple(found)
-
-    def end(self, op: Op) -> Range | None:
-        if op.verb != "free" or self.placement is None or not self.program.offsets:
-            return None
-        slot = self.slots.get(op.reads[0])
-        return self._range(slot or slot_of(self.placement, op.reads[0]))
-
-    def _range(self, slot: Slot) -> Range | None:
-        in_host = slot.tier == "host" and slot.nbytes
-        return Range(slot.key, self.program.offsets[slot.key], slot.nbytes) if in_host else None
 
 
 class _ValueTable:
@@ -146,6 +108,11 @@ class _ValueTable:
         self.made: dict[int, tuple[int, ...]] = {}
         self.used: dict[int, tuple[int, ...]] = {}
         self.memory: Ranges[int] = Ranges()
+
+    def begin_with(self, places: Iterable[Range | None]) -> None:
+        """What is in host memory before the first operation."""
+        for where in filter(None, places):
+            self.memory.begin(where)
 
     def begin(self, row: Row) -> tuple[int, ...]:
         """Those who use what was in the memory of an operation's results before."""

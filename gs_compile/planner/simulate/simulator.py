@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gs_compile.placement.liveness import LiveRange
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import op_nbytes
 from gs_compile.planner.simulate.bubbles import ISSUE, Chains, bubbles
 from gs_compile.planner.simulate.dependencies import COMPUTE, MEMORY, Dependencies, dependencies
 from gs_compile.planner.simulate.event_loop import Rule, Times, run
-from gs_compile.planner.simulate.memory_timeline import Curve, curves, leases
+from gs_compile.planner.simulate.memory_timeline import Curve, curves
 from gs_compile.program.ir import LANES, Op, Program, homed
 from gs_compile.runtime.trace import Label, Trace
 
@@ -74,8 +73,7 @@ def simulate(
     order = dependencies(programs, placement)
     durations = [each for program in seconds for each in program]
     assert len(durations) == len(order.ops), "seconds are not one an operation"
-    memory = leases(order, placement) if placement else []
-    return Simulation(order, durations, run(order, durations, rule), tuple(programs), placement, memory)
+    return Simulation(order, durations, run(order, durations, rule), tuple(programs), placement)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +85,6 @@ class Simulation:
     times: Times
     programs: tuple[Program, ...]
     placement: Placement | None
-    leases: list[LiveRange]
 
     @property
     def seconds(self) -> float:
@@ -129,7 +126,7 @@ class Simulation:
     @cached_property
     def memory(self) -> Mapping[str, Curve]:
         """By tier, the bytes alive from each moment on; empty without a placement."""
-        return curves(self.leases, self.order, self.times, self._since, self._until) if self.placement else {}
+        return curves(self.placement, self.order, self.times, self._since, self._until) if self.placement else {}
 
     @property
     def peaks(self) -> dict[str, int]:
