@@ -146,39 +146,33 @@ class TieredExecutor(Executor):
     def _define(self, op: Op) -> None:
         """Define values that are there when issued: memory, and old memory under a new name."""
         after = [ticket for ticket in self._ready(op.reads) if not ticket.done]
-        places, former = self._begin(op)
-        if op.verb == "alias":
-            join_all(former, None)  # a checkpoint is copied here and now
-        else:
+        made, former = self._made(op, [self._content(value) for value in op.reads])
+        if op.verb != "alias":  # which has waited for them
             after += former
-        contents = self._allocate(op, [self._content(value) for value in op.reads], places)
-        for value, content, place in zip(op.results, contents, places, strict=True):
+        for value, (content, place) in zip(op.results, made, strict=True):
             self._table(value).define(value, content, after, place=place)
 
-    def _begin(self, op: Op) -> tuple[list[Place | None], list[Ticket]]:
-        """Where the results are in host memory, and who was there before: who writes them waits for these."""
-        places: list[Place | None] = []
-        former: list[Ticket] = []
-        for slot, is_new in self._slots.made(op):
-            where = range_of(slot, self.program.offsets)
-            if where is None:
-                places.append(None)
-                continue
-            fixed = self.tiers.slab.fixed
-            place, users = (fixed if where.offset < fixed.nbytes else self._block).begin(where, slot.offset)
-            places.append(place)
-            former += users if is_new else ()
-        return places, former
+    def _made(self, op: Op, reads: Sequence[Any]) -> tuple[list[tuple[Any, Place | None]], list[Ticket]]:
+        """The content and place of each result, and who was there before: who writes them waits for these.
 
-    def _allocate(self, op: Op, reads: Sequence[Any], places: Sequence[Place | None]) -> list[Any]:
-        """The contents of all results: each is made of the read at its place, or all of the first."""
+        A result is made of the read at its own position, or all are made of the first.
+        """
         sources = reads if len(reads) == len(op.results) else [reads[0] if reads else None] * len(op.results)
-        contents = []
-        for value, source, place in zip(op.results, sources, places, strict=True):
+        made: list[tuple[Any, Place | None]] = []
+        former: list[Ticket] = []
+        for value, source, (slot, is_new) in zip(op.results, sources, self._slots.made(op), strict=True):
+            place = None
+            where = range_of(slot, self.program.offsets)
+            if where is not None:
+                fixed = self.tiers.slab.fixed
+                place, users = (fixed if where.offset < fixed.nbytes else self._block).begin(where, slot.offset)
+                former += users if is_new else ()
+            if op.verb == "alias":
+                join_all(former, None)  # a checkpoint is copied here and now
             allocate = self._handlers[op.verb, value.kind].allocate
             assert allocate is not None
-            contents.append(allocate(value, source, place.memory if place else None))
-        return contents
+            made.append((allocate(value, source, place.memory if place else None), place))
+        return made, former
 
     def _commit(self, op: Op) -> None:
         """Let shadow copies replace what they are copies of, if the step is confirmed.
@@ -260,9 +254,9 @@ class TieredExecutor(Executor):
 
     def _submit(self, op: Op) -> None:
         reads = [self._content(value) for value in op.reads]
-        places, former = self._begin(op)
+        made, former = self._made(op, reads)
         after = self._ready(op.reads) + self._idle(op.into) + former
-        targets = [*self._allocate(op, reads, places), *(self._content(value) for value in op.into)]
+        targets = [*(content for content, _ in made), *(self._content(value) for value in op.into)]
         if op.lane == "h2d":
             after += self._launched()  # the memory was in use on the stream that computes
         kind = homed((*op.results, *op.into, *op.reads)[0]).kind
@@ -279,7 +273,7 @@ class TieredExecutor(Executor):
         )
         for value in op.reads:
             self._table(value).use(value, ticket)
-        for value, content, place in zip(op.results, targets, places, strict=False):
+        for value, (content, place) in zip(op.results, made, strict=True):
             self._table(value).define(value, content, (ticket,), place=place)
         for value in op.into:
             self._table(value).change(value, ticket)

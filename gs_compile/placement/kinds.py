@@ -1,4 +1,4 @@
-"""kinds: one row for each kind of value: how often it exists, whether a step ends it, and the memory it takes."""
+"""kinds: one row for each kind of value: whether a step ends it, and the memory it takes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ class Slot(NamedTuple):
 class Kind(NamedTuple):
     """A row of the table.
 
-    scope: what there is one value for: each step, each micro-batch, or each unit or part of one.
     lives: "step": the step that defines it ends it; "placed": so it is for placed units, but for what is at home;
         "caller": it is an input or a result of the step.
     slot: the memory of a value of this kind.
     """
 
-    scope: Literal["step", "micro-batch", "unit"]
     lives: Literal["step", "placed", "caller"]
     slot: Callable[[Placement, Value], Slot]
 
@@ -113,20 +111,20 @@ def _gradient(placement: Placement, value: Value) -> Slot:
 
 
 KIND_TABLE: Mapping[str, Kind] = {
-    "batch": Kind("micro-batch", "caller", _none),
-    "total": Kind("step", "step", _none),
-    "x": Kind("micro-batch", "step", _activation),
-    "side": Kind("micro-batch", "step", _side),
-    "w": Kind("unit", "placed", _parameters),
-    "loss": Kind("micro-batch", "caller", _none),
-    "y": Kind("micro-batch", "caller", _none),
-    "dx": Kind("micro-batch", "step", _activation),
-    "dy": Kind("micro-batch", "step", _none),
-    "dside": Kind("micro-batch", "step", _none),
-    "dw": Kind("unit", "placed", _gradient),
-    "s": Kind("unit", "placed", _part),
-    "norm": Kind("unit", "caller", _none),
-    "scale": Kind("step", "placed", _none),
-    "sw": Kind("unit", "caller", _part),
-    "ss": Kind("unit", "caller", _part),
+    "batch": Kind("caller", _none),
+    "total": Kind("step", _none),
+    "x": Kind("step", _activation),
+    "side": Kind("step", _side),
+    "w": Kind("placed", _parameters),
+    "loss": Kind("caller", _none),
+    "y": Kind("caller", _none),
+    "dx": Kind("step", _activation),
+    "dy": Kind("step", _none),
+    "dside": Kind("step", _none),
+    "dw": Kind("placed", _gradient),
+    "s": Kind("placed", _part),
+    "norm": Kind("caller", _none),
+    "scale": Kind("placed", _none),
+    "sw": Kind("caller", _part),
+    "ss": Kind("caller", _part),
 }

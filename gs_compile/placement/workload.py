@@ -87,10 +87,6 @@ class Workload:
         return sum(size.num_trained * size.state_itemsize for size in self.sizes)
 
     @cached_property
-    def gradients_nbytes(self) -> int:
-        return sum(size.num_trained * size.gradient_itemsize for size in self.sizes)
-
-    @cached_property
     def workspace_nbytes(self) -> int:
         """The most bytes that a unit's code computes with, beside inputs and results."""
         return max((cost.workspace_nbytes for cost in self.costs.values()), default=0)

@@ -48,7 +48,6 @@ def test_bytes_are_those_of_all_tensors(found):
     assert whole.num_trained == sum(numel for _, numel in trained)
     assert whole.parameters_nbytes == sum(numel * unit.itemsize for unit, numel in trained + frozen)
     assert whole.states_nbytes == sum(numel * unit.state_itemsize for unit, numel in trained)
-    assert whole.gradients_nbytes == sum(numel * unit.gradient_itemsize for unit, numel in trained)
     for unit in found:
         assert (unit.numel, unit.num_trained) == (sum(unit.trained + unit.frozen), sum(unit.trained))
 
