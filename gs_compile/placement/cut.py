@@ -8,68 +8,45 @@ from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
 from math import ceil
 
-from gs_compile.placement.placement import QUANTUM, Group, Part, Placement, UnitPlacement
+from gs_compile.placement.placement import QUANTUM, Group, Part, UnitPlacement
 from gs_compile.placement.workload import UnitSize
-from gs_compile.program.ir import Schedule, Tier
+from gs_compile.program.ir import Tier
 
 TIERS: tuple[Tier, ...] = ("device", "host", "ssd")  # the zones of a unit, in this order
-NOTHING: Mapping[str, float] = {}
 DEVICE_CLASSES = ("device_parameter", "device_checkpoint")  # as users call the ratios of what lives on the device
 
 
 def cut_units(
-    sizes: tuple[UnitSize, ...],
+    sizes: Sequence[UnitSize],
     ratios: Mapping[str, float],
+    device_ratios: Mapping[str, float],
     *,
     alpha: float,
-    clip: bool,
     separate: bool,
-    num_layers: int,
-    x_nbytes: tuple[int, ...],
-    side_nbytes: tuple[int, ...],
-    schedule: Schedule = "vertical",
-    gradient_ratio: float | None = None,
-    device_ratios: Mapping[str, float] = NOTHING,
-    speculative: bool = False,
-) -> Placement:
-    """The placement that ratios and alpha describe. No update takes more elements at a time than a whole layer has.
+) -> tuple[UnitPlacement, ...]:
+    """The units as ratios and alpha describe them. No update takes more elements at a time than a whole layer has.
 
-    speculative: early updates do not wait for the scale of clipping, and are rolled back if they should have.
-    gradient_ratio: of the gradient sums of the horizontal order; None: all in host memory.
-    device_ratios: what part of "parameter" and "checkpoint" lives on a device with memory of its own. Whole tensors do:
-        what one unit is short of its part, the next ones may have on top.
+    device_ratios: what part of "parameter" lives on a device with memory of its own. Whole tensors do: what one unit is
+        short of its part, the next ones may have on top.
     """
-    layers = [sum(size.trained) for size in sizes if isinstance(size.unit, int)]
+    layers = [size.num_trained for size in sizes if isinstance(size.unit, int)]
     units: list[UnitPlacement] = []
     spare = 0.0  # elements that the units so far have left of the device's part
     for size in sizes:
-        spare += device_ratios.get("parameter", 0.0) * size.numel if size.may_reside else 0.0
+        device_ratio = device_ratios.get("parameter", 0.0) if size.may_reside else 0.0
+        spare += device_ratio * size.numel
         cuts = Cuts(
             parameter_ratio=ratios["parameter"],
             optimizer_ratio=ratios["optimizer"],
             alpha=alpha,
-            most_numel=max(layers, default=0) or max(sum(size.trained) for size in sizes) or 1,
+            most_numel=max(layers, default=0) or max(size.num_trained for size in sizes) or 1,
             separate=separate,
-            device_ratio=device_ratios.get("parameter", 0.0) if size.may_reside else 0.0,
+            device_ratio=device_ratio,
             device_numel=int(spare + 1e-9) if size.may_reside else 0,
         )
         units.append(cut(size, cuts))
         spare -= units[-1].num_resident
-    device_checkpoint = device_ratios.get("checkpoint", 0.0)
-    gradients = 1.0 if gradient_ratio is None else gradient_ratio
-    return Placement(
-        tuple(units),
-        separate,
-        clip,
-        min(ratios["checkpoint"], 1 - device_checkpoint),
-        x_nbytes,
-        side_nbytes,
-        num_layers,
-        schedule,
-        gradients,
-        device_checkpoint,
-        speculative=speculative,
-    )
+    return tuple(units)
 
 
 def on_device(ratios: Mapping[str, float]) -> dict[str, float]:

@@ -60,19 +60,20 @@ class StepBuilder:
         device_ratios: of "parameter" and "checkpoint" in device memory. With clipping that is not speculative, alpha
         is 1; a smaller one describes a step without clipping.
         """
-        placement = cut_units(
-            self.sizes,
-            ratios,
-            alpha=alpha,
+        device_ratios = device_ratios or {}
+        on_device = device_ratios.get("checkpoint", 0.0)
+        placement = Placement(
+            cut_units(self.sizes, ratios, device_ratios, alpha=alpha, separate=self.separate),
+            separate=self.separate,
             clip=self.clip and (speculative or alpha == 1.0),
             speculative=speculative,
-            separate=self.separate,
-            num_layers=self.num_layers,
+            checkpoint_ratio=min(ratios["checkpoint"], 1 - on_device),
+            device_checkpoint_ratio=on_device,
+            gradient_ratio=ratios.get("gradient", 1.0),
             x_nbytes=self.x_nbytes,
             side_nbytes=self.side_nbytes,
+            num_layers=self.num_layers,
             schedule=self.schedule,
-            gradient_ratio=ratios.get("gradient"),
-            device_ratios=device_ratios or {},
         )
         return replace(placement, room=room) if room else placement
 
