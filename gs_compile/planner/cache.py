@@ -80,7 +80,7 @@ class PlanCache:
         found = packed(programs[-1], placement, before)
         if found.slab_nbytes > before:
             found = packed(programs[-1], placement, self.host_nbytes)
-        return (*programs[:-1], found)
+        return (*programs[:-1], replace(found, slab_nbytes=max(before, found.slab_nbytes)))
 
     def sized(self, layouts: Sequence[SpecializedModel], shape: StepShape) -> Placement:
         """The homes as they are, for a step of another size; raises `MemoryBudgetError` if it does not fit."""
