@@ -15,7 +15,7 @@ from gs_compile.runtime.optimizer import OptimizerStep
 
 KEEPS_CAPTURES = True
 NUM_STEPS = 6
-BOUNDS = {"never": 1e6, "sometimes": 1.15, "always": 0.3}
+BOUNDS = {"never": 1e6, "sometimes": 1.6, "always": 0.3}
 CLASSES = ("parameter", "checkpoint", "optimizer")
 
 
@@ -113,14 +113,14 @@ def test_so_it_is_in_the_other_schedules(rigs, storage, schedule):
 BAD = ((0, "e", math.nan), (2, 1, math.inf), (3, "h", -math.inf), (5, 0, math.nan))
 
 
-@pytest.mark.parametrize("bound", [1.15, pytest.param(math.inf, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bound", [BOUNDS["sometimes"], pytest.param(math.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("precision", "ratio", "alpha", "separate"), PLACES)
 def test_gradients_that_are_not_finite_leave_no_trace(rigs, storage, delayed, precision, ratio, alpha, separate, bound):
     expected, _ = delayed(precision, bound, BAD)
     found, rolled_back = trained(rigs[precision], given(storage, ratio, alpha, separate_device=separate), bound, BAD)
     assert found.differences(expected) == []
     assert all(rolled_back[number] for number, *_ in BAD)
-    assert bound == 1.15 or sum(rolled_back) == len(BAD)
+    assert bound < math.inf or sum(rolled_back) == len(BAD)
 
 
 def test_a_bound_that_changes_from_step_to_step(rigs, storage):
