@@ -236,7 +236,6 @@ def assert_right_or_refused(tree, size):
         assert_combines(namespace["criterion"], rows, mask, tolerance=1e-4)
 
 
-@settings(deadline=None, max_examples=25)
 @given(TREES, st.integers(3, 5))
 def test_any_tree_is_right_or_refused(tree, size):
     assert_right_or_refused(tree, size)

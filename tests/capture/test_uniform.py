@@ -7,7 +7,7 @@ import expecttest
 import pytest
 import torch
 from captured import WIDTH, Block, Tiny, batch, captured
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
@@ -196,7 +196,6 @@ DRAWN = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=100)
 @given(DRAWN, DRAWN)
 def test_structure_is_equal_exactly_where_code_is(left, right):
     assert (structure(unit(left)) == structure(unit(right))) == (

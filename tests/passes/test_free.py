@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import expecttest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiers import Options, lowered, options, place, stages, tiered_steps
 from toy import Toy, steps
@@ -145,7 +145,6 @@ norm0.device = norm(dw0.device)
         )
 
 
-@settings(deadline=None, max_examples=60)
 @given(steps())
 def test_keeps_every_bit_of_what_survives(step):
     num_layers, num_micro_batches, shape = step
@@ -156,7 +155,6 @@ def test_keeps_every_bit_of_what_survives(step):
     torch.testing.assert_close(after, {value: before[value] for value in after}, rtol=0, atol=0)
 
 
-@settings(deadline=None)
 @given(steps())
 def test_frees_each_transient_value_right_after_its_last_use(step):
     num_layers, num_micro_batches, shape = step
@@ -193,7 +191,6 @@ def test_kept_values_are_never_freed():
     assert Value("x", 2, 1) in freed
 
 
-@settings(deadline=None, max_examples=60)
 @given(tiered_steps(), options(), st.booleans())
 def test_only_what_is_at_home_and_results_are_left(step, options, late):
     placement = place(*step, options)

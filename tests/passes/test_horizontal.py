@@ -8,7 +8,7 @@ from dataclasses import replace
 import expecttest
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiers import Options, lowered, options, place, stages, tiered_steps, train
 from toy import Toy, steps
@@ -82,7 +82,6 @@ def _headings(program):
     return "".join(line for line in str(program).splitlines(True)[1:] if line.startswith("#"))
 
 
-@settings(deadline=None, max_examples=60)
 @given(steps())
 def test_keeps_every_bit_of_the_vertical_step(step):
     num_layers, num_micro_batches, shape = step
@@ -93,7 +92,6 @@ def test_keeps_every_bit_of_the_vertical_step(step):
     torch.testing.assert_close(reference(program, toy, toy.inputs()), expected, rtol=0, atol=0)
 
 
-@settings(deadline=None, max_examples=40)
 @given(steps())
 def test_the_same_operations_each_in_the_stage_of_its_micro_batch(step):
     num_layers, num_micro_batches, shape = step
@@ -107,7 +105,6 @@ def test_the_same_operations_each_in_the_stage_of_its_micro_batch(step):
         assert order == sorted(order)
 
 
-@settings(deadline=None, max_examples=25)
 @given(tiered_steps(), options(), st.sampled_from((0.0, 0.5, 1.0)))
 def test_learns_what_the_vertical_order_learns(step, chosen, gradient_ratio):
     """To rounding: sums of parameters that are shared are added in another order."""
@@ -153,7 +150,6 @@ def test_half_of_the_units_have_their_sums_on_ssd():
     assert [placement.gradient_home(unit) for unit in placement.units] == ["ssd", "ssd", "host", "ssd", "host"]
 
 
-@settings(deadline=None, max_examples=60)
 @given(tiered_steps(), options())
 def test_checkpoints_of_one_micro_batch_are_alive(step, chosen):
     shape = replace(step[2], outside=frozenset())
@@ -168,7 +164,6 @@ def test_checkpoints_of_one_micro_batch_are_alive(step, chosen):
             alive.difference_update(op.reads)
 
 
-@settings(deadline=None, max_examples=40)
 @given(tiered_steps(), options(), st.sampled_from((0.0, 0.5, 1.0)))
 def test_only_the_last_backward_is_beside_early_updates(step, chosen, gradient_ratio):
     updated = False

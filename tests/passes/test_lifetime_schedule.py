@@ -157,7 +157,6 @@ def test_keeps_every_bit_of_the_horizontal_step(step, chosen, gradient_ratio, sh
     torch.testing.assert_close(train(*step, roomy(step, plain, share), modes=modes), expected, rtol=0, atol=0)
 
 
-@settings(deadline=None, max_examples=30)
 @given(tiered_steps(), options(), st.sampled_from((0.0, 0.5, 1.0)), st.sampled_from(SHARES), st.booleans())
 def test_within_its_room_and_no_lane_moves_more(step, chosen, gradient_ratio, share, late):
     plain = homes(step, chosen, gradient_ratio)

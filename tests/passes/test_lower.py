@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cpu_time import cpu_seconds
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiers import Options, lowered, options, place, tiered_steps, train
 
@@ -63,7 +63,6 @@ def test_a_large_program_takes_little_time(on_tiers):
     assert sum(op.verb == "backward" for op in snapshots[-1].ops) == 96 * 16
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     tiered_steps(),
     options(),

@@ -6,7 +6,7 @@ from functools import partial
 
 import expecttest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiers import X_NBYTES, Options, after, lowered, options, place, stages, tiered_steps, with_gradient
 from toy import Toy
@@ -140,7 +140,6 @@ offload(s0a.host, into=s0a.ssd)
         )
 
 
-@settings(deadline=None, max_examples=40)
 @given(tiered_steps(), options())
 def test_one_memory_copies_only_what_is_collected(step, options):
     placement = place(*step, replace(options, separate=False))
@@ -151,7 +150,6 @@ def test_one_memory_copies_only_what_is_collected(step, options):
             assert op.reads[0].kind == "dw" or placement.checkpoint_home(op.reads[0]) == "ssd"
 
 
-@settings(deadline=None, max_examples=60)
 @given(tiered_steps(), options())
 def test_checkpoints_alone(step, options):
     """Parameters may be the user's: then activations move, and gradients stay as results."""
@@ -170,7 +168,6 @@ def _first(num_layers, shape):
     return next(unit for unit in ("e", *range(num_layers), "h") if unit not in shape.frozen)
 
 
-@settings(deadline=None, max_examples=150)
 @given(tiered_steps(), options(), st.booleans(), st.integers(1, 6))
 def test_traffic_of_a_step(step, options, late, num_micro_batches):
     """How often each class of data moves, in the words of the paper."""

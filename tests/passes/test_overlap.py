@@ -5,7 +5,7 @@ from dataclasses import replace
 import expecttest
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiered_toy import LEARNING_RATE, MOMENTUM, TieredToy
 from tiers import RESIDENT, Options, after, lowered, options, place, stages, tiered_steps, train
@@ -94,7 +94,6 @@ def test_equals_training_without_this_package(alpha):
             torch.testing.assert_close(found[name], flat, rtol=1e-9, atol=1e-9)
 
 
-@settings(deadline=None, max_examples=50)
 @given(tiered_steps(), options(), st.booleans())
 def test_each_trained_part_is_updated_once(step, options, late):
     placement = place(*step, options)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import expecttest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiers import Options, after, lowered, options, place, stages, tiered_steps
 
@@ -70,7 +70,6 @@ def _shift(name):
     return 1 if name == "prefetch w ssd host" else -1 if name in early else 0
 
 
-@settings(deadline=None, max_examples=150)
 @given(tiered_steps(), options(), st.booleans())
 def test_each_operation_stands_in_the_stage_of_the_table(step, options, late):
     """Or in the one after what it depends on, where that is later."""
@@ -101,7 +100,6 @@ def test_each_operation_stands_in_the_stage_of_the_table(step, options, late):
                 assert found == expected or (found > expected and blocked[key, number]), (name, str(op))
 
 
-@settings(deadline=None, max_examples=60)
 @given(tiered_steps(), options(), st.booleans())
 def test_parameters_go_to_the_device_in_pieces_beside_the_micro_batches(step, options, late):
     program = lowered(step, place(*step, replace(options, separate=True)), late=late)[-1]
@@ -120,7 +118,6 @@ def test_parameters_go_to_the_device_in_pieces_beside_the_micro_batches(step, op
             assert [place + 1 for _, place in found] == list(range(step[1]))
 
 
-@settings(deadline=None, max_examples=60)
 @given(tiered_steps(), options())
 def test_activations_come_one_micro_batch_ahead(step, options):
     program = after(lowered(step, place(*step, replace(options, separate=True))), "pipeline")
@@ -148,7 +145,6 @@ def test_outputs_leave_as_soon_as_they_are_made():
             assert op.reads[0] in before.results
 
 
-@settings(deadline=None, max_examples=60)
 @given(tiered_steps(), options(), st.booleans())
 def test_a_unit_is_not_changed_while_it_is_loaded(step, options, late):
     """All pieces of one load are of one state. (In one memory the whole is its parts, and `verify` has a law.)"""

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiers import Options, lowered, options, place, tiered_steps
 
@@ -14,7 +14,6 @@ from gs_compile.program.ir import StepShape
 from gs_compile.program.text import parse
 
 
-@settings(deadline=None, max_examples=25)
 @given(tiered_steps(), options(), st.booleans())
 def test_it_is_the_vertical_step_of_one_micro_batch(step, chosen, late):
     """All passes after it are the same; `lower` verifies each program."""

@@ -4,7 +4,7 @@ import itertools
 
 import expecttest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from tiers import stages
 from toy import Toy, steps
 
@@ -41,7 +41,6 @@ dx0_1.device = backward(x0_1.device, dx1_1.device, w0.device, into=dw0.device)
         )
 
 
-@settings(deadline=None)
 @given(steps())
 def test_neighbouring_stages_share_a_micro_batch(step):
     num_layers, num_micro_batches, shape = step
@@ -53,7 +52,6 @@ def test_neighbouring_stages_share_a_micro_batch(step):
     assert orders[1] == list(range(num_micro_batches))  # layer 0
 
 
-@settings(deadline=None, max_examples=50)
 @given(steps(max_micro_batches=2))
 def test_two_micro_batches_keep_every_bit(step):
     """a + b is b + a."""
@@ -61,7 +59,6 @@ def test_two_micro_batches_keep_every_bit(step):
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
-@settings(deadline=None, max_examples=50)
 @given(steps(max_micro_batches=6))
 def test_more_micro_batches_keep_all_but_the_order_of_addition(step):
     """Only dw sums over micro-batches: six float64 terms in another order differ by a few 2**-53 of their size."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import expecttest
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from tiers import stages, tiered_steps
 
 from gs_compile.errors import ProgramError
@@ -145,7 +145,6 @@ embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
         )
 
 
-@settings(deadline=None)
 @given(tiered_steps())
 def test_is_well_formed(step):
     num_layers, num_micro_batches, shape = step

@@ -187,7 +187,6 @@ def _partition(parts, numel):
     assert ([parts[0].start, parts[-1].stop] if parts else [0, 0]) == [0, numel]
 
 
-@settings(deadline=None)
 @given(st.lists(SIZES.filter(bool), min_size=1, max_size=6), st.floats(0, 1))
 def test_nothing_is_on_ssd_if_device_and_host_have_it_all(tensors, device):
     """What whole tensors leave of the device's share goes to host memory, and no more than one of them."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiers import SIDE_NBYTES, X_NBYTES, Options, options, place, tiered_steps
 
@@ -51,7 +51,6 @@ def test_the_scale_lives_on_with_the_gradients_it_is_for():
     assert Value("scale", tier="host") not in placement.homes(late=False)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 8), st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 0.9, 1.0]))
 def test_checkpoints_are_spread_evenly(num_layers, num_micro_batches, ratio):
     placement = Placement(checkpoint_ratio=ratio, x_nbytes=(1,) * num_micro_batches, num_layers=num_layers)
@@ -60,7 +59,6 @@ def test_checkpoints_are_spread_evenly(num_layers, num_micro_batches, ratio):
         assert abs(homes[:stop].count("host") - ratio * stop) < 1 + 1e-6
 
 
-@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 8), st.floats(0, 1), st.floats(0, 1))
 def test_checkpoints_on_the_device_are_spread_evenly(num_layers, num_micro_batches, host, of_the_rest):
     x_nbytes, device = (1,) * num_micro_batches, of_the_rest * (1 - host)
@@ -79,7 +77,6 @@ def test_nothing_lives_on_a_device_that_is_the_host():
 # Peaks ---------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=120)
 @given(tiered_steps(), options(), st.booleans())
 def test_planned_peaks_are_what_is_alive_at_a_time(step, options, late):
     num_layers, num_micro_batches, shape = step

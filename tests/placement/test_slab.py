@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiers import PLAIN, Options, options, place, tiered_steps
 
@@ -13,7 +13,6 @@ from gs_compile.placement.ranges import Occupants, Range, Ranges
 from gs_compile.placement.slab import PAGE_NBYTES, conflicts, fixed_offsets, packed
 
 
-@settings(deadline=None, max_examples=60)
 @given(tiered_steps(), options(), st.booleans(), st.sampled_from(("vertical", "horizontal")))
 def test_programs_of_a_run_agree_and_nothing_overlaps(step, chosen, speculative, schedule):
     num_layers, num_micro_batches, shape = step

@@ -120,7 +120,6 @@ def test_costs_of_code_alone():
 # Movement ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
 @given(tiered_steps(), options(), st.booleans())
 def test_transfers_are_the_traffic_by_its_rates(step, options, late):
     num_layers, num_micro_batches, shape = step

@@ -84,7 +84,6 @@ def expected(oracle: Oracle) -> dict[int, tuple[float, float]]:
     return {index: (started[index] - since, stopped[index] - since) for index in started}
 
 
-@settings(max_examples=60, deadline=None)
 @given(runs(), st.booleans(), st.floats(1.0, 1.5))
 def test_times_are_those_of_the_rule(run, in_slab, room):
     """Without a placement nothing is in memory; with one, in as much as is needed, or more."""
@@ -99,7 +98,6 @@ def test_times_are_those_of_the_rule(run, in_slab, room):
     assert not in_slab or found.peaks["host"] <= max(program.slab_nbytes for program in programs)
 
 
-@settings(max_examples=60, deadline=None)
 @given(runs(), st.sampled_from((0.5, 1.0)))
 def test_the_report_adds_up(run, speed):
     programs, seconds, placement, inline, op_seconds = run

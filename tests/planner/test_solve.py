@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planned import A100, GB, formulas, gpt, lowered, placed
 
@@ -102,7 +102,6 @@ def test_no_point_of_a_fine_grid_is_better(seed):
     assert np.median(gaps) < STEP
 
 
-@settings(deadline=None, max_examples=200)
 @given(*[st.floats(0.01, 100)] * 2, *[st.floats(0.05, 1)] * 2)
 def test_two_lanes_that_disturb_each_other(x, y, a, b):
     rows = _pair("forward", ("one", x * ALL, a), ("two", y * ALL, b))
@@ -154,7 +153,6 @@ def test_duals_tell_what_one_percent_more_is_worth(n, host):
 # What must hold ------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=25)
 @given(
     st.data(),
     st.sampled_from(["host_nbytes", "device_nbytes", "ssd_nbytes", "ssd", *RATES, "update", "compute"]),

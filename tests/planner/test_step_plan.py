@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planned import A100, gpt, placed, ratios, toys
 
@@ -21,7 +21,6 @@ def found():
     return plan(workload, machine=A100, host_memory="160MiB", micro_batch_size=2, num_micro_batches=3)
 
 
-@settings(deadline=None)
 @given(toy=toys(), shares=st.tuples(fractions, fractions, fractions), alpha=fractions, separate=st.booleans())
 def test_homes_hold_everything_once(toy, shares, alpha, separate):
     workload, number = toy

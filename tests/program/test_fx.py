@@ -4,7 +4,7 @@ import copy
 
 import expecttest
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from tiers import Options, lowered, options, place, tiered_steps
 
 from gs_compile.errors import ProgramError
@@ -35,7 +35,6 @@ def test_it_is_no_code():
         module(None, None, None, None)
 
 
-@settings(deadline=None, max_examples=40)
 @given(tiered_steps(), options())
 def test_every_operation_is_a_node_that_names_its_values(step, options):
     for program in lowered(step, place(*step, options)):

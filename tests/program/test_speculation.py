@@ -59,7 +59,6 @@ def test_what_is_learned_is_what_delayed_updates_learn(bound, made_by, monkeypat
     check()
 
 
-@settings(deadline=None, max_examples=25)
 @given(step=STEPS, options=speculative(), late=st.booleans(), redo=st.booleans())
 def test_every_program_is_well_formed_and_its_text_reads_back(step, options, late, redo):
     placement = place(*step, options)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import expecttest
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiers import Options, lowered, options, place, tiered_steps
 from toy import steps
@@ -100,7 +100,6 @@ def test_text_without_a_header():
         parse("x1_0.device = forward(x0_0.device, w0.device)")
 
 
-@settings(deadline=None, max_examples=60)
 @given(tiered_steps(), options(), st.booleans(), st.sampled_from(("vertical", "horizontal")))
 def test_parse_is_the_inverse(step, options, late, schedule):
     placement = replace(place(*step, options), schedule=schedule)
@@ -120,7 +119,6 @@ def test_programs_on_tiers_fold():
     assert size(96) == size(48)
 
 
-@settings(deadline=None, max_examples=30)
 @given(steps())
 def test_text_is_python_one_operation_a_line(step):
     program = lowered(step)[-1]

@@ -14,7 +14,7 @@ from gs_compile.placement.verify import verify
 from gs_compile.program.reference import reference
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(tiered_steps(), options(), st.booleans(), st.data())
 def test_a_change_is_harmless_or_refused(step, options, late, data):
     """Dropping, doubling or swapping lines of a program never gives other numbers unnoticed."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -112,7 +112,6 @@ def test_lion_as_written(dtype: torch.dtype, maximize: bool):
 cuts = st.lists(st.integers(1, 6), max_size=4).map(lambda sizes: [*sizes, 7])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     rule=st.sampled_from(sorted(RULES)),
     cut=cuts,
@@ -236,7 +235,6 @@ def test_refuses_what_is_not_whole_quanta():
         LION.update(short, short, [short.clone()], HYPER["Lion"], 1)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     cut=cuts,
     threads=st.integers(1, 3),
