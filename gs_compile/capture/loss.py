@@ -29,6 +29,7 @@ from torch.fx.node import map_aggregate, map_arg
 from gs_compile.capture.graph import Captured, LossTerm, TensorSpec, block_of, output_values, source_line
 from gs_compile.capture.operations import (
     ADDING,
+    ALONG_SAMPLES,
     AVERAGED_LOSSES,
     COUNTED_LOSSES,
     COUNTING,
@@ -43,8 +44,9 @@ from gs_compile.capture.operations import (
     mutated,
     operation,
     reduction_of,
+    why_it_mixes,
+    works_along_samples,
 )
-from gs_compile.capture.samples import ALONG_SAMPLES, why_it_mixes, works_along_samples
 from gs_compile.capture.shares import Kind, Shares, State
 from gs_compile.errors import SeparationError
 

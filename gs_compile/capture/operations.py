@@ -15,6 +15,8 @@ from torch import fx
 from torch.nn import functional
 from torch.nn._reduction import legacy_get_string
 
+from gs_compile.capture.graph import TensorSpec, block_of
+
 LINEAR = frozenset(
     "neg to float double half bfloat16 type type_as view reshape squeeze unsqueeze contiguous clone detach flatten "
     "expand getitem select sum mean transpose permute".split()
@@ -104,31 +106,75 @@ def normalises_by_batch(node: fx.Node) -> bool:
     return node.target is functional.batch_norm and bool(arguments_of(node)["training"])
 
 
-# Dimensions -----------------------------------------------------------------------------------------------------------
+# Samples --------------------------------------------------------------------------------------------------------------
+
+ALONG_SAMPLES = "runs along the batch dimension"
 
 
-def is_arange(node: fx.Node) -> bool:
+def why_it_mixes(node: fx.Node, name: str, spec: TensorSpec) -> str:
+    """Why an operation on samples mixes them; empty where it keeps them apart."""
+    if normalises_by_batch(node):
+        return "normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)"
+    if len(spec.batch_dims) > 1:
+        return "pairs the samples of the batch with each other"
+    if node.meta.get("uneven"):
+        return "takes a part of the samples"
+    if node.meta.get("batch_numbers") and name in ARITHMETIC and spec.dtype.is_floating_point:
+        return "computes with the batch size"
+    numbers = (source for source in node.all_input_nodes if _is_arange(source) and _has_samples(source))
+    if spec.dtype.is_floating_point and name in (*ARITHMETIC, "embedding") and any(numbers):
+        return "computes with the numbers of the samples, which every micro-batch counts from 0"
+    return ALONG_SAMPLES if works_along_samples(node, name) else ""
+
+
+def works_along_samples(node: fx.Node, name: str) -> bool:
+    """Whether an operation that works along a dimension, or several, does so along the samples'."""
+    spec = node.all_input_nodes[0].meta.get("spec")
+    if not isinstance(spec, TensorSpec) or not spec.shape:
+        return False
+    if name == "getitem" and block_of(node) is None and _picks_samples(node, spec):
+        return True
+    return any(dim % len(spec.shape) in spec.batch_dims for dim in _dimensions(node, name, len(spec.shape)))
+
+
+def _picks_samples(node: fx.Node, spec: TensorSpec) -> bool:
+    """``x[index]`` with an index for the samples other than their own numbers, as in ``x[arange(B), last]``."""
+    index = node.args[1]
+    first = index[0] if isinstance(index, tuple) and index else index
+    if 0 not in spec.batch_dims or not isinstance(first, fx.Node) or _is_arange(first):
+        return False
+    return first.meta.get("storage") is not None and _has_samples(first)  # inside a vmap masks are looked up by sample
+
+
+def _has_samples(node: fx.Node) -> bool:
+    spec = node.meta.get("spec")
+    return isinstance(spec, TensorSpec) and bool(spec.batch_dims)
+
+
+def _is_arange(node: fx.Node) -> bool:
     """Whether a node holds the numbers 0, 1, ... in order, in whatever shape."""
     while operation(node) in RESHAPING and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
     return operation(node) == "arange"
 
 
-def dimensions(node: fx.Node, rank: int, *, inside_block: bool) -> tuple[int, ...]:
-    """The dimensions of its first input along which an operation works, where it is one of those that do."""
-    name = operation(node)
+def _dimensions(node: fx.Node, name: str, rank: int) -> tuple[int, ...]:
+    """The dimensions of its first input, of `rank`, along which an operation works, where it is one that does."""
     if node.target is functional.scaled_dot_product_attention:
         return (-2,)
     if name in LAST_DIMENSIONS:
         shape = node.kwargs.get("normalized_shape", node.args[1] if len(node.args) > 1 else ())
         return tuple(range(-len(shape), 0)) if isinstance(shape, (tuple, list)) else ()
-    if name not in ALONG_A_DIMENSION and (inside_block or name not in REORDERING):
+    if name not in ALONG_A_DIMENSION and (name not in REORDERING or block_of(node) is not None):
         return ()
     at = DIMENSION_AT.get(name, 1)
     otherwise = {"roll": tuple(range(rank)), "normalize": 1}.get(name, -1)
     given = node.kwargs.get("dim", node.kwargs.get("dims", node.args[at] if len(node.args) > at else otherwise))
     found = given if isinstance(given, (tuple, list)) else (given, *node.args[at + 1 :]) if name == "flip" else (given,)
     return tuple(dim for dim in found if isinstance(dim, int))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def _name(node: fx.Node) -> str:

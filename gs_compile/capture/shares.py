@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
-from torch.nn import functional
 
 from gs_compile.capture.graph import LossTerm, Source, TensorSpec, source_line
 from gs_compile.capture.operations import operation
@@ -84,10 +83,9 @@ class Shares:
         target, weight = arguments["target"], arguments["weight"]
         counted = self._new(torch.ne, (target, arguments["ignore_index"]), like=target)
         if weight is not None:
-            labels = self._new(torch.clamp, (target,), {"min": 0}, like=target)
-            column = self._new(torch.unsqueeze, (weight, -1), like=weight)
-            weights = self._new(functional.embedding, (labels, column), like=target)
-            counted = self._new(torch.mul, (self._new(torch.squeeze, (weights, -1), like=target), counted), like=target)
+            last = weight.meta["spec"].shape[0] - 1  # labels that are ignored may be beyond the classes
+            labels = self._new(torch.clamp, (target, 0, last), like=target)
+            counted = self._new(torch.mul, (self._new(torch.take, (weight, labels), like=target), counted), like=target)
         count = self._new(torch.sum, (counted,), {"dtype": torch.float32}, like=loss)
         count.meta["spec"] = replace(loss.meta["spec"], dtype=torch.float32, requires_grad=False)
         self.states[count] = State("sum", from_inputs=True)

@@ -46,7 +46,6 @@ class SpecializedModel:
     """A captured model at one micro-batch size: its graph, its units and their code."""
 
     micro_batch_size: int
-    specialized: fx.GraphModule
     separated: Separated
     split: Split
     uniform: Uniform
@@ -89,12 +88,7 @@ class SpecializedModel:
     @cached_property
     def checkpoints(self) -> tuple[TensorSpec, ...]:
         """The layers' inputs, and the epilogue's."""
-        return tuple(
-            spec
-            for graph in self.split.units
-            for kind, spec in zip(graph.results, graph.result_specs, strict=True)
-            if kind == "x"
-        )
+        return tuple(graph.result_specs[graph.results.index("x")] for graph in self.split.units[:-1])
 
     @cached_property
     def x_nbytes(self) -> int:
@@ -182,14 +176,10 @@ class Compilation:
         key = (layout.split.num_layers, num_micro_batches, shape, keep)
         if key not in self.programs:
             start = time.perf_counter()
+            expert, num_layers = self.options.expert, layout.split.num_layers
             self.programs[key] = lower(
                 StepSpec(
-                    layout.split.num_layers,
-                    num_micro_batches,
-                    shape=shape,
-                    schedule=self.options.expert.schedule,
-                    snake=self.options.expert.snake,
-                    outputs=keep,
+                    num_layers, num_micro_batches, shape, schedule=expert.schedule, snake=expert.snake, outputs=keep
                 )
             )
             self.seconds += time.perf_counter() - start
@@ -227,12 +217,10 @@ class Compilation:
         cut = split(separated, captured, halved=self.halved)
         alike = uniform(cut.units, captured, halved=self.halved)
         self._warn(alike)
-        codes: dict[Unit, Any] = {}
-        for unit, key in zip(cut.units, alike.keys, strict=True):
-            codes[unit.unit] = self._code(unit, key)
         units = {unit.unit: unit for unit in cut.units}
+        codes = {unit.unit: self._code(unit, key) for unit, key in zip(cut.units, alike.keys, strict=True)}
         sized = Sized(units, codes, cut.count, cut.count_sources, self.halved)
-        return SpecializedModel(micro_batch_size, module, separated, cut, alike, sized)
+        return SpecializedModel(micro_batch_size, separated, cut, alike, sized)
 
     def _warn(self, alike: Uniform) -> None:
         if alike.differences and not self._warned:
@@ -245,8 +233,7 @@ class Compilation:
             )
 
     def _code(self, unit: UnitGraph, key: Hashable) -> Differentiated:
-        device = unit.device_type
-        chosen = self.options.expert.compiler
+        device, chosen = unit.device_type, self.options.expert.compiler
         compiler: Compiler = best_compiler(device) if chosen == "auto" or device == "meta" else chosen
         generator = Generator(compiler, self.options.mode)
         full_key = (key, generator, _global_settings())

@@ -64,8 +64,11 @@ def _factors(result: fx.Node) -> tuple[Form, tuple[fx.Node, fx.Node]] | None:
     while not node.users.keys() - {user}:
         if node.target is aten.mm.default:
             left, right = _nodes(node, 2)
-            form, parts = Product, (_transposed(right), _transposed(left)) if is_flipped else (left, right)
-            return (form, parts) if _is_summed_in(_dtype(node)) and _numel(left, right) < _numel(node) else None
+            dtype = node.meta["val"].dtype
+            is_summed = dtype == torch.promote_types(dtype, torch.float32)  # in the dtype that it has
+            if not is_summed or _numel(left, right) >= _numel(node):
+                return None
+            return Product, ((_transposed(right), _transposed(left)) if is_flipped else (left, right))
         if node.target is aten.embedding_dense_backward.default and not is_flipped:
             return _rows(node)
         if not _is_transpose(node):
@@ -82,12 +85,10 @@ def _rows(node: fx.Node) -> tuple[Form, tuple[fx.Node, fx.Node]] | None:
     if is_scaled or _numel(rows, ids) >= _numel(node):
         return None
     if padding != -1:  # the row that stays as it is
-        graph = node.graph
-        with graph.inserting_before(node):
-            keeps = graph.call_function(
-                aten.unsqueeze.default, (graph.call_function(aten.ne.Scalar, (ids, padding)), -1)
-            )
-            rows = graph.call_function(aten.where.ScalarOther, (keeps, rows, 0.0))
+        new = node.graph.call_function
+        with node.graph.inserting_before(node):
+            keeps = new(aten.unsqueeze.default, (new(aten.ne.Scalar, (ids, padding)), -1))
+            rows = new(aten.where.ScalarOther, (keeps, rows, 0.0))
     return partial(Rows, num_rows=num_rows), (ids, rows)
 
 
@@ -107,15 +108,6 @@ def _nodes(node: fx.Node, count: int) -> list[fx.Node]:
     found = [each for each in node.args[:count] if isinstance(each, fx.Node)]
     assert len(found) == count, node.format_node()
     return found
-
-
-def _is_summed_in(dtype: torch.dtype) -> bool:
-    return dtype == torch.promote_types(dtype, torch.float32)
-
-
-def _dtype(node: fx.Node) -> torch.dtype:
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype
 
 
 def _numel(*nodes: fx.Node) -> int:

@@ -32,23 +32,18 @@ def kept_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:
     return torch.bfloat16 if narrow else parameter.dtype
 
 
-def size_of(
-    unit: Unit, trained: Iterable[int], frozen: Iterable[int], dtype: torch.dtype, num_components: int
-) -> UnitSize:
-    """The size of a unit whose parameters have `trained` and `frozen` elements each.
+def size_of(unit: Unit, dtype: torch.dtype, numels: Iterable[tuple[int, bool]], num_components: int) -> UnitSize:
+    """The size of a unit, given the elements of each of its parameters and whether it is trained.
 
     num_components: of the optimizer's state, besides a master.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    return UnitSize(
-        unit,
-        tuple(map(padded, trained)),
-        tuple(map(padded, frozen)),
-        dtype.itemsize,
-        wide.itemsize,
-        wide.itemsize * (num_components + (dtype != wide)),
-        dtype != wide,
-    )
+    sizes: dict[bool, list[int]] = {True: [], False: []}
+    for numel, is_trained in numels:
+        sizes[is_trained].append(padded(numel))
+    state_nbytes = wide.itemsize * (num_components + (dtype != wide))
+    trained, frozen = map(tuple, sizes.values())
+    return UnitSize(unit, trained, frozen, dtype.itemsize, wide.itemsize, state_nbytes, dtype != wide)
 
 
 def sizes_of(units: Sequence[UnitGraph], owners: Mapping[int, Unit], num_components: int) -> tuple[UnitSize, ...]:
@@ -56,19 +51,16 @@ def sizes_of(units: Sequence[UnitGraph], owners: Mapping[int, Unit], num_compone
 
     Raises `CaptureError` for a unit with parameters of several dtypes.
     """
-    members: dict[Unit, dict[int, TensorSpec]] = {unit: {} for unit in owners.values()}
+    specs: dict[int, TensorSpec] = {}
     for graph in units:
-        for source, spec in zip(graph.sources, graph.specs, strict=True):
-            if source.kind == "input" and source.index in owners:
-                members[owners[source.index]].setdefault(source.index, spec)
+        specs |= {s.index: spec for s, spec in zip(graph.sources, graph.specs, strict=True) if s.kind == "input"}
     sizes = []
-    for unit, found in members.items():
-        specs = [found[index] for index in owners if index in found]
-        dtypes = {spec.dtype for spec in specs}
+    for unit in dict.fromkeys(owners.values()):
+        found = [specs[index] for index, owner in owners.items() if owner == unit]
+        dtypes = {spec.dtype for spec in found}
         if len(dtypes) > 1:
             raise CaptureError(mixed_dtypes(unit, dtypes))
-        trained, frozen = ([spec.numel for spec in specs if spec.requires_grad == wanted] for wanted in (True, False))
-        sizes.append(size_of(unit, trained, frozen, dtypes.pop(), num_components))
+        sizes.append(size_of(unit, dtypes.pop(), ((s.numel, s.requires_grad) for s in found), num_components))
     return tuple(sizes)
 
 

@@ -52,11 +52,8 @@ class UnitLayout:
 
     def size(self, num_components: int) -> UnitSize:
         """What there is to place, with so many components of optimizer state besides a master."""
-        pairs = list(zip(map(math.prod, self.shapes), self.groups, strict=True))
-        trained, frozen = (
-            [numel for numel, group in pairs if (group is None) == is_frozen] for is_frozen in (False, True)
-        )
-        return size_of(self.unit, trained, frozen, self.dtype, num_components)
+        numels = ((math.prod(s), group is not None) for s, group in zip(self.shapes, self.groups, strict=True))
+        return size_of(self.unit, self.dtype, numels, num_components)
 
 
 def arrange(

@@ -40,6 +40,9 @@ FORMS = {
     "cross_entropy ignore_index": lambda p, y: cross_entropy(p, y.clamp(min=0), ignore_index=0),
     "cross_entropy label_smoothing": lambda p, y: cross_entropy(p, y, label_smoothing=0.1),
     "cross_entropy class weights": lambda p, y: cross_entropy(p, y, weight=WEIGHT),
+    "cross_entropy class weights, an ignored label beyond the classes": lambda p, y: cross_entropy(
+        p, y.clamp(min=0).masked_fill(y < 0, 255), weight=WEIGHT, ignore_index=255
+    ),
     "cross_entropy class weights and label_smoothing": lambda p, y: cross_entropy(
         p, y, weight=WEIGHT, label_smoothing=0.2
     ),
