@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import shorten
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 
-from gs_compile.capture.dynamo import capture, ignore_logging
+from gs_compile.capture.dynamo import capture, hint, ignore_logging
 from gs_compile.capture.graph import Captured
-from gs_compile.errors import GreedySnakeError, InspectionError
+from gs_compile.errors import InspectionError
 
 
 class _CapturedError(Exception):
-    """Ends a call whose graph was captured: there is nothing to compute."""
+    """Ends a call whose graph was captured, before anything is computed: the capture, and its symbolic sizes."""
 
 
 def captured_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Captured, dict[str, int]]:
@@ -25,32 +25,22 @@ def captured_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Captured
 
     Raises `InspectionError` where Dynamo cannot capture it, and whatever `capture` refuses it with.
     """
-    sizes: dict[str, int] = {}
-    captures: list[Captured] = []
 
-    def record(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        refusal: GreedySnakeError | None = None
-        try:
-            captures.append(capture(module, example_inputs))
-        except GreedySnakeError as error:  # raised here, Dynamo would wrap it
-            refusal = error
-
-        def run(*arguments: Any) -> Any:
-            if refusal is not None:
-                raise refusal
-            entries = zip(captures[-1].inputs, arguments, strict=True)
-            sizes.update({entry.name: int(value) for entry, value in entries if entry.role == "size"})
-            raise _CapturedError
-
-        return run
+    def record(module: fx.GraphModule, example_inputs: Sequence[Any]) -> NoReturn:
+        found = capture(module, example_inputs)
+        entries = zip(found.inputs, example_inputs, strict=True)
+        raise _CapturedError(found, {entry.name: hint(value) for entry, value in entries if entry.role == "size"})
 
     ignore_logging()
     for tensor in filter(torch.is_tensor, inputs.values()):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)  # so that Dynamo traces once
     try:
         torch.compile(_fresh(model.forward), backend=record)(**inputs)
-    except _CapturedError:
-        return captures[-1], sizes
+    except BackendCompilerFailed as error:
+        if not isinstance(error.inner_exception, _CapturedError):
+            raise error.inner_exception from None
+        captured, sizes = error.inner_exception.args
+        return captured, sizes
     except TorchDynamoException as error:
         reason = next((line.strip() for line in str(error).splitlines() if "got " in line), str(error))
         raise InspectionError(

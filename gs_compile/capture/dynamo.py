@@ -124,6 +124,20 @@ def ignore_logging() -> bool:
     return changed
 
 
+def hint(size: Any) -> int:
+    """A size as it is now, without leaving a guard on a symbolic one."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def note_last_compile(error: BaseException, compile_id: Any) -> None:
+    """Add to the refusal of a frame that Dynamo compiles no more: the next call would run it as it is."""
+    if compile_id is not None and compile_id.frame_compile_id + 1 >= dynamo_config.recompile_limit:
+        error.add_note(
+            f"Dynamo has compiled this model {dynamo_config.recompile_limit} times, which is its limit: from now on it "
+            "runs without greedysnake. Call torch._dynamo.reset() before the next try"
+        )
+
+
 # Placeholders ---------------------------------------------------------------------------------------------------------
 
 
@@ -179,17 +193,11 @@ def _batch_inputs(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> list[fx.
             "with the batch along dimension 0, such as input_ids of shape (batch, tokens)"
         )
     first = next((node for node in passed if _example(node).dim() > 1), passed[0])
-    return [node for node in passed if _batch_size(node) == _batch_size(first)]
+    return [node for node in passed if hint(_example(node).shape[0]) == hint(_example(first).shape[0])]
 
 
 def _is_passed_by_user(source: str) -> bool:
     return source.startswith("L[") and "._modules[" not in source and not source.startswith("L['self'].")
-
-
-def _batch_size(node: fx.Node) -> int:
-    """The size of dimension 0 now, without leaving a guard on a symbolic one."""
-    size = _example(node).shape[0]
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def _symbols(size: Any) -> frozenset[sympy.Symbol]:

@@ -14,19 +14,20 @@ single schedule has each block as two layers, its attention half and its feed-fo
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from typing import Any
 
 import torch
 from torch import fx
 
 from gs_compile.capture.arrange import arrange, is_free, needed_by, storage_of
-from gs_compile.capture.extract import extract
 from gs_compile.capture.graph import Captured, OutputSpec, Source, TensorSpec, UnitGraph, layer_name, source_line
 from gs_compile.capture.halve import halve
 from gs_compile.capture.loss import Separated
 from gs_compile.capture.operations import is_mutation, mutated, operation
+from gs_compile.capture.specialize import ENTER_AUTOCAST, EXIT_AUTOCAST
 from gs_compile.errors import CaptureError, MutationError, UniformityError
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit
 
@@ -77,7 +78,7 @@ class _Cut:
         count, count_sources = None, tuple[Source, ...]()
         if totals := self.separated.totals:
             nodes = [node for node in needed_by(totals, self.graph) if not is_free(node)]
-            count, count_sources, _ = extract(nodes, totals, _source)
+            count, count_sources, _ = _extract(nodes, totals, _source)
         return Split(units, outputs, sides, count, count_sources, self.halved)
 
     # What crosses ----------------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ class _Cut:
             return _source(node)
 
         nodes = [node for node in self.readers if self.at[node] == position and not is_free(node)]
-        module, sources, specs = extract(nodes, [node for _, node in results], source)
+        module, sources, specs = _extract(nodes, [node for _, node in results], source)
         return UnitGraph(self._name(position), module, sources, specs, tuple(kind for kind, _ in results))
 
 
@@ -253,3 +254,40 @@ def _source(node: fx.Node) -> Source:
 def _is_like(node: fx.Node, spec: TensorSpec) -> bool:
     found = node.meta["spec"]
     return isinstance(found, TensorSpec) and (found.shape, found.dtype) == (spec.shape, spec.dtype)
+
+
+def _extract(
+    nodes: Sequence[fx.Node], results: Sequence[fx.Node], source: Callable[[fx.Node], Source]
+) -> tuple[fx.GraphModule, tuple[Source, ...], tuple[TensorSpec, ...]]:
+    """A graph module of `nodes` that returns `results`; what they read from elsewhere becomes placeholders.
+
+    `source` tells where each placeholder comes from; they are in order of first use, so that layers of equal code have
+    equal graphs. What a unit reads and changes in place is copied first, and autocast regions are opened and closed
+    again around their nodes.
+    """
+    graph, own, known = fx.Graph(), set(nodes), dict[fx.Node, fx.Node]()
+    read = dict.fromkeys(chain(chain.from_iterable(node.all_input_nodes for node in nodes), results))
+    inputs = [node for node in read if node not in own and node.op != "get_attr"]
+    sources = tuple(map(source, inputs))
+    for node, found in zip(inputs, sources, strict=True):
+        known[node] = graph.placeholder(node.name)
+        is_checkpoint = found.kind == "x"  # whose gradient always passes on, even where nothing below needs it
+        spec = node.meta["spec"]
+        known[node].meta = {"spec": replace(spec, requires_grad=is_checkpoint or spec.requires_grad)}
+    specs = tuple(known[node].meta["spec"] for node in inputs)
+    changed = {storage_of(mutated(node)) for node in nodes if is_mutation(node)} - {None}
+    for node in inputs:
+        if storage_of(node) in changed:
+            known[node] = graph.call_method("clone", (known[node],))
+    for node in read:
+        if node.op == "get_attr":
+            known[node] = graph.node_copy(node)
+    for regions, group in groupby(nodes, key=lambda node: node.meta.get("autocast", ())):
+        opened = [graph.call_function(ENTER_AUTOCAST, tuple(region)) for region in regions]
+        for node in group:
+            known[node] = graph.node_copy(node, known.__getitem__)
+        for region in reversed(opened):
+            graph.call_function(EXIT_AUTOCAST, (region,))
+    graph.output(tuple(known[node] for node in results))
+    owner = (*nodes, *results)[0].graph.owning_module
+    return fx.GraphModule(owner if owner is not None else torch.nn.Module(), graph), sources, specs

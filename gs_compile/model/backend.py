@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gs_compile.capture.dynamo import capture, ignore_logging
+from gs_compile.capture.dynamo import capture, current_compile_id, ignore_logging, note_last_compile
 from gs_compile.capture.graph import Captured
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.errors import GreedySnakeError, NothingRequiresGradError
@@ -40,10 +40,13 @@ def greedysnake(
         return CompiledModel(capture(module, example_inputs, partial(detach, options=checked)), checked)
     except GreedySnakeError as error:
         kind, message = type(error), str(error)  # not the error: its traceback holds the model
+    compile_id = current_compile_id()
 
     def refuse(*args: Any) -> Any:
         roll_back(args)
-        raise kind(message)
+        refusal = kind(message)
+        note_last_compile(refusal, compile_id)
+        raise refusal
 
     return refuse
 
@@ -58,8 +61,9 @@ class CompiledModel:
         """The model's outputs for the arguments of the captured graph."""
         try:
             call = self._call(args)
-        except BaseException:
+        except BaseException as error:
             roll_back(args)
+            note_last_compile(error, self.compilation.compile_id)
             raise
         return call.run()
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 from zoo import GPT, VOCAB, WIDTH, Block, assert_same_gradients, batch, compile_model, gradients, train
 
 from gs_compile.codegen.compiled import compilations_of
+from gs_compile.errors import UniformityError
 from gs_compile.model.backend import greedysnake
 
 OPTIONS = {"micro_batch_size": 2, "expert": {"compiler": "eager"}}
@@ -108,6 +109,13 @@ def test_settings_are_put_back_when_the_retrace_does_not_reach_the_backend(monke
     assert len(runs) == 2
     assert runs[1] != before
     assert settings() == before
+
+
+def test_the_last_refusal_says_what_the_next_call_would_do():
+    with dynamo_config.patch(recompile_limit=1), pytest.raises(UniformityError) as caught:
+        train(compile_model(GPT(num_layers=1), 2), *batch())
+    (note,) = caught.value.__notes__
+    assert note.startswith("Dynamo has compiled this model 1 times, which is its limit: from now on it runs without")
 
 
 def test_one_sample_is_captured_without_a_retrace():

@@ -18,7 +18,7 @@ from criteria import (
     mask_of,
     short,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
@@ -42,19 +42,12 @@ def load_balance(logits, labels):
 # name: the function, what the message says of it, and the text of the line at fault
 REFUSALS = {
     "product of means": (lambda p, y: p.mean() * p.exp().mean(), "`mul` of values reduced over the batch"),
-    "square of a mean": (lambda p, y: p.mean() ** 2, "`pow` of values reduced over the batch"),
-    "ratio of means": (lambda p, y: p.mean() / p.exp().mean(), "`truediv` of values reduced over the batch"),
     "root of a mean": (lambda p, y: p.pow(2).mean().sqrt(), "`sqrt` of values reduced over the batch"),
-    "variance": (lambda p, y: p.var(), "(var) reduces over the samples of the batch"),
     "variance over the batch": (lambda p, y: p.var(0).sum(), "(var) reduces over the samples of the batch"),
     "variance by hand": (lambda p, y: (p - p.mean(0)).pow(2).mean(), "adds a value reduced over the batch to every"),
-    "standard deviation": (lambda p, y: p.std(), "(std) reduces over the samples of the batch"),
-    "largest of the batch": (lambda p, y: p.amax(0).sum(), "(amax) reduces over the samples of the batch"),
     "largest with its index": (lambda p, y: p.max(0).values.sum(), "reduces over the samples of the batch"),
-    "median": (lambda p, y: p.median(), "(median) reduces over the samples of the batch"),
     "norm": (lambda p, y: p.norm(), "(norm) reduces over the samples of the batch"),
     "softmax over the batch": (lambda p, y: (p.softmax(0) * p).sum(), "(softmax) runs along the batch dimension"),
-    "log_softmax, turned": (lambda p, y: p.transpose(0, 2).log_softmax(-1).mean(), "runs along the batch dimension"),
     "cumulative over the batch": (lambda p, y: p.cumsum(0).tanh().mean(), "(cumsum) runs along the batch dimension"),
     "normalised over the batch": (
         lambda p, y: functional.normalize(p, dim=0).exp().mean(),
@@ -66,7 +59,6 @@ REFUSALS = {
     ),
     "contrastive": (contrastive, "(matmul) pairs the samples of the batch with each other"),
     "distances": (lambda p, y: torch.cdist(p[:, 0], p[:, 0]).mean(), "(cdist) pairs the samples of the batch"),
-    "differences": (lambda p, y: (p[:, None] - p[None]).abs().mean(), "(sub) pairs the samples of the batch"),
     "one sample": (lambda p, y: p[0].sum(), "(getitem) reduces over the samples of the batch"),
     "mixture of experts": (load_balance, "`mul` of values reduced over the batch"),
     "labels of the model's own": (
@@ -74,13 +66,11 @@ REFUSALS = {
         "(cross_entropy) averages over labels that the model makes itself",
     ),
     "unbiased mean": (lambda p, y: p.pow(2).sum() / (p.shape[0] - 1), "`truediv` of values reduced over the batch"),
-    "root of the batch size": (lambda p, y: p.sum() / p.shape[0] ** 0.5, "`truediv` of values reduced over the"),
     "batch size as a value": (lambda p, y: p.sum() + p.shape[0], "computes with the batch size"),
     "mean joined with samples": (
         lambda p, y: torch.cat([p.mean((0, 1))[None], p[:, 0]]).exp().sum(),
         "`cat` of values reduced over the batch is not a sum of shares",
     ),
-    "batch counts in a loss of counts": (lambda p, y: p.sum().abs(), "`abs` of values reduced over the batch"),
     "a loss of batch means": (
         lambda p, y: functional.cross_entropy(p.mean(0), torch.zeros(TOKENS, dtype=torch.long)),
         "`cross_entropy` of values reduced over the batch is not a sum of shares",
@@ -103,13 +93,9 @@ def test_refusal_names_the_operation_and_the_line(name):
     assert any(place in message for place in places), message
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "contrastive" else pytest.param(n, marks=pytest.mark.slow) for n in REFUSALS]
-)
-def test_what_is_refused_works_as_one_micro_batch(name):
-    function, _ = REFUSALS[name]
+def test_what_is_refused_works_as_one_micro_batch():
     torch.manual_seed(0)
-    assert_same_step(short(function), *batch(5, ignored=False), tolerance=1e-5, micro_batch_size=5)
+    assert_same_step(short(contrastive), *batch(5, ignored=False), tolerance=1e-5, micro_batch_size=5)
 
 
 def test_batch_norm_of_a_block():
@@ -206,7 +192,7 @@ def test_never_silently_wrong(name):
             assert_combines(SILENT[name], *logits_and_labels())
 
 
-# Outputs other than the loss ------------------------------------------------------------------------------------------
+# Any tree of sums, means, scalings and additions ----------------------------------------------------------------------
 
 
 LEAVES = st.sampled_from(["p", "p.tanh()", "(p * m)", "p.mean(-1, keepdim=True)", "m", "torch.ones(())"])
@@ -226,7 +212,8 @@ def extend(children):
 TREES = st.recursive(LEAVES, extend, max_leaves=4)
 
 
-def assert_right_or_refused(tree, size):
+@given(TREES, st.integers(3, 5))
+def test_any_tree_is_right_or_refused(tree, size):
     """The pass alone, on the tree's sum, with rows of three tokens and two words."""
     namespace = {"torch": torch}
     exec(f"def criterion(p, m):\n    return ({tree}).sum() + 0 * p.sum()\n", namespace)  # the tree is code
@@ -234,15 +221,3 @@ def assert_right_or_refused(tree, size):
     rows, mask = torch.rand(size, 3, 2, requires_grad=True), (torch.rand(size, 3, 1) > 0.4).float()
     with contextlib.suppress(SeparationError):
         assert_combines(namespace["criterion"], rows, mask, tolerance=1e-4)
-
-
-@given(TREES, st.integers(3, 5))
-def test_any_tree_is_right_or_refused(tree, size):
-    assert_right_or_refused(tree, size)
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=1000)
-@given(TREES, st.integers(3, 5))
-def test_any_tree_is_right_or_refused_at_length(tree, size):
-    assert_right_or_refused(tree, size)

@@ -7,8 +7,6 @@ import expecttest
 import pytest
 import torch
 from captured import WIDTH, Block, Tiny, batch, captured
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import fx, nn
 
 from gs_compile.capture.graph import Source, TensorSpec, UnitGraph
@@ -58,15 +56,6 @@ class 1: 1 layers: 1
 layer 1 differs from layer 0 at blocks.1.up.weight: float32[5, 8] against float32[16, 8]""",
         )
 
-    def test_operation(self):
-        self.assertExpectedInline(
-            self.report(Scaled(), Scaled(), Scaled(operation=torch.relu)),
-            """\
-class 0: 2 layers: 0-1
-class 1: 1 layers: 2
-layer 2 differs from layer 0 at blocks.2: relu() against tanh()""",
-        )
-
     def test_trainable_against_frozen(self):
         self.assertExpectedInline(
             self.report(Scaled(frozen=True), Scaled(), Scaled(), Scaled(frozen=True)),
@@ -74,13 +63,6 @@ layer 2 differs from layer 0 at blocks.2: relu() against tanh()""",
 class 0: 2 layers: 0, 3
 class 1: 2 layers: 1-2
 layer 1 differs from layer 0 at blocks.1.up.weight: float32[16, 8] against float32[16, 8] (trainable against frozen)""",
-        )
-        self.assertExpectedInline(
-            self.report(Scaled(), Scaled(), Scaled(frozen=True)),
-            """\
-class 0: 2 layers: 0-1
-class 1: 1 layers: 2
-layer 2 differs from layer 0 at blocks.2.up.weight: float32[16, 8] against float32[16, 8] (frozen against trainable)""",
         )
 
     def test_number_of_operations(self):
@@ -145,7 +127,7 @@ def unit(
 
 
 NUMBERS = [0.0, -0.0, 0, False, 1, 1.0, True, 2, float("nan"), float("inf")]
-OTHERS = [None, "1", (1, 2), (1, 2.0), (True, 2), slice(None, 1), slice(None, True), slice(1, None)]
+OTHERS = [None, "", "1", (1, 2), (1, 2.0), (True, 2), slice(None, 1), slice(None, True), slice(1, None)]
 CONSTANTS = [*NUMBERS, *OTHERS, torch.float32, torch.float16, torch.device("cpu")]
 
 
@@ -187,18 +169,3 @@ def test_attributes_count_by_their_values():
     left, right = ([structure(unit(attribute=torch.tensor(value))) for value in values] for _ in range(2))
     assert left == right
     assert len(set(left)) == len(values)
-
-
-DRAWN = st.recursive(
-    st.one_of(st.integers(-2, 2), st.floats(), st.booleans(), st.none(), st.text(max_size=2)),
-    lambda children: st.one_of(st.tuples(children, children), st.builds(slice, children, children)),
-    max_leaves=4,
-)
-
-
-@given(DRAWN, DRAWN)
-def test_structure_is_equal_exactly_where_code_is(left, right):
-    assert (structure(unit(left)) == structure(unit(right))) == (
-        repr(left) == repr(right)
-    )  # repr tells apart what Python's == does not, and nan is one
-    assert structure(unit(left)) == structure(unit(left))
