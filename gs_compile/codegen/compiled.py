@@ -58,31 +58,28 @@ class SpecializedModel:
     @cached_property
     def shape(self) -> StepShape:
         """The parts of a training step of this model."""
-        units = {unit.unit: unit for unit in self.split.units}
-        trained = [u for u, g in units.items() if any(g.sources[i].kind == "input" for i in g.differentiable)]
-        return StepShape(
-            has_loss="loss" in units[EPILOGUE].results,
-            has_total=self.split.count is not None,
-            has_side=bool(self.split.sides),
-            side_gradient=any(spec.requires_grad for spec in self.split.sides) and PROLOGUE in trained,
-            emits=frozenset(u for u, graph in units.items() if "y" in graph.results),
-            frozen=frozenset(set(units) - set(trained)),
-            first_grad=trained[0] if trained else EPILOGUE,
-        )
+        graphs = self.split.units
+        return self._shape({g.unit for g in graphs if any(g.sources[i].kind == "input" for i in g.differentiable)})
 
     def shape_of(self, sizes: Iterable[UnitSize], tied: Set[Unit], *, training: bool = True) -> StepShape:
         """The parts of a step with the parameters of `sizes` on tiers, those that the units `tied` share too."""
         trained = {size.unit for size in sizes if size.trained}
-        units: set[Unit] = {graph.unit for graph in self.split.units}
-        first = min((trained | (tied if TIED in trained else set())) & units, key=height)
-        sides = any(spec.requires_grad for spec in self.split.sides)
-        return replace(
-            self.shape,
-            training=training,
-            tied=frozenset(tied),
-            frozen=frozenset((units | {TIED}) - trained),
+        shape = self._shape(trained | (tied if TIED in trained else set()))
+        frozen = frozenset({TIED, *self.sized.units} - trained)
+        return replace(shape, training=training, tied=frozenset(tied), frozen=frozen)
+
+    def _shape(self, trained: Set[Unit]) -> StepShape:
+        """The parts of a step that takes gradients of what the units `trained` read."""
+        units = self.sized.units
+        first = min(trained & units.keys(), key=height, default=EPILOGUE)
+        return StepShape(
+            has_loss="loss" in units[EPILOGUE].results,
+            has_total=self.split.count is not None,
+            has_side=bool(self.split.sides),
+            side_gradient=any(spec.requires_grad for spec in self.split.sides) and first == PROLOGUE,
+            emits=frozenset(u for u, graph in units.items() if "y" in graph.results),
+            frozen=frozenset(units.keys() - trained),
             first_grad=first,
-            side_gradient=sides and first == PROLOGUE,
         )
 
     @cached_property
@@ -109,10 +106,9 @@ class SpecializedModel:
     def compile_code(self, shape: StepShape) -> None:
         """Compile what a step of this shape runs: backwards run in a thread of autograd's, which must not compile."""
         for unit, code in self.sized.codes.items():
-            together = "loss" in self.sized.units[unit].results
             runs_backward = self.runs_backward(unit, shape)
-            names = ("both",) if together and runs_backward else ("forward", "backward")[: 1 + runs_backward]
-            for name in names:
+            together = runs_backward and "loss" in self.sized.units[unit].results
+            for name in ("both",) if together else ("forward", "backward")[: 1 + runs_backward]:
                 getattr(code, name)
 
     @cached_property
