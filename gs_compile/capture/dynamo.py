@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import sympy
@@ -82,8 +83,8 @@ def capture(
     _refuse_mixed_devices(inputs, example_inputs)
     batch = _batch_inputs(inputs, nodes)
     shapes = {node: _example(node).shape for node in nodes if isinstance(_example(node), torch.Tensor)}
-    symbols = frozenset[sympy.Symbol]().union(*(_symbols(shapes[node][0]) for node in batch))
-    others = frozenset[sympy.Symbol]().union(*(_symbols(size) for shape in shapes.values() for size in shape[1:]))
+    symbols = _symbols(shapes[node][0] for node in batch)
+    others = _symbols(chain.from_iterable(shape[1:] for shape in shapes.values()))
     entries = zip(inputs, example_inputs, strict=True)
     moved = detach([example for entry, example in entries if entry.role == "parameter"])
     if not _retracing():
@@ -96,10 +97,11 @@ def capture(
         symbols -= others
         if not symbols:
             raise CaptureError("the batch size is tied to another dimension of the inputs, so it cannot be cut")
-        batch = [node for node in batch if _symbols(shapes[node][0]) & symbols]
+        batch = [node for node in batch if _symbols(shapes[node][:1]) & symbols]
     inputs = [replace(e, role="batch") if node in batch else e for e, node in zip(inputs, nodes, strict=True)]
     devices = {example.device.type for example in example_inputs if isinstance(example, torch.Tensor)}
-    return Captured(module, tuple(inputs), symbols, next(filter(None, map(_autocast, sorted(devices))), None))
+    autocast = next(filter(None, map(_autocast, sorted(devices))), None)
+    return Captured(module, tuple(inputs), frozenset(symbols), autocast)
 
 
 def _autocast(device_type: str) -> tuple[Any, ...] | None:
@@ -200,8 +202,8 @@ def _is_passed_by_user(source: str) -> bool:
     return source.startswith("L[") and "._modules[" not in source and not source.startswith("L['self'].")
 
 
-def _symbols(size: Any) -> frozenset[sympy.Symbol]:
-    return frozenset(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else frozenset()
+def _symbols(sizes: Iterable[Any]) -> set[sympy.Symbol]:
+    return set().union(*(size.node.expr.free_symbols for size in sizes if isinstance(size, torch.SymInt)))
 
 
 def _has_float_symbols(module: fx.GraphModule) -> bool:
@@ -213,37 +215,30 @@ def _has_float_symbols(module: fx.GraphModule) -> bool:
 
 
 def _refuse_graph_break(module: fx.GraphModule) -> None:
-    reason = getattr(module, "compile_subgraph_reason", None)
-    if reason is not None and reason.graph_break:
+    found, reason = getattr(module, "compile_subgraph_reason", None), "step_unsupported"
+    if found is not None and found.graph_break:
         if ignore_logging():
             raise _TraceAgain(restart_reason="greedysnake: a logging call that can be passed over")
-        stack = [frame for frame in reason.user_stack if "torch/_dynamo" not in frame.filename]
+        stack = [frame for frame in found.user_stack if "torch/_dynamo" not in frame.filename]
         where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
-        raise GraphBreakError(_broken(where, str(reason.reason)))
-    resumed = next(filter(None, map(_resumed, module.graph.nodes)), None)
-    if resumed is not None:
-        raise GraphBreakError(_broken(resumed, "step_unsupported"))
+        reason = str(found.reason)
+    else:
+        where = next(filter(None, map(_resumed_at, module.graph.nodes)), "")
+    if where:
+        counted = list(counters["graph_break"])  # it has the words of a break inside an inlined call
+        words = counted[-1] if counted and reason == "step_unsupported" else reason
+        raise GraphBreakError(
+            f"the model's forward is not one graph: Dynamo breaks it at {where}\n"
+            f"Dynamo's reason: {str(words).strip()}\n"
+            "greedysnake reorders the whole step, so it needs forward in one graph: remove the construct, or move it "
+            "out of forward (print, .item(), control flow on tensor values are the usual causes)"
+        )
 
 
-def _resumed(node: fx.Node) -> str | None:
+def _resumed_at(node: fx.Node) -> str:
     """The line at which Dynamo broke forward before this node: the name of the function it resumed in says so."""
     found = re.match(r'\s*File "(.*)", line \d+, in torch_dynamo_resume_in_\w*_at_(\d+)', node.stack_trace or "")
-    return f"{found[1]}:{found[2]}: {linecache.getline(found[1], int(found[2])).strip()}" if found else None
-
-
-def _broken(where: str, reason: str) -> str:
-    return (
-        f"the model's forward is not one graph: Dynamo breaks it at {where}\n"
-        f"Dynamo's reason: {_break_reason(reason)}\n"
-        "greedysnake reorders the whole step, so it needs forward in one graph: remove the construct, or move it out "
-        "of forward (print, .item(), control flow on tensor values are the usual causes)"
-    )
-
-
-def _break_reason(reason: str) -> str:
-    """A break inside an inlined call says only "step_unsupported"; the counter of breaks then has the words."""
-    counted = list(counters["graph_break"])
-    return str(counted[-1] if counted and reason == "step_unsupported" else reason).strip()
+    return f"{found[1]}:{found[2]}: {linecache.getline(found[1], int(found[2])).strip()}" if found else ""
 
 
 def _refuse_mixed_devices(inputs: Sequence[Input], examples: Sequence[Any]) -> None:
