@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from gs_compile import __version__
-from gs_compile.cli.requests import File, InspectRequest, Json, PlanRequest, Schedule, Storage, option, takes
+from gs_compile.cli.requests import File, InspectRequest, Json, PlanRequest, Storage, option, takes
 from gs_compile.errors import (
     GreedySnakeError,
     MemoryBudgetError,
@@ -29,6 +29,7 @@ from gs_compile.errors import (
     ProfileError,
     StorageLockedError,
 )
+from gs_compile.program.ir import Schedule
 
 INTERRUPTED = 130
 TERMINATED = 143

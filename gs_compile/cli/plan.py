@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from typer import BadParameter
 
 from gs_compile.cli.report.tables import busy
-from gs_compile.cli.requests import PlanRequest, Schedule
+from gs_compile.cli.requests import PlanRequest
 from gs_compile.machine import format_bytes
 from gs_compile.options import Options
+from gs_compile.program.ir import Schedule
 
 if TYPE_CHECKING:
     from gs_compile.planner.measure.profile import Profile

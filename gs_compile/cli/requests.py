@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 import typer
 
 Graph = Literal["captured", "forward", "backward", "program"]
-Schedule = Literal["vertical", "horizontal", "single", "lifetime"]
 
 
 def option(text: str, default: Any = ..., *names: str, unset: str | bool = True, **more: Any) -> Any:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import expecttest
 import pytest
 from typer.testing import CliRunner
 
@@ -57,23 +56,12 @@ def printed() -> dict[str, str]:
     return {form: result.stdout for form, result in results.items()}
 
 
-def test_the_program_of_gpt2(printed):
+def test_the_programs_of_gpt2(printed):
     program = parse(printed["program"])
     assert (program.made_by, program.num_layers, program.num_micro_batches) == ("free", 3, 2)
-    stage = printed["program"].partition("# backward 1 ")[2].partition("# backward 0 ")[0]
-    expecttest.assert_expected_inline(
-        stage,
-        """\
-  micro-batches 1 0
-dw1.device = zeros()
-dx1_1.device = backward(x1_1.device, dx2_1.device, side_1.device, w1.device, into=dw1.device)
-free(x1_1.device)
-free(dx2_1.device)
-dx1_0.device = backward(x1_0.device, dx2_0.device, side_0.device, w1.device, into=dw1.device)
-free(x1_0.device)
-free(dx2_0.device)
-""",
-    )
+    assert "dx1_0.device = backward(x1_0.device, dx2_0.device, side_0.device, w1.device" in printed["program"]
+    assert parse(printed["program after vertical"]).made_by == "vertical"
+    assert "# gs_compile 0.1   after snake" in printed["report after snake"]
 
 
 def test_the_report_of_gpt2(printed):
@@ -82,11 +70,6 @@ def test_the_report_of_gpt2(printed):
     assert "class 0: 3 layers: 0-2" in lines
     assert any("cross_entropy(mean) = cross_entropy(sum) / total" in line for line in lines)
     assert printed["report"].endswith(printed["program"])
-
-
-def test_the_program_after_a_pass(printed):
-    assert parse(printed["program after vertical"]).made_by == "vertical"
-    assert "# gs_compile 0.1   after snake" in printed["report after snake"]
 
 
 def test_graphs(printed):
@@ -124,11 +107,8 @@ def test_a_config_file_made_narrow_and_shallow(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--model", "gtp2"), "did you mean gpt2"),
         (("--model", "t5"), "Unrecognized configuration class"),
-        (("--model", __file__), "no config can be read there"),
         (("--model", "gpt2", "--layers", "0"), "Invalid value for '--layers'"),
-        (("--model", "gpt2", "--layers", "many"), "Invalid value for '--layers'"),
         (("--model", "gpt2", "--sequence", "2000"), "gpt2 has 1024 positions, fewer than a sequence of 2000"),
         (("--model", "gpt2", "--after", "sneak"), "invalid choice: 'sneak'"),
         (("--model", "gpt2", "--graph", "whole"), "Invalid value for '--graph'"),
@@ -137,9 +117,8 @@ def test_a_config_file_made_narrow_and_shallow(tmp_path):
 )
 def test_wrong_arguments(arguments, complaint):
     result = run("inspect", *arguments)
-    assert result.exit_code == 2
+    assert (result.exit_code, result.stdout) == (2, "")
     assert complaint in result.stderr
-    assert not result.stdout
 
 
 @pytest.mark.parametrize(
@@ -151,9 +130,8 @@ def test_wrong_arguments(arguments, complaint):
 )
 def test_a_refusal(model, layers, complaint):
     result = run("inspect", "--model", model, "--layers", layers)
-    assert result.exit_code == 1
+    assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(complaint)
-    assert not result.stdout
 
 
 # How a command ends ---------------------------------------------------------------------------------------------------

@@ -39,24 +39,25 @@ def data_of(page):
     return json.loads(text)
 
 
-def rows_of(page):
-    """The spans as the page reads them."""
-    data = data_of(page)
-    return [SimpleNamespace(**dict(zip(data["fields"], row, strict=True))) for row in data["spans"]]
-
-
 def nanoseconds(seconds):
     return round(seconds * 1e9)
 
 
-def test_a_page_holds_every_operation_that_takes_time():
+@pytest.fixture(scope="module")
+def step():
+    """A program, its simulation, what the page of it holds, and its spans as the page reads them."""
     program, simulation = simulated()
-    page = timeline_html(simulation, title="a step")
-    names = [lane["name"] for lane in data_of(page)["lanes"]]
-    found = [
-        (names[row.lane], row.start, row.stop, row.nbytes, row.text, row.cause, row.stage) for row in rows_of(page)
-    ]
-    assert sorted(found) == sorted(
+    data = data_of(timeline_html(simulation, title="a step"))
+    rows = [SimpleNamespace(**dict(zip(data["fields"], row, strict=True))) for row in data["spans"]]
+    for row in rows:
+        row.lane = data["lanes"][row.lane]["name"]
+    return program, simulation, data, rows
+
+
+def test_a_page_holds_every_operation_that_takes_time(step):
+    program, simulation, _, rows = step
+    found = {(row.lane, row.start, row.stop, row.nbytes, row.text, row.cause, row.stage) for row in rows}
+    assert found == {
         (
             span.lane,
             nanoseconds(span.start_seconds),
@@ -67,56 +68,48 @@ def test_a_page_holds_every_operation_that_takes_time():
             str(span.op.stage),
         )
         for span in simulation.spans
-    )
+    }
     assert len(found) == sum(op.verb not in MEMORY_VERBS for op in program.ops)
 
 
-def test_what_an_operation_came_after_ended_when_it_began():
-    page = timeline_html(simulated()[1], title="a step")
-    rows, names = rows_of(page), [lane["name"] for lane in data_of(page)["lanes"]]
+def test_what_an_operation_came_after_ended_when_it_began(step):
+    *_, rows = step
     pairs = [(row, rows[row.after]) for row in rows if row.after >= 0]
     assert len(pairs) > len(rows) / 2
     for row, before in pairs:
-        assert (names[before.lane], before.stop) == (row.cause.split()[0], row.start)
+        assert (before.lane, before.stop) == (row.cause.split()[0], row.start)
 
 
-def test_the_critical_path_is_marked():
-    _, simulation = simulated()
-    marked = [(row.text, row.start) for row in rows_of(timeline_html(simulation, title="a step")) if row.critical]
+def test_the_critical_path_is_marked(step):
+    _, simulation, _, rows = step
+    marked = [(row.text, row.start) for row in rows if row.critical]
     path = [span for span in simulation.critical_path if span in simulation.spans]
     assert sorted(marked) == sorted((str(span.op), nanoseconds(span.start_seconds)) for span in path)
     assert path
 
 
-def test_stages_are_those_of_the_computation_one_after_the_other():
-    program, simulation = simulated()
-    data = data_of(timeline_html(simulation, title="a step"))
+def test_stages_are_those_of_the_computation_one_after_the_other(step):
+    program, _, data, _ = step
     names = [f"{stage['phase']} {stage['unit']}" for stage in data["stages"]]
     assert names == [str(stage) for stage, ops in program.stages() if any(op.lane == "compute" for op in ops)]
-    stops = [stage["stop"] for stage in data["stages"]]
-    assert [stage["start"] for stage in data["stages"][1:]] == stops[:-1]
+    assert [stage["start"] for stage in data["stages"][1:]] == [stage["stop"] for stage in data["stages"][:-1]]
 
 
-def test_memory_is_the_simulations():
-    _, simulation = simulated()
-    for tier in data_of(timeline_html(simulation, title="a step"))["memory"]:
-        found = list(zip(tier["times"], tier["nbytes"], strict=True))
-        assert found == [(nanoseconds(seconds), nbytes) for seconds, nbytes in simulation.memory[tier["tier"]]]
+def test_memory_is_the_simulations(step):
+    _, simulation, data, _ = step
+    for tier in data["memory"]:
+        curve = [(nanoseconds(seconds), nbytes) for seconds, nbytes in simulation.memory[tier["tier"]]]
+        assert list(zip(tier["times"], tier["nbytes"], strict=True)) == curve
 
 
-def test_a_page_needs_nothing_from_outside():
-    page = re.sub(r'id="data">.*?</script>', "", timeline_html(simulated()[1], title="a step"))
-    assert not re.findall(r"https?:|src=|href=|url\(|@import|import\(|fetch\(", page)
-
-
-def test_texts_are_shown_as_they_are():
-    page = timeline_html(
-        simulated()[1], title="</h1><b> & @data", notes=["1 < 2 @title"], texts={"<program>": "# </pre> @notes"}
-    )
+def test_texts_are_shown_as_they_are_and_nothing_comes_from_outside(step):
+    texts = {"<program>": "# </pre> @notes"}
+    page = timeline_html(step[1], title="</h1><b> & @data", notes=["1 < 2 @title"], texts=texts)
     assert page.count("<h1>&lt;/h1&gt;&lt;b&gt; &amp; @data</h1>") == 1
     assert "<p>1 &lt; 2 @title</p>" in page
     assert "<summary>&lt;program&gt;</summary><pre># &lt;/pre&gt; @notes</pre>" in page
-    data_of(page)
+    assert data_of(page) == step[2]
+    assert not re.findall(r"https?:|src=|href=|url\(|@import|import\(|fetch\(", re.sub(r'id="data">.*?<', "", page))
 
 
 @pytest.mark.parametrize(
