@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from dataclasses import asdict, astuple
 from typing import Annotated, Any
 
 import typer
@@ -104,15 +103,14 @@ def doctor(storage: Storage = None, as_json: Json = False) -> None:
     """Check whether this machine is fit to train on; the exit code is 1 where something is bad."""
     from gs_compile.cli.doctor.doctor import examine
     from gs_compile.options import Options
+    from gs_compile.planner.summary import table
 
     checks = examine(Options(storage=tuple(storage or ())).storage)
+    rows = [check.as_dict() for check in checks]
     if as_json:
-        typer.echo(json.dumps({"checks": [asdict(check) for check in checks]}, indent=2))
+        typer.echo(json.dumps({"checks": rows}, indent=2))
     else:
-        from gs_compile.cli.report.tables import show
-
-        styles = {"ok": "green", "warn": "yellow", "bad": "bold red"}
-        show(("check", "state", "found", "what to do"), map(astuple, checks), styles=styles)
+        typer.echo(table(("check", "state", "found", "what to do"), [tuple(row.values()) for row in rows]))
     raise typer.Exit(1 if any(check.state == "bad" for check in checks) else 0)
 
 
@@ -124,18 +122,14 @@ def probe(
     as_json: Json = False,
 ) -> None:
     """Measure what this machine can do; it is remembered."""
-    from gs_compile.cli.plan import profile_rows
-    from gs_compile.cli.report.tables import busy, show
+    from gs_compile.cli.plan import busy, profile_table
     from gs_compile.planner.measure.machines import profile
 
     with busy("measuring this machine"):
         found = profile(None, storage, refresh=refresh)
     if output is not None:
         found.save(output)
-    if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
-    else:
-        show(("", "", "source"), profile_rows(found))
+    typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else profile_table(found))
 
 
 @app.command()

@@ -1,22 +1,28 @@
-"""plan: the plan that the command line asks for, and the figures of a machine's profile in units for people."""
+"""plan: the plan and the profile that the command line asks for, and what is shown while they are made."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import Timer
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.text import Text
 from typer import BadParameter
 
-from gs_compile.cli.report.tables import busy
 from gs_compile.cli.requests import PlanRequest
 from gs_compile.machine import format_bytes
 from gs_compile.options import Options
+from gs_compile.planner.summary import table
 from gs_compile.program.ir import Schedule
 
 if TYPE_CHECKING:
     from gs_compile.planner.measure.profile import Profile
     from gs_compile.planner.step_plan import StepPlan
 
+QUIET_SECONDS = 1.0  # what is done sooner needs no progress
 UNITS = (  # of a field by the end of its name; the first that fits
     ("bytes_per_second", 1e9, "GB/s"),
     ("flops_per_second", 1e12, "TFLOP/s"),
@@ -46,14 +52,47 @@ def _ratio(text: str) -> tuple[str, float]:
         raise BadParameter(f"--ratio {text}: not a class and a number, such as parameter=0.5") from error
 
 
-def profile_rows(profile: Profile) -> Iterator[tuple[str, str, str]]:
+@contextmanager
+def busy(words: str) -> Iterator[None]:
+    """Say on a terminal what takes longer than a second, and what the planner logs meanwhile; elsewhere say nothing."""
+    status = Console(stderr=True).status(Text(f"{words} ..."))
+    planner, shown, timer = logging.getLogger("gs_compile.planner"), _Shown(), Timer(QUIET_SECONDS, status.start)
+    shown.show = lambda message: status.update(Text(f"{words}: {message}"))
+    level = planner.level
+    planner.addHandler(shown)
+    planner.setLevel(logging.INFO)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()
+        planner.removeHandler(shown)
+        planner.setLevel(level)
+
+
+class _Shown(logging.Handler):
+    """Hands the messages of a log to a function."""
+
+    show: Callable[[str], None]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.show(record.getMessage())
+
+
+# A profile for people -------------------------------------------------------------------------------------------------
+
+
+def profile_table(profile: Profile) -> str:
     """Name, figure with its unit, and source, of all that a profile holds."""
+    rows = []
     for name, value in profile.as_dict().items():
-        if name in ("format", "sources"):
-            continue
-        shown, source = name.removesuffix("_per_second"), profile.sources.get(name, "")
-        for key, each in value.items() if isinstance(value, Mapping) else [("", value)]:
-            yield f"{shown} {key}".rstrip(), figure(name, each), source
+        if name not in ("format", "sources"):
+            shown, source = name.removesuffix("_per_second"), profile.sources.get(name, "")
+            entries = value if isinstance(value, Mapping) else {"": value}
+            rows += [(f"{shown} {key}".rstrip(), figure(name, each), source) for key, each in entries.items()]
+    return table(("", "", "source"), rows)
 
 
 def figure(name: str, value: object) -> str:

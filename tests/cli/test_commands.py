@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from test_timeline import data_of, simulated
 from typer.testing import CliRunner
 
 from gs_compile.cli.main import app
-from gs_compile.cli.plan import figure, profile_rows
+from gs_compile.cli.plan import figure, profile_table
 from gs_compile.cli.report.explain import as_dict, report
 from gs_compile.planner.measure import machines
 from gs_compile.planner.measure.profile import Profile
@@ -208,11 +209,11 @@ def test_a_file_that_cannot_be_written(plans, tmp_path):
 
 def test_every_figure_has_a_row_with_its_source():
     laptop = Profile.load(machines.SHIPPED / "laptop.json")
-    rows = list(profile_rows(laptop))
-    names = {name.partition(" ")[0] for name, _, _ in rows}
+    _, *rows = (re.split(" {2,}", line) for line in profile_table(laptop).splitlines())
+    names = {name.partition(" ")[0] for name, *_ in rows}
     assert names == {name.removesuffix("_per_second") for name in laptop.as_dict()} - {"format", "sources"}
-    assert ("host_nbytes", figure("host_nbytes", laptop.host_nbytes), laptop.sources["host_nbytes"]) in rows
-    assert {"matmul_flops fp32", "matmul_flops bf16"} <= {name for name, _, _ in rows}
+    assert ["host_nbytes", figure("host_nbytes", laptop.host_nbytes), laptop.sources["host_nbytes"]] in rows
+    assert {"matmul_flops fp32", "matmul_flops bf16"} <= {name for name, *_ in rows}
 
 
 @pytest.mark.parametrize(

@@ -56,11 +56,11 @@ def meminfo(proc: Path, *, available: int = 48, swap: int = 0, swapped: int = 0)
 
 def test_memory(tmp_path, proc):
     group = tmp_path / "cgroup"
-    assert machine.memory(proc=proc, cgroup=group) == ("48.0 GiB free of 64.0 GiB", "", False)
+    assert machine.memory(proc=proc, cgroup=group) == Check("48.0 GiB free of 64.0 GiB")
     write(group / "memory.max", 16 * GiB)
     write(group / "memory.current", 6 * GiB)
     limit = "10.0 GiB free of 16.0 GiB, this container's or job's limit; the machine has 64.0 GiB"
-    assert machine.memory(proc=proc, cgroup=group) == (limit, "", False)
+    assert machine.memory(proc=proc, cgroup=group) == Check(limit)
     write(group / "memory.current", 15 * GiB)
     assert machine.memory(proc=proc, cgroup=group).state == "warn"
 
@@ -71,8 +71,8 @@ def test_memory(tmp_path, proc):
 )
 def test_swap(proc, swap, swapped, state, found):
     meminfo(proc, swap=swap, swapped=swapped)
-    finding = machine.swap(proc=proc)
-    assert (finding.state, finding.found) == (state, found)
+    check = machine.swap(proc=proc)
+    assert (check.state, check.found) == (state, found)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_swap(proc, swap, swapped, state, found):
 def test_threads(tmp_path, proc, monkeypatch, count, state, advice):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: count)
-    finding = machine.threads(proc=proc, cgroup=tmp_path / "cgroup")
-    assert (finding.state, finding.found) == (state, f"torch computes with {count} threads on 16 usable cores")
-    assert advice in finding.advice
+    check = machine.threads(proc=proc, cgroup=tmp_path / "cgroup")
+    assert (check.state, check.found) == (state, f"torch computes with {count} threads on 16 usable cores")
+    assert advice in check.advice
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_threads(tmp_path, proc, monkeypatch, count, state, advice):
     ],
 )
 def test_openmp(environment, state, found):
-    finding = machine.openmp(environment)
-    assert (finding.state, finding.found) == (state, found)
+    check = machine.openmp(environment)
+    assert (check.state, check.found) == (state, found)
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,11 @@ def test_openmp(environment, state, found):
 )
 def test_numa(tmp_path, monkeypatch, cores, state, nodes):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
-    assert machine.numa(sys=tmp_path) == ("not told by the system", "", False)
+    assert machine.numa(sys=tmp_path) == Check("not told by the system")
     for number, its_cores in enumerate(("0-3,8-11", "4-7,12-15", "")):  # the last has memory alone
         write(tmp_path / f"devices/system/node/node{number}/cpulist", its_cores)
-    finding = machine.numa(sys=tmp_path)
-    assert (finding.state, finding.found) == (state, f"2 nodes; this process runs on {nodes}")
+    check = machine.numa(sys=tmp_path)
+    assert (check.state, check.found) == (state, f"2 nodes; this process runs on {nodes}")
 
 
 # Software -------------------------------------------------------------------------------------------------------------
@@ -128,21 +128,21 @@ def test_numa(tmp_path, monkeypatch, cores, state, nodes):
 )
 def test_torch(monkeypatch, load, state, found):
     monkeypatch.setattr(software, "import_module", load)
-    finding = software.torch_version()
-    assert (finding.state, finding.found, bool(finding.advice)) == (state, found, state != "ok")
+    check = software.torch_version()
+    assert (check.state, check.found, bool(check.advice)) == (state, found, state != "ok")
 
 
 def test_capture(monkeypatch):
     assert software.capture().state == "ok"
     monkeypatch.setattr(software, "import_module", fails(VersionError("torch 3 moved a hook; install torch==2.13.0")))
-    assert software.capture() == ("torch 3 moved a hook", "install torch==2.13.0", True)
+    assert software.capture() == Check("torch 3 moved a hook", "install torch==2.13.0", is_bad=True)
 
 
 @pytest.mark.parametrize(("devices", "name", "advice"), [([], "cpu", "install g++"), ([("H200", 1)], "cuda", "Triton")])
 def test_compilers(monkeypatch, devices, name, advice):
     monkeypatch.setattr(stream, "cuda_devices", lambda: devices)
     monkeypatch.setattr(inductor, "best_compiler", lambda device_type: {name: "inductor"}[device_type])
-    assert software.compiler() == (f"inductor, for {name}", "", False)
+    assert software.compiler() == Check(f"inductor, for {name}")
     monkeypatch.setattr(inductor, "best_compiler", lambda _: "eager")
     assert software.compiler().state == "warn"
     assert advice in software.compiler().advice
@@ -163,7 +163,7 @@ def test_cuda(tmp_path, monkeypatch):
     write(tmp_path / "driver/nvidia/version", "NVRM")
     assert software.cuda(proc=tmp_path).state == "warn"
     monkeypatch.setattr(stream, "cuda_devices", lambda: [("H200", 141 * GiB), ("A100", 80 * GiB)])
-    assert software.cuda(proc=tmp_path) == ("H200 with 141.0 GiB, A100 with 80.0 GiB", "", False)
+    assert software.cuda(proc=tmp_path) == Check("H200 with 141.0 GiB, A100 with 80.0 GiB")
 
 
 def test_pinned_memory(monkeypatch):
@@ -186,10 +186,10 @@ def test_pinned_memory(monkeypatch):
 def test_the_machine_profile(tmp_path, monkeypatch):
     path = tmp_path / "profile.json"
     monkeypatch.setattr(machines, "remembered", lambda _: path)
-    assert software.profile([]) == ("not measured yet; greedysnake probe does", "", False)
+    assert software.profile([]) == Check("not measured yet; greedysnake probe does")
     path.write_text((machines.SHIPPED / "laptop.json").read_text())
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 3 * 86400))
-    assert software.profile([]) == (f"measured 3 days ago, {path}", "", False)
+    assert software.profile([]) == Check(f"measured 3 days ago, {path}")
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 100 * 86400))
     assert (software.profile([]).state, software.profile([]).advice) == ("warn", "greedysnake probe --refresh")
     path.write_text("{}")
@@ -221,7 +221,7 @@ def test_the_command(tmp_path):
 
 
 def test_something_bad_is_an_exit_code(monkeypatch):
-    bad = Check("drive", "bad", "broken [Errno 5]", "replace it")
+    bad = Check("broken [Errno 5]", "replace it", is_bad=True, name="drive")
     monkeypatch.setattr("gs_compile.cli.doctor.doctor.examine", lambda _: (bad,))
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1

@@ -31,8 +31,8 @@ def mounted(proc: Path, point: Path | str, kind: str, options: str = "rw,relatim
 
 
 def test_direct_io_is_tried_and_leaves_nothing(tmp_path):
-    finding = storage.direct_io(tmp_path / "not" / "there")
-    assert (finding.state, finding.found) in {
+    check = storage.direct_io(tmp_path / "not" / "there")
+    assert (check.state, check.found) in {
         ("ok", "works"),
         ("warn", "refused: storage will work through the page cache"),
     }
@@ -61,17 +61,17 @@ def test_a_directory_that_is_not_fit(tmp_path, monkeypatch, refused, error, stat
         return os.open(name, flags, 0o600, dir_fd=folder_fd)
 
     monkeypatch.setattr(ssd, "_open", open_file)
-    finding = storage.direct_io(tmp_path)
-    assert finding.state == state
-    assert found in finding.found
-    assert advice in finding.advice
+    check = storage.direct_io(tmp_path)
+    assert check.state == state
+    assert found in check.found
+    assert advice in check.advice
 
 
 def test_a_directory_in_use(tmp_path):
     assert storage.run_folder(tmp_path).state == "ok"
     with Store([tmp_path]):
-        finding = storage.run_folder(tmp_path)
-    assert (finding.state, finding.found) == ("warn", f"{tmp_path / FOLDER} is in use")
+        check = storage.run_folder(tmp_path)
+    assert (check.state, check.found) == ("warn", f"{tmp_path / FOLDER} is in use")
     assert storage.run_folder(tmp_path).state == "ok"
 
 
@@ -80,16 +80,16 @@ def test_files_of_a_killed_run(tmp_path):
     assert storage.run_folder(tmp_path).state == "ok"
     (tmp_path / FOLDER).mkdir(mode=0o700)
     write(tmp_path / FOLDER / "w3", "")
-    finding = storage.run_folder(tmp_path)
-    assert (finding.state, finding.advice) == ("bad", f"delete {tmp_path / FOLDER}")
+    check = storage.run_folder(tmp_path)
+    assert (check.state, check.advice) == ("bad", f"delete {tmp_path / FOLDER}")
 
 
 def test_a_folder_that_others_can_read(tmp_path):
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER).chmod(0o755)
-    finding = storage.run_folder(tmp_path)
-    assert finding.state == "bad"
-    assert "others can get at this folder" in finding.found
+    check = storage.run_folder(tmp_path)
+    assert check.state == "bad"
+    assert "others can get at this folder" in check.found
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_a_folder_that_others_can_read(tmp_path):
 )
 def test_room(tmp_path, monkeypatch, nbytes, state, found):
     monkeypatch.setattr(storage, "free_storage", lambda _: nbytes)
-    finding = storage.room(tmp_path)
-    assert (finding.state, finding.found, bool(finding.advice)) == (state, found, state == "warn")
+    check = storage.room(tmp_path)
+    assert (check.state, check.found, bool(check.advice)) == (state, found, state == "warn")
 
 
 @pytest.mark.parametrize(
@@ -125,10 +125,10 @@ def test_filesystems(tmp_path, proc, kind, options, state, advice):
     mounted(proc, tmp_path / "a drive", "vfat", "ro")
     mounted(proc, tmp_path / "a drive", kind, options)  # over the one before
     mounted(proc, tmp_path / "a drivel", "squashfs", "ro")
-    finding = storage.filesystem(tmp_path / "a drive" / "later", proc=proc)
-    assert (finding.state, finding.found) == (state, f"{kind} on {tmp_path / 'a drive'}, {options}")
-    assert advice in finding.advice
-    assert bool(advice) == bool(finding.advice)
+    check = storage.filesystem(tmp_path / "a drive" / "later", proc=proc)
+    assert (check.state, check.found) == (state, f"{kind} on {tmp_path / 'a drive'}, {options}")
+    assert advice in check.advice
+    assert bool(advice) == bool(check.advice)
 
 
 def block(sys: Path, number: str, name: str, *, rotational: int = 0, model: str = "", bus: str = "pci0", at: str = ""):
@@ -160,9 +160,9 @@ def block(sys: Path, number: str, name: str, *, rotational: int = 0, model: str 
 )
 def test_drives(tmp_path, proc, described, state, found):
     block(tmp_path / "sys", "8:1", **described)
-    finding = storage.drive(tmp_path, proc=proc, sys=tmp_path / "sys", device=(8, 1))
-    assert (finding.state, finding.found[: len(found)]) == (state, found)
-    assert bool(finding.advice) == (state == "warn")
+    check = storage.drive(tmp_path, proc=proc, sys=tmp_path / "sys", device=(8, 1))
+    assert (check.state, check.found[: len(found)]) == (state, found)
+    assert bool(check.advice) == (state == "warn")
 
 
 def test_a_drive_made_of_drives(tmp_path, proc):
@@ -184,6 +184,6 @@ def test_a_drive_made_of_drives(tmp_path, proc):
 
 
 def test_a_drive_that_the_system_does_not_tell(tmp_path, proc):
-    finding = storage.drive(tmp_path, proc=proc, sys=tmp_path / "sys")
-    assert finding.state == "ok"
-    assert "not told" in finding.found
+    check = storage.drive(tmp_path, proc=proc, sys=tmp_path / "sys")
+    assert check.state == "ok"
+    assert "not told" in check.found

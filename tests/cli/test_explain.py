@@ -10,7 +10,7 @@ import pytest
 from standin import stand_in
 
 from gs_compile.cli.report.explain import as_dict, report
-from gs_compile.planner.summary import paragraph
+from gs_compile.planner.summary import paragraph, table
 
 GiB = 2**30
 
@@ -94,3 +94,15 @@ def test_the_dict_is_json_with_few_digits(plan):
     assert found["budgets"]["host"] == 400 * GiB
     assert found["history"][1] == {"num_micro_batches": 32, "seconds": 300.0, "tokens_per_second": 437.0}
     assert found["alternatives"] == [{"label": "16 micro-batches", "seconds": 170.0, "tokens_per_second": 385.5}]
+
+
+def test_a_table_ends_numbers_together_and_folds_nothing():
+    long = "[bold]" + "x" * 500 + "[/]"
+    assert table(("lane", "works"), [("compute", "300 s"), ("h2d", "1 s"), (long, "")], right=("works",)) == "\n".join(
+        [
+            "lane".ljust(len(long)) + "  works",
+            "compute".ljust(len(long)) + "  300 s",
+            "h2d".ljust(len(long)) + "    1 s",
+            long,
+        ]
+    )

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gs_compile.cli.doctor import machine, software
-from gs_compile.cli.doctor.check import Check, Finding, checked
+from gs_compile.cli.doctor.check import Check, checked
 
-Looks = Mapping[str, Callable[..., Finding]]
+Looks = Mapping[str, Callable[..., Check]]
 MACHINE: Looks = {"host memory": machine.memory, "swap": machine.swap, "NUMA": machine.numa, "OpenMP": machine.openmp}
 SOFTWARE: Looks = {  # needs torch
     "threads": machine.threads,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module, metadata
 from pathlib import Path
 
-from gs_compile.cli.doctor.check import Finding
+from gs_compile.cli.doctor.check import Check
 from gs_compile.errors import ProfileError, VersionError
 from gs_compile.machine import PROC, format_bytes
 
@@ -21,96 +21,96 @@ OLD_SECONDS = 90 * 86400.0  # drives age and machines change
 PIN_NBYTES = 64 << 20  # more than the usual limit of locked memory
 
 
-def torch_version() -> Finding:
+def torch_version() -> Check:
     """Whether torch can be imported, and is one that the tests have run with."""
     try:
         found = str(import_module("torch").__version__)
     except (ImportError, OSError) as error:  # a shared library that is missing
-        return Finding(f"cannot be imported: {error}", "reinstall torch: pip install --force-reinstall", is_bad=True)
+        return Check(f"cannot be imported: {error}", "reinstall torch: pip install --force-reinstall", is_bad=True)
     is_newer = tuple(int(part) for part in re.findall(r"\d+", found)[:2]) > NEWEST_TORCH
     tested = ".".join(map(str, NEWEST_TORCH))
-    return Finding(found, f"newer than the tests have seen: install torch=={tested}.* in doubt" if is_newer else "")
+    return Check(found, f"newer than the tests have seen: install torch=={tested}.* in doubt" if is_newer else "")
 
 
-def capture() -> Finding:
+def capture() -> Check:
     """Whether torch is new enough, and Dynamo has what the capture rests on."""
     try:
         import_module("gs_compile.capture.dynamo")
     except VersionError as error:
         found, _, advice = str(error).partition("; ")
-        return Finding(found, advice, is_bad=True)
-    return Finding("all that it rests on is there")
+        return Check(found, advice, is_bad=True)
+    return Check("all that it rests on is there")
 
 
-def compiler() -> Finding:
+def compiler() -> Check:
     """The compiler of a layer's code for the device of this machine."""
     from gs_compile.capture.inductor import best_compiler
     from gs_compile.runtime.stream import cuda_devices
 
     device_type = "cuda" if cuda_devices() else "cpu"
     if best_compiler(device_type) == "inductor":
-        return Finding(f"inductor, for {device_type}")
+        return Check(f"inductor, for {device_type}")
     advice = "install g++" if device_type == "cpu" else "install the Triton that belongs to this torch"
-    return Finding("none that inductor can use: layers will run uncompiled", advice)
+    return Check("none that inductor can use: layers will run uncompiled", advice)
 
 
-def transformers() -> Finding:
+def transformers() -> Check:
     """Optional: where most models come from, and what `inspect` and `plan` build from a config."""
     try:
-        return Finding(metadata.version("transformers"))
+        return Check(metadata.version("transformers"))
     except metadata.PackageNotFoundError:
-        return Finding("not installed", "for models of HuggingFace: pip install 'greedysnake[hf]'")
+        return Check("not installed", "for models of HuggingFace: pip install 'greedysnake[hf]'")
 
 
-def solver() -> Finding:
+def solver() -> Check:
     """Whether the planner can solve: it needs HiGHS, and cvxpy to speak to it."""
     try:
         import_module("highspy")
-        return Finding(f"HiGHS {metadata.version('highspy')}, by cvxpy {metadata.version('cvxpy')}")
+        return Check(f"HiGHS {metadata.version('highspy')}, by cvxpy {metadata.version('cvxpy')}")
     except (ImportError, OSError) as error:  # PackageNotFoundError is an ImportError
-        return Finding(f"HiGHS or cvxpy is missing: {error}", "pip install cvxpy highspy", is_bad=True)
+        return Check(f"HiGHS or cvxpy is missing: {error}", "pip install cvxpy highspy", is_bad=True)
 
 
-def cuda(*, proc: Path = PROC) -> Finding:
+def cuda(*, proc: Path = PROC) -> Check:
     """The devices that torch sees: their names and memory."""
     from gs_compile.runtime.stream import cuda_devices
 
     if found := cuda_devices():
-        return Finding(", ".join(f"{name} with {format_bytes(nbytes)}" for name, nbytes in found))
+        return Check(", ".join(f"{name} with {format_bytes(nbytes)}" for name, nbytes in found))
     if (proc / "driver/nvidia/version").exists():
         advice = "install a torch that is built for CUDA, or look at CUDA_VISIBLE_DEVICES"
-        return Finding("NVIDIA's driver is there, but torch sees no device", advice)
-    return Finding("no device: what it would compute, the CPU does")
+        return Check("NVIDIA's driver is there, but torch sees no device", advice)
+    return Check("no device: what it would compute, the CPU does")
 
 
-def pinned_memory() -> Finding:
+def pinned_memory() -> Check:
     """Whether host memory can be pinned for a GPU, beyond the limit of locked memory too."""
     from gs_compile.runtime.stream import cuda_devices, pinned_block
 
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limited = "no limit of locked memory" if limit < 0 else f"limit of locked memory {format_bytes(limit)}"
     if not cuda_devices():
-        return Finding(f"nothing is pinned without CUDA; {limited}")
+        return Check(f"nothing is pinned without CUDA; {limited}")
     try:
         pinned_block(PIN_NBYTES)
     except RuntimeError as error:
         found = f"{format_bytes(PIN_NBYTES)} cannot be pinned ({str(error).splitlines()[0]}); {limited}"
-        return Finding(found, "ulimit -l unlimited; for docker, --ulimit memlock=-1", is_bad=True)
-    return Finding(f"{format_bytes(PIN_NBYTES)} pinned; {limited}")
+        return Check(found, "ulimit -l unlimited; for docker, --ulimit memlock=-1", is_bad=True)
+    return Check(f"{format_bytes(PIN_NBYTES)} pinned; {limited}")
 
 
-def profile(storage: Sequence[Path]) -> Finding:
+def profile(storage: Sequence[Path]) -> Check:
     """Whether this machine has been measured with these directories, and lately."""
     from gs_compile.planner.measure.machines import remembered
     from gs_compile.planner.measure.profile import Profile
 
     path = remembered(storage)
     if not path.exists():
-        return Finding("not measured yet; greedysnake probe does")
+        return Check("not measured yet; greedysnake probe does")
     again = "greedysnake probe --refresh"
     try:
         Profile.load(path)
     except ProfileError as error:
-        return Finding(str(error), again)
+        return Check(str(error), again)
     seconds = time.time() - path.stat().st_mtime
-    return Finding(f"measured {seconds / 86400:.0f} days ago, {path}", again if seconds > OLD_SECONDS else "")
+    return Check(f"measured {seconds / 86400:.0f} days ago, {path}", again if seconds > OLD_SECONDS else "")

@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from gs_compile.cli.doctor.check import Finding
+from gs_compile.cli.doctor.check import Check
 from gs_compile.errors import LeftoverError, StorageError, StorageLockedError
 from gs_compile.machine import PROC, format_bytes, free_storage
 from gs_compile.planner.measure.probe_drive import existing
@@ -36,7 +36,7 @@ SLOW = {  # kinds of filesystems, and what to do about them
 CLOUD = re.compile(r"Elastic Block Store|PersistentDisk|nvme_card-pd|Virtual|VBOX|VMware|QEMU", re.I)
 
 
-def direct_io(directory: Path) -> Finding:
+def direct_io(directory: Path) -> Check:
     """Whether a file can be read and written around the page cache, tried with the run's own code."""
     try:
         with (
@@ -45,15 +45,15 @@ def direct_io(directory: Path) -> Finding:
             closing(Drive(Path(folder), threads=1)) as drive,
         ):
             if drive.is_direct:
-                return Finding("works")
+                return Check("works")
     except OSError as error:  # no permission, no room, a broken drive
         advice = "name a directory that can be written: --storage"
-        return Finding(f"{type(error).__name__}: {error}", advice, is_bad=True)
+        return Check(f"{type(error).__name__}: {error}", advice, is_bad=True)
     advice = "choose a directory on a local drive, ext4 or xfs: through the page cache it is slower and takes memory"
-    return Finding("refused: storage will work through the page cache", advice)
+    return Check("refused: storage will work through the page cache", advice)
 
 
-def run_folder(directory: Path) -> Finding:
+def run_folder(directory: Path) -> Check:
     """Whether a run could begin here now."""
     folder = directory / FOLDER
     try:
@@ -61,41 +61,41 @@ def run_folder(directory: Path) -> Finding:
             with warnings.catch_warnings(action="ignore"), closing(Drive(directory, threads=1)):
                 pass
     except StorageLockedError:
-        return Finding(f"{folder} is in use", "one run at a time: give each its own directory")
+        return Check(f"{folder} is in use", "one run at a time: give each its own directory")
     except LeftoverError:
-        return Finding(f"{folder} holds files of a run that was killed", f"delete {folder}", is_bad=True)
+        return Check(f"{folder} holds files of a run that was killed", f"delete {folder}", is_bad=True)
     except StorageError as error:
-        return Finding(str(error), f"delete {folder}, or name another directory", is_bad=True)
-    return Finding("none")
+        return Check(str(error), f"delete {folder}, or name another directory", is_bad=True)
+    return Check("none")
 
 
-def room(directory: Path) -> Finding:
+def room(directory: Path) -> Check:
     """Whether a model worth the effort fits, as far as the drive goes."""
     nbytes = free_storage(existing(directory))
     number = nbytes // NBYTES_PER_ELEMENT
     words = f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.0f} million"
     advice = "make room, or name a directory on a larger drive" if nbytes < LITTLE_NBYTES else ""
-    return Finding(f"{format_bytes(nbytes)} free: parameters and states of {words} parameters", advice)
+    return Check(f"{format_bytes(nbytes)} free: parameters and states of {words} parameters", advice)
 
 
-def filesystem(directory: Path, *, proc: Path = PROC) -> Finding:
+def filesystem(directory: Path, *, proc: Path = PROC) -> Check:
     """Whether the filesystem is one of a local drive, and mounted to be written."""
     mount = _mount(existing(directory), proc)
     found, options = f"{mount.kind} on {mount.point}, {mount.options}", set(mount.options.split(","))
     if "ro" in options:
-        return Finding(found, "it is mounted read-only: name another directory", is_bad=True)
+        return Check(found, "it is mounted read-only: name another directory", is_bad=True)
     waits = "every write waits for the drive: mount without sync" if {"sync", "dirsync"} & options else ""
-    return Finding(found, next((advice for kinds, advice in SLOW.items() if re.fullmatch(kinds, mount.kind)), waits))
+    return Check(found, next((advice for kinds, advice in SLOW.items() if re.fullmatch(kinds, mount.kind)), waits))
 
 
-def drive(directory: Path, *, proc: Path = PROC, sys: Path = SYS, device: tuple[int, int] | None = None) -> Finding:
+def drive(directory: Path, *, proc: Path = PROC, sys: Path = SYS, device: tuple[int, int] | None = None) -> Check:
     """The kind of the drive, where the system tells; `device` is its number, if not the directory's own."""
     number = device or _device(existing(directory), proc)
     found = dict(_drives((sys / "dev/block/{}:{}".format(*number)).resolve()))
     if not found:
-        return Finding("not told by the system; `greedysnake probe` measures it")
+        return Check("not told by the system; `greedysnake probe` measures it")
     advice = "" if all(found.values()) else "a local NVMe drive is several times as fast"
-    return Finding("; ".join(found), advice)
+    return Check("; ".join(found), advice)
 
 
 LOOKS = {  # at a directory, in the order they are shown
