@@ -97,12 +97,7 @@ def test_the_dict_is_json_with_few_digits(plan):
 
 
 def test_a_table_ends_numbers_together_and_folds_nothing():
+    lines = table(("lane", "works"), [("compute", "300 s"), ("h2d", "1 s")], right=("works",)).splitlines()
+    assert lines == ["lane     works", "compute  300 s", "h2d        1 s"]
     long = "[bold]" + "x" * 500 + "[/]"
-    assert table(("lane", "works"), [("compute", "300 s"), ("h2d", "1 s"), (long, "")], right=("works",)) == "\n".join(
-        [
-            "lane".ljust(len(long)) + "  works",
-            "compute".ljust(len(long)) + "  300 s",
-            "h2d".ljust(len(long)) + "    1 s",
-            long,
-        ]
-    )
+    assert table(("a",), [(long,)]).splitlines() == ["a", long]
