@@ -27,7 +27,6 @@ NAMES = {
 FIELDS = "schedule num_micro_batches alpha ratios device_ratios seconds bound_seconds tokens_per_second".split()
 FIELDS += "flops_per_second binding notes wear".split()
 HISTORY = ("num_micro_batches", "seconds", "tokens_per_second")
-ALTERNATIVE = ("label", "seconds", "tokens_per_second")
 DIGITS = 6  # significant ones in JSON: more would only differ from machine to machine
 
 
@@ -89,7 +88,7 @@ def as_dict(plan: StepPlan) -> dict[str, Any]:
         "lanes": {lane: {"seconds": busy, "share": share} for lane, (busy, share) in plan.lanes.items()},
         "bubbles": plan.simulation.bubbles,
         "traffic": _nested(plan.traffic),
-        "alternatives": [{name: getattr(row, name) for name in ALTERNATIVE} for row in plan.alternatives],
+        "alternatives": [vars(row) for row in plan.alternatives],
         "history": [dict(zip(HISTORY, row, strict=True)) for row in plan.history],
     }
     text = json.dumps(found, default=dict)
