@@ -24,17 +24,16 @@ def option(text: str, default: Any = ..., *names: str, unset: str | bool = True,
 def takes(request: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the fields of a tuple as options, before its own; it gets them as one object."""
     defaults, types = request._field_defaults, get_type_hints(request, include_extras=True)
-    asked = [Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=types[name]) for name in types]
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    asked = [Parameter(name, kind, default=defaults[name], annotation=types[name]) for name in types]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**given: Any) -> None:
             command(request(**{name: given.pop(name) for name in types}), **given)
 
-        own = list(signature(command, eval_str=True).parameters.values())[1:]
-        parameters = [*asked, *(parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in own)]
-        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        _, *own = signature(command, eval_str=True).parameters.values()
+        run.__signature__ = Signature([*asked, *own])  # type: ignore[attr-defined]
         return run
 
     return decorate
