@@ -15,7 +15,7 @@ from gs_compile.passes.vertical import vertical
 from gs_compile.placement.kinds import ends_in_step
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.verify import verify
-from gs_compile.program.ir import StepShape, Value
+from gs_compile.program.ir import StepShape
 from gs_compile.program.reference import reference
 from gs_compile.program.text import parse
 
@@ -180,15 +180,6 @@ def test_a_value_that_nothing_reads_ends_where_it_is_defined():
     )
     verify(Free()(deaf))
     assert "= embed(batch_0, we.device)\nfree(side_0.device)\n" in str(Free()(deaf))
-
-
-def test_kept_values_are_never_freed():
-    x2 = Value("x", 2, 0)
-    program = vertical(3, 2)
-    freed = {op.reads[0] for op in Free(outputs=frozenset({x2}))(program).ops if op.verb == "free"}
-    assert x2 in {op.reads[0] for op in Free()(program).ops if op.verb == "free"}
-    assert x2 not in freed
-    assert Value("x", 2, 1) in freed
 
 
 @given(tiered_steps(), options(), st.booleans())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiered_toy import LEARNING_RATE, MOMENTUM, TieredToy
 from tiers import RESIDENT, Options, after, lowered, options, place, stages, tiered_steps, train
 
-from gs_compile.program.ir import DRAIN, FILL, StepShape, Value
+from gs_compile.program.ir import FILL, StepShape, Value
 
 
 class TestText(expecttest.TestCase):
@@ -109,15 +109,6 @@ def test_late_updates_come_in_the_order_of_first_use():
     step = 2, 1, StepShape(tied=frozenset("eh"))
     program = after(lowered(step, place(*step, replace(SMALL, alpha=1.0)), late=True), "overlap")
     assert [op.into[0].unit for op in program.ops if op.verb == "update"] == ["e", "t", 0, 1, "h"]
-
-
-def test_the_scale_follows_from_all_norms_at_the_end():
-    placement = place(2, 1, options=replace(SMALL, alpha=1.0, clip=True))
-    program = after(lowered((2, 1), placement), "overlap")
-    (clip,) = (op for op in program.ops if op.verb == "clip")
-    assert clip.stage == DRAIN
-    assert [value.name for value in clip.reads] == ["norme.device", "norm0.device", "norm1.device", "normh.device"]
-    assert not any(op.verb == "update" for op in program.ops)
 
 
 def test_clipping_has_no_early_updates():

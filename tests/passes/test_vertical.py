@@ -155,11 +155,6 @@ def test_is_well_formed(step):
     assert readers == shape.tied
 
 
-def test_micro_batches_keep_their_natural_order():
-    for _, ops in vertical(2, 3).stages():
-        assert [op.micro_batch for op in ops if op.micro_batch is not None] == [0, 1, 2]
-
-
 def test_no_gradient_without_a_source():
     text = vertical(2, 1, shape=StepShape(has_loss=False)).text()
     assert "forward h" in text
