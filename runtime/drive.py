@@ -15,14 +15,16 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from gs_compile.errors import LeftoverError, SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
 from gs_compile.machine import free_storage
 from gs_compile.runtime import ssd
-from gs_compile.runtime.ssd import Engine, File, Transfer
+from gs_compile.runtime.ssd import File, Memory, Transfer, Verb
 
 FOLDER = "greedysnake-run"
 LOCK = ".lock"
@@ -42,8 +44,11 @@ class Drive:
             opened.callback(self._release)
             self._files: list[File] = []
             opened.callback(self._remove_all)
-            self.engine = Engine(threads)
-            opened.callback(self.engine.close)
+            self._threads = threads
+            self._pools = {
+                verb: opened.enter_context(ThreadPoolExecutor(threads, f"greedysnake-{verb}"))
+                for verb in get_args(Verb)
+            }
             refuse_leftovers(self.folder)
             self.is_direct = True
             self.is_direct = self._takes_direct()
@@ -73,6 +78,17 @@ class Drive:
         os.close(file.fd)
         self._unlink(file.path.name)
 
+    def submit(self, verb: Verb, file: File, memory: Memory, offset: int, label: str) -> list[Future[None]]:
+        """Begin to fill `memory` from `offset` of the file on, or to write it there; `label` names it in an error.
+
+        Each direction is served in the order of its requests, at the drive's full speed.
+        """
+        move_block = ssd.read_block if verb == "read" else ssd.write_block
+        return [
+            self._pools[verb].submit(move_block, file, memory[begin - offset : end - offset], begin, label)
+            for begin, end in ssd.blocks(offset, memory.nbytes, self._threads)
+        ]
+
     def check_room(self, nbytes: int) -> None:
         if nbytes > free_storage(self.folder):
             raise self._full(nbytes, errno.ENOSPC)
@@ -83,10 +99,10 @@ class Drive:
         with self._probe(PROBE_NBYTES) as file:
             begin, nbytes = time.perf_counter(), 0
             while nbytes < PROBE_NBYTES and time.perf_counter() - begin < PROBE_SECONDS:
-                Transfer(self.engine.submit("write", file, memory, nbytes, PROBE)).wait()
+                Transfer(self.submit("write", file, memory, nbytes, PROBE)).wait()
                 nbytes += PROBE_BLOCK
             for offset in range(0, nbytes, PROBE_BLOCK):
-                Transfer(self.engine.submit("read", file, memory, offset, PROBE)).wait()
+                Transfer(self.submit("read", file, memory, offset, PROBE)).wait()
             return 2 * nbytes / (time.perf_counter() - begin)
 
     def close(self) -> None:

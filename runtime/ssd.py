@@ -23,7 +23,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -43,7 +43,7 @@ Verb = Literal["read", "write"]
 PAGE = 4096  # what O_DIRECT asks of addresses, offsets and lengths; no drive asks for more
 BLOCK = 8 << 20  # 1 to 16 MiB are equally fast with enough threads (benchmarks/ssd.py); large ones cost less CPU
 SMALL_BLOCK = 1 << 20  # a short request is cut finer, to this and no less, so that it too has several in flight
-THREADS = 4  # for each direction: two are slower, eight are no faster (benchmarks/ssd.py)
+THREADS = 4  # of a drive, for each direction: two are slower, eight are no faster (benchmarks/ssd.py)
 MAX_RETRIES = 64  # without progress, after pauses that add up to three seconds: then the drive is not coming back
 MAX_PAUSE_SECONDS = 0.05
 
@@ -81,27 +81,6 @@ class Transfer:
 
 def _has_failed(block: Future[None]) -> bool:
     return block.done() and not block.cancelled() and block.exception() is not None
-
-
-class Engine:
-    """The threads of one drive. Each direction is served in the order of its requests, at the drive's full speed."""
-
-    def __init__(self, threads: int = THREADS) -> None:
-        self._threads = threads
-        self._pools = {verb: ThreadPoolExecutor(threads, f"greedysnake-{verb}") for verb in ("read", "write")}
-
-    def submit(self, verb: Verb, file: File, memory: Memory, offset: int, label: str) -> list[Future[None]]:
-        """Fill `memory` from `offset` of the file on, or write it there; `label` says in an error what was moved."""
-        move_block = read_block if verb == "read" else write_block
-        return [
-            self._pools[verb].submit(move_block, file, memory[begin - offset : end - offset], begin, label)
-            for begin, end in blocks(offset, memory.nbytes, self._threads)
-        ]
-
-    def close(self) -> None:
-        """Finish what was asked for, and end the threads."""
-        for pool in self._pools.values():
-            pool.shutdown()
 
 
 def blocks(offset: int, nbytes: int, threads: int) -> Iterator[tuple[int, int]]:

@@ -129,7 +129,7 @@ class Extent:
         blocks: list[Future[None]] = []
         for drive, at, begin, nbytes in self.stripe.pieces(offset, memory.nbytes):
             piece = memory[begin : begin + nbytes]
-            blocks += self.store.drives[drive].engine.submit(verb, self.files[drive], piece, at, self.label)
+            blocks += self.store.drives[drive].submit(verb, self.files[drive], piece, at, self.label)
         with self.store.counts:
             counter[self.kind] += memory.nbytes
         return Transfer(blocks)

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import mmap
-import os
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -11,25 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gs_compile.runtime import ssd
-from gs_compile.runtime.ssd import PAGE, Engine, File, Transfer
+from gs_compile.runtime.drive import Drive
+from gs_compile.runtime.ssd import PAGE, Transfer
 
 NBYTES = 5 * ssd.SMALL_BLOCK
 
 
 @pytest.fixture(params=[True, False], ids=["direct", "buffered"])
-def file(request, tmp_path):
-    flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if request.param else 0)
-    file = File(tmp_path / "w3", os.open(tmp_path / "w3", flags, 0o600), request.param)
-    os.posix_fallocate(file.fd, 0, NBYTES)
-    yield file
-    os.close(file.fd)
+def drive(request, tmp_path):
+    with closing(Drive(tmp_path, 3)) as drive:
+        drive.is_direct = request.param
+        yield drive
 
 
 @pytest.fixture
-def engine():
-    engine = Engine(threads=3)
-    yield engine
-    engine.close()
+def file(drive):
+    return drive.create("w3", NBYTES)
 
 
 def aligned(nbytes):
@@ -58,40 +55,38 @@ def noise(nbytes, seed=0):
         (NBYTES - 5, 5),
     ],
 )
-def test_what_is_written_is_read_and_nothing_around_it_changes(file, engine, offset, nbytes, shift):
+def test_what_is_written_is_read_and_nothing_around_it_changes(file, drive, offset, nbytes, shift):
     before = noise(NBYTES)
-    Transfer(engine.submit("write", file, before, 0, "w3")).wait()
+    Transfer(drive.submit("write", file, before, 0, "w3")).wait()
     source = noise(nbytes + shift, seed=1)[shift:]
-    Transfer(engine.submit("write", file, source, offset, "w3")).wait()
+    Transfer(drive.submit("write", file, source, offset, "w3")).wait()
     into = aligned(nbytes + shift)[shift:]
-    Transfer(engine.submit("read", file, into, offset, "w3")).wait()
+    Transfer(drive.submit("read", file, into, offset, "w3")).wait()
     assert np.array_equal(into, source)
     expected = before.copy()
     expected[offset : offset + nbytes] = source
     assert file.path.read_bytes() == expected.tobytes()
 
 
-def test_writes_that_share_pages_keep_each_other(file, engine):
+def test_writes_that_share_pages_keep_each_other(file, drive):
     pieces = [noise(1000, seed) for seed in range(50)]
-    transfers = [
-        Transfer(engine.submit("write", file, piece, 1000 * index, "w3")) for index, piece in enumerate(pieces)
-    ]
+    transfers = [Transfer(drive.submit("write", file, piece, 1000 * index, "w3")) for index, piece in enumerate(pieces)]
     for transfer in transfers:
         transfer.wait()
     assert file.path.read_bytes()[:50_000] == b"".join(piece.tobytes() for piece in pieces)
 
 
-def test_aligned_memory_is_moved_without_a_second_copy(file, engine, monkeypatch):
+def test_aligned_memory_is_moved_without_a_second_copy(file, drive, monkeypatch):
     monkeypatch.setattr(ssd, "bounce", None)
     source = noise(NBYTES)
-    Transfer(engine.submit("write", file, source, 0, "w3")).wait()
+    Transfer(drive.submit("write", file, source, 0, "w3")).wait()
     into = aligned(NBYTES)
-    Transfer(engine.submit("read", file, into, 0, "w3")).wait()
+    Transfer(drive.submit("read", file, into, 0, "w3")).wait()
     assert np.array_equal(into, source)
 
 
 @pytest.mark.parametrize("held", ["_preadv", "_pwritev"])
-def test_neither_direction_waits_for_the_other(file, engine, monkeypatch, held):
+def test_neither_direction_waits_for_the_other(file, drive, monkeypatch, held):
     gate = threading.Event()
     real = getattr(ssd, held)
 
@@ -100,8 +95,8 @@ def test_neither_direction_waits_for_the_other(file, engine, monkeypatch, held):
         return real(*arguments)
 
     monkeypatch.setattr(ssd, held, blocked)
-    reads = [Transfer(engine.submit("read", file, aligned(NBYTES), 0, "w3")) for _ in range(3)]
-    writes = [Transfer(engine.submit("write", file, noise(NBYTES), 0, "s3")) for _ in range(3)]
+    reads = [Transfer(drive.submit("read", file, aligned(NBYTES), 0, "w3")) for _ in range(3)]
+    writes = [Transfer(drive.submit("write", file, noise(NBYTES), 0, "s3")) for _ in range(3)]
     free, stopped = (writes, reads) if held == "_preadv" else (reads, writes)
     for transfer in free:
         transfer.wait()
