@@ -74,7 +74,14 @@ def _kept(gradient: Term, memory: Sequence[int]) -> torch.Tensor:
 
 
 class CompiledUnits:
-    """`gs_compile.program.reference.Units` for a captured model: see there for how each verb is called.
+    """The computations of a captured model's units, one method a verb.
+
+    `count` and `zeros` are called as written. The others are called as
+
+        embed("e", micro_batch, wants=("x", "side"), batch=..., w=...)
+
+    with one keyword for each value read and each accumulator to add to in place (`dw`, `dside`), by its kind (`wt` and
+    `dwt` are those of the unit "t"), and return a tuple with one entry for each kind in `wants`, in that order.
 
     Contents of values: `w` and `batch` map input indices to tensors; `side` and `y` are tuples; `total` is a tuple;
     `dw` is an `Accumulator` by input index, `dside` one by index of the side input. `dy` of the head is a tuple, one

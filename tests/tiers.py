@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
+from reference import reference
 from tiered_toy import TieredToy, frozen_quanta, tensors
 from torch import Tensor
 from toy import steps
@@ -18,7 +19,6 @@ from gs_compile.placement.cut import Cuts, cut
 from gs_compile.placement.placement import QUANTUM, Placement
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import Program, StepShape, Unit, Value
-from gs_compile.program.reference import reference
 
 X_NBYTES, SIDE_NBYTES = 1000, 10
 

@@ -1,1 +1,1 @@
-"""The step program: its language, its text, its view as a graph, and what every verb means."""
+"""The step program: its language, its text, its view as a graph, and what every verb reads and defines."""

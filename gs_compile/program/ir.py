@@ -2,8 +2,8 @@
 
 A program is a tuple of operations in issue order. Every operation names a verb, the values it reads, the values it
 defines and the values it changes in place (`into`). A value has one definition. A pass is a pure function from program
-to program. The text with its inverse (`text.py`), the checker (`verify.py`), the meaning of the verbs (`reference.py`),
-the executor and every drawing read this one object.
+to program. The text with its inverse (`text.py`), the checker (`placement/verify.py`), the tests' reference, the
+executor and every drawing read this one object.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import expecttest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import reference
 from tiers import Options, lowered, options, place, stages, tiered_steps
 from toy import Toy, steps
 
@@ -16,7 +17,6 @@ from gs_compile.placement.kinds import ends_in_step
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import StepShape
-from gs_compile.program.reference import reference
 from gs_compile.program.text import parse
 
 SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import reference
 from tiers import Options, lowered, options, place, stages, tiered_steps, train
 from toy import Toy, steps
 
@@ -18,7 +19,6 @@ from gs_compile.passes.vertical import vertical
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import StepShape, Value
-from gs_compile.program.reference import reference
 
 ALL_SSD = Options(separate=True)
 KEPT = ("loss", "y", "dw")  # what a step is run for

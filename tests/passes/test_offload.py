@@ -8,6 +8,7 @@ import expecttest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import reference
 from tiers import X_NBYTES, Options, after, lowered, options, place, stages, tiered_steps, with_gradient
 from toy import Toy
 
@@ -15,7 +16,6 @@ from gs_compile.passes.snake import Snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.traffic import traffic
 from gs_compile.program.ir import Value
-from gs_compile.program.reference import reference
 
 SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
 

@@ -5,6 +5,7 @@ import itertools
 import expecttest
 import torch
 from hypothesis import given
+from reference import reference
 from tiers import stages
 from toy import Toy, steps
 
@@ -12,7 +13,6 @@ from gs_compile.passes.snake import Snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import StepShape
-from gs_compile.program.reference import reference
 
 
 class TestText(expecttest.TestCase):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given
+from reference import perform, reference
 from toy import Toy, steps
 
 from gs_compile.passes.free import Free
 from gs_compile.passes.vertical import vertical
 from gs_compile.program.ir import StepShape, Value
-from gs_compile.program.reference import perform, reference
 
 
 @given(steps())

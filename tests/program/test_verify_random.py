@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from reference import reference
 from tiers import TieredToy, lowered, options, place, tiered_steps
 
 from gs_compile.errors import ProgramError
 from gs_compile.placement.verify import verify
-from gs_compile.program.reference import reference
 
 
 @settings(deadline=None, max_examples=100)

@@ -7,43 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Protocol
+from typing import Any
 
-from gs_compile.program.ir import TIED, Op, Program, Unit, Value, homed
-
-
-class Units(Protocol):
-    """The computations of a model's units, one method a verb.
-
-    `count` and `zeros` are called as written. The others are called as
-
-        embed("e", micro_batch, wants=("x", "side"), batch=..., w=...)
-
-    with one keyword for each value read and each accumulator to add to in place (`dw`, `dside`), by its kind (`wt` and
-    `dwt` are those of the unit "t"), and return a tuple with one entry for each kind in `wants`, in that order.
-    """
-
-    def count(self, batches: list[Any]) -> Any: ...
-
-    def zeros(self, value: Value) -> Any: ...
-
-    def embed(self, unit: Unit, micro_batch: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
-
-    def forward(self, unit: Unit, micro_batch: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
-
-    def head(self, unit: Unit, micro_batch: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
-
-    def head_backward(self, unit: Unit, micro_batch: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
-
-    def backward(self, unit: Unit, micro_batch: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
-
-    def embed_backward(self, unit: Unit, micro_batch: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
+from gs_compile.program.ir import TIED, Op, Program, Value, homed
 
 
 def reference(program: Program, units: Any, inputs: Mapping[Value, Any]) -> dict[Value, Any]:
     """The values that `program` defines and does not free, given its inputs (batch, w, dy).
 
-    units: `Units`; for a program with tiers also, as `perform` calls them,
+    units: one method for each verb that computes, called as those of `runtime.units.CompiledUnits` are; for a program
+        with tiers also
 
         gather(whole, parts by letter), split(part, gradient), empty(part)    a unit's parts, which are flat
         norm(gradient), clip(norms), confirmed(scale)                         what clipping needs
