@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -11,40 +10,19 @@ import threading
 import time
 from functools import partial
 from itertools import count
-from pathlib import Path
 
 import pytest
-from tiered import Rig, adamw, files_in, gpt2, options, our_threads, outcome, step, tokens
+from tiered import adamw, files_in, options, our_threads, outcome, step, tokens
 
-from gs_compile.errors import (
-    GreedySnakeError,
-    LaneError,
-    MemoryBudgetError,
-    SlowStorageWarning,
-    StorageError,
-    StorageFullError,
-    StorageLockedError,
-)
+from gs_compile.errors import GreedySnakeError, LaneError, StorageError
 from gs_compile.runtime import coordinators, ssd
 from gs_compile.runtime.coordinators import Parameters
 from gs_compile.runtime.optimizer import OptimizerStep
-from gs_compile.runtime.store import Store
 from gs_compile.runtime.units import CompiledUnits
 
 KEEPS_CAPTURES = True
 CALLS = ("_preadv", "_pwritev")
 SECONDS = 60  # an error surfaces at once; what is more is a loaded machine
-
-
-@pytest.fixture(scope="module")
-def rig():
-    return Rig(gpt2)
-
-
-@pytest.fixture(scope="module")
-def reference(rig, tmp_path_factory):
-    """What three steps come to."""
-    return rig.train(adamw, options(tmp_path_factory.mktemp("reference")), num_steps=3)
 
 
 class Counted:
@@ -125,34 +103,22 @@ WAYS = (
 )
 
 
-def check_calls(rig, monkeypatch, directory, chosen, stride):
-    total = num_calls(rig, monkeypatch, directory, **chosen)
+@pytest.mark.parametrize(
+    "stride", [13, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])], ids=["some", "all"]
+)
+@pytest.mark.parametrize("chosen", WAYS, ids=str)
+def test_a_failed_call_ends_the_run_and_says_where(rig, monkeypatch, tmp_path, chosen, stride):
+    total = num_calls(rig, monkeypatch, tmp_path, **chosen)
     assert total > 40
     for index in range(0, total, stride):
-        error = break_call(rig, monkeypatch, directory, index, **chosen)
-        what = re.search(
-            r"(?P<verb>read|write) of (?P<kind>s?[ws]|x)(?P<unit>[eht0-9]).* failed, \d+ bytes at offset \d+",
-            str(error),
-        )
-        assert what, error
+        error = break_call(rig, monkeypatch, tmp_path, index, **chosen)
+        assert re.search(r"(read|write) of (s?[ws]|x)[eht0-9].* failed, \d+ bytes at offset \d+", str(error)), error
         assert os.strerror(errno.EIO) in str(error)
-        assert str(directory) in str(error)
+        assert str(tmp_path) in str(error)
         causes = [error]
         while causes[-1].__cause__ is not None:
             causes.append(causes[-1].__cause__)
         assert any(isinstance(cause, OSError) and cause.errno == errno.EIO for cause in causes)
-
-
-@pytest.mark.parametrize("chosen", WAYS, ids=str)
-def test_a_failed_call_ends_the_run_and_says_where(rig, monkeypatch, tmp_path, chosen):
-    check_calls(rig, monkeypatch, tmp_path, chosen, stride=13)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("chosen", WAYS, ids=str)
-def test_any_failed_call_ends_the_run_and_says_where(rig, monkeypatch, tmp_path, chosen):
-    check_calls(rig, monkeypatch, tmp_path, chosen, stride=1)
 
 
 @pytest.mark.parametrize("fault", ["short", "interrupted"])
@@ -258,60 +224,6 @@ def test_an_interrupt_in_the_computation(rig, monkeypatch, tmp_path, verb):
             whole_steps(rig.model, optimizer, 2)
 
 
-# Before the first step ------------------------------------------------------------------------------------------------
-
-
-def assert_goes_on(rig, optimizer, reference):
-    """The run that could not begin begins now, with the values the model had."""
-    losses, norms = [], []
-    for number in range(3):
-        losses.append(step(rig.model, optimizer, tokens(number)))
-        norms.append(optimizer.last_step.grad_norm)
-    assert not outcome(rig.model, optimizer, losses, norms).differences(reference)
-
-
-@pytest.mark.parametrize("index", [0, 4])
-def test_a_full_disk_is_an_error_before_the_first_step(rig, reference, monkeypatch, tmp_path, index):
-    calls = count()
-
-    def full(fd, nbytes):
-        if next(calls) >= index:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.posix_fallocate(fd, 0, nbytes)
-
-    with rig.fresh(adamw, options(tmp_path)) as optimizer:
-        with monkeypatch.context() as patched:
-            patched.setattr(ssd, "_fallocate", full)
-            with pytest.raises(StorageFullError, match=r"\d+ bytes are needed and \d+ are free"):
-                step(rig.model, optimizer, tokens(0))
-        assert our_threads() == []
-        assert files_in(tmp_path) == []
-        assert_goes_on(rig, optimizer, reference)
-
-
-@pytest.mark.parametrize("index", [2, 12])
-def test_a_drive_that_fails_while_values_move_home_costs_no_values(rig, reference, monkeypatch, tmp_path, index):
-    with rig.fresh(adamw, options(tmp_path)) as optimizer:
-        with monkeypatch.context() as patched:
-            Counted(patched, "_pwritev").arm(index)
-            with pytest.raises(StorageError, match=r"write of [wts]"):
-                step(rig.model, optimizer, tokens(0))
-        assert our_threads() == []
-        assert files_in(tmp_path) == []
-        assert_goes_on(rig, optimizer, reference)
-
-
-def test_a_plan_larger_than_the_disk_gives_the_storage_back(rig, reference, monkeypatch, tmp_path):
-    with rig.fresh(adamw, options(tmp_path)) as optimizer:
-        with monkeypatch.context() as patched:
-            patched.setattr("gs_compile.runtime.drive.free_storage", lambda folder: 10_000)
-            with pytest.raises(StorageFullError, match=r"\d+ bytes are needed and 10000 are free"):
-                step(rig.model, optimizer, tokens(0))
-        assert our_threads() == []
-        assert files_in(tmp_path) == []
-        assert_goes_on(rig, optimizer, reference)
-
-
 def test_a_step_whose_backward_failed_is_not_closed(rig, monkeypatch, tmp_path):
     with rig.fresh(adamw, options(tmp_path)) as optimizer:
         step(rig.model, optimizer, tokens(0))
@@ -322,58 +234,6 @@ def test_a_step_whose_backward_failed_is_not_closed(rig, monkeypatch, tmp_path):
         for use in (optimizer.step, partial(rig.model, input_ids=ids, labels=ids), optimizer.synchronize):
             with pytest.raises(LaneError, match="broken on purpose"):
                 use()
-
-
-def test_storage_of_another_run_is_refused_until_that_ends(rig, reference, tmp_path):
-    with rig.fresh(adamw, options(tmp_path)) as optimizer:
-        with Store([tmp_path]), pytest.raises(StorageLockedError, match=f"pid {os.getpid()}"):
-            step(rig.model, optimizer, tokens(0))
-        assert_goes_on(rig, optimizer, reference)
-
-
-def test_a_budget_too_small_says_what_is_enough(rig, reference, tmp_path):
-    with (
-        rig.fresh(adamw, options(tmp_path, host_memory="100KiB")) as optimizer,
-        pytest.raises(MemoryBudgetError, match="host_memory is 100\\.0 KiB; this step needs") as caught,
-    ):
-        step(rig.model, optimizer, tokens(0))
-    enough = int(re.search(r"needs .* \((\d+) bytes\) of it", str(caught.value))[1])
-    found = rig.train(adamw, options(tmp_path, host_memory=enough), num_steps=3)
-    assert not found.differences(reference)
-
-
-def test_too_large_an_alpha_is_told_the_largest(rig, reference, tmp_path):
-    def needed(alpha):
-        with (
-            rig.fresh(adamw, options(tmp_path, host_memory="100KiB", alpha=alpha)) as optimizer,
-            pytest.raises(MemoryBudgetError) as caught,
-        ):
-            step(rig.model, optimizer, tokens(0))
-        return int(re.search(r"needs .* \((\d+) bytes\) of it", str(caught.value))[1])
-
-    budget = (needed(0.0) + needed(1.0)) // 2
-    with (
-        rig.fresh(adamw, options(tmp_path, host_memory=budget, alpha=1.0)) as optimizer,
-        pytest.raises(MemoryBudgetError, match="the largest alpha possible here is") as caught,
-    ):
-        step(rig.model, optimizer, tokens(0))
-    largest = float(re.search(r"possible here is (0\.\d\d), not 1", str(caught.value))[1])
-    found = rig.train(adamw, options(tmp_path, host_memory=budget, alpha=largest), num_steps=3)
-    assert not found.differences(reference)
-
-
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs here")
-def test_storage_in_memory_works(rig, reference):
-    directory = Path("/dev/shm") / f"greedysnake-test-{os.getpid()}"
-    with contextlib.ExitStack() as warned:
-        try:
-            with Store([directory]):
-                pass
-        except SlowStorageWarning:  # kernels from 6.6 on take direct I/O there
-            found = warned.enter_context(pytest.warns(SlowStorageWarning))
-        assert not rig.train(adamw, options(directory), num_steps=3).differences(reference)
-    assert "found" not in locals() or len(found) == 1
-    directory.rmdir()
 
 
 # What users do --------------------------------------------------------------------------------------------------------

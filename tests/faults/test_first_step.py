@@ -1,0 +1,119 @@
+"""A run that cannot begin says why, costs no values, and begins when it can."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import pytest
+from test_step import Counted
+from tiered import adamw, files_in, options, our_threads, outcome, step, tokens
+
+from gs_compile.errors import MemoryBudgetError, SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
+from gs_compile.runtime import ssd
+from gs_compile.runtime.store import Store
+
+KEEPS_CAPTURES = True
+
+
+def assert_goes_on(rig, optimizer, reference):
+    """The run that could not begin begins now, with the values the model had."""
+    losses, norms = [], []
+    for number in range(3):
+        losses.append(step(rig.model, optimizer, tokens(number)))
+        norms.append(optimizer.last_step.grad_norm)
+    assert not outcome(rig.model, optimizer, losses, norms).differences(reference)
+
+
+def full(patched, directory, num_files=1):
+    """A disk that has room for as many files."""
+    calls = count()
+
+    def fallocate(fd, nbytes):
+        if next(calls) >= num_files:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(fd, 0, nbytes)
+
+    patched.setattr(ssd, "_fallocate", fallocate)
+    return contextlib.nullcontext()
+
+
+def small(patched, directory):
+    patched.setattr("gs_compile.runtime.drive.free_storage", lambda folder: 10_000)
+    return contextlib.nullcontext()
+
+
+def failing(patched, directory, index):
+    """A drive that fails while values move home."""
+    Counted(patched, "_pwritev").arm(index)
+    return contextlib.nullcontext()
+
+
+OBSTACLES = {
+    "a full disk": (full, StorageFullError, r"\d+ bytes are needed and \d+ are free"),
+    "no room at all": (partial(full, num_files=0), StorageFullError, r"\d+ bytes are needed and \d+ are free"),
+    "a small disk": (small, StorageFullError, r"\d+ bytes are needed and 10000 are free"),
+    "a failing drive": (partial(failing, index=2), StorageError, r"write of [wts]"),
+    "a drive that fails late": (partial(failing, index=12), StorageError, r"write of [wts]"),
+    "another run": (lambda _, directory: Store([directory]), StorageLockedError, f"pid {os.getpid()}"),
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_a_run_that_cannot_begin_costs_no_values(rig, reference, tmp_path, obstacle):
+    hinder, error, message = OBSTACLES[obstacle]
+    with rig.fresh(adamw, options(tmp_path)) as optimizer:
+        with (
+            pytest.MonkeyPatch.context() as patched,
+            hinder(patched, tmp_path),
+            pytest.raises(error, match=message),
+        ):
+            step(rig.model, optimizer, tokens(0))
+        assert our_threads() == []
+        assert files_in(tmp_path) == []
+        assert_goes_on(rig, optimizer, reference)
+
+
+def refused(rig, directory, **chosen):
+    """The message of a budget that is too small."""
+    with (
+        rig.fresh(adamw, options(directory, **chosen)) as optimizer,
+        pytest.raises(MemoryBudgetError) as caught,
+    ):
+        step(rig.model, optimizer, tokens(0))
+    return str(caught.value)
+
+
+def test_a_budget_too_small_says_what_is_enough(rig, reference, tmp_path):
+    message = refused(rig, tmp_path, host_memory="100KiB")
+    assert "host_memory is 100.0 KiB; this step needs" in message
+    enough = int(re.search(r"needs .* \((\d+) bytes\) of it", message)[1])
+    assert not rig.train(adamw, options(tmp_path, host_memory=enough), num_steps=3).differences(reference)
+
+
+def test_too_large_an_alpha_is_told_the_largest(rig, reference, tmp_path):
+    messages = [refused(rig, tmp_path, host_memory="100KiB", alpha=alpha) for alpha in (0.0, 1.0)]
+    budget = sum(int(re.search(r"needs .* \((\d+) bytes\) of it", message)[1]) for message in messages) // 2
+    message = refused(rig, tmp_path, host_memory=budget, alpha=1.0)
+    largest = float(re.search(r"the largest alpha possible here is (0\.\d\d), not 1", message)[1])
+    found = rig.train(adamw, options(tmp_path, host_memory=budget, alpha=largest), num_steps=3)
+    assert not found.differences(reference)
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs here")
+def test_storage_in_memory_works(rig, reference):
+    directory = Path("/dev/shm") / f"greedysnake-test-{os.getpid()}"
+    with contextlib.ExitStack() as warned:
+        try:
+            with Store([directory]):
+                pass
+        except SlowStorageWarning:  # kernels from 6.6 on take direct I/O there
+            found = warned.enter_context(pytest.warns(SlowStorageWarning))
+        assert not rig.train(adamw, options(directory), num_steps=3).differences(reference)
+    assert "found" not in locals() or len(found) == 1
+    directory.rmdir()
