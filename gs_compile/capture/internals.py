@@ -7,17 +7,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch._logging import trace_structured
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
-    "StorageWeakRef",
     "TorchDispatchMode",
     "add_artifact",
     "changes",
-    "identity",
-    "live_storage",
     "tree_leaves",
     "tree_map_only",
     "untraced",
@@ -35,18 +31,6 @@ def untraced(function: F) -> F:
 def changes(tensor: torch.Tensor) -> int:
     """How often the tensor was changed in place."""
     return tensor._version
-
-
-def identity(storage: torch.UntypedStorage) -> int:
-    """A number that no other storage has while this one, or a weak reference to it, lives."""
-    number: int = storage._cdata
-    return number
-
-
-def live_storage(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage that a weak reference leads to, if it still lives."""
-    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-    return found
 
 
 def add_artifact(name: str, content: Callable[[], str], compile_id: object) -> None:

@@ -1,7 +1,7 @@
 """engine: a model whose parameters and optimizer states live on the tiers, from the first call of its backend on.
 
-adopt        parameters leave the module, unit by unit; placeholders stay
 begin        one call of the model: a program with its transfers, on an executor
+forward      its first half; updates that the step before has left run with it
 backward     the rest of the program, with the optimizer's settings of now
 finish       optimizer.step(): late updates may run in the next forward
 flush        all updates brought to an end: before evaluation, saving, reading
@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -23,14 +23,13 @@ import torch
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.parameters import kept_dtype
 from gs_compile.errors import OptimizerError, StepOrderError
-from gs_compile.model.layout import UnitLayout, arrange, bindings, owners, tied_units
+from gs_compile.model.layout import Layout, arrange, bind
+from gs_compile.model.parameter_store import ParameterStore
 from gs_compile.model.residency import adopt, hand_back, is_offloaded, residency_of, stash
-from gs_compile.model.state_dict import StoredValues
-from gs_compile.options import Options
 from gs_compile.placement.placement import Placement
 from gs_compile.planner.cache import PlanCache
 from gs_compile.planner.prediction import Prediction
-from gs_compile.program.ir import EPILOGUE, Program, Unit, Value
+from gs_compile.program.ir import Program, StepShape, Unit, Value
 from gs_compile.runtime.handlers import Bindings
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.kernels import Rule
@@ -49,68 +48,47 @@ class Optimizer(Protocol):
 
     rule: Rule
     max_grad_norm: float | None
-    num_steps: int
 
     @property
     def components(self) -> tuple[str, ...]: ...
     @property
     def group_of(self) -> Mapping[Tensor, int]: ...
-    def settings(self) -> list[dict[str, Any]]: ...
+    def begin_step(self) -> StepRecord: ...
 
 
-@dataclass(frozen=True)
-class Request:
-    """One call of the model."""
-
-    models: Sequence[SpecializedModel]  # of every micro-batch
-    args: Sequence[Any]
-    units: Any  # the computations
-    inputs: dict[Value, Any]
-    training: bool
-    apart: bool  # the head's backward is apart from its forward
-
-
-class Engine:
-    """One model's parameters, and the updates of them. `gs_compile.model.residency.ParameterStore` for each of them."""
+class Engine(ParameterStore):
+    """One model's parameters, and the updates of them."""
 
     def __init__(
         self, optimizer: Optimizer, compilation: Compilation, models: Sequence[SpecializedModel], args: Sequence[Any]
     ) -> None:
         gc.collect()  # what earlier models have left: memory that counts against the budget, and locks of storage
         self._optimizer = weakref.ref(optimizer)
-        self.components = optimizer.components
-        self.options: Options = compilation.options
+        self.options = compilation.options
         self.open: TieredExecutor | None = None  # a training step between its forward and the end of its backward
         self.record: StepRecord | None = None  # of a backward that optimizer.step() has not closed yet
         self.programs: tuple[Program, ...] = ()  # of the latest call
-        self.version = 0
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
-        arranged = list(arrange(compilation, models[0], args, optimizer.group_of))
-        units = [unit for unit, _ in arranged]
-        spans = {id(p): span for unit, members in arranged for p, span in zip(members, unit.spans, strict=True)}
-        device = arranged[0][1][0].device
-        by_index = {index: spans[id(arg)] for index, arg in enumerate(args) if id(arg) in spans}
+        components = optimizer.components
+        layout = arrange(compilation, models[0], args, optimizer.group_of, len(components))
+        device = next(args[index].device for index in layout.spans)
         self.planning = PlanCache(
             self.options,
-            tuple(unit.size(len(self.components)) for unit in units),
+            layout.sizes,
             models,
-            tied_units(models[0], owners(models[0], args, by_index)),
+            bind(models[0], args, layout.spans)[1],
             clip=optimizer.max_grad_norm is not None,
             device=device,
         )
         self._latest = self.planning.placement, self.planning.first_shape  # of the latest call
-        self.tiers = self._make_tiers(units, optimizer.rule, device)
-        self.values = StoredValues(self.tiers, self.options.storage[0], self.components)
-        self._adopt([(parameter, spans[id(parameter)]) for _, members in arranged for parameter in members])
+        tiers = self._make_tiers(layout, optimizer.rule, len(components), device)
+        super().__init__(tiers, self.options.storage[0], components)
+        self._adopt({args[index]: span for index, span in layout.spans.items()})
         weakref.finalize(self, self.tiers.close).atexit = False
 
     @property
     def placement(self) -> Placement:
         return self.planning.placement
-
-    @property
-    def closed(self) -> bool:
-        return self.tiers.closed
 
     def predict(self) -> Prediction:
         """What steps like the latest call take, by the simulator; measures the machine and the layers' code first."""
@@ -118,7 +96,7 @@ class Engine:
 
     # Start -----------------------------------------------------------------------------------------------------------
 
-    def _make_tiers(self, units: Sequence[UnitLayout], rule: Rule, device: torch.device) -> Tiers:
+    def _make_tiers(self, layout: Layout, rule: Rule, num_components: int, device: torch.device) -> Tiers:
         planning, expert = self.planning, self.options.expert
         store = Store(self.options.storage) if planning.uses_ssd else None
         if store is not None:
@@ -127,11 +105,11 @@ class Engine:
             except BaseException:
                 store.close()
                 raise
-        components = {size.unit: len(self.components) + size.has_master for size in planning.sizes}
+        components = {size.unit: num_components + size.has_master for size in layout.sizes}
         return Tiers(
             planning.placement,
-            {unit.unit: unit.dtype for unit in units},
-            Recipe(rule, {unit.unit: unit.runs for unit in units}, components),
+            layout.dtypes,
+            Recipe(rule, layout.runs, components),
             store,
             device,
             trace=Trace(events=expert.trace),
@@ -139,11 +117,11 @@ class Engine:
             num_threads=expert.threads or update_threads(beside_compute=not has_own_memory(device)),
         )
 
-    def _adopt(self, members: Sequence[tuple[torch.nn.Parameter, Slice]]) -> None:
+    def _adopt(self, spans: Mapping[torch.nn.Parameter, Slice]) -> None:
         """Move values into the tiers. What fails midway stashes again what it has moved, and ends the tiers."""
         adopted: list[torch.nn.Parameter] = []
         try:
-            for parameter, span in members:
+            for parameter, span in spans.items():
                 if not is_offloaded(parameter):
                     stash(parameter)
                 self.tiers.fill(span, residency_of(parameter).stashed_value(parameter).cpu())
@@ -160,38 +138,49 @@ class Engine:
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
-    def begin(self, request: Request) -> TieredExecutor:
-        """The executor of one call, its program chosen; raises `StepOrderError` where a step is still to be closed."""
+    def begin(
+        self,
+        models: Sequence[SpecializedModel],
+        args: Sequence[Any],
+        units: Any,
+        inputs: Mapping[Value, Any],
+        shape: StepShape,
+    ) -> TieredExecutor:
+        """The executor of one call, its program chosen; raises `StepOrderError` where a step is still to be closed.
+
+        models: of every micro-batch; units: their computations; shape: of the step if its parameters were in memory.
+        """
         self._refuse_unfinished()
-        spans = self._spans(request.args, check=request.training)
-        if request.training:
+        spans = self._spans(args, check=shape.training)
+        if shape.training:
             self.abandon()  # its loss was never differentiated
         else:
             self.flush()
-        model = request.models[0]
-        tied = tied_units(model, owners(model, request.args, spans))
-        shape = self.planning.shape(model, tied, training=request.training)
-        if request.apart and request.training:
-            shape = replace(shape, outside=frozenset({EPILOGUE}))
-        placement = self.planning.sized(request.models, shape)
+        bindings, tied = bind(models[0], args, spans, self._units)
+        shape = replace(self.planning.shape(models[0], tied, training=shape.training), outside=shape.outside)
+        placement = self.planning.sized(models, shape)
         self._latest = placement, shape
-        pending = self.tiers.pending if request.training and placement.has_late else None
+        pending = self.tiers.pending if shape.training and placement.has_late else None
         redo = pending is not None and placement.rolls_back(confirmed=pending.confirmed)
         self.programs = self.planning.programs(placement, shape, late=pending is not None, redo=redo)
-        bound = bindings(model, request.args, spans, self._units)
-        executor = TieredExecutor(self.tiers, placement, self.programs[-1], request.units, request.inputs, bound)
-        if request.training:
+        executor = TieredExecutor(self.tiers, placement, self.programs[-1], units, inputs, bindings)
+        if shape.training:
             self.open = executor
         return executor
 
-    def forwarded(self, executor: TieredExecutor, *, failed: bool = False) -> None:
-        """The forward half is issued, and all late updates with it, also where the model's own code has failed."""
-        if executor is self.open:
-            self.tiers.pending = None
-            self.open = None if failed else executor
+    def forward(self, executor: TieredExecutor) -> None:
+        """The forward half, and all late updates with it, also where the model's own code fails."""
+        is_training = executor is self.open
+        try:
+            executor.forward()
+        except BaseException:
+            self.open = None if is_training else self.open
+            raise
+        finally:
+            self.tiers.pending = None if is_training else self.tiers.pending
 
-    def backward(self, executor: TieredExecutor, losses: Sequence[Tensor]) -> StepRecord:
-        """What the backward half needs of the optimizer, as it is set now."""
+    def backward(self, executor: TieredExecutor, losses: Sequence[Tensor]) -> None:
+        """Give the backward half what it needs of the optimizer, as it is set now."""
         if executor is not self.open:
             raise StepOrderError(
                 "this loss belongs to a step that was given up when the model was called again: call backward before "
@@ -200,10 +189,9 @@ class Engine:
         optimizer = self._optimizer()
         if optimizer is None:
             raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
-        record = StepRecord(optimizer.num_steps + 1, optimizer.settings(), optimizer.max_grad_norm)
+        record = optimizer.begin_step()
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         executor.record = self.record = record
-        return record
 
     def abandon(self) -> None:
         """Let go of a step whose backward has not begun; its loss cannot be differentiated any more."""
@@ -232,24 +220,18 @@ class Engine:
             executor.backward()
             self.tiers.pending = None
 
-    def synchronize(self) -> None:
-        """All updates done and written."""
-        self.flush()
-        self.tiers.synchronize()
-
     # Values ----------------------------------------------------------------------------------------------------------
 
-    def read(self, span: Slice, *, master: bool = False) -> Tensor:
-        """A parameter's value after all updates, or its master's, mapped from a file."""
-        self.synchronize()
-        return self.values.read(span, master=master)
+    def synchronize(self) -> None:
+        """Return when all updates are done and written; raises `StepOrderError` where a step is still to be closed."""
+        self.flush()
+        super().synchronize()
 
     def write(self, span: Slice, values: Tensor) -> None:
         """A new value for a parameter; a step whose backward has not begun is given up."""
-        self.synchronize()
+        self.flush()
         self.abandon()
-        self.values.write(span, values)
-        self.version += 1
+        super().write(span, values)
 
     def trained_span(self, parameter: Tensor) -> Slice | None:
         """The span of a parameter that this engine trains; None for others."""
@@ -267,8 +249,6 @@ class Engine:
         """
         spans = {}
         for index, arg in enumerate(args):
-            if not isinstance(arg, Tensor):
-                continue
             found = residency_of(arg) if isinstance(arg, torch.nn.Parameter) else None
             if found is not None and found.store is self and found.span is not None:
                 spans[index] = found.span
@@ -278,7 +258,7 @@ class Engine:
                         "what is trained is settled there. Make the model and the optimizer anew (state_dict() has the "
                         "values)"
                     )
-            elif check and arg.requires_grad:
+            elif check and isinstance(arg, Tensor) and arg.requires_grad:
                 raise OptimizerError(
                     f"an input of shape {tuple(arg.shape)} requires a gradient; with parameters on the tiers only they "
                     "get gradients: detach it, or use a torch.optim optimizer, which leaves parameters in memory"

@@ -17,17 +17,9 @@ from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.parameters import kept_dtype
 from gs_compile.errors import OptimizerError, OptionError, StepOrderError
 from gs_compile.model.engine import Engine
-from gs_compile.model.optim import TieredOptimizer
 from gs_compile.model.residency import is_offloaded, residency_of, stash
+from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
-
-
-def optimizer_of(parameter: torch.Tensor) -> TieredOptimizer | None:
-    """The gs_compile optimizer that was made for a parameter, while it is alive."""
-    reference = residency_of(parameter).optimizer
-    found = reference() if reference is not None else None
-    assert found is None or isinstance(found, TieredOptimizer)
-    return found
 
 
 def detach(parameters: Sequence[Any], *, options: Options) -> bool:
@@ -37,7 +29,7 @@ def detach(parameters: Sequence[Any], *, options: Options) -> bool:
     """
     if any(_has_other_values(parameter) for parameter in parameters):
         return False  # their call will be refused
-    if all(optimizer_of(parameter) is None for parameter in parameters):
+    if not _optimizers_of(parameters):
         if options.precision == "bf16" and not any(is_offloaded(parameter) for parameter in parameters):
             raise OptionError(
                 'precision="bf16" keeps fp32 masters, so it needs an optimizer of gs_compile, made before the call'
@@ -58,18 +50,18 @@ def engine_for(compilation: Compilation, models: Sequence[SpecializedModel], arg
     _refuse_in_memory(parameters)
     if not any(is_offloaded(parameter) for parameter in parameters):
         return None
-    engines = {id(e): e for p in parameters if (e := residency_of(p).store) is not None and not e.closed}
-    found = {id(o): o for p in parameters if (o := optimizer_of(p)) is not None}
-    if len(engines) == 1 and len(found) < 2:
-        engine = next(iter(engines.values()))
+    engines = {found[0] for parameter in parameters if (found := residency_of(parameter).tiered) is not None}
+    optimizers = _optimizers_of(parameters)
+    if len(engines) == 1 and len(optimizers) < 2:
+        (engine,) = engines
         assert isinstance(engine, Engine)
         return engine
-    if len(found) != 1:
+    if len(optimizers) != 1:
         raise OptimizerError(
-            f"the parameters of this model belong to {len(found)} gs_compile optimizers; they need one: make it before "
-            "the first call, with all parameters that are trained"
+            f"the parameters of this model belong to {len(optimizers)} gs_compile optimizers; they need one: make it "
+            "before the first call, with all parameters that are trained"
         )
-    optimizer = next(iter(found.values()))
+    (optimizer,) = optimizers
     if optimizer.engine is None:
         with torch.inference_mode(False):  # what is made lives longer than this call
             optimizer.engine = Engine(optimizer, compilation, models, args)
@@ -79,6 +71,12 @@ def engine_for(compilation: Compilation, models: Sequence[SpecializedModel], arg
     return optimizer.engine
 
 
+def _optimizers_of(parameters: Sequence[torch.Tensor]) -> set[TieredOptimizer]:
+    """The gs_compile optimizers that were made for the parameters, and are alive."""
+    references = [residency_of(parameter).optimizer for parameter in parameters]
+    return {found for reference in references if reference is not None and (found := reference()) is not None}
+
+
 def _refuse_in_memory(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Parameters that are on the tiers must not have other values beside."""
     if any(residency_of(parameter).is_materialized for parameter in parameters):
@@ -86,12 +84,11 @@ def _refuse_in_memory(parameters: Sequence[torch.nn.Parameter]) -> None:
             "inside gs_compile.materialize() the compiled model does not run: leave the block, or call the module that "
             "was materialized under torch.no_grad()"
         )
-    for parameter in parameters:
-        if _has_other_values(parameter):
-            raise OptimizerError(
-                f"a parameter of shape {tuple(parameter.shape)} lives on the tiers, but was given other values "
-                "(.data): change it in `with gs_compile.materialize(model, write=True):`"
-            )
+    for parameter in filter(_has_other_values, parameters):
+        raise OptimizerError(
+            f"a parameter of shape {tuple(parameter.shape)} lives on the tiers, but was given other values "
+            "(.data): change it in `with gs_compile.materialize(model, write=True):`"
+        )
 
 
 def _has_other_values(parameter: torch.Tensor) -> bool:

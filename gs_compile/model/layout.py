@@ -1,16 +1,15 @@
-"""layout: which parameters belong to which unit, and the span of each in its unit's flat space."""
+"""layout: the span of each parameter in its unit's flat space, and how a capture reads the parameters there."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.codegen.parameters import kept_dtype, mixed_dtypes, owners_of, padded, size_of
+from gs_compile.codegen.parameters import kept_dtype, owners_of, padded, sizes_of
 from gs_compile.errors import OptimizerError
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIED, Unit
@@ -22,105 +21,77 @@ Run = tuple[int, int, int]  # trained elements of one param group: start, stop, 
 
 
 @dataclass(frozen=True)
-class UnitLayout:
-    """The parameters of a unit: trained ones first, by param group, then frozen ones, each at a multiple of QUANTUM."""
+class Layout:
+    """The parameters of each unit: trained ones first, by param group, then frozen ones, each at a multiple of QUANTUM.
 
-    unit: Unit
-    dtype: torch.dtype
-    shapes: tuple[tuple[int, ...], ...]
-    groups: tuple[int | None, ...]  # of each parameter; None: frozen
+    A parameter that several units read belongs to unit "t".
+    """
 
-    @property
-    def spans(self) -> Iterator[Slice]:
-        """Of the parameters in their order."""
-        offset = 0
-        for shape in self.shapes:
-            yield Slice(self.unit, offset, shape)
-            offset += padded(math.prod(shape))
-
-    @property
-    def runs(self) -> tuple[Run, ...]:
-        """The trained elements, cut where the param group changes."""
-        runs: list[Run] = []
-        for span, group in zip(self.spans, self.groups, strict=True):
-            if group is None:
-                continue
-            stop = span.offset + padded(span.numel)
-            start = runs.pop()[0] if runs and runs[-1][1:] == (span.offset, group) else span.offset
-            runs.append((start, stop, group))
-        return tuple(runs)
-
-    def size(self, num_components: int) -> UnitSize:
-        """What there is to place, with so many components of optimizer state besides a master."""
-        numels = ((math.prod(s), group is not None) for s, group in zip(self.shapes, self.groups, strict=True))
-        return size_of(self.unit, self.dtype, numels, num_components)
+    spans: Mapping[int, Slice]  # by input index
+    runs: Mapping[Unit, Sequence[Run]]  # the trained elements, cut where the param group changes
+    sizes: tuple[UnitSize, ...]
+    dtypes: Mapping[Unit, torch.dtype]
 
 
 def arrange(
-    compilation: Compilation, model: SpecializedModel, args: Sequence[Any], groups: Mapping[torch.Tensor, int]
-) -> Iterator[tuple[UnitLayout, list[torch.nn.Parameter]]]:
-    """The units of a model as its first call finds them; a parameter that several units read belongs to unit "t".
+    compilation: Compilation,
+    model: SpecializedModel,
+    args: Sequence[Any],
+    groups: Mapping[torch.Tensor, int],
+    num_components: int,
+) -> Layout:
+    """The layout of a model as its first call finds it.
 
-    groups: the param group of each parameter. Raises OptimizerError for a trained parameter without one, and for a unit
-    of several dtypes.
+    groups: the param group of each parameter; num_components: of the optimizer's state besides a master. Raises
+    OptimizerError for a trained parameter without a group, and CaptureError for a unit of several dtypes.
     """
-    by_unit: dict[Unit, list[torch.nn.Parameter]] = {}
-    for index, unit in owners_of(model.split.units, compilation.captured).items():
+    owners = owners_of(model.split.units, compilation.captured)
+    for index in owners:
         if args[index].requires_grad and args[index] not in groups:
             raise OptimizerError(
                 f"{compilation.captured.inputs[index].path} is trained, but the gs_compile optimizer does not "
                 "have it; give the optimizer all parameters that require a gradient, or freeze this one"
             )
-        by_unit.setdefault(unit, []).append(args[index])
-    for unit, parameters in by_unit.items():
-        group_of = {p: groups[p] if p.requires_grad else None for p in parameters}
-        parameters.sort(key=lambda p: math.inf if group_of[p] is None else group_of[p])  # type: ignore[arg-type, return-value]
-        dtypes = {kept_dtype(parameter, compilation.options) for parameter in parameters}
-        if len(dtypes) > 1:
-            raise OptimizerError(mixed_dtypes(unit, dtypes))
-        shapes = tuple(tuple(parameter.shape) for parameter in parameters)
-        yield UnitLayout(unit, dtypes.pop(), shapes, tuple(group_of[p] for p in parameters)), parameters
+    group_of = {index: groups[args[index]] if args[index].requires_grad else len(groups) for index in owners}
+    spans: dict[int, Slice] = {}
+    runs: dict[Unit, list[Run]] = {unit: [] for unit in owners.values()}
+    order = sorted(owners, key=lambda index: (list(runs).index(owners[index]), group_of[index]))
+    stops = dict.fromkeys(runs, 0)
+    for index in order:
+        unit, arg, group = owners[index], args[index], group_of[index]
+        spans[index], start = Slice(unit, stops[unit], tuple(arg.shape)), stops[unit]
+        stops[unit] = stop = start + padded(arg.numel())
+        if arg.requires_grad:
+            continues = runs[unit] and runs[unit][-1][1:] == (start, group)
+            runs[unit].append((runs[unit].pop()[0] if continues else start, stop, group))
+    sizes = sizes_of(model.split.units, {index: owners[index] for index in order}, num_components)
+    dtypes = {unit: kept_dtype(args[index], compilation.options) for index, unit in owners.items()}
+    return Layout(spans, runs, sizes, dtypes)
 
 
-def owners(model: SpecializedModel, args: Sequence[Any], spans: Mapping[int, Slice]) -> dict[int, Unit]:
-    """The unit of each parameter that a capture reads, by input index; `spans` are those of the arguments.
+def bind(
+    model: SpecializedModel, args: Sequence[Any], spans: Mapping[int, Slice], units: Sequence[Unit] = ()
+) -> tuple[Bindings, Set[Unit]]:
+    """How one capture reads its inputs, and the units that read parameters of unit "t".
 
-    Raises `OptimizerError` for one that is not on the tiers, or in another unit there.
+    spans: of the arguments that are parameters, by input index. Parameters come from the tiers, buffers and constants
+    as they are. Raises `OptimizerError` for a parameter that is not on the tiers, or in another unit there.
     """
-    found: dict[int, Unit] = {}
+    parameters: dict[Unit, dict[int, Binding]] = {unit: {} for unit in units}
+    others: dict[Unit, dict[int, torch.Tensor]] = {graph.unit: {} for graph in model.split.units}
+    tied = set()
     for graph in model.split.units:
-        for source in graph.sources:
-            if source.kind == "input" and isinstance(args[source.index], torch.nn.Parameter):
-                span = spans.get(source.index)
-                if span is None or span.unit not in (graph.unit, TIED):
-                    raise OptimizerError(
-                        f"this call reads a parameter of shape {tuple(args[source.index].shape)} in unit "
-                        f"{graph.unit} that the first call did not: call the model the same way in every step"
-                    )
-                found[source.index] = span.unit
-    return found
-
-
-def tied_units(model: SpecializedModel, owners: Mapping[int, Unit]) -> set[Unit]:
-    """The units that read parameters of unit "t"."""
-    tied = {index for index, unit in owners.items() if unit == TIED}
-    return {g.unit for g in model.split.units if any(s.kind == "input" and s.index in tied for s in g.sources)}
-
-
-def bindings(
-    model: SpecializedModel, args: Sequence[Any], spans: Mapping[int, Slice], units: Sequence[Unit]
-) -> Bindings:
-    """How one capture reads its inputs: parameters from the tiers, buffers and constants as they are."""
-    parameters: dict[Unit, list[Binding]] = {unit: [] for unit in units}
-    for index, unit in owners(model, args, spans).items():
-        span = spans[index]
-        parameters[unit].append(Binding(index, span.offset, span.shape, bool(args[index].requires_grad)))
-    others = {
-        graph.unit: {
-            source.index: args[source.index]
-            for source in graph.sources
-            if source.kind == "input" and not isinstance(args[source.index], torch.nn.Parameter)
-        }
-        for graph in model.split.units
-    }
-    return Bindings(parameters, others)
+        for index in [source.index for source in graph.sources if source.kind == "input"]:
+            arg, span = args[index], spans.get(index)
+            if not isinstance(arg, torch.nn.Parameter):
+                others[graph.unit][index] = arg
+                continue
+            if span is None or span.unit not in (graph.unit, TIED):
+                raise OptimizerError(
+                    f"this call reads a parameter of shape {tuple(arg.shape)} in unit {graph.unit} that the first call "
+                    "did not: call the model the same way in every step"
+                )
+            binding = Binding(index, span.offset, span.shape, bool(arg.requires_grad))
+            parameters.setdefault(span.unit, {})[index] = binding
+            tied |= {graph.unit} if span.unit == TIED else set()
+    return Bindings({unit: list(found.values()) for unit, found in parameters.items()}, others), tied

@@ -31,14 +31,15 @@ def mapped(
     """A tensor in a file under `folder`, in memory if it is small; `read` gives its elements from `start` to `stop`."""
     numel = math.prod(shape)
     nbytes = numel * dtype.itemsize
-    small = nbytes < SMALL_NBYTES
-    flat = torch.empty(numel, dtype=dtype) if small else _flat(map_file(folder, nbytes), dtype, numel)
+    file = map_file(folder, nbytes) if nbytes >= SMALL_NBYTES else None
+    flat = torch.empty(numel if file is None else 0, dtype=dtype)
+    flat = flat if file is None else flat.set_(file, 0, (numel,), (1,))
     step = CHUNK_NBYTES // dtype.itemsize
     for start in range(0, numel, step):
         stop = min(start + step, numel)
         flat[start:stop] = read(start, stop)
-        if not small:
-            leave_memory(flat.untyped_storage())
+        if file is not None:
+            leave_memory(file)
     return flat.view(tuple(shape))
 
 
@@ -71,6 +72,11 @@ def map_file(folder: Path, nbytes: int) -> torch.UntypedStorage:
     return storage
 
 
+def is_mapped(storage: torch.UntypedStorage) -> bool:
+    """Whether `map_file` has made it."""
+    return (storage.filename or "").startswith("/dev/fd/")
+
+
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -78,7 +84,3 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def leave_memory(storage: torch.UntypedStorage) -> None:
     """Unmap the pages of a mapped file; they come back as they were when they are next used."""
     assert _madvise(storage.data_ptr(), storage.nbytes(), mmap.MADV_DONTNEED) == 0, os.strerror(ctypes.get_errno())
-
-
-def _flat(storage: torch.UntypedStorage, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))

@@ -8,15 +8,16 @@ The values are mapped from unnamed files, so that memory need not hold them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from gs_compile.errors import StepOrderError
-from gs_compile.model.residency import bring_into_memory, is_offloaded, residency_of
+from gs_compile.model.residency import in_memory, is_offloaded, residency_of
 
 
 @contextmanager
@@ -34,37 +35,31 @@ def materialize(model: nn.Module, *, write: bool = False, master: bool = False) 
     offloaded = [parameter for parameter in model.parameters() if is_offloaded(parameter)]
     with ExitStack() as stack:
         for parameter in offloaded:
-            stack.callback(bring_into_memory(parameter, master=master))
-        if offloaded:
-            stack.enter_context(_plain_calls(model))
+            stack.enter_context(in_memory(parameter, master=master))
+        for module in model.modules() if offloaded else ():
+            if module is model or module._compiled_call_impl is not None:
+                stack.enter_context(_plain_calls(module))
         yield model
-        if write:
-            for parameter in offloaded:
-                residency_of(parameter).write(parameter, parameter.data)
+        for parameter in offloaded if write else ():
+            residency_of(parameter).write(parameter, parameter.data)
 
 
 @contextmanager
-def _plain_calls(model: nn.Module) -> Iterator[None]:
-    """Calls of the model, and of compiled modules in it, run as they are, and not as a step."""
-    compiled = [each for each in model.modules() if each is model or each._compiled_call_impl is not None]
-    before = {each: each.__dict__.get("_compiled_call_impl") for each in compiled}
-    for module in compiled:  # past the __setattr__ of what torch.compile returns, which is its model's
-        module.__dict__["_compiled_call_impl"] = _evaluation(module)
+def _plain_calls(module: nn.Module) -> Iterator[None]:
+    """Calls of a compiled module run as they are, and not as a step."""
+    own = module.__dict__  # past the __setattr__ of what torch.compile returns, which is its model's
+    before = own.get("_compiled_call_impl")
+    own["_compiled_call_impl"] = partial(_evaluate, getattr(module, "_orig_mod", module))  # that model itself
     try:
         yield
     finally:
-        for module, call in before.items():
-            module.__dict__["_compiled_call_impl"] = call
+        own["_compiled_call_impl"] = before
 
 
-def _evaluation(module: nn.Module) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise StepOrderError(
-                "inside gs_compile.materialize() the model cannot be trained, only evaluated: call it under "
-                "torch.no_grad(), or leave the block"
-            )
-        inner = getattr(module, "_orig_mod", module)  # of what torch.compile returned
-        return inner._call_impl(*args, **kwargs)
-
-    return call
+def _evaluate(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if torch.is_grad_enabled():
+        raise StepOrderError(
+            "inside gs_compile.materialize() the model cannot be trained, only evaluated: call it under "
+            "torch.no_grad(), or leave the block"
+        )
+    return module._call_impl(*args, **kwargs)

@@ -1,20 +1,23 @@
-"""residency: where the value of each parameter is.
+"""residency: where the value of each parameter is, and what the user holds while it is elsewhere.
 
 resident       in memory, as PyTorch has it
 stashed        detached from the model: in a file that `init_on_storage` has made, or in memory during the first call
 tiered         in a parameter store, the engine of one model
 materialized   in memory for the time of a `materialize`; the store keeps its own
 
-A stashed or tiered parameter is offloaded: the user holds a placeholder (`gs_compile.model.placeholder`).
+A stashed or tiered parameter is offloaded: it is an `OffloadedParameter`, and its memory is a placeholder. Strides of a
+placeholder are 0, and Dynamo guards strides. So the backend detaches parameters in its first call and has Dynamo trace
+again: the model is compiled once.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,36 +25,11 @@ from torch import nn
 from gs_compile.capture.internals import changes
 from gs_compile.errors import ReleasedParameterError
 from gs_compile.model.mapped import mapped
-from gs_compile.model.placeholder import OffloadedParameter, UnavailableGradient, placeholder
+from gs_compile.model.parameter_store import ParameterStore
+from gs_compile.model.placeholder import UnavailableGradient, placeholder
 from gs_compile.runtime.tiers import Slice
 
 Tensor = torch.Tensor
-State = Literal["resident", "stashed", "tiered", "materialized"]
-
-
-class ParameterStore(Protocol):
-    """What holds the values of tiered parameters, each in its span."""
-
-    @property
-    def closed(self) -> bool: ...
-
-    @property
-    def version(self) -> int:
-        """Another number whenever a value has changed."""
-
-    def read(self, span: Slice, *, master: bool = False) -> Tensor:
-        """The value after all updates, in a CPU tensor of the caller's; with `master` in fp32 where it is kept so."""
-
-    def write(self, span: Slice, values: Tensor) -> None:
-        """A new value, in the parameter's dtype or the master's."""
-
-
-@dataclass(frozen=True)
-class Stash:
-    """The value of a detached parameter, and the directory of its file; None: it was resident, and is in memory."""
-
-    values: Tensor
-    folder: Path | None = None
 
 
 @dataclass(eq=False)
@@ -62,9 +40,10 @@ class Residency:
     store: ParameterStore | None = None
     span: Slice | None = None  # in the store
     is_trained: bool = False  # by the store
-    stash: Stash | None = None
+    stash: Tensor | None = None  # the value of a stashed parameter, in a file or in memory
+    folder: Path | None = None  # of the file; None: the parameter was resident, and its value is in memory
     placeholder: Tensor | None = None  # one NaN
-    moved: tuple[Tensor, Stash] | None = None  # placeholder and stash of a conversion, if it is taken up
+    moved: tuple[Tensor, Tensor] | None = None  # placeholder and stash of a conversion, if it is taken up
     gradient: Tensor | None = None  # to be shown as .grad
     kind: type = nn.Parameter  # of the resident parameter
     is_materialized: bool = False
@@ -93,7 +72,7 @@ class Residency:
             raise ReleasedParameterError(
                 f"a parameter of shape {tuple(parameter.shape)} has no value: the run that had it failed or was closed"
             )
-        return self.stash.values
+        return self.stash
 
     def value(self, parameter: Tensor, *, master: bool = False) -> Tensor:
         """The value of an offloaded parameter, on the CPU: in its dtype, or in that of its master."""
@@ -139,15 +118,12 @@ class Residency:
                 "torch's default (.data); a state_dict() has the values at any time"
             )
         values = self.stashed_value(parameter)
-        folder = self.stash.folder if self.stash is not None else None
-        if dtype != parameter.dtype:
+        if self.folder is None:
+            values = values.to(dtype)
+        elif dtype != parameter.dtype:
             flat = values.reshape(-1)
-            values = (
-                values.to(dtype)
-                if folder is None
-                else mapped(values.shape, dtype, folder, lambda start, stop: flat[start:stop].to(dtype))
-            )
-        self.moved = placeholder(dtype, device), Stash(values, folder)
+            values = mapped(values.shape, dtype, self.folder, lambda start, stop: flat[start:stop].to(dtype))
+        self.moved = placeholder(dtype, device), values
         return self.moved[0].expand(parameter.shape)
 
     def release(self, parameter: Tensor, dtype: torch.dtype) -> None:
@@ -171,24 +147,87 @@ def is_offloaded(parameter: Tensor) -> bool:
     return isinstance(parameter, OffloadedParameter) and residency_of(parameter).is_offloaded(parameter)
 
 
-def state_of(parameter: Tensor) -> State:
-    """Where the parameter's value is."""
-    if residency_of(parameter).is_materialized:
-        return "materialized"
-    if not is_offloaded(parameter):
-        return "resident"
-    return "tiered" if residency_of(parameter).tiered is not None else "stashed"
+# The parameter --------------------------------------------------------------------------------------------------------
+
+
+def _conversion(name: str) -> Callable[..., Any]:
+    """A tensor's method `name` for an offloaded parameter: a tensor without elements tells what it leads to."""
+    plain = getattr(Tensor, name)
+
+    def convert(self: OffloadedParameter, *args: Any, **kwargs: Any) -> Any:
+        if self._residency is None:
+            return plain(self, *args, **kwargs)
+        kwargs.pop("memory_format", None)  # values are kept in one order
+        like = plain(torch.empty(0, dtype=self.dtype, device=self.device), *args, **kwargs)
+        return self._residency.convert(self, like.dtype, like.device)
+
+    return convert
+
+
+class OffloadedParameter(nn.Parameter):
+    """A parameter whose value is elsewhere. A resident one becomes this, and is an ordinary one again afterwards.
+
+    Its value is read and written through its own methods: `detach`, with which `state_dict` reads, and `copy_`, with
+    which `load_state_dict` writes. `.to(...)` and its like change where and in what dtype the model computes; no value
+    is lost or brought into memory.
+    """
+
+    @property
+    def _residency(self) -> Residency | None:
+        """Where the value is; None while Dynamo traces, and where somebody gave other `.data`: an ordinary tensor."""
+        return None if torch.compiler.is_dynamo_compiling() or not is_offloaded(self) else residency_of(self)
+
+    to = _conversion("to")
+    cpu = _conversion("cpu")
+    cuda = _conversion("cuda")
+    float = _conversion("float")
+    double = _conversion("double")
+    half = _conversion("half")
+    bfloat16 = _conversion("bfloat16")
+
+    def detach(self) -> Tensor:
+        """The value, in a tensor that takes memory only where it is touched."""
+        return Tensor.detach(self) if self._residency is None else self._residency.shown_value(self)
+
+    def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
+        """Write `other` to wherever the value is."""
+        if self._residency is None or torch.is_grad_enabled():
+            return Tensor.copy_(self, other, non_blocking)
+        if other is not self:
+            self._residency.write(self, other.detach().expand(self.shape))
+        return self
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        kept = f"shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
+        return f"OffloadedParameter({kept}, requires_grad={self.requires_grad})"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self._refuse_copy()
+        return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._refuse_copy()
+        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _refuse_copy(self) -> None:
+        if self._residency is not None:
+            raise ReleasedParameterError(
+                "this model cannot be copied or pickled: its parameters live on the tiers. Take its state_dict(), or "
+                "copy it inside `with gs_compile.materialize(model):`"
+            )
 
 
 # Changes of state -----------------------------------------------------------------------------------------------------
 
 
-def stash(parameter: Tensor, dtype: torch.dtype | None = None, on_storage: Stash | None = None) -> None:
-    """Detach a resident parameter from its value, or from what is the same on storage. It takes `dtype`."""
+def stash(
+    parameter: Tensor, dtype: torch.dtype | None = None, *, values: Tensor | None = None, folder: Path | None = None
+) -> None:
+    """Detach a resident parameter from its value. It takes `dtype`; `values` are the same, in a file in `folder`."""
     residency = residency_of(parameter)
     if not is_offloaded(parameter):
         residency.kind = type(parameter)
-        residency.stash = on_storage or Stash(parameter.data)
+        residency.stash, residency.folder = parameter.data if values is None else values, folder
         residency.store = residency.span = None
     residency.release(parameter, dtype or parameter.dtype)
 
@@ -203,26 +242,24 @@ def adopt(parameter: Tensor, store: ParameterStore, span: Slice) -> None:
 def hand_back(parameter: Tensor) -> None:
     """Take a value out of a store that failed at its start: the parameter is stashed again, in memory."""
     residency = residency_of(parameter)
-    assert residency.store is not None
-    assert residency.span is not None
-    residency.stash = Stash(residency.store.read(residency.span, master=True))
+    residency.stash, residency.folder = residency.value(parameter, master=True), None
     residency.store = residency.span = None
 
 
 def roll_back(arguments: Iterable[Any]) -> None:
     """After a first call that failed: parameters that were resident before are so again, and have their dtype."""
     for parameter in arguments:
-        if isinstance(parameter, OffloadedParameter) and state_of(parameter) == "stashed":
-            residency = residency_of(parameter)
-            if residency.stash is not None and residency.stash.folder is None:
-                restore(parameter, residency.stash.values)
-            elif residency.stash is not None:
-                residency.release(parameter, residency.stash.values.dtype)
+        residency = residency_of(parameter) if isinstance(parameter, OffloadedParameter) else None
+        if residency is None or residency.stash is None or not is_offloaded(parameter):
+            continue
+        if residency.folder is None:
+            restore(parameter, residency.stash)
+        else:
+            residency.release(parameter, residency.stash.dtype)
 
 
 def restore(parameter: Tensor, values: Tensor) -> None:
     """Make a parameter resident: it has `values` itself, not a copy."""
-    assert values.shape == parameter.shape, f"{tuple(values.shape)} for a parameter of {tuple(parameter.shape)}"
     residency = residency_of(parameter)
     parameter.data = values
     parameter.__class__ = residency.kind
@@ -233,19 +270,21 @@ def mark_gradient_unavailable(parameter: Tensor) -> None:
     """After a backward: the gradient of an offloaded parameter has gone to its update, and nobody else can use it."""
     if is_offloaded(parameter):
         residency = residency_of(parameter)
-        residency.gradient = residency.gradient if residency.gradient is not None else UnavailableGradient.of(parameter)
+        if residency.gradient is None:
+            whole = placeholder(parameter.dtype, parameter.device).expand(parameter.shape)
+            residency.gradient = whole.as_subclass(UnavailableGradient)
         parameter.grad = residency.gradient
 
 
-def bring_into_memory(parameter: Tensor, *, master: bool) -> Callable[[], None]:
-    """Materialize an offloaded parameter; what is returned ends that."""
+@contextmanager
+def in_memory(parameter: Tensor, *, master: bool) -> Iterator[None]:
+    """An offloaded parameter, materialized."""
     residency, dtype = residency_of(parameter), parameter.dtype
     parameter.data = residency.value(parameter, master=master).to(parameter.device)
     parameter.__class__ = residency.kind
     residency.is_materialized = True
-
-    def leave() -> None:
+    try:
+        yield
+    finally:
         residency.is_materialized = False
         residency.release(parameter, dtype)
-
-    return leave

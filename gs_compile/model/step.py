@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import OptimizerError, OutputGradientError
-from gs_compile.model.engine import Engine, Request
+from gs_compile.model.engine import Engine
 from gs_compile.model.outputs import Gradients, Outputs
 from gs_compile.model.report import report
 from gs_compile.model.residency import mark_gradient_unavailable
@@ -44,11 +43,6 @@ class Call:
     executor: Executor | TieredExecutor | None = None
     losses: Sequence[torch.Tensor] = ()
 
-    @property
-    def model(self) -> SpecializedModel:
-        """Of the first micro-batch, for what all share."""
-        return self.models[0]
-
     @cached_property
     def outputs(self) -> Outputs:
         """What the call returns, and its gradients."""
@@ -68,92 +62,116 @@ class Call:
 
     def forward(self) -> list[torch.Tensor]:
         """The outputs that the step makes, in the order of `Outputs.made`."""
-        self.executor = executor = self._executor()
-        failed = True
-        try:
-            with self._device_state():
-                executor.forward()
-            failed = False
-        finally:
+        executor = self._begin()
+        with without_autocast():  # the units' code has it in it
             if isinstance(executor, TieredExecutor) and self.engine is not None:
-                self.engine.forwarded(executor, failed=failed)
+                self.engine.forward(executor)
+            else:
+                executor.forward()
         made = self.outputs.collect(executor.env)
         # Detached: an output leads to the autograd node, which leads to this call, and nobody would collect the three.
         pairs = zip(made, self.outputs.made, strict=True)
         self.losses = [content.detach() for content, output in pairs if output.combine == "loss"]
         for value in [v for v in executor.env if v.kind in ("y", "loss")]:
             del executor.env[value]
+        self.executor = executor
         return made
 
     def backward(self, gradients: Gradients, outside: frozenset[Any]) -> list[torch.Tensor | None]:
         """The gradients of the trained arguments, in their order, given those of `made`; once, as it uses up the step.
 
-        `outside` is what `Outputs.outside` made of the same gradients.
+        `outside` is what `Outputs.outside` made of the same gradients. On the tiers the parameters' gradients go to
+        their updates, and to no one else.
         """
         executor = self.executor
         assert executor is not None
-        if isinstance(executor, TieredExecutor):
-            self._backward_on_tiers(executor, gradients, outside)
-            return [None for _ in self.trained]
-        with self._device_state():
-            if outside:
-                executor = self._backward_from_outside(executor, gradients, outside)
+        if isinstance(executor, TieredExecutor) and self.engine is not None:
+            self._refuse_on_tiers(self.engine, gradients, outside)
+            self.engine.backward(executor, self.losses)
+        with without_autocast():
+            if not outside:
+                factor = self.outputs.loss_gradient(gradients)
+                if float(factor) != 1.0:  # which the head's backward has assumed
+                    executor.scale(factor)
+            elif isinstance(executor, TieredExecutor):
+                for value, content in self.outputs.cut(gradients, outside).items():
+                    executor.values.define(value, content)
             else:
-                self._scale(executor, self.outputs.loss_gradient(gradients))
-                executor.backward()
-        return self.outputs.argument_gradients(executor.env, self.units.micro_batches)
+                executor = self._from_outside(executor, gradients, outside)
+            executor.backward()
+        if self.engine is None:
+            return self.outputs.argument_gradients(executor.env, self.units.micro_batches)
+        self.engine.open = None
+        for parameter in self.trained:
+            mark_gradient_unavailable(parameter)
+        return [None for _ in self.trained]
 
-    def _executor(self) -> Executor | TieredExecutor:
+    def _begin(self) -> Executor | TieredExecutor:
+        """The executor of this call; nothing has run."""
         first = not self.compilation.steps
         shape = self._shape()
         for specialized in self.models:
             specialized.compile_code(shape)
         executor: Executor | TieredExecutor
         if self.engine is None:
-            program = self.compilation.program(self.model, len(self.models), shape)[-1]
+            program = self.compilation.program(self.models[0], len(self.models), shape)[-1]
             executor = Executor(program, self.units, self._inputs())
         else:
-            apart = EPILOGUE in shape.outside
-            request = Request(self.models, self.args, self.units, self._inputs(), self.training, apart)
-            executor = self.engine.begin(request)
-            self.compilation.remember(self.model, shape, self.engine.programs)
+            executor = self.engine.begin(self.models, self.args, self.units, self._inputs(), shape)
+            self.compilation.remember(self.models[0], shape, self.engine.programs)
             self.compilation.describe_tiers = partial(self.engine.planning.describe, self.engine.programs[-1])
         if first:
             report(self.compilation)
         return executor
 
-    def _backward_on_tiers(self, executor: TieredExecutor, gradients: Gradients, outside: frozenset[Any]) -> None:
-        """The parameters' gradients go to their updates, and to no one else."""
-        assert self.engine is not None
-        apart = any(op.verb == "head_backward" for op in executor.program.ops)
+    def _shape(self) -> StepShape:
+        shape = self.models[0].shape
+        if not self.training:
+            return replace(shape, training=False)
+        apart = not shape.has_loss or self.models[0].scales_gradients
+        return replace(shape, outside=frozenset({EPILOGUE})) if apart else shape
+
+    def _inputs(self) -> dict[Value, Any]:
+        """The batch by micro-batch, and what each unit reads that is not on the tiers."""
+        batches = [part.inputs for part in self.units.micro_batches]
+        inputs: dict[Value, Any] = {Value("batch", micro_batch=j, tier=None): each for j, each in enumerate(batches)}
+        for unit in self.models[0].split.units:
+            if self.engine is None or unit.unit not in self.engine.placement.by_unit:
+                read = {source.index: self.args[source.index] for source in unit.sources if source.kind == "input"}
+                inputs[Value("w", unit.unit)] = {
+                    index: arg
+                    for index, arg in read.items()
+                    if index not in batches[0] and (self.engine is None or not isinstance(arg, torch.nn.Parameter))
+                }
+        return inputs
+
+    def _from_outside(self, executor: Executor, gradients: Gradients, outside: frozenset[Any]) -> Executor:
+        """The executor of another program, whose backward takes gradients from outside; it has what the first made."""
+        shape = replace(self.models[0].shape, outside=outside)
+        program = self.compilation.program(self.models[0], len(self.models), shape)[-1]
+        env = {value: content for value, content in executor.env.items() if value.kind not in ("dx", "dw", "dside")}
+        redo = Executor(program, self.units, {**env, **self.outputs.cut(gradients, outside)})
+        if executor.program.order == "horizontal" and executor.program is not program:
+            redo.forward()  # its checkpoints went with the backwards that the first half has run
+        return redo
+
+    def _refuse_on_tiers(self, engine: Engine, gradients: Gradients, outside: frozenset[Any]) -> None:
+        """Raise `OutputGradientError` and `OptimizerError` for gradients of which updates cannot be made.
+
+        A GradScaler multiplies the loss, and updates run before it could divide again. A scaled loss looks like any
+        other that the user has multiplied, or computed outside of the model. So where the factor may be a scale, which
+        is more than 1, the scalers are looked up among all objects; once for each factor.
+        """
+        assert self.executor is not None
+        apart = any(op.verb == "head_backward" for op in self.executor.program.ops)
         if outside - {EPILOGUE} or (outside and not apart):
             raise OutputGradientError(
                 "a gradient arrived for another output than the loss; with parameters on the tiers greedysnake "
                 "differentiates the loss that the model itself computes (give it labels)"
             )
-        self._refuse_loss_scaler(gradients)
-        self.engine.backward(executor, self.losses)
-        with self._device_state():
-            if outside:
-                for value, content in self.outputs.cut(gradients, outside).items():
-                    executor.values.define(value, content)
-            else:
-                self._scale(executor, self.outputs.loss_gradient(gradients))
-            executor.backward()
-        self.engine.open = None
-        for parameter in self.trained:
-            mark_gradient_unavailable(parameter)
-
-    def _refuse_loss_scaler(self, gradients: Gradients) -> None:
-        """Raise `OptimizerError` where a GradScaler has multiplied the loss: updates run before it could divide again.
-
-        A scaled loss looks like any other that the user has multiplied, or computed outside of the model. So where the
-        factor may be a scale, which is more than 1, the scalers are looked up among all objects; once for each factor.
-        """
-        assert self.engine is not None
         computed = any(output.combine == "loss" for output in self.outputs.made)
         factor = float(self.outputs.loss_gradient(gradients)) if computed else math.inf
-        if factor <= 1 or factor == self.engine.accepted_factor:
+        if factor <= 1 or factor == engine.accepted_factor:
             return
         scalers = [each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)]
         if any(scaler.is_enabled() and scaler.get_scale() > 1 for scaler in scalers):
@@ -162,53 +180,7 @@ class Call:
                 "during the backward, before it can divide the gradients. Train in bf16 or fp32, which need no loss "
                 "scale, and leave the scaler out or make it with enabled=False; nothing was updated"
             )
-        self.engine.accepted_factor = factor
-
-    def _shape(self) -> StepShape:
-        shape = self.model.shape
-        if not self.training:
-            return replace(shape, training=False)
-        apart = not shape.has_loss or self.model.scales_gradients
-        return replace(shape, outside=frozenset({EPILOGUE})) if apart else shape
-
-    def _scale(self, executor: Executor | TieredExecutor, factor: torch.Tensor) -> None:
-        """The head's backward assumed a gradient of one for the loss."""
-        if float(factor) != 1.0:
-            executor.scale(factor)
-
-    def _backward_from_outside(self, executor: Executor, gradients: Gradients, outside: frozenset[Any]) -> Executor:
-        shape = replace(self.model.shape, outside=outside)
-        program = self.compilation.program(self.model, len(self.models), shape)[-1]
-        env = {value: content for value, content in executor.env.items() if value.kind not in ("dx", "dw", "dside")}
-        redo = Executor(program, self.units, {**env, **self.outputs.cut(gradients, outside)})
-        if executor.program.order == "horizontal" and executor.program is not program:
-            redo.forward()  # its checkpoints went with the backwards that the first half has run
-        redo.backward()
-        return redo
-
-    @contextmanager
-    def _device_state(self) -> Iterator[None]:
-        """The units' code has autocast in it."""
-        with without_autocast():
-            yield
-
-    def _inputs(self) -> dict[Value, Any]:
-        """The batch by micro-batch, and what each unit reads that is not on the tiers."""
-        inputs: dict[Value, Any] = {
-            Value("batch", micro_batch=j, tier=None): part.inputs for j, part in enumerate(self.units.micro_batches)
-        }
-        batch = self.units.micro_batches[0].inputs
-        for unit in self.model.split.units:
-            if self.engine is None or unit.unit not in self.engine.placement.by_unit:
-                indices = [source.index for source in unit.sources if source.kind == "input"]
-                inputs[Value("w", unit.unit)] = {
-                    i: self.args[i] for i in indices if i not in batch and not self._is_on_tiers(i)
-                }
-        return inputs
-
-    def _is_on_tiers(self, index: int) -> bool:
-        """Whether an argument is a parameter on the tiers: what stands for it here has no values."""
-        return self.engine is not None and isinstance(self.args[index], torch.nn.Parameter)
+        engine.accepted_factor = factor
 
 
 class _Step(torch.autograd.Function):

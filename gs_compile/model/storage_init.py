@@ -17,8 +17,6 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from itertools import combinations, groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +24,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gs_compile.capture.internals import (
-    StorageWeakRef,
-    TorchDispatchMode,
-    identity,
-    live_storage,
-    tree_leaves,
-    tree_map_only,
-)
+from gs_compile.capture.internals import TorchDispatchMode, tree_leaves, tree_map_only
 from gs_compile.errors import InitialisationError
-from gs_compile.model.mapped import SMALL_NBYTES, directory, leave_memory, map_file
-from gs_compile.model.residency import Stash, is_offloaded, stash
+from gs_compile.model.mapped import SMALL_NBYTES, directory, is_mapped, leave_memory, map_file
+from gs_compile.model.residency import is_offloaded, stash
 from gs_compile.runtime.stream import is_in_host_memory
 
 CACHE_NBYTES = 256 << 20  # of mapped tensors in memory: a layer's usual weights are drawn, scaled and copied in it
@@ -64,104 +55,92 @@ def init_on_storage(
     values are right, but they were in memory until all was built.
     """
     folder = directory(storage)
-    with _Births(folder) as births:
+    with _NewTensorsInFiles(folder) as files:
         model = factory()
     parameters = {name: each for name, each in model.named_parameters() if not is_offloaded(each)}
     buffers = dict(model.named_buffers())
     for name, parameter in parameters.items():
         _check(name, parameter)
     _check_apart(parameters, buffers)
-    _warn_of_resident({name: each for name, each in parameters.items() if births.missed(each)})
-    for parameter in parameters.values():  # [3]
-        values = _moved(parameter, folder) if births.missed(parameter) else _alias(parameter)
-        stash(parameter, on_storage=Stash(values, folder))
-    _into_memory(each for each in buffers.values() if births.holds(each))
-    births.drop_pages(down_to_nbytes=0)
+    resident = [
+        name
+        for name, each in parameters.items()
+        if each.untyped_storage().nbytes() >= SMALL_NBYTES and not _in_file(each)
+    ]
+    if resident:
+        warnings.warn(
+            "initial values that no torch operation of this thread has made (from_numpy, a checkpoint, a thread) were "
+            f"in memory until the model was built; they are right, but took their room: {', '.join(resident)}",
+            stacklevel=2,
+        )
+    for name, parameter in parameters.items():  # [3]
+        stash(parameter, values=_moved(parameter, folder) if name in resident else _alias(parameter), folder=folder)
+    _into_memory(each for each in buffers.values() if _in_file(each))
+    files.drop_pages(down_to_nbytes=0)
     return model if device is None else model.to(device)
 
 
 # While the factory runs -----------------------------------------------------------------------------------------------
 
 
-class _Births(TorchDispatchMode):
-    """Every large tensor that is born lives in a file, and only those used last are in memory."""
+class _NewTensorsInFiles(TorchDispatchMode):
+    """Every large new tensor lives in a file, and only those used last are in memory."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.folder = folder
-        # By address of the storage, which is not given out again while the weak reference lives.
-        self.mapped: dict[int, StorageWeakRef] = {}
-        self.resident: OrderedDict[int, int] = OrderedDict()  # its bytes; what was used last is last
+        self.recent: OrderedDict[int, torch.UntypedStorage] = OrderedDict()  # by address; what was used last is last
 
     def __torch_dispatch__(
         self, operation: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         given = [each for each in tree_leaves((args, kwargs)) if _is_plain(each)]
-        self._refuse_resize(operation, args)
+        _refuse_resize(operation, args)
         self._touch(given)  # and make room, before the operation needs more
-        results = operation(*args, **kwargs)
+        results = operation(*args, **(kwargs or {}))
         # `lift_fresh` is how torch.tensor() shows what it has just made.
         old = set() if operation is aten.lift_fresh.default else {_address(each) for each in given}
-        old |= {identity(each) for each in args if isinstance(each, torch.UntypedStorage)}
+        old |= {each.data_ptr() for each in args if isinstance(each, torch.UntypedStorage)}
         files: dict[int, torch.UntypedStorage] = {}
 
-        def at_home(result: torch.Tensor) -> torch.Tensor:
+        def in_file(result: torch.Tensor) -> torch.Tensor:
             if not _is_plain(result) or _address(result) in old:
                 return result
             storage = result.untyped_storage()
             if storage.nbytes() < SMALL_NBYTES or not storage.resizable():  # memory of numpy's, say, is used by others
                 return result
-            if identity(storage) not in files:  # [1]
-                files[identity(storage)] = self._file(storage.nbytes())
+            if storage.data_ptr() not in files:  # [1]
+                files[storage.data_ptr()] = file = map_file(self.folder, storage.nbytes())
                 if operation.overloadpacket not in _UNINITIALISED:
-                    files[identity(storage)].copy_(storage)
-            return _alias(result, files[identity(storage)])
+                    file.copy_(storage)
+            return _alias(result, files[storage.data_ptr()])
 
-        results = tree_map_only(torch.Tensor, at_home, results)
+        results = tree_map_only(torch.Tensor, in_file, results)
         self._touch(each for each in tree_leaves(results) if _is_plain(each))
         return results
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return _is_plain(tensor) and _address(tensor) in self.mapped
-
-    def missed(self, tensor: torch.Tensor) -> bool:
-        """Whether it is large and yet in memory."""
-        return tensor.untyped_storage().nbytes() >= SMALL_NBYTES and not self.holds(tensor)
-
     def drop_pages(self, *, down_to_nbytes: int) -> None:
         """[2] The kernel writes them to the file when it wants to; they are no memory of this process any more."""
-        while sum(self.resident.values()) > down_to_nbytes:
-            address, _ = self.resident.popitem(last=False)
-            storage = live_storage(self.mapped[address])
-            if storage is not None:
-                leave_memory(storage)
-
-    def _file(self, nbytes: int) -> torch.UntypedStorage:
-        for address in [address for address, reference in self.mapped.items() if reference.expired()]:
-            self.resident.pop(address, None)
-            del self.mapped[address]
-        storage = map_file(self.folder, nbytes)
-        self.mapped[identity(storage)] = StorageWeakRef(storage)
-        return storage
+        while sum(storage.nbytes() for storage in self.recent.values()) > down_to_nbytes:
+            leave_memory(self.recent.popitem(last=False)[1])
 
     def _touch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that they are used; what was used longest ago makes room."""
-        for tensor in tensors:
-            if self.holds(tensor):
-                self.resident[_address(tensor)] = tensor.untyped_storage().nbytes()
-                self.resident.move_to_end(_address(tensor))
+        for tensor in filter(_in_file, tensors):
+            self.recent[_address(tensor)] = tensor.untyped_storage()
+            self.recent.move_to_end(_address(tensor))
         self.drop_pages(down_to_nbytes=CACHE_NBYTES)
 
-    def _refuse_resize(self, operation: Any, args: tuple[Any, ...]) -> None:
-        if operation is not aten.resize_.default or not self.holds(args[0]):
-            return
-        numel = args[0].storage_offset() + torch.Size(args[1]).numel()
-        if numel * args[0].element_size() > args[0].untyped_storage().nbytes():
-            raise InitialisationError(
-                f"resize_ of a tensor of shape {tuple(args[0].shape)} to {tuple(args[1])}: a tensor on storage cannot "
-                "grow. Make it of its final shape at once"
-            )
+
+def _refuse_resize(operation: Any, args: tuple[Any, ...]) -> None:
+    if operation is not aten.resize_.default or not _in_file(args[0]):
+        return
+    numel = args[0].storage_offset() + torch.Size(args[1]).numel()
+    if numel * args[0].element_size() > args[0].untyped_storage().nbytes():
+        raise InitialisationError(
+            f"resize_ of a tensor of shape {tuple(args[0].shape)} to {tuple(args[1])}: a tensor on storage cannot "
+            "grow. Make it of its final shape at once"
+        )
 
 
 def _is_plain(value: object) -> bool:
@@ -172,8 +151,13 @@ def _is_plain(value: object) -> bool:
     return is_in_host_memory(value) and value.layout == torch.strided
 
 
+def _in_file(tensor: torch.Tensor) -> bool:
+    return _is_plain(tensor) and is_mapped(tensor.untyped_storage())
+
+
 def _address(tensor: torch.Tensor) -> int:
-    return identity(tensor.untyped_storage())
+    """Of a tensor's storage, which no other one has while it lives."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _alias(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
@@ -205,33 +189,25 @@ def _check_apart(parameters: dict[str, nn.Parameter], buffers: dict[str, torch.T
     for name, tensor in [*parameters.items(), *buffers.items()]:
         if _is_plain(tensor) and tensor.numel():
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            first = tensor.storage_offset() * tensor.element_size()
-            spans.append((_address(tensor), first, first + (last + 1) * tensor.element_size(), name))
-    for _, together in groupby(sorted(spans), key=itemgetter(0)):
-        for (_, _, end, name), (_, start, _, other) in combinations(together, 2):
-            if start < end and {name, other} & parameters.keys():
-                raise InitialisationError(
-                    f"{name} and {other} are two tensors in the same memory, which would part on storage. "
-                    "Tie them by assigning the same Parameter to both modules"
-                )
-
-
-def _warn_of_resident(parameters: dict[str, nn.Parameter]) -> None:
-    if parameters:
-        names = ", ".join(parameters)
-        warnings.warn(
-            f"initial values that no torch operation of this thread has made (from_numpy, a checkpoint, a thread) were "
-            f"in memory until the model was built; they are right, but took their room: {names}",
-            stacklevel=3,  # init_on_storage's caller
-        )
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size(), name))
+    latest, latest_parameter = (0, ""), (0, "")  # the ends that are furthest so far, and whose
+    for start, end, name in sorted(spans):
+        before, other = latest if name in parameters else latest_parameter
+        if start < before:
+            raise InitialisationError(
+                f"{other} and {name} are two tensors in the same memory, which would part on storage. "
+                "Tie them by assigning the same Parameter to both modules"
+            )
+        latest = max(latest, (end, name))
+        latest_parameter = max(latest_parameter, (end, name)) if name in parameters else latest_parameter
 
 
 def _moved(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
     """A copy in a file, of the strides a clone has."""
     layout = torch.empty_like(tensor, device="meta")
-    storage = map_file(folder, layout.numel() * layout.element_size())
-    with torch.no_grad():
-        copy = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, layout.size(), layout.stride()).copy_(tensor)
+    storage = map_file(folder, layout.nbytes)
+    copy = _alias(layout, storage)
+    copy.copy_(tensor.detach())
     leave_memory(storage)
     return copy
 
@@ -241,6 +217,6 @@ def _into_memory(buffers: Iterable[torch.Tensor]) -> None:
     copies: dict[int, torch.UntypedStorage] = {}
     for buffer in buffers:
         storage = buffer.untyped_storage()
-        if identity(storage) not in copies:
-            copies[identity(storage)] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
-        buffer.data = _alias(buffer, copies[identity(storage)])
+        if storage.data_ptr() not in copies:
+            copies[storage.data_ptr()] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
+        buffer.data = _alias(buffer, copies[storage.data_ptr()])

@@ -28,6 +28,7 @@ from gs_compile.model.engine import Engine
 from gs_compile.model.placeholder import UnavailableGradient
 from gs_compile.model.residency import residency_of
 from gs_compile.runtime.kernels import Rule
+from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.trace import Total
 
 # Settings of torch's optimizers that say how they compute; they come with torch's state dicts, and mean nothing here.
@@ -85,21 +86,20 @@ class TieredOptimizer(torch.optim.Optimizer):
         found = [self.rule.components(group) for group in self.param_groups]
         return max(found, key=len, default=())
 
-    def settings(self) -> list[dict[str, Any]]:
-        """The param groups as they are set now, without their parameters."""
+    def begin_step(self) -> StepRecord:
+        """What the updates of the next step need: the settings as they are now."""
         for group in self.param_groups:
             self._check(group)
         self._check_norm()
         if self.engine is not None and self.components != self.engine.components:
             raise OptimizerError("momentum was 0 when the model first ran, so there is no state for it: set it before")
-        return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return StepRecord(self.num_steps + 1, settings, self.max_grad_norm)
 
     def _check_norm(self) -> None:
-        if self.max_grad_norm is None:
-            return
-        if not self.max_grad_norm > 0:
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise OptimizerError(f"max_grad_norm must be more than 0; got {self.max_grad_norm}")
-        if self.engine is not None and not self.engine.placement.clip:
+        if self.max_grad_norm is not None and self.engine is not None and not self.engine.placement.clip:
             raise OptimizerError(
                 "max_grad_norm was None when the model first ran, so updates do not wait for a norm: give it when the "
                 "optimizer is made (math.inf clips nothing), and change it between steps from then on"
@@ -228,8 +228,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         span = self.engine.trained_span(parameter) if self.engine is not None else None
         if self.engine is None or span is None:
             return None
-        self.engine.synchronize()
-        return self.engine.values.state(span, self.num_steps)
+        return self.engine.state(span, self.num_steps)
 
     def load_into(self, engine: Engine) -> None:
         """Bring a loaded state to the tiers."""
@@ -239,8 +238,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 continue
             values = [value for key, value in state.items() if key != "step"]
             if not all(isinstance(value, torch.Tensor) and value.is_meta for value in values):
-                engine.synchronize()
-                engine.values.load_state(span, state)
+                engine.load_state(span, state)
             self._show_state(parameter)
 
     def _show_state(self, parameter: torch.Tensor) -> None:

@@ -261,7 +261,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path, all_to_files):
     missing = tmp_path / "missing"
-    with pytest.raises(StorageError, match="cannot make a file of 256 bytes"), initialise._Births(missing):
+    with pytest.raises(StorageError, match="cannot make a file of 256 bytes"), initialise._NewTensorsInFiles(missing):
         nn.Linear(8, 8)
 
 
@@ -279,7 +279,7 @@ def high_water_nbytes():
 torch.set_num_threads(1)
 width, num_layers, initialise.CACHE_NBYTES = map(int, sys.argv[2:])
 nn.Sequential(nn.Linear(8, 8))(torch.ones(8)).sum().backward()
-with initialise._Births(initialise.directory(sys.argv[1])):
+with initialise._NewTensorsInFiles(initialise.directory(sys.argv[1])):
     nn.init.trunc_normal_(nn.Linear(300, 300).weight)
 before_nbytes = high_water_nbytes()
 

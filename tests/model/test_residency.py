@@ -14,14 +14,12 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 
 from gs_compile.errors import ReleasedParameterError
 from gs_compile.model.residency import (
-    Stash,
     is_offloaded,
     mark_gradient_unavailable,
     residency_of,
     restore,
     roll_back,
     stash,
-    state_of,
 )
 
 SHAPES = [(3, 4), (5,), (1,), (1, 1), (), (0,), (0, 3)]
@@ -37,9 +35,8 @@ def parameter(shape, dtype=torch.float32):
 def test_stashed_and_restored(shape, dtype):
     given = parameter(shape, dtype)
     values = given.data
-    assert state_of(given) == "resident"
     stash(given)
-    assert state_of(given) == "stashed"
+    assert is_offloaded(given)
     assert isinstance(given, nn.Parameter)
     assert (given.shape, given.dtype, given.requires_grad) == (values.shape, dtype, dtype.is_floating_point)
     assert given.untyped_storage().nbytes() == dtype.itemsize
@@ -47,7 +44,7 @@ def test_stashed_and_restored(shape, dtype):
         assert given.isnan().all()
     assert torch.equal(given.detach(), values)
     roll_back([given])
-    assert state_of(given) == "resident"
+    assert not is_offloaded(given)
     assert type(given) is nn.Parameter
     assert given.data_ptr() == values.data_ptr()
 
@@ -103,7 +100,7 @@ def stashed(request, tmp_path):
     model = Pair()
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
     for each in model.parameters():
-        stash(each, on_storage=Stash(each.data, tmp_path) if request.param == "on storage" else None)
+        stash(each, values=each.data, folder=tmp_path if request.param == "on storage" else None)
     return model, wanted
 
 
@@ -126,7 +123,7 @@ def test_a_stashed_model_is_converted_as_any_other(convert, stashed):
     other.load_state_dict(wanted)
     wanted = convert(other).state_dict()
     convert(model)
-    assert all(state_of(each) == "stashed" for each in model.parameters())
+    assert all(is_offloaded(each) for each in model.parameters())
     assert all(each.untyped_storage().nbytes() <= 8 for each in model.parameters())
     for name, value in model.state_dict().items():
         assert value.dtype == wanted[name].dtype

@@ -1,9 +1,9 @@
-"""state_dict: values and optimizer states, read from the tiers and written to them, in memory a piece at a time."""
+"""parameter_store: values and optimizer states on the tiers, read and written a piece at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +16,47 @@ from gs_compile.runtime.tiers import Slice, Tiers
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
-class StoredValues:
-    """What the tiers hold between steps, by span; what is read is mapped from files under `folder`."""
+class ParameterStore:
+    """Reads and writes the parameters and states of one model between steps, each in its span.
 
-    tiers: Tiers
-    folder: Path
-    components: Sequence[str]  # of the optimizer's state
+    What is read is mapped from files under `folder`, and belongs to the caller. `components` names the tensors of a
+    parameter's optimizer state. The engine, which runs the steps, derives from this.
+    """
 
-    def read(self, span: Slice, *, master: bool) -> Tensor:
-        """A parameter's value, or its master's."""
+    def __init__(self, tiers: Tiers, folder: Path, components: Sequence[str]) -> None:
+        self.tiers = tiers
+        self.folder = folder
+        self.components = components
+        self.version = 0  # another number whenever a value has changed
+
+    @property
+    def closed(self) -> bool:
+        return self.tiers.closed
+
+    def synchronize(self) -> None:
+        """Return when all updates are done and written."""
+        self.tiers.synchronize()
+
+    def read(self, span: Slice, *, master: bool = False) -> Tensor:
+        """A parameter's value after all updates, on the CPU; with `master` in fp32 where it is kept so."""
+        self.synchronize()
         dtype = self.tiers.dtype(span, master=master)
         return self._mapped(span, dtype, lambda piece: self.tiers.read(piece, master=master))
 
     def write(self, span: Slice, values: Tensor) -> None:
-        """A new value. Where it is the old one's master rounded, the master stays as it is."""
+        """A new value, in the parameter's dtype or the master's. A master that rounds to it stays as it is."""
+        self.synchronize()
         flat, own, wide = values.detach().reshape(-1), self.tiers.dtype(span), self.tiers.dtype(span, master=True)
         for start, piece in _pieces(span, wide.itemsize):
             new = flat[start : start + piece.numel].cpu()
             if own != wide and new.dtype == own:
                 new = torch.where(new == self.tiers.read(piece), self.tiers.read(piece, master=True), new.to(wide))
             self.tiers.fill(piece, new)
+        self.version += 1
 
     def state(self, span: Slice, num_steps: int) -> dict[str, Any]:
-        """A parameter's optimizer state as torch has it."""
+        """A parameter's optimizer state after all updates, as torch has it."""
+        self.synchronize()
         dtype = self.tiers.optimizer.state_dtype(span.unit)
         found: dict[str, Any] = {"step": torch.tensor(float(num_steps))}
         for number, name in enumerate(self.components, start=self.tiers.has_master(span)):
@@ -48,6 +65,7 @@ class StoredValues:
 
     def load_state(self, span: Slice, state: Mapping[str, Any]) -> None:
         """The inverse of `state`; OptimizerError where a component is missing or of another shape."""
+        self.synchronize()
         for number, name in enumerate(self.components, start=self.tiers.has_master(span)):
             values = state.get(name)
             if values is None and name in state:  # torch's momentum before it has any
@@ -60,8 +78,7 @@ class StoredValues:
                 self.tiers.write_state(piece, number, flat[start : start + piece.numel].cpu())
 
     def _mapped(self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor]) -> Tensor:
-        folder = directory(self.folder)
-        return mapped(span.shape, dtype, folder, lambda start, stop: read(_within(span, start, stop)))
+        return mapped(span.shape, dtype, directory(self.folder), lambda start, stop: read(_within(span, start, stop)))
 
 
 def _pieces(span: Slice, itemsize: int) -> list[tuple[int, Slice]]:
