@@ -44,23 +44,19 @@ __all__ = [
     "plan",
 ]
 
-# Names that need torch come when they are first used: importing this package takes no time.
-_MODULES = {
-    "Inspection": "model.inspection",
-    "inspect": "model.inspection",
-    "init_on_storage": "model.storage_init",
-    "materialize": "model.materialize",
-    "Profile": "planner.measure.profile",
-    "StepPlan": "planner.step_plan",
-    "plan": "planner.plan",
-    "AdamW": "model.optim",
-    "Adam": "model.optim",
-    "SGD": "model.optim",
-    "Lion": "model.optim",
+_LATER = {  # names that need torch come when they are first used: importing this package takes no time
+    "model.inspection": ("Inspection", "inspect"),
+    "model.materialize": ("materialize",),
+    "model.optim": ("AdamW", "Adam", "SGD", "Lion"),
+    "model.storage_init": ("init_on_storage",),
+    "planner.measure.profile": ("Profile",),
+    "planner.plan": ("plan",),
+    "planner.step_plan": ("StepPlan",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f"gs_compile.{_MODULES[name]}"), name)
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(import_module(f"gs_compile.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -84,11 +84,7 @@ def _groups(controller: str, proc: Path, cgroup: Path) -> Iterator[Path]:
     In a container the path can be the host's while the container sees its own group as the root: the walk up ends
     there. A path that leaves the container's tree says nothing but the root.
     """
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _text(proc / "self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
             mounts = [cgroup, cgroup / "unified"]  # alone, or beside v1
@@ -96,11 +92,9 @@ def _groups(controller: str, proc: Path, cgroup: Path) -> Iterator[Path]:
             mounts = [cgroup / controllers, cgroup / controller]  # "cpu,cpuacct" is one mount, "cpu" a link to it
         else:
             continue
-        inside = [part for part in path.split("/") if part]
-        inside = [] if ".." in inside else inside
+        inside = Path("." if "/.." in path else path.strip("/"))
         for mount in mounts:
-            for depth in range(len(inside), -1, -1):
-                yield mount.joinpath(*inside[:depth])
+            yield from (mount / each for each in (inside, *inside.parents))
 
 
 def _memory_limit(group: Path) -> int | None:
@@ -115,33 +109,27 @@ def _cpu_quota(group: Path) -> float | None:
 
 
 def _inactive_file(group: Path) -> int:
-    found = _search(r"^(?:total_)?inactive_file (\d+)$", group / "memory.stat")
+    found = re.findall(r"^(?:total_)?inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
     return max(map(int, found), default=0)  # v1 tells its own and the total with all groups below
 
 
 def _kibibytes(key: str, path: Path) -> int:
-    (found,) = _search(rf"^{key}:\s+(\d+) kB$", path)
+    (found,) = re.findall(rf"^{key}:\s+(\d+) kB$", _text(path), re.MULTILINE)
     return int(found) * 1024
-
-
-def _search(pattern: str, path: Path) -> list[str]:
-    try:
-        return re.findall(pattern, path.read_text(), re.MULTILINE)
-    except OSError:
-        return []
 
 
 def _number(*paths: Path) -> int | None:
     """The number in the first of the files that holds one."""
-    for path in paths:
-        if (numbers := _numbers(path)) and numbers[0] is not None:
-            return numbers[0]
-    return None
+    return next((number for path in paths for number in _numbers(path)[:1] if number is not None), None)
 
 
 def _numbers(path: Path) -> list[int | None]:
+    return [int(word) if word.lstrip("-").isdigit() else None for word in _text(path).split()]
+
+
+def _text(path: Path) -> str:
+    """What a file holds; nothing if there is none."""
     try:
-        words = path.read_text().split()
+        return path.read_text()
     except OSError:
-        return []
-    return [int(word) if word.lstrip("-").isdigit() else None for word in words]
+        return ""

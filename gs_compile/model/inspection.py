@@ -5,11 +5,15 @@
     print(inspection.program("vertical"))       # the same step before the other passes
     inspection.classes[0].backward.print_readable()
 
+The first step of a capture is logged, in one line with TORCH_LOGS="gs_compile", as a program with "+gs_compile"; with
+TORCH_TRACE=folder it has artifacts gs_compile_program, gs_compile_layers and gs_compile_loss, for tlparse.
+
 (The file is not called inspect.py: importing that would put the module where `gs_compile.inspect` is.)
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,13 +21,17 @@ import torch
 from torch import fx
 
 from gs_compile.capture.graph import LossTerm, Source, TensorSpec
+from gs_compile.capture.internals import add_artifact
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, Step, compilations_of
 from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.errors import InspectionError
-from gs_compile.model.unit_class import UnitClass, counted, describe_shape, plain, size_text, total_nbytes
+from gs_compile.machine import format_bytes
+from gs_compile.model.unit_class import UnitClass, counted, describe_shape, in_order
 from gs_compile.program.fx import graph_module
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Program, StepShape, Unit
 from gs_compile.program.text import timetable
+
+log = logging.getLogger(__name__)
 
 
 def inspect(model: torch.nn.Module) -> Inspection:
@@ -120,12 +128,12 @@ class Inspection:
     @property
     def shape(self) -> StepShape:
         """What the step consists of."""
-        return self._step.shape
+        return _latest(self.compilation).shape
 
     @property
     def programs(self) -> tuple[Program, ...]:
         """The step program after every pass; the last is the one that runs. `str` of one is its text."""
-        return self._step.programs
+        return _latest(self.compilation).programs
 
     def program(self, after: str | None = None) -> Program:
         """The step program after the pass called `after`, or the one that runs."""
@@ -199,31 +207,26 @@ class Inspection:
     @property
     def headline(self) -> str:
         """Layers, classes, micro-batches and sizes in one line."""
-        parameters = self.parameters().values()
-        count = sum(torch.Size(spec.shape).numel() for spec in parameters)
+        num_parameters = sum(spec.numel for spec in self.parameters().values())
         return (
-            f"{counted(self.num_layers, self._layer)} of {counted(len(self.classes), 'class', 'classes')}, "
-            f"{counted(self.num_micro_batches, 'micro-batch', 'micro-batches')} of {self.micro_batch_size}, "
-            f"{count:,} parameters of {size_text(parameters)}, checkpoints of {size_text([self.checkpoint])}"
+            f"{counted(self.num_layers, self._layer)} of {counted(len(self.classes), 'class')}, "
+            f"{counted(self.num_micro_batches, 'micro-batch')} of {self.micro_batch_size}, "
+            f"{num_parameters:,} parameters of {format_bytes(self._nbytes())}, "
+            f"checkpoints of {format_bytes(self.checkpoint.nbytes)}"
         )
 
     def report(self, after: str | None = None) -> str:
         """Sizes, classes, the derivation of the loss, times, and the program after the pass `after` or all passes."""
-        units = [self.prologue, *self.classes, self.epilogue]
-        names = [
-            "embedding",
-            *(f"{self._layer.removesuffix('-layer')} of class {index}" for index in range(len(units) - 2)),
-            "head",
-        ]
-        sizes = [size_text(self.parameters(unit.units[0]).values()) for unit in units]
-        rows = [
-            f"  {name + ':':<19} {counted(unit.num_operations, 'operation')}, {size}"
-            for name, unit, size in zip(names, units, sizes, strict=True)
-        ]
+        layer = self._layer.removesuffix("-layer")
+        rows = {
+            "embedding": self.prologue,
+            **{f"{layer} of class {index}": layers for index, layers in enumerate(self.classes)},
+            "head": self.epilogue,
+        }
         return "\n".join(
             [
                 self.headline,
-                *rows,
+                *(f"  {name + ':':<19} {self._size(unit)}" for name, unit in rows.items()),
                 f"  {'checkpoint:':<19} {self.checkpoint} for each {self._layer} and micro-batch",
                 f"step: {describe_shape(self.shape)}",
                 self.uniformity,
@@ -244,28 +247,28 @@ class Inspection:
             "halved": self._layout.split.halved,
             "num_micro_batches": self.num_micro_batches,
             "micro_batch_size": self.micro_batch_size,
-            "parameters_nbytes": total_nbytes(self.parameters().values()),
+            "parameters_nbytes": self._nbytes(),
             "checkpoint": {"spec": str(self.checkpoint), "nbytes": self.checkpoint.nbytes},
             "units": [
-                {"units": list(c.units), "parameters_nbytes": total_nbytes(self.parameters(c.units[0]).values())}
-                for c in (self.prologue, *self.classes, self.epilogue)
+                {"units": list(each.units), "parameters_nbytes": self._nbytes(each.units[0])}
+                for each in (self.prologue, *self.classes, self.epilogue)
             ],
             "differences": list(self._layout.uniform.differences),
             "loss": [asdict(term) for term in self.loss_terms],
-            "shape": {key: plain(value) for key, value in asdict(self.shape).items()},
+            "shape": {key: in_order(value) for key, value in asdict(self.shape).items()},
             "programs": {program.made_by: str(program) for program in self.programs},
             "seconds": {"passes": self.seconds_in_passes, "code": self.seconds_in_code},
         }
 
-    # ------------------------------------------------------------------------------------------------------------------
-
-    @property
-    def _step(self) -> Step:
-        return _latest(self.compilation)
-
     @property
     def _layout(self) -> SpecializedModel:
-        return self._step.layout
+        return _latest(self.compilation).layout
+
+    def _nbytes(self, *units: Unit) -> int:
+        return sum(spec.nbytes for spec in self.parameters(*units).values())
+
+    def _size(self, unit: UnitClass) -> str:
+        return f"{counted(unit.num_operations, 'operation')}, {format_bytes(self._nbytes(unit.units[0]))}"
 
     @property
     def _layer(self) -> str:
@@ -275,16 +278,22 @@ class Inspection:
     def _class(self, units: tuple[Unit, ...]) -> UnitClass:
         graph, code = self._layout.sized.units[units[0]], self._layout.sized.codes[units[0]]
         assert isinstance(code, Differentiated)
-        return UnitClass(units, graph, tuple(self._name(source) for source in graph.sources), code)
+        return UnitClass(units, graph, tuple(map(self._name, graph.sources)), code)
 
     def _name(self, source: Source) -> str:
-        match source.kind:
-            case "input":
-                return self.compilation.captured.inputs[source.index].path
-            case "side" | "total":
-                return f"{source.kind} {source.index}"
-            case _:
-                return source.kind
+        if source.kind == "input":
+            return self.compilation.captured.inputs[source.index].path
+        return f"{source.kind} {source.index}" if source.kind in ("side", "total") else source.kind
+
+
+def report(compilation: Compilation) -> None:
+    """Log the latest step of `compilation`, and add its artifacts to torch's structured trace where one is written."""
+    inspection = Inspection(compilation, (compilation,))
+    log.info("%s", inspection.headline)
+    log.debug("%s", inspection.program())
+    add_artifact("gs_compile_program", lambda: str(inspection.program()), compilation.compile_id)
+    add_artifact("gs_compile_layers", lambda: inspection.uniformity, compilation.compile_id)
+    add_artifact("gs_compile_loss", lambda: inspection.derivation, compilation.compile_id)
 
 
 def _latest(compilation: Compilation) -> Step:

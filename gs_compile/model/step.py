@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import OptimizerError, OutputGradientError
 from gs_compile.model.engine import Engine
+from gs_compile.model.inspection import report
 from gs_compile.model.outputs import Gradients, Outputs
-from gs_compile.model.report import report
 from gs_compile.model.residency import mark_gradient_unavailable
 from gs_compile.program.ir import EPILOGUE, StepShape, Value
 from gs_compile.runtime.executor import Executor

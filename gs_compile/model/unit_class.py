@@ -1,14 +1,13 @@
-"""unit_class: units of equal code as an inspection shows them, and the words for sizes, numbers and shapes."""
+"""unit_class: units of equal code as an inspection shows them, and its words for numbers and shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from gs_compile.capture.graph import TensorSpec, UnitGraph
+from gs_compile.capture.graph import UnitGraph
 from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.program.ir import StepShape, Unit, height
 
@@ -44,28 +43,16 @@ class UnitClass:
         return sum(node.op.startswith("call_") for node in self.graph.module.graph.nodes)
 
 
-def total_nbytes(specs: Iterable[TensorSpec]) -> int:
-    return sum(spec.nbytes for spec in specs)
-
-
-def size_text(specs: Iterable[TensorSpec]) -> str:
-    """Bytes for people: ``27.0 MiB``"""
-    size, units = float(total_nbytes(specs)), ["KiB", "MiB", "GiB"]
-    while size >= 1024**2 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size / 1024:.1f} {units[0]}"
-
-
-def counted(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
+def counted(number: int, one: str) -> str:
+    ending = "" if number == 1 else "es" if one.endswith(("s", "ch")) else "s"
+    return f"{number} {one}{ending}"
 
 
 def describe_shape(shape: StepShape) -> str:
-    """``forward and backward; the head computes the loss, divided by a total over the whole batch; side inputs``"""
-    units = {name: " ".join(map(str, plain(getattr(shape, name)))) for name in ("emits", "outside", "frozen")}
+    """``forward and backward, the head computes the loss, side inputs for the layers``"""
+    units = {name: " ".join(map(str, in_order(getattr(shape, name)))) for name in ("emits", "outside", "frozen")}
     parts = {
-        "forward and backward": shape.training,
-        "forward alone": not shape.training,
+        "forward and backward" if shape.training else "forward alone": True,
         "the head computes the loss": shape.has_loss,
         "divided by a total over the whole batch": shape.has_total,
         "side inputs for the layers": shape.has_side,
@@ -76,5 +63,6 @@ def describe_shape(shape: StepShape) -> str:
     return ", ".join(part for part, holds in parts.items() if holds)
 
 
-def plain(value: Any) -> Any:
+def in_order(value: Any) -> Any:
+    """Units in their order; other values as they are."""
     return sorted(value, key=height) if isinstance(value, frozenset) else value

@@ -80,10 +80,10 @@ def test_the_report(inspection):
     expecttest.assert_expected_inline(
         re.sub(r"\.py:\d+", ".py:_", report),
         """\
-3 layers of 1 class, 2 micro-batches of 2, 1,027 parameters of 4.0 KiB, checkpoints of 0.3 KiB
-  embedding:          1 operation, 0.3 KiB
+3 layers of 1 class, 2 micro-batches of 2, 1,027 parameters of 4.0 KiB, checkpoints of 320 B
+  embedding:          1 operation, 352 B
   layer of class 0:   4 operations, 1.1 KiB
-  head:               5 operations, 0.4 KiB
+  head:               5 operations, 396 B
   checkpoint:         float32[2, 5, 8] for each layer and micro-batch
 step: forward and backward, the head computes the loss, divided by a total over the whole batch
 class 0: 3 layers: 0-2
@@ -115,38 +115,21 @@ def test_there_must_have_been_a_call():
             gs_compile.inspect(model)
 
 
-def test_graphs_of_the_model(inspection):
-    assert isinstance(inspection.captured, fx.GraphModule)
-    assert isinstance(inspection.specialized, fx.GraphModule)
+def test_graphs_of_the_model_and_its_layers(inspection):
     assert "s" in str(batch_sizes(inspection.captured, "example_value"))
     assert batch_sizes(inspection.specialized, "spec") == [2]
-
-
-def test_graphs_of_the_layers(inspection):
     (layers,) = inspection.classes
     assert layers.units == (0, 1, 2)
-    assert layers.inputs[0] == "x"
-    assert layers.inputs[1:] == tuple(
-        f"blocks.0.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")
+    assert layers.inputs == (
+        "x",
+        *(f"blocks.0.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")),
     )
-    targets = [
-        node.target for node in layers.forward.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)
-    ]
-    assert len(targets) == 1
+    assert len(layers.forward.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)) == 1
     assert layers.backward.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu_backward.default)
     assert inspection.prologue.units == ("e",)
     assert inspection.epilogue.units == ("h",)
     assert "loss" in inspection.epilogue.graph.results
     assert len(inspection.epilogue.backward.graph.output_node().args[0]) == 1 + 3  # loss; dx, weight, bias
-
-
-def test_graphs_of_a_step_are_there_once_it_was_called():
-    model = toy(40, 40)  # code of its own: equal layers of all models share theirs
-    model(tokens())
-    inspection = gs_compile.inspect(model)
-    (layers,) = inspection.classes
-    assert layers.code.graphs.keys() == {"forward", "backward"}  # compiled before a thread of autograd's needs it
-    assert layers.backward.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu_backward.default)
 
 
 def test_a_frozen_embedding_has_no_backward():
@@ -212,10 +195,13 @@ def test_captures_that_train_come_first():
 
 
 def test_of_several_batch_sizes_the_latest_is_shown():
-    model = toy()
+    model = toy(40, 40)  # code of its own: equal layers of all models share theirs
     for batch, micro_batches in ((4, 2), (6, 3), (4, 2)):
         model(tokens(batch))
-        assert gs_compile.inspect(model).num_micro_batches == micro_batches
+        inspection = gs_compile.inspect(model)
+        assert inspection.num_micro_batches == micro_batches
+    # compiled before a thread of autograd's needs it
+    assert inspection.classes[0].code.graphs.keys() == {"forward", "backward"}
 
 
 def test_nothing_to_combine_in_one_micro_batch():

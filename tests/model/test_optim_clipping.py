@@ -18,21 +18,13 @@ from gs_compile.errors import NonFiniteWarning, OptimizerError
 # Clipping -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "bound",
-    [
-        pytest.param(1e6, id="never", marks=pytest.mark.slow),
-        pytest.param(1.85, id="sometimes"),
-        pytest.param(0.3, id="always", marks=pytest.mark.slow),
-    ],
-)
-def test_clipping_is_exact(bound, tmp_path):
-    losses, norms, reference, _ = plain(5, max_norm=bound, lr=3e-4)
-    assert sum(norm > bound for norm in norms) in {1e6: (0,), 1.85: (1, 2, 3, 4), 0.3: (5,)}[bound]
+def test_clipping_is_exact(tmp_path):
+    losses, norms, reference, _ = plain(5, max_norm=1.85, lr=3e-4)
+    assert 0 < sum(norm > 1.85 for norm in norms) < 5
 
     def trained(**changes):
         found = []
-        with learner(tmp_path, partial(gs_compile.AdamW, lr=3e-4, max_grad_norm=bound), **changes) as one:
+        with learner(tmp_path, partial(gs_compile.AdamW, lr=3e-4, max_grad_norm=1.85), **changes) as one:
             for number in range(5):
                 torch.testing.assert_close(one.train(number), losses[number : number + 1], rtol=1e-5, atol=0)
                 found.append(one.optimizer.last_step.grad_norm)
@@ -63,14 +55,7 @@ def spoil(learner, number, factor):
 
 @pytest.mark.parametrize(
     ("changes", "factor"),
-    [
-        pytest.param({}, math.inf),
-        pytest.param({}, math.nan, marks=pytest.mark.slow),
-        pytest.param({"precision": "bf16"}, math.inf, marks=pytest.mark.slow),
-        pytest.param({"precision": "bf16"}, math.nan),
-        pytest.param({"separate_device": True}, math.inf),
-        pytest.param({"separate_device": True}, math.nan, marks=pytest.mark.slow),
-    ],
+    [({}, math.inf), ({"precision": "bf16"}, math.nan), ({"separate_device": True}, math.inf)],
     ids=str,
 )
 def test_a_bad_step_is_skipped_as_a_whole(changes, factor, tmp_path):
@@ -134,9 +119,8 @@ def test_without_a_norm_to_wait_for_the_warning_says_what_was_updated(tmp_path):
         assert {"head.weight", "blocks.2.up.weight"} <= changed
 
 
-@pytest.mark.parametrize("alpha", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
-def test_without_a_norm_to_wait_for_nothing_bad_is_taken_in(alpha, tmp_path):
-    with learner(tmp_path, alpha=alpha) as one:
+def test_without_a_norm_to_wait_for_nothing_bad_is_taken_in(tmp_path):
+    with learner(tmp_path, alpha=0.5) as one:
         one.train(0)
         before = one.values()
         with pytest.warns(NonFiniteWarning, match="step 2 was skipped$"):
@@ -144,6 +128,6 @@ def test_without_a_norm_to_wait_for_nothing_bad_is_taken_in(alpha, tmp_path):
         assert_same(one.values(), before)
         one.train(1)
         found = one.values()
-    with learner(tmp_path, alpha=alpha) as one:
+    with learner(tmp_path, alpha=0.5) as one:
         one.train(0, 1)
         assert_same(found, one.values())

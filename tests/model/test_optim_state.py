@@ -15,9 +15,7 @@ import gs_compile
 from gs_compile.errors import OptimizerError
 
 
-@pytest.mark.parametrize(
-    "name", ["AdamW", pytest.param("Adam", marks=pytest.mark.slow), pytest.param("SGD", marks=pytest.mark.slow), "Lion"]
-)
+@pytest.mark.parametrize("name", ["AdamW", "Lion"])
 def test_the_state_goes_round(name, tmp_path):
     make = partial(EVERY[name], lr=1e-3)
     with learner(tmp_path, make, alpha=0.5) as one:
@@ -88,8 +86,6 @@ def test_states_that_do_not_fit_are_refused(tmp_path):
     other["param_groups"][0]["amsgrad"] = True
     with pytest.raises(OptimizerError, match="amsgrad is not among"):
         optimizer.load_state_dict(other)
-    with learner(tmp_path, gs_compile.SGD, lambda: model) as one:
-        one.train(0)
     with learner(tmp_path) as one:
         one.train(0)
         other = copy.deepcopy(state)
@@ -112,9 +108,8 @@ def test_hooks_of_state_dicts_run(tmp_path):
     assert calls == ["before", number, "before load", "after load"]
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_the_state_shows_without_memory(alpha, tmp_path):
-    with learner(tmp_path, alpha=alpha) as one:
+def test_the_state_shows_without_memory(tmp_path):
+    with learner(tmp_path, alpha=1.0) as one:
         for num_steps in range(2):
             assert len(one.optimizer.state) == len(list(one.model.parameters()))
             for parameter, state in one.optimizer.state.items():

@@ -41,14 +41,10 @@ def test_a_state_dict_has_the_values(changes, tmp_path):
         assert list(found) == keys
         same_tensors({name: found[name] for name in wanted}, wanted)
         assert found["lm_head.weight"].data_ptr() == found["transformer.wte.weight"].data_ptr()
-        same_tensors(
-            one.model.transformer.h[1].state_dict(),
-            {
-                name.removeprefix("transformer.h.1."): value
-                for name, value in found.items()
-                if name.startswith("transformer.h.1.")
-            },
-        )
+        part, prefix = one.model.transformer.h[1].state_dict(), "transformer.h.1."
+        same_tensors(part, {name.removeprefix(prefix): found[name] for name in found if name.startswith(prefix)})
+        holder = nn.ModuleDict({"inner": one.model})
+        assert torch.equal(holder.state_dict()["inner.lm_head.weight"], found["lm_head.weight"])
 
 
 def test_a_state_dict_is_the_callers(tmp_path):
@@ -62,18 +58,6 @@ def test_a_state_dict_is_the_callers(tmp_path):
         one.train(1)
         assert torch.equal(found["lm_head.weight"], before)
         assert not torch.equal(one.model.state_dict()["lm_head.weight"], before)
-
-
-def test_a_model_that_holds_the_model(tmp_path):
-    class Holder(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.inner = model
-
-    with learner(tmp_path, make) as one:
-        holder = Holder(one.model)
-        one.train(0)
-        assert torch.equal(holder.state_dict()["inner.lm_head.weight"], one.model.state_dict()["lm_head.weight"])
 
 
 @pytest.mark.parametrize("changes", PLACES)
@@ -138,7 +122,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(8, 1024)
-        self.blocks = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(int(sys.argv[2]))))
+        self.blocks = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
     def forward(self, ids):
         return self.blocks(self.embedding(ids)).square().mean()
 
@@ -174,13 +158,12 @@ print(made)
 """
 
 
-@pytest.mark.parametrize("num_layers", [16, pytest.param(64, marks=pytest.mark.slow)])
-def test_memory_holds_a_piece_of_what_is_saved_and_loaded(num_layers, tmp_path):
-    """192 MiB of values and states, or 768, within 64 MiB; what is in files is the kernel's to keep or drop."""
+def test_memory_holds_a_piece_of_what_is_saved_and_loaded(tmp_path):
+    """192 MiB of values and states within 64 MiB; what is in files is the kernel's to keep or drop."""
     root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(num_layers)]
+    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) < 64 << 20
-    assert (tmp_path / "saved").stat().st_size > num_layers * 3 * (4 << 20)
+    assert (tmp_path / "saved").stat().st_size > 16 * 3 * (4 << 20)
