@@ -6,9 +6,7 @@ import re
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
-from zoo import GPT, TOKENS, VOCAB, WIDTH, Block, batch, compile_model, huggingface, train
+from zoo import GPT, TOKENS, Block, batch, compile_model, huggingface, train
 
 from gs_compile.capture.dynamo import check_torch
 from gs_compile.errors import (
@@ -69,60 +67,6 @@ def test_a_graph_break_before_the_first_operation():
 
     message = refused(GraphBreakError, Model())
     assert re.search(rf"breaks it at {re.escape(__file__)}:\d+: torch._dynamo.graph_break\(\)$", message, re.MULTILINE)
-
-
-def test_a_single_block():
-    message = refused(UniformityError, GPT(num_layers=1))
-    assert message.startswith("the model has no repeated block: blocks (1 block)")
-    assert "nn.ModuleList" in message
-
-
-def test_no_block():
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, x_BD):
-            return (x_BD * self.weight).sum()
-
-    message = refused(UniformityError, Flat(), torch.ones(4, WIDTH))
-    assert message.startswith("the model has no repeated block: no numbered modules at all")
-
-
-def test_blocks_that_all_differ():
-    widths = iter([16, 32, 48])
-    message = refused(UniformityError, GPT(lambda: Block(next(widths))))
-    assert "all 3 blocks differ" in message
-    assert "layer 1 differs from layer 0 at blocks.1.up.weight: float32[32, 32] against float32[16, 32]" in message
-
-
-def test_two_tensors_from_layer_to_layer():
-    class Pair(GPT):
-        def forward(self, ids, labels):
-            x_BTD = self.embedding(ids)
-            y_BTD = x_BTD * 2
-            for block in self.blocks:
-                x_BTD, y_BTD = block(x_BTD), block.norm(y_BTD)
-            return self.head(x_BTD + y_BTD).square().mean()
-
-    message = refused(UniformityError, Pair())
-    assert message.startswith("layer 0 must pass exactly one tensor, to the next layer; found `")
-    assert message.count(f"float32[2, {TOKENS}, {WIDTH}] read by layer 1") == 2
-    assert "return x_BTD + self.dropout" in message
-
-
-def test_a_layer_that_a_later_one_reads():
-    class Skip(GPT):
-        def forward(self, ids, labels):
-            x_BTD = first = self.blocks[0](self.embedding(ids))
-            for block in list(self.blocks)[1:]:
-                x_BTD = block(x_BTD)
-            return (x_BTD + first).square().mean()
-
-    message = refused(UniformityError, Skip())
-    assert "layer 0 must pass exactly one tensor" in message
-    assert "read by layer 1, the epilogue" in message
 
 
 def test_a_buffer_changed_in_forward():
@@ -200,50 +144,19 @@ class Loss(GPT):
         return self.reduce(super().forward(ids)[0])
 
 
-def product_of_means(logits):
-    return logits.mean() * logits.square().mean()
-
-
-def variance(logits):
-    return logits.var()
-
-
 def correlation(logits):
     vectors = logits.mean(1)
     return (vectors @ vectors.T).square().mean()
 
 
-def softmax_over_the_batch(logits):
-    return logits.softmax(0).square().sum()
-
-
-def largest(logits):
-    return logits.max()
-
-
-@pytest.mark.parametrize("reduce", [product_of_means, variance, correlation, softmax_over_the_batch, largest])
-def test_a_loss_that_does_not_separate(reduce):
-    message = refused(SeparationError, Loss(reduce))
+def test_a_loss_that_does_not_separate():
+    message = refused(SeparationError, Loss(correlation))
     assert "of the whole batch cannot be computed from micro-batches" in message
-    assert re.search(rf"at {re.escape(__file__)}:\d+: .*(vectors|logits)", message)
+    assert re.search(rf"at {re.escape(__file__)}:\d+: .*vectors", message)
     assert "or set micro_batch_size to the whole batch" in message
     torch._dynamo.reset()
-    model, reference = compile_model(Loss(reduce), 5), Loss(reduce)
+    model, reference = compile_model(Loss(correlation), 5), Loss(correlation)
     torch.testing.assert_close(model(*batch()), reference(*batch()))  # the remedy
-
-
-def test_batch_statistics():
-    class Normed(GPT):
-        def __init__(self):
-            super().__init__()
-            self.batch_norm = nn.BatchNorm1d(VOCAB, track_running_stats=False)
-
-        def forward(self, ids, labels):
-            logits = self.batch_norm(super().forward(ids)[0].flatten(0, 1))
-            return functional.cross_entropy(logits, labels.flatten())
-
-    message = refused(SeparationError, Normed())
-    assert "batch_norm) normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)" in message
 
 
 def test_an_auxiliary_loss_of_experts():
@@ -259,23 +172,9 @@ def test_an_auxiliary_loss_of_experts():
 # Options and versions --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"micro_batchsize": 2}, "unknown option micro_batchsize; did you mean micro_batch_size?"),
-        ({"micro_batch_size": 0}, "micro_batch_size must be a whole number of samples, 1 or more; got 0"),
-        ({"expert": {"snake": 1}}, "expert.snake must be one of True, False; got 1"),
-    ],
-    ids=str,
-)
-def test_options(options, message):
-    from gs_compile.model.backend import greedysnake
-
-    model = GPT()
-    model.compile(backend=greedysnake, options=options)
-    with pytest.raises(OptionError) as caught:
-        train(model, *batch())
-    assert str(caught.value).startswith(message)
+def test_options():
+    with pytest.raises(OptionError, match=r"^unknown option micro_batchsize; did you mean micro_batch_size\?"):
+        compile_model(GPT(), micro_batchsize=2)(*batch())
 
 
 def test_torch_is_too_old():
@@ -288,5 +187,7 @@ def test_torch_is_too_old():
 def test_a_refusal_is_said_at_every_call():
     model = compile_model(GPT(num_layers=1), 2)
     for _ in range(2):
-        with pytest.raises(UniformityError):
+        with pytest.raises(
+            UniformityError, match=r"^the model has no repeated block: blocks \(1 block\).*nn.ModuleList"
+        ):
             train(model, *batch())
