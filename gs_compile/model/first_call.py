@@ -65,7 +65,7 @@ def engine_for(compilation: Compilation, models: Sequence[SpecializedModel], arg
     if optimizer.engine is None:
         with torch.inference_mode(False):  # what is made lives longer than this call
             optimizer.engine = Engine(optimizer, compilation, models, args)
-            optimizer.load_into(optimizer.engine)
+            optimizer.load_into_engine()
         # `model.compile` ties a module into a reference cycle; it often goes with its optimizer, and its files with it.
         weakref.finalize(optimizer, gc.collect).atexit = False
     return optimizer.engine

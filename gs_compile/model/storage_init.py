@@ -13,6 +13,7 @@ as much in memory as it is used.
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections import OrderedDict
@@ -73,9 +74,15 @@ def init_on_storage(
             f"in memory until the model was built; they are right, but took their room: {', '.join(resident)}",
             stacklevel=2,
         )
-    for name, parameter in parameters.items():  # [3]
-        stash(parameter, values=_moved(parameter, folder) if name in resident else _alias(parameter), folder=folder)
-    _into_memory(each for each in buffers.values() if _in_file(each))
+    for name, parameter in parameters.items():
+        values = _alias(parameter)
+        if name in resident:
+            with files:
+                values = values.clone()
+        stash(parameter, values=values, folder=folder)  # [3]
+    mapped = [buffer for buffer in buffers.values() if _in_file(buffer)]
+    for buffer, copied in zip(mapped, copy.deepcopy([buffer.detach() for buffer in mapped]), strict=True):
+        buffer.data = copied  # in memory; those that shared a file go on sharing
     files.drop_pages(down_to_nbytes=0)
     return model if device is None else model.to(device)
 
@@ -200,23 +207,3 @@ def _check_apart(parameters: dict[str, nn.Parameter], buffers: dict[str, torch.T
             )
         latest = max(latest, (end, name))
         latest_parameter = max(latest_parameter, (end, name)) if name in parameters else latest_parameter
-
-
-def _moved(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
-    """A copy in a file, of the strides a clone has."""
-    layout = torch.empty_like(tensor, device="meta")
-    storage = map_file(folder, layout.nbytes)
-    copy = _alias(layout, storage)
-    copy.copy_(tensor.detach())
-    leave_memory(storage)
-    return copy
-
-
-def _into_memory(buffers: Iterable[torch.Tensor]) -> None:
-    """Buffers leave their files; those that shared one go on sharing."""
-    copies: dict[int, torch.UntypedStorage] = {}
-    for buffer in buffers:
-        storage = buffer.untyped_storage()
-        if storage.data_ptr() not in copies:
-            copies[storage.data_ptr()] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
-        buffer.data = _alias(buffer, copies[storage.data_ptr()])

@@ -118,11 +118,17 @@ class TieredOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.engine is None:
-            self._refuse_gradients()
+            if any(parameter.grad is not None for parameter in self._parameters):
+                raise OptimizerError(
+                    "gradients have arrived in p.grad: the model did not run with the greedysnake backend, or was "
+                    'called before this optimizer was made. Compile it, model.compile(backend="greedysnake"), make the '
+                    "optimizer before the first call, or use a torch.optim optimizer"
+                )
             return loss
         record = self.engine.finish()
         if record is not None:
-            self._drop_gradients()
+            for parameter in self._parameters:
+                parameter.grad = None if isinstance(parameter.grad, UnavailableGradient) else parameter.grad
             self.num_skipped += record.skipped
             self.num_steps += not record.skipped
             self._count()
@@ -151,19 +157,6 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
         self.engine.tiers.trace.save(path)
 
-    def _refuse_gradients(self) -> None:
-        if any(parameter.grad is not None for parameter in self._parameters):
-            raise OptimizerError(
-                "gradients have arrived in p.grad: the model did not run with the greedysnake backend, or was called "
-                'before this optimizer was made. Compile it, model.compile(backend="greedysnake"), make the optimizer '
-                "before the first call, or use a torch.optim optimizer"
-            )
-
-    def _drop_gradients(self) -> None:
-        for parameter in self._parameters:
-            if isinstance(parameter.grad, UnavailableGradient):
-                parameter.grad = None
-
     def _warn(self, updated: list[Any]) -> None:
         done = f"; units {', '.join(map(str, updated))} were updated before it showed" if updated else ""
         warnings.warn(
@@ -183,14 +176,10 @@ class TieredOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's optimizers have it; tensors are mapped from files, so they take no memory until they are used."""
         self.synchronize()
-        shown, found = self.state, defaultdict[torch.Tensor, Any](dict)
-        if self.num_steps:
-            if self.engine is None:
-                found.update(shown)
-            else:
-                states = {p: self.stored_state(p) for p in self._parameters}
-                found.update({p: state for p, state in states.items() if state is not None})
-        self.state = found
+        shown = self.state
+        if self.engine is not None or not self.num_steps:
+            states = {p: self.stored_state(p) for p in self._parameters} if self.num_steps else {}
+            self.state = defaultdict(dict, {p: state for p, state in states.items() if state is not None})
         try:
             return super().state_dict()
         finally:
@@ -210,35 +199,29 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._check({**mine, **taken, "amsgrad": theirs.get("amsgrad", False)})
             mine.update(taken)
         numbers = chain.from_iterable(group["params"] for group in groups)
-        states = {
-            p: state_dict["state"][n]
-            for p, n in zip(self._parameters, numbers, strict=True)
-            if n in state_dict["state"]
-        }
+        given = state_dict["state"]
+        states = {p: dict(given[n]) for p, n in zip(self._parameters, numbers, strict=True) if n in given}
         self.num_steps = _num_steps(states.values())
         self._count()
-        self.state.update({parameter: dict(state) for parameter, state in states.items()})
-        if self.engine is not None:
-            self.load_into(self.engine)
+        self.state.update(states)
+        self.load_into_engine()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def stored_state(self, parameter: torch.Tensor) -> dict[str, Any] | None:
         """A parameter's state as torch has it, its tensors mapped from files; None where it is not trained."""
         span = self.engine.trained_span(parameter) if self.engine is not None else None
-        if self.engine is None or span is None:
-            return None
-        return self.engine.state(span, self.num_steps)
+        return self.engine.state(span, self.num_steps) if self.engine is not None and span is not None else None
 
-    def load_into(self, engine: Engine) -> None:
-        """Bring a loaded state to the tiers."""
+    def load_into_engine(self) -> None:
+        """Bring a loaded state to the tiers, once there are any."""
         for parameter, state in list(self.state.items()):
-            span = engine.trained_span(parameter)
-            if span is None:
+            span = self.engine.trained_span(parameter) if self.engine is not None else None
+            if self.engine is None or span is None:
                 continue
             values = [value for key, value in state.items() if key != "step"]
             if not all(isinstance(value, torch.Tensor) and value.is_meta for value in values):
-                engine.load_state(span, state)
+                self.engine.load_state(span, state)
             self._show_state(parameter)
 
     def _show_state(self, parameter: torch.Tensor) -> None:

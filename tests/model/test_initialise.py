@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import gc
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -96,17 +93,12 @@ class Various(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(11, 8, padding_idx=2)
         self.convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-        self.attention = nn.MultiheadAttention(8, 2)
         self.recurrent = nn.LSTM(4, 4)
-        self.norm = nn.BatchNorm1d(6)
         self.halved = nn.Linear(5, 5).to(torch.float16)
         layer = nn.TransformerEncoderLayer(8, 2, 16)
         self.copied = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.again = copy.deepcopy(self.norm)
         self.truncated = nn.Parameter(nn.init.trunc_normal_(torch.empty(7, 9), std=0.02))
-        self.far = nn.Parameter(nn.init.trunc_normal_(torch.empty(7, 9), a=1.5, b=3))
         self.orthogonal = nn.Parameter(nn.init.orthogonal_(torch.empty(9, 6), gain=2))
-        self.sparse = nn.Parameter(nn.init.sparse_(torch.empty(9, 6), 0.3))
         self.scaled = nn.Parameter(torch.randn(5, 5) * 0.02)
         self.listed = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         self.frozen = nn.Parameter(torch.arange(5), requires_grad=False)
@@ -125,15 +117,15 @@ class Various(nn.Module):
             self.orthogonal.copy_(self.orthogonal / self.orthogonal.norm())
         self.scaled.data[0] = self.scaled.data.sum(0)
         self.listed.data = self.listed.data.clone() @ self.listed.data
-        self.far.data.numpy()[0] = 7.0
-        self.read = self.far.tolist(), str(self.far), np.asarray(self.far.detach()).sum()
+        self.listed.data.numpy()[0] = 7.0
+        self.read = self.listed.tolist(), str(self.listed)
 
 
 def test_whatever_the_initialiser_does_is_the_same(tmp_path, all_to_files):
     found = assert_same_model(Various, tmp_path)
     torch.manual_seed(3)
     wanted = Various()
-    assert found.read[:2] == wanted.read[:2]
+    assert found.read == wanted.read
     assert torch.equal(found.plain, wanted.plain)
     found.mask[3, 0] = 9
     assert found.row[0] == 9  # they share memory as they did
@@ -230,44 +222,3 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path, all_to_files):
     missing = tmp_path / "missing"
     with pytest.raises(StorageError, match="cannot make a file of 256 bytes"), initialise._NewTensorsInFiles(missing):
         nn.Linear(8, 8)
-
-
-# Memory ----------------------------------------------------------------------------------------------------------------
-
-MEASURE = """
-import sys
-import torch
-from torch import nn
-from gs_compile.model import storage_init as initialise
-
-def high_water_nbytes():
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-
-torch.set_num_threads(1)
-width, num_layers, initialise.CACHE_NBYTES = map(int, sys.argv[2:])
-nn.Sequential(nn.Linear(8, 8))(torch.ones(8)).sum().backward()
-with initialise._NewTensorsInFiles(initialise.directory(sys.argv[1])):
-    nn.init.trunc_normal_(nn.Linear(300, 300).weight)
-before_nbytes = high_water_nbytes()
-
-def factory():
-    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(num_layers)])
-    for layer in model:
-        nn.init.trunc_normal_(layer.weight, std=0.02)
-    return model
-
-model = initialise.init_on_storage(factory, storage=sys.argv[1])
-assert model[0].weight[0, 0].isnan()
-print(high_water_nbytes() - before_nbytes)
-"""
-
-
-def test_memory_holds_the_cache_and_what_one_operation_needs(tmp_path):
-    """What building 96 MiB of linear layers adds to the most memory a process has held."""
-    width, num_layers, cache_nbytes = 1024, 24, 8 << 20
-    # Without it the C library keeps freed blocks of up to 32 MiB for later, sometimes more of them and sometimes fewer.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", MEASURE, *map(str, (tmp_path, width, num_layers, cache_nbytes))]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 3 * 4 * width * width + cache_nbytes
