@@ -9,11 +9,11 @@ import weakref
 import pytest
 import torch
 from learner import gpt2, same_tensors, values
-from tiered import adamw, files_in, one_thread, options, our_threads, step, tokens, two_groups
+from tiered import adamw, files_in, one_thread, options, step, tokens, two_groups
 from torch import nn
 
 import gs_compile
-from gs_compile.errors import CaptureError, GreedySnakeError, MemoryBudgetError
+from gs_compile.errors import CaptureError, GreedySnakeError
 from gs_compile.model import engine
 
 
@@ -53,17 +53,6 @@ def test_a_refused_model_keeps_its_values(breaks, tmp_path):
         assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
         same_tensors(values(model), before)
     assert optimizer.engine is None
-
-
-def test_a_model_without_room_keeps_its_values(tmp_path):
-    model = gpt2()
-    before = values(model)
-    optimizer = adamw(two_groups(model))
-    model.compile(backend="greedysnake", options=options(tmp_path, host_memory="16KiB"))
-    with pytest.raises(MemoryBudgetError):
-        step(model, optimizer, tokens(0))
-    same_tensors(values(model), before)
-    assert our_threads() == []
 
 
 def test_files_go_with_the_model_at_once(tmp_path):

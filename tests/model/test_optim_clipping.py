@@ -76,20 +76,6 @@ def test_a_bad_step_is_skipped_as_a_whole(changes, factor, tmp_path):
         assert_same(found, one.values())
 
 
-def test_a_bad_step_whose_late_updates_meet_the_next_forward(tmp_path):
-    """Nothing is looked at in between."""
-    make = partial(gs_compile.AdamW, lr=1e-3, max_grad_norm=math.inf)
-    with learner(tmp_path, make) as one:
-        one.train(0)
-        with pytest.warns(NonFiniteWarning):
-            spoil(one, 7, math.inf)
-        one.train(1)
-        found = one.values()
-    with learner(tmp_path, make) as one:
-        one.train(0, 1)
-        assert_same(found, one.values())
-
-
 class Steep(GPT):
     """The embedding's gradient is larger by far than all others, so it alone leaves the range of numbers."""
 
