@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from gs_compile.capture.graph import Captured, TensorSpec, UnitGraph
+from gs_compile.capture.graph import Captured, UnitGraph
 from gs_compile.errors import CaptureError
 from gs_compile.options import Options
 from gs_compile.placement.placement import QUANTUM
@@ -32,23 +32,10 @@ def kept_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:
     return torch.bfloat16 if narrow else parameter.dtype
 
 
-def size_of(unit: Unit, dtype: torch.dtype, numels: Iterable[tuple[int, bool]], num_components: int) -> UnitSize:
-    """The size of a unit, given the elements of each of its parameters and whether it is trained.
-
-    num_components: of the optimizer's state, besides a master.
-    """
-    wide = torch.promote_types(dtype, torch.float32)
-    sizes: dict[bool, list[int]] = {True: [], False: []}
-    for numel, is_trained in numels:
-        sizes[is_trained].append(padded(numel))
-    state_nbytes = wide.itemsize * (num_components + (dtype != wide))
-    trained, frozen = map(tuple, sizes.values())
-    return UnitSize(unit, trained, frozen, dtype.itemsize, wide.itemsize, state_nbytes, dtype != wide)
-
-
 def sizes_of(units: Sequence[UnitGraph], owners: Mapping[int, Unit], num_components: int) -> tuple[UnitSize, ...]:
-    """The size of each unit, read off the capture; `owners`: the unit of each parameter, by input index.
+    """The size of each unit, read off the capture; its tensors are in the order of `owners`.
 
+    owners: the unit of each parameter, by input index; num_components: of the optimizer's state besides a master.
     Raises `CaptureError` for a unit with parameters of several dtypes.
     """
     specs: dict[int, TensorSpec] = {}
@@ -56,20 +43,23 @@ def sizes_of(units: Sequence[UnitGraph], owners: Mapping[int, Unit], num_compone
         specs |= {s.index: spec for s, spec in zip(graph.sources, graph.specs, strict=True) if s.kind == "input"}
     sizes = []
     for unit in dict.fromkeys(owners.values()):
-        found = [specs[index] for index, owner in owners.items() if owner == unit]
-        dtypes = {spec.dtype for spec in found}
+        members = [specs[index] for index, owner in owners.items() if owner == unit]
+        dtypes = {spec.dtype for spec in members}
         if len(dtypes) > 1:
-            raise CaptureError(mixed_dtypes(unit, dtypes))
-        sizes.append(size_of(unit, dtypes.pop(), ((s.numel, s.requires_grad) for s in found), num_components))
+            raise CaptureError(
+                f"unit {unit} has parameters of {', '.join(sorted(map(str, dtypes)))}; greedysnake keeps a unit in one "
+                "flat buffer of one dtype: convert the model with .to(dtype)"
+            )
+        trained, frozen = (
+            tuple(padded(spec.numel) for spec in members if spec.requires_grad == wanted) for wanted in (True, False)
+        )
+        (dtype,) = dtypes
+        wide = torch.promote_types(dtype, torch.float32)
+        state_itemsize = wide.itemsize * (num_components + (dtype != wide))
+        sizes.append(
+            UnitSize(unit, trained, frozen, dtype.itemsize, wide.itemsize, state_itemsize, has_master=dtype != wide)
+        )
     return tuple(sizes)
-
-
-def mixed_dtypes(unit: Unit, dtypes: Iterable[torch.dtype]) -> str:
-    """The words for a unit with parameters of several dtypes."""
-    return (
-        f"unit {unit} has parameters of {', '.join(sorted(map(str, dtypes)))}; greedysnake keeps a unit in one "
-        "flat buffer of one dtype: convert the model with .to(dtype)"
-    )
 
 
 def padded(numel: int) -> int:
