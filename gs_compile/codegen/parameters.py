@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from gs_compile.capture.graph import Captured, UnitGraph
+from gs_compile.capture.graph import Captured, TensorSpec, UnitGraph
 from gs_compile.errors import CaptureError
 from gs_compile.options import Options
 from gs_compile.placement.placement import QUANTUM
