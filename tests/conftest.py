@@ -11,6 +11,9 @@ from hypothesis import settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every model is built from its configuration
 os.environ["GREEDYSNAKE_MACHINE"] = str(Path(__file__).with_name("machine.json"))  # no test measures this machine
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+torch.set_num_threads(1)  # for tiny models more only get in each other's way
+
 settings.register_profile("any speed", deadline=None, max_examples=25)  # other examples in every run
 settings.load_profile("any speed")
 
@@ -30,15 +33,8 @@ def fresh_dynamo(request):
 
 @pytest.fixture(autouse=True, scope="module")
 def captures_of_a_module(request):
-    """A module that keeps its captures from test to test begins without any, and computes with one thread."""
-    if not getattr(request.module, "KEEPS_CAPTURES", False):
-        yield
-        return
-    from tiered import one_thread  # slow to import
-
+    """A module that keeps its captures from test to test begins without any."""
     torch._dynamo.reset()
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

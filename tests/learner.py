@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiered import Make, adamw, gpt2, one_thread, options, step, tokens, two_groups
+from tiered import Make, adamw, gpt2, options, step, tokens, two_groups
 
 import gs_compile
 from gs_compile.model.optim import TieredOptimizer
@@ -64,16 +64,15 @@ def learner(
 ) -> Iterator[Learner]:
     """A learner with its storage in `folder`; `changes` are those of `tiered.options`."""
     torch._dynamo.reset()
-    with one_thread():
-        torch.manual_seed(1)
-        model = build()
-        optimizer = make(two_groups(model))
-        model.compile(backend="greedysnake", options=options(folder, **changes))
-        try:
-            yield Learner(model, optimizer)
-        finally:
-            if optimizer.engine is not None:
-                optimizer.engine.tiers.close()
+    torch.manual_seed(1)
+    model = build()
+    optimizer = make(two_groups(model))
+    model.compile(backend="greedysnake", options=options(folder, **changes))
+    try:
+        yield Learner(model, optimizer)
+    finally:
+        if optimizer.engine is not None:
+            optimizer.engine.tiers.close()
 
 
 def plain(

@@ -259,17 +259,6 @@ class Rig:
             return outcome(self.model, optimizer, losses, norms)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Computes with one thread: for tiny models more only get in each other's way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def our_threads() -> list[str]:
     """The names of the threads that this package has started and not ended, but for those of what is garbage.
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiered import Rig, adamw, gpt2, one_thread, options, step, tokens
+from tiered import Rig, adamw, gpt2, options, step, tokens
 
 from gs_compile.planner.simulate.event_loop import Rule
 from gs_compile.planner.simulate.simulator import simulate
@@ -60,7 +60,7 @@ def test_a_run_takes_what_is_simulated(tmp_path, executors, changes):
 def run(rig, executors, given):
     """The seconds of the last step, those simulated, and the host memory that would have been enough."""
     executors.clear()
-    with one_thread(), rig.fresh(adamw, given) as optimizer:
+    with rig.fresh(adamw, given) as optimizer:
         for number in range(NUM_STEPS):
             step(rig.model, optimizer, tokens(number, 4))
         optimizer.engine.tiers.synchronize()

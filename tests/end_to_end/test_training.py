@@ -13,7 +13,7 @@ import copy
 
 import pytest
 import torch
-from tiered import one_thread, options, two_groups
+from tiered import options, two_groups
 from zoo import batch, build, loss_of
 
 import gs_compile
@@ -48,16 +48,15 @@ def assert_learns_the_same(name, tmp_path, **changes):
     torch.manual_seed(0)
     model = build(name)
     reference = copy.deepcopy(model)
-    with one_thread():
-        wanted = train(reference, torch.optim.AdamW(two_groups(reference), lr=3e-4))
-        optimizer = gs_compile.AdamW(two_groups(model), lr=3e-4)
-        model.compile(backend="greedysnake", options=options(tmp_path, **changes))
-        try:
-            found = train(model, optimizer)
-            state = model.state_dict()
-        finally:
-            if optimizer.engine is not None:
-                optimizer.engine.tiers.close()
+    wanted = train(reference, torch.optim.AdamW(two_groups(reference), lr=3e-4))
+    optimizer = gs_compile.AdamW(two_groups(model), lr=3e-4)
+    model.compile(backend="greedysnake", options=options(tmp_path, **changes))
+    try:
+        found = train(model, optimizer)
+        state = model.state_dict()
+    finally:
+        if optimizer.engine is not None:
+            optimizer.engine.tiers.close()
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
     assert wanted[-1] != wanted[0]
     theirs = {name: parameter.detach().double() for name, parameter in reference.named_parameters()}

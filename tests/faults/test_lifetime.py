@@ -8,17 +8,11 @@ from functools import partial
 import pytest
 import torch
 from captured import Block, Tiny, batch
-from tiered import Rig, adamw, files_in, gpt2, one_thread, options, our_threads, outcome, step, tokens, two_groups
+from tiered import Rig, adamw, files_in, gpt2, options, our_threads, outcome, step, tokens, two_groups
 
 from gs_compile.model.residency import is_offloaded
 
 SECONDS = 60  # what is garbage is gone at once; what is more is a loaded machine
-
-
-@pytest.fixture(autouse=True)
-def calm():
-    with one_thread():
-        yield
 
 
 def test_two_models_train_side_by_side(tmp_path):

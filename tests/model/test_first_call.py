@@ -9,19 +9,12 @@ import weakref
 import pytest
 import torch
 from learner import gpt2, same_tensors, values
-from tiered import adamw, files_in, one_thread, options, step, tokens, two_groups
+from tiered import adamw, files_in, options, step, tokens, two_groups
 from torch import nn
 
 import gs_compile
 from gs_compile.errors import CaptureError, GreedySnakeError
 from gs_compile.model import engine
-
-
-@pytest.fixture(autouse=True)
-def calm():
-    torch._dynamo.reset()
-    with one_thread():
-        yield
 
 
 class Broken(nn.Module):

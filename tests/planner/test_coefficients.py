@@ -50,14 +50,9 @@ def share(model, ranks):
     return replace(workload, sizes=tuple(sizes))
 
 
-@pytest.mark.parametrize(
-    ("model", "machine", "ranks"),
-    [
-        pytest.param(model, *machine, marks=() if (model, *machine) == ("gpt-30b", "a100", 1) else pytest.mark.slow)
-        for model in MODELS
-        for machine in MACHINES
-    ],
-)
+@pytest.mark.slow  # small plans: test_planner.py
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("machine", "ranks"), MACHINES)
 def test_simulated_peaks_keep_the_budgets(model, machine, ranks):
     """With what code computes with, and as far as lanes lag behind the order of issue (fault 20)."""
     found = plan(share(model, ranks), machine=profile(machine).shared(ranks), sequence=2048)
