@@ -76,31 +76,23 @@ def test_learns_what_the_vertical_order_learns(rigs, storage, references, batch_
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "ratio", "gradient", "separate"), [(2, 0.0, 0.0, True), (4, 1.0, 1.0, True), (5, 0.4, 0.4, False)]
+    ("batch_size", "ratio", "gradient", "separate", "scale"),
+    [(2, 0.0, 0.0, True, 1.0), (4, 1.0, 1.0, True, 1.0), (5, 0.4, 0.4, False, 1.0), (5, 0.0, 0.0, True, 0.3)],
 )
-def test_gradients_are_those_of_the_vertical_order(rigs, storage, batch_size, ratio, gradient, separate):
-    """On the same dropout masks, the last micro-batch smaller than the others."""
-    rig = rigs("model")
-    expected = rig.train(sgd, chosen(storage, "vertical"), num_steps=1, batch_size=batch_size)
-    found = rig.train(sgd, chosen(storage, "horizontal", ratio, gradient, separate), 1, batch_size)
-    assert found.losses == expected.losses
-    names = [name for name, _ in rig.model.named_parameters()]
-    for name, initial in zip(names, rig.initial, strict=True):
-        was, now = initial - expected.values[name], initial - found.values[name]
-        assert (now - was).norm() <= 1e-6 * was.norm() + 1e-9
-
-
-def test_a_scaled_loss_has_scaled_gradients(rigs, storage):
-    rig, values = rigs("model"), {}
+def test_gradients_are_those_of_the_vertical_order(rigs, storage, batch_size, ratio, gradient, separate, scale):
+    """On the same dropout masks, the last micro-batch smaller than the others, the loss scaled."""
+    rig, ids, found = rigs("model"), tokens(0, batch_size), {}
     for schedule in ("vertical", "horizontal"):
         torch.manual_seed(1)
-        with rig.fresh(sgd, chosen(storage, schedule, 0.0, 0.0, separate=True)) as optimizer:
-            ids = tokens(0)
-            (0.3 * rig.model(input_ids=ids, labels=ids).loss).backward()
+        with rig.fresh(sgd, chosen(storage, schedule, ratio, gradient, separate)) as optimizer:
+            loss = rig.model(input_ids=ids, labels=ids).loss
+            (scale * loss).backward()
             optimizer.step()
             optimizer.synchronize()
-            values[schedule] = [p.detach().clone() for p in rig.model.parameters()]
-    for initial, was, now in zip(rig.initial, values["vertical"], values["horizontal"], strict=True):
+            found[schedule] = loss, [parameter.detach().clone() for parameter in rig.model.parameters()]
+    (expected, vertical), (loss, horizontal) = found.values()
+    assert torch.equal(loss, expected)
+    for initial, was, now in zip(rig.initial, vertical, horizontal, strict=True):
         rounding = torch.finfo().eps * initial.norm()  # of a parameter that its gradient was taken from
         assert (now - was).norm() <= 1e-6 * (initial - was).norm() + rounding
         assert not torch.equal(initial, now)
@@ -182,22 +174,15 @@ def test_a_forward_without_gradients_comes_between_steps(storage):
 # Without tiers -------------------------------------------------------------------------------------------------------
 
 
-def use_hidden_states(model, ids, labels):
+def use_all(model, ids, labels):
     output = model(input_ids=ids, labels=labels, output_hidden_states=True)
-    return output.loss + output.hidden_states[1].square().mean()
-
-
-def use_logits_too(model, ids, labels):
-    output = model(input_ids=ids, labels=labels)
-    return output.loss + output.logits.square().mean()
+    return output.loss + output.logits.square().mean() + output.hidden_states[1].square().mean()
 
 
 USES = {
-    "its own loss": lambda model, ids, labels: model(input_ids=ids, labels=labels).loss,
-    "a scaled loss": lambda model, ids, labels: 3 * model(input_ids=ids, labels=labels).loss,
+    "its own loss": lambda model, ids, labels: 3 * model(input_ids=ids, labels=labels).loss,
     "a loss outside": lambda model, ids, labels: model(input_ids=ids).logits.square().mean(),
-    "logits too": use_logits_too,
-    "hidden states": use_hidden_states,
+    "hidden states": use_all,
 }
 
 

@@ -46,7 +46,7 @@ def run(directory, what):
     return subprocess.Popen(command, cwd=directory, env=environment, **pipes)
 
 
-@pytest.mark.parametrize("what", ["end", "raise"])
+@pytest.mark.parametrize("what", [pytest.param("end", marks=pytest.mark.slow), "raise"])
 def test_a_process_that_ends_leaves_nothing(tmp_path, what):
     with run(tmp_path, what) as process:
         out, err = process.communicate(timeout=120)
@@ -80,18 +80,13 @@ def test_a_directory_has_one_run_in_one_process(tmp_path):
     Store([tmp_path]).close()
 
 
-def test_a_directory_has_one_run_over_processes(tmp_path):
+def test_a_killed_run_leaves_files_that_are_refused_by_name(tmp_path):
+    (tmp_path / "theirs").write_text("kept")
     with (
-        another_process(tmp_path) as process,
+        another_process(tmp_path) as process,  # it is killed at the end
         pytest.raises(StorageLockedError, match=f"pid {process.pid}, started"),
     ):
         Store([tmp_path])
-
-
-def test_a_killed_run_leaves_files_that_are_refused_by_name(tmp_path):
-    (tmp_path / "theirs").write_text("kept")
-    with another_process(tmp_path):
-        pass  # and it is killed
     for _ in range(2):
         with pytest.raises(
             LeftoverError, match=rf"left 1 files, {MIB} bytes, last written 20\d\d-.*delete the folder"
