@@ -21,7 +21,7 @@ from itertools import chain
 from typing import ClassVar
 
 from gs_compile.placement.placement import Group, Placement, UnitPlacement
-from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Value
+from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Unit, Value
 
 
 @dataclass(frozen=True)
@@ -45,30 +45,31 @@ class Overlap:
         assert not (waits and early), "with clipping all updates are late: they wait for the norm of all gradients"
 
     def __call__(self, program: Program) -> Program:
-        completions = _completions(program)
+        # The stage in which each unit's gradient is added to for the last time.
+        completions = {value.unit: op.stage for op in program.ops for value in op.into if value.kind == "dw"}
         ops = (*self._late(program), *self._stages(program, completions), *self._end(completions))
         return program.with_ops(ops, made_by=self.name)
 
     def _late(self, program: Program) -> Iterator[Op]:
         """The updates of the step before, in the order in which units are used."""
-        waiting = self.placement.waiting(redo=self.redo) if self.late else ()
-        for unit in sorted(self.placement.units, key=lambda unit: _first_use(program, unit)) if waiting else ():
-            for group in unit.trained(*waiting):
+        in_order = (*_read(program.ops, self.placement), *self.placement.units)
+        for unit in {unit.unit: unit for unit in in_order}.values() if self.late else ():
+            for group in unit.trained(*self.placement.waiting(redo=self.redo)):
                 yield _update(unit, group, Value("dw", unit.unit, part=group.letter), self.placement, FILL)
 
-    def _stages(self, program: Program, completions: dict[Value, Stage]) -> Iterator[Op]:
+    def _stages(self, program: Program, completions: dict[Unit | None, Stage]) -> Iterator[Op]:
         for stage, ops in program.stages():
             for unit in _read(ops, self.placement):
                 parts = tuple(unit.value("w", part, "device") for part in unit.w.values())
                 yield Op("gather", parts, stage, (Value("w", unit.unit),))
             yield from ops
             for unit in self.placement.units:
-                if completions.get(Value("dw", unit.unit)) == stage:
+                if completions.get(unit.unit) == stage:
                     yield from _step(unit, self.placement, stage)
 
-    def _end(self, completions: dict[Value, Stage]) -> Iterator[Op]:
+    def _end(self, completions: dict[Unit | None, Stage]) -> Iterator[Op]:
         """The scale, and what depends on it."""
-        complete = [unit for unit in self.placement.units if Value("dw", unit.unit) in completions]
+        complete = [unit for unit in self.placement.units if unit.unit in completions]
         if self.placement.clip and complete:
             yield Op("clip", tuple(Value("norm", unit.unit) for unit in complete), DRAIN, (Value("scale"),))
         for unit in complete if self.placement.speculative else ():
@@ -116,13 +117,3 @@ def _read(ops: tuple[Op, ...], placement: Placement) -> list[UnitPlacement]:
     """The placed units whose parameters a stage reads."""
     read = dict.fromkeys(value.unit for op in ops for value in op.reads if value.kind == "w")
     return [placement.by_unit[unit] for unit in read if unit is not None and unit in placement.by_unit]
-
-
-def _completions(program: Program) -> dict[Value, Stage]:
-    """The stage in which each gradient is added to for the last time."""
-    return {value: op.stage for op in program.ops for value in op.into if value.kind == "dw"}
-
-
-def _first_use(program: Program, unit: UnitPlacement) -> int:
-    whole = Value("w", unit.unit)
-    return next((index for index, op in enumerate(program.ops) if whole in op.reads), len(program.ops))
