@@ -143,9 +143,8 @@ class _StageAssigner:
         dependencies = _Dependencies()
         done: Counter[Stage] = Counter()  # computations of each stage
         for index, op in enumerate(self.program.ops):
-            slot = self._slot(op, done[op.stage])
-            slots.append(max([slot, *(slots[before] for before in dependencies.of(op))]))
-            dependencies.note(index, op)
+            before = [slots[other] for other in dependencies.enter(index, op)]
+            slots.append(max([self._slot(op, done[op.stage]), *before]))
             done[op.stage] += op.micro_batch is not None
         for index in sorted(range(len(slots)), key=lambda index: (slots[index], index)):
             stage = slots[index].stage
@@ -194,27 +193,25 @@ class _StageAssigner:
 
 
 class _Dependencies:
-    """The operations that one must come after: who defines what it reads, who used what it defines or changes anew.
+    """Who defines and who uses each value so far.
 
     A gathered unit is in the memory of its parts, so those are in use as long as it is.
     """
 
     def __init__(self) -> None:
-        self.users: dict[Value, list[int]] = {}
+        self.users = defaultdict[Value, list[int]](list)
         self.makers: dict[Value, int] = {}
         self.sources: dict[Value, tuple[Value, ...]] = {}
 
-    def of(self, op: Op) -> Iterator[int]:
-        yield from (self.makers[value] for value in (*op.reads, *op.into) if value in self.makers)
+    def enter(self, index: int, op: Op) -> list[int]:
+        """The operations that this one must come after: who defines what it reads, who uses what it defines anew."""
+        found = [self.makers[value] for value in (*op.reads, *op.into) if value in self.makers]
         for value in (*op.results, *op.into):
-            yield from self.users.get(value, ())
-
-    def note(self, index: int, op: Op) -> None:
-        for value in (*op.results, *op.into):
+            found += self.users.pop(value, ())
             self.makers[value] = index
-            self.users[value] = []
         for value in (*op.reads, *op.into):
             for used in (value, *self.sources.get(value, ())):
-                self.users.setdefault(used, []).append(index)
+                self.users[used].append(index)
         if op.verb == "gather":
             self.sources[op.results[0]] = op.reads
+        return found
