@@ -31,6 +31,8 @@ class Updates:
         self.placement = placement
         self.speculation = Speculation(placement) if placement and placement.speculative else None
         self.waiting = _parts(placement, *waiting) if placement and waiting else set()  # until their late update
+        homes = placement.homes(late=False) if placement else ()
+        self.tiers = {replace(value, tier=None): value.tier for value in homes}  # where parts are stored
         self.updated: set[Value] = set()
         self.empty: set[Value] = set()  # parts on their way to an update that fills them
         self.changed: set[Value] = set()  # parts that an update has changed in host memory, and are stored elsewhere
@@ -55,7 +57,7 @@ class Updates:
             self.updated.add(part)
             self.waiting.discard(part)
             self.empty.discard(part)
-            if value.tier == "host" and self._stored_on(value) in ("ssd", "device"):
+            if value.tier == "host" and self.tiers.get(part) in ("ssd", "device"):
                 self.changed.add(part)
 
     def _breaks_reads(self, op: Op) -> Iterator[str]:
@@ -79,11 +81,6 @@ class Updates:
                 yield f"{value} would lose what the update has made"
             if op.verb == "empty":
                 self.empty.add(part)
-
-    def _stored_on(self, value: Value) -> Tier | None:
-        unit = self.placement.by_unit.get(value.unit) if self.placement and value.unit is not None else None
-        parts = unit and (unit.w if homed(value).kind == "w" else unit.s)
-        return parts[value.part].tier if parts and value.part in parts else None
 
     def missing(self, complete: set[Unit | None]) -> Iterator[str]:
         """The updates that are missing at the end, of the units whose gradients are complete."""
