@@ -70,7 +70,7 @@ class Row(NamedTuple):
     place: Place
 
 
-class Slot(NamedTuple):
+class IssuePoint(NamedTuple):
     """A place in the order of issue."""
 
     stage: int
@@ -139,38 +139,40 @@ class _StageAssigner:
                 self.first_stage[op.results[0].unit] = self.index[op.stage]
 
     def ops(self) -> Iterator[Op]:
-        slots: list[Slot] = []
+        points: list[IssuePoint] = []
         dependencies = _Dependencies()
         done: Counter[Stage] = Counter()  # computations of each stage
         for index, op in enumerate(self.program.ops):
-            before = [slots[other] for other in dependencies.enter(index, op)]
-            slots.append(max([self._slot(op, done[op.stage]), *before]))
+            before = [points[other] for other in dependencies.enter(index, op)]
+            points.append(max([self._issue_point(op, done[op.stage]), *before]))
             done[op.stage] += op.micro_batch is not None
-        for index in sorted(range(len(slots)), key=lambda index: (slots[index], index)):
-            stage = slots[index].stage
+        for index in sorted(range(len(points)), key=lambda index: (points[index], index)):
+            stage = points[index].stage
             yield replace(self.program.ops[index], stage=self.stages[min(stage, self.last)] if stage >= 0 else FILL)
 
-    def _slot(self, op: Op, position: int) -> Slot:
+    def _issue_point(self, op: Op, position: int) -> IssuePoint:
         """Where an operation belongs by its row; so far it stands before the computation `position` of its stage."""
         here = self.index[op.stage]
         if op.micro_batch is not None:
-            return Slot(here, position, AT)
+            return IssuePoint(here, position, AT)
         name = _row_of(op)
         row = ROWS.get(name, HERE)
         stage = self._origin(op, name) + (row.own_memory if self.placement.separate else row.one_memory)
         match row.place:
             case "made":
-                return Slot(here, position - 1, AFTER)
+                return IssuePoint(here, position - 1, AFTER)
             case "read":
                 return self._before_reader(here, position - (op.verb != "alias"))
             case "piece":  # so that it shares the link with that micro-batch's checkpoint
-                return Slot(stage, op.results[0].piece or 0, BEFORE) if 0 <= stage < self.last else Slot(stage)
+                return (
+                    IssuePoint(stage, op.results[0].piece or 0, BEFORE) if 0 <= stage < self.last else IssuePoint(stage)
+                )
             case "end":
-                return Slot(stage, self.sizes[stage], AFTER)
+                return IssuePoint(stage, self.sizes[stage], AFTER)
         if name == "offload dw host>ssd":  # has to have left before the stage that needs it again
             stage = min(stage, next(at for at in self.fetches[op.results[0]] if at > here))
         from_ssd = op.verb == "prefetch" and op.lane == "ssd_read"
-        return Slot(stage, rank=READS_FIRST[op.reads[0].kind] if from_ssd else OTHERS)
+        return IssuePoint(stage, rank=READS_FIRST[op.reads[0].kind] if from_ssd else OTHERS)
 
     def _origin(self, op: Op, name: str) -> int:
         """The stage that a row counts from. Of several groups of a unit each has one of its own."""
@@ -185,11 +187,11 @@ class _StageAssigner:
         groups = unit.trained(*self.late)
         return self.first_stage[unit.unit] - (len(groups) - 1 - groups.index(group))
 
-    def _before_reader(self, stage: int, position: int) -> Slot:
+    def _before_reader(self, stage: int, position: int) -> IssuePoint:
         """Before the computation `position` of a stage; -1 is the last of the stage before."""
         if position >= 0:
-            return Slot(stage, position, BEFORE)
-        return Slot(stage - 1, self.sizes[stage - 1] - 1, BEFORE) if stage else Slot(stage - 1)
+            return IssuePoint(stage, position, BEFORE)
+        return IssuePoint(stage - 1, self.sizes[stage - 1] - 1, BEFORE) if stage else IssuePoint(stage - 1)
 
 
 class _Dependencies:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, TIED, Op, Program, Stage, StepShape, Unit, Value
-from gs_compile.program.verbs import SIGNATURES, Slot
+from gs_compile.program.verbs import SIGNATURES, Operand
 
 
 def vertical(num_layers: int, num_micro_batches: int, *, shape: StepShape | None = None) -> Program:
@@ -71,23 +71,23 @@ class _Builder:
     def _has_gradient(self, verb: str, stage: Stage, unit: Unit) -> bool:
         """Whether a gradient arrives, the head's own loss included, and there is still someone who wants it."""
         wanted = self.shape.first_grad == unit or self.shape.needs_grad_below(unit)
-        sources = {slot.kind for slot in SIGNATURES[verb].reads} & {"dx", "dy", "dside"}
+        sources = {operand.kind for operand in SIGNATURES[verb].reads} & {"dx", "dy", "dside"}
         arrives = any(value.kind in sources for value in self._op(verb, stage, unit, 0).reads)
         return wanted and (arrives or verb == "head")
 
     def _op(self, verb: str, stage: Stage, unit: Unit, micro_batch: int) -> Op:
-        def present(slots: tuple[Slot, ...]) -> tuple[Value, ...]:
-            values = ((slot, slot.value(unit, micro_batch, self.num_layers)) for slot in slots)
-            return tuple(value for slot, value in values if self._is_present(slot, value, stage.phase, unit))
+        def present(operands: tuple[Operand, ...]) -> tuple[Value, ...]:
+            values = ((operand, operand.value(unit, micro_batch, self.num_layers)) for operand in operands)
+            return tuple(value for operand, value in values if self._is_present(operand, value, stage.phase, unit))
 
         signature = SIGNATURES[verb]
         reads, results, into = present(signature.reads), present(signature.results), present(signature.into)
         return Op(verb, reads, stage, results, into, micro_batch)
 
-    def _is_present(self, slot: Slot, value: Value, phase: str, unit: Unit) -> bool:
-        """Whether this model's step has what a slot of the table leaves open."""
+    def _is_present(self, operand: Operand, value: Value, phase: str, unit: Unit) -> bool:
+        """Whether this model's step has what an operand of the table leaves open."""
         shape = self.shape
-        match slot.kind, slot.role:
+        match operand.kind, operand.role:
             case (("dx" | "dside"), "reads"):
                 return value in self.gradients
             case "dx", "results":
@@ -95,12 +95,12 @@ class _Builder:
             case "dy", _:
                 return value.unit in shape.outside
             case "w", _:
-                return not slot.tied or unit in shape.tied
+                return not operand.tied or unit in shape.tied
             case "dw", _:
-                owner = TIED if slot.tied else unit
-                return phase == "backward" and owner not in shape.frozen and (not slot.tied or unit in shape.tied)
+                owner = TIED if operand.tied else unit
+                return phase == "backward" and owner not in shape.frozen and (not operand.tied or unit in shape.tied)
             case "dside", "into":
                 return phase == "backward" and shape.side_gradient and shape.first_grad == PROLOGUE
             case _:
                 has = {"loss": shape.has_loss, "total": shape.has_total, "side": shape.has_side}
-                return has.get(slot.kind, True) and (slot.kind != "y" or unit in shape.emits)
+                return has.get(operand.kind, True) and (operand.kind != "y" or unit in shape.emits)

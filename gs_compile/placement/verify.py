@@ -157,13 +157,13 @@ def _signature(program: Program, op: Op) -> Iterator[str]:
             yield f"{op.verb} works on one micro-batch, and none is named"
         if op.stage.unit is None:
             return
-        for slots, values, does in (
+        for operands, values, does in (
             (signature.reads, op.reads, "reads"),
             (signature.results, op.results, "defines"),
             (signature.into, op.into, "changes"),
         ):
-            expected = [slot.value(op.unit, op.micro_batch or 0, program.num_layers) for slot in slots]
-            needed = [not slot.optional for slot in slots]
+            expected = [operand.value(op.unit, op.micro_batch or 0, program.num_layers) for operand in operands]
+            needed = [not operand.optional for operand in operands]
             yield from (f"{op.verb} {does} {misfit}" for misfit in _misfits(expected, needed, values))
 
 

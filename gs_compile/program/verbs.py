@@ -95,7 +95,7 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class Operand:
     """One place in an operation. Given unit and micro-batch, exactly one value fits it."""
 
     kind: str
@@ -132,12 +132,12 @@ def _above(unit: Unit) -> Unit:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The slots of a verb that works on one micro-batch, in order, and the stages it may stand in."""
+    """The operands of a verb that works on one micro-batch, in order, and the stages it may stand in."""
 
     stages: frozenset[tuple[str, str]]  # phase, and "e", "h" or "layer"
-    reads: tuple[Slot, ...]
-    results: tuple[Slot, ...]
-    into: tuple[Slot, ...]
+    reads: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+    into: tuple[Operand, ...]
 
 
 # The boundaries' x and dx are read and defined by neighbours; a question mark: only if the model has it.
@@ -154,15 +154,15 @@ _TABLE = """
 
 def _signature(stages: str, reads: str, results: str, into: str) -> Signature:
     pairs = frozenset((phase, units) for phase, units in (stage.split() for stage in stages.split(",")))
-    return Signature(pairs, _slots(reads, "reads"), _slots(results, "results"), _slots(into, "into"))
+    return Signature(pairs, _operands(reads, "reads"), _operands(results, "results"), _operands(into, "into"))
 
 
-def _slots(words: str, role: Role) -> tuple[Slot, ...]:
+def _operands(words: str, role: Role) -> tuple[Operand, ...]:
     found = []
     for word in words.split():
         kind = word.rstrip("?")
         tied = kind in ("wt", "dwt")
-        found.append(Slot(kind[:-1] if tied else kind, role, word.endswith("?"), tied))
+        found.append(Operand(kind[:-1] if tied else kind, role, word.endswith("?"), tied))
     return tuple(found)
 
 
