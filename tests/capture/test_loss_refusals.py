@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from captured import TOKENS, WORDS, Block, Tiny, assert_same_step, batch, captured, compiled
+from captured import TOKENS, WORDS, assert_same_step, batch, captured
 from criteria import (
     Criterion,
     assert_combines,
@@ -20,7 +20,6 @@ from criteria import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn import functional
 
 from gs_compile.errors import SeparationError
@@ -96,19 +95,6 @@ def test_refusal_names_the_operation_and_the_line(name):
 def test_what_is_refused_works_as_one_micro_batch():
     torch.manual_seed(0)
     assert_same_step(short(contrastive), *batch(5, ignored=False), tolerance=1e-5, micro_batch_size=5)
-
-
-def test_batch_norm_of_a_block():
-    class Normed(Block):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(TOKENS, track_running_stats=False)
-
-        def forward(self, x):
-            return super().forward(self.norm(x))
-
-    with pytest.raises(SeparationError, match=r"\(batch_norm\) normalises by the statistics of the batch"):
-        compiled(Tiny(blocks=[Normed(), Normed()]))(*batch(5))
 
 
 # What mixes samples, or counts them, in ways that are easy to overlook: every one must be refused or right.

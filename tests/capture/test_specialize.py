@@ -1,61 +1,19 @@
 from __future__ import annotations
 
-import expecttest
 import pytest
 import torch
-from captured import WORDS, Tiny, batch, captured, leaves, run, text
+from captured import Tiny, batch, captured, leaves, run, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx, nn
+from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from gs_compile.capture.graph import TensorSpec, block_of
-from gs_compile.capture.specialize import SYMBOLIC
-
-
-def everything(module):
-    """All arguments of all nodes, opened up."""
-    return [leaf for node in module.graph.nodes for leaf in torch.utils._pytree.tree_leaves((node.args, node.kwargs))]
 
 
 def node_of(module, name):
     return next(node for node in module.graph.nodes if node.name == name)
-
-
-class TestText(expecttest.TestCase):
-    def test_views_get_numbers(self):
-        case = captured(Tiny(lambda p, y: p.view(p.shape[0], -1)[:, : p.shape[0] + 1].sum()), *batch(4))
-        lines = text(case.specialized(3), case.captured).splitlines()
-        self.assertExpectedInline(
-            "\n".join(lines[-4:]),
-            """\
-view = view(linear_4, 3, -1)
-getitem_6 = getitem(view, (slice(None, None, None), slice(None, 4, None)))
-sum_1 = sum(getitem_6)
-return (sum_1,)""",
-        )
-
-
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_no_symbol_is_left(dynamic):
-    def criterion(logits, labels):
-        mask = torch.ones(logits.shape[0], 1, logits.shape[1] * 2)[:, :, : logits.shape[1]]
-        return functional.cross_entropy(logits.view(-1, WORDS), labels.view(-1)) + (logits.sum(-1) * mask[:, 0]).mean()
-
-    case = captured(Tiny(criterion), *batch(4), dynamic=dynamic)
-    assert any(
-        isinstance(value, fx.Node) and isinstance(value.meta["example_value"], SYMBOLIC)
-        for value in everything(case.captured.module)
-    )
-    module = case.specialized(2)
-    assert not any(isinstance(value, SYMBOLIC) for value in everything(module))
-    for node in module.graph.nodes:
-        spec = node.meta.get("spec")
-        if node.op != "output":
-            assert isinstance(spec, TensorSpec)
-            assert all(type(size) is int for size in (*spec.shape, *spec.stride))
-    assert not any(node.op == "placeholder" and node.name in case.sizes for node in module.graph.nodes)
 
 
 def test_batch_dims():

@@ -40,14 +40,6 @@ def inputs_of(unit):
     return inputs
 
 
-def expected_gradients(unit, inputs, gradients):
-    results = unit.module(*[tensor.clone() for tensor in inputs])
-    wanted = [inputs[index] for index in unit.differentiable]
-    return torch.autograd.grad(
-        [results[index] for index in unit.differentiated], wanted, gradients, allow_unused=True, materialize_grads=True
-    )
-
-
 def dense(terms):
     return [term if isinstance(term, torch.Tensor) else term.dense() for term in terms]
 
@@ -55,22 +47,19 @@ def dense(terms):
 def assert_equals_autograd(unit, generator=EAGER, tolerance=1e-6):
     code, inputs = differentiate(unit, generator), inputs_of(unit)
     plain = [tensor.detach().clone() for tensor in inputs]
-    expected = unit.module(*[tensor.clone() for tensor in inputs])
-    close = {"rtol": tolerance, "atol": tolerance}
+    wanted = [inputs[index] for index in unit.differentiable]
+    results = unit.module(*[tensor.clone() for tensor in inputs])
+    taken = [results[index] for index in unit.differentiated]
+    gradients = [torch.randn_like(result) for result in taken]
+    allowed = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+    expected = [*(r.detach() for r in results), *torch.autograd.grad(taken, wanted, gradients, **allowed)]
     with torch.no_grad():
-        torch.testing.assert_close(list(code.forward(*plain)), [e.detach() for e in expected], **close)
-        torch.manual_seed(2)
-        gradients = [torch.randn(expected[i].shape).to(expected[i].dtype) for i in unit.differentiated]
-        found = dense(code.backward(*plain, *gradients))
-    torch.testing.assert_close(found, list(expected_gradients(unit, inputs, gradients)), **close)
-    if "loss" in unit.results:
-        with torch.no_grad():
-            both = list(code.both(*plain))
-        results, found = both[: len(unit.results)], dense(both[len(unit.results) :])
-        torch.testing.assert_close(results, [e.detach() for e in expected], **close)
-        loss = unit.module(*[tensor.clone() for tensor in inputs])[unit.results.index("loss")]
-        wanted = [inputs[index] for index in unit.differentiable]
-        torch.testing.assert_close(found, list(torch.autograd.grad(loss, wanted)), **close)
+        found = [*code.forward(*plain), *dense(code.backward(*plain, *gradients))]
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        if "loss" in unit.results:
+            loss = results[unit.results.index("loss")]
+            expected[len(results) :] = torch.autograd.grad(loss, wanted)
+            torch.testing.assert_close(dense(code.both(*plain)), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(plain, [tensor.detach() for tensor in inputs], rtol=0, atol=0, equal_nan=True)
     return code
 
@@ -200,13 +189,8 @@ def test_side_inputs_of_all_kinds():
     torch.manual_seed(0)
     units = units_of(Sided(blocks=[Reading(), Reading()]))
     code = assert_equals_autograd(units[1])
-    assert sorted(
-        str(spec.dtype) for s, spec in zip(units[1].sources, units[1].specs, strict=True) if s.kind == "side"
-    ) == [
-        "torch.bool",
-        "torch.float32",
-        "torch.int64",
-    ]
+    sides = [spec for source, spec in zip(units[1].sources, units[1].specs, strict=True) if source.kind == "side"]
+    assert {spec.dtype for spec in sides} == {torch.bool, torch.float32, torch.int64}
     assert len(code.unit.differentiable) == len(units[1].specs) - 2
     assert_equals_autograd(units[0])
 
