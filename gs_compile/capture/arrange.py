@@ -18,7 +18,7 @@ from gs_compile.capture.operations import is_mutation, mutated, operation
 from gs_compile.errors import UniformityError
 
 Readers = Mapping[fx.Node, Sequence[fx.Node]]  # nodes in graph order, each with those of them that read it
-VMAP_BRACKETS = ("lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting")
+VMAP_BRACKETS = LOAD, ENTER, LEAVE = "lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 
 def needed_by(wanted: Iterable[fx.Node], graph: fx.Graph) -> Readers:
@@ -29,8 +29,8 @@ def needed_by(wanted: Iterable[fx.Node], graph: fx.Graph) -> Readers:
     readers = _readers(nodes)
     for node in reversed(nodes):
         changes_a_result = is_mutation(node) and storage_of(mutated(node)) in memory
-        if changes_a_result or not live.isdisjoint(readers[node]):
-            live.add(node)
+        if changes_a_result or not live.isdisjoint((node, *readers[node])):
+            live.update((node, *node.all_input_nodes))  # sources now: what closes a vmap comes before what is inside
     return {node: [reader for reader in readers[node] if reader in live] for node in nodes if node in live}
 
 
@@ -104,21 +104,18 @@ def _inside_vmaps(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     regions: dict[fx.Node, list[fx.Node]] = {}
     opened: list[tuple[list[fx.Node], list[fx.Node]]] = []  # brackets, and what is inside
     before: list[fx.Node] = []
-    load, enter, leave = VMAP_BRACKETS
     for node in nodes:
         name = _name(node)
-        if name == load:
-            before.append(node)
-        elif name == enter:
-            opened.append(([*before, node], []))
-            before = []
-        elif name == leave:
+        if name == LEAVE:
             brackets, inside = opened.pop()
             regions |= dict.fromkeys([*brackets, node], inside)
-            if opened:
-                opened[-1][1].extend([*brackets, *inside, node])
-        elif opened:
-            opened[-1][1].append(node)
+        for _, inside in opened:
+            inside.append(node)
+        if name in (LOAD, ENTER):
+            before.append(node)
+        if name == ENTER:
+            opened.append((before, []))
+            before = []
     return regions
 
 

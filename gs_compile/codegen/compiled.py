@@ -24,7 +24,7 @@ from gs_compile.capture.loss import Separated, loss
 from gs_compile.capture.specialize import specialize
 from gs_compile.capture.split import Split, split
 from gs_compile.capture.uniform import Uniform, uniform
-from gs_compile.codegen.differentiate import Differentiated, differentiate
+from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.errors import UniformityWarning
 from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
@@ -233,7 +233,7 @@ class Compilation:
         compiler: Compiler = best_compiler(device) if chosen == "auto" or device == "meta" else chosen
         generator = Generator(compiler, self.options.mode)
         full_key = (key, generator, _global_settings())
-        code = _codes.pop(full_key, None) or differentiate(unit, generator)
+        code = _codes.pop(full_key, None) or Differentiated(unit, generator)
         _codes[full_key] = code  # the latest last
         while len(_codes) > MOST_CODES:
             del _codes[next(iter(_codes))]

@@ -32,13 +32,11 @@ from gs_compile.codegen.factor import assemble, factor
 Tensors = Sequence[torch.Tensor]
 
 
-def differentiate(unit: UnitGraph, generator: Generator) -> Differentiated:
-    """The functions of `unit`, each traced and compiled by `generator` when it is first asked for."""
-    return Differentiated(unit, generator)
-
-
 class Differentiated:
-    """The compiled functions of one class of units; `graphs` holds the ATen graphs made so far."""
+    """The functions of one class of units, each traced and compiled by `generator` when it is first asked for.
+
+    `graphs` holds the ATen graphs made so far.
+    """
 
     def __init__(self, unit: UnitGraph, generator: Generator) -> None:
         self.unit = unit

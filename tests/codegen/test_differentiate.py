@@ -11,7 +11,7 @@ from torch.nn import functional
 from gs_compile.capture.inductor import Generator
 from gs_compile.codegen import compiled as compilation
 from gs_compile.codegen import differentiate as differentiate_module
-from gs_compile.codegen.differentiate import differentiate
+from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.program.ir import EPILOGUE, PROLOGUE
 
 EAGER = Generator("eager")
@@ -45,7 +45,7 @@ def dense(terms):
 
 
 def assert_equals_autograd(unit, generator=EAGER, tolerance=1e-6):
-    code, inputs = differentiate(unit, generator), inputs_of(unit)
+    code, inputs = Differentiated(unit, generator), inputs_of(unit)
     plain = [tensor.detach().clone() for tensor in inputs]
     wanted = [inputs[index] for index in unit.differentiable]
     results = unit.module(*[tensor.clone() for tensor in inputs])
@@ -158,9 +158,9 @@ def test_a_region_of_autocast():
 def test_autocast_outside_does_not_matter():
     unit, code = block_unit(Block), None
     inputs = [tensor.detach() for tensor in inputs_of(unit)]
-    expected = differentiate(unit, EAGER).forward(*inputs)[0]
+    expected = Differentiated(unit, EAGER).forward(*inputs)[0]
     with torch.autocast("cpu", torch.bfloat16):
-        code = differentiate(unit, EAGER)
+        code = Differentiated(unit, EAGER)
         graph_dtypes = {
             n.meta["val"].dtype for n in (code.forward, code.graphs["forward"])[1].graph.nodes if "val" in n.meta
         }
@@ -201,7 +201,7 @@ def test_a_parameter_that_no_gradient_reaches_gets_zeros():
             return x + self.up(x)[..., :WIDTH] + self.down(self.up(x)).detach()
 
     unit = block_unit(Idle)
-    gradients = differentiate(unit, EAGER).backward(*[t.detach() for t in inputs_of(unit)], torch.ones(2, 5, WIDTH))
+    gradients = Differentiated(unit, EAGER).backward(*[t.detach() for t in inputs_of(unit)], torch.ones(2, 5, WIDTH))
     assert len(gradients) == len(unit.differentiable)
     assert [tuple(g.shape) for g in gradients] == [unit.specs[i].shape for i in unit.differentiable]
     assert sum(not g.any() for g in gradients) == 2
@@ -224,7 +224,7 @@ class Attending(Block):
     ],
 )
 def test_draws_random(block, draws):
-    assert differentiate(block_unit(block), EAGER).draws_random is draws
+    assert Differentiated(block_unit(block), EAGER).draws_random is draws
 
 
 def operations(graph_module):
@@ -234,7 +234,7 @@ def operations(graph_module):
 def test_the_backward_recomputes_only_what_it_needs():
     """The result of the last linear is not needed for any gradient."""
     unit = block_unit(Block)
-    code = differentiate(unit, EAGER)
+    code = Differentiated(unit, EAGER)
     _ = code.forward, code.backward
     counts = {name: Counter(operations(code.graphs[name])) for name in ("forward", "backward")}
     assert (counts["forward"]["addmm.default"], counts["backward"]["addmm.default"]) == (2, 1)
@@ -251,7 +251,7 @@ def test_autograd_stays_in_the_thread_that_traces(monkeypatch):
         return pull(*given)
 
     monkeypatch.setattr(differentiate_module.Differentiated, "_pull", seen)
-    differentiate(block_unit(Block), EAGER).graph("backward")
+    Differentiated(block_unit(Block), EAGER).graph("backward")
     assert threads == [False]
     assert torch.autograd.is_multithreading_enabled()
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from gs_compile.capture.gradients import Product, Rows, add_term, put_term, tensors_of
 from gs_compile.capture.inductor import Generator
-from gs_compile.codegen.differentiate import differentiate
+from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.program.ir import EPILOGUE, PROLOGUE
 
 WIDE, WORDS = 64, 96
@@ -88,7 +88,7 @@ def found(inner=linear, embedding=None, *, tokens=6, generator=EAGER, dtype=torc
             torch.randn(spec.shape).to(spec.dtype) if spec.dtype.is_floating_point else torch.randint(0, 12, spec.shape)
             for spec in unit.specs
         ]
-        code = differentiate(unit, generator)
+        code = Differentiated(unit, generator)
         leaves = [t.clone().requires_grad_(s.requires_grad) for t, s in zip(inputs, unit.specs, strict=True)]
         wanted = [leaves[index] for index in unit.differentiable]
         values = unit.module(*leaves)
@@ -196,7 +196,7 @@ def test_repeated_rows_are_added_in_one_order():
 
 def test_the_graph_that_is_shown_is_whole():
     unit = captured(Tiny(), *batch(4, 2)).split(2).units[1]
-    code = differentiate(unit, EAGER)
+    code = Differentiated(unit, EAGER)
     before = code.graph("backward").code
     assert code.backward is not None
     assert code.graph("backward").code == before

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from gs_compile.capture.graph import TensorSpec, UnitGraph, output_values
 from gs_compile.capture.inductor import Generator, tensors_of_node
-from gs_compile.codegen.differentiate import differentiate
+from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.placement.workload import UnitCost
 from gs_compile.program.ir import EPILOGUE
 
@@ -36,7 +36,7 @@ Graphs = Callable[[str], fx.GraphModule]  # by name: "forward", "backward", "bot
 
 def unit_cost(unit: UnitGraph, graphs: Graphs | None = None) -> UnitCost:
     """The cost of `unit` for one micro-batch. `graphs`: of its code; without them they are traced as for a CPU."""
-    graphs = graphs or differentiate(_off_meta(unit), Generator("eager")).graph
+    graphs = graphs or Differentiated(_off_meta(unit), Generator("eager")).graph
     forward = graphs("forward")
     flops, nbytes = count_flops(forward), peak_nbytes(forward, range(len(unit.results)))
     if not unit.differentiable or not unit.differentiated:
