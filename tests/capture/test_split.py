@@ -92,6 +92,15 @@ def test_a_layers_input_requires_a_gradient_even_above_frozen_layers():
     assert units[1].differentiable == (0,)
 
 
+def test_a_vmap_is_closed_in_the_unit_that_opens_it():
+    class Mapped(Block):
+        def forward(self, x):
+            return super().forward(torch.vmap(torch.sin)(x))
+
+    assert_units_equal_the_model(Tiny(lambda p, y: p, [Mapped(), Mapped()]), *batch(4))
+    assert torch._C._functorch.maybe_current_level() is None
+
+
 # Side inputs ----------------------------------------------------------------------------------------------------------
 
 
