@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from gs_compile.capture.dynamo import capture
-from gs_compile.capture.graph import Captured, Source, UnitGraph
+from gs_compile.capture.graph import Captured, UnitGraph
 from gs_compile.capture.loss import Separated, loss
 from gs_compile.capture.specialize import specialize
 from gs_compile.capture.split import Split, split
@@ -87,13 +87,8 @@ def run_units(cut: Split, case: Case, start: int, length: int) -> list[Any]:
     made: dict[Any, list[Any]] = {}
     loss_value: Any = None
     for unit in cut.units:
-
-        def fetch(source: Source, x: Any = x, side: tuple[Any, ...] = side) -> Any:
-            return {"x": lambda: x, "side": lambda: side[source.index], "input": lambda: arguments[source.index]}[
-                source.kind
-            ]()
-
-        given = [fetch(source) for source in unit.sources]
+        values = {"x": [x], "side": side, "input": arguments}
+        given = [values[source.kind][source.index] for source in unit.sources]
         before = [value.detach().clone() for value in given]
         results = unit.module(*given)
         torch.testing.assert_close(given, before, rtol=0, atol=0, equal_nan=True)  # checkpoints stay what they were

@@ -1,4 +1,4 @@
-"""Models whose parts go where a test of `split` wants them."""
+"""Models whose parts go where a test of `split` wants them, and a unit's code beside autograd."""
 
 from __future__ import annotations
 
@@ -6,11 +6,35 @@ import torch
 from captured import WIDTH, WORDS, Block, Tiny, captured, leaves, run_units
 from torch import nn
 
+from gs_compile.codegen.differentiate import Differentiated
+
 
 def assert_units_equal_the_model(model, *args):
     case = captured(model, *args)
     found = run_units(case.split(len(args[0]), alone=True), case, 0, len(args[0]))
     torch.testing.assert_close(leaves(found), leaves(model(*args)))
+
+
+def code_and_autograd(unit, generator, name="backward", *, most=5):
+    """What "backward" or "both" of a unit's code returns for some inputs, and what autograd makes of its module."""
+    torch.manual_seed(1)
+    inputs = [
+        torch.rand(s.shape) + 0.1 if s.dtype.is_floating_point else 2 + torch.rand(s.shape) * (most - 2)
+        for s in unit.specs
+    ]
+    inputs = [tensor.to(spec.dtype) for tensor, spec in zip(inputs, unit.specs, strict=True)]
+    leaves = [t.clone().requires_grad_(s.requires_grad) for t, s in zip(inputs, unit.specs, strict=True)]
+    results = unit.module(*[leaf.clone() for leaf in leaves])
+    is_both = name == "both"
+    taken = [results[unit.results.index("loss")]] if is_both else [results[index] for index in unit.differentiated]
+    given = [torch.ones_like(result) if is_both else torch.randn_like(result) for result in taken]
+    wanted = [leaves[index] for index in unit.differentiable]
+    expected = torch.autograd.grad(taken, wanted, given, allow_unused=True, materialize_grads=True)
+    code, before = Differentiated(unit, generator), [tensor.clone() for tensor in inputs]
+    with torch.no_grad():
+        found = code.both(*inputs) if is_both else (*code.forward(*inputs), *code.backward(*inputs, *given))
+    torch.testing.assert_close(inputs, before, rtol=0, atol=0, equal_nan=True)
+    return found, (*(result.detach() for result in results), *expected)
 
 
 class Reading(Block):

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from captured import WIDTH, Block, Tiny, batch, captured, compiled
+from parts import code_and_autograd
 from torch import nn
 from torch.nn import functional
 
@@ -45,23 +46,9 @@ def dense(terms):
 
 
 def assert_equals_autograd(unit, generator=EAGER, tolerance=1e-6):
-    code, inputs = Differentiated(unit, generator), inputs_of(unit)
-    plain = [tensor.detach().clone() for tensor in inputs]
-    wanted = [inputs[index] for index in unit.differentiable]
-    results = unit.module(*[tensor.clone() for tensor in inputs])
-    taken = [results[index] for index in unit.differentiated]
-    gradients = [torch.randn_like(result) for result in taken]
-    allowed = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
-    expected = [*(r.detach() for r in results), *torch.autograd.grad(taken, wanted, gradients, **allowed)]
-    with torch.no_grad():
-        found = [*code.forward(*plain), *dense(code.backward(*plain, *gradients))]
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-        if "loss" in unit.results:
-            loss = results[unit.results.index("loss")]
-            expected[len(results) :] = torch.autograd.grad(loss, wanted)
-            torch.testing.assert_close(dense(code.both(*plain)), expected, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(plain, [tensor.detach() for tensor in inputs], rtol=0, atol=0, equal_nan=True)
-    return code
+    for name in ("backward", "both") if "loss" in unit.results else ("backward",):
+        found, expected = code_and_autograd(unit, generator, name)
+        torch.testing.assert_close(dense(found), list(expected), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("generator", COMPILERS)
@@ -188,10 +175,10 @@ class Reading(Block):
 def test_side_inputs_of_all_kinds():
     torch.manual_seed(0)
     units = units_of(Sided(blocks=[Reading(), Reading()]))
-    code = assert_equals_autograd(units[1])
+    assert_equals_autograd(units[1])
     sides = [spec for source, spec in zip(units[1].sources, units[1].specs, strict=True) if source.kind == "side"]
     assert {spec.dtype for spec in sides} == {torch.bool, torch.float32, torch.int64}
-    assert len(code.unit.differentiable) == len(units[1].specs) - 2
+    assert len(units[1].differentiable) == len(units[1].specs) - 2
     assert_equals_autograd(units[0])
 
 
