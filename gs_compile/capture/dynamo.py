@@ -6,7 +6,7 @@ dimension of every batch input has to be symbolic. So the first call names these
 frame again; the second call gets the symbols. The settings are global, so they are put back when Dynamo's compile
 of the frame ends, however it ends.
 
-Facts of Dynamo that this file rests on are each under a test in ``tests/test_capture.py``.
+Facts of Dynamo that this file rests on are each under a test in ``tests/capture/test_capture.py``.
 """
 
 from __future__ import annotations

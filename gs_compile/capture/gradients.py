@@ -4,7 +4,7 @@
     embedding   dw[ids] += rows, else zero    Rows        only the rows that a micro-batch has used are touched
 
 Added to a sum as factors, a gradient is never in memory by itself: neither written nor read again for the addition.
-`passes.factor` finds them.
+`codegen.factor` finds them.
 """
 
 from __future__ import annotations
