@@ -20,19 +20,21 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from gs_compile.placement.kinds import Slot, slot_of
-from gs_compile.placement.liveness import BEFORE, LiveRange, live_ranges, nbytes_alive
+from gs_compile.placement.liveness import LiveRange, live_ranges, nbytes_alive
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import Occupants
-from gs_compile.program.ir import TIED, Op, Program, Tier, Unit, Value, height
+from gs_compile.program.ir import TIED, Op, Program, Tier, Value, height
 
 PAGE_NBYTES = 4096
+EVER = -(1 << 30), 1 << 30  # a span that overlaps all others
 LAGS = (2, 1, 0)  # stages that a transfer may take after its own; it is planned to take one
+
+Spans = tuple[tuple[int, int], ...]  # of time: from the first to before the second
 
 
 class FixedOffsets(NamedTuple):
@@ -51,105 +53,63 @@ def rounded(nbytes: int) -> int:
 
 def fixed_offsets(placement: Placement) -> FixedOffsets:
     """The offsets that all programs of a placement have in common, whatever the size of their batches."""
-    late, tied = _late(placement), _waiting(placement, TIED)
-    shared = {slot.key for each in late for slot in (*each.stale, *each.waiting)} | {slot.key for slot in tied}
+    late = sorted(_late(placement), key=lambda each: -len(each[1]))  # gradients, then parameters from below
+    shared = {slot.key: (rounded(slot.nbytes), spans) for slot, spans in late}
     always: dict[object, int] = {}
     end = 0
-    for slot in _at_home(placement):
-        if slot.key not in shared and slot.key not in always:
+    for value in sorted(placement.homes(late=True) | placement.homes(late=False), key=str):
+        slot = slot_of(placement, value)
+        if slot.tier == "host" and slot.nbytes and slot.key not in shared and slot.key not in always:
             always[slot.key] = end
             end += rounded(slot.nbytes)
-    before = [0, *accumulate(_nbytes(each.stale) for each in late)]
-    after = [*accumulate((_nbytes(each.waiting) for each in reversed(late)), initial=0)][::-1]
-    apart = ((k, j) for k, one in enumerate(late) for j, other in enumerate(late) if not one.is_over_before(other))
-    size = max((before[j + 1] + after[k] for k, j in apart), default=0)
-    offsets = _stacked(tied, end + size)
-    for k, each in enumerate(late):
-        offsets |= _stacked(each.stale, end + before[k]) | _stacked(each.waiting, end + size - after[k])
-    return FixedOffsets(always, offsets, end, end + size + _nbytes(tied))
+    packing = _Packing(end)
+    offsets = packing.fill(shared)
+    return FixedOffsets(always, offsets, end, packing.end)
 
 
-def _nbytes(slots: Sequence[Slot]) -> int:
-    return sum(rounded(slot.nbytes) for slot in slots)
+def _late(placement: Placement) -> Iterator[tuple[Slot, Spans]]:
+    """Parameters that are stale until their late update, and gradients that wait for it: when they are in memory.
 
-
-def _stacked(slots: Sequence[Slot], start: int) -> dict[object, int]:
-    ends = accumulate((rounded(slot.nbytes) for slot in slots), initial=start)
-    return {slot.key: offset for slot, offset in zip(slots, ends, strict=False)}
-
-
-def _at_home(placement: Placement) -> Iterator[Slot]:
-    """The slots in host memory of what lives on."""
-    homes = sorted(placement.homes(late=True) | placement.homes(late=False), key=str)
-    slots = (slot_of(placement, value) for value in homes)
-    return (slot for slot in slots if slot.tier == "host" and slot.nbytes)
-
-
-class _Late(NamedTuple):
-    """One update in the forward: parameters that are stale until then, and gradients that wait for it."""
-
-    stage: int  # of the update, on the way up
-    unit: int  # its place on that way
-    stale: list[Slot]
-    waiting: list[Slot]
-
-    def is_over_before(self, other: _Late) -> bool:
-        """Whether the gradients are gone before the other's parameters are there, and come after these have gone."""
-        return self.stage < other.stage and self.unit <= other.unit
-
-
-def _late(placement: Placement) -> list[_Late]:
-    """The updates in the forward, in their order: of a unit with several groups each takes a stage, the last its own.
-
-    Tied parameters are updated when the first unit needs them, wherever that is: they take no part.
+    Times are stages of a step with n units: up from 0, and down to 2 n. Of a unit with several groups each is updated
+    in a stage of its own, the last in the unit's. Tied parameters are updated when the first unit needs them, wherever
+    that is: they are in memory all the time, and so may their gradients be.
     """
-    found: list[_Late] = []
-    units = sorted((unit for unit in placement.units if unit.unit != TIED), key=lambda unit: height(unit.unit))
+    units = sorted(placement.units, key=lambda unit: height(unit.unit))
     for number, unit in enumerate(units):
+        down = 2 * len(units) - number
         groups = unit.trained(*placement.waiting(redo=True))
-        if placement.keeps_gradient(unit):
-            found.append(_Late(number, number, [], _waiting(placement, unit.unit)))
-            continue
         for place, group in enumerate(groups):
-            stale = [part for part in group.w if group.when == "late" and placement.reclaims(unit, part)]
-            slots = [slot_of(placement, unit.value("w", part)) for part in stale]
+            up = number if placement.keeps_gradient(unit) else number + place + 1 - len(groups)
+            is_tied = unit.unit == TIED
             gradient = slot_of(placement, unit.gradient(group))
-            found.append(_Late(number + place + 1 - len(groups), number, slots, [gradient]))
-    return sorted(found, key=lambda each: each[:2])
-
-
-def _waiting(placement: Placement, unit: Unit) -> list[Slot]:
-    """The memory of a unit's gradients that may wait for the next step."""
-    placed = placement.by_unit.get(unit)
-    groups = placed.trained(*placement.waiting(redo=True)) if placed else ()
-    slots = (slot_of(placement, placed.gradient(group)) for group in groups if placed)
-    return list({slot.key: slot for slot in slots}.values())
+            yield gradient, (EVER,) if is_tied else ((EVER[0], up + 1), (down, EVER[1]))
+            for part in group.w if group.when == "late" and not is_tied else ():
+                if placement.reclaims(unit, part):
+                    yield slot_of(placement, unit.value("w", part)), ((up, down),)
 
 
 def plan_offsets(ranges: Sequence[LiveRange], ops: Sequence[Op], placement: Placement) -> tuple[dict[object, int], int]:
     """The offset of each slot in host memory that a program uses, and the bytes of the slab.
 
-    Largest first, each at the lowest offset that is free for as long as it is alive: deterministic, and near the
-    bytes that are alive at most. What is alive in a step alone is not across the end of what lives on: these are two
-    blocks. In a program that updates nothing it is all behind that end, as a step may be open meanwhile.
+    Largest first: deterministic, and near the bytes that are alive at most. What is alive in a step alone is not across
+    the end of what lives on: these are two blocks. In a program that updates nothing it is all behind that end, as a
+    step may be open meanwhile.
     """
     fixed = fixed_offsets(placement)
-    spans: dict[object, list[tuple[int, int]]] = {}
-    sizes: dict[object, int] = {}
+    wanted: dict[object, tuple[int, Spans]] = {}
     for live in ranges:
-        if live.slot.tier == "host" and live.slot.nbytes and live.slot.key not in fixed.always:
-            spans.setdefault(live.slot.key, []).append((live.first, len(ops) if live.last is None else live.last))
-            sizes[live.slot.key] = rounded(live.slot.nbytes)
+        key, nbytes = live.slot.key, live.slot.nbytes
+        if live.slot.tier == "host" and nbytes and key not in fixed.always:
+            span = live.first, len(ops) if live.last is None else live.last
+            wanted[key] = rounded(nbytes), (*wanted.get(key, (0, ()))[1], span)
     updates = any(op.verb in ("norm", "update") for op in ops)
-    packing = _Packing(sum(map(len, spans.values())) + 1, fixed.always_nbytes if updates else fixed.nbytes)
-    packing.put([(BEFORE - 1, len(ops) + 1)], fixed.nbytes, 0)
-    for key in spans.keys() & fixed.shared.keys():
-        packing.put(spans[key], fixed.shared[key], sizes[key])
-    offsets: dict[object, int] = {}
-    for key in sorted(spans.keys() - fixed.shared.keys(), key=lambda key: (-sizes[key], spans[key], str(key))):
-        offsets[key] = packing.lowest(spans[key], sizes[key])
-        packing.put(spans[key], offsets[key], sizes[key])
-    return {**fixed.always, **fixed.shared, **offsets}, packing.end
+    packing = _Packing(fixed.always_nbytes if updates else fixed.nbytes)
+    packing.put((EVER,), fixed.nbytes, 0)
+    for key in wanted.keys() & fixed.shared.keys():
+        nbytes, spans = wanted.pop(key)
+        packing.put(spans, fixed.shared[key], nbytes)
+    largest = sorted(wanted.items(), key=lambda each: (-each[1][0], each[1][1], str(each[0])))
+    return {**fixed.always, **fixed.shared, **packing.fill(dict(largest))}, packing.end
 
 
 def plan(ops: Sequence[Op], placement: Placement) -> tuple[tuple[tuple[str, int], ...], dict[object, int]]:
@@ -203,27 +163,36 @@ def conflicts(ops: Sequence[Op], placement: Placement, offsets: Mapping[object, 
 
 
 class _Packing:
-    """Rectangles of time and offset that do not overlap."""
+    """Rectangles of time and offset that do not overlap, from the offset `base` on."""
 
-    def __init__(self, number: int, base: int) -> None:
+    def __init__(self, base: int) -> None:
         self.base = self.end = base
         self.number = 0
-        self.first, self.last, self.offset, self.stop = np.zeros((4, number), dtype=np.int64)
+        self.taken = np.zeros((4, 64), dtype=np.int64)  # first, last, offset, stop; more columns than are in use
 
-    def put(self, spans: Sequence[tuple[int, int]], offset: int, nbytes: int) -> None:
+    def fill(self, wanted: Mapping[object, tuple[int, Spans]]) -> dict[object, int]:
+        """The offset of each of these bytes, in their order: the lowest that is free for as long as it is alive."""
+        offsets = {}
+        for key, (nbytes, spans) in wanted.items():
+            offsets[key] = self._lowest(spans, nbytes)
+            self.put(spans, offsets[key], nbytes)
+        return offsets
+
+    def put(self, spans: Spans, offset: int, nbytes: int) -> None:
         for first, last in spans:
-            at, self.number = self.number, self.number + 1
-            self.first[at], self.last[at], self.offset[at], self.stop[at] = first, last, offset, offset + nbytes
+            if self.number == self.taken.shape[1]:
+                self.taken = np.hstack((self.taken, np.zeros_like(self.taken)))
+            self.taken[:, self.number] = first, last, offset, offset + nbytes
+            self.number += 1
         self.end = max(self.end, offset + nbytes)
 
-    def lowest(self, spans: Sequence[tuple[int, int]], nbytes: int) -> int:
+    def _lowest(self, spans: Spans, nbytes: int) -> int:
         """The lowest offset from which so many bytes are free in all of these spans."""
-        taken = slice(self.number)
+        first, last, offsets, stops = self.taken[:, : self.number]
         overlaps = np.zeros(self.number, dtype=bool)
-        for first, last in spans:
-            overlaps |= (self.first[taken] < last) & (self.last[taken] > first)
-        offsets, stops = self.offset[taken][overlaps], self.stop[taken][overlaps]
-        order = np.argsort(offsets, kind="stable")
-        begins = np.maximum.accumulate(np.concatenate(([self.base], stops[order])))
-        gaps = np.append(offsets[order], np.iinfo(np.int64).max) - begins
+        for begin, end in spans:
+            overlaps |= (first < end) & (last > begin)
+        order = np.argsort(offsets[overlaps], kind="stable")
+        begins = np.maximum.accumulate(np.concatenate(([self.base], stops[overlaps][order])))
+        gaps = np.append(offsets[overlaps][order], np.iinfo(np.int64).max) - begins
         return int(begins[np.argmax(gaps >= nbytes)])
