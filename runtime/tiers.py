@@ -11,9 +11,9 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -111,10 +111,9 @@ class Tiers:
 
     def fill(self, place: Slice, values: Tensor) -> None:
         """Bring a parameter's values home, to its master as well; waits until they are there."""
-        for kind, content, start, stop, at in self._pieces(place):
-            dtype = self.optimizer.state_dtype(place.unit) if kind == "s" else self.setting.dtypes[place.unit]
-            device = None if isinstance(content, Region) else content.device
-            _write(content, start, values.reshape(-1)[at : at + stop - start].to(device or "cpu", dtype))
+        _write(self._parameter_pieces(place), values.reshape(-1).to(self.dtype(place)))
+        if self.has_master(place):
+            self.write_state(place, 0, values)
 
     def has_master(self, place: Slice) -> bool:
         """Whether a parameter is a narrow copy of a master in its state; a frozen one is not."""
@@ -128,37 +127,27 @@ class Tiers:
 
     def read(self, place: Slice, *, master: bool = False) -> Tensor:
         """A parameter's values as they are at home, or its master's if it has one."""
-        kind, dtype = "s" if master and self.has_master(place) else "w", self.dtype(place, master=master)
-        flat = torch.empty(place.numel, dtype=dtype)
-        for which, content, start, stop, at in self._pieces(place):
-            if which == kind:
-                flat[at : at + stop - start] = _read(content, start, stop, dtype)
-        return flat.view(place.shape)
+        if master and self.has_master(place):
+            return self.read_state(place, 0)
+        return _read(self._parameter_pieces(place), place, self.dtype(place))
 
     def read_state(self, place: Slice, component: int) -> Tensor:
         """One component of a parameter's optimizer state; the master, where there is one, is the first."""
-        flat = torch.empty(place.numel, dtype=self.optimizer.state_dtype(place.unit))
-        for content, start, stop, at in self._state_pieces(place, component):
-            flat[at : at + stop - start] = _read(content, start, stop, flat.dtype)
-        return flat.view(place.shape)
+        return _read(self._state_pieces(place, component), place, self.optimizer.state_dtype(place.unit))
 
     def write_state(self, place: Slice, component: int, values: Tensor) -> None:
         flat = values.reshape(-1).to(self.optimizer.state_dtype(place.unit))
-        for content, start, stop, at in self._state_pieces(place, component):
-            _write(content, start, flat[at : at + stop - start])
+        _write(self._state_pieces(place, component), flat)
 
-    def _pieces(self, place: Slice) -> Iterable[tuple[str, Any, int, int, int]]:
-        """Kind, home, elements from and to in it, and the place in the parameter: of parameter and master."""
+    def _parameter_pieces(self, place: Slice) -> Iterator[_Piece]:
         unit = self.placement.by_unit[place.unit]
         for part in unit.w.values():
             begin, end = max(place.offset, part.start), min(place.offset + place.numel, part.stop)
             if begin < end:
                 content = self._home(unit.value("w", part))
-                yield "w", content, begin - part.start, end - part.start, begin - place.offset
-        if unit.has_master:
-            yield from (("s", *piece) for piece in self._state_pieces(place, 0))
+                yield _Piece(content, begin - part.start, end - begin, begin - place.offset)
 
-    def _state_pieces(self, place: Slice, component: int) -> Iterable[tuple[Any, int, int, int]]:
+    def _state_pieces(self, place: Slice, component: int) -> Iterator[_Piece]:
         unit = self.placement.by_unit[place.unit]
         for group in unit.groups:
             at = 0  # in the group's space
@@ -167,9 +156,9 @@ class Tiers:
                 for s in group.s:
                     first, last = max(at + begin - w.start, s.start), min(at + end - w.start, s.stop)
                     if begin < end and first < last:
-                        base = component * s.numel - s.start
+                        start = component * s.numel + first - s.start
                         content = self._home(unit.value("s", s))
-                        yield content, base + first, base + last, first - at + w.start - place.offset
+                        yield _Piece(content, start, last - first, first - at + w.start - place.offset)
                 at += w.numel
 
     def _home(self, value: Value) -> Any:
@@ -265,16 +254,30 @@ def _close(lanes: dict[str, Lane], store: Store | None) -> None:
         store.close()
 
 
-def _read(content: Tensor | Region, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    if not isinstance(content, Region):
-        return content[start:stop]
-    flat = torch.empty(stop - start, dtype=dtype)
-    content.extent.read(flat, content.offset + start * dtype.itemsize).wait()
-    return flat
+class _Piece(NamedTuple):
+    """Elements of a parameter in one of its homes: where they start there, how many, and where in the parameter."""
+
+    content: Tensor | Region
+    start: int
+    numel: int
+    at: int
 
 
-def _write(content: Tensor | Region, start: int, values: Tensor) -> None:
-    if not isinstance(content, Region):
-        content[start : start + len(values)].copy_(values)
-    else:
-        content.extent.write(values.contiguous(), content.offset + start * values.dtype.itemsize).wait()
+def _read(pieces: Iterable[_Piece], place: Slice, dtype: torch.dtype) -> Tensor:
+    flat = torch.empty(place.numel, dtype=dtype)
+    for content, start, numel, at in pieces:
+        target = flat[at : at + numel]
+        if isinstance(content, Region):
+            content.extent.read(target, content.offset + start * dtype.itemsize).wait()
+        else:
+            target.copy_(content[start : start + numel])
+    return flat.view(place.shape)
+
+
+def _write(pieces: Iterable[_Piece], values: Tensor) -> None:
+    for content, start, numel, at in pieces:
+        source = values[at : at + numel]
+        if isinstance(content, Region):
+            content.extent.write(source.contiguous(), content.offset + start * values.dtype.itemsize).wait()
+        else:
+            content[start : start + numel].copy_(source)
