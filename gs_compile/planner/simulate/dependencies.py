@@ -41,13 +41,10 @@ class Dependencies(NamedTuple):
     """All operations of all programs in the order of issue; -1 stands for no operation."""
 
     ops: list[Op]
-    rows: list[Row]
-    values: list[Value]  # by number
     starts: list[int]  # the first operation of each program
     lanes: list[int]
     after: list[tuple[int, ...]]  # the operations of other lanes that each waits for
-    former: list[tuple[int, ...]]  # among them, or passed on: those who use what was in host memory before its results
-    users: list[tuple[int, ...]]  # of a `free`: the operations that may still use the value
+    users: list[tuple[int, ...]]  # who may still use the value that a `free` ends, or what was where results begin
     previous: list[int]  # the operation before on the same lane
     computed: list[int]  # the computation before, on whatever lane an operation is
 
@@ -61,14 +58,14 @@ def dependencies(programs: Sequence[Program], placement: Placement | None = None
 
     placement: for those in host memory, where the programs have offsets there.
     """
-    found = Dependencies([], [], [], [], [], [], [], [], [], [])
+    found = Dependencies([], [], [], [], [], [], [])
     numbers: dict[Value, int] = {}
     rows: dict[int, list[Row]] = {}
     values = _ValueTable(found.lanes)
     last = [-1] * (len(LANES) + 1)
-    if placement:
-        at_home = (slot_of(placement, value) for value in placement.present(programs[0].ops))
-        values.begin_with(range_of(slot, programs[0].offsets) for slot in at_home)
+    if placement is not None:
+        slots_before = [slot_of(placement, value) for value in placement.present(programs[0].ops)]
+        values.begin_with(range_of(slot, programs[0].offsets) for slot in slots_before)
     for program in programs:
         found.starts.append(len(found.ops))
         if id(program) not in rows:
@@ -77,15 +74,12 @@ def dependencies(programs: Sequence[Program], placement: Placement | None = None
         for op, row in zip(program.ops, rows[id(program)], strict=True):
             index, lane = len(found.ops), row.lane
             found.ops.append(op)
-            found.rows.append(row)
             found.lanes.append(lane)
             found.previous.append(last[lane])
             found.computed.append(last[COMPUTE])
-            found.former.append(values.begin(row))
-            found.after.append(values.enter(index, row, found.former[-1]))
-            found.users.append(values.free(row) if row.verb == "free" else ())
+            found.users.append(values.free(row) if row.verb == "free" else values.begin(row))
+            found.after.append(() if row.verb == "free" else values.enter(index, row, found.users[-1]))
             last[lane] = index
-    found.values.extend(numbers)
     return found
 
 

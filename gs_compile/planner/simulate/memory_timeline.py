@@ -26,8 +26,8 @@ def curves(placement: Placement, order: Dependencies, times: Times, since: float
         if nbytes:
             begin = 0.0
             if live.first != BEFORE:
-                former = order.former[live.first] if tier == "host" else ()
-                begin = max(issued[live.first], *(stopped[user] for user in former), 0.0)
+                former = order.users[live.first] if tier == "host" else ()
+                begin = max([issued[live.first], *(stopped[user] for user in former)])
             changes[tier].append((begin, live.first, nbytes))
             if live.last is not None:
                 ends = [issued[each] for each in live.frees]
