@@ -42,12 +42,6 @@ def test_two_zones_and_two_groups():
     )
 
 
-def test_all_on_host():
-    assert picture(parts([8 * Q], parameter_ratio=1.0, optimizer_ratio=1.0, alpha=0.0)) == (
-        "a early: w a.host[0:8] s a.host[0:8]"
-    )
-
-
 def test_frozen_tensors_in_both_zones():
     assert picture(parts([4 * Q], [4 * Q], parameter_ratio=0.75, alpha=1.0)) == (
         "a late: w a.host[0:4] s a.host[0:2] b.ssd[2:4]\nb never: w b.host[4:6] c.ssd[6:8] s -"
@@ -69,20 +63,14 @@ def test_whole_tensors_live_on_the_device():
     assert unit.num_resident == 4 * Q
 
 
-def test_all_on_the_device():
-    unit = parts([4 * Q], [4 * Q], device_numel=8 * Q, parameter_ratio=0.5, optimizer_ratio=0.0, alpha=0.0)
-    assert picture(unit) == "a early: w a.device[0:4] s a.ssd[0:4]\nb never: w b.device[4:8] s -"
-
-
 @settings(deadline=None, max_examples=100)
 @given(st.lists(SIZES.filter(bool), min_size=1, max_size=8), SHARES)
 def test_what_a_unit_is_short_of_the_next_ones_have(tensors, share):
     sizes = tuple(UnitSize(unit, tuple(each), (), 2, 4, 12, True) for unit, each in enumerate(tensors))
-    ratios = {"parameter": 0.0, "optimizer": 0.0, "checkpoint": 0.0}
-    options = {"alpha": 0.0, "clip": False, "separate": True, "x_nbytes": (1,), "side_nbytes": ()}
-    placement = cut_units(sizes, ratios, **options, num_layers=len(sizes), device_ratios={"parameter": share})
+    ratios = {"parameter": 0.0, "optimizer": 0.0}
+    units = cut_units(sizes, ratios, {"parameter": share}, alpha=0.0, separate=True)
     largest, wanted, found = 0, 0.0, 0
-    for size, unit in zip(sizes, placement.units, strict=True):
+    for size, unit in zip(sizes, units, strict=True):
         wanted, found, largest = wanted + share * size.numel, found + unit.num_resident, max(largest, *size.trained)
         assert found <= wanted + 1e-6
         assert unit.num_resident in (0, *accumulate(size.trained))
@@ -92,12 +80,9 @@ def test_what_a_unit_is_short_of_the_next_ones_have(tensors, share):
 
 def test_without_a_master_a_trained_unit_has_no_part_on_the_device():
     sizes = (UnitSize(0, (8 * Q,), (), 4, 4, 8, False), UnitSize(1, (), (8 * Q,), 4, 4, 8, False))
-    ratios = {"parameter": 0.0, "optimizer": 0.0, "checkpoint": 1.0}
-    options = {"alpha": 0.0, "clip": False, "separate": True, "x_nbytes": (1,), "side_nbytes": ()}
-    resident = {"parameter": 1.0, "checkpoint": 0.25}
-    placement = cut_units(sizes, ratios, **options, num_layers=2, device_ratios=resident)
-    assert [unit.num_resident for unit in placement.units] == [0, 8 * Q]
-    assert placement.checkpoint_ratio == 0.75  # at most what the device leaves
+    ratios = {"parameter": 0.0, "optimizer": 0.0}
+    units = cut_units(sizes, ratios, {"parameter": 1.0}, alpha=0.0, separate=True)
+    assert [unit.num_resident for unit in units] == [0, 8 * Q]
 
 
 def test_in_one_memory_no_tensor_straddles_the_zones():
@@ -110,13 +95,6 @@ def test_no_state():
     unit = parts([8 * Q], state_itemsize=0, has_master=False, itemsize=4)
     assert unit.s == {}
     assert all(not group.s for group in unit.groups)
-
-
-def test_nothing_at_all():
-    unit = parts([])
-    assert unit.groups == ()
-    assert unit.numel == unit.num_trained == 0
-    assert unit.ssd_zone == (0, 0)
 
 
 def test_letters_go_on_after_z():
@@ -191,10 +169,9 @@ def _partition(parts, numel):
 def test_nothing_is_on_ssd_if_device_and_host_have_it_all(tensors, device):
     """What whole tensors leave of the device's share goes to host memory, and no more than one of them."""
     sizes = tuple(UnitSize(i, tuple(each), (), 2, 4, 12, True) for i, each in enumerate(tensors))
-    ratios = {"parameter": 1 - device, "optimizer": 1.0, "checkpoint": 1.0}
-    options = {"alpha": 0.5, "clip": False, "separate": True, "x_nbytes": (1,), "side_nbytes": (0,)}
-    placement = cut_units(sizes, ratios, **options, num_layers=len(sizes), device_ratios={"parameter": device})
-    parts = [part for unit in placement.units for part in unit.w.values()]
+    ratios = {"parameter": 1 - device, "optimizer": 1.0}
+    units = cut_units(sizes, ratios, {"parameter": device}, alpha=0.5, separate=True)
+    parts = [part for unit in units for part in unit.w.values()]
     assert {part.tier for part in parts} <= {"device", "host"}
     in_host = sum(part.numel for part in parts if part.tier == "host")
     assert in_host <= (1 - device) * sum(map(sum, tensors)) + max(map(max, tensors)) + Q

@@ -51,16 +51,9 @@ def test_the_scale_lives_on_with_the_gradients_it_is_for():
     assert Value("scale", tier="host") not in placement.homes(late=False)
 
 
-@given(st.integers(1, 20), st.integers(1, 8), st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 0.9, 1.0]))
-def test_checkpoints_are_spread_evenly(num_layers, num_micro_batches, ratio):
-    placement = Placement(checkpoint_ratio=ratio, x_nbytes=(1,) * num_micro_batches, num_layers=num_layers)
-    homes = [placement.checkpoint_home(Value("x", i, j)) for i in range(num_layers) for j in range(num_micro_batches)]
-    for stop in range(len(homes) + 1):
-        assert abs(homes[:stop].count("host") - ratio * stop) < 1 + 1e-6
-
-
-@given(st.integers(1, 20), st.integers(1, 8), st.floats(0, 1), st.floats(0, 1))
-def test_checkpoints_on_the_device_are_spread_evenly(num_layers, num_micro_batches, host, of_the_rest):
+@settings(deadline=None)
+@given(st.integers(1, 20), st.integers(1, 8), st.floats(0, 1), st.just(0.0) | st.floats(0, 1))
+def test_checkpoints_are_spread_evenly(num_layers, num_micro_batches, host, of_the_rest):
     x_nbytes, device = (1,) * num_micro_batches, of_the_rest * (1 - host)
     placement = Placement((), True, False, host, x_nbytes, (), num_layers, device_checkpoint_ratio=device)
     homes = [placement.checkpoint_home(Value("x", i, j)) for i in range(num_layers) for j in range(num_micro_batches)]
