@@ -51,7 +51,6 @@ def test_the_scale_lives_on_with_the_gradients_it_is_for():
     assert Value("scale", tier="host") not in placement.homes(late=False)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 8), st.floats(0, 1), st.just(0.0) | st.floats(0, 1))
 def test_checkpoints_are_spread_evenly(num_layers, num_micro_batches, host, of_the_rest):
     x_nbytes, device = (1,) * num_micro_batches, of_the_rest * (1 - host)
