@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from tiers import frozen_quanta, tensors, tiered_steps, with_gradient
 
 from gs_compile.passes.lower import StepSpec, lower
-from gs_compile.placement.cut import cut_units
 from gs_compile.placement.placement import QUANTUM, Placement
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
 from gs_compile.planner.builder import StepBuilder
@@ -121,18 +120,8 @@ def placed(
     device_ratios: Mapping[str, float] | None = None,
     speculative: bool = False,
 ) -> Placement:
-    return cut_units(
-        workload.sizes,
-        ratios,
-        alpha=alpha,
-        clip=clip,
-        separate=separate,
-        num_layers=workload.num_layers,
-        x_nbytes=(workload.x_nbytes,) * num_micro_batches,
-        side_nbytes=(workload.side_nbytes,) * num_micro_batches,
-        device_ratios=device_ratios or {},
-        speculative=speculative,
-    )
+    builder = StepBuilder.of(workload, num_micro_batches, separate=separate, clip=clip)
+    return builder.placement(ratios, alpha, device_ratios, speculative=speculative)
 
 
 def formulas(workload: Workload, profile: Profile, *, speculative: bool = False) -> Formulas:
