@@ -5,7 +5,7 @@
     OptimizerStep   gradients, optimizer states and the update (optimizer.py)
 
 The executor asks for the content of a result (`allocate`) when it issues an operation, and has the operation carried
-out (`carry_out`) on its lane, later. What is in host memory stands where the plan has put it: `memory` is those bytes.
+out on its lane, later. What is in host memory stands where the plan has put it: `memory` is those bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Part, Placement, UnitPlacement
-from gs_compile.program.ir import Op, Unit, Value
+from gs_compile.program.ir import Op, Unit, Value, homed
 from gs_compile.runtime.ssd import Transfer
 from gs_compile.runtime.store import Extent, Store
 from gs_compile.runtime.stream import Device
@@ -54,6 +55,16 @@ class Setting:
         assert value.unit is not None
         return self.placement.by_unit[value.unit]
 
+    def state_dtype(self, unit: Unit) -> torch.dtype:
+        """Of the optimizer state and the gradient of a unit."""
+        return torch.promote_types(self.dtypes[unit], torch.float32)
+
+    def part(self, value: Value, memory: Tensor | None) -> Tensor:
+        """A part of parameters, state or gradient, or a gradient sum, in the host memory planned for it."""
+        unit = self.unit(value).unit
+        dtype = self.dtypes[unit] if homed(value).kind == "w" else self.state_dtype(unit)
+        return flat(memory, nbytes_of(self.placement, value) // dtype.itemsize, dtype)
+
     def region(self, label: str, nbytes: int, kind: str = "") -> Region:
         """A file on SSD, all of it."""
         assert self.store is not None, f"{label} is on SSD, and there is no storage"
@@ -83,12 +94,15 @@ class Parameters:
         self._zones.clear()
         self._residents.clear()
 
-    def home(self, unit: UnitPlacement, part: Part, memory: Tensor | None) -> Tensor | Region:
+    def home(self, value: Value, memory: Tensor | None) -> Tensor | Region:
         """What a part is where it lives, not written yet.
 
         A zone of the device is taken with its first part: what the model leaves there makes room for it.
         """
-        dtype = self.setting.dtypes[unit.unit]
+        unit = self.setting.unit(value)
+        part, dtype = unit.w[value.part], self.setting.dtypes[unit.unit]
+        if value.kind == "sw":
+            return self._shadow(value, part, memory)
         if part.tier == "ssd":
             start, stop = unit.ssd_zone
             if unit.unit not in self._extents:
@@ -101,13 +115,14 @@ class Parameters:
             return self._residents[unit.unit][part.start : part.stop]
         if not self.setting.placement.separate and part.start == 0:
             self._zones[unit.unit] = flat(memory, unit.host_numel, dtype)
-        return flat(memory, part.numel, dtype)
+        return self.setting.part(value, memory)
 
-    def shadow(self, unit: UnitPlacement, part: Part, memory: Tensor | None) -> Tensor | Region:
+    def _shadow(self, value: Value, part: Part, memory: Tensor | None) -> Tensor | Region:
         """The shadow copy of a part, by itself."""
         if part.tier == "host":
-            return flat(memory, part.numel, self.setting.dtypes[unit.unit])
-        return self.setting.region(f"sw{unit.unit}-{part.letter}", part.numel * unit.itemsize, kind="w")
+            return self.setting.part(value, memory)
+        nbytes = part.numel * self.setting.unit(value).itemsize
+        return self.setting.region(f"sw{value.unit}-{part.letter}", nbytes, kind="w")
 
     def commit(self, home: Tensor, shadow: Tensor) -> None:
         """Bring home the shadow copy of a part: a unit's host zone stays in one piece."""
@@ -115,14 +130,14 @@ class Parameters:
 
     def allocate(self, value: Value, _: Any, memory: Tensor | None) -> Tensor:
         """Memory of a part in host memory, or of the whole unit on the device, to which pieces come."""
-        unit = self.setting.unit(value)
-        dtype = self.setting.dtypes[unit.unit]
         if value.tier != "device":
-            return flat(memory, unit.w[value.part].numel, dtype)
-        if value.piece == 0:
-            whole = self._staged[unit.unit] = self.setting.device.empty((unit.numel - unit.num_resident,), dtype)
-            return whole
-        return self._staged[unit.unit]
+            return self.setting.part(value, memory)
+        unit = self.setting.unit(value)
+        if value.piece != 0:
+            return self._staged[unit.unit]
+        numel, dtype = unit.numel - unit.num_resident, self.setting.dtypes[unit.unit]
+        whole = self._staged[unit.unit] = self.setting.device.empty((numel,), dtype)
+        return whole
 
     def gather(
         self, value: Value, staged: Tensor | None, memory: Tensor | None, bindings: Sequence[Binding]
@@ -145,17 +160,7 @@ class Parameters:
             tensors[binding.input] = binding.view(source, 0 if binding.offset < first else first)
         return tensors
 
-    def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any], number: int) -> None:
-        """Move parts; `number`: of pieces that a unit goes to the device in."""
-        if op.results and op.results[0].piece is not None:
-            self._send_piece(op, reads, targets[0], number)
-        elif op.lane == "h2d":
-            for source, target in zip(reads, targets, strict=True):
-                self.setting.device.copy(target, source)
-        else:
-            transfer(reads, targets)
-
-    def _send_piece(self, op: Op, reads: Sequence[Tensor], whole: Tensor, number: int) -> None:
+    def send_piece(self, op: Op, reads: Sequence[Tensor], whole: Tensor, number: int) -> None:
         """Copy the k-th of n equal shares of a unit from its parts to the device, where they are not there already."""
         unit, (start, stop) = self.setting.unit(op.results[0]), self.share(op.results[0], number)
         first = unit.num_resident
@@ -163,9 +168,8 @@ class Parameters:
             part = unit.w[value.part]
             begin, end = max(start, part.start), min(stop, part.stop)
             if begin < end:
-                self.setting.device.copy(
-                    whole[begin - first : end - first], content[begin - part.start :][: end - begin]
-                )
+                source = content[begin - part.start : end - part.start]
+                self.setting.device.copy(whole[begin - first : end - first], source)
 
     def share(self, piece: Value, number: int) -> tuple[int, int]:
         """The elements of one of so many pieces."""
@@ -199,13 +203,6 @@ class Activations:
         kept = self.allocate(value, source, memory)
         assert isinstance(kept, Tensor)
         return kept.copy_(source)
-
-    def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any]) -> None:
-        if op.lane in ("ssd_read", "ssd_write"):
-            transfer(reads, targets)
-            return
-        for source, target in zip(reads, targets, strict=True):
-            self.setting.device.copy(target, source)
 
     def _region(self, value: Value, like: Tensor) -> Region:
         """Where a checkpoint lives on SSD; steps of one size use the same."""

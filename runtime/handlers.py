@@ -14,8 +14,10 @@ import torch
 
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import Op, Unit, Value
+from gs_compile.runtime import coordinators
 from gs_compile.runtime.coordinators import Binding
 from gs_compile.runtime.tiers import Tiers
+from gs_compile.runtime.values import flat_of
 
 Memory = torch.Tensor | None
 
@@ -53,8 +55,19 @@ def handlers(tiers: Tiers, placement: Placement, units: Any, bindings: Bindings)
         others = bindings.others.get(value.unit or 0, {})
         return {**others, **parameters.gather(value, staged, memory, bindings.of(value))}
 
-    def move_parameters(op: Op, reads: Sequence[Any], targets: Sequence[Any]) -> None:
-        parameters.carry_out(op, reads, targets, placement.num_pieces)
+    def move(op: Op, reads: Sequence[Any], targets: Sequence[Any]) -> None:
+        if op.lane in ("ssd_read", "ssd_write"):
+            coordinators.transfer(reads, targets)
+        elif op.results and op.results[0].piece is not None:
+            parameters.send_piece(op, reads, targets[0], placement.num_pieces)
+        elif op.reads[0].kind == "dw" and op.results[0].part:
+            optimizer.split(op, reads[0], targets)
+        else:
+            for source, target in zip(reads, targets, strict=True):
+                tiers.setting.device.copy(flat_of(target), flat_of(source))
+
+    def state(value: Value, _: Any, memory: Memory) -> Any:
+        return tiers.setting.part(value, memory)
 
     def allocate_gradient(value: Value, source: Any, memory: Memory) -> Any:
         return optimizer.allocate_gradient(value, source, memory, bindings.of(value))
@@ -64,17 +77,14 @@ def handlers(tiers: Tiers, placement: Placement, units: Any, bindings: Bindings)
             return optimizer.zeros(value, memory, bindings.of(value))
         return units.zeros(value)
 
-    activation = Handler(activations.allocate, activations.carry_out)
-    parameter = Handler(parameters.allocate, move_parameters)
-    state = Handler(optimizer.allocate, optimizer.carry_out)
-    gradient = Handler(allocate_gradient, optimizer.carry_out)
-    movements = {"x": activation, "dx": activation, "w": parameter, "s": state, "dw": gradient}
+    moved = {"x": activations.allocate, "w": parameters.allocate, "s": state, "dw": allocate_gradient}
+    moved["dx"] = moved["x"]
     return {
-        **{(verb, kind): handler for kind, handler in movements.items() for verb in ("prefetch", "offload")},
+        **{(verb, kind): Handler(moved[kind], move) for kind in moved for verb in ("prefetch", "offload")},
         ("update", "w"): Handler(run=optimizer.update),
         ("update", "s"): Handler(run=optimizer.update),
         ("gather", "w"): Handler(gather),
-        ("empty", "w"): parameter,
+        ("empty", "w"): Handler(parameters.allocate),
         ("zeros", "dw"): Handler(zeros),
         ("zeros", "dside"): Handler(zeros),
         ("alias", "dw"): Handler(lambda value, source, _: optimizer.keep(value, source, bindings.of(value))),

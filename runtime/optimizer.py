@@ -15,10 +15,10 @@ import torch
 
 from gs_compile.placement.placement import Group, Part, UnitPlacement
 from gs_compile.program.ir import SHADOWS, Op, Unit, Value, homed
-from gs_compile.runtime.coordinators import Binding, Setting, flat, transfer
+from gs_compile.runtime.coordinators import Binding, Setting, flat
 from gs_compile.runtime.kernels import CHUNK, Rule, sum_of_squares
 from gs_compile.runtime.stream import Reading
-from gs_compile.runtime.values import Gradient, Region
+from gs_compile.runtime.values import Gradient, Region, flat_of
 
 Tensor = torch.Tensor
 
@@ -89,24 +89,13 @@ class OptimizerStep:
         self._regions: dict[Unit, Region] = {}  # of gradient sums
         self._added: dict[Unit, frozenset[Any]] = {}  # the parameters that have sums, of gradients that are away
 
-    def state_dtype(self, unit: Unit) -> torch.dtype:
-        return torch.promote_types(self.setting.dtypes[unit], torch.float32)
-
-    def home(self, unit: UnitPlacement, part: Part, memory: Tensor | None, kind: str = "s") -> Tensor | Region:
-        """A part of the state where it lives: component after component; zero until it is written.
-
-        kind: "ss" for its shadow copy.
-        """
-        dtype, numel = self.state_dtype(unit.unit), part.numel * self.recipe.num_components[unit.unit]
-        if part.tier == "host":
-            return flat(memory, numel, dtype)
-        return self.setting.region(f"{kind}{unit.unit}-{part.letter}", numel * dtype.itemsize, kind="s")
-
-    def allocate(self, value: Value, _: Any, memory: Tensor | None) -> Tensor:
-        """Memory of a part of the state on its way."""
+    def home(self, value: Value, memory: Tensor | None) -> Tensor | Region:
+        """A part of the state where it lives, or its shadow copy: component after component; zero until written."""
         unit = self.setting.unit(value)
-        numel = unit.s[value.part].numel * self.recipe.num_components[unit.unit]
-        return flat(memory, numel, self.state_dtype(unit.unit))
+        part = unit.s[value.part]
+        if part.tier == "host":
+            return self.setting.part(value, memory)
+        return self.setting.region(f"{value.kind}{unit.unit}-{part.letter}", part.numel * unit.state_itemsize, kind="s")
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
@@ -129,17 +118,16 @@ class OptimizerStep:
             return self._resumed(value, self._whole(unit, memory), bindings)
         if isinstance(source, Gradient):
             self._leave(value, source)
-        dtype = self.state_dtype(unit.unit)
-        numel = unit.dw[value.part].numel if value.part else unit.num_trained
         if value.tier == "host":
-            return flat(memory, numel, dtype)
+            return self.setting.part(value, memory)
         if unit.unit not in self._regions:
-            self._regions[unit.unit] = self.setting.region(f"dw{unit.unit}", numel * dtype.itemsize, kind="dw")
+            nbytes = unit.num_trained * unit.gradient_itemsize
+            self._regions[unit.unit] = self.setting.region(f"dw{unit.unit}", nbytes, kind="dw")
         return self._regions[unit.unit]
 
     def _whole(self, unit: UnitPlacement, memory: Tensor | None) -> Tensor:
         """Memory for a unit's gradient where it is summed."""
-        dtype = self.state_dtype(unit.unit)
+        dtype = self.setting.state_dtype(unit.unit)
         if self.setting.placement.separate:
             return self.setting.device.empty((unit.num_trained,), dtype)
         return flat(memory, unit.num_trained, dtype)
@@ -155,18 +143,13 @@ class OptimizerStep:
 
     # Carrying out ----------------------------------------------------------------------------------------------------
 
-    def carry_out(self, op: Op, reads: Sequence[Any], targets: Sequence[Any]) -> None:
-        """Move state, or a gradient sum, or the parts of one."""
-        if op.lane in ("ssd_read", "ssd_write"):
-            transfer(reads, targets)
-        elif op.results[0].part:
-            for value, target in zip(op.results, targets, strict=True):
-                at = 0
-                for part in self.setting.unit(value).dw[value.part].w:
-                    self.setting.device.copy(target[at : at + part.numel], reads[0].flat[part.start : part.stop])
-                    at += part.numel
-        else:
-            self.setting.device.copy(_flat_of(targets[0]), _flat_of(reads[0]))
+    def split(self, op: Op, gradient: Gradient, targets: Sequence[Tensor]) -> None:
+        """Copy the parts of a gradient off the device."""
+        for value, target in zip(op.results, targets, strict=True):
+            at = 0
+            for part in self.setting.unit(value).dw[value.part].w:
+                self.setting.device.copy(target[at : at + part.numel], gradient.flat[part.start : part.stop])
+                at += part.numel
 
     def norm(self, unit: Unit, gradient: Gradient, record: StepRecord) -> Reading:
         """The sum of squares of a complete gradient; where it is not finite, nothing is updated from then on."""
@@ -186,7 +169,7 @@ class OptimizerStep:
         flats = {(homed(value).kind, value.part): flat for value, flat in zip(op.into, targets, strict=True)}
         kept = {(v.kind, v.part): flat for v, flat in zip(op.reads, reads, strict=True) if v.kind in SHADOWS}
         is_whole = isinstance(gradient, Gradient) or self.setting.placement.keeps_gradient(unit)
-        sums = _flat_of(gradient)
+        sums = flat_of(gradient)
         for piece in self._in_chunks(unit, group) if kept else self._pieces(unit, group):
             w = _parameters(flats, piece)
             g = sums[piece.unit_start if is_whole else piece.start :][: piece.numel]
@@ -244,10 +227,6 @@ def _parameters(flats: Mapping[tuple[str, str], Tensor], piece: _Piece) -> Tenso
 def _views(whole: Tensor, bindings: Sequence[Binding]) -> dict[Any, Tensor]:
     """The gradient of each trained parameter, by its place among the inputs."""
     return {binding.input: binding.view(whole) for binding in bindings if binding.trained}
-
-
-def _flat_of(sums: Gradient | Tensor) -> Tensor:
-    return sums.flat if isinstance(sums, Gradient) else sums
 
 
 class _Piece(NamedTuple):

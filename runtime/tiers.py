@@ -95,17 +95,9 @@ class Tiers:
 
     def _define(self, home: Value) -> None:
         """A part of parameters or of state where it lives, or its shadow copy."""
-        unit, part = self.setting.unit(home), homed(home)
         place = self.slab.home(slot_of(self.placement, home))
-        memory = place.memory if place else None
-        content: Any
-        if part.kind == "s":
-            content = self.optimizer.home(unit, unit.s[part.part], memory, home.kind)
-        elif home.kind == "w":
-            content = self.parameters.home(unit, unit.w[part.part], memory)
-        else:
-            content = self.parameters.shadow(unit, unit.w[part.part], memory)
-        self.values.define(home, content, place=place)
+        owner = self.optimizer if homed(home).kind == "s" else self.parameters
+        self.values.define(home, owner.home(home, place.memory if place else None), place=place)
 
     # Values in and out -----------------------------------------------------------------------------------------------
 
@@ -123,7 +115,7 @@ class Tiers:
     def dtype(self, place: Slice, *, master: bool = False) -> torch.dtype:
         """Of a parameter at home, or of its master if it has one."""
         wide = master and self.has_master(place)
-        return self.optimizer.state_dtype(place.unit) if wide else self.setting.dtypes[place.unit]
+        return self.setting.state_dtype(place.unit) if wide else self.setting.dtypes[place.unit]
 
     def read(self, place: Slice, *, master: bool = False) -> Tensor:
         """A parameter's values as they are at home, or its master's if it has one."""
@@ -133,10 +125,10 @@ class Tiers:
 
     def read_state(self, place: Slice, component: int) -> Tensor:
         """One component of a parameter's optimizer state; the master, where there is one, is the first."""
-        return _read(self._state_pieces(place, component), place, self.optimizer.state_dtype(place.unit))
+        return _read(self._state_pieces(place, component), place, self.setting.state_dtype(place.unit))
 
     def write_state(self, place: Slice, component: int, values: Tensor) -> None:
-        flat = values.reshape(-1).to(self.optimizer.state_dtype(place.unit))
+        flat = values.reshape(-1).to(self.setting.state_dtype(place.unit))
         _write(self._state_pieces(place, component), flat)
 
     def _parameter_pieces(self, place: Slice) -> Iterator[_Piece]:

@@ -62,3 +62,8 @@ class Gradient:
             end = start + view.numel()
         if end < len(self.flat):
             self.flat[end:].zero_()
+
+
+def flat_of(content: torch.Tensor | Gradient) -> torch.Tensor:
+    """The memory of a content."""
+    return content.flat if isinstance(content, Gradient) else content

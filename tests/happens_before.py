@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from stream_twin import Twin, span_of
 
-from gs_compile.runtime import coordinators, optimizer, stream, tiers
+from gs_compile.runtime import coordinators, stream, tiers
 from gs_compile.runtime.coordinators import Parameters
 from gs_compile.runtime.lanes import Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, StepRecord
@@ -183,8 +183,7 @@ def _watch_lanes(checker: Checker, patched: Any) -> None:
         checker.work(f"read {value}", [content], [])
         return content
 
-    for module in (coordinators, optimizer):
-        patched.setattr(module, "transfer", watched_transfer)
+    patched.setattr(coordinators, "transfer", watched_transfer)
     patched.setattr(OptimizerStep, "update", watched_update)
     patched.setattr(Parameters, "commit", watched_commit)
     patched.setattr(tiers.Tiers, "_home", watched_home)

@@ -57,7 +57,7 @@ class ParameterStore:
     def state(self, span: Slice, num_steps: int) -> dict[str, Any]:
         """A parameter's optimizer state after all updates, as torch has it."""
         self.synchronize()
-        dtype = self.tiers.optimizer.state_dtype(span.unit)
+        dtype = self.tiers.setting.state_dtype(span.unit)
         found: dict[str, Any] = {"step": torch.tensor(float(num_steps))}
         for number, name in enumerate(self.components, start=self.tiers.has_master(span)):
             found[name] = self._mapped(span, dtype, lambda piece, n=number: self.tiers.read_state(piece, n))  # type: ignore[misc]

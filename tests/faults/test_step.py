@@ -145,7 +145,7 @@ PLACES = {
     "a late update": (OptimizerStep, "update", {"alpha": 1.0}),
     "a speculative update": (OptimizerStep, "update", {"alpha": 0.0, "clip": "speculative"}),
     "a commit": (Parameters, "commit", {"alpha": 0.0, "clip": "speculative", "ratios": {"parameter": 1.0}}),
-    "a copy to the device": (Parameters, "_send_piece", {"separate_device": True}),
+    "a copy to the device": (Parameters, "send_piece", {"separate_device": True}),
     "a transfer": (coordinators, "transfer", {}),
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gs_compile.errors import StorageError
-from gs_compile.program.ir import Op, Stage, Value
+from gs_compile.program.ir import Value
 from gs_compile.runtime.coordinators import Activations, transfer
 from gs_compile.runtime.values import Gradient, Region
 
@@ -73,12 +73,7 @@ def test_checkpoints_move_all_at_once(towards):
     like = torch.empty((2, 3), device="meta").t()  # its strides are kept, and its memory moves as it lies
     there = [Region(Extent(), 0, like.nbytes, like) for _ in range(3)]
     here = [torch.zeros(2, 3).t() for _ in range(3)]
-    values = [[Value("x", 1, j, tier) for j in range(3)] for tier in ("ssd", "host")]
-    if towards == "ssd":
-        values, there, here = values[::-1], here, there
-    verb = "prefetch" if towards == "host" else "offload"
-    op = Op(verb, tuple(values[0]), Stage("backward", 1), tuple(values[1]))
-    Activations(None).carry_out(op, there, here)
+    transfer(*((there, here) if towards == "host" else (here, there)))
     assert log == ["asked"] * 3 + ["waited"] * 3 + ["still"] * 3
 
 
