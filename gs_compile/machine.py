@@ -1,4 +1,4 @@
-"""What this process may use of its machine, and what it does use: memory and cores, as Linux tells them.
+"""Memory and cores that this process may use of its machine, and does use, as Linux tells them.
 
 A container or a batch job gets less than the machine has, and is killed for taking more. So every figure is the least
 of what the hardware has and what the control groups (v1 and v2) allow, from this process's group up to the root.
@@ -128,7 +128,7 @@ def _numbers(path: Path) -> list[int | None]:
 
 
 def _text(path: Path) -> str:
-    """What a file holds; nothing if there is none."""
+    """The text of a file; none if there is no file."""
     try:
         return path.read_text()
     except OSError:

@@ -100,7 +100,7 @@ class Ratios:
 
 @dataclass(frozen=True, kw_only=True)
 class Expert:
-    """What few users should touch.
+    """Options that few users should touch.
 
     schedule: the order of layers and micro-batches; "vertical" runs a layer for all micro-batches before the next,
         "horizontal" a micro-batch through all layers and back before the next, to compare with, and "single" the whole

@@ -1,1 +1,1 @@
-"""What a user touches: backend, optimizers, and models that live on the tiers."""
+"""The part that a user touches: backend, optimizers, and models that live on the tiers."""

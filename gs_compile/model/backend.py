@@ -30,7 +30,7 @@ def greedysnake(
     mode: str | None = None,
     options: Mapping[str, Any] | Options | None = None,
 ) -> Callable[..., Any]:
-    """What Dynamo calls with a model's graph; returns what runs in its place.
+    """Compile a model's graph, which Dynamo hands over; returns what runs in its place.
 
     An error of this package is raised at the model's call, as itself: raised here, Dynamo would wrap it in one of its
     own.

@@ -44,7 +44,7 @@ Tensor = torch.Tensor
 
 
 class Optimizer(Protocol):
-    """What an engine asks of its optimizer."""
+    """The part of an optimizer that an engine asks for."""
 
     rule: Rule
     max_grad_norm: float | None
@@ -91,7 +91,7 @@ class Engine(ParameterStore):
         return self.planning.placement
 
     def predict(self) -> Prediction:
-        """What steps like the latest call take, by the simulator; measures the machine and the layers' code first."""
+        """Simulate steps like the latest call; measures the machine and the layers' code first."""
         return self.planning.predict(*self._latest)
 
     # Start -----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def inspect(model: torch.nn.Module) -> Inspection:
-    """What the greedysnake backend made of `model`: of the latest capture that trains, else of the latest.
+    """Show what the greedysnake backend made of `model`: of the latest capture that trains, else of the latest.
 
     `model` was compiled in place or is what torch.compile returned. Raises `InspectionError` if it has not been called
     since.
@@ -89,12 +89,12 @@ class Inspection:
 
     @property
     def prologue(self) -> UnitClass:
-        """What comes before the layers: the embedding."""
+        """The part before the layers: the embedding."""
         return self._class((PROLOGUE,))
 
     @property
     def epilogue(self) -> UnitClass:
-        """What comes after the layers: the final norm, the head, the loss."""
+        """The part after the layers: the final norm, the head, the loss."""
         return self._class((EPILOGUE,))
 
     @property
@@ -127,7 +127,7 @@ class Inspection:
 
     @property
     def shape(self) -> StepShape:
-        """What the step consists of."""
+        """The parts of the step."""
         return _latest(self.compilation).shape
 
     @property
@@ -143,7 +143,7 @@ class Inspection:
         return self.programs[-1] if after is None else known[after]
 
     def timetable(self, after: str | None = None) -> str:
-        """What runs beside what: one row a compute operation, one column a lane."""
+        """The step side by side: one row a compute operation, one column a lane."""
         return timetable(self.program(after))
 
     def graph_module(self, after: str | None = None) -> fx.GraphModule:
@@ -152,7 +152,7 @@ class Inspection:
 
     @property
     def tiers(self) -> str:
-        """What lives where, with the planned peaks; "everything is on the device" without an optimizer of ours."""
+        """Where everything is stored, with the planned peaks; all is on the device without an optimizer of ours."""
         describe = self.compilation.describe_tiers
         return describe() if describe is not None else "everything is on the device"
 
@@ -179,8 +179,8 @@ class Inspection:
         return next(spec for source, spec in zip(graph.sources, graph.specs, strict=True) if source.kind == "x")
 
     def parameters(self, *units: Unit) -> dict[int, TensorSpec]:
-        """What `units` (without any: the whole model) read of the model's parameters, by index among the captured
-        graph's inputs: each once, wherever it is tied to.
+        """The parameters that `units` (without any: the whole model) read, by index among the captured graph's inputs:
+        each once, wherever it is tied to.
         """
         entries = self.compilation.captured.inputs
         return {
@@ -272,7 +272,7 @@ class Inspection:
 
     @property
     def _layer(self) -> str:
-        """What a layer of the program is called."""
+        """The word for a layer of the program."""
         return "half-layer" if self._layout.split.halved else "layer"
 
     def _class(self, units: tuple[Unit, ...]) -> UnitClass:

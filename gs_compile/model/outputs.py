@@ -49,7 +49,7 @@ class Outputs:
         return outputs
 
     def _parts(self, output: OutputSpec, env: Mapping[Value, Any]) -> list[Tensor]:
-        """What each micro-batch made of an output."""
+        """The part of an output that each micro-batch has made."""
         micro_batches = range(len(self.models))
         if output.combine == "loss":
             return [env[Value("loss", micro_batch=j)] for j in micro_batches]
@@ -66,7 +66,7 @@ class Outputs:
         return found
 
     def outside(self, gradients: Gradients, program: Program) -> frozenset[Any]:
-        """What gets a gradient that the head's own backward did not know of: units for `StepShape.outside`.
+        """The units that get a gradient that the head's own backward did not know of, for `StepShape.outside`.
 
         Raises `OutputGradientError` for an output that has no gradient here.
         """

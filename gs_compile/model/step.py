@@ -45,7 +45,7 @@ class Call:
 
     @cached_property
     def outputs(self) -> Outputs:
-        """What the call returns, and its gradients."""
+        """The results of the call, and their gradients."""
         return Outputs(self.models, self.args)
 
     @property

@@ -37,7 +37,7 @@ _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "amsgrad"
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What the last step did."""
+    """A report of the last step."""
 
     number: int  # of steps taken so far, this one included if it was not skipped
     grad_norm: float  # of all gradients together, before clipping
@@ -87,7 +87,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return max(found, key=len, default=())
 
     def begin_step(self) -> StepRecord:
-        """What the updates of the next step need: the settings as they are now."""
+        """A record for the updates of the next step, with the settings as they are now."""
         for group in self.param_groups:
             self._check(group)
         self._check_norm()
