@@ -39,6 +39,7 @@ def weights(learner):
     ids=str,
 )
 def test_it_learns_as_torchs_does(ours, theirs, settings, tmp_path):
+    """With two param groups in every unit."""
     losses, norms, reference, _ = plain(4, theirs, **settings)
     with learner(tmp_path, partial(ours, **settings), alpha=0.5) as one:
         found = []
@@ -47,25 +48,6 @@ def test_it_learns_as_torchs_does(ours, theirs, settings, tmp_path):
             found.append(one.optimizer.last_step.grad_norm)
         torch.testing.assert_close(found, norms, rtol=1e-6, atol=0)
         assert distance(weights(one), values(reference)) < 1e-6
-
-
-def test_param_groups_cut_a_unit(tmp_path):
-    """Biases with a learning rate of their own, inside every layer."""
-
-    def trained_by(optimizer):
-        def make(groups):
-            settings = [{"lr": 3e-3}, {"lr": 1e-4, "betas": (0.5, 0.9)}]
-            return optimizer([{**group, **own} for group, own in zip(groups, settings, strict=True)])
-
-        return make
-
-    model = gpt2()
-    reference = trained_by(torch.optim.AdamW)(two_groups(model))
-    for number in range(3):
-        step(model, reference, tokens(number))
-    with learner(tmp_path, trained_by(gs_compile.AdamW)) as one:
-        one.train(0, 1, 2)
-        assert distance(weights(one), values(model)) < 1e-6
 
 
 def test_hooks_closures_and_zero_grad(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner import PLACES, inside, learner, plain, same_tensors, values
+from learner import PLACES, distance, inside, learner, plain, same_tensors, values
 from torch import nn
 from transformers import GPT2LMHeadModel
 from zoo import huggingface
@@ -33,12 +33,16 @@ make = partial(gs_compile.AdamW, lr=1e-3)
 
 
 @pytest.mark.parametrize("changes", PLACES)
-def test_a_state_dict_has_the_values(changes, tmp_path):
+def test_a_state_dict_has_the_values(changes, trained, tmp_path):
     with learner(tmp_path, make, **changes) as one:
         keys = list(one.model.state_dict())
         one.train(0, 1)
         wanted, found = inside(one), one.model.state_dict()
         assert list(found) == keys
+        masters = inside(one, master=True)
+        assert {value.dtype for value in masters.values()} == {torch.float32}
+        assert distance(masters, values(trained)) < (1e-2 if "precision" in changes else 1e-6)
+        assert all(is_offloaded(parameter) for parameter in one.model.parameters())
         same_tensors({name: found[name] for name in wanted}, wanted)
         assert found["lm_head.weight"].data_ptr() == found["transformer.wte.weight"].data_ptr()
         part, prefix = one.model.transformer.h[1].state_dict(), "transformer.h.1."
