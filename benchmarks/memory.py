@@ -23,19 +23,19 @@ import torch
 import transformers
 
 import gs_compile
-from gs_compile.machine import format_bytes, peak_resident_bytes, resident_bytes
+from gs_compile.machine import format_bytes
 from gs_compile.options import parse_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from bigger_than_memory import SIZES, build
+from bigger_than_memory import SIZES, build, memory_nbytes
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    idle = resident_bytes()
+    idle = memory_nbytes("VmRSS")
     torch.manual_seed(0)
     model = gs_compile.init_on_storage(lambda: build(arguments.size, arguments.sequence), storage=arguments.storage)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    after_building = peak_resident_bytes()
+    after_building = memory_nbytes("VmHWM")
     options = {
         "micro_batch_size": 1,
         "outputs": "loss",
@@ -58,10 +58,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         seconds.append(time.perf_counter() - start)
         losses.append(loss.item())
         if step == 0:
-            first_step = peak_resident_bytes()
+            first_step = memory_nbytes("VmHWM")
             gc.collect()
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present
-    peak = peak_resident_bytes()
+    peak = memory_nbytes("VmHWM")
     assert optimizer.engine is not None
     assert optimizer.last_step is not None
     host_nbytes = optimizer.engine.tiers.slab.nbytes

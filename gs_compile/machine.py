@@ -1,4 +1,4 @@
-"""Memory and cores that this process may use of its machine, and does use, as Linux tells them.
+"""Memory and cores that this process may use of its machine, as Linux tells them.
 
 A container or a batch job gets less than the machine has, and is killed for taking more. So every figure is the least
 of what the hardware has and what the control groups (v1 and v2) allow, from this process's group up to the root.
@@ -55,17 +55,8 @@ def free_storage(folder: Path) -> int:
 
 def meminfo(key: str, proc: Path = PROC) -> int:
     """The bytes that an entry of /proc/meminfo tells of the whole machine."""
-    return _kibibytes(key, proc / "meminfo")
-
-
-def resident_bytes(*, proc: Path = PROC) -> int:
-    """The bytes of memory this process holds now, its share of files included."""
-    return _kibibytes("VmRSS", proc / "self/status")
-
-
-def peak_resident_bytes(*, proc: Path = PROC) -> int:
-    """The most bytes of memory this process has held."""
-    return _kibibytes("VmHWM", proc / "self/status")
+    (found,) = re.findall(rf"^{key}:\s+(\d+) kB$", _text(proc / "meminfo"), re.MULTILINE)
+    return int(found) * 1024
 
 
 def format_bytes(nbytes: int) -> str:
@@ -111,11 +102,6 @@ def _cpu_quota(group: Path) -> float | None:
 def _inactive_file(group: Path) -> int:
     found = re.findall(r"^(?:total_)?inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
     return max(map(int, found), default=0)  # v1 tells its own and the total with all groups below
-
-
-def _kibibytes(key: str, path: Path) -> int:
-    (found,) = re.findall(rf"^{key}:\s+(\d+) kB$", _text(path), re.MULTILINE)
-    return int(found) * 1024
 
 
 def _number(*paths: Path) -> int | None:

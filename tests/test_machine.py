@@ -8,8 +8,6 @@ import pytest
 from gs_compile.machine import (
     available_memory,
     format_bytes,
-    peak_resident_bytes,
-    resident_bytes,
     usable_cores,
     usable_memory,
 )
@@ -111,16 +109,9 @@ def test_a_group_over_its_limit_has_nothing_left_and_one_thread_at_least(machine
     assert usable_cores(**machine.paths) == 1
 
 
-def test_resident_memory(machine):
-    machine.write(machine.proc / "self/status", "Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n")
-    assert resident_bytes(proc=machine.proc) == 2**20
-    assert peak_resident_bytes(proc=machine.proc) == 2**21
-
-
 def test_this_machine():
     assert 0 < available_memory() <= usable_memory()
     assert usable_cores() >= 1
-    assert 0 < resident_bytes() <= peak_resident_bytes() <= usable_memory()
 
 
 @pytest.mark.parametrize(
