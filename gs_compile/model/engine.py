@@ -236,7 +236,7 @@ class Engine(ParameterStore):
     def trained_span(self, parameter: Tensor) -> Slice | None:
         """The span of a parameter that this engine trains; None for others."""
         found = residency_of(parameter)
-        return found.span if found.store is self and found.is_trained else None
+        return found.place[1] if found.is_trained and found.place is not None and found.place[0] is self else None
 
     @property
     def _units(self) -> list[Unit]:
@@ -250,8 +250,8 @@ class Engine(ParameterStore):
         spans = {}
         for index, arg in enumerate(args):
             found = residency_of(arg) if isinstance(arg, torch.nn.Parameter) else None
-            if found is not None and found.store is self and found.span is not None:
-                spans[index] = found.span
+            if found is not None and found.place is not None and found.place[0] is self:
+                spans[index] = found.place[1]
                 if check and arg.requires_grad != found.is_trained:
                     raise OptimizerError(
                         f"requires_grad of a parameter of shape {tuple(arg.shape)} has changed since the first call: "

@@ -37,8 +37,7 @@ class Residency:
     """Where one parameter's value is. An attribute of the parameter, so that both end together."""
 
     optimizer: weakref.ref[Any] | None = None  # of this package, made for the parameter
-    store: ParameterStore | None = None
-    span: Slice | None = None  # in the store
+    place: tuple[ParameterStore, Slice] | None = None  # the store, and the span in it
     is_trained: bool = False  # by the store
     stash: Tensor | None = None  # the value of a stashed parameter, in a file or in memory
     folder: Path | None = None  # of the file; None: the parameter was resident, and its value is in memory
@@ -52,19 +51,10 @@ class Residency:
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of a parameter has a value of its own
 
-    def is_offloaded(self, parameter: Tensor) -> bool:
-        """Whether the parameter's memory is its placeholder, and not what somebody gave it as `.data` since."""
-        address = parameter.untyped_storage().data_ptr()
-        if self.moved is not None and address == self.moved[0].data_ptr():
-            (self.placeholder, self.stash), self.moved = self.moved, None
-        return self.placeholder is not None and address == self.placeholder.data_ptr()
-
     @property
     def tiered(self) -> tuple[ParameterStore, Slice] | None:
-        """The store and the place in it, while it is open."""
-        if self.store is None or self.span is None or self.store.closed:
-            return None
-        return self.store, self.span
+        """The store and the span in it, while it is open."""
+        return None if self.place is None or self.place[0].closed else self.place
 
     def stashed_value(self, parameter: Tensor) -> Tensor:
         """The value of a stashed parameter: read from storage where it is touched."""
@@ -143,8 +133,13 @@ def residency_of(parameter: Tensor) -> Residency:
 
 
 def is_offloaded(parameter: Tensor) -> bool:
-    """Whether the parameter is stashed or tiered."""
-    return isinstance(parameter, OffloadedParameter) and residency_of(parameter).is_offloaded(parameter)
+    """Whether the parameter is stashed or tiered: it has a placeholder, and nobody gave it other `.data` since."""
+    if not isinstance(parameter, OffloadedParameter):
+        return False
+    residency, address = residency_of(parameter), parameter.untyped_storage().data_ptr()
+    if residency.moved is not None and address == residency.moved[0].data_ptr():
+        (residency.placeholder, residency.stash), residency.moved = residency.moved, None
+    return residency.placeholder is not None and address == residency.placeholder.data_ptr()
 
 
 # The parameter --------------------------------------------------------------------------------------------------------
@@ -228,14 +223,14 @@ def stash(
     if not is_offloaded(parameter):
         residency.kind = type(parameter)
         residency.stash, residency.folder = parameter.data if values is None else values, folder
-        residency.store = residency.span = None
+        residency.place = None
     residency.release(parameter, dtype or parameter.dtype)
 
 
 def adopt(parameter: Tensor, store: ParameterStore, span: Slice) -> None:
     """The store has the value of a stashed parameter now."""
     residency = residency_of(parameter)
-    residency.stash, residency.store, residency.span = None, store, span
+    residency.stash, residency.place = None, (store, span)
     residency.is_trained = parameter.requires_grad
 
 
@@ -243,7 +238,7 @@ def hand_back(parameter: Tensor) -> None:
     """Take a value out of a store that failed at its start: the parameter is stashed again, in memory."""
     residency = residency_of(parameter)
     residency.stash, residency.folder = residency.value(parameter, master=True), None
-    residency.store = residency.span = None
+    residency.place = None
 
 
 def roll_back(arguments: Iterable[Any]) -> None:
@@ -263,7 +258,7 @@ def restore(parameter: Tensor, values: Tensor) -> None:
     residency = residency_of(parameter)
     parameter.data = values
     parameter.__class__ = residency.kind
-    residency.placeholder = residency.stash = residency.store = residency.span = None
+    residency.placeholder = residency.stash = residency.place = None
 
 
 def mark_gradient_unavailable(parameter: Tensor) -> None:
