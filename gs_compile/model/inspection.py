@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -113,15 +114,11 @@ class Inspection:
     @property
     def derivation(self) -> str:
         """`loss_terms` as text: a line for each operation, and one for the user's line that it stands in."""
-        if not self.loss_terms:
-            return "the micro-batch is the whole batch: nothing to combine"
-        lines, place = [], ""
-        for term in self.loss_terms:
-            if term.where != place:
-                place = term.where
-                lines.append(f"at {place.rpartition('site-packages/')[2]}")
-            lines.append(f"  {term.node}: {term.kind}: {term.why}")
-        return "\n".join(lines)
+        lines: list[str] = []
+        for place, terms in groupby(self.loss_terms, lambda term: term.where):
+            lines.append(f"at {place.rpartition('site-packages/')[2]}")
+            lines += [f"  {term.node}: {term.kind}: {term.why}" for term in terms]
+        return "\n".join(lines) or "the micro-batch is the whole batch: nothing to combine"
 
     # The step --------------------------------------------------------------------------------------------------------
 
