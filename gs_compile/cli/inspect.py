@@ -15,8 +15,7 @@ from gs_compile.passes.lower import StepSpec, passes
 if TYPE_CHECKING:
     from torch import fx, nn
 
-    from gs_compile.model.inspection import Inspection
-    from gs_compile.model.unit_class import UnitClass
+    from gs_compile.model.inspection import Inspection, UnitClass
 
 PROGRAM_PASSES = ("vertical", *(each.name for each in passes(StepSpec(1, 1))))
 

@@ -21,15 +21,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from gs_compile.capture.graph import LossTerm, Source, TensorSpec
+from gs_compile.capture.graph import Source, TensorSpec, UnitGraph
 from gs_compile.capture.internals import add_artifact
-from gs_compile.codegen.compiled import Compilation, SpecializedModel, Step, compilations_of
+from gs_compile.codegen.compiled import Compilation, Step, compilations_of
 from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.errors import InspectionError
 from gs_compile.machine import format_bytes
-from gs_compile.model.unit_class import UnitClass, counted, describe_shape, in_order
 from gs_compile.program.fx import graph_module
-from gs_compile.program.ir import EPILOGUE, PROLOGUE, Program, StepShape, Unit
+from gs_compile.program.ir import EPILOGUE, PROLOGUE, Program, StepShape, Unit, height
 from gs_compile.program.text import timetable
 
 log = logging.getLogger(__name__)
@@ -54,11 +53,76 @@ def inspect(model: torch.nn.Module) -> Inspection:
 
 
 @dataclass(frozen=True)
+class UnitClass:
+    """Units of equal code, and that code: one forward and one backward, called with each unit's own parameters."""
+
+    units: tuple[Unit, ...]
+    graph: UnitGraph  # of the first: its module, in torch functions, and what is bound to the placeholders
+    inputs: tuple[str, ...]  # of all graphs, as the first unit binds them: "x", "side 0", "h.0.mlp.c_fc.weight"
+    code: Differentiated
+
+    @property
+    def forward(self) -> fx.GraphModule:
+        """The ATen graph of the forward; traced now if no call has needed it yet."""
+        return self.code.graph("forward")
+
+    @property
+    def backward(self) -> fx.GraphModule | None:
+        """The ATen graph of the forward again and its backward; None where nothing has a gradient.
+
+        A layer's takes the gradient of its result after its other inputs; that of a head with a loss starts from the
+        loss. Returns the gradients of the inputs that have one, the head's after its results.
+        """
+        if not self.graph.differentiable or not self.graph.differentiated:
+            return None
+        return self.code.graph("both" if "loss" in self.graph.results else "backward")
+
+    @property
+    def num_operations(self) -> int:
+        """Operations of the forward as the model's code has them, views included."""
+        return sum(node.op.startswith("call_") for node in self.graph.module.graph.nodes)
+
+
+@dataclass
 class Inspection:
-    """One capture of a model, and the latest step that ran with it."""
+    """One capture of a model, and the latest step that has run with it.
+
+    captured: the model's forward as Dynamo captured it, its batch dimension a symbol.
+    specialized: the same at the size of one micro-batch, its loss rewritten to a share of the whole batch's.
+    classes: the classes of the layers: one, where all layers are alike; `uniformity` says how they differ.
+    prologue, epilogue: the part before the layers, the embedding; and after them, the final norm, the head, the loss.
+    loss_terms: how the shares of micro-batches were made to add up to the loss of the whole batch, operation by
+        operation; empty where the micro-batch is the whole batch.
+    shape: the parts of the step.
+    programs: the step program after every pass; the last is the one that runs. `str` of one is its text.
+    num_layers: the single schedule has two of each block: its attention half, then its feed-forward half.
+    micro_batch_size: samples in a micro-batch; the last of the `num_micro_batches` of a batch may have fewer.
+    checkpoint: the input of one layer for one micro-batch.
+    seconds_in_passes: spent so far in the passes over this capture, for all sizes it was called with.
+    seconds_in_code: spent so far in tracing and compiling the units' code, which equal units of all captures share.
+    """
 
     compilation: Compilation
     compilations: tuple[Compilation, ...]  # all captures of the model, in the order of `captures`
+
+    def __post_init__(self) -> None:
+        step = _latest(self.compilation)
+        self._layout = layout = step.layout
+        self.captured = self.compilation.captured.module
+        self.specialized = layout.separated.module
+        self.classes = tuple(map(self._class, layout.uniform.layer_classes))
+        self.prologue, self.epilogue = self._class((PROLOGUE,)), self._class((EPILOGUE,))
+        self.uniformity = layout.uniform.report
+        self.loss_terms = layout.separated.terms
+        self.shape, self.programs = step.shape, step.programs
+        self.num_layers = layout.split.num_layers
+        self.num_micro_batches = self.programs[-1].num_micro_batches
+        self.micro_batch_size = layout.micro_batch_size
+        first = zip(self.classes[0].graph.sources, self.classes[0].graph.specs, strict=True)
+        self.checkpoint = next(spec for source, spec in first if source.kind == "x")
+        self.seconds_in_passes = self.compilation.seconds
+        codes = {code for each in self.compilation.layouts.values() for code in each.sized.codes.values()}
+        self.seconds_in_code = sum(code.seconds for code in codes if isinstance(code, Differentiated))
 
     def __repr__(self) -> str:
         return f"<Inspection: {self.headline}>"
@@ -71,46 +135,6 @@ class Inspection:
         """Every capture of the model (lengths, gradient modes): those that train first, of these the latest first."""
         return tuple(replace(self, compilation=compilation) for compilation in self.compilations)
 
-    # The model -------------------------------------------------------------------------------------------------------
-
-    @property
-    def captured(self) -> fx.GraphModule:
-        """The model's forward as Dynamo captured it, its batch dimension a symbol."""
-        return self.compilation.captured.module
-
-    @property
-    def specialized(self) -> fx.GraphModule:
-        """The captured graph at the size of one micro-batch, its loss rewritten to a share of the whole batch's."""
-        return self._layout.separated.module
-
-    @property
-    def classes(self) -> tuple[UnitClass, ...]:
-        """The classes of the layers: one, where all layers are alike."""
-        return tuple(self._class(layers) for layers in self._layout.uniform.layer_classes)
-
-    @property
-    def prologue(self) -> UnitClass:
-        """The part before the layers: the embedding."""
-        return self._class((PROLOGUE,))
-
-    @property
-    def epilogue(self) -> UnitClass:
-        """The part after the layers: the final norm, the head, the loss."""
-        return self._class((EPILOGUE,))
-
-    @property
-    def uniformity(self) -> str:
-        """Which layers are of which class, and how the classes differ."""
-        return self._layout.uniform.report
-
-    @property
-    def loss_terms(self) -> tuple[LossTerm, ...]:
-        """How the shares of micro-batches were made to add up to the loss of the whole batch, operation by operation.
-
-        Empty where the micro-batch is the whole batch.
-        """
-        return self._layout.separated.terms
-
     @property
     def derivation(self) -> str:
         """`loss_terms` as text: a line for each operation, and one for the user's line that it stands in."""
@@ -119,18 +143,6 @@ class Inspection:
             lines.append(f"at {place.rpartition('site-packages/')[2]}")
             lines += [f"  {term.node}: {term.kind}: {term.why}" for term in terms]
         return "\n".join(lines) or "the micro-batch is the whole batch: nothing to combine"
-
-    # The step --------------------------------------------------------------------------------------------------------
-
-    @property
-    def shape(self) -> StepShape:
-        """The parts of the step."""
-        return _latest(self.compilation).shape
-
-    @property
-    def programs(self) -> tuple[Program, ...]:
-        """The step program after every pass; the last is the one that runs. `str` of one is its text."""
-        return _latest(self.compilation).programs
 
     def program(self, after: str | None = None) -> Program:
         """The step program after the pass called `after`, or the one that runs."""
@@ -153,28 +165,6 @@ class Inspection:
         describe = self.compilation.describe_tiers
         return describe() if describe is not None else "everything is on the device"
 
-    # Sizes -----------------------------------------------------------------------------------------------------------
-
-    @property
-    def num_layers(self) -> int:
-        """The single schedule has two of each block: its attention half, then its feed-forward half."""
-        return self._layout.split.num_layers
-
-    @property
-    def num_micro_batches(self) -> int:
-        return self.programs[-1].num_micro_batches
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Samples in a micro-batch; the last of a batch may have fewer."""
-        return self._layout.micro_batch_size
-
-    @property
-    def checkpoint(self) -> TensorSpec:
-        """The input of one layer for one micro-batch."""
-        graph = self.classes[0].graph
-        return next(spec for source, spec in zip(graph.sources, graph.specs, strict=True) if source.kind == "x")
-
     def parameters(self, *units: Unit) -> dict[int, TensorSpec]:
         """The parameters that `units` (without any: the whole model) read, by index among the captured graph's inputs:
         each once, wherever it is tied to.
@@ -188,17 +178,6 @@ class Inspection:
             if source.kind == "input" and entries[source.index].role == "parameter"
         }
 
-    @property
-    def seconds_in_passes(self) -> float:
-        """Spent so far in the passes over this capture, for all sizes it was called with."""
-        return self.compilation.seconds
-
-    @property
-    def seconds_in_code(self) -> float:
-        """Spent so far in tracing and compiling the units' code, which equal units of all captures share."""
-        codes = {code for layout in self.compilation.layouts.values() for code in layout.sized.codes.values()}
-        return sum(code.seconds for code in codes if isinstance(code, Differentiated))
-
     # For people ------------------------------------------------------------------------------------------------------
 
     @property
@@ -206,8 +185,8 @@ class Inspection:
         """Layers, classes, micro-batches and sizes in one line."""
         num_parameters = sum(spec.numel for spec in self.parameters().values())
         return (
-            f"{counted(self.num_layers, self._layer)} of {counted(len(self.classes), 'class')}, "
-            f"{counted(self.num_micro_batches, 'micro-batch')} of {self.micro_batch_size}, "
+            f"{_counted(self.num_layers, self._layer)} of {_counted(len(self.classes), 'class')}, "
+            f"{_counted(self.num_micro_batches, 'micro-batch')} of {self.micro_batch_size}, "
             f"{num_parameters:,} parameters of {format_bytes(self._nbytes())}, "
             f"checkpoints of {format_bytes(self.checkpoint.nbytes)}"
         )
@@ -225,7 +204,7 @@ class Inspection:
                 self.headline,
                 *(f"  {name + ':':<19} {self._size(unit)}" for name, unit in rows.items()),
                 f"  {'checkpoint:':<19} {self.checkpoint} for each {self._layer} and micro-batch",
-                f"step: {describe_shape(self.shape)}",
+                f"step: {_describe(self.shape)}",
                 self.uniformity,
                 "loss of the whole batch:",
                 *(f"  {line}" for line in self.derivation.splitlines()),
@@ -252,20 +231,16 @@ class Inspection:
             ],
             "differences": list(self._layout.uniform.differences),
             "loss": [asdict(term) for term in self.loss_terms],
-            "shape": {key: in_order(value) for key, value in asdict(self.shape).items()},
+            "shape": {key: _in_order(value) for key, value in asdict(self.shape).items()},
             "programs": {program.made_by: str(program) for program in self.programs},
             "seconds": {"passes": self.seconds_in_passes, "code": self.seconds_in_code},
         }
-
-    @property
-    def _layout(self) -> SpecializedModel:
-        return _latest(self.compilation).layout
 
     def _nbytes(self, *units: Unit) -> int:
         return sum(spec.nbytes for spec in self.parameters(*units).values())
 
     def _size(self, unit: UnitClass) -> str:
-        return f"{counted(unit.num_operations, 'operation')}, {format_bytes(self._nbytes(unit.units[0]))}"
+        return f"{_counted(unit.num_operations, 'operation')}, {format_bytes(self._nbytes(unit.units[0]))}"
 
     @property
     def _layer(self) -> str:
@@ -295,3 +270,28 @@ def report(compilation: Compilation) -> None:
 
 def _latest(compilation: Compilation) -> Step:
     return list(compilation.steps.values())[-1]
+
+
+def _counted(number: int, one: str) -> str:
+    ending = "" if number == 1 else "es" if one.endswith(("s", "ch")) else "s"
+    return f"{number} {one}{ending}"
+
+
+def _describe(shape: StepShape) -> str:
+    """``forward and backward, the head computes the loss, side inputs for the layers``"""
+    units = {name: " ".join(map(str, _in_order(getattr(shape, name)))) for name in ("emits", "outside", "frozen")}
+    parts = {
+        "forward and backward" if shape.training else "forward alone": True,
+        "the head computes the loss": shape.has_loss,
+        "divided by a total over the whole batch": shape.has_total,
+        "side inputs for the layers": shape.has_side,
+        f"other outputs of {units['emits']}": shape.emits,
+        f"gradients from outside for {units['outside']}": shape.outside,
+        f"frozen: {units['frozen']}": shape.frozen,
+    }
+    return ", ".join(part for part, holds in parts.items() if holds)
+
+
+def _in_order(value: Any) -> Any:
+    """Units in their order; other values as they are."""
+    return sorted(value, key=height) if isinstance(value, frozenset) else value
