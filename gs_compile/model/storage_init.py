@@ -55,31 +55,14 @@ def init_on_storage(
     Warns of parameters whose values were not made by torch operations in this thread, as those from numpy: their
     values are right, but they were in memory until all was built.
     """
-    folder = directory(storage)
-    with _NewTensorsInFiles(folder) as files:
+    with _NewTensorsInFiles(directory(storage)) as files:
         model = factory()
     parameters = {name: each for name, each in model.named_parameters() if not is_offloaded(each)}
     buffers = dict(model.named_buffers())
     for name, parameter in parameters.items():
         _check(name, parameter)
     _check_apart(parameters, buffers)
-    resident = [
-        name
-        for name, each in parameters.items()
-        if each.untyped_storage().nbytes() >= SMALL_NBYTES and not _in_file(each)
-    ]
-    if resident:
-        warnings.warn(
-            "initial values that no torch operation of this thread has made (from_numpy, a checkpoint, a thread) were "
-            f"in memory until the model was built; they are right, but took their room: {', '.join(resident)}",
-            stacklevel=2,
-        )
-    for name, parameter in parameters.items():
-        values = _alias(parameter)
-        if name in resident:
-            with files:
-                values = values.clone()
-        stash(parameter, values=values, folder=folder)  # [3]
+    _stash_all(parameters, files)
     mapped = [buffer for buffer in buffers.values() if _in_file(buffer)]
     for buffer, copied in zip(mapped, copy.deepcopy([buffer.detach() for buffer in mapped]), strict=True):
         buffer.data = copied  # in memory; those that shared a file go on sharing
@@ -175,6 +158,27 @@ def _alias(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) ->
 
 
 # When it has run ------------------------------------------------------------------------------------------------------
+
+
+def _stash_all(parameters: dict[str, nn.Parameter], files: _NewTensorsInFiles) -> None:
+    """Stash the values of parameters in their files; those that are in memory, with a warning, in new ones."""
+    resident = [
+        name
+        for name, each in parameters.items()
+        if each.untyped_storage().nbytes() >= SMALL_NBYTES and not _in_file(each)
+    ]
+    if resident:
+        warnings.warn(
+            "initial values that no torch operation of this thread has made (from_numpy, a checkpoint, a thread) were "
+            f"in memory until the model was built; they are right, but took their room: {', '.join(resident)}",
+            stacklevel=3,
+        )
+    for name, parameter in parameters.items():
+        values = _alias(parameter)
+        if name in resident:
+            with files:
+                values = values.clone()
+        stash(parameter, values=values, folder=files.folder)  # [3]
 
 
 def _check(name: str, parameter: torch.Tensor) -> None:
