@@ -16,6 +16,7 @@ from gs_compile.runtime.units import Accumulator, MicroBatch
 
 Tensor = torch.Tensor
 Gradients = Sequence[Tensor | None]
+MADE = ("loss", "sum", "concat", "same")  # how outputs combine that a step computes
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Outputs:
     @property
     def made(self) -> list[OutputSpec]:
         """The outputs that the step computes; the others are arguments, constants, or dropped."""
-        return [output for output in self.models[0].outputs if output.combine in ("loss", "sum", "concat", "same")]
+        return [output for output in self.models[0].outputs if output.combine in MADE]
 
     def collect(self, env: Mapping[Value, Any]) -> list[Tensor]:
         """The contents of `made`, from the values of a step."""
@@ -39,13 +40,8 @@ class Outputs:
         computed = iter(made)
         outputs: list[Any] = []
         for output in self.models[0].outputs:
-            match output.combine:
-                case "none" | "constant":
-                    outputs.append(output.value)
-                case "input":
-                    outputs.append(self.args[output.index])
-                case _:
-                    outputs.append(next(computed))
+            given = self.args[output.index] if output.combine == "input" else output.value
+            outputs.append(next(computed) if output.combine in MADE else given)
         return outputs
 
     def _parts(self, output: OutputSpec, env: Mapping[Value, Any]) -> list[Tensor]:
