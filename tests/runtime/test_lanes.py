@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +88,17 @@ def test_an_error_says_of_which_operation_it_is(lanes):
         ticket.wait()
     assert isinstance(caught.value.__cause__, OSError)
     assert ticket.done
+
+
+def test_a_stream_waits_for_a_copy_and_the_thread_does_not():
+    """Fault 14: the thread waited until the copy had ended."""
+    copying, waited = SimpleNamespace(query=lambda: False, synchronize=lambda: pytest.fail("waits")), []
+    ticket = Ticket("h2d w1")
+    ticket.event = copying
+    ticket.finish()
+    ticket.join(SimpleNamespace(wait_event=waited.append))
+    assert waited == [copying]
+    assert not ticket.done
 
 
 def test_after_an_error_nothing_is_carried_out_on_any_lane(lanes):

@@ -69,12 +69,22 @@ def rig():
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_it_trains_the_same_and_every_access_is_ordered(rig, tmp_path, placement):
+def test_it_trains_the_same_and_every_access_is_ordered(rig, tmp_path, monkeypatch, placement):
+    """No computation is launched before the last but one has begun (fault 15)."""
     chosen = PLACEMENTS[placement]
     maker = partial(adamw, max_grad_norm=0.5) if "clip" in chosen else adamw
     expected = rig.train(maker, options(tmp_path, separate_device=True, **chosen), 3)
+    begun, results = [], TieredExecutor._results
+
+    def launched(executor, op):
+        begun.append(executor.tiers.begun)
+        assert all(event.query() for event in begun[-9:-1])
+        return results(executor, op)
+
+    monkeypatch.setattr(TieredExecutor, "_results", launched)
     with on_twin():
         found = rig.train(maker, options(tmp_path, **chosen), 3)
+    assert len(begun) > 9
     if "clip" in chosen:
         assert found.losses == pytest.approx(expected.losses, rel=1e-6)  # the norm is summed in another order
     else:
