@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from tiered import LENGTH, VOCABULARY, gpt2, options, step, tokens
@@ -108,3 +110,23 @@ def test_models_one_after_the_other_in_one_function(tmp_path):
         model.compile(backend="greedysnake", options=options(tmp_path))
         step(model, optimizer, tokens(0, 2))
         del model, optimizer
+
+
+def test_a_trace_has_every_lane_of_every_step(pair, tmp_path):
+    both = pair(trace=True)
+    both.step(2)
+    both.step(2, seed=1)
+    both.optimizer.synchronize()
+    both.optimizer.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {rows[event["tid"]].split()[0] for event in slices} >= {"compute", "ssd_read", "ssd_write", "cpu"}
+    assert sum(event["name"].startswith("backward 1_") for event in slices) == 2 * 2  # steps, micro-batches
+
+
+def test_without_a_trace(pair, tmp_path):
+    both = pair()
+    both.step(2)
+    with pytest.raises(OptimizerError, match="there is no trace"):
+        both.optimizer.save_trace(tmp_path / "trace.json")

@@ -78,7 +78,7 @@ def test_it_trains_the_same_and_every_access_is_ordered(rig, tmp_path, monkeypat
 
     def launched(executor, op):
         begun.append(executor.tiers.begun)
-        assert all(event.query() for event in begun[-9:-1])
+        assert all(event.happened.is_set() for event in begun[-9:-1])
         return results(executor, op)
 
     monkeypatch.setattr(TieredExecutor, "_results", launched)
