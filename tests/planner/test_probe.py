@@ -113,11 +113,6 @@ def test_this_machine_with_a_gpu(tmp_path):
     assert 1e9 < found.d2h_mixed_bytes_per_second <= found.d2h_bytes_per_second < 1e12
     assert found.matmul_flops_per_second["bf16"] > found.matmul_flops_per_second["fp32"] > 1e12
     assert "pinned" in found.sources["h2d_bytes_per_second"]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_link_alone():
     before = torch.cuda.memory_allocated()
     assert len(link_rates(torch.device("cuda"), 0.5)) == 4
     assert torch.cuda.memory_allocated() == before
@@ -155,15 +150,17 @@ def test_a_declared_rate_takes_the_rate_beside_another_with_it(tmp_path, given):
     assert probe([tmp_path], device=CPU, sustained=both).ssd_write_mixed_bytes_per_second == 4e8
 
 
-@pytest.mark.parametrize("name", ["ssd_speed", "matmul_flops_per_second", "host_nbytes"])
-def test_what_is_no_rate_cannot_be_declared(tmp_path, given, name):
-    with pytest.raises(ProfileError, match=f"{name} cannot be declared: measured here are ssd_read_bytes_per_second, "):
-        probe([tmp_path], device=CPU, sustained={name: 1.0})
-
-
-def test_an_impossible_declaration_is_named(tmp_path, given):
-    with pytest.raises(ProfileError, match=r"ssd_read_bytes_per_second is -1\.0, which no machine has"):
-        probe([tmp_path], device=CPU, sustained={"ssd_read_bytes_per_second": -1.0})
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ssd_speed", "ssd_speed cannot be declared: measured here are ssd_read_bytes_per_second, "),
+        ("host_nbytes", "host_nbytes cannot be declared: measured here are ssd_read_bytes_per_second, "),
+        ("ssd_read_bytes_per_second", r"ssd_read_bytes_per_second is -1\.0, which no machine has"),
+    ],
+)
+def test_what_cannot_be_declared_is_named(tmp_path, given, name, message):
+    with pytest.raises(ProfileError, match=message):
+        probe([tmp_path], device=CPU, sustained={name: -1.0})
 
 
 # Other work ------------------------------------------------------------------------------------------------------------
@@ -205,28 +202,20 @@ def test_the_number_of_ranks(monkeypatch, value, count):
 
 
 def test_a_full_machine_still_has_a_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr(probe_module, "available_memory", lambda: 0)
-    monkeypatch.setattr(probe_module, "room_nbytes", lambda storage: 0)
+    for name in ("available_memory", "room_nbytes"):
+        monkeypatch.setattr(probe_module, name, lambda *_: 0)
     assert free_nbytes([tmp_path], CPU) == {"host_nbytes": 1, "ssd_nbytes": 1}
 
 
 # Drives ----------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_left_of_directories_that_were_not_there(tmp_path, small):
-    drive_rates([tmp_path / "one" / "a", tmp_path / "one" / "b"], 0.1, products)
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_was_there_stays(tmp_path, small):
+def test_what_was_there_stays_and_nothing_else_is_left(tmp_path, small):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("words")
-    drive_rates([tmp_path / "mine"], 0.1, products)
-    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
-
-
-def test_nothing_is_slower_alone(tmp_path, small):
-    rates = {name: figure.value for name, figure in drive_rates([tmp_path], 0.1, products).items()}
+    found = drive_rates([tmp_path / "mine", tmp_path / "one" / "a", tmp_path / "one" / "b"], 0.1, products)
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["mine", "mine/thesis.txt"]
+    rates = {name: figure.value for name, figure in found.items()}
     assert rates["ssd_read_mixed_bytes_per_second"] <= rates["ssd_read_bytes_per_second"]
     assert rates["ssd_write_mixed_bytes_per_second"] <= rates["ssd_write_bytes_per_second"]
 
@@ -244,15 +233,12 @@ def test_a_run_was_killed_in_the_directory(tmp_path):
     assert (tmp_path / FOLDER / "w0").exists()
 
 
-@pytest.mark.parametrize("path", ["/proc/storage", "/sys/storage"])
-def test_a_directory_that_nobody_may_write(path):
-    with pytest.raises(StorageError, match="open failed"):
+@pytest.mark.parametrize(
+    ("path", "message"), [("/proc/storage", "open failed"), (f"/tmp/{'x' * 300}", "File name too long")]
+)
+def test_a_directory_that_cannot_be_used(path, message):
+    with pytest.raises(StorageError, match=message):
         probe([Path(path)], device=CPU)
-
-
-def test_a_directory_that_cannot_be_looked_at(tmp_path):
-    with pytest.raises(StorageError, match="File name too long"):
-        probe([tmp_path / ("x" * 300)], device=CPU)
 
 
 def test_a_drive_without_room_is_refused(tmp_path, monkeypatch):
@@ -278,14 +264,6 @@ def test_the_fullest_filesystem_binds_and_directories_of_one_share_its_room(tmp_
 # Rates -----------------------------------------------------------------------------------------------------------------
 
 
-def sleeping(seconds, amount):
-    def work():
-        time.sleep(seconds)
-        return amount
-
-    return work
-
-
 def test_a_rate_is_the_amount_by_the_time(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(rates_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
@@ -298,7 +276,7 @@ def test_a_rate_is_the_amount_by_the_time(monkeypatch):
 
 
 def test_work_that_outlasts_its_time_is_done_once():
-    (rate,) = at_once({None: sleeping(0.05, 1.0)}, 0.0).values()
+    (rate,) = at_once({None: lambda: time.sleep(0.05) or 1.0}, 0.0).values()
     assert rate <= 20
 
 
