@@ -34,16 +34,13 @@ def small(monkeypatch):
     monkeypatch.setattr(probe_drive, "REQUEST_NBYTES", 1 << 20)
 
 
-def given_figures(rates):
-    return {name: Figure(rate, "given") for name, rate in rates.items()}
-
-
 @pytest.fixture
 def given(monkeypatch):
     """Figures that are not measured."""
     rates = {f"ssd_{verb}_bytes_per_second": rate for verb, rate in DRIVE.items()} | {"request_seconds": 1e-4}
-    monkeypatch.setattr(probe_module, "drive_rates", lambda *_: given_figures(rates))
-    monkeypatch.setattr(probe_module, "compute_rates", lambda *_: given_figures(COMPUTE))
+    for measured, found in (("drive_rates", rates), ("compute_rates", COMPUTE)):
+        figures = {name: Figure(rate, "given") for name, rate in found.items()}
+        monkeypatch.setattr(probe_module, measured, lambda *_, figures=figures: dict(figures))
 
 
 DRIVE = {"read": 4e9, "write": 2e9, "read_mixed": 3e9, "write_mixed": 1e9}

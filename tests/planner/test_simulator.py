@@ -142,9 +142,8 @@ def test_everything_in_memory_takes_what_it_computes(inline):
     assert found.seconds == sum(seconds[0])
     assert found.busy == {"compute": 1.0}
     assert found.bubbles == {}
-    assert [span.index for span in found.critical_path] == [
-        index for index, op in enumerate(program.ops) if op.lane == "compute"
-    ]
+    computing = [index for index, op in enumerate(program.ops) if op.lane == "compute"]
+    assert [span.index for span in found.critical_path] == computing
 
 
 @pytest.mark.parametrize("lane", ["h2d", "d2h", "ssd_read", "ssd_write", "cpu"])
@@ -278,9 +277,8 @@ def test_a_prediction_opens_as_a_run_does_and_is_json():
     found = simulate([program], by_lane([program], dict.fromkeys(LANES, 1.0)), placement=placement)
     slices = [event for event in found.chrome()["traceEvents"] if event["ph"] == "X"]
     assert len(slices) == len(found.spans)
-    assert {"name": "forward 1_0", "cat": "compute", "dur": 1e6}.items() <= next(
-        event for event in slices if event["name"] == "forward 1_0"
-    ).items()
+    one = next(event for event in slices if event["name"] == "forward 1_0")
+    assert (one["cat"], one["dur"]) == ("compute", 1e6)
     moved: dict[tuple[str, str], int] = {}
     for event in slices:
         if event["args"]["bytes"]:
@@ -299,5 +297,4 @@ def test_a_large_program_takes_seconds():
     seconds = by_lane([program], {lane: 1.0 + index / 7 for index, lane in enumerate(LANES)})
     speeds = {("ssd_read", "ssd_write"): 0.6, ("h2d", "d2h"): 0.7, ("compute", "cpu"): 0.9}
     run = partial(simulate, [program] * 2, seconds * 2, placement=placement, speeds=speeds, op_seconds=1e-5)
-    taken, _ = cpu_seconds(run)
-    assert taken < 3.0
+    assert cpu_seconds(run)[0] < 3.0
