@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from gs_compile.capture.graph import block_of, source_line
+from gs_compile.capture.graph import TensorSpec, block_of, source_line
 from gs_compile.capture.operations import is_mutation, mutated, operation
 from gs_compile.errors import UniformityError
 
@@ -64,6 +64,12 @@ def arrange(readers: Readers) -> tuple[dict[fx.Node, int], int]:
 def is_free(node: fx.Node) -> bool:
     """Inputs and constants belong to every unit that reads them."""
     return node.op in ("placeholder", "get_attr")
+
+
+def is_like(node: fx.Node, spec: TensorSpec) -> bool:
+    """Whether a value is a tensor of this shape and dtype."""
+    found = node.meta["spec"]
+    return isinstance(found, TensorSpec) and (found.shape, found.dtype) == (spec.shape, spec.dtype)
 
 
 def storage_of(node: fx.Node) -> int | None:

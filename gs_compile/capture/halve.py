@@ -18,8 +18,8 @@ from itertools import pairwise
 
 from torch import fx
 
-from gs_compile.capture.arrange import Readers, is_free
-from gs_compile.capture.graph import TensorSpec, block_of, source_line
+from gs_compile.capture.arrange import Readers, is_free, is_like
+from gs_compile.capture.graph import block_of, source_line
 from gs_compile.capture.operations import operation
 from gs_compile.errors import UniformityError
 
@@ -42,15 +42,22 @@ def halve(readers: Readers, whole: Mapping[fx.Node, int], carried: Sequence[fx.N
 
 def _boundary(layer: int, block: Sequence[fx.Node], readers: Readers, first: fx.Node, last: fx.Node) -> fx.Node:
     """The residual addition in the middle of a block that takes `first` to `last`."""
-    found = _residuals(block, readers, first, last)
-    spec, wanted = found[0].meta["spec"] if found else None, first.meta["spec"]
-    if len(found) != NUM_RESIDUALS:
-        raise UniformityError(_refusal(layer, block, _listed(found)))
-    if not isinstance(spec, TensorSpec) or (spec.shape, spec.dtype) != (wanted.shape, wanted.dtype):
-        raise UniformityError(
-            _refusal(layer, block, f"the first of two, `{found[0].name}`, is {spec} and the block's input {wanted}")
-        )
-    return found[0]
+    found, wanted = _residuals(block, readers, first, last), first.meta["spec"]
+    names = ", ".join(f"`{node.name}`{f' at {line}' if (line := source_line(node)) else ''}" for node in found)
+    if len(found) == 1:
+        here = f"there is one, {names}: the two run side by side, or one of them is missing"
+    elif len(found) != NUM_RESIDUALS:
+        here = f"there are {len(found)}: {names}" if found else "there is none"
+    elif not is_like(found[0], wanted):
+        here = f"the first of two, `{found[0].name}`, is {found[0].meta['spec']} and the block's input {wanted}"
+    else:
+        return found[0]
+    path = next((f" ({'.'.join(map(str, name))})" for node in block if (name := block_of(node))), "")
+    raise UniformityError(
+        f"layer {layer}{path} cannot be cut in two: the single schedule keeps a checkpoint between attention and "
+        f"feed-forward, at the first of two residual additions that all of the block passes through; here {here}. "
+        'Choose expert.schedule="vertical"'
+    )
 
 
 def _residuals(block: Sequence[fx.Node], readers: Readers, first: fx.Node, last: fx.Node) -> list[fx.Node]:
@@ -87,22 +94,3 @@ def _after(boundary: fx.Node, block: Sequence[fx.Node], readers: Readers) -> set
         elif node not in before and users and after.issuperset(users):
             after.add(node)
     return after.intersection(block)
-
-
-# Refusing -------------------------------------------------------------------------------------------------------------
-
-
-def _refusal(layer: int, block: Sequence[fx.Node], found: str) -> str:
-    path = next((f" ({'.'.join(map(str, name))})" for node in block if (name := block_of(node))), "")
-    return (
-        f"layer {layer}{path} cannot be cut in two: the single schedule keeps a checkpoint between attention and "
-        f"feed-forward, at the first of two residual additions that all of the block passes through; here {found}. "
-        'Choose expert.schedule="vertical"'
-    )
-
-
-def _listed(found: Sequence[fx.Node]) -> str:
-    names = ", ".join(f"`{node.name}`{f' at {line}' if (line := source_line(node)) else ''}" for node in found)
-    if len(found) == 1:
-        return f"there is one, {names}: the two run side by side, or one of them is missing"
-    return f"there are {len(found)}: {names}" if found else "there is none"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gs_compile.capture.arrange import arrange, is_free, needed_by, storage_of
+from gs_compile.capture.arrange import arrange, is_free, is_like, needed_by, storage_of
 from gs_compile.capture.graph import Captured, OutputSpec, Source, TensorSpec, UnitGraph, layer_name, source_line
 from gs_compile.capture.halve import halve
 from gs_compile.capture.loss import Separated
@@ -106,7 +106,7 @@ class _Cut:
         """Which of the prologue's values is the first layer's input: the one that is like the second layer's."""
         spec = second.meta["spec"]
         read = dict.fromkeys(chain.from_iterable(node.all_input_nodes for node in self.readers if self.at[node] == 1))
-        like = [node for node in read if _is_like(node, spec)]
+        like = [node for node in read if is_like(node, spec)]
         found = [node for node in crossing if self.at[node] == 0 and node in like] or [*filter(self._is_batch, like)]
         if not found:
             raise UniformityError(
@@ -249,11 +249,6 @@ def _source(node: fx.Node) -> Source:
     source = node.meta["source"]
     assert isinstance(source, Source)
     return source
-
-
-def _is_like(node: fx.Node, spec: TensorSpec) -> bool:
-    found = node.meta["spec"]
-    return isinstance(found, TensorSpec) and (found.shape, found.dtype) == (spec.shape, spec.dtype)
 
 
 def _extract(
