@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from captured import Tiny, batch, captured, leaves, run, text
 from hypothesis import given, settings
@@ -16,7 +15,7 @@ def node_of(module, name):
     return next(node for node in module.graph.nodes if node.name == name)
 
 
-def test_batch_dims():
+def test_specs():
     def criterion(logits, labels):
         return (
             logits,
@@ -25,12 +24,13 @@ def test_batch_dims():
             logits.sum(0),
             logits[:, None] - logits[None],
             logits.sum(),
+            logits.half(),
         )
 
     case = captured(Tiny(criterion), *batch(4))
     outputs = case.specialized(3).graph.output_node().args[0]
-    found = [(node.meta["spec"].shape, node.meta["spec"].batch_dims) for node in outputs]
-    assert found == [
+    *specs, half = [node.meta["spec"] for node in outputs]
+    assert [(spec.shape, spec.batch_dims) for spec in specs] == [
         ((3, 5, 11), (0,)),
         ((5, 3, 11), (1,)),
         ((15, 11), (0,)),
@@ -38,37 +38,23 @@ def test_batch_dims():
         ((3, 3, 5, 11), (0, 1)),
         ((), ()),
     ]
-    specs = {node.name: node.meta["spec"] for node in case.specialized(3).graph.nodes if node.op == "placeholder"}
+    assert half == TensorSpec((3, 5, 11), (55, 11, 1), torch.float16, torch.device("cpu"), True, (0,))
+    assert (half.nbytes, str(half)) == (330, "float16[3, 5, 11]")
+    given = {node.name: node.meta["spec"] for node in case.specialized(3).graph.nodes if node.op == "placeholder"}
     for entry in case.captured.inputs:
         if entry.role != "size":
-            assert specs[entry.name].batch_dims == ((0,) if entry.role == "batch" else ())
+            assert given[entry.name].batch_dims == ((0,) if entry.role == "batch" else ())
 
 
-def test_spec_says_what_a_tensor_is():
-    (spec,) = (
-        n.meta["spec"]
-        for n in captured(Tiny(lambda p, y: p.half()), *batch(4)).specialized(2).graph.output_node().args[0]
-    )
-    assert spec == TensorSpec((2, 5, 11), (55, 11, 1), torch.float16, torch.device("cpu"), True, (0,))
-    assert (spec.nbytes, str(spec)) == (220, "float16[2, 5, 11]")
+def test_batch_numbers_tell_proportional_from_not():
+    def criterion(p, y):
+        size, tokens = p.shape[:2]
+        numbers = (size, size * tokens, size - 1, size**2, size // 2, tokens, 3)
+        return tuple(p.sum() / number for number in numbers)
 
-
-@pytest.mark.parametrize(
-    ("criterion", "numbers"),
-    [
-        (lambda p, y: p.sum() / p.shape[0], {3: True}),
-        (lambda p, y: p.sum() / (p.shape[0] * p.shape[1]), {15: True}),
-        (lambda p, y: p.sum() / (p.shape[0] - 1), {2: False}),
-        (lambda p, y: p.sum() / (p.shape[0] ** 2), {9: False}),
-        (lambda p, y: p.sum() / (p.shape[0] // 2), {1: False}),
-        (lambda p, y: p.sum() / p.shape[1], {}),
-        (lambda p, y: p.sum() / 3, {}),
-    ],
-)
-def test_batch_numbers_tell_proportional_from_not(criterion, numbers):
-    case = captured(Tiny(criterion), *batch(4))
-    (output,) = case.specialized(3).graph.output_node().args[0]
-    assert output.meta["batch_numbers"] == numbers
+    outputs = captured(Tiny(criterion), *batch(4)).specialized(3).graph.output_node().args[0]
+    found = [node.meta["batch_numbers"] for node in outputs]
+    assert found == [{3: True}, {15: True}, {2: False}, {9: False}, {1: False}, {}, {}]
 
 
 def test_two_batch_symbols():
