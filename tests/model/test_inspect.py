@@ -14,7 +14,7 @@ import expecttest
 import pytest
 import torch
 from torch import fx, nn
-from torch.nn import functional
+from zoo import GPT, VOCAB, WIDTH, Block
 
 import gs_compile
 from gs_compile.errors import InspectionError
@@ -22,43 +22,21 @@ from gs_compile.model.backend import greedysnake
 from gs_compile.program.text import parse
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKENS, WIDTH = 5, 8
+TOKENS = 5
 
 
-class Block(nn.Module):
-    def __init__(self, hidden: int = 16) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
-
-    def forward(self, x_BTD):
-        return x_BTD + self.down(functional.gelu(self.up(x_BTD)))
-
-
-class Toy(nn.Module):
-    """Tokens to tokens, the loss inside."""
-
-    def __init__(self, *hidden: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, WIDTH)
-        self.blocks = nn.ModuleList(Block(size) for size in hidden or (16, 16, 16))
-        self.head = nn.Linear(WIDTH, 11)
-
-    def forward(self, tokens_BT):
-        x_BTD = self.embedding(tokens_BT)
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        return functional.cross_entropy(self.head(x_BTD).flatten(0, 1), tokens_BT.flatten())
-
-
-def toy(*hidden: int) -> Toy:
-    model = Toy(*hidden)
+def toy(*hidden: int) -> GPT:
+    """A compiled model whose blocks are `hidden` wide."""
+    widths = iter(hidden or (64, 64, 64))
+    model = GPT(lambda: Block(next(widths)), num_layers=len(hidden) or 3)
     torch._dynamo.reset()
     model.compile(backend=greedysnake, options={"micro_batch_size": 2, "expert": {"compiler": "eager"}})
     return model
 
 
-def tokens(batch: int = 4, length: int = TOKENS) -> torch.Tensor:
-    return torch.arange(batch * length).reshape(batch, length) % 11
+def loss_of(model: nn.Module, batch: int = 4, length: int = TOKENS) -> torch.Tensor:
+    ids = torch.arange(batch * length).reshape(batch, length) % VOCAB
+    return model(ids, ids)[1]
 
 
 def batch_sizes(module: fx.GraphModule, key: str) -> list[int | torch.SymInt]:
@@ -69,7 +47,7 @@ def batch_sizes(module: fx.GraphModule, key: str) -> list[int | torch.SymInt]:
 @pytest.fixture
 def inspection():
     model = toy()
-    model(tokens()).backward()
+    loss_of(model).backward()
     return gs_compile.inspect(model)
 
 
@@ -80,17 +58,17 @@ def test_the_report(inspection):
     expecttest.assert_expected_inline(
         re.sub(r"\.py:\d+", ".py:_", report),
         """\
-3 layers of 1 class, 2 micro-batches of 2, 1,027 parameters of 4.0 KiB, checkpoints of 320 B
-  embedding:          1 operation, 352 B
-  layer of class 0:   4 operations, 1.1 KiB
-  head:               5 operations, 396 B
-  checkpoint:         float32[2, 5, 8] for each layer and micro-batch
-step: forward and backward, the head computes the loss, divided by a total over the whole batch
+3 layers of 1 class, 2 micro-batches of 2, 26,816 parameters of 104.8 KiB, checkpoints of 1.2 KiB
+  embedding:          1 operation, 8.8 KiB
+  layer of class 0:   17 operations, 29.0 KiB
+  head:               6 operations, 9.0 KiB
+  checkpoint:         float32[2, 5, 32] for each layer and micro-batch
+step: forward and backward, the head computes the loss, divided by a total over the whole batch, other outputs of h
 class 0: 3 layers: 0-2
 loss of the whole batch:
-  at /tests/model/test_inspect.py:_: return functional.cross_entropy(self.head(x_BTD).flatten(0, 1), tokens_BT.flatten())
+  at /tests/zoo.py:_: loss = None if labels is None else functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     sum_1: total: made from the inputs alone: counted over the whole batch
-    cross_entropy: sum: cross_entropy(mean) = cross_entropy(sum) / total, the counted labels of the whole batch
+    loss: sum: cross_entropy(mean) = cross_entropy(sum) / total, the counted labels of the whole batch
     div: sum: micro-batches add
 seconds: _ in passes, _ in compiling code
 tiers:
@@ -100,42 +78,41 @@ tiers:
 
 
 def test_both_ways_of_compiling():
-    model = Toy()
+    model = GPT()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=greedysnake, options={"expert": {"compiler": "eager"}})
     with torch.no_grad():
-        compiled(tokens(batch=2))
+        loss_of(compiled, batch=2)
     assert gs_compile.inspect(compiled).num_layers == 3
     assert gs_compile.inspect(model) == gs_compile.inspect(compiled)
 
 
 def test_there_must_have_been_a_call():
-    for model in (Toy(), toy()):
-        with pytest.raises(InspectionError, match=r"this Toy has not run .* call the model once"):
+    for model in (GPT(), toy()):
+        with pytest.raises(InspectionError, match=r"this GPT has not run .* call the model once"):
             gs_compile.inspect(model)
 
 
 def test_graphs_of_the_model_and_its_layers(inspection):
     assert "s" in str(batch_sizes(inspection.captured, "example_value"))
-    assert batch_sizes(inspection.specialized, "spec") == [2]
+    assert set(batch_sizes(inspection.specialized, "spec")) == {2}
     (layers,) = inspection.classes
     assert layers.units == (0, 1, 2)
-    assert layers.inputs == (
-        "x",
-        *(f"blocks.0.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")),
-    )
+    assert layers.inputs == ("x", *(f"blocks.0.{name}" for name, _ in Block().named_parameters()))
     assert len(layers.forward.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)) == 1
     assert layers.backward.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu_backward.default)
     assert inspection.prologue.units == ("e",)
     assert inspection.epilogue.units == ("h",)
     assert "loss" in inspection.epilogue.graph.results
-    assert len(inspection.epilogue.backward.graph.output_node().args[0]) == 1 + 3  # loss; dx, weight, bias
+    assert (
+        len(inspection.epilogue.backward.graph.output_node().args[0]) == 2 + 4
+    )  # loss, logits; dx, norm's weight and bias, weight
 
 
 def test_a_frozen_embedding_has_no_backward():
     model = toy()
     model.embedding.requires_grad_(False)
-    model(tokens()).backward()
+    loss_of(model).backward()
     inspection = gs_compile.inspect(model)
     assert inspection.prologue.backward is None
     assert inspection.shape.frozen == {"e"}
@@ -145,7 +122,7 @@ def test_a_frozen_embedding_has_no_backward():
 def test_classes_of_layers():
     model = toy(16, 16, 24, 16)
     with pytest.warns(gs_compile.errors.UniformityWarning):
-        model(tokens())
+        loss_of(model)
     inspection = gs_compile.inspect(model)
     assert [c.units for c in inspection.classes] == [(0, 1, 3), (2,)]
     assert "layer 2 differs from layer 0" in inspection.uniformity
@@ -155,7 +132,7 @@ def test_classes_of_layers():
 def test_sizes(inspection):
     assert (inspection.num_layers, inspection.num_micro_batches, inspection.micro_batch_size) == (3, 2, 2)
     assert inspection.checkpoint.shape == (2, TOKENS, WIDTH)
-    model = Toy()
+    model = GPT()
     total = sum(spec.nbytes for spec in inspection.parameters().values())
     assert total == sum(parameter.nbytes for parameter in model.parameters())
     assert sum(spec.nbytes for spec in inspection.parameters(1).values()) == sum(
@@ -179,12 +156,12 @@ def test_the_program_after_every_pass(inspection):
 def test_captures_that_train_come_first():
     model = toy()
     with torch.no_grad():
-        model(tokens())
+        loss_of(model)
     assert not gs_compile.inspect(model).shape.training
-    model(tokens())
-    model(tokens(length=7))
+    loss_of(model)
+    loss_of(model, length=7)
     with torch.no_grad():
-        model(tokens())
+        loss_of(model)
     inspection = gs_compile.inspect(model)
     assert inspection.captures[0] == inspection
     assert [(c.shape.training, c.checkpoint.shape[1]) for c in inspection.captures] == [
@@ -197,7 +174,7 @@ def test_captures_that_train_come_first():
 def test_of_several_batch_sizes_the_latest_is_shown():
     model = toy(40, 40)  # code of its own: equal layers of all models share theirs
     for batch, micro_batches in ((4, 2), (6, 3), (4, 2)):
-        model(tokens(batch))
+        loss_of(model, batch)
         inspection = gs_compile.inspect(model)
         assert inspection.num_micro_batches == micro_batches
     # compiled before a thread of autograd's needs it
@@ -206,7 +183,7 @@ def test_of_several_batch_sizes_the_latest_is_shown():
 
 def test_nothing_to_combine_in_one_micro_batch():
     model = toy()
-    model(tokens(batch=2))
+    loss_of(model, batch=2)
     inspection = gs_compile.inspect(model)
     assert inspection.loss_terms == ()
     assert "nothing to combine" in inspection.derivation
@@ -221,7 +198,7 @@ def test_the_dictionary_is_json(inspection):
 
 def test_what_is_remembered_keeps_no_model_alive():
     model = toy()
-    model(tokens()).backward()
+    loss_of(model).backward()
     parameter = weakref.ref(model.head.weight)
     del model
     torch._dynamo.reset()
@@ -237,7 +214,7 @@ def test_the_package_is_imported_without_torch():
 
 
 def test_logs_and_trace_artifacts(tmp_path):
-    code = "import sys; sys.path[:0] = ['tests', 'tests/model']; import test_inspect as t; t.toy()(t.tokens())"
+    code = "import sys; sys.path[:0] = ['tests', 'tests/model']; import test_inspect as t; t.loss_of(t.toy())"
     environment = {"TORCH_LOGS": "+gs_compile", "TORCH_TRACE": str(tmp_path), "PATH": "/usr/bin:/bin"}
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=100
