@@ -75,7 +75,7 @@ class IssuePoint(NamedTuple):
 
     stage: int
     position: int = -1  # of the micro-batch in the stage; -1: before all of them
-    moment: int = 0  # before, at or after that computation
+    when: int = 0  # before, at or after that computation
     rank: int = OTHERS
 
 

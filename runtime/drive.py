@@ -136,7 +136,7 @@ class Drive:
             self.remove(file)
 
     def _unlink(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # someone else was tidying
+        with contextlib.suppress(FileNotFoundError):  # someone else has removed it
             os.unlink(name, dir_fd=self._folder_fd)
 
     def _remove_all(self) -> None:

@@ -1,4 +1,4 @@
-"""ssd: files moved to and from memory in the background, and every error told to whoever waits.
+"""ssd: files moved to and from memory in the background; whoever waits gets the error.
 
 A request is cut into blocks, and the blocks are moved by two small pools of threads, one that reads and one that
 writes, so that neither waits for the other. `os.preadv` and `os.pwritev` release the GIL; the threads cost a few per

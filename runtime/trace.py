@@ -94,7 +94,7 @@ class Trace:
     def totals(self, *, reset: bool = False) -> dict[str, Total]:
         """By lane, those that did something, in the order of `LANES`; later operations do not change it.
 
-        `reset` begins the sums anew in the same moment: what a lane adds meanwhile counts for later. Events stay.
+        `reset` begins the sums anew at once: what a lane adds meanwhile counts for later. Events stay.
         """
         with self._lock:
             self._take_launched()

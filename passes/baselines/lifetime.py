@@ -7,9 +7,9 @@ moves nearly all of them away and back in every such period:
                                         offload         prefetch
     w1.device     forward 1 of 0              ...........     backward 1 of 0   ...........     forward 1 of 1
 
-Here all of them stay at first. Then, as long as the peak of a tier is above its budget, of all periods over the moment
-of the peak one becomes a journey again: the one that frees the most bytes for the longest time, for the least time on
-the lanes. First the device's memory is brought within its budget, then the host's, with what the device has left to it.
+Here all of them stay at first. Then, as long as the peak of a tier is above its budget, one of the periods in which the
+peak lies becomes a round trip again: the one that frees the most bytes for the longest time, for the least time on the
+lanes. First the device's memory is brought within its budget, then the host's, with what the device has left to it.
 What stays is neither moved away nor back; each prefetch that is left is where `pipeline` has put it, as late as hides
 it. What outlives the step is not in question: its home is the placement's.
 """
@@ -40,7 +40,7 @@ class Period:
 
     index: of the operation that brings it back, in the program in question.
     first, last: in the same with its frees, those between which it takes no memory if it is moved away.
-    duration: in forwards of a layer; seconds: of the journey, on all its lanes.
+    duration: in forwards of a layer; seconds: of the round trip, on all its lanes.
     """
 
     value: Value
@@ -62,7 +62,7 @@ class Period:
 
 @dataclass(frozen=True)
 class Lifetime:
-    """The same step with fewer journeys, none of its planned peaks above the room's or the horizontal program's own.
+    """The same step with fewer round trips, none of its planned peaks above the room's or the horizontal program's own.
 
     late: as of `Free`. Without a room in the placement nothing stays.
     """
@@ -76,7 +76,7 @@ class Lifetime:
         return self.decide(program)[0]
 
     def decide(self, program: Program) -> tuple[Program, tuple[Period, ...]]:
-        """The program with fewer journeys, and every period with what was decided on it."""
+        """The program with fewer round trips, and every period with what was decided on it."""
         found: list[Period] = []
         room = self.placement.room
         budgets: dict[Tier, int] = {}
@@ -157,7 +157,7 @@ def _forwards(op: Op) -> float:
 
 
 def _seconds(value: Value, nbytes: int, placement: Placement) -> float:
-    """The time of a journey away from a value's tier and back on all its lanes; parameters are stored there already."""
+    """The time of a round trip from a value's tier on all its lanes; parameters need not be written."""
     assert placement.room is not None
     rates = dict(placement.room.bytes_per_second)
     on_ssd = _ssd_nbytes(value, nbytes, placement)
