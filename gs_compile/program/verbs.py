@@ -194,9 +194,9 @@ def _is_transfer(op: Op) -> bool:
 
 
 def _is_gather(op: Op) -> bool:
-    whole = Value("w", op.results[0].unit) if len(op.results) == 1 else None
-    parts = all((v.kind, v.unit) == ("w", op.results[0].unit) and v != whole for v in op.reads)
-    return op.results == (whole,) and not op.into and bool(op.reads) and parts
+    whole = Value("w", op.values[0].unit if op.values else None)
+    are_parts = all((value.kind, value.unit) == ("w", whole.unit) and value != whole for value in op.reads)
+    return op.results == (whole,) and not op.into and bool(op.reads) and are_parts
 
 
 def _is_alias(op: Op) -> bool:

@@ -112,6 +112,7 @@ BROKEN = [
     ("tiers", "s2c.host = prefetch(s2c.ssd)", "s2c.host = prefetch()", TRANSFER),
     ("tiers", "gather(w1.device[0], w1.device[1])", "gather(w1.device[0], w0.device[1])", GATHER),
     ("tiers", "w1.device = gather(", "w1a.device = gather(", GATHER),
+    ("tiers", "w1.device = gather(", "gather(", GATHER),
     ("tiers", "normh.device = norm", "dw2a.host = alias(dwh.device)\nnormh.device = norm", "alias takes one"),
     ("tiers", "web.host = empty()", "seb.host = empty()", "empty takes nothing, and defines a part"),
     ("tiers", "norm2.device = norm(", "norm1.device = norm(", "norm takes one gradient"),
