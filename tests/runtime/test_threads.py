@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,7 +17,7 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THR
 
 
 @pytest.fixture(autouse=True)
-def own_threads() -> Iterator[None]:
+def own_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -26,10 +25,10 @@ def own_threads() -> Iterator[None]:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def launched(monkeypatch):
     """As torchrun starts a process, on a machine of 16 cores; keywords change the environment, None removes."""
 
-    def launch(cores: int = 16, **changed: str | None) -> None:
+    def launch(cores=16, **changed):
         for name, value in (TORCHRUN | changed).items():
             if value is None:
                 monkeypatch.delenv(name, raising=False)
@@ -41,7 +40,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return launch
 
 
-def in_new_thread(function: Callable[[], int]) -> int:
+def in_new_thread(function):
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 
@@ -57,11 +56,11 @@ def test_a_limit_is_one_threads_own():
 
 
 def test_a_limit_reaches_openmp():
-    def openmp() -> int:
+    def openmp():
         found = re.search(r"omp_get_max_threads\(\) : (\d+)", torch.__config__.parallel_info())
         return int(found[1]) if found else pytest.skip("torch is built without OpenMP")
 
-    def limited() -> int:
+    def limited():
         limit_threads(4)
         return openmp()
 
@@ -72,7 +71,7 @@ def test_a_limit_reaches_openmp():
 def test_limits_set_at_once_leave_the_default():
     barrier = threading.Barrier(6)
 
-    def limit(count: int) -> int:
+    def limit(count):
         barrier.wait()
         limit_threads(count)
         return torch.get_num_threads()
@@ -82,7 +81,7 @@ def test_limits_set_at_once_leave_the_default():
     assert in_new_thread(torch.get_num_threads) == 2
 
 
-def test_torchruns_one_is_corrected_and_said_once(launched: Callable[..., None], caplog: pytest.LogCaptureFixture):
+def test_torchruns_one_is_corrected_and_said_once(launched, caplog):
     launched()
     with caplog.at_level(logging.WARNING):
         assert correct_thread_count() == correct_thread_count() == torch.get_num_threads() == 8
@@ -99,25 +98,18 @@ def test_torchruns_one_is_corrected_and_said_once(launched: Callable[..., None],
         {"TORCHELASTIC_RUN_ID": None},  # not torchrun
         {"LOCAL_WORLD_SIZE": "1"},  # torchrun leaves the variable alone for one process
         {"LOCAL_WORLD_SIZE": None},
+        {"cores": 3},  # one for each process
         {"OMP_NUM_THREADS": "3"},  # the user's
         {"OMP_NUM_THREADS": None},
     ],
 )
-def test_another_one_is_not_corrected(
-    changed: dict[str, str | None], launched: Callable[..., None], caplog: pytest.LogCaptureFixture
-):
+def test_another_one_is_not_corrected(changed, launched, caplog):
     launched(**changed)
     assert correct_thread_count() == torch.get_num_threads() == 1
     assert not caplog.records
 
 
-def test_a_process_with_one_core_keeps_one_thread(launched: Callable[..., None], caplog: pytest.LogCaptureFixture):
-    launched(cores=3)
-    assert correct_thread_count() == torch.get_num_threads() == 1
-    assert not caplog.records
-
-
-def test_a_number_set_since_stays(launched: Callable[..., None]):
+def test_a_number_set_since_stays(launched):
     launched()
     torch.set_num_threads(3)
     assert correct_thread_count() == torch.get_num_threads() == 3
