@@ -65,10 +65,10 @@ class Setting:
         dtype = self.dtypes[unit] if homed(value).kind == "w" else self.state_dtype(unit)
         return flat(memory, nbytes_of(self.placement, value) // dtype.itemsize, dtype)
 
-    def region(self, label: str, nbytes: int, kind: str = "") -> Region:
+    def region(self, label: str, nbytes: int) -> Region:
         """A file on SSD, all of it."""
         assert self.store is not None, f"{label} is on SSD, and there is no storage"
-        return Region(self.store.allocate(label, nbytes, kind=kind or label[0]), 0, nbytes)
+        return Region(self.store.allocate(label, nbytes), 0, nbytes)
 
 
 def flat(memory: Tensor | None, numel: int, dtype: torch.dtype) -> Tensor:
@@ -122,7 +122,7 @@ class Parameters:
         if part.tier == "host":
             return self.setting.part(value, memory)
         nbytes = part.numel * self.setting.unit(value).itemsize
-        return self.setting.region(f"sw{value.unit}-{part.letter}", nbytes, kind="w")
+        return self.setting.region(f"sw{value.unit}-{part.letter}", nbytes)
 
     def commit(self, home: Tensor, shadow: Tensor) -> None:
         """Bring home the shadow copy of a part: a unit's host zone stays in one piece."""

@@ -95,7 +95,7 @@ class OptimizerStep:
         part = unit.s[value.part]
         if part.tier == "host":
             return self.setting.part(value, memory)
-        return self.setting.region(f"{value.kind}{unit.unit}-{part.letter}", part.numel * unit.state_itemsize, kind="s")
+        return self.setting.region(f"{value.kind}{unit.unit}-{part.letter}", part.numel * unit.state_itemsize)
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class OptimizerStep:
             return self.setting.part(value, memory)
         if unit.unit not in self._regions:
             nbytes = unit.num_trained * unit.gradient_itemsize
-            self._regions[unit.unit] = self.setting.region(f"dw{unit.unit}", nbytes, kind="dw")
+            self._regions[unit.unit] = self.setting.region(f"dw{unit.unit}", nbytes)
         return self._regions[unit.unit]
 
     def _whole(self, unit: UnitPlacement, memory: Tensor | None) -> Tensor:

@@ -49,8 +49,7 @@ class Store:
     ) -> None:
         self.pid = os.getpid()
         self.counts = threading.Lock()
-        self.read_nbytes: Counter[str] = Counter()  # of each kind, asked for so far
-        self.written_nbytes: Counter[str] = Counter()
+        self.moved_nbytes: Counter[tuple[ssd.Verb, str]] = Counter()  # by direction and extent, asked for so far
         with contextlib.ExitStack() as opened:
             self.drives = [
                 opened.enter_context(contextlib.closing(Drive(Path(directory).absolute(), threads)))
@@ -70,8 +69,8 @@ class Store:
             needed[device] += int(nbytes * weight / sum(self.weights))
             drive.check_room(needed[device])
 
-    def allocate(self, label: str, nbytes: int, *, kind: str = "") -> Extent:
-        """An extent that reads as zeros until it is written; `kind` says where its traffic is counted.
+    def allocate(self, label: str, nbytes: int) -> Extent:
+        """An extent that reads as zeros until it is written.
 
         Raises StorageFullError if it does not fit; then nothing of it is left.
         """
@@ -85,7 +84,7 @@ class Store:
             for drive, file in zip(self.drives, files, strict=False):
                 drive.remove(file)
             raise
-        return Extent(self, label, kind, nbytes, stripe, files)
+        return Extent(self, label, nbytes, stripe, files)
 
     def close(self) -> None:
         """Finish what is in flight, end the threads, remove every file, release the directories; once is enough."""
@@ -107,20 +106,19 @@ class Extent:
 
     store: Store
     label: str
-    kind: str
     nbytes: int
     stripe: Stripe
     files: Sequence[File]
 
     def read(self, into: torch.Tensor, offset: int = 0) -> Transfer:
         """Begin to fill `into` from `offset` on; it may be used when the transfer's `wait` has returned."""
-        return self._begin("read", into, offset, self.store.read_nbytes)
+        return self._begin("read", into, offset)
 
     def write(self, source: torch.Tensor, offset: int = 0) -> Transfer:
         """Begin to write `source` at `offset`; it may be changed when the transfer's `wait` has returned."""
-        return self._begin("write", source, offset, self.store.written_nbytes)
+        return self._begin("write", source, offset)
 
-    def _begin(self, verb: ssd.Verb, tensor: torch.Tensor, offset: int, counter: Counter[str]) -> Transfer:
+    def _begin(self, verb: ssd.Verb, tensor: torch.Tensor, offset: int) -> Transfer:
         memory = as_bytes(tensor)
         if not 0 <= offset <= self.nbytes - memory.nbytes:
             raise ValueError(f"{verb} of {memory.nbytes} bytes at {offset}: {self.label} has {self.nbytes}")
@@ -131,7 +129,7 @@ class Extent:
             piece = memory[begin : begin + nbytes]
             blocks += self.store.drives[drive].submit(verb, self.files[drive], piece, at, self.label)
         with self.store.counts:
-            counter[self.kind] += memory.nbytes
+            self.store.moved_nbytes[verb, self.label] += memory.nbytes
         return Transfer(blocks)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -186,13 +187,16 @@ def moved(model: torch.nn.Module, optimizer: TieredOptimizer, ids: torch.Tensor)
     assert engine is not None
     engine.tiers.synchronize()
     store = engine.tiers.setting.store
-    before = {"ssd_read": store.read_nbytes.copy(), "ssd_write": store.written_nbytes.copy()}
+    before = store.moved_nbytes.copy()
     engine.tiers.trace.reset()
     model(input_ids=ids, labels=ids).loss.backward()
     engine.tiers.synchronize()  # what is under way belongs to this step
     optimizer.step()
     optimizer.zero_grad()
-    after = {"ssd_read": store.read_nbytes, "ssd_write": store.written_nbytes}
+    asked: Counter[tuple[str, str]] = Counter()
+    for (verb, label), nbytes in (store.moved_nbytes - before).items():  # an extent's label begins with its kind
+        kind = {"sw": "w", "ss": "s", "dw": "dw"}.get(label[:2], label[0])
+        asked[f"ssd_{verb}", kind] += nbytes
     return Moved(
         traced={
             (lane, kind): n
@@ -200,7 +204,7 @@ def moved(model: torch.nn.Module, optimizer: TieredOptimizer, ids: torch.Tensor)
             for kind, n in total.nbytes_by_kind.items()
         },
         planned=traffic(engine.programs[-1], engine.placement),
-        asked={(lane, kind): nbytes for lane in after for kind, nbytes in (after[lane] - before[lane]).items()},
+        asked=dict(asked),
     )
 
 

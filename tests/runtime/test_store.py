@@ -73,13 +73,12 @@ def test_a_label_is_given_once(store):
         store.allocate("w3", 10)
 
 
-def test_traffic_is_counted_by_kind(store):
-    w3, w4, state = (store.allocate(name, 100, kind=name[0]) for name in ("w3", "w4", "sh"))
+def test_traffic_is_counted(store):
+    w3, w4, state = (store.allocate(name, 100) for name in ("w3", "w4", "sh"))
     for extent in (w3, w4, state):
         extent.write(torch.zeros(10)).wait()
     w4.read(torch.zeros(3)).wait()
-    assert store.written_nbytes == {"w": 80, "s": 40}
-    assert store.read_nbytes == {"w": 12}
+    assert store.moved_nbytes == {("write", "w3"): 40, ("write", "w4"): 40, ("write", "sh"): 40, ("read", "w4"): 12}
 
 
 def test_closing_leaves_no_file_no_thread_and_no_descriptor(tmp_path):

@@ -56,7 +56,7 @@ def drive_rates(
         latency = _latency(read, page, offsets[-1] + request_nbytes)
         works = _requests(read.read, into, offsets), _requests(write.write, source, offsets)
         figures = _lane_rates(works, products, seconds - (time.perf_counter() - begin))
-        moved = store.read_nbytes.total() + store.written_nbytes.total()
+        moved = store.moved_nbytes.total()
     how = f"{moved >> 20} MiB in requests of {request_nbytes >> 20} MiB, up to {NUM_ROUNDS} rounds"
     figures = {name: Figure(value, words or how) for name, (value, words) in figures.items()}
     return figures | {"request_seconds": Figure(latency, f"{NUM_LATENCIES} reads of {PAGE} bytes")}
