@@ -32,12 +32,15 @@ class Free:
     late: bool = False
 
     def __call__(self, program: Program) -> Program:
-        placement = self.placement
-        ends = _ends(program.ops, self.outputs | placement.homes(late=self.late), placement)
-        ops = tuple(_with_frees(program.ops, ends))
-        peaks, offsets = plan(ops, placement) if placement.x_nbytes else ((), {})
+        ops = self.ops(program)
+        peaks, offsets = plan(ops, self.placement) if self.placement.x_nbytes else ((), {})
         needed = dict(peaks).get("host", 0)
         return replace(program.with_ops(ops, made_by=self.name), peaks=peaks, offsets=offsets, slab_nbytes=needed)
+
+    def ops(self, program: Program) -> tuple[Op, ...]:
+        """The operations with `free` among them, before anything is planned."""
+        ends = _ends(program.ops, self.outputs | self.placement.homes(late=self.late), self.placement)
+        return tuple(_with_frees(program.ops, ends))
 
 
 def _ends(ops: tuple[Op, ...], kept: frozenset[Value], placement: Placement) -> dict[int, list[Value]]:

@@ -84,7 +84,7 @@ class Lifetime:
             budgets = {"device": room.device_nbytes} if self.placement.separate else {}
             budgets["host"] = room.host_nbytes
         for tier, nbytes in budgets.items():
-            ops = Free(placement=self.placement, late=self.late)(program).ops
+            ops = Free(placement=self.placement, late=self.late).ops(program)
             ranges = [live for live in live_ranges(ops, self.placement) if live.slot.tier == tier]
             periods = sorted(_periods(ops, ranges, self.placement), key=lambda period: period.index)
             periods = _decided(periods, nbytes_alive(ranges, tier, len(ops)), nbytes)
