@@ -138,7 +138,7 @@ class Compilation:
     captured: Captured
     options: Options
     layouts: dict[Hashable, SpecializedModel] = field(default_factory=dict)
-    programs: dict[Hashable, list[Program]] = field(default_factory=dict)
+    programs: dict[StepSpec, list[Program]] = field(default_factory=dict)
     steps: dict[Hashable, Step] = field(default_factory=dict)  # the latest last
     describe_tiers: Callable[[], str] | None = None  # where everything lives, once it is on tiers
     seconds: float = 0.0  # spent in the passes
@@ -168,19 +168,17 @@ class Compilation:
 
     def program(self, layout: SpecializedModel, num_micro_batches: int, shape: StepShape) -> list[Program]:
         """Every snapshot of the step program, from `vertical` to the one that runs, which is the last."""
+        expert, num_layers = self.options.expert, layout.split.num_layers
         keep = self._kept(layout, num_micro_batches) if shape.training else frozenset()
-        key = (layout.split.num_layers, num_micro_batches, shape, keep)
-        if key not in self.programs:
+        spec = StepSpec(
+            num_layers, num_micro_batches, shape, schedule=expert.schedule, snake=expert.snake, outputs=keep
+        )
+        if spec not in self.programs:
             start = time.perf_counter()
-            expert, num_layers = self.options.expert, layout.split.num_layers
-            self.programs[key] = lower(
-                StepSpec(
-                    num_layers, num_micro_batches, shape, schedule=expert.schedule, snake=expert.snake, outputs=keep
-                )
-            )
+            self.programs[spec] = lower(spec)
             self.seconds += time.perf_counter() - start
-        self.remember(layout, shape, self.programs[key])
-        return self.programs[key]
+        self.remember(layout, shape, self.programs[spec])
+        return self.programs[spec]
 
     def remember(self, layout: SpecializedModel, shape: StepShape, programs: Sequence[Program]) -> None:
         """Keep this kind of step as the latest."""
@@ -198,10 +196,9 @@ class Compilation:
             return frozenset(Value("x", unit, j) for unit in inner for j in range(num_micro_batches))
         if not any(o.combine not in ("loss", "input") and o.spec and o.spec.requires_grad for o in layout.outputs):
             return frozenset()
-        found = {Value("total")}
-        for j in range(num_micro_batches):
-            found |= {Value("x", layout.split.num_layers, j), Value("side", micro_batch=j)}
-        return frozenset(found)
+        last, numbers = layout.split.num_layers, range(num_micro_batches)
+        read = {value for j in numbers for value in (Value("x", last, j), Value("side", micro_batch=j))}
+        return frozenset({Value("total"), *read})
 
     def _make_layout(self, micro_batch_size: int, sizes: Mapping[str, int], alone: bool) -> SpecializedModel:
         captured = self.captured
