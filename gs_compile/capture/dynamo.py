@@ -133,7 +133,8 @@ def hint(size: Any) -> int:
 
 def note_last_compile(error: BaseException, compile_id: Any) -> None:
     """Add to the refusal of a frame that Dynamo compiles no more: the next call would run it as it is."""
-    if compile_id is not None and compile_id.frame_compile_id + 1 >= dynamo_config.recompile_limit:
+    number = getattr(compile_id, "frame_compile_id", None)  # None outside of Dynamo
+    if number is not None and number + 1 >= dynamo_config.recompile_limit:
         error.add_note(
             f"Dynamo has compiled this model {dynamo_config.recompile_limit} times, which is its limit: from now on it "
             "runs without greedysnake. Call torch._dynamo.reset() before the next try"
