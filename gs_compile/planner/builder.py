@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.cut import cut_units
-from gs_compile.placement.placement import Placement, Room
+from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.program.ir import DRAIN, Op, Program, Schedule, StepShape
 
@@ -53,7 +53,6 @@ class StepBuilder:
         device_ratios: Mapping[str, float] | None = None,
         *,
         speculative: bool = False,
-        room: Room | None = None,
     ) -> Placement:
         """The placement of `ratios` ("parameter", "checkpoint", "optimizer", perhaps "gradient") in host memory.
 
@@ -62,7 +61,7 @@ class StepBuilder:
         """
         device_ratios = device_ratios or {}
         on_device = device_ratios.get("checkpoint", 0.0)
-        placement = Placement(
+        return Placement(
             cut_units(self.sizes, ratios, device_ratios, alpha=alpha, separate=self.separate),
             separate=self.separate,
             clip=self.clip and (speculative or alpha == 1.0),
@@ -75,7 +74,6 @@ class StepBuilder:
             num_layers=self.num_layers,
             schedule=self.schedule,
         )
-        return replace(placement, room=room) if room else placement
 
     def program(self, placement: Placement, *, redo: bool = True) -> Program:
         """A step among others. It will not run here, and all passes were tested: it is not verified.
@@ -105,3 +103,8 @@ class StepBuilder:
         over = placement.homes(late=True) - placement.present(program.ops)
         frees = tuple(Op("free", (value,), DRAIN) for value in sorted(over, key=str))
         return replace(program, ops=(*program.ops, *frees))
+
+
+def peak(program: Program, tier: str) -> int:
+    """The planned peak of a tier, in bytes; of host memory, what a run of `program` has to be given."""
+    return dict(program.peaks).get(tier, 0)

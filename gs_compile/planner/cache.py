@@ -16,8 +16,8 @@ from gs_compile.passes.lower import flush, lower
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.slab import packed
 from gs_compile.placement.workload import UnitSize
+from gs_compile.planner.builder import peak
 from gs_compile.planner.lifetimes import table
-from gs_compile.planner.lp.fit import host_needed, peak
 from gs_compile.planner.planner import Planner
 from gs_compile.planner.prediction import Prediction, predict
 from gs_compile.planner.step_plan import nbytes_by_home
@@ -94,7 +94,7 @@ class PlanCache:
             if not self._fits(sized, shape) and self.uses_ssd:
                 sized = replace(sized, checkpoint_ratio=0.0)
             if not self._fits(sized, shape):
-                needed = host_needed(self._lowered(sized, shape))
+                needed = peak(self._lowered(sized, shape), "host")
                 raise MemoryBudgetError(
                     f"host_memory is {format_bytes(self.host_nbytes)}; a batch of this size needs "
                     f"{format_bytes(needed)} beside what the first batch has settled: begin with the largest batch"
@@ -167,7 +167,7 @@ class PlanCache:
         return replace(self.builder, shape=shape).program(placement)
 
     def _fits(self, placement: Placement, shape: StepShape) -> bool:
-        return host_needed(self._lowered(placement, shape)) <= self.host_nbytes
+        return peak(self._lowered(placement, shape), "host") <= self.host_nbytes
 
 
 def _on_device(nbytes: int) -> str:

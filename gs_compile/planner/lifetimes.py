@@ -7,7 +7,7 @@ where it is faster. So the schedule is never slower than the one it begins with,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,21 +15,20 @@ from gs_compile.machine import format_bytes
 from gs_compile.passes.baselines.lifetime import Lifetime, Period
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.placement import Placement, Room
-from gs_compile.placement.workload import Workload
 from gs_compile.planner import summary
-from gs_compile.planner.lp.fit import peak
-from gs_compile.planner.lp.solve import Budgets
-from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.builder import peak
 from gs_compile.planner.prediction import Prediction
-from gs_compile.program.ir import TRANSFER_LANES, Program, StepShape
+from gs_compile.planner.problem import Problem
+from gs_compile.planner.step_plan import StepPlan
+from gs_compile.program.ir import TRANSFER_LANES, StepShape
 
 ENDLESS = 1 << 60  # bytes, where no budget is known
-NOTHING = "nothing is moved away and back within a step: there is nothing to keep"
 EVERYTHING = Room(
     device_nbytes=ENDLESS,
     host_nbytes=ENDLESS,
     bytes_per_second=tuple(dict.fromkeys(TRANSFER_LANES.values(), 1.0).items()),
 )
+SPARE_PARTS = (0.25, 0.5)  # of host memory, that ratios of their own leave to what is inactive
 NAMES = {"w": "parameters", "x": "checkpoints", "dw": "gradient sums"}
 INACTIVE = {"w": "between two uses", "x": "from forward to backward", "dw": "between two micro-batches"}
 NEXT = {"device": "host", "host": "SSD"}  # where a tensor goes that does not stay
@@ -44,41 +43,52 @@ class Outcome:
     reason: str
 
 
-def room_of(budgets: Budgets, workload: Workload, profile: Profile) -> Room:
+def with_room(problem: Problem, plan: StepPlan) -> StepPlan:
+    """`plan` of the schedule `lifetime`, with what is inactive kept as far as that is faster."""
+    problem, number = problem.bundled(plan.num_micro_batches)
+    others = []
+    for part in SPARE_PARTS:
+        less = replace(problem.budgets, host_nbytes=int(problem.budgets.host_nbytes * (1 - part)))
+        solution = problem.solved(number, plan.alpha, budgets=less)
+        others += [problem.placed(solution)] if solution else []
+    found = prolonged(problem, plan.placement, others)
+    return replace(plan, placement=found.placement, prediction=found.prediction, notes=(found.reason,))
+
+
+def prolonged(problem: Problem, plain: Placement, others: Sequence[Placement] = ()) -> Outcome:
+    """Of a horizontal step, alone and with what there is room for kept, the one that is fastest in simulation.
+
+    others: placements that leave more room. With gaps between what is in host memory, what is kept may need more than
+    there is room for: then it is left out.
+    """
+    program = problem.builder.program
+    bare = program(plain)
+    found = [(plain, problem.predicted(bare, plain))]
+    if bare.ops == program(replace(plain, room=EVERYTHING)).ops:
+        return Outcome(*found[0], "nothing is moved away and back within a step: there is nothing to keep")
+    room = room_of(problem)
+    for placement in dict.fromkeys(replace(each, room=room) for each in (plain, *others)):
+        kept = program(placement)
+        if peak(kept, "host") <= room.host_nbytes:
+            found.append((placement, problem.predicted(kept, placement)))
+    placement, prediction = min(reversed(found), key=lambda each: each[1].simulation.seconds)
+    return Outcome(placement, prediction, why(found[0][1], prediction))
+
+
+def room_of(problem: Problem) -> Room:
     """What budgets leave: of the device's memory what its code does not compute in.
 
     Where the device reads host memory itself a copy reads and writes there.
     """
-    rates = {lane: getattr(profile, f"{lane}_bytes_per_second") for lane in ("h2d", "d2h", "ssd_read", "ssd_write")}
+    budgets, profile = problem.budgets, problem.profile
+    rates = {lane: getattr(profile, f"{lane}_bytes_per_second") for lane in TRANSFER_LANES.values()}
     copies = profile.memory_bytes_per_second / 2
+    spare = max(budgets.device_nbytes - problem.workload.workspace_nbytes, 0) if budgets.device_nbytes else ENDLESS
     return Room(
-        device_nbytes=max(budgets.device_nbytes - workload.workspace_nbytes, 0) if budgets.device_nbytes else ENDLESS,
+        device_nbytes=spare,
         host_nbytes=budgets.host_nbytes,
         bytes_per_second=tuple((lane, copies if math.isinf(rate) else rate) for lane, rate in rates.items()),
     )
-
-
-def has_periods(placement: Placement, lowered: Callable[[Placement], Program]) -> bool:
-    """Whether a horizontal step moves anything away and back that could stay."""
-    plain, most = (lowered(replace(placement, room=room)) for room in (None, EVERYTHING))
-    return plain.ops != most.ops
-
-
-def fastest(
-    plain: Placement,
-    others: Iterable[Placement],
-    lowered: Callable[[Placement], Program],
-    predicted: Callable[[Program, Placement], Prediction],
-) -> Outcome:
-    """Of a horizontal step and of some that keep what there is room for the one that takes least in simulation.
-
-    With gaps between what is in host memory, what is kept may need more than there is room for: then it is left out.
-    """
-    programs = [(placement, lowered(placement)) for placement in dict.fromkeys((plain, *others))]
-    fits = [(p, program) for p, program in programs if p.room is None or peak(program, "host") <= p.room.host_nbytes]
-    found = [(placement, predicted(program, placement)) for placement, program in fits]
-    placement, prediction = min(reversed(found), key=lambda each: each[1].simulation.seconds)
-    return Outcome(placement, prediction, why(found[0][1], prediction))
 
 
 def why(plain: Prediction, chosen: Prediction) -> str:
@@ -94,22 +104,21 @@ def why(plain: Prediction, chosen: Prediction) -> str:
     )
 
 
+# What is told of it ---------------------------------------------------------------------------------------------------
+
+
 def table(placement: Placement, shape: StepShape) -> str:
     """For people: the periods in which tensors are inactive, by kind, and what becomes of them."""
     headings = ("", "on", "inactive", "times", "bytes", "stay", "bytes that stay", "others go to")
-    return summary.table(
-        headings, _rows(periods(placement, shape)), right=("times", "bytes", "stay", "bytes that stay")
-    )
+    numbers = ("times", "bytes", "stay", "bytes that stay")
+    return summary.table(headings, _rows(periods(placement, shape)), right=numbers)
 
 
 def periods(placement: Placement, shape: StepShape) -> tuple[Period, ...]:
     """All of a step among others, each with what was decided."""
     late = placement.has_late
-    snapshots = lower(
-        StepSpec(placement.num_layers, len(placement.x_nbytes), shape=shape, placement=placement, late=late),
-        verified=False,
-    )
-    program = next(program for program in snapshots if program.made_by == "pipeline")
+    step = StepSpec(placement.num_layers, len(placement.x_nbytes), shape=shape, placement=placement, late=late)
+    program = next(program for program in lower(step, verified=False) if program.made_by == "pipeline")
     return Lifetime(placement, late).decide(program)[1]
 
 
@@ -133,20 +142,12 @@ def _rows(found: Iterable[Period]) -> Iterator[tuple[str, ...]]:
         groups.setdefault((period.value.kind, str(period.value.tier)), []).append(period)
     for (kind, tier), members in groups.items():
         kept = [period for period in members if period.kept]
-        yield (
-            NAMES[kind],
-            tier,
-            INACTIVE[kind],
-            str(len(members)),
-            _total(members),
-            str(len(kept)),
-            _total(kept),
-            NEXT[tier] if len(kept) < len(members) else "",
-        )
+        elsewhere = NEXT[tier] if len(kept) < len(members) else ""
+        yield NAMES[kind], tier, INACTIVE[kind], *_totals(members), *_totals(kept), elsewhere
 
 
-def _total(found: Iterable[Period]) -> str:
-    return format_bytes(sum(period.nbytes for period in found))
+def _totals(found: Sequence[Period]) -> tuple[str, str]:
+    return str(len(found)), format_bytes(sum(period.nbytes for period in found))
 
 
 def _moved(prediction: Prediction) -> int:

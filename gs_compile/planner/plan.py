@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -26,13 +25,15 @@ from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.cost.workload import ModelSpec
+from gs_compile.planner.lifetimes import with_room
 from gs_compile.planner.lp.counting import Counted
+from gs_compile.planner.lp.limits import Budgets, Fixed
 from gs_compile.planner.lp.search import Saturation, Search
-from gs_compile.planner.lp.solve import Budgets, Fixed
 from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.problem import Problem
+from gs_compile.planner.problem import Problem, resized
 from gs_compile.planner.reasons import WORTH_SAYING, explained
+from gs_compile.planner.refine import planned
 from gs_compile.planner.step_plan import SECONDS_PER_DAY, StepPlan
 from gs_compile.program.ir import Schedule
 
@@ -85,12 +86,13 @@ def plan(
     Raises `PlanError` where settings contradict each other or the model fits nowhere, and `MemoryBudgetError` where
     the linear program has a solution but none whose program keeps the budgets.
     """
-    if schedule not in get_args(Schedule):
-        raise PlanError(f"schedule is {schedule!r}; there are {' and '.join(get_args(Schedule))}")
+    if schedule not in SCHEDULES:
+        raise PlanError(f"schedule is {schedule!r}; there are {' and '.join(SCHEDULES)}")
     sizes = _micro_batch_sizes(batch_size, micro_batch_size, num_micro_batches)
     profile = find_profile(machine, storage)
     request = _Request(
-        workload_at=_workloads(model, sequence, precision),
+        schedule=schedule,
+        workload_at=_workloads(model, sequence, precision, "vertical"),
         profile=profile,
         budgets=_budgets(profile, host_memory, device_memory, wear_years),
         fixed=Fixed(alpha=alpha, ratios=dict(ratios or {}), clip=clip, device=profile.separate),
@@ -98,25 +100,17 @@ def plan(
         num_micro_batches=num_micro_batches,
         saturation=saturation,
     )
-    spec = SCHEDULES[schedule]
-    if spec.halves_blocks:
-        problem, search = request.searched(sizes, "vertical")[0]
+    if SCHEDULES[schedule].halves_blocks:
         halves = replace(request, workload_at=_workloads(model, sequence, precision, schedule))
-        most = search.best.num_micro_batches * problem.workload.micro_batch_size
-        made, found = halves.single(schedule, batch_size or most)
-    elif spec.order == "horizontal":
-        made, found = request.baseline(sizes, schedule)
-    else:
-        made, found = request.planned(request.searched(sizes, schedule))
-    (problem, search), *others = found
-    made = explained(problem, made, search, others)
-    return problem.with_room(made) if spec.fills_memory else made
+        return halves.single(*replace(request, schedule="vertical").searched(sizes)[0])
+    return request.baseline(sizes) if SCHEDULES[schedule].order == "horizontal" else request.planned(sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
     """What is asked for, whatever the micro-batch size."""
 
+    schedule: Schedule
     workload_at: Callable[[int], Workload]
     profile: Profile
     budgets: Budgets
@@ -125,19 +119,18 @@ class _Request:
     num_micro_batches: int | None
     saturation: Saturation
 
-    def problem(self, size: int, schedule: Schedule, counted: Counted | None = None) -> Problem:
-        workload, fixed = self.workload_at(size), self.fixed
+    def problem(self, size: int, counted: Counted | None = None) -> Problem:
+        workload, fixed, schedule = self.workload_at(size), self.fixed, self.schedule
         if SCHEDULES[schedule].order == "horizontal" and not fixed.clip:
             fixed = replace(fixed, alpha=fixed.alpha or 0.0)  # as it is known, the baseline does not delay updates
         if counted and (counted.workload.sizes, counted.workload.shape) != (workload.sizes, workload.shape):
             counted = None
-        builder = StepBuilder.of(workload, 0, separate=self.profile.separate, clip=fixed.clip, schedule=schedule)
         return Problem(
             workload=workload,
             profile=self.profile,
             budgets=self.budgets,
             fixed=fixed,
-            builder=builder,
+            builder=StepBuilder.of(workload, 0, separate=self.profile.separate, clip=fixed.clip, schedule=schedule),
             counted=counted,
         )
 
@@ -147,13 +140,13 @@ class _Request:
             return self.num_micro_batches
         return -(-self.batch_size // size)
 
-    def searched(self, sizes: Sequence[int], schedule: Schedule) -> list[Found]:
+    def searched(self, sizes: Sequence[int]) -> list[Found]:
         """Every micro-batch size that fits; first the one with the highest throughput, of equals the smallest batch."""
         found: list[Found] = []
         counted: Counted | None = None
         for size in sizes:
             log.info("micro-batches of %d samples", size)
-            problem = self.problem(size, schedule, counted)
+            problem = self.problem(size, counted)
             try:
                 found.append((problem, problem.search(self.number(size), self.saturation)))
             except PlanError:
@@ -161,35 +154,40 @@ class _Request:
                     raise
                 break  # a larger one needs more memory
             counted = problem.formulas.counted
-        most = max(map(_tokens_per_second, found))
-        near = [each for each in found if _tokens_per_second(each) >= most * (1 - WORTH_SAYING)]
+        found.sort(key=_tokens_per_second, reverse=True)
+        near = (each for each in found if _tokens_per_second(each) >= _tokens_per_second(found[0]) * (1 - WORTH_SAYING))
         chosen = min(near, key=lambda each: each[0].workload.tokens * each[1].best.num_micro_batches)
-        rest = sorted((each for each in found if each is not chosen), key=_tokens_per_second, reverse=True)
-        return [chosen, *rest]
+        return [chosen, *(each for each in found if each is not chosen)]
 
-    def planned(self, found: Sequence[Found]) -> tuple[StepPlan, Sequence[Found]]:
-        """The plan of the first search whose program keeps the budgets, and the searches with that one first."""
-        for place, (problem, search) in enumerate(found):
-            others = [*found[:place], *found[place + 1 :]]
-            try:
-                log.info("simulating %d micro-batches", search.best.num_micro_batches)
-                return problem.planned(search), [(problem, search), *others]
-            except MemoryBudgetError:
-                fewer = search.best.num_micro_batches // 2
-                if fewer and self.number(problem.workload.micro_batch_size) is None:
-                    with suppress(MemoryBudgetError):
-                        less = problem.search(fewer)
-                        return problem.planned(less), [(problem, less), *others]
-                if place == len(found) - 1:
-                    raise
-        raise AssertionError("there is a search")
+    def planned(self, sizes: Sequence[int]) -> StepPlan:
+        """The plan of the first search whose program keeps the budgets.
 
-    def single(self, schedule: Schedule, batch_size: int) -> tuple[StepPlan, Sequence[Found]]:
+        Where nobody has given the batch, half as many micro-batches are tried before another size.
+        """
+        found, refusal = self.searched(sizes), None
+        for problem, search in found:
+            most = search.best.num_micro_batches
+            is_given = self.number(problem.workload.micro_batch_size) is not None
+            for number in (most,) if is_given or most == 1 else (most, most // 2):
+                try:
+                    tried = search if number == most else problem.search(number)
+                    log.info("simulating %d micro-batches", number)
+                    made = planned(problem, tried)
+                except MemoryBudgetError as error:
+                    refusal = error
+                    continue
+                made = explained(problem, made, tried, [each for each in found if each[0] is not problem])
+                return with_room(problem, made) if SCHEDULES[self.schedule].fills_memory else made
+        assert refusal is not None, "there is a search"
+        raise refusal
+
+    def single(self, vertical: Problem, search: Search) -> StepPlan:
         """One forward and backward over a batch, or over the most samples of it that fit."""
+        batch_size = self.batch_size or search.best.num_micro_batches * vertical.workload.micro_batch_size
         found, fits, fails = None, 0, batch_size + 1
         size = batch_size
         while fails - fits > 1:
-            problem = self.problem(size, schedule)
+            problem = self.problem(size)
             try:
                 found, fits = (problem, problem.search(1)), size
             except NoFitError:
@@ -198,20 +196,20 @@ class _Request:
                     raise
             size = (fits + fails) // 2
         assert found is not None
-        plan = found[0].planned(found[1])
+        made = planned(*found)
         if fits < batch_size:
             limit = f"of the {batch_size} samples that the vertical order takes, {fits} fit in one forward and backward"
-            plan = replace(plan, notes=(limit,))
-        return plan, [found]
+            made = replace(made, notes=(limit,))
+        return explained(found[0], made, found[1], [])
 
-    def baseline(self, sizes: Sequence[int], schedule: Schedule) -> tuple[StepPlan, Sequence[Found]]:
+    def baseline(self, sizes: Sequence[int]) -> StepPlan:
         """The horizontal order, for the batch that the vertical one takes where that fits."""
         try:
-            problem, search = self.searched(sizes, "vertical")[0]
+            problem, search = replace(self, schedule="vertical").searched(sizes)[0]
         except NoFitError:
-            return self.planned(self.searched(sizes, schedule))
-        size, number = problem.workload.micro_batch_size, search.best.num_micro_batches
-        return self.planned(replace(self, batch_size=None, num_micro_batches=number).searched([size], schedule))
+            return self.planned(sizes)
+        same = replace(self, batch_size=None, num_micro_batches=search.best.num_micro_batches)
+        return same.planned([problem.workload.micro_batch_size])
 
 
 def _micro_batch_sizes(
@@ -240,42 +238,18 @@ def _workloads(
     model: str | Path | PretrainedConfig | nn.Module | Workload,
     sequence: int,
     precision: str | None,
-    schedule: Schedule = "vertical",
+    schedule: Schedule,
 ) -> Callable[[int], Workload]:
     """The model's workload at any micro-batch size; a workload given as such is scaled from its own."""
-    if isinstance(model, Workload):
-        if SCHEDULES[schedule].halves_blocks:
-            raise PlanError(
-                f"the {schedule} schedule cuts each block in two, and the numbers of the workload {model.name} do not "
-                "tell where: give the model by name, as a config or as a module"
-            )
-    else:
+    if not isinstance(model, Workload):
         wanted = precision or ("model" if isinstance(model, nn.Module) else "bf16")
         return cache(ModelSpec.of(model, sequence=sequence, precision=wanted, schedule=schedule).workload)
-    return partial(_resized, model)
-
-
-def _resized(workload: Workload, size: int) -> Workload:
-    """The same model with other micro-batches: what a sample costs, times their number."""
-    factor = size / workload.micro_batch_size
-    costs = {
-        unit: replace(
-            cost,
-            forward_flops=cost.forward_flops * factor,
-            backward_flops=cost.backward_flops * factor,
-            forward_seconds=None if cost.forward_seconds is None else cost.forward_seconds * factor,
-            backward_seconds=None if cost.backward_seconds is None else cost.backward_seconds * factor,
-            workspace_nbytes=int(cost.workspace_nbytes * factor),
+    if SCHEDULES[schedule].halves_blocks:
+        raise PlanError(
+            f"the single schedule cuts each block in two, and the numbers of the workload {model.name} do not tell "
+            "where: give the model by name, as a config or as a module"
         )
-        for unit, cost in workload.costs.items()
-    }
-    return replace(
-        workload,
-        costs=costs,
-        micro_batch_size=size,
-        x_nbytes=int(workload.x_nbytes * factor),
-        side_nbytes=int(workload.side_nbytes * factor),
-    )
+    return lambda size: replace(resized(model, size / model.micro_batch_size), micro_batch_size=size)
 
 
 def _budgets(

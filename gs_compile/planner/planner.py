@@ -10,7 +10,7 @@ Ratios that are given are kept in every case. The log (`gs_compile.planner.plann
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from gs_compile.errors import MemoryBudgetError, NoFitError, OptionError
-from gs_compile.machine import available_memory, format_bytes, usable_memory
+from gs_compile.machine import DEFAULT_SHARE, available_memory, format_bytes, usable_memory
 from gs_compile.options import Options, parse_bytes
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.cut import DEVICE_CLASSES, on_device
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize, Workload
-from gs_compile.planner.builder import StepBuilder
+from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.cost.timing import timed
 from gs_compile.planner.cost.workload import workload_of
-from gs_compile.planner.lp.fit import CLASSES, host_needed, most_alpha, peak, too_small
-from gs_compile.planner.lp.rows import contradiction
+from gs_compile.planner.lifetimes import prolonged
+from gs_compile.planner.lp.limits import CLASSES, Budgets, Fixed, contradiction
 from gs_compile.planner.lp.search import GROWTH
-from gs_compile.planner.lp.solve import Budgets, Fixed
 from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
+from gs_compile.planner.refine import planned
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import paragraph
 from gs_compile.program.ir import StepShape
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from gs_compile.codegen.compiled import SpecializedModel
 
 log = logging.getLogger(__name__)
-
-DEFAULT_SHARE = 0.8  # of the memory that is free at the start: the rest is for activations and the user's own
 
 
 class Planner:
@@ -60,10 +58,8 @@ class Planner:
         clip: bool,
         device: torch.device,
     ) -> None:
-        expert = options.expert
         self.options = options
         self.layouts = layouts
-        self.clip = clip
         self.device = device
         self.host_nbytes = _host_nbytes(options)
         self.builder = StepBuilder(
@@ -72,34 +68,27 @@ class Planner:
             shape=shape,
             x_nbytes=tuple(each.x_nbytes for each in layouts),
             side_nbytes=tuple(each.side_nbytes for each in layouts),
-            separate=has_own_memory(device) or expert.separate_device,
+            separate=has_own_memory(device) or options.expert.separate_device,
             clip=clip,
-            schedule=expert.schedule,
-            snake=expert.snake,
+            schedule=options.expert.schedule,
+            snake=options.expert.snake,
         )
-        self.is_horizontal = SCHEDULES[expert.schedule].order == "horizontal"
-        classes = (*CLASSES, "gradient") if self.is_horizontal else CLASSES
-        given = {name: ratio for name, ratio in asdict(expert.ratios).items() if ratio is not None}
-        self.given = {name: ratio for name, ratio in given.items() if name in classes}
-        self.device_given = {name: ratio for name, ratio in given.items() if name in DEVICE_CLASSES}
-        self.least, self.most = ({name: self.given.get(name, ratio) for name in classes} for ratio in (0.0, 1.0))
-        self.speculative = clip and _speculates(options)
-        self.given_alpha = _alpha(options, clip and not self.speculative)
-        self.alpha = self.given_alpha or 0.0  # without the linear program nothing says that more would be faster
+        self.fixed = _fixed(options, clip)
+        self.alpha = self.fixed.alpha or 0.0  # without the linear program nothing says that more would be faster
         self.plan: StepPlan | None = None  # where the linear program has decided
-        fixed = self._fixed(speculative=self.speculative)
         may_reside = any(size.may_reside for size in sizes)
-        wrong = contradiction(fixed, separate=self.builder.separate, may_reside=may_reside, prefix="expert.ratios.")
-        if wrong:
+        if wrong := contradiction(
+            self.fixed, separate=self.builder.separate, may_reside=may_reside, prefix="expert.ratios."
+        ):
             raise OptionError(wrong)
 
     def placement(self) -> Placement:
         """Raises `MemoryBudgetError` where not even the least fits; it says what is needed."""
-        smallest = self._make(self.least, self.alpha)
+        smallest, largest = self._make(0.0, self.alpha), self._make(1.0, self.alpha)
         self._refuse_too_large(smallest)
-        if self.least == self.most and (self.given_alpha is not None or self.is_horizontal):
+        if smallest == largest and self.fixed.alpha is not None:
             chosen, reason = smallest, "ratios and alpha are given: nothing was planned"
-        elif not self.builder.separate and self._fits(largest := self._make(self.most, self.alpha)):
+        elif not self.builder.separate and self._host_needed(largest) <= self.host_nbytes:
             chosen, reason = largest, "all that may be in host memory fits there: nothing was planned"
         elif (plan := self._fastest()) is not None:
             self.plan, self.alpha = plan, plan.alpha
@@ -114,7 +103,7 @@ class Planner:
 
     def _prolonged(self, plain: Placement, reason: str) -> tuple[Placement, str]:
         """With what is inactive kept where it is, as far as there is room and that is faster."""
-        found = self.problem(speculative=False).kept_inactive(plain)
+        found = prolonged(self._problem(replace(self.fixed, speculative=False)), plain)
         return found.placement, f"{reason}; {found.reason}"
 
     # By the linear program --------------------------------------------------------------------------------------------
@@ -128,8 +117,7 @@ class Planner:
         workload = workload_of(self.layouts[0], self.builder.sizes)
         return replace(timed(workload, self.layouts[0]), shape=self.builder.shape)
 
-    def problem(self, *, speculative: bool) -> Problem:
-        """The problem of the model at hand; its clipping may be speculative or not."""
+    def _problem(self, fixed: Fixed) -> Problem:
         device = self._device_nbytes()
         return Problem(
             workload=self.workload,
@@ -139,63 +127,76 @@ class Planner:
                 device_nbytes=self.profile.device_nbytes if device is None else device,
                 ssd_nbytes=self.profile.ssd_nbytes,
             ),
-            fixed=replace(self._fixed(speculative=speculative), device=self.builder.separate and self.profile.separate),
+            fixed=replace(fixed, device=self.builder.separate and self.profile.separate),
             builder=self.builder,
         )
 
-    def _fixed(self, *, speculative: bool) -> Fixed:
-        alpha = self.options.expert.alpha if speculative else self.given_alpha
-        if self.is_horizontal:
-            alpha = alpha or 0.0
-        return Fixed(alpha=alpha, ratios=self.given | self.device_given, clip=self.clip, speculative=speculative)
-
     def _fastest(self) -> StepPlan | None:
         """The plan of the way to clip that was asked for, or that is faster: of equal ones, with delayed updates."""
-        chosen, expert = self._planned(speculative=self.speculative), self.options.expert
-        settled = not self.clip or expert.clip is not None or expert.alpha is not None
+        chosen, expert = self._planned(self.fixed), self.options.expert
+        settled = not self.fixed.clip or expert.clip is not None or expert.alpha is not None
         if settled or chosen is None:
             return chosen
-        other = self._planned(speculative=True)
+        alpha = 0.0 if SCHEDULES[expert.schedule].order == "horizontal" else None
+        speculative = replace(self.fixed, alpha=alpha, speculative=True)
+        other = self._planned(speculative)
         if other is None:
             return replace(chosen, notes=(*chosen.notes, "Speculative updates do not fit."))
         seconds = f"{chosen.seconds:.3g} s a step with delayed updates, {other.seconds:.3g} s with speculative ones"
         if other.seconds * GROWTH < chosen.seconds:
-            self.speculative = True
+            self.fixed = speculative
             note = f"Clipping is speculative: {seconds}, of which none is expected to be rolled back."
             return replace(other, notes=(*other.notes, note))
         return replace(chosen, notes=(*chosen.notes, f"Clipping is delayed: {seconds}."))
 
-    def _planned(self, *, speculative: bool) -> StepPlan | None:
+    def _planned(self, fixed: Fixed) -> StepPlan | None:
         """The linear program's answer; None where it finds none, or none whose program keeps the budgets."""
-        problem = self.problem(speculative=speculative)
+        problem = self._problem(fixed)
         try:
-            return problem.planned(problem.search(len(self.layouts)))
+            return planned(problem, problem.search(len(self.layouts)), whole=True)
         except (NoFitError, MemoryBudgetError):
             return None
 
     # By the program's own peaks ---------------------------------------------------------------------------------------
 
-    def _make(self, ratios: Mapping[str, float], alpha: float) -> Placement:
-        """Nothing lives on the device by itself but what is said to."""
-        return self.builder.placement(ratios, alpha, on_device(self.device_given), speculative=self.speculative)
+    def _make(self, part: float, alpha: float) -> Placement:
+        """This part of all classes in host memory whose ratio is not given, and on the device what is said to be."""
+        ratios = self._ratios(part)
+        return self.builder.placement(ratios, alpha, on_device(ratios), speculative=self.fixed.speculative)
 
-    def _fits(self, placement: Placement) -> bool:
-        return host_needed(self.builder.program(placement)) <= self.host_nbytes
+    def _ratios(self, part: float) -> dict[str, float]:
+        return {**dict.fromkeys(_classes(self.options), part), **self.fixed.ratios}
+
+    def _host_needed(self, placement: Placement) -> int:
+        return peak(self.builder.program(placement), "host")
 
     def _refuse_too_large(self, placement: Placement) -> None:
-        needed = host_needed(self.builder.program(placement))
+        needed = self._host_needed(placement)
         if needed <= self.host_nbytes:
             return
-        message = too_small(self.host_nbytes, needed, self.least)
-        late = self.alpha and not self.speculative  # otherwise all gradients wait, whatever alpha
-        most = most_alpha(lambda smaller: self._fits(self._make(self.least, smaller))) if late else None
-        if most is not None:
-            why = " (max_grad_norm makes all gradients wait)" if self.clip else ""
+        ratios = self._ratios(0.0)
+        words = ", ".join(f"{name} {ratios[name]:g}" for name in _classes(self.options))
+        message = (
+            f"host_memory is {format_bytes(self.host_nbytes)}; this step needs {format_bytes(needed)} ({needed} bytes) "
+            f"of it at least, with ratios {words}: give it more, lower ratios, a lower alpha, or a smaller "
+            "micro_batch_size"
+        )
+        if self.alpha and not self.fixed.speculative and (most := self._most_alpha()) is not None:
+            why = " (max_grad_norm makes all gradients wait)" if self.fixed.clip else ""
             message += (
                 ". Late gradients need the memory that obsolete parameters and checkpoints leave: the largest alpha "
                 f"possible here is {most:.2f}, not {self.alpha:g}{why}"
             )
         raise MemoryBudgetError(message)
+
+    def _most_alpha(self) -> float | None:
+        """The largest alpha of 0.00, 0.01 ... below the one asked for with which the least fits; None without one."""
+        low, high = -1, round(100 * self.alpha)
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self._host_needed(self._make(0.0, middle / 100)) <= self.host_nbytes
+            low, high = (middle, high) if fits else (low, middle)
+        return low / 100 if low >= 0 else None
 
     def _check_device(self, placement: Placement) -> None:
         budget = self._device_nbytes()
@@ -213,20 +214,26 @@ class Planner:
         return parse_bytes(self.options.device_memory, whole=whole, name="device_memory")
 
 
-def _speculates(options: Options) -> bool:
-    """Whether updates have to be: it was asked for, or they are not all to be late."""
+def _classes(options: Options) -> tuple[str, ...]:
+    """Those that have a ratio in host memory."""
+    return (*CLASSES, "gradient") if SCHEDULES[options.expert.schedule].order == "horizontal" else CLASSES
+
+
+def _fixed(options: Options, clip: bool) -> Fixed:
+    """What is given; updates are speculative where that was asked for, or where they are not all to be late."""
     expert = options.expert
-    return expert.clip == "speculative" or (expert.clip is None and expert.alpha not in (None, 1.0))
-
-
-def _alpha(options: Options, delayed: bool) -> float | None:
-    given = options.expert.alpha
-    if delayed and given not in (None, 1.0):
+    names = (*_classes(options), *DEVICE_CLASSES)
+    ratios = {name: ratio for name, ratio in asdict(expert.ratios).items() if ratio is not None and name in names}
+    speculates = expert.clip == "speculative" or (expert.clip is None and expert.alpha not in (None, 1.0))
+    fixed = Fixed(alpha=expert.alpha, ratios=ratios, clip=clip, speculative=clip and speculates)
+    if fixed.late and expert.alpha not in (None, 1.0):
         raise OptionError(
-            f'expert.alpha is {given}, but with max_grad_norm and expert.clip="delayed" all updates wait for the norm '
-            'of all gradients, so alpha is 1: leave one of the two out, or choose expert.clip="speculative"'
+            f'expert.alpha is {expert.alpha}, but with max_grad_norm and expert.clip="delayed" all updates wait for '
+            'the norm of all gradients, so alpha is 1: leave one of the two out, or choose expert.clip="speculative"'
         )
-    return 1.0 if delayed else given
+    if fixed.late:
+        return replace(fixed, alpha=1.0)
+    return replace(fixed, alpha=expert.alpha or 0.0) if SCHEDULES[expert.schedule].order == "horizontal" else fixed
 
 
 def _host_nbytes(options: Options) -> int:

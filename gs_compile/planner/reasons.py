@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from gs_compile.machine import format_bytes
 from gs_compile.placement.workload import Workload
+from gs_compile.planner.lp.limits import Budgets, Fixed
 from gs_compile.planner.lp.search import Search
-from gs_compile.planner.lp.solve import Budgets, Fixed, Solution
+from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.step_plan import Alternative, StepPlan

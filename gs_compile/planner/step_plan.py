@@ -14,7 +14,7 @@ from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.workload import Workload
-from gs_compile.planner.lp.solve import Budgets
+from gs_compile.planner.lp.limits import Budgets
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.prediction import Prediction
 from gs_compile.planner.simulate.simulator import Simulation
@@ -37,11 +37,15 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """Where everything lives and how a step runs. Seconds and throughput are simulated; see `explain.report`."""
+    """Where everything lives and how a step runs. Seconds and throughput are simulated; see `explain.report`.
+
+    placement, prediction: of the step, or of a large one with its micro-batches in a few bundles (`Problem.bundled`).
+    """
 
     workload: Workload
     profile: Profile
     budgets: Budgets
+    num_micro_batches: int
     alpha: float
     ratios: Mapping[str, float]  # in host memory, of "parameter", "checkpoint" and "optimizer"
     device_ratios: Mapping[str, float]  # in device memory
@@ -52,10 +56,6 @@ class StepPlan:
     binding: tuple[str, ...] = ()  # what limits the step, and what more of it would bring
     notes: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
-
-    @property
-    def num_micro_batches(self) -> int:
-        return len(self.placement.x_nbytes)
 
     @property
     def schedule(self) -> Schedule:

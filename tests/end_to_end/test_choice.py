@@ -14,7 +14,7 @@ from tiered import Rig, adamw, gpt2, moved, options, outcome, step, tokens
 import gs_compile
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError, ProfileError
 from gs_compile.planner import planner
-from gs_compile.planner.lp.fit import peak
+from gs_compile.planner.builder import peak
 from gs_compile.planner.measure.profile import FORMAT, Profile
 
 KEEPS_CAPTURES = True
@@ -196,12 +196,12 @@ def test_a_machine_that_is_none_is_refused_at_the_first_call(rig, storage, tmp_p
 
 @pytest.mark.parametrize(
     ("broken", "error"),
-    [("search", NoFitError("nothing fits")), ("planned", MemoryBudgetError("no program fits"))],
+    [("Problem.search", NoFitError("nothing fits")), ("planned", MemoryBudgetError("no program fits"))],
     ids=["infeasible", "no program"],
 )
 def test_what_fits_runs_where_the_linear_program_finds_nothing(rig, storage, monkeypatch, caplog, broken, error):
     budget = tight(rig, storage)
-    monkeypatch.setattr(planner.Problem, broken, fails(error))
+    monkeypatch.setattr(f"gs_compile.planner.planner.{broken}", fails(error))
     with (
         caplog.at_level(logging.INFO, "gs_compile.planner.planner"),
         rig.fresh(adamw, given(storage, host_memory=budget)) as optimizer,
@@ -209,7 +209,8 @@ def test_what_fits_runs_where_the_linear_program_finds_nothing(rig, storage, mon
         step(rig.model, optimizer, tokens(0))
         assert {part.tier for unit in optimizer.engine.placement.units for part in unit.w.values()} == {"ssd"}
         assert optimizer.engine.planning.planner.plan is None
-    assert caplog.messages == ["no plan fits by the linear program's bounds: host memory keeps the least it can"]
+    said = [record.message for record in caplog.records if record.name == "gs_compile.planner.planner"]
+    assert said == ["no plan fits by the linear program's bounds: host memory keeps the least it can"]
 
 
 def test_what_is_wrong_with_a_plan_is_told(rig, storage, monkeypatch):

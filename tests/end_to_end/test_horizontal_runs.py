@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiered import LENGTH, Rig, adamw, gpt2, moved, options, sgd, step, tokens
 from zoo import assert_same_gradients, batch, gradients, huggingface
 
-from gs_compile.planner.lp.fit import peak
+from gs_compile.planner.builder import peak
 
 KEEPS_CAPTURES = True
 NUM_LAYERS, WIDTH, MICRO_BATCH = 2, 32, 2

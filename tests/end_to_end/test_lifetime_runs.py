@@ -15,8 +15,8 @@ from tiered import BATCH, Rig, adamw, gpt2, moved, options, step, tokens
 import gs_compile
 from gs_compile.placement.placement import Room
 from gs_compile.planner import planner
+from gs_compile.planner.builder import peak
 from gs_compile.planner.lifetimes import EVERYTHING
-from gs_compile.planner.lp.fit import peak
 
 KEEPS_CAPTURES = True
 NUM_LAYERS, WIDTH, MICRO_BATCH = 2, 32, 2

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiered import Rig, adamw, gpt2, options, step, tokens
 
 from gs_compile.errors import MemoryBudgetError
-from gs_compile.planner.lp.fit import peak
+from gs_compile.planner.builder import peak
 from gs_compile.runtime import slab
 from gs_compile.runtime.memory import map_memory
 

@@ -12,13 +12,10 @@ from planned import A100, gpt
 from test_planner import FIVE, TINY
 
 from gs_compile.cli import simulate as command_simulate
-from gs_compile.placement.placement import Placement
-from gs_compile.planner.lifetimes import EVERYTHING, fastest, has_periods, periods, room_of
-from gs_compile.planner.lp.solve import Budgets
+from gs_compile.planner.lifetimes import periods, room_of, why
+from gs_compile.planner.lp.limits import Budgets
 from gs_compile.planner.plan import plan
 
-PLAIN = Placement(x_nbytes=(1000,), schedule="lifetime")
-KEPT = replace(PLAIN, room=EVERYTHING)
 LINKS = [f"{lane}_bytes_per_second" for lane in ("h2d", "d2h", "h2d_mixed", "d2h_mixed")]
 BUDGETS = Budgets(host_nbytes=10**9, device_nbytes=10**8, ssd_nbytes=10**10)
 
@@ -31,39 +28,29 @@ def predicted(seconds, nbytes):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "nbytes", "chosen", "reason"),
+    ("seconds", "nbytes", "reason"),
     [
-        (3.0, 1 << 20, KEPT, "1.0 MiB less are moved in a step, which takes 3 s in simulation, and 4 s by the horizo"),
-        (4.0, 1 << 20, KEPT, "1.0 MiB less are moved"),  # as fast, and fewer bytes
-        (3.0, 3 << 20, KEPT, "1.0 MiB more are moved"),  # with ratios of its own
-        (4.1, 1 << 20, PLAIN, "would not be faster than 4 s: nothing is kept"),
+        (3.0, 1 << 20, "1.0 MiB less are moved in a step, which takes 3 s in simulation, and 4 s by the horizo"),
+        (3.0, 3 << 20, "1.0 MiB more are moved"),  # with ratios of its own
     ],
 )
-def test_the_faster_is_taken(seconds, nbytes, chosen, reason):
-    found = {PLAIN: predicted(4.0, 2 << 20), KEPT: predicted(seconds, nbytes)}
-    outcome = fastest(PLAIN, [KEPT], lambda placement: SimpleNamespace(peaks=()), lambda _, placement: found[placement])
-    assert (outcome.placement, outcome.prediction) == (chosen, found[chosen])
-    assert reason in outcome.reason
-
-
-def test_there_is_something_to_keep_where_programs_differ():
-    assert has_periods(PLAIN, lambda placement: SimpleNamespace(ops=(placement.room,)))
-    assert not has_periods(PLAIN, lambda placement: SimpleNamespace(ops=()))
+def test_what_keeping_brings(seconds, nbytes, reason):
+    plain = predicted(4.0, 2 << 20)
+    assert reason in why(plain, predicted(seconds, nbytes))
+    assert "would not be faster than 4 s: nothing is kept" in why(plain, plain)
 
 
 def test_a_room_is_what_budgets_leave():
-    workload = gpt(2, 128)
-    room = room_of(BUDGETS, workload, A100)
-    assert room.device_nbytes == 10**8 - max(cost.workspace_nbytes for cost in workload.costs.values())
+    """In one memory a copy reads and writes, and nothing on the device is counted."""
+    problem = SimpleNamespace(budgets=BUDGETS, workload=gpt(2, 128), profile=A100)
+    room = room_of(problem)
+    assert room.device_nbytes == 10**8 - problem.workload.workspace_nbytes
     assert room.host_nbytes == 10**9
     assert dict(room.bytes_per_second) == {"h2d": 24e9, "d2h": 24e9, "ssd_read": 6e9, "ssd_write": 3e9}
-
-
-def test_a_copy_in_one_memory_reads_and_writes():
-    here = replace(A100, device="cpu", device_nbytes=0, **dict.fromkeys(LINKS, math.inf))
-    room = room_of(replace(BUDGETS, device_nbytes=0), gpt(2, 128), here)
-    assert dict(room.bytes_per_second)["d2h"] == A100.memory_bytes_per_second / 2
-    assert room.device_nbytes > 10**15  # nothing there is counted
+    problem.profile = replace(A100, device="cpu", device_nbytes=0, **dict.fromkeys(LINKS, math.inf))
+    problem.budgets = replace(BUDGETS, device_nbytes=0)
+    assert dict(room_of(problem).bytes_per_second)["d2h"] == A100.memory_bytes_per_second / 2
+    assert room_of(problem).device_nbytes > 10**15
 
 
 def test_what_is_told_of_a_plan():

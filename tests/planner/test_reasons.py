@@ -9,8 +9,9 @@ import pytest
 from planned import A100, GB, gpt
 
 from gs_compile.planner.builder import StepBuilder
+from gs_compile.planner.lp.limits import Budgets, Fixed
 from gs_compile.planner.lp.search import Search
-from gs_compile.planner.lp.solve import Budgets, Fixed, Solution
+from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import alternatives, binding, notes
 

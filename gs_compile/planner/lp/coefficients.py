@@ -31,7 +31,7 @@ from gs_compile.planner.lp.counting import (
     Readings,
     anchors,
 )
-from gs_compile.planner.lp.fit import CLASSES
+from gs_compile.planner.lp.limits import CLASSES
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.prices import ADAMW_NBYTES, backward_seconds, forward_seconds
 from gs_compile.program.ir import ORDERS

@@ -133,8 +133,9 @@ class Counted:
         for ratios, resident in corners:
             placement = builder.placement(ratios, alpha, resident, speculative=self.speculative)
             count = _Count(placement, self.ends if len(self.lengths) > 1 else num_layers)
-            count.alive(builder.program(placement))
-            usual = builder.program(placement, redo=False)
+            most = builder.program(placement)
+            count.alive(most)
+            usual = builder.program(placement, redo=False) if self.speculative else most
             count.moves(usual, measure(usual, placement, workload, self.profile))
             counts.append(count)
         moved = _affine([each.moved for each in counts])

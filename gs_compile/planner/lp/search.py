@@ -19,14 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal, get_args
 
 from gs_compile.errors import NoFitError, PlanError
 from gs_compile.machine import format_bytes
 from gs_compile.placement.cut import DEVICE_CLASSES
 from gs_compile.planner.lp.coefficients import Formulas
-from gs_compile.planner.lp.rows import contradiction
-from gs_compile.planner.lp.solve import Budgets, Fixed, Solution, short, solve
+from gs_compile.planner.lp.limits import Budgets, Fixed, contradiction
+from gs_compile.planner.lp.solve import Solution, short, solve
 
 Saturation = Literal["relative", "paper"]
 GROWTH = 1.01  # of throughput, for another micro-batch to be worth it by the paper's rule
@@ -36,7 +37,6 @@ PART = 0.1  # of a part of micro-batches, that throughput has to grow by
 MOST = {"relative": 1024, "paper": 101}
 ALPHAS = tuple(number / 100 for number in range(51))
 ROUNDING = 1e-4  # of seconds: how far the solver's rounding may move a bound
-FEW = 4  # alphas are solved at first where bounds are known
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,6 @@ def search(
     *,
     num_micro_batches: int | None = None,
     saturation: Saturation = "relative",
-    most: int | None = None,
 ) -> Search:
     """The smallest number of micro-batches with saturated throughput, or the one given, and the best plan for it.
 
@@ -67,11 +66,20 @@ def search(
     if num_micro_batches is not None:
         best = found.at(num_micro_batches)
     else:
-        rule = _relative if saturation == "relative" else _paper
-        best = rule(found, most or MOST[saturation])
+        best = (_relative if saturation == "relative" else _paper)(found, MOST[saturation])
     if best is None:
         raise NoFitError(shortfall(formulas, budgets, fixed, num_micro_batches=num_micro_batches or 1))
     return Search(best, tuple(sorted(found.known.items())))
+
+
+def allowed_alphas(fixed: Fixed) -> tuple[float, ...]:
+    """Those that may be chosen; one where it is given, or where clipping makes all updates wait."""
+    if fixed.late:
+        return (1.0,)
+    return ALPHAS if fixed.alpha is None else (fixed.alpha,)
+
+
+# The number of micro-batches ------------------------------------------------------------------------------------------
 
 
 def _paper(found: _Tries, most: int) -> Solution | None:
@@ -88,18 +96,75 @@ def _paper(found: _Tries, most: int) -> Solution | None:
 def _relative(found: _Tries, most: int) -> Solution | None:
     """The smallest number that is enough: twice as many each time, then between the last two."""
     low, high = 0, 1
-    while not found.is_enough(high, most):
+    while not _is_enough(found, high, most):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if found.is_enough(middle, most) else (middle, high)
+        low, high = (low, middle) if _is_enough(found, middle, most) else (middle, high)
     return found.at(high) or (found.at(low) if low else None)
+
+
+def _is_enough(found: _Tries, number: int, most: int) -> bool:
+    """Whether more micro-batches do not fit, are not allowed, or hardly bring anything."""
+    here = found.at(number)
+    if here is None or number >= most:
+        return True
+    for more in (-(-number // 8), 1):
+        there = found.at(number + more)
+        if there is not None:
+            return there.throughput / here.throughput - 1 < PART * more / number
+    return True
+
+
+class _Tries:
+    """The best solution of each number of micro-batches that was asked for; of equal ones the smaller alpha's."""
+
+    def __init__(self, formulas: Formulas, budgets: Budgets, fixed: Fixed) -> None:
+        self.formulas, self.budgets, self.fixed = formulas, budgets, fixed
+        self.known: dict[int, Solution | None] = {}
+        self.seconds: dict[float, dict[int, float]] = {alpha: {} for alpha in allowed_alphas(fixed)}
+        self.most = dict.fromkeys(self.seconds, inf)  # by alpha, from where on nothing fits
+
+    def at(self, number: int) -> Solution | None:
+        if number not in self.known:
+            self.known[number] = self._best(number)
+        return self.known[number]
+
+    def _best(self, number: int) -> Solution | None:
+        found: Solution | None = None
+        for bound, alpha in sorted((self._bound(alpha, number), alpha) for alpha in self.seconds):
+            if number >= self.most[alpha]:
+                continue
+            if found and bound >= found.seconds * (1 - ROUNDING):
+                break
+            solution = solve(self.formulas, number, alpha, self.budgets, self.fixed)
+            if solution is None:
+                self.most[alpha] = number
+                continue
+            self.seconds[alpha][number] = solution.seconds
+            if found is None or (solution.seconds, alpha) < (found.seconds, found.alpha):
+                found = solution
+        return found
+
+    def _bound(self, alpha: float, number: int) -> float:
+        """Seconds that a step takes at least: the line through the last two numbers below, of a convex function.
+
+        One micro-batch is a case of its own, which is not on that line.
+        """
+        below = sorted((n, seconds) for n, seconds in self.seconds[alpha].items() if n < number)[-2:]
+        if len(below) < 2 or below[0][0] == 1:
+            return below[-1][1] if below else 0.0
+        (n0, t0), (n1, t1) = below
+        return t1 + (number - n1) * (t1 - t0) / (n1 - n0)
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
 
 
 def check(formulas: Formulas, budgets: Budgets, fixed: Fixed, num_micro_batches: int) -> None:
     """Raise `PlanError` where what is fixed contradicts itself or the budgets, before anything is solved."""
     workload, profile = formulas.workload, formulas.profile
-    if fixed.clip and not fixed.speculative and fixed.alpha not in (None, 1.0):
+    if fixed.late and fixed.alpha not in (None, 1.0):
         raise PlanError(
             f"alpha is {fixed.alpha:g}, but with clipping all updates wait for the norm of all gradients, so alpha is "
             "1: leave one of the two out"
@@ -110,8 +175,7 @@ def check(formulas: Formulas, budgets: Budgets, fixed: Fixed, num_micro_batches:
     for name, ratio in fixed.ratios.items():
         if name not in classes or not 0 <= ratio <= 1:
             raise PlanError(f"the ratio {name} is {ratio:g}; there are {', '.join(classes)}, each from 0 to 1")
-    may_reside = any(size.may_reside for size in workload.sizes)
-    if wrong := contradiction(fixed, separate=profile.separate, may_reside=may_reside):
+    if wrong := contradiction(fixed, separate=formulas.separate, may_reside=formulas.may_reside):
         raise PlanError(wrong)
     timed = all(None not in (cost.forward_seconds, cost.backward_seconds) for cost in workload.costs.values())
     if not timed and workload.dtype not in profile.matmul_flops_per_second:
@@ -137,40 +201,36 @@ def check(formulas: Formulas, budgets: Budgets, fixed: Fixed, num_micro_batches:
 
 def shortfall(formulas: Formulas, budgets: Budgets, fixed: Fixed, *, num_micro_batches: int = 1) -> str:
     """Why nothing fits: what is short, by how much, and the nearest settings that do fit. One sentence or two."""
-    workload, alphas = formulas.workload, allowed_alphas(fixed)
-    needed = short(formulas, num_micro_batches, alphas, budgets, fixed)
-    alpha, least = min(zip(alphas, needed, strict=True), key=lambda each: _parts(each[1], budgets))
+    needed = {alpha: short(formulas, num_micro_batches, alpha, budgets, fixed) for alpha in allowed_alphas(fixed)}
+    alpha = min(needed, key=lambda each: sum(n / budgets.of(tier) for tier, n in needed[each].items()))
     what = "; ".join(
         f"it needs {format_bytes(getattr(budgets, f'{tier}_nbytes') + nbytes)} of "
         f"{'SSD' if tier == 'ssd' else tier + ' memory'}, {format_bytes(nbytes)} more than it may use"
-        for tier, nbytes in least.items()
+        for tier, nbytes in needed[alpha].items()
     )
     near = list(_nearest(formulas, budgets, fixed, num_micro_batches))
     remedy = f"What would fit: {', or '.join(near)}" if near else "Give it more, or make micro_batch_size smaller"
     return (
-        f"{workload.name} does not fit with {_several(num_micro_batches)} of {workload.micro_batch_size} and alpha "
-        f"{alpha:g}: {what}. {remedy}"
+        f"{formulas.workload.name} does not fit with {several(num_micro_batches)} of "
+        f"{formulas.workload.micro_batch_size} and alpha {alpha:g}: {what}. {remedy}"
     )
 
 
-def _several(number: int) -> str:
+def several(number: int) -> str:
+    """``1 micro-batch``, ``2 micro-batches``"""
     return f"{number} micro-batch{'es' if number > 1 else ''}"
-
-
-def _parts(needed: dict[str, int], budgets: Budgets) -> float:
-    return sum(nbytes / budgets.of(tier) for tier, nbytes in needed.items())
 
 
 def _nearest(formulas: Formulas, budgets: Budgets, fixed: Fixed, num_micro_batches: int) -> Iterator[str]:
     """Settings that fit, each with one thing changed."""
 
-    def fits(number: int, alphas: Sequence[float], fixed: Fixed) -> list[float]:
-        return [solution.alpha for solution in solve(formulas, number, alphas, budgets, fixed) if solution]
+    def fits(number: int, alphas: Sequence[float], fixed: Fixed) -> bool:
+        return any(solve(formulas, number, alpha, budgets, fixed) for alpha in alphas)
 
     alphas = allowed_alphas(fixed)
-    below = [number / 100 for number in range(100) if fixed.alpha and number / 100 < fixed.alpha]
-    if below and (smaller := fits(num_micro_batches, below, fixed)):
-        yield f"alpha {max(smaller):g}"
+    below = (each for each in range(99, -1, -1) if fixed.alpha and each / 100 < fixed.alpha)
+    if (smaller := next((each for each in below if fits(num_micro_batches, [each / 100], fixed)), None)) is not None:
+        yield f"alpha {smaller / 100:g}"
     if fixed.clip and fits(num_micro_batches, ALPHAS, Fixed(ratios=fixed.ratios, device=fixed.device)):
         yield "no clipping, so that updates need not wait"
     if fixed.ratios and fits(num_micro_batches, alphas, replace(fixed, ratios={})):
@@ -180,66 +240,4 @@ def _nearest(formulas: Formulas, budgets: Budgets, fixed: Fixed, num_micro_batch
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle, alphas, fixed) else (low, middle)
-        yield _several(low)
-
-
-def allowed_alphas(fixed: Fixed) -> tuple[float, ...]:
-    """Those that may be chosen; one where it is given, or where clipping makes all updates wait."""
-    if fixed.clip and not fixed.speculative:
-        return (1.0,)
-    return ALPHAS if fixed.alpha is None else (fixed.alpha,)
-
-
-class _Tries:
-    """The best solution of each number of micro-batches that was asked for; of equal ones the smaller alpha's."""
-
-    def __init__(self, formulas: Formulas, budgets: Budgets, fixed: Fixed) -> None:
-        self.formulas, self.budgets, self.fixed = formulas, budgets, fixed
-        self.known: dict[int, Solution | None] = {}
-        self.seconds: dict[float, dict[int, float]] = {alpha: {} for alpha in allowed_alphas(fixed)}
-        self.most = dict.fromkeys(self.seconds, 1 << 30)  # by alpha, from where on nothing fits
-
-    def at(self, number: int) -> Solution | None:
-        if number not in self.known:
-            self.known[number] = self._best(number)
-        return self.known[number]
-
-    def is_enough(self, number: int, most: int) -> bool:
-        """Whether more micro-batches do not fit, are not allowed, or hardly bring anything."""
-        here = self.at(number)
-        if here is None or number >= most:
-            return True
-        for more in (-(-number // 8), 1):
-            there = self.at(number + more)
-            if there is not None:
-                return there.throughput / here.throughput - 1 < PART * more / number
-        return True
-
-    def _best(self, number: int) -> Solution | None:
-        left = sorted((self._bound(alpha, number), alpha) for alpha, most in self.most.items() if number < most)
-        few = FEW if left and left[0][0] > 0 else len(left)
-        found: Solution | None = None
-        while left:
-            now, left = [alpha for _, alpha in left[:few]], left[few:]
-            for alpha, solution in zip(now, solve(self.formulas, number, now, self.budgets, self.fixed), strict=True):
-                if solution is None:
-                    self.most[alpha] = number
-                    continue
-                self.seconds[alpha][number] = solution.seconds
-                if found is None or (solution.seconds, solution.alpha) < (found.seconds, found.alpha):
-                    found = solution
-            if found:
-                left = [each for each in left if each[0] < found.seconds * (1 - ROUNDING)]
-            few *= 4
-        return found
-
-    def _bound(self, alpha: float, number: int) -> float:
-        """Seconds that a step takes at least: the line through the last two numbers below, of a convex function.
-
-        One micro-batch is a case of its own, which is not on that line.
-        """
-        below = sorted((n, seconds) for n, seconds in self.seconds[alpha].items() if n < number)[-2:]
-        if len(below) < 2 or below[0][0] == 1:
-            return below[-1][1] if below else 0.0
-        (n0, t0), (n1, t1) = below
-        return t1 + (number - n1) * (t1 - t0) / (n1 - n0)
+        yield several(low)

@@ -1,4 +1,4 @@
-"""place: what each tier keeps of every class of data, such that a step takes the least time: a linear program.
+"""solve: what each tier keeps of every class of data, such that a step takes the least time: a linear program.
 
 For n micro-batches and one alpha (arXiv 2512.17570, section 4.4). The variables are
 
@@ -8,16 +8,16 @@ For n micro-batches and one alpha (arXiv 2512.17570, section 4.4). The variables
 
 and what is left, 1 - c - dc and so on, is on SSD. All else is affine in c, p, o, dc, dp. With f a phase, i a lane:
 
-    minimise    t_f + t_b + eps (bytes to and from SSD)                                       `_objective`
+    minimise    t_f + t_b + eps (bytes to and from SSD)                                       `_System.optimum`
     subject to
       t_f  >=   x_i                             x_i: seconds of lane i in f, alone            `coefficients.Formulas`
-      t_f  >=   y + x (1 - b) / a               lanes x and y that disturb each other,        `rows._pair`
+      t_f  >=   y + x (1 - b) / a               lanes x and y that disturb each other,        `_times`
       t_f  >=   x + y (1 - a) / b               with speeds a and b while both run
-      c + dc <= 1,  p + dp <= 1                                                               `rows._homes`
+      c + dc <= 1,  p + dp <= 1                                                               `HOMES`
       bytes alive on host at moment m   <= host_nbytes      for every m that can bind         `counting.Counted`
       bytes alive on device at m        <= device_nbytes    likewise, if it has its own
       bytes on SSD at m                 <= ssd_nbytes       likewise
-      bytes written to SSD              <= wear_bytes_per_second (t_f + t_b)                  `rows._wear`
+      bytes written to SSD              <= wear_bytes_per_second (t_f + t_b)                  `_System`
 
 The bytes at a moment hold the working buffers, late gradients, and the room that stale parameters leave for these.
 
@@ -27,31 +27,35 @@ y - b x / a: together y + x (1 - b) / a. If y ends first it is the other row. Th
 (a + b - 1) (y / b - x / a), so where a + b >= 1 the row that applies is the larger, and both together are exact. Where
 a + b < 1, taking turns is faster, and the row is t_f >= x + y.
 
-All alphas of one n are one problem without common variables. Each has its own unit of time and memory, so that all
-numbers are near 1. eps is so small that all SSD traffic there can be costs a millionth of the step.
+Times are in a unit of their own and memory in parts of its budget, so that all numbers are near 1. eps is so small that
+all SSD traffic there can be costs a millionth of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from gs_compile.planner.lp.coefficients import Formulas
+from gs_compile.planner.lp.coefficients import Formulas, Numbers
 from gs_compile.planner.lp.counting import PHASES, RATIOS, TIERS, TIMED, Array
-from gs_compile.planner.lp.rows import Budgets, Fixed, System, build
-
-__all__ = ["Budgets", "Fixed", "Formulas", "Solution", "short", "solve"]
+from gs_compile.planner.lp.limits import Budgets, Fixed
 
 TRAFFIC_PRICE = 1e-6  # of a step's seconds, for all the bytes it could move to and from SSD
 TOLERANCE = 1e-9  # of the solver
-FEASIBLE = 1e-6  # of a budget: what is checked after it
-NUM_RATIOS = len(RATIOS)
-# Columns of one alpha: the ratios, t_f and t_b, and by how much of its budget each tier may be exceeded.
-TIMES, SLACKS = slice(NUM_RATIOS, NUM_RATIOS + 2), slice(NUM_RATIOS + 2, NUM_RATIOS + 5)
-WIDTH = NUM_RATIOS + 5
+FEASIBLE = 1e-6  # of a budget: less is the solver's rounding
+PAIRS = (
+    ("ssd_read", "ssd_write"),
+    ("h2d", "d2h"),
+    ("cpu", "compute"),
+    ("compute", "ssd_read"),
+    ("compute", "ssd_write"),
+)
+# Columns: the ratios, t_f and t_b, and by how much of its budget each tier is exceeded.
+NUM_RATIOS, TIMES, EXCESS = len(RATIOS), (0, 1), 2
+NUM_OTHERS = EXCESS + len(TIERS)
+HOMES = np.array([[0.0, 1, 0, 0, 1, 0, 0], [0.0, 0, 1, 0, 0, 1, 0]])  # c + dc and p + dp, in the order of RATIOS
 
 
 @dataclass(frozen=True)
@@ -83,131 +87,144 @@ class Solution:
         return self.num_micro_batches / self.seconds
 
 
-def solve(
-    formulas: Formulas, num_micro_batches: int, alphas: Sequence[float], budgets: Budgets, fixed: Fixed
-) -> tuple[Solution | None, ...]:
-    """The best for each alpha; None where it does not fit."""
-    systems = build(formulas, num_micro_batches, alphas, budgets, fixed)
-    fits = _feasible(systems)
-    solved = iter(_optimum([s for s, fit in zip(systems, fits, strict=True) if fit], elastic=False))
-    found: list[Solution | None] = []
-    for system, fit in zip(systems, fits, strict=True):
-        point, duals = next(solved) if fit else (system.least(), np.zeros(0))
-        kept = fit and max(system.excess(point).values()) <= FEASIBLE
-        found.append(_solution(system, point, duals, num_micro_batches, budgets) if kept else None)
-    return tuple(found)
-
-
-def short(
-    formulas: Formulas, num_micro_batches: int, alphas: Sequence[float], budgets: Budgets, fixed: Fixed
-) -> list[dict[str, int]]:
-    """For each alpha the bytes that are short, by tier, where budgets are exceeded by as small parts as can be."""
-    systems = build(formulas, num_micro_batches, alphas, budgets, fixed)
-    found = []
-    for system, (point, _) in zip(systems, _optimum(systems, elastic=True), strict=True):
-        excess = {tier: part for tier, part in system.excess(point).items() if part > FEASIBLE}
-        found.append({tier: int(np.ceil(part * budgets.of(tier))) for tier, part in excess.items()})
-    return found
-
-
-# The solver ----------------------------------------------------------------------------------------------------------
-
-
-def _feasible(systems: Sequence[System]) -> list[bool]:
-    """Whether each alpha fits. Host and device memory need the least where all is on SSD; if that has not the room for
-    it, only the solver can say.
-    """
-    least = [system.excess(system.least()) for system in systems]
-    fits = [max(excess.values()) <= 0 for excess in least]
-    open_ = [i for i, e in enumerate(least) if not fits[i] and max(e["host"], e.get("device", 0.0)) <= 0]
-    for index, (point, _) in zip(open_, _optimum([systems[i] for i in open_], elastic=True), strict=True):
-        fits[index] = max(systems[index].excess(point).values()) <= FEASIBLE / 10
-    return fits
-
-
-def _optimum(systems: Sequence[System], *, elastic: bool) -> list[tuple[Array, Array]]:
-    """The best ratios of each, after a 1, and the duals of its rows.
-
-    elastic: budgets may be exceeded, and the sum of the parts they are exceeded by is what is minimised.
-    """
-    if not systems:
-        return []
-    import cvxpy
-    from scipy import sparse
-
-    blocks = [_matrix(system) for system in systems]
-    lower = np.concatenate([[*system.lower, 0, 0, 0, 0, 0] for system in systems])
-    most = np.inf if elastic else 0.0
-    upper = np.concatenate([[*system.upper, np.inf, np.inf, most, most, most] for system in systems])
-    variables = cvxpy.Variable(WIDTH * len(systems), bounds=[lower, upper])
-    constraint = sparse.block_diag([a for a, _ in blocks], format="csr") @ variables <= np.concatenate(
-        [b for _, b in blocks]
-    )
-    prices = np.concatenate([_objective(system, elastic=elastic) for system in systems])
-    problem = cvxpy.Problem(cvxpy.Minimize(prices @ variables), [constraint])
-    tolerances = {"primal_feasibility_tolerance": TOLERANCE, "dual_feasibility_tolerance": TOLERANCE}
-    problem.solve(solver=cvxpy.HIGHS, **tolerances)
-    assert problem.status == cvxpy.OPTIMAL, f"a placement that is feasible and bounded came out {problem.status}"
-    points: Any = np.asarray(variables.value).reshape(len(systems), WIDTH)[:, :NUM_RATIOS]
-    duals = np.split(np.asarray(constraint.dual_value), np.cumsum([len(b) for _, b in blocks])[:-1])
-    return [
-        (np.array([1.0, *np.clip(point, system.lower, system.upper)]), dual)
-        for system, point, dual in zip(systems, points, duals, strict=True)
-    ]
-
-
-def _matrix(system: System) -> tuple[Array, Array]:
-    """The rows of one alpha as ``matrix @ columns <= bound``, with times in the system's unit."""
-    matrix, bound = np.zeros((len(system.rows), WIDTH)), np.ones(len(system.rows))
-    for number, row in enumerate(system.rows):
-        unit = 1.0
-        if row.phase:
-            unit, bound[number] = system.unit_seconds, 0.0
-            matrix[number, TIMES.start + PHASES.index(row.phase)] = -1.0
-        elif row.per_second:
-            unit, bound[number] = row.per_second * system.unit_seconds, 0.0
-            matrix[number, TIMES] = -1.0
-        elif row.tier:
-            matrix[number, SLACKS.start + TIERS.index(row.tier)] = -1.0
-        matrix[number, :NUM_RATIOS] = row.coefficients[1:] / unit
-        bound[number] -= row.coefficients[0] / unit
-    return matrix, bound
-
-
-def _objective(system: System, *, elastic: bool) -> Array:
-    """The price of each column: of seconds and SSD traffic, or of exceeded budgets."""
-    if elastic:
-        return np.array([*np.zeros(NUM_RATIOS + 2), 1.0, 1.0, 1.0])
-    return np.array([*(TRAFFIC_PRICE * system.traffic[1:]), 1.0, 1.0, 0.0, 0.0, 0.0])
-
-
-# What came out -------------------------------------------------------------------------------------------------------
-
-
-def _solution(system: System, point: Array, duals: Array, num_micro_batches: int, budgets: Budgets) -> Solution:
+def solve(formulas: Formulas, num_micro_batches: int, alpha: float, budgets: Budgets, fixed: Fixed) -> Solution | None:
+    """The best for one alpha; None where it does not fit."""
+    numbers = formulas.of(alpha, num_micro_batches)
+    system = _System(formulas, numbers, budgets, fixed)
+    found = system.optimum()
+    if found is None:
+        return None
+    point, _, duals = found
     by_name = dict(zip(RATIOS, point[1:].tolist(), strict=True))
-    forward, backward = system.times(point)
     return Solution(
         num_micro_batches,
-        system.alpha,
-        {name: by_name[name] for name in system.classes},
+        alpha,
+        {name: by_name[name] for name in formulas.classes},
         {name: by_name[f"device_{name}"] for name in ("parameter", "checkpoint")},
-        forward,
-        backward,
-        {key: float(array @ point) for key, array in system.lanes.items()},
-        _duals(system, point, duals, budgets),
+        *system.seconds_at(point),
+        {key: float(array @ point) for key, array in numbers.seconds.items()},
+        system.worth(point, duals),
     )
 
 
-def _duals(system: System, point: Array, duals: Array, budgets: Budgets) -> dict[str, float]:
-    """d(seconds) / d(resource). A row's dual is what one more on its right side is worth; a rate that grows by a part
-    takes that part off its lane's time in every row.
-    """
-    found = {f"{tier}_nbytes": 0.0 for tier in TIERS} | dict.fromkeys(TIMED, 0.0)
-    for row, dual in zip(system.rows, duals.tolist(), strict=True):
-        if row.tier:
-            found[f"{row.tier}_nbytes"] -= dual * system.unit_seconds / budgets.of(row.tier)
-        for lane, part in row.lanes.items():
-            found[lane] -= dual * float(part @ point)
-    found["update"] = found.pop("cpu")
-    return found | {"ssd": found["ssd_read"] + found["ssd_write"]}
+def short(formulas: Formulas, num_micro_batches: int, alpha: float, budgets: Budgets, fixed: Fixed) -> dict[str, int]:
+    """The bytes that are short, by tier, where budgets are exceeded by as small parts as can be."""
+    found = _System(formulas, formulas.of(alpha, num_micro_batches), budgets, fixed).optimum(elastic=True)
+    assert found is not None, "there is a point that exceeds the budgets by enough"
+    parts = dict(zip(TIERS, found[1].tolist(), strict=True))
+    return {tier: int(np.ceil(part * budgets.of(tier))) for tier, part in parts.items() if part > FEASIBLE}
+
+
+class _System:
+    """The rows of one alpha."""
+
+    def __init__(self, formulas: Formulas, numbers: Numbers, budgets: Budgets, fixed: Fixed) -> None:
+        self.numbers = numbers
+        self.budgets = budgets
+        self.lower, self.upper = _bounds(formulas, fixed)
+        self.unit_seconds = max(sum(float(array[0]) for array in numbers.seconds.values()), 1e-30)
+        speeds = formulas.profile.speeds()
+        self.times = [(i, parts) for i, phase in enumerate(PHASES) for parts in _times(phase, numbers.seconds, speeds)]
+        self.wear = budgets.wear_bytes_per_second
+
+    def optimum(self, *, elastic: bool = False) -> tuple[Array, Array, Array] | None:
+        """The best ratios after a 1, by which part each budget is exceeded, and what a larger bound of each row brings.
+
+        elastic: budgets may be exceeded, and the sum of the parts they are exceeded by is what is minimised.
+        """
+        from scipy.optimize import linprog
+
+        matrix, bound = (np.concatenate(arrays) for arrays in zip(*self._blocks(), strict=True))
+        most = np.inf if elastic else 0.0
+        lower = [*self.lower, *[0.0] * NUM_OTHERS]
+        upper = [*self.upper, np.inf, np.inf, *[most] * len(TIERS)]
+        traffic = self.numbers.ssd[1:] / max(float(self.numbers.ssd[0]), 1.0)
+        prices = [*np.zeros(NUM_RATIOS + 2), 1, 1, 1] if elastic else [*(TRAFFIC_PRICE * traffic), 1, 1, 0, 0, 0]
+        tolerances = {"primal_feasibility_tolerance": TOLERANCE, "dual_feasibility_tolerance": TOLERANCE}
+        found = linprog(prices, matrix, bound, bounds=np.transpose([lower, upper]), method="highs", options=tolerances)
+        if found.x is None:
+            return None
+        point = np.array([1.0, *np.clip(found.x[:NUM_RATIOS], self.lower, self.upper)])
+        return point, found.x[NUM_RATIOS + EXCESS :], found.ineqlin.marginals
+
+    def seconds_at(self, point: Array) -> tuple[float, float]:
+        """t_f and t_b of a point; what the wear budget asks to wait is waited in the backward."""
+        forward, backward = (
+            max((float(_total(parts) @ point) for i, parts in self.times if i == phase), default=0.0) for phase in TIMES
+        )
+        if self.wear is not None:
+            backward = max(backward, float(self.numbers.written @ point) / self.wear - forward)
+        return forward, backward
+
+    def worth(self, point: Array, duals: Array) -> dict[str, float]:
+        """d(seconds) / d(resource). A row's dual is what one more on its right side is worth; a rate that grows by a
+        part takes that part off its lane's time in every row.
+        """
+        found = {f"{tier}_nbytes": 0.0 for tier in TIERS} | dict.fromkeys(TIMED, 0.0)
+        for (_, parts), dual in zip(self.times, duals.tolist(), strict=False):
+            for lane, part in parts.items():
+                found[lane] += dual * float(part @ point)
+        start = len(self.times)
+        for tier, alive in self.numbers.alive.items():
+            dual = float(duals[start : start + len(alive)].sum())
+            found[f"{tier}_nbytes"] = dual * self.unit_seconds / self.budgets.of(tier)
+            start += len(alive)
+        found["update"] = found.pop("cpu")
+        return found | {"ssd": found["ssd_read"] + found["ssd_write"]}
+
+    def _blocks(self) -> Iterator[tuple[Array, Array]]:
+        """Matrices and bounds; first the times, then each tier's memory."""
+        for i, parts in self.times:
+            yield _block(_total(parts) / self.unit_seconds, 0.0, i)
+        for tier, alive in self.numbers.alive.items():
+            yield _block(alive / self.budgets.of(tier), 1.0, EXCESS + TIERS.index(tier))
+        yield _block(HOMES, 1.0)
+        if self.wear is not None:
+            yield _block(self.numbers.written / (self.wear * self.unit_seconds), 0.0, *TIMES)
+
+
+def _block(coefficients: Array, bound: float, *columns: int) -> tuple[Array, Array]:
+    """``coefficients @ (1, ratios) <= bound +`` what stands in the columns behind the ratios, as matrix and bound."""
+    rows = np.atleast_2d(coefficients)
+    others = np.zeros((len(rows), NUM_OTHERS))
+    others[:, list(columns)] = -1.0
+    return np.hstack([rows[:, 1:], others]), bound - rows[:, 0]
+
+
+def _times(
+    phase: str, lanes: Mapping[tuple[str, str], Array], speeds: Mapping[tuple[str, str], float]
+) -> Iterator[dict[str, Array]]:
+    """The sums that a phase is no shorter than, by the lane whose time each part is."""
+    rows = [{lane: lanes[phase, lane]} for lane in TIMED]
+    for one, two in PAIRS:
+        a, b = speeds.get((one, two), 1.0), speeds.get((two, one), 1.0)
+        if min(a, b) < 1.0:
+            rows += _pair(one, two, (lanes[phase, one], lanes[phase, two]), (a, b))
+    return (parts for parts in rows if _total(parts).any())
+
+
+def _pair(one: str, two: str, alone: tuple[Array, Array], speeds: tuple[float, float]) -> list[dict[str, Array]]:
+    """What two lanes that disturb each other take together."""
+    (x, y), (a, b) = alone, speeds
+    if a + b < 1:
+        return [{one: x, two: y}]
+    return [{one: x * (1 - b) / a, two: y}, {one: x, two: y * (1 - a) / b}]
+
+
+def _total(parts: Mapping[str, Array]) -> Array:
+    total: Array = np.sum(list(parts.values()), axis=0)
+    return total
+
+
+def _bounds(formulas: Formulas, fixed: Fixed) -> tuple[Array, Array]:
+    """Of the ratios, in the order of `RATIOS`."""
+    lower, upper = np.zeros(NUM_RATIOS), np.ones(NUM_RATIOS)
+    if not (formulas.separate and fixed.device):
+        upper[[RATIOS.index("device_parameter"), RATIOS.index("device_checkpoint")]] = 0.0
+    if not formulas.may_reside:
+        upper[RATIOS.index("device_parameter")] = 0.0
+    for name, ratio in fixed.ratios.items():
+        if f"device_{name}" in RATIOS and f"device_{name}" not in fixed.ratios:
+            upper[RATIOS.index(f"device_{name}")] = 0.0
+        lower[RATIOS.index(name)] = upper[RATIOS.index(name)] = ratio
+    return lower, upper

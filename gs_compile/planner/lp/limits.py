@@ -1,0 +1,71 @@
+"""limits: what the linear program has to keep: budgets, and what is not for it to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gs_compile.placement.cut import DEVICE_CLASSES
+
+CLASSES = ("parameter", "checkpoint", "optimizer")  # of data that have a ratio in host memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """What a run may use. Without wear_bytes_per_second SSDs are written as fast as they take it."""
+
+    host_nbytes: int
+    device_nbytes: int = 0
+    ssd_nbytes: int
+    wear_bytes_per_second: float | None = None
+
+    def of(self, tier: str) -> int:
+        """Bytes of a tier."""
+        nbytes: int = getattr(self, f"{tier}_nbytes")
+        return max(nbytes, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """What is not for the planner to choose.
+
+    alpha: the late part of updates. clip: all updates are late, or early ones are speculative.
+    ratios: of "parameter", "checkpoint", "optimizer", and those in device memory, "device_parameter" and
+        "device_checkpoint": none where only the one in host memory is given, as what is left is on SSD then.
+    device: whether spare memory of a device that has its own may be a home too.
+    """
+
+    alpha: float | None = None
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    clip: bool = False
+    speculative: bool = False
+    device: bool = False
+
+    @property
+    def late(self) -> bool:
+        """Whether clipping makes all updates wait for the norm of all gradients."""
+        return self.clip and not self.speculative
+
+
+def contradiction(fixed: Fixed, *, separate: bool, may_reside: bool, prefix: str = "the ratio ") -> str | None:
+    """In a sentence, why ratios contradict each other or what there is; `prefix` makes a ratio's name the user's."""
+    for name in DEVICE_CLASSES:
+        ratio = fixed.ratios.get(name)
+        if ratio and not separate:
+            host = name.removeprefix("device_")
+            return (
+                f"{prefix}{name} is {ratio:g}, but this device has no memory of its own: it reads the host's, so give "
+                f"{prefix.removeprefix('the ratio ')}{host}"
+            )
+    if (ratio := fixed.ratios.get("device_parameter")) and not may_reside:
+        return (
+            f"{prefix}device_parameter is {ratio:g}, but parameters that are updated in the type they are computed in "
+            'go to host memory for that: leave it out, or choose precision="bf16"'
+        )
+    for name in ("parameter", "checkpoint"):
+        host_part, device_part = (fixed.ratios.get(each, 0.0) for each in (name, f"device_{name}"))
+        if host_part + device_part > 1:
+            return (
+                f"the ratios {name} {host_part:g} and device_{name} {device_part:g} are more than there is: lower one"
+            )
+    return None

@@ -1,0 +1,165 @@
+"""refine: from the linear program's solution to the placement whose own program keeps the budgets and takes least time.
+
+Why the program is asked. The linear program knows neither cuts at whole tensors nor how far lanes lag behind the order
+of issue: what leaves the device late, say, is there beside what comes next. Where a program takes more than a budget,
+the linear program is given less. A full host memory can cost more than it brings, too: where the drive is busy, writes
+end late, and the step waits for their buffers, so some is left free where that is faster. And a late update that costs
+nothing in the linear program, as long as the forward hides its traffic, stands between two steps in the program.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from gs_compile.errors import MemoryBudgetError
+from gs_compile.machine import format_bytes
+from gs_compile.placement.placement import Placement
+from gs_compile.planner.builder import peak
+from gs_compile.planner.lp.search import Search, allowed_alphas
+from gs_compile.planner.lp.solve import Solution
+from gs_compile.planner.prediction import Prediction
+from gs_compile.planner.problem import Problem
+from gs_compile.planner.step_plan import StepPlan
+
+MOST_ROUNDS = 8  # of solving again with less: each takes off what the program before was over
+SPARE_TURNS = (0, 1, 2, 4)  # of a layer's data, left free for writes that lag behind; tried as long as that is faster
+GOOD_ENOUGH = 1.03  # of the linear program's time: nothing else is tried then
+LEAST_PART = 32  # of host memory, that alphas are tried with less and less of
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A solution, the placement that it became, and how its program runs.
+
+    less: by tier, the bytes that the linear program was not given; spare: of these the bytes left free on purpose.
+    """
+
+    solution: Solution
+    placement: Placement
+    prediction: Prediction
+    less: Mapping[str, int]
+    spare: int
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.simulation.seconds
+
+
+def planned(problem: Problem, found: Search, *, whole: bool = False) -> StepPlan:
+    """What the search's best becomes. Raises `MemoryBudgetError` where no program keeps the budgets.
+
+    whole: the step is going to run: a large one is not left with its micro-batches in bundles.
+    """
+    chosen = refined(problem, found.best, whole=whole)
+    best: Solution | None = found.best
+    if chosen.solution.alpha != found.best.alpha:  # what is said of the plan is said of its own alpha
+        best = problem.solved(found.best.num_micro_batches, chosen.solution.alpha)
+    assert best is not None, "what fits in less memory fits"
+    rows = [(number, solution.seconds) for number, solution in found.history if solution is not None]
+    return StepPlan(
+        workload=problem.workload,
+        profile=problem.profile,
+        budgets=problem.budgets,
+        num_micro_batches=best.num_micro_batches,
+        alpha=best.alpha,
+        ratios=chosen.solution.ratios,
+        device_ratios=chosen.solution.device_ratios,
+        placement=chosen.placement,
+        prediction=chosen.prediction,
+        bound_seconds=best.seconds,
+        history=tuple((number, seconds, number * problem.workload.tokens / seconds) for number, seconds in rows),
+    )
+
+
+def refined(problem: Problem, best: Solution, *, whole: bool) -> Candidate:
+    """The fastest of a few placements, by the simulator; all keep the budgets.
+
+    Raises `MemoryBudgetError` where none does.
+    """
+    trial, number = problem.bundled(best.num_micro_batches)
+    for found in sorted(_tries(trial, number, best), key=lambda each: each.seconds):
+        if trial is problem or not whole:
+            return found
+        kept = _fitting(problem, best.num_micro_batches, found.solution.alpha, found.spare, found.less)
+        if kept is not None:
+            return kept
+    if (scarce := _of_any_alpha(problem, best.num_micro_batches) if whole else _of_any_alpha(trial, number)) is None:
+        raise MemoryBudgetError(_too_little(problem))
+    return scarce
+
+
+def _tries(problem: Problem, number: int, best: Solution) -> Iterator[Candidate]:
+    """With memory left free as long as that is faster; then without late updates, where they may be faster."""
+    found: list[Candidate] = []
+    turn_nbytes = _turn_nbytes(problem)
+    for spare in (turns * turn_nbytes for turns in SPARE_TURNS):
+        less = {**found[-1].less, "host": found[-1].less["host"] + spare - found[-1].spare} if found else None
+        candidate = _fitting(problem, number, best.alpha, spare, less)
+        if candidate is None or (found and candidate.seconds >= found[-1].seconds):
+            break
+        found.append(candidate)
+        if candidate.seconds <= GOOD_ENOUGH * best.seconds:
+            yield from found
+            return
+    if best.alpha and 0.0 in allowed_alphas(problem.fixed):
+        bound = problem.solved(number, 0.0)
+        if bound and (not found or bound.seconds < found[-1].seconds):
+            candidate = _fitting(problem, number, 0.0, found[-1].spare if found else 0)
+            found += [candidate] if candidate else []
+    yield from found
+
+
+def _of_any_alpha(problem: Problem, number: int) -> Candidate | None:
+    """Where memory is scarce: the alphas that are best with less and less of it, as some need less than others."""
+    budgets = problem.budgets
+    for part in range(MOST_ROUNDS):
+        less = replace(budgets, host_nbytes=budgets.host_nbytes - part * budgets.host_nbytes // LEAST_PART)
+        best = problem.solved(number, None, budgets=less)
+        found = _fitting(problem, number, best.alpha, 0) if best else None
+        if found is not None or best is None:
+            return found
+    return None
+
+
+def _fitting(
+    problem: Problem, number: int, alpha: float, spare: int, less: Mapping[str, int] | None = None
+) -> Candidate | None:
+    """A candidate of one alpha whose program keeps the budgets and leaves `spare` bytes free; None if there is none."""
+    less = dict(less or {"host": spare, "device": 0})
+    times: Counter[str] = Counter()  # more each time: units that are cut whole may stay where they were
+    for _ in range(MOST_ROUNDS):
+        left = {f"{tier}_nbytes": getattr(problem.budgets, f"{tier}_nbytes") - nbytes for tier, nbytes in less.items()}
+        if left["host_nbytes"] <= 0 or left["device_nbytes"] < 0:
+            return None
+        solution = problem.solved(number, alpha, budgets=replace(problem.budgets, **left))
+        if solution is None:
+            return None
+        placement = problem.placed(solution)
+        program = problem.at(number).program(placement)
+        excess = {"host": peak(program, "host") - (problem.budgets.host_nbytes - spare)}
+        if excess["host"] <= 0:
+            prediction = problem.predicted(program, placement)
+            excess = problem.excess(prediction)
+            if not excess:
+                return Candidate(solution, placement, prediction, less, spare)
+        for tier, nbytes in excess.items():
+            times[tier] += 1
+            less[tier] += times[tier] * nbytes
+    return None
+
+
+def _turn_nbytes(problem: Problem) -> int:
+    """What the largest layer's update has in host memory: its state, its parameters, its gradient."""
+    layers = [size for size in problem.workload.sizes if isinstance(size.unit, int)]
+    itemsizes = ((size.num_trained, size.state_itemsize + size.itemsize + size.gradient_itemsize) for size in layers)
+    return max((numel * itemsize for numel, itemsize in itemsizes), default=0)
+
+
+def _too_little(problem: Problem) -> str:
+    budgets = problem.budgets
+    memory = f"host memory of {format_bytes(budgets.host_nbytes)}"
+    if problem.profile.separate and budgets.device_nbytes:
+        memory += f" or device memory of {format_bytes(budgets.device_nbytes)}"
+    return f"{memory} is too little for this step: give it more, fewer micro-batches, or a smaller micro_batch_size"

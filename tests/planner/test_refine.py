@@ -1,0 +1,168 @@
+"""From a solution to a program: with a linear program, programs and a simulator that are made up, and with true ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from planned import A100, gpt
+
+from gs_compile.errors import MemoryBudgetError
+from gs_compile.planner import refine
+from gs_compile.planner.builder import StepBuilder, peak
+from gs_compile.planner.lp.limits import Budgets, Fixed
+from gs_compile.planner.problem import Problem
+from gs_compile.planner.refine import planned, refined
+
+WORKLOAD = gpt(2, 64)
+TURN = max(size.num_trained for size in WORKLOAD.sizes if isinstance(size.unit, int)) * (12 + 2 + 4)
+BUDGET = 10 * TURN
+BUDGETS = Budgets(host_nbytes=BUDGET, ssd_nbytes=10**12)
+LEAST = TURN  # of host memory, for the linear program to find anything
+CPU = replace(A100, device="cpu", device_nbytes=0)
+
+
+class Faked:
+    """The linear program gives all the memory there is to one number; its program takes `over` more than that.
+
+    A device's peak is `lag` above what the linear program gives it.
+    """
+
+    profile = CPU
+    workload = WORKLOAD
+    lag = 0
+
+    def __init__(self, over=lambda alpha: 0, seconds=lambda resident: 1.0, bound=1.0, late=lambda alpha: 1 + alpha):
+        self.over, self.seconds, self.bound, self.late = over, seconds, bound, late
+        self.asked, self.device_asked = [], []
+
+    def solved(self, number, alpha, *, budgets=None):
+        if alpha is None or budgets is None:
+            return SimpleNamespace(seconds=self.bound) if budgets is None else None
+        self.asked.append(budgets.host_nbytes)
+        self.device_asked.append(budgets.device_nbytes)
+        if budgets.host_nbytes < LEAST:
+            return None
+        names = {"resident": budgets.host_nbytes, "device": budgets.device_nbytes, "seconds": self.bound}
+        return SimpleNamespace(alpha=alpha, num_micro_batches=number, **names)
+
+    def bundled(self, number):
+        return self, number
+
+    def placed(self, solution):
+        return solution
+
+    def at(self, number):
+        assert number == 3
+        return self
+
+    def program(self, placement):
+        peaks = {"device": placement.device, "host": placement.resident + self.over(placement.alpha)}
+        return SimpleNamespace(peaks=tuple(peaks.items()))
+
+    def predicted(self, program, placement):
+        seconds = self.seconds(placement.resident) * self.late(placement.alpha)
+        peaks = {"device": placement.device + self.lag}
+        return SimpleNamespace(program=program, simulation=SimpleNamespace(seconds=seconds, peaks=peaks))
+
+    def excess(self, prediction):
+        return Problem.excess(self, prediction)
+
+    def refined(self, host_nbytes=BUDGET, best=0.0, device_nbytes=0, **fixed):
+        self.budgets = replace(BUDGETS, host_nbytes=host_nbytes, device_nbytes=device_nbytes)
+        self.fixed = Fixed(**fixed)
+        return refined(self, SimpleNamespace(alpha=best, seconds=self.bound, num_micro_batches=3), whole=True)
+
+
+def falling(resident):
+    """A full memory makes the step wait; two turns free are enough, and more would cost again."""
+    return {10: 3.0, 9: 2.0, 8: 1.5, 6: 1.8}[resident // TURN]
+
+
+def test_what_fits_and_keeps_time_is_taken_at_once():
+    faked = Faked()
+    assert faked.refined().placement.resident == BUDGET
+    assert faked.asked == [BUDGET]
+
+
+def test_it_shrinks_until_the_program_fits():
+    faked = Faked(over=lambda alpha: 1000)
+    assert faked.refined().placement.resident + 1000 == BUDGET
+    assert faked.asked == [BUDGET, BUDGET - 1000]
+
+
+def test_memory_is_left_free_as_long_as_the_step_is_faster():
+    faked = Faked(seconds=falling)
+    found = faked.refined()
+    assert faked.asked == [BUDGET - turns * TURN for turns in (0, 1, 2, 4)]
+    assert (found.seconds, found.placement.resident) == (1.5, BUDGET - 2 * TURN)
+    faked = Faked(seconds=lambda resident: 3.0)
+    assert faked.refined().placement.resident == BUDGET
+    assert len(faked.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "fixed", "alpha"),
+    [
+        ({}, {}, 0.25),  # as good as any: no other is tried
+        ({"seconds": falling}, {}, 0.0),
+        ({"seconds": falling}, {"alpha": 0.25}, 0.25),
+        ({"seconds": falling}, {"clip": True}, 0.25),
+        ({"seconds": lambda resident: 2.0, "late": lambda alpha: 1 - alpha}, {}, 0.25),
+        ({"over": lambda alpha: BUDGET * (alpha > 0)}, {}, 0.0),
+        ({"seconds": lambda resident: 2.0, "over": lambda alpha: BUDGET * (alpha == 0)}, {}, 0.25),
+    ],
+)
+def test_nothing_is_late_where_that_is_faster_or_fits_alone(settings, fixed, alpha):
+    faked = Faked(**{"late": lambda alpha: 1 + alpha / 10, **settings})
+    assert faked.refined(best=0.25, **fixed).solution.alpha == alpha
+
+
+def test_the_device_keeps_its_budget_as_lanes_lag():
+    """What is late to leave the device, and what code computes with, count (fault 20)."""
+    faked = Faked()
+    faked.profile, faked.lag = A100, 300
+    inside = WORKLOAD.workspace_nbytes
+    found = faked.refined(device_nbytes=inside + 1000)
+    assert faked.device_asked == [inside + 1000, 700]
+    assert found.placement.device + 300 + inside == inside + 1000
+    faked.lag = 2000 + inside
+    with pytest.raises(
+        MemoryBudgetError, match=r"^host memory of .* or device memory of .* is too little for this step"
+    ):
+        faked.refined(device_nbytes=inside + 1000)
+
+
+@pytest.mark.parametrize("over", [lambda alpha: BUDGET, None])
+def test_a_program_that_never_fits_is_refused(over):
+    """Each round takes off what the program is over; one that grows as it shrinks is given up."""
+    faked = Faked(over=over)
+    if over is None:
+        faked.program = lambda placement: SimpleNamespace(peaks=(("host", BUDGET + 1),))
+    with pytest.raises(MemoryBudgetError, match=r"^host memory of .* is too little for this step: give it more, fewer"):
+        faked.refined()
+    assert len(faked.asked) <= refine.MOST_ROUNDS + 2
+
+
+@pytest.mark.parametrize("machine", [A100, CPU], ids=["gpu", "cpu"])
+def test_a_large_step_is_simulated_in_bundles(machine, monkeypatch):
+    """Twelve micro-batches in eight bundles take what they take one by one, within a few per cent, and move as much."""
+    workload = gpt(6, 512, sequence=256, vocabulary=2000)
+    budgets = Budgets(host_nbytes=300 * 10**6, device_nbytes=machine.device_nbytes, ssd_nbytes=10**12)
+    problem = Problem(
+        workload=workload,
+        profile=machine,
+        budgets=budgets,
+        fixed=Fixed(device=machine.separate),
+        builder=StepBuilder.of(workload, 0, separate=machine.separate),
+    )
+    monkeypatch.setattr("gs_compile.planner.problem.LARGE", 60)
+    search = problem.search(12)
+    bundled, whole = (planned(problem, search, whole=whole) for whole in (False, True))
+    assert (bundled.program.num_micro_batches, whole.program.num_micro_batches) == (8, 12)
+    assert bundled.num_micro_batches == whole.num_micro_batches == 12
+    assert bundled.seconds == pytest.approx(whole.seconds, rel=0.05)
+    assert sum(bundled.homes.values()) == pytest.approx(sum(whole.homes.values()), rel=0.02)
+    for found in (bundled, whole):
+        assert peak(found.program, "host") <= budgets.host_nbytes
