@@ -63,17 +63,6 @@ def test_training_and_evaluation_alternate(tmp_path):
         assert_same(one.values(), found)
 
 
-def test_training_inside_is_refused(tmp_path):
-    with learner(tmp_path, make) as one:
-        one.train(0)
-        with gs_compile.materialize(one.model):
-            with pytest.raises(StepOrderError, match="cannot be trained, only evaluated"):
-                one.loss(1)
-            one.optimizer.step()
-        one.train(1)
-        assert one.optimizer.num_steps == 2
-
-
 def test_what_torch_compile_returns(tmp_path):
     """The other form: the compiled module is another one than the model."""
     model = gpt2()
@@ -120,6 +109,9 @@ def test_blocks_nest_and_end_after_an_error(tmp_path):
         with gs_compile.materialize(one.model):
             inside(one)
             assert not any(is_offloaded(parameter) for parameter in one.model.parameters())
+            with pytest.raises(StepOrderError, match="cannot be trained, only evaluated"):
+                one.loss(1)
+            one.optimizer.step()
 
         def fail():
             with gs_compile.materialize(one.model, write=True):
@@ -130,6 +122,11 @@ def test_blocks_nest_and_end_after_an_error(tmp_path):
             fail()
         assert all(is_offloaded(parameter) for parameter in one.model.parameters())
         assert one.model.state_dict()["lm_head.weight"].abs().sum() > 0
+        one.train(1)
+        assert one.optimizer.num_steps == 2
+        one.model.transformer.wpe.weight.data = torch.zeros(8, 32)
+        with pytest.raises(OptimizerError, match=r"lives on the tiers, but was given other values"):
+            one.loss(1)
 
 
 def test_a_model_in_memory_is_left_alone():
@@ -174,14 +171,6 @@ def test_masters_are_written_as_they_are(tmp_path):
         assert one.values()["transformer.wpe.weight"].unique().tolist() == [torch.tensor(1 / 3).item()]
         assert one.model.state_dict()["transformer.wpe.weight"].dtype == torch.bfloat16
         one.train(1)
-
-
-def test_values_given_past_it_are_refused(tmp_path):
-    with learner(tmp_path, make) as one:
-        one.train(0)
-        one.model.transformer.wpe.weight.data = torch.zeros(8, 32)
-        with pytest.raises(OptimizerError, match=r"lives on the tiers, but was given other values"):
-            one.loss(1)
 
 
 # Copies ---------------------------------------------------------------------------------------------------------------

@@ -160,20 +160,14 @@ def test_a_setting_is_checked_again_when_it_is_used(tmp_path):
             loss.backward()
 
 
-def test_parameters_are_added_before_the_first_step(tmp_path):
+def test_all_that_is_trained_needs_an_optimizer_before_the_first_step(tmp_path):
     with learner(tmp_path, lambda groups: gs_compile.AdamW(groups[:1])) as one:
+        with pytest.raises(OptimizerError, match="is trained, but the gs_compile optimizer does not have it"):
+            one.train(0)
         one.optimizer.add_param_group(two_groups(one.model)[1])
         one.train(0)
         with pytest.raises(OptimizerError, match="cannot be added once the model has run"):
             one.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
-
-
-def test_all_that_is_trained_needs_an_optimizer(tmp_path):
-    with (
-        learner(tmp_path, lambda groups: gs_compile.AdamW(groups[:1])) as one,
-        pytest.raises(OptimizerError, match="is trained, but the gs_compile optimizer does not have it"),
-    ):
-        one.train(0)
 
 
 @pytest.mark.parametrize("precision", ["model", "bf16"])
@@ -206,7 +200,12 @@ def test_one_backward_is_one_step(tmp_path):
                 call()
         assert all(is_offloaded(parameter) for parameter in one.model.parameters())
         one.optimizer.step()
-        one.train(1)
+        old, new = one.loss(1), one.loss(2)
+        with pytest.raises(StepOrderError, match="given up when the model was called again"):
+            old.backward()
+        new.backward()
+        one.optimizer.step()
+        assert one.optimizer.num_steps == 2
 
 
 def test_a_loss_that_is_dropped_leaves_nothing(tmp_path):
@@ -226,25 +225,15 @@ def test_a_loss_that_is_dropped_leaves_nothing(tmp_path):
         assert_same(one.values(), wanted)
 
 
-def test_the_backward_of_a_loss_given_up_is_refused(tmp_path):
-    with learner(tmp_path) as one:
-        old, new = one.loss(0), one.loss(1)
-        with pytest.raises(StepOrderError, match="given up when the model was called again"):
-            old.backward()
-        new.backward()
-        one.optimizer.step()
-        assert one.optimizer.num_steps == 1
-
-
-@pytest.mark.parametrize("factor", [1.0, 0.25])
-def test_a_grad_scaler_is_refused_before_anything_is_updated(factor, tmp_path):
+def test_a_grad_scaler_is_refused_before_anything_is_updated(tmp_path):
     """Fault 5: early updates took gradients that were 65536 times too large."""
     with learner(tmp_path, alpha=0.0) as one:
         one.train(0)
         before = one.values()
         scaler = torch.amp.GradScaler("cpu")
-        with pytest.raises(OptimizerError, match=r"GradScaler is in use.*nothing was updated"):
-            (scaler.scale(one.loss(1)) * factor).backward()
+        for factor in (1.0, 0.25):
+            with pytest.raises(OptimizerError, match=r"GradScaler is in use.*nothing was updated"):
+                (scaler.scale(one.loss(1)) * factor).backward()
         assert_same(one.values(), before)
         del scaler
         (2 * one.loss(1)).backward()
