@@ -7,7 +7,6 @@ import os
 import stat
 import threading
 from itertools import count
-from pathlib import Path
 
 import pytest
 import torch
@@ -268,12 +267,3 @@ def test_refused_direct_io_is_said_once_and_works(tmp_path, monkeypatch, refusal
         assert moved(opened_store.allocate("w4", 100))
     assert len(warned) == 1
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.filterwarnings("ignore::gs_compile.errors.SlowStorageWarning")  # kernels before 6.6 refuse
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs here")
-def test_storage_on_tmpfs_works():
-    directory = Path("/dev/shm") / f"greedysnake-test-{os.getpid()}"
-    with Store([directory]) as opened:
-        assert moved(opened.allocate("w3", 3 * MIB + 77))
-    directory.rmdir()

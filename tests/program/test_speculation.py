@@ -37,9 +37,7 @@ STEPS = st.just((2, 2, StepShape(tied=frozenset("eh")))) | tiered_steps()
 @pytest.mark.parametrize(
     ("bound", "made_by"),
     [
-        pytest.param(NEVER, "overlap", marks=pytest.mark.slow),
-        (SOMETIMES, "overlap"),
-        pytest.param(ALWAYS, "overlap", marks=pytest.mark.slow),
+        *(pytest.param(bound, "overlap", marks=pytest.mark.slow) for bound in (NEVER, SOMETIMES, ALWAYS)),
         (NEVER, "free"),
         (SOMETIMES, "free"),
         (ALWAYS, "free"),

@@ -9,10 +9,12 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
+import torch
 from happens_before import on_twin
 from stream_twin import Block, TwinStream
-from tiered import Rig, adamw, gpt2, options
+from tiered import Rig, adamw, gpt2, options, step, tokens, two_groups
 
+import gs_compile
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.placement.ranges import Occupants, Ranges
 from gs_compile.runtime import issue, lanes
@@ -90,6 +92,31 @@ def test_it_trains_the_same_and_every_access_is_ordered(rig, tmp_path, monkeypat
     else:
         assert set(found.differences(expected)) <= {"norms"}
     assert found.norms == pytest.approx(expected.norms, rel=1e-6)
+
+
+def test_a_model_built_on_storage_trains_where_neither_memory_holds_it(tmp_path):
+    """And moved to the device before its first call (fault 19): bit for bit as one that was built in memory."""
+
+    def trained(model, **device):
+        torch._dynamo.reset()
+        optimizer = adamw(two_groups(model))
+        model.compile(backend="greedysnake", options=options(tmp_path / "run", host_memory=3 * nbytes, **device))
+        losses = [step(model, optimizer, tokens(number)) for number in range(2)]
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        peaks = dict(optimizer.engine.programs[-1].peaks)
+        optimizer.engine.tiers.close()
+        return losses, values, peaks
+
+    build = partial(gpt2, num_layers=12)
+    nbytes = sum(parameter.nbytes for parameter in build().parameters())  # and twice as much in their states
+    expected, wanted, _ = trained(build(), separate_device=True)
+    with on_twin(delay_seconds=0.0):
+        on_storage = gs_compile.init_on_storage(build, storage=tmp_path / "values", device="cpu")
+        losses, values, peaks = trained(on_storage.to("cpu"))
+    assert losses == expected
+    assert [name for name in wanted if not torch.equal(values[name], wanted[name])] == []
+    assert peaks["host"] <= 3 * nbytes
+    assert peaks["device"] < nbytes
 
 
 @pytest.fixture(scope="module")
