@@ -32,7 +32,7 @@ def fresh_dynamo(request):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def captures_of_a_module(request):
+def captures_of_a_module():
     """A module that keeps its captures from test to test begins without any."""
     torch._dynamo.reset()
 
