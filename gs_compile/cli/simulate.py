@@ -55,9 +55,9 @@ def save(plan: StepPlan, *, trace: Path | None, page: Path | None, figures: Path
         trace.write_text(json.dumps(plan.simulation.chrome()))
         files["trace"] = trace
     if page is not None:
-        texts = {"The plan": explain.report(plan), "The program": str(plan.program)}
-        notes = [summary.paragraph(plan)]
-        page.write_text(timeline_html(plan.simulation, title=_title(plan), notes=notes, texts=texts))
+        texts = {"The plan": explain.report(plan), "The step": report(plan, {}), "The program": str(plan.program)}
+        note = summary.paragraph(plan)
+        page.write_text(timeline_html(plan.simulation, title=_title(plan), note=note, texts=texts))
         files["timeline"] = page
     return files if figures is None else files | _figures(plan, figures)
 
@@ -117,7 +117,7 @@ def _critical(plan: StepPlan) -> dict[str, float]:
     found: defaultdict[str, float] = defaultdict(float)
     for span in plan.simulation.critical_path:
         found[span.lane] += span.stop_seconds - span.start_seconds
-    return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+    return found
 
 
 def _inactive(plan: StepPlan) -> str:

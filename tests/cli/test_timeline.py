@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from tiers import Options, place
 
-from gs_compile.cli.report.timeline import KINDS, kind_of, summary, timeline_html
+from gs_compile.cli.report.timeline import KINDS, kind_of, timeline_html
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.traffic import op_nbytes
 from gs_compile.planner.simulate.simulator import simulate
@@ -47,7 +47,7 @@ def nanoseconds(seconds):
 def step():
     """A program, its simulation, what the page of it holds, and its spans as the page reads them."""
     program, simulation = simulated()
-    data = data_of(timeline_html(simulation, title="a step"))
+    data = data_of(timeline_html(simulation, title="a step", texts={}))
     rows = [SimpleNamespace(**dict(zip(data["fields"], row, strict=True))) for row in data["spans"]]
     for row in rows:
         row.lane = data["lanes"][row.lane]["name"]
@@ -103,11 +103,11 @@ def test_memory_is_the_simulations(step):
 
 
 def test_texts_are_shown_as_they_are_and_nothing_comes_from_outside(step):
-    texts = {"<program>": "# </pre> @notes"}
-    page = timeline_html(step[1], title="</h1><b> & @data", notes=["1 < 2 @title"], texts=texts)
+    texts = {"<program>": "# </pre> @note"}
+    page = timeline_html(step[1], title="</h1><b> & @data", note="1 < 2 @title", texts=texts)
     assert page.count("<h1>&lt;/h1&gt;&lt;b&gt; &amp; @data</h1>") == 1
     assert "<p>1 &lt; 2 @title</p>" in page
-    assert "<summary>&lt;program&gt;</summary><pre># &lt;/pre&gt; @notes</pre>" in page
+    assert "<summary>&lt;program&gt;</summary><pre># &lt;/pre&gt; @note</pre>" in page
     assert data_of(page) == step[2]
     assert not re.findall(r"https?:|src=|href=|url\(|@import|import\(|fetch\(", re.sub(r'id="data">.*?<', "", page))
 
@@ -132,17 +132,7 @@ def test_an_operation_has_a_colour(line, kind):
     assert kind in KINDS
 
 
-def test_the_summary_says_what_the_computation_waits_for():
-    waits = {"cpu": 0.5, "ssd_read s": 2.0, "turn": 0.0}
-    step = SimpleNamespace(seconds=10.0, busy={"compute": 0.75}, bubbles=waits)
-    assert summary(step) == (
-        "Simulated: 10 s a step, of which the computation works 75.0%, and waits 20.0% for ssd_read s, 5.0% for cpu."
-    )
-    step = SimpleNamespace(seconds=10.0, busy={"compute": 1.0}, bubbles={})
-    assert summary(step) == "Simulated: 10 s a step, of which the computation works 100.0%."
-
-
 @pytest.mark.slow
 def test_a_large_step_is_a_small_page():
     _, simulation = simulated(96, 16, bytes_per_second=1e9)
-    assert len(timeline_html(simulation, title="a step")) < MOST_NBYTES
+    assert len(timeline_html(simulation, title="a step", texts={})) < MOST_NBYTES

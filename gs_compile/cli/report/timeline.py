@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,30 +21,21 @@ from gs_compile.program.ir import Op
 PAGE = Path(__file__).with_name("timeline.html")
 KINDS = ("w", "x", "dx", "s", "dw", "update", "forward", "backward", "other")
 FIELDS = ("lane", "start", "stop", "kind", "nbytes", "text", "stage", "cause", "after", "critical")
-MOST_CAUSES = 4  # of waiting, that are said in words
 
 
-def timeline_html(
-    simulation: Simulation,
-    *,
-    title: str,
-    notes: Sequence[str] = (),
-    texts: Mapping[str, str] | None = None,
-) -> str:
-    """The page. notes: lines below the title; texts: what is folded below the picture, such as the program, by heading.
+def timeline_html(simulation: Simulation, *, title: str, note: str = "", texts: Mapping[str, str]) -> str:
+    """The page. note: below the title; texts: what is folded below the picture, such as the program, by heading.
 
     A step's operations may begin before it and end after it: its edges are marked.
     """
+    folded = "<details><summary>{}</summary><pre>{}</pre></details>"
     parts = {
         "title": html.escape(title),
-        "notes": "\n".join(f"<p>{html.escape(note)}</p>" for note in (*notes, summary(simulation))),
-        "details": "\n".join(
-            f"<details><summary>{html.escape(heading)}</summary><pre>{html.escape(text)}</pre></details>"
-            for heading, text in (texts or {}).items()
-        ),
+        "note": html.escape(note),
+        "details": "\n".join(folded.format(*map(html.escape, each)) for each in texts.items()),
         "data": json.dumps(_data(simulation), separators=(",", ":")).replace("<", "\\u003c"),
     }
-    return re.sub(r"@(title|notes|details|data)\b", lambda found: parts[found[1]], PAGE.read_text())
+    return re.sub(r"@(title|note|details|data)\b", lambda found: parts[found[1]], PAGE.read_text())
 
 
 def _data(simulation: Simulation) -> dict[str, Any]:
@@ -79,15 +70,6 @@ def _data(simulation: Simulation) -> dict[str, Any]:
             for tier, curve in simulation.memory.items()
         ],
     }
-
-
-def summary(simulation: Simulation) -> str:
-    """``Simulated: 12.3 s a step, of which the computation works 78 %, and waits 20 % for ssd_read s, 2 % for cpu.``"""
-    waits = sorted(simulation.bubbles.items(), key=lambda entry: -entry[1])
-    shares = [f"{seconds / simulation.seconds:.1%} for {cause}" for cause, seconds in waits if seconds > 0]
-    busy = simulation.busy.get("compute", 0.0)
-    words = f"Simulated: {simulation.seconds:.4g} s a step, of which the computation works {busy:.1%}"
-    return words + (f", and waits {', '.join(shares[:MOST_CAUSES])}." if shares else ".")
 
 
 def kind_of(op: Op) -> str:
