@@ -18,7 +18,7 @@ from gs_compile.cli.report.timeline import KINDS, kind_of
 from gs_compile.errors import PlanError
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.simulate.prices import backward_seconds, forward_seconds
+from gs_compile.planner.simulate.prices import code_seconds, forward_seconds
 from gs_compile.program.ir import EPILOGUE
 
 if TYPE_CHECKING:
@@ -80,11 +80,8 @@ class Roofline:
 
     @classmethod
     def of(cls, workload: Workload, profile: Profile) -> Roofline:
-        seconds = sum(
-            backward_seconds(cost, workload, profile)
-            + (forward_seconds(cost, workload, profile) if unit != EPILOGUE else 0.0)  # the head's backward is all
-            for unit, cost in workload.costs.items()
-        )
+        head = forward_seconds(workload.costs[EPILOGUE], workload, profile)  # its backward is all of its work
+        seconds = code_seconds(workload, profile) - head
         return cls(
             io_seconds=_both_ways_seconds(workload.states_nbytes, profile),
             compute_tokens_per_second=workload.tokens / seconds,
