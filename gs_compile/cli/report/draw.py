@@ -100,16 +100,13 @@ def throughput(
             for x, y, point in zip(xs, ys, points, strict=True):
                 look = {"textcoords": "offset points", "ha": "right", "fontsize": 7.5, "color": colour}
                 axes.annotate(point.note, (x, y), (-4, 5), **look)
-        steps = [point for points in series.values() for point in points]
-        highest = max((point.tokens_per_second for point in steps), default=1.0)
         if roofline is not None:
             look = {"color": SOFT, "linewidth": 1.1, "zorder": 1}
-            limit, slope = roofline.compute_tokens_per_second, roofline.tokens / roofline.io_seconds
-            axes.axhline(limit, linestyle="dashed", label="computation roofline", **look)
+            axes.axhline(roofline.compute_tokens_per_second, linestyle="dashed", label="computation roofline", **look)
+            slope = roofline.tokens / roofline.io_seconds
             axes.axline((0, 0), slope=slope, linestyle="dotted", label="I/O roofline", **look)
-            highest = max(highest, limit)
-        axes.set(xlabel="batch size (samples a step)", ylabel="throughput (tokens/s)")
-        axes.set(xlim=(0, max((point.samples for point in steps), default=1)), ylim=(0, highest * 1.08))
+        axes.set(xlim=(0, None), xlabel="batch size (samples a step)")
+        axes.set(ylim=(0, None), ylabel="throughput (tokens/s)")
 
 
 def traffic_bars(schedules: Mapping[str, Mapping[tuple[str, str], int]], path: str | Path, *, title: str = "") -> None:
