@@ -174,6 +174,7 @@ def test_autocast_of_several_micro_batches():
     both_ways(GPT(Autocast), around_all, 2, tolerance=2**-7)
 
 
+@pytest.mark.parametrize("use", [around_the_call, around_all])
 def test_autocast_changes_what_is_computed(use):
     """So the test above cannot pass in fp32."""
     found, exact = GPT(), GPT()
