@@ -1,4 +1,4 @@
-"""tiers: what lives on from step to step: homes, lanes, and the coordinators' buffers.
+"""tiers: what lives on from step to step: homes, host memory and lanes.
 
 fill      a parameter's values, into its home on device, host or SSD
 read      the values, from there

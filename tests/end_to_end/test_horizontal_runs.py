@@ -144,6 +144,7 @@ def test_the_planned_memory_is_enough(rigs, storage, ratio, gradient, separate, 
             step(rig.model, optimizer, tokens(number))
         optimizer.synchronize()
         assert optimizer.engine.tiers.slab.nbytes <= budget
+        assert optimizer.engine.tiers.slab.has_block(optimizer.engine.programs[-1])  # the step has left nothing
 
 
 # Models that are captured for one test: last, as a rig is captured once -----------------------------------------------

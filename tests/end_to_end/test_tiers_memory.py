@@ -57,6 +57,7 @@ def test_the_planned_memory_is_enough(rigs, storage, precision, clip, alpha, sep
             step(rig.model, optimizer, tokens(number))
         optimizer.synchronize()
         assert optimizer.engine.tiers.slab.nbytes <= planned
+        assert optimizer.engine.tiers.slab.has_block(optimizer.engine.programs[-1])  # the steps have left nothing
 
 
 @pytest.mark.parametrize("clip", [None, "speculative"])
