@@ -49,7 +49,9 @@ class Slots:
 
         Back from the host on a device that reads host memory itself, a value stays where it is.
         """
-        sources = {self._made[value].key for value in op.reads if value in self._made}
+        if not op.results:
+            return []
+        sources = {slot.key for slot in map(self._made.get, op.reads) if slot}
         stays = op.verb == "alias" and op.reads[0].tier == "host"
         slots = [self.of(op.reads[0]) if stays else slot_of(self._placement, value) for value in op.results]
         self._made.update(zip(op.results, slots, strict=True))
@@ -64,8 +66,11 @@ def live_ranges(ops: Sequence[Op], placement: Placement) -> list[LiveRange]:
     slots = Slots(placement)
     found: list[LiveRange] = []
     alive: dict[object, tuple[LiveRange, set[Value]]] = {}
+    keys: dict[Value, object] = {}  # of the slots that values which are alive are in
 
     def begin(value: Value, slot: Slot, at: int) -> None:
+        if keys.setdefault(value, slot.key) != slot.key:
+            raise ProgramError(f"{value} changes its memory while it is alive")
         if slot.key not in alive:
             found.append(LiveRange(value, slot, at))
             alive[slot.key] = found[-1], set()
@@ -74,13 +79,10 @@ def live_ranges(ops: Sequence[Op], placement: Placement) -> list[LiveRange]:
     for value in sorted(placement.present(ops), key=str):
         begin(value, slots.of(value), BEFORE)
     for at, op in enumerate(ops):
-        before = [slots.of(value).key for value in op.results]
-        for value, key, (slot, _) in zip(op.results, before, slots.made(op), strict=True):
-            if key != slot.key and key in alive and value in alive[key][1]:
-                raise ProgramError(f"{value} changes its memory while it is alive")
+        for value, (slot, _) in zip(op.results, slots.made(op), strict=True):
             begin(value, slot, at)
-        if op.verb == "free" and slots.of(op.reads[0]).key in alive:
-            live, values = alive[slots.of(op.reads[0]).key]
+        if op.verb == "free" and op.reads[0] in keys:
+            live, values = alive[keys.pop(op.reads[0])]
             live.frees.append(at)
             values.discard(op.reads[0])
             if not values:

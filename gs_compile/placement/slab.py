@@ -32,7 +32,7 @@ from gs_compile.program.ir import TIED, Op, Program, Tier, Value, height
 
 PAGE_NBYTES = 4096
 EVER = -(1 << 30), 1 << 30  # a span that overlaps all others
-LAGS = (2, 1, 0)  # stages that a transfer may take after its own; it is planned to take one
+LAGS = (2, 1)  # stages that a transfer may take after its own; it is planned to take one
 
 Spans = tuple[tuple[int, int], ...]  # of time: from the first to before the second
 
@@ -122,16 +122,17 @@ def plan(ops: Sequence[Op], placement: Placement) -> tuple[tuple[tuple[str, int]
 
 
 def packed(program: Program, placement: Placement, host_nbytes: int | None = None) -> Program:
-    """The same in the slab in which it waits least, of `host_nbytes` at most, or of the bytes that it needs.
+    """A program as `free` leaves it, in the slab of at most `host_nbytes` in which it waits least.
 
-    What a transfer uses last is given on when the transfer has had some stages to end: the most of LAGS that fits.
+    What a transfer uses last is given on when the transfer has had some stages to end: the most of LAGS that fits; the
+    slab stays the smallest where none does.
     """
     ranges = live_ranges(program.ops, placement)
     for lag in LAGS:
         offsets, nbytes = plan_offsets(_prolonged(ranges, program.ops, lag), program.ops, placement)
         if host_nbytes is None or nbytes <= host_nbytes:
-            break
-    return replace(program, offsets=offsets, slab_nbytes=nbytes)
+            return replace(program, offsets=offsets, slab_nbytes=nbytes)
+    return program
 
 
 def _prolonged(ranges: Sequence[LiveRange], ops: Sequence[Op], lag: int) -> list[LiveRange]:
@@ -142,7 +143,7 @@ def _prolonged(ranges: Sequence[LiveRange], ops: Sequence[Op], lag: int) -> list
         user = live.last
         while user is not None and user > 0 and ops[user].verb == "free":
             user -= 1
-        if lag and live.last is not None and user is not None and ops[user].lane not in ("compute", "memory"):
+        if live.last is not None and user is not None and ops[user].lane not in ("compute", "memory"):
             at = bisect_right(starts, live.last) - 1 + lag
             live = replace(live, last=max(live.last, starts[at] if at < len(starts) else len(ops)))
         found.append(live)

@@ -110,6 +110,8 @@ class _ValueTable:
 
     def begin(self, row: Row) -> tuple[int, ...]:
         """Those who use what was in the memory of an operation's results before."""
+        if not row.begins:
+            return ()
         users = [user for where, is_new in row.begins for user in self.memory.begin(where) if is_new]
         return self._latest(users)
 
