@@ -66,19 +66,18 @@ def handlers(tiers: Tiers, placement: Placement, units: Any, bindings: Bindings)
             for source, target in zip(reads, targets, strict=True):
                 tiers.setting.device.copy(flat_of(target), flat_of(source))
 
-    def state(value: Value, _: Any, memory: Memory) -> Any:
-        return tiers.setting.part(value, memory)
-
-    def allocate_gradient(value: Value, source: Any, memory: Memory) -> Any:
-        return optimizer.allocate_gradient(value, source, memory, bindings.of(value))
-
     def zeros(value: Value, _: Any, memory: Memory) -> Any:
         if value.kind == "dw" and value.unit in placement.by_unit:
             return optimizer.zeros(value, memory, bindings.of(value))
         return units.zeros(value)
 
-    moved = {"x": activations.allocate, "w": parameters.allocate, "s": state, "dw": allocate_gradient}
-    moved["dx"] = moved["x"]
+    moved: dict[str, Callable[[Value, Any, Memory], Any]] = {
+        "x": activations.allocate,
+        "dx": activations.allocate,
+        "w": parameters.allocate,
+        "s": lambda value, _, memory: tiers.setting.part(value, memory),
+        "dw": lambda value, source, memory: optimizer.allocate_gradient(value, source, memory, bindings.of(value)),
+    }
     return {
         **{(verb, kind): Handler(moved[kind], move) for kind in moved for verb in ("prefetch", "offload")},
         ("update", "w"): Handler(run=optimizer.update),
