@@ -10,6 +10,7 @@ import pytest
 from test_doctor import write
 
 from gs_compile.cli.doctor import storage
+from gs_compile.cli.doctor.check import Check
 from gs_compile.errors import StorageError
 from gs_compile.runtime import ssd
 from gs_compile.runtime.drive import FOLDER
@@ -67,26 +68,20 @@ def test_a_directory_that_is_not_fit(tmp_path, monkeypatch, refused, error, stat
     assert advice in check.advice
 
 
-def test_a_directory_in_use(tmp_path):
-    assert storage.run_folder(tmp_path).state == "ok"
+def test_a_directory_with_runs(tmp_path):
+    folder = tmp_path / FOLDER
+    assert storage.run_folder(tmp_path) == Check("none")
     with Store([tmp_path]):
         check = storage.run_folder(tmp_path)
-    assert (check.state, check.found) == ("warn", f"{tmp_path / FOLDER} is in use")
-    assert storage.run_folder(tmp_path).state == "ok"
-
-
-def test_files_of_a_killed_run(tmp_path):
-    (tmp_path / FOLDER).mkdir(mode=0o700)
-    assert storage.run_folder(tmp_path).state == "ok"
-    (tmp_path / FOLDER).mkdir(mode=0o700)
-    write(tmp_path / FOLDER / "w3", "")
+    assert (check.state, check.found) == ("warn", f"{folder} is in use")
+    folder.mkdir(mode=0o700)
+    assert storage.run_folder(tmp_path) == Check("none")
+    write(folder / "w3", "")  # of a run that was killed
+    folder.chmod(0o700)
     check = storage.run_folder(tmp_path)
-    assert (check.state, check.advice) == ("bad", f"delete {tmp_path / FOLDER}")
-
-
-def test_a_folder_that_others_can_read(tmp_path):
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER).chmod(0o755)
+    assert (check.state, check.advice) == ("bad", f"delete {folder}")
+    (folder / "w3").unlink()
+    folder.chmod(0o755)
     check = storage.run_folder(tmp_path)
     assert check.state == "bad"
     assert "others can get at this folder" in check.found
@@ -165,8 +160,11 @@ def test_drives(tmp_path, proc, described, state, found):
     assert bool(check.advice) == (state == "warn")
 
 
-def test_a_drive_made_of_drives(tmp_path, proc):
+def test_a_drive_made_of_drives_and_one_that_is_not_told(tmp_path, proc):
     sys = tmp_path / "sys"
+    assert storage.drive(tmp_path, proc=proc, sys=sys) == Check(
+        "not told by the system; `greedysnake probe` measures it"
+    )
     parts = [
         block(sys, "259:1", "nvme0n1", model="PM9A3", at="nvme0n1p1"),
         block(sys, "259:2", "nvme1n1", model="PM9A3"),
@@ -181,9 +179,3 @@ def test_a_drive_made_of_drives(tmp_path, proc):
     mixed = storage.drive(tmp_path, proc=proc, sys=sys, device=(9, 1))
     assert (fast.state, fast.found) == ("ok", "nvme0n1 (PM9A3), NVMe; nvme1n1 (PM9A3), NVMe")
     assert (mixed.state, mixed.found) == ("warn", f"{fast.found}; sda, a hard disk")
-
-
-def test_a_drive_that_the_system_does_not_tell(tmp_path, proc):
-    check = storage.drive(tmp_path, proc=proc, sys=tmp_path / "sys")
-    assert check.state == "ok"
-    assert "not told" in check.found
