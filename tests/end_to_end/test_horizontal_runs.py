@@ -177,11 +177,11 @@ def test_a_forward_without_gradients_comes_between_steps(storage):
 
 def use_all(model, ids, labels):
     output = model(input_ids=ids, labels=labels, output_hidden_states=True)
-    return output.loss + output.logits.square().mean() + output.hidden_states[1].square().mean()
+    return 3 * output.loss + output.logits.square().mean() + output.hidden_states[1].square().mean()
 
 
 USES = {
-    "its own loss": lambda model, ids, labels: 3 * model(input_ids=ids, labels=labels).loss,
+    "its own loss": lambda model, ids, labels: model(input_ids=ids, labels=labels).loss,
     "a loss outside": lambda model, ids, labels: model(input_ids=ids).logits.square().mean(),
     "hidden states": use_all,
 }
