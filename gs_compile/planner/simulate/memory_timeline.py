@@ -18,20 +18,24 @@ TIERS = ("device", "host", "ssd")
 
 
 def curves(placement: Placement, order: Dependencies, times: Times, since: float, until: float) -> dict[str, Curve]:
-    """By tier, the bytes from each moment on, from `since` to `until`, relative to `since`."""
-    issued, stopped = times.issued, times.stopped
+    """By tier, the bytes from each moment on, from `since` to `until`, relative to `since`.
+
+    Of the last two programs: what those before have left is gone when the last begins, or lives on.
+    """
+    start = order.starts[-2:][0]
+    issued, stopped, users = times.issued[start:], times.stopped, order.users[start:]
     changes: dict[str, list[tuple[float, int, int]]] = {tier: [] for tier in TIERS}
-    for live in live_ranges(order.ops, placement):
+    for live in live_ranges(order.ops[start:], placement):
         tier, nbytes = live.slot.tier, live.slot.nbytes
         if nbytes:
             begin = 0.0
             if live.first != BEFORE:
-                former = order.users[live.first] if tier == "host" else ()
+                former = users[live.first] if tier == "host" else ()
                 begin = max([issued[live.first], *(stopped[user] for user in former)])
             changes[tier].append((begin, live.first, nbytes))
             if live.last is not None:
                 ends = [issued[each] for each in live.frees]
-                ends += [stopped[user] for each in live.frees for user in order.users[each]]
+                ends += [stopped[user] for each in live.frees for user in users[each]]
                 changes[tier].append((max(ends), live.last, -nbytes))
     return {tier: _curve(changes[tier], since, until) for tier in TIERS}
 
