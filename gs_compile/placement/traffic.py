@@ -24,11 +24,11 @@ def traffic(program: Program, placement: Placement) -> dict[tuple[str, str], int
     moved: Counter[tuple[str, str]] = Counter()
     for op in program.ops:
         if op.verb in ("prefetch", "offload"):
-            moved[op.lane, op.reads[0].kind] += op_nbytes(op, program, placement)
+            moved[op.lane, op.reads[0].kind] += op_nbytes(op, placement)
     return {key: nbytes for key, nbytes in sorted(moved.items()) if nbytes}
 
 
-def op_nbytes(op: Op, program: Program, placement: Placement) -> int:
+def op_nbytes(op: Op, placement: Placement) -> int:
     """The bytes that one transfer moves."""
     piece = op.results[0].piece if op.results else None
     if piece is not None:

@@ -28,7 +28,7 @@ def simulated(num_layers=3, num_micro_batches=2, bytes_per_second=2e7):
 
     def price(op, program):
         moves = op.verb in ("prefetch", "offload")
-        return op_nbytes(op, program, placement) / bytes_per_second if moves else SECONDS.get(op.verb, 0.0)
+        return op_nbytes(op, placement) / bytes_per_second if moves else SECONDS.get(op.verb, 0.0)
 
     seconds = [[price(op, program) for op in program.ops] for program in programs]
     return programs[-1], simulate(programs, seconds, placement=placement)

@@ -47,7 +47,7 @@ class Price:
 
 def measure(program: Program, placement: Placement, workload: Workload, profile: Profile) -> tuple[Price, ...]:
     """The price of each operation, in the program's order."""
-    meter = _Meter(program, placement, workload, profile)
+    meter = _Meter(placement, workload, profile)
     return tuple(meter.price(op) for op in program.ops)
 
 
@@ -84,8 +84,7 @@ def update_nbytes(unit: UnitPlacement | UnitSize) -> int:
 
 
 class _Meter:
-    def __init__(self, program: Program, placement: Placement, workload: Workload, profile: Profile) -> None:
-        self.program = program
+    def __init__(self, placement: Placement, workload: Workload, profile: Profile) -> None:
         self.placement = placement
         self.workload = workload
         self.profile = profile
@@ -133,7 +132,7 @@ class _Meter:
         return Price(0, 0.0, 2 * nbytes / self.profile.memory_bytes_per_second)
 
     def _transfer(self, op: Op) -> Price:
-        nbytes = op_nbytes(op, self.program, self.placement)
+        nbytes = op_nbytes(op, self.placement)
         rate = self.rates[op.lane]
         if math.isinf(rate):  # device and host are one memory: a copy reads and writes
             return Price(nbytes, 0.0, 2 * nbytes / self.profile.memory_bytes_per_second)

@@ -212,5 +212,5 @@ class Simulation:
             self.times.started[index] - self._since,
             self.times.stopped[index] - self._since,
             self._chains.label(self._chains.cause(index)),
-            op_nbytes(op, self.programs[number], self.placement) if moves and self.placement else 0,
+            op_nbytes(op, self.placement) if moves and self.placement else 0,
         )
