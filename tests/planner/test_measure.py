@@ -14,7 +14,7 @@ from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.workload import UnitCost, Workload
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.simulate.prices import Price, backward_seconds, forward_seconds, measure, update_nbytes
+from gs_compile.planner.simulate.prices import Price, measure, update_nbytes
 from gs_compile.program.ir import DRAIN, EPILOGUE, PROLOGUE, Op, Program, Stage, StepShape, Value
 
 GPU = Profile(
@@ -108,13 +108,6 @@ def test_a_head_whose_gradient_comes_from_outside_runs_twice():
     shape = StepShape(has_loss=False, outside=frozenset({"h"}), emits=frozenset({"h"}))
     seconds = {op.verb: each.seconds for op, each in prices(lower(StepSpec(2, 2, shape=shape))[-1], Placement())}
     assert (seconds["head"], seconds["head_backward"]) == (2.0, 6.0)
-
-
-def test_costs_of_code_alone():
-    cost = UnitCost(forward_flops=8e12, backward_flops=2e12, backward_seconds=3.0)
-    workload = model(1, dtype="bf16")
-    assert forward_seconds(cost, workload, GPU) == 2.0
-    assert backward_seconds(cost, workload, GPU) == 3.0
 
 
 # Movement ------------------------------------------------------------------------------------------------------------

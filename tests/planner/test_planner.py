@@ -107,6 +107,7 @@ def test_more_host_memory_is_never_slower():
         assert more <= 1.01 * less
 
 
+@pytest.mark.slow
 def test_the_micro_batch_size_is_chosen():
     """Of those within a percent of the best the smallest batch; what was searched is told."""
     found = plan(TINY, machine=HERE, host_memory="135MiB")

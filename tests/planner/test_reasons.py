@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import pytest
 from planned import A100, GB, gpt
 
-from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.lp.limits import Budgets, Fixed
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Solution
-from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import alternatives, binding, notes
 
 WORKLOAD = gpt(4, 512, sequence=256, vocabulary=5000)
@@ -77,20 +75,6 @@ def test_one_memory_has_neither_link_nor_device_memory():
     assert not any("device memory" in each or "link" in each for each in words)
 
 
-def test_the_linear_program_is_that_of_the_plan():
-    own = Problem(
-        workload=WORKLOAD,
-        profile=A100,
-        budgets=BUDGETS,
-        fixed=Fixed(ratios={"optimizer": 0.0}),
-        builder=StepBuilder.of(WORKLOAD, 0, separate=True),
-    )
-    assert own.solved(2, 0.0).ratios["optimizer"] == 0.0
-    bare = own.solved(2, 0.0, fixed=Fixed(ratios=dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.0)))
-    assert bare.seconds >= own.solved(2, 0.0).seconds
-    assert own.solved(2, 0.0, budgets=replace(BUDGETS, host_nbytes=2**20)) is None
-
-
 # What else there was --------------------------------------------------------------------------------------------------
 
 
@@ -107,11 +91,6 @@ def test_the_nearest_come_first():
     assert [row.label for row in rows] == ["3 micro-batches", "no delayed updates (alpha 0)", "2 micro-batches"]
     assert [row.num_micro_batches for row in rows] == [3, 4, 2]
     assert rows[0].tokens_per_second == pytest.approx(3 * 256 / 2.8)
-
-
-def test_one_micro_batch_is_singular():
-    (row,) = alternatives(problem(lambda *_, **__: None), found(solution(1, 1.0), solution(2, 1.9)), [])
-    assert row.label == "1 micro-batch"
 
 
 def test_other_micro_batch_sizes_and_nothing_resident_are_alternatives():

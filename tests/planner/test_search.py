@@ -96,10 +96,6 @@ def test_one_number_of_micro_batches():
     assert [n for n, _ in found.history] == [6]
 
 
-def test_clipping_makes_all_updates_late():
-    assert search(known(XL, A100), DESKTOP, Fixed(clip=True), num_micro_batches=2).best.alpha == 1.0
-
-
 def test_the_search_ends_where_memory_does():
     """More micro-batches need more memory for their checkpoints, in host memory or on SSD."""
     fast = replace(A100, matmul_flops_per_second={"bf16": 4e15})

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +50,7 @@ def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share:
     is_head = unit.unit == EPILOGUE
     has_backward = bool(unit.differentiable and unit.differentiated)
     runs_back = has_backward and height(unit.unit) >= height(workload.shape.first_grad)
-    with _undisturbed(unit):
+    with torch.no_grad(), without_autocast():  # as in a step
         trial = _Trial(layout, unit)
         if is_head and runs_back:  # a step never runs its forward alone: compiling that would take longer than all else
             backward = _median_seconds(trial.backward, share, trial.device)
@@ -140,10 +139,3 @@ def _median_seconds(run: Callable[[], None], share: float, device: torch.device)
         device_of(device).synchronize()
         found.append(time.perf_counter() - start)
     return statistics.median(found)
-
-
-@contextmanager
-def _undisturbed(unit: UnitGraph) -> Iterator[None]:
-    """Run as in a step, and leave the user's random numbers as they are."""
-    with torch.no_grad(), without_autocast():
-        yield

@@ -14,8 +14,10 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,16 +96,10 @@ class Profile:
         """How fast the first lane runs while the second does, as a fraction of alone; pairs that are not here do not
         disturb each other.
         """
-        pairs = {
-            ("ssd_read", "ssd_write"): "ssd_read",
-            ("ssd_write", "ssd_read"): "ssd_write",
-            ("h2d", "d2h"): "h2d",
-            ("d2h", "h2d"): "d2h",
-        }
-        found = {
-            pair: _ratio(getattr(self, f"{lane}_mixed_bytes_per_second"), getattr(self, f"{lane}_bytes_per_second"))
-            for pair, lane in pairs.items()
-        }
+        found: dict[tuple[str, str], float] = {}
+        for lane, other in (*permutations(("ssd_read", "ssd_write")), *permutations(("h2d", "d2h"))):
+            mixed, alone = (getattr(self, f"{lane}{each}_bytes_per_second") for each in ("_mixed", ""))
+            found[lane, other] = 1.0 if math.isinf(mixed) else mixed / alone
         found["cpu", "compute"] = self.update_mixed_elements_per_second / self.update_elements_per_second
         found["compute", "cpu"] = self.compute_mixed_speed
         for lane in ("ssd_read", "ssd_write"):  # several multiply: together they are what was measured
@@ -168,54 +164,34 @@ MIXED = {
 } | {"update_elements_per_second": "update_mixed_elements_per_second"}
 
 
-def _ratio(mixed: float, alone: float) -> float:
-    return 1.0 if math.isinf(mixed) else mixed / alone
-
-
 def _check(name: str, value: Any) -> None:
     """Raise `ProfileError` for a number that no machine has."""
-    is_valid = CHECKS.get(name) or (_is_link_rate if name.startswith(("h2d", "d2h")) else _is_rate)
+    is_valid = CHECKS.get(name) or _between(0, math.inf if name.startswith(("h2d", "d2h")) else BELOW_INFINITY)
     if not is_valid(value):
         raise ProfileError(f"{name} is {value!r}, which no machine has")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+def _between(above: float, most: float) -> Callable[[Any], bool]:
+    """Whether a value is a number in this range, without its lower end."""
+    return lambda value: type(value) in (int, float) and above < value <= most  # not in it: no number at all
 
 
-def _is_link_rate(value: Any) -> bool:
-    return _is_number(value) and value > 0
+def _is_whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and value >= least
 
 
-def _is_rate(value: Any) -> bool:
-    return _is_link_rate(value) and math.isfinite(value)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_count(value: Any) -> bool:
-    return _is_whole(value) and value > 0
-
-
-def _is_speed(value: Any) -> bool:
-    return _is_number(value) and 0 < value <= 1
-
-
-def _is_short(value: Any) -> bool:
-    return _is_number(value) and 0 <= value < 1
-
-
+BELOW_INFINITY = sys.float_info.max
+JUST_BELOW_0, JUST_BELOW_1 = math.nextafter(0, -1), math.nextafter(1, 0)
+IS_RATE = _between(0, BELOW_INFINITY)
 CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "name": lambda value: isinstance(value, str) and bool(value),
     "device": lambda value: value in ("cuda", "cpu"),
     "sources": lambda value: isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values()),
     "matmul_flops_per_second": lambda value: (
-        isinstance(value, Mapping) and bool(value) and set(value) <= set(DTYPES) and all(map(_is_rate, value.values()))
+        isinstance(value, Mapping) and bool(value) and set(value) <= set(DTYPES) and all(map(IS_RATE, value.values()))
     ),
-    **dict.fromkeys(("host_nbytes", "ssd_nbytes", "num_ranks"), _is_count),
-    **dict.fromkeys(("device_nbytes", "ssd_rated_nbytes"), _is_whole),
-    **dict.fromkeys(("compute_mixed_speed", "compute_transfer_speed", "transfer_compute_speed"), _is_speed),
-    **dict.fromkeys(("op_seconds", "request_seconds"), _is_short),
+    **dict.fromkeys(("host_nbytes", "ssd_nbytes", "num_ranks"), _is_whole(1)),
+    **dict.fromkeys(("device_nbytes", "ssd_rated_nbytes"), _is_whole(0)),
+    **dict.fromkeys(("compute_mixed_speed", "compute_transfer_speed", "transfer_compute_speed"), _between(0, 1)),
+    **dict.fromkeys(("op_seconds", "request_seconds"), _between(JUST_BELOW_0, JUST_BELOW_1)),
 }
