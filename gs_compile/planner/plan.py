@@ -5,7 +5,7 @@
 
 A linear program chooses where data lives for every number of micro-batches and every alpha (`lp.solve`), a search
 takes the smallest batch that reaches the saturated throughput (`lp.search`), and the step's own program is simulated
-(`problem`). What is said of its time is the simulator's.
+(`refine`): of a large step that of a few bundles of micro-batches. What is said of its time is the simulator's.
 """
 
 from __future__ import annotations

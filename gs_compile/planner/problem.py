@@ -1,8 +1,8 @@
 """problem: one model on one machine within budgets: where everything lives, such that a step takes the least time.
 
     search      how many micro-batches, by the linear program                                   `lp.search`
-    refined     its solution as a placement whose own program keeps the budgets: the fastest of a few, by the simulator
-    planned     that, and what limits it
+    refine      its solution as a placement whose own program keeps the budgets: the fastest of a few, by the simulator
+    reasons     what limits that
 
 A plan for a model that is named and the one for a model at hand are made here alike.
 """

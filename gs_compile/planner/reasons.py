@@ -8,7 +8,7 @@ from dataclasses import replace
 from gs_compile.machine import format_bytes
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.lp.limits import Budgets, Fixed
-from gs_compile.planner.lp.search import Search
+from gs_compile.planner.lp.search import Search, several
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
@@ -21,9 +21,8 @@ FASTER_DEVICE = 0.1
 
 def explained(problem: Problem, plan: StepPlan, found: Search, others: Sequence[tuple[Problem, Search]]) -> StepPlan:
     """The plan with what limits it, what else there was, and notes. `others`: searches with other micro-batch sizes."""
-    alpha = plan.alpha
-    own = found if alpha == found.best.alpha else None
-    best = found.best if own else problem.solved(plan.num_micro_batches, alpha)
+    is_own = plan.alpha == found.best.alpha
+    best = found.best if is_own else problem.solved(plan.num_micro_batches, plan.alpha)
     assert best is not None, "what fits in less memory fits"
     return replace(
         plan,
@@ -47,10 +46,8 @@ def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Proble
     solution, workload, clip = chosen.best, problem.workload, problem.fixed.clip
     number, alpha = solution.num_micro_batches, solution.alpha
     fewer = [each for n, each in chosen.history if n < number and each is not None][-2:]
-    tries: list[tuple[str, Workload, Solution | None]] = [
-        (f"{each.num_micro_batches} micro-batch{'es' if each.num_micro_batches > 1 else ''}", workload, each)
-        for each in fewer
-    ]
+    tries: list[tuple[str, Workload, Solution | None]]
+    tries = [(several(each.num_micro_batches), workload, each) for each in fewer]
     if others:  # the best of them
         other, result = max(others, key=lambda each: each[0].workload.tokens * each[1].best.throughput)
         size = other.workload.micro_batch_size
@@ -60,7 +57,11 @@ def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Proble
     if any(solution.ratios.values()):
         bare = Fixed(ratios=dict.fromkeys(solution.ratios, 0.0))
         tries.append(("everything on SSD", workload, problem.solved(number, alpha, fixed=bare)))
-    rows = [_alternative(label, other, result) for label, other, result in tries if result is not None]
+    rows = [
+        Alternative(label=label, seconds=found.seconds, tokens_per_second=found.throughput * model.tokens)
+        for label, model, found in tries
+        if found is not None
+    ]
     own = number * workload.tokens / solution.seconds
     rows.sort(key=lambda row: abs(row.tokens_per_second / own - 1))
     yield from rows[:MOST_ALTERNATIVES]
@@ -83,17 +84,6 @@ def notes(plan: StepPlan) -> Iterator[str]:
 
 def _gain(words: str, gain: float) -> str:
     return f"{words}: {f'{gain:.0%} faster' if gain > WORTH_SAYING else 'nothing'}"
-
-
-def _alternative(label: str, workload: Workload, solution: Solution) -> Alternative:
-    return Alternative(
-        label=label,
-        num_micro_batches=solution.num_micro_batches,
-        micro_batch_size=workload.micro_batch_size,
-        alpha=solution.alpha,
-        seconds=solution.seconds,
-        tokens_per_second=solution.num_micro_batches * workload.tokens / solution.seconds,
-    )
 
 
 def _more(profile: Profile, budgets: Budgets) -> Iterator[tuple[str, Profile, Budgets]]:

@@ -28,9 +28,6 @@ class Alternative:
     """Another setting near the plan's, by the linear program."""
 
     label: str
-    num_micro_batches: int
-    micro_batch_size: int
-    alpha: float
     seconds: float
     tokens_per_second: float
 

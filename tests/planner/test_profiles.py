@@ -94,18 +94,9 @@ def test_the_papers_checkpoint_takes_the_papers_time():
 # Names and paths -------------------------------------------------------------------------------------------------------
 
 
-def test_a_name_may_have_its_ending(probe):
-    assert profile("a100.json") == profile("a100")
-    assert not probe.calls
-
-
 def test_a_path_is_read(tmp_path, probe):
     MEASURED.save(tmp_path / "mine.json")
     assert profile(tmp_path / "mine.json") == profile(str(tmp_path / "mine.json")) == MEASURED
-
-
-def test_a_profile_is_itself(probe):
-    assert profile(MEASURED) is MEASURED
 
 
 def test_a_file_here_comes_before_a_name(tmp_path, probe, monkeypatch):
@@ -133,11 +124,6 @@ def test_the_environment_takes_the_place_of_none(tmp_path, probe, monkeypatch):
     assert profile("h200", tmp_path) != profile("a100")
     assert not probe.calls
     assert profile(None, tmp_path, refresh=True) == MEASURED
-
-
-def test_an_empty_environment_is_none(tmp_path, probe, monkeypatch):
-    monkeypatch.setenv(profiles.ENVIRONMENT, "")
-    assert profile(None, tmp_path) == MEASURED
 
 
 # This machine ----------------------------------------------------------------------------------------------------------

@@ -89,7 +89,6 @@ def test_the_nearest_come_first():
 
     rows = list(alternatives(problem(solved), own, [other]))
     assert [row.label for row in rows] == ["3 micro-batches", "no delayed updates (alpha 0)", "2 micro-batches"]
-    assert [row.num_micro_batches for row in rows] == [3, 4, 2]
     assert rows[0].tokens_per_second == pytest.approx(3 * 256 / 2.8)
 
 
@@ -98,14 +97,12 @@ def test_other_micro_batch_sizes_and_nothing_resident_are_alternatives():
     other = problem(None, workload=replace(WORKLOAD, micro_batch_size=2)), found(solution(1, 2.2))
     rows = list(alternatives(problem(lambda n, alpha, **_: solution(n, 3.0, alpha)), own, [other]))
     assert [row.label for row in rows] == ["micro-batches of 2", "everything on SSD"]
-    assert rows[0].micro_batch_size == 2
 
 
 def test_clipping_cannot_do_without_delay():
     own = found(solution(1, 1.0, alpha=1.0))
     assert list(alternatives(problem(lambda *_, **__: solution(1, 1.0), clip=True), own, [])) == []
     (row,) = alternatives(problem(lambda *_, **__: solution(1, 1.0)), own, [])
-    assert row.alpha == 0.0
     assert row.label == "no delayed updates (alpha 0)"
 
 

@@ -134,18 +134,6 @@ def test_if_nothing_takes_time_the_planned_peaks_are_true(step, options, inline)
 # Closed forms --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inline", [True, False])
-def test_everything_in_memory_takes_what_it_computes(inline):
-    program = lower(StepSpec(3, 2))[-1]
-    seconds = by_lane([program, program], {"compute": 1.5})
-    found = simulate([program, program], seconds, inline=inline)
-    assert found.seconds == sum(seconds[0])
-    assert found.busy == {"compute": 1.0}
-    assert found.bubbles == {}
-    computing = [index for index, op in enumerate(program.ops) if op.lane == "compute"]
-    assert [span.index for span in found.critical_path] == computing
-
-
 @pytest.mark.parametrize("lane", ["h2d", "d2h", "ssd_read", "ssd_write", "cpu"])
 @pytest.mark.parametrize("inline", [True, False])
 def test_the_one_lane_that_takes_time_is_the_step(lane, inline):
@@ -156,14 +144,6 @@ def test_the_one_lane_that_takes_time_is_the_step(lane, inline):
     found = simulate(programs, seconds, placement=placement, inline=inline)
     assert found.seconds == sum(seconds[-1])
     assert found.busy[lane] == 1.0
-
-
-def test_issuing_takes_time():
-    program = lower(StepSpec(2, 2))[-1]
-    nothing = by_lane([program, program], {})
-    found = simulate([program, program], nothing, inline=True, op_seconds=0.5)
-    assert found.seconds == 0.5 * len(program.ops)
-    assert found.bubbles.keys() <= {"fill", "turn", "issue"}
 
 
 def test_the_pipeline_is_filled_once():
@@ -194,20 +174,7 @@ def test_what_is_waited_for_has_a_name():
 
 # The rule, line by line ----------------------------------------------------------------------------------------------
 
-W, W_SSD, W_DEVICE = (Value("w", 0, tier=tier, part="a") for tier in ("host", "ssd", "device"))
 GRADIENT = Value("dw", 0, tier="host", part="a")
-
-
-def test_what_is_changed_in_place_has_no_user_left():
-    """An update waits for a transfer that still reads the parameters, and for the one that brings them."""
-    come, go = Op("prefetch", (W_SSD,), FILL, (W,)), Op("prefetch", (W,), FILL, (W_DEVICE,))
-    program = Program((come, go, Op("update", (GRADIENT,), FILL, into=(W,))), 1, 1, "by hand")
-    found = simulate([program], [[2.0, 3.0, 1.0]])
-    assert [(span.lane, span.start_seconds, span.waited_for) for span in found.spans] == [
-        ("ssd_read", 0.0, "issue"),
-        ("h2d", 2.0, "ssd_read w"),
-        ("cpu", 5.0, "h2d w"),
-    ]
 
 
 def test_memory_is_given_back_when_its_users_are_done():

@@ -36,15 +36,6 @@ def test_homes_hold_everything_once(toy, shares, alpha, separate):
     assert all(homes.values())
 
 
-def test_checkpoints_are_counted_where_they_are():
-    """One and a half of three micro-batches cannot be: every checkpoint is in one place."""
-    workload = gpt(1, 64)
-    placement = placed(workload, 3, ratios(0.5, 0, 0), 0.0, separate=True)
-    homes = nbytes_by_home(placement)
-    assert homes["checkpoints", "host"] == workload.x_nbytes
-    assert homes["checkpoints", "ssd"] == 2 * workload.x_nbytes
-
-
 def test_rates_are_of_the_whole_batch(found):
     assert found.seconds == found.prediction.simulation.seconds > 0
     assert found.tokens_per_second == pytest.approx(3 * 2 * 256 / found.seconds)
@@ -78,8 +69,3 @@ def test_nothing_written_is_no_wear():
     resident = plan(gpt(2, 64, vocabulary=500), machine=one_memory, micro_batch_size=1, num_micro_batches=1)
     assert resident.written == 0
     assert resident.wear == "nothing is written to SSD"
-
-
-def test_what_is_printed_of_it_is_short(found):
-    """A program has thousands of lines."""
-    assert "Op(" not in repr(found)
