@@ -51,7 +51,7 @@ class Block:
         """The place of a value at an offset in its slot, and who has to be done before it is written."""
         first = where.offset - self._start
         place = Place(self, where, self._memory[first + offset : first + where.nbytes])
-        return place, self.ranges.begin(where)
+        return place, [ticket for ticket in dict.fromkeys(self.ranges.begin(where)) if not ticket.done]
 
 
 class Slab:

@@ -52,7 +52,7 @@ class ValueTable:
 
     def free(self, value: Value) -> None:
         """The end of a value: its memory is for others once all who use it are done."""
-        users = self.idle(value)
+        users = [ticket for ticket in self.idle(value) if not ticket.done]
         del self.contents[value], self._made[value], self._used[value]
         place = self.places.pop(value, None)
         if place is not None:
