@@ -11,6 +11,8 @@ import torch
 from gs_compile.errors import StorageError
 from gs_compile.program.ir import Value
 from gs_compile.runtime.coordinators import Activations, transfer
+from gs_compile.runtime.lanes import Ticket
+from gs_compile.runtime.value_table import ValueTable
 from gs_compile.runtime.values import Gradient, Region
 
 
@@ -98,3 +100,15 @@ def test_after_an_error_nothing_moves_any_more():
     with pytest.raises(StorageError, match="read failed"):
         transfer([Region(extent, 0, 4)] * 3, [torch.zeros(1)] * 3)
     assert not moving
+
+
+def test_who_is_done_with_memory_is_forgotten():
+    """Else each value would hand on the users of all that were in its memory before."""
+    done, reading, value = Ticket(), Ticket(), Value("x", 1, 0, "host")
+    done.finish()
+    place, table = SimpleNamespace(end=lambda users: left.extend(users)), ValueTable()
+    left: list[Ticket] = []
+    table.define(value, None, (done,), place=place)
+    table.use(value, reading)
+    table.free(value)
+    assert left == [reading]
