@@ -150,11 +150,11 @@ def test_compilers(monkeypatch, devices, name, advice):
 
 def test_what_is_not_installed(monkeypatch):
     assert software.transformers().state == software.solver().state == "ok"
-    monkeypatch.setattr(metadata, "version", fails(metadata.PackageNotFoundError("scipy")))
+    monkeypatch.setattr(metadata, "version", fails(metadata.PackageNotFoundError("cvxpy")))
     assert (software.transformers().state, software.transformers().found) == ("warn", "not installed")
-    assert (software.solver().state, software.solver().advice) == ("bad", "pip install scipy")
-    monkeypatch.setattr(software, "import_module", fails(ImportError("no scipy")))
-    assert (software.solver().state, software.solver().advice) == ("bad", "pip install scipy")
+    assert (software.solver().state, software.solver().advice) == ("bad", "pip install cvxpy highspy")
+    monkeypatch.setattr(software, "import_module", fails(ImportError("no highspy")))
+    assert (software.solver().state, software.solver().advice) == ("bad", "pip install cvxpy highspy")
 
 
 def test_cuda(tmp_path, monkeypatch):

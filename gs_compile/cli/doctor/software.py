@@ -63,12 +63,12 @@ def transformers() -> Check:
 
 
 def solver() -> Check:
-    """Whether the planner can solve: it needs HiGHS, which comes with scipy."""
+    """Whether the planner can solve: it needs HiGHS, and cvxpy to speak to it."""
     try:
-        import_module("scipy.optimize")
-        return Check(f"HiGHS of scipy {metadata.version('scipy')}")
+        import_module("highspy")
+        return Check(f"HiGHS {metadata.version('highspy')}, by cvxpy {metadata.version('cvxpy')}")
     except (ImportError, OSError) as error:  # PackageNotFoundError is an ImportError
-        return Check(f"scipy is missing: {error}", "pip install scipy", is_bad=True)
+        return Check(f"HiGHS or cvxpy is missing: {error}", "pip install cvxpy highspy", is_bad=True)
 
 
 def cuda(*, proc: Path = PROC) -> Check:

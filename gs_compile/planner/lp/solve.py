@@ -33,8 +33,9 @@ all SSD traffic there can be costs a millionth of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -132,20 +133,16 @@ class _System:
 
         elastic: budgets may be exceeded, and the sum of the parts they are exceeded by is what is minimised.
         """
-        from scipy.optimize import linprog
-
         matrix, bound = (np.concatenate(arrays) for arrays in zip(*self._blocks(), strict=True))
-        most = np.inf if elastic else 0.0
-        lower = [*self.lower, *[0.0] * NUM_OTHERS]
-        upper = [*self.upper, np.inf, np.inf, *[most] * len(TIERS)]
+        if not elastic:
+            matrix[:, NUM_RATIOS + EXCESS :] = 0.0
         traffic = self.numbers.ssd[1:] / max(float(self.numbers.ssd[0]), 1.0)
         prices = [*np.zeros(NUM_RATIOS + 2), 1, 1, 1] if elastic else [*(TRAFFIC_PRICE * traffic), 1, 1, 0, 0, 0]
-        tolerances = {"primal_feasibility_tolerance": TOLERANCE, "dual_feasibility_tolerance": TOLERANCE}
-        found = linprog(prices, matrix, bound, bounds=np.transpose([lower, upper]), method="highs", options=tolerances)
-        if found.x is None:
+        found = _linear_program(len(bound))(np.array(prices), matrix, bound, self.lower, self.upper)
+        if found is None:
             return None
-        point = np.array([1.0, *np.clip(found.x[:NUM_RATIOS], self.lower, self.upper)])
-        return point, found.x[NUM_RATIOS + EXCESS :], found.ineqlin.marginals
+        columns, duals = found
+        return np.array([1.0, *np.clip(columns[:NUM_RATIOS], self.lower, self.upper)]), columns[-len(TIERS) :], duals
 
     def seconds_at(self, point: Array) -> tuple[float, float]:
         """t_f and t_b of a point; what the wear budget asks to wait is waited in the backward."""
@@ -181,6 +178,30 @@ class _System:
         yield _block(HOMES, 1.0)
         if self.wear is not None:
             yield _block(self.numbers.written / (self.wear * self.unit_seconds), 0.0, *TIMES)
+
+
+@cache
+def _linear_program(num_rows: int) -> Callable[..., tuple[Array, Array] | None]:
+    """A linear program of so many rows over the columns, as a function of its numbers: prices, matrix and bound of the
+    rows, lower and upper bounds of the ratios. It gives the columns and what a larger bound of each row brings; None
+    where nothing fits. cvxpy compiles it once.
+    """
+    import cvxpy
+
+    columns = cvxpy.Variable(NUM_RATIOS + NUM_OTHERS, nonneg=True)
+    shapes = columns.size, (num_rows, columns.size), num_rows, NUM_RATIOS, NUM_RATIOS
+    numbers = prices, matrix, bound, lower, upper = [cvxpy.Parameter(shape) for shape in shapes]
+    rows, ratios = matrix @ columns <= bound, columns[:NUM_RATIOS]
+    problem = cvxpy.Problem(cvxpy.Minimize(prices @ columns), [rows, ratios >= lower, ratios <= upper])
+    tolerances = {"primal_feasibility_tolerance": TOLERANCE, "dual_feasibility_tolerance": TOLERANCE}
+
+    def solved(*values: Array) -> tuple[Array, Array] | None:
+        for number, value in zip(numbers, values, strict=True):
+            number.value = value
+        problem.solve(solver=cvxpy.HIGHS, **tolerances)
+        return (columns.value, -rows.dual_value) if problem.status == cvxpy.OPTIMAL else None
+
+    return solved
 
 
 def _block(coefficients: Array, bound: float, *columns: int) -> tuple[Array, Array]:
