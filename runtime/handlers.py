@@ -80,12 +80,10 @@ def handlers(tiers: Tiers, placement: Placement, units: Any, bindings: Bindings)
     }
     return {
         **{(verb, kind): Handler(moved[kind], move) for kind in moved for verb in ("prefetch", "offload")},
-        ("update", "w"): Handler(run=optimizer.update),
-        ("update", "s"): Handler(run=optimizer.update),
+        **{("update", kind): Handler(run=optimizer.update) for kind in ("w", "s")},
         ("gather", "w"): Handler(gather),
         ("empty", "w"): Handler(parameters.allocate),
-        ("zeros", "dw"): Handler(zeros),
-        ("zeros", "dside"): Handler(zeros),
+        **{("zeros", kind): Handler(zeros) for kind in ("dw", "dside")},
         ("alias", "dw"): Handler(lambda value, source, _: optimizer.keep(value, source, bindings.of(value))),
         ("alias", "x"): Handler(activations.keep),
     }
