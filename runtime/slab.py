@@ -97,14 +97,17 @@ class Slab:
         if self.has_block(program):
             return self._step
         nbytes = max(program.slab_nbytes - self.fixed.nbytes, 0)
-        if not self._step.ranges:
-            self._step = Block(self.fixed.nbytes, 0, self._device)  # what is mapped goes before more is
-            self._step = Block(self.fixed.nbytes, nbytes, self._device)
-            return self._step
-        needed = self.nbytes + nbytes
+        is_open = bool(self._step.ranges)
+        needed = (self.nbytes if is_open else self.fixed.nbytes) + nbytes
         if self.budget_nbytes is not None and needed > self.budget_nbytes:
+            what = "a call between a forward and its backward takes" if is_open else "this step takes"
+            remedy = "together with that step: call backward first" if is_open else "of it: give it more"
             raise MemoryBudgetError(
-                f"host_memory is {format_bytes(self.budget_nbytes)}; a call between a forward and its backward takes "
-                f"{format_bytes(needed)} ({needed} bytes) together with that step: call backward first"
+                f"host_memory is {format_bytes(self.budget_nbytes)}; {what} {format_bytes(needed)} ({needed} bytes) "
+                f"{remedy}"
             )
-        return Block(self.fixed.nbytes, nbytes, self._device)
+        if is_open:
+            return Block(self.fixed.nbytes, nbytes, self._device)
+        self._step = Block(self.fixed.nbytes, 0, self._device)  # what is mapped goes before more is
+        self._step = Block(self.fixed.nbytes, nbytes, self._device)
+        return self._step

@@ -135,6 +135,15 @@ def packed(program: Program, placement: Placement, host_nbytes: int | None = Non
     return program
 
 
+def placed_as(program: Program, other: Program, placement: Placement) -> Program:
+    """A program at the offsets of another one of the same placement, where these serve it too; else as it is."""
+    slots = (live.slot for live in live_ranges(program.ops, placement))
+    known = all(slot.key in other.offsets for slot in slots if slot.tier == "host" and slot.nbytes)
+    if not known or any(conflicts(program.ops, placement, other.offsets)):
+        return program
+    return replace(program, offsets=other.offsets, slab_nbytes=other.slab_nbytes)
+
+
 def _prolonged(ranges: Sequence[LiveRange], ops: Sequence[Op], lag: int) -> list[LiveRange]:
     """The ranges whose last user is a transfer or an update, to the start of the stage that comes `lag` after."""
     starts = [at for at, op in enumerate(ops) if at == 0 or op.stage != ops[at - 1].stage]

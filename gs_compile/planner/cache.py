@@ -14,7 +14,7 @@ from gs_compile.machine import format_bytes
 from gs_compile.options import Options
 from gs_compile.passes.lower import flush, lower
 from gs_compile.placement.placement import Placement
-from gs_compile.placement.slab import packed
+from gs_compile.placement.slab import packed, placed_as
 from gs_compile.placement.workload import UnitSize
 from gs_compile.planner.builder import peak
 from gs_compile.planner.lifetimes import table
@@ -60,10 +60,11 @@ class PlanCache:
         """
         key = (placement, shape, late, redo)
         if key not in self._programs:
+            largest = None
             if shape.training and placement.has_late and not (late and redo):
-                self.programs(placement, shape, late=True, redo=True)
+                largest = self.programs(placement, shape, late=True, redo=True)[-1]
             step = self.builder.step(placement, late=late, redo=redo)
-            self._programs[key] = self._packed(lower(replace(step, shape=shape)), placement)
+            self._programs[key] = self._packed(lower(replace(step, shape=shape)), placement, largest)
         return self._programs[key]
 
     def flush(self, *, redo: bool) -> Program:
@@ -74,10 +75,14 @@ class PlanCache:
             self._programs[key] = self._packed(programs, self.placement)
         return self._programs[key][-1]
 
-    def _packed(self, programs: Sequence[Program], placement: Placement) -> tuple[Program, ...]:
+    def _packed(
+        self, programs: Sequence[Program], placement: Placement, largest: Program | None = None
+    ) -> tuple[Program, ...]:
         """The last one in the host memory that programs so far have, or where it needs more, in all there may be."""
         before = max((known[-1].slab_nbytes for known in self._programs.values()), default=0)
         found = packed(programs[-1], placement, before)
+        if found.slab_nbytes > before and largest is not None:
+            found = placed_as(found, largest, placement)
         if found.slab_nbytes > before:
             found = packed(programs[-1], placement, self.host_nbytes)
         return (*programs[:-1], replace(found, slab_nbytes=max(before, found.slab_nbytes)))

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiered import Rig, adamw, gpt2, options, step, tokens
 
@@ -29,6 +29,7 @@ ratios = st.sampled_from((0.0, 0.3, 0.7, 1.0))
 
 
 @settings(deadline=None, max_examples=15)
+@example("bf16", None, 0.5, False, {"parameter": 0.0, "checkpoint": 0.7, "optimizer": 1.0}, 0.0)  # the first step alone
 @given(
     precision=st.sampled_from(("model", "bf16")),
     clip=st.sampled_from((None, "delayed", "speculative")),
