@@ -1,6 +1,7 @@
 """drive: one directory of a run's storage: its folder, who has it, and the threads that move its files.
 
 <directory>/greedysnake-run/    the only folder that is touched, 0700; others' files beside it stay as they are
+                                (greedysnake-run-3 of the process that a launcher calls rank 3)
     .lock                       held with flock while the run lives; says by whom
     w3, s3, x5, ...             this directory's share of each extent, 0600, preallocated
 """
@@ -38,7 +39,7 @@ class Drive:
     """One directory: the folder of our files in it, locked, and the threads that move them."""
 
     def __init__(self, directory: Path, threads: int) -> None:
-        self.folder = directory / FOLDER
+        self.folder = folder_in(directory)
         with contextlib.ExitStack() as opened, _as_storage_error("open", self.folder):
             self._folder_fd, self._lock_fd = lock(self.folder)
             opened.callback(self._release)
@@ -149,6 +150,12 @@ class Drive:
             self.folder.rmdir()
         os.close(self._lock_fd)
         os.close(self._folder_fd)
+
+
+def folder_in(directory: Path) -> Path:
+    """The folder of this process: of several that a launcher starts, such as torchrun, each has its own by its RANK."""
+    rank = os.environ.get("RANK", "")
+    return directory / (f"{FOLDER}-{int(rank)}" if rank.isdecimal() and int(rank) else FOLDER)
 
 
 def lock(folder: Path) -> tuple[int, int]:

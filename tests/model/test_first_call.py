@@ -15,6 +15,7 @@ from torch import nn
 import gs_compile
 from gs_compile.errors import CaptureError, GreedySnakeError
 from gs_compile.model import engine
+from gs_compile.model.residency import Residency
 
 
 class Broken(nn.Module):
@@ -46,6 +47,30 @@ def test_a_refused_model_keeps_its_values(breaks, tmp_path):
         assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
         same_tensors(values(model), before)
     assert optimizer.engine is None
+
+
+class OnDevice(torch.Tensor):
+    """Values in the memory of a device: nothing but `cpu` brings them to the host."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        assert function is torch.Tensor.cpu, function
+        return args[0].as_subclass(torch.Tensor)
+
+
+def test_values_of_a_model_on_a_device_go_to_storage(tmp_path, monkeypatch):
+    """Fault 11: they were taken as they were, and the bytes of a device's memory cannot be written to a file."""
+    stashed = Residency.stashed_value
+    monkeypatch.setattr(Residency, "stashed_value", lambda *given: stashed(*given).as_subclass(OnDevice))
+    model = gpt2()
+    before = values(model)
+    optimizer = adamw(two_groups(model))
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    with torch.no_grad():
+        model(input_ids=tokens(0), labels=tokens(0))
+    found = model.state_dict()
+    same_tensors({name: found[name] for name in before}, before)
+    optimizer.engine.tiers.close()
 
 
 def test_files_go_with_the_model_at_once(tmp_path):

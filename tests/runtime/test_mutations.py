@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from happens_before import on_twin
-from stream_twin import Block, TwinStream
+from stream_twin import Block, Twin, TwinStream
 from tiered import Rig, adamw, gpt2, options, step, tokens, two_groups
 
 import gs_compile
@@ -20,6 +20,7 @@ from gs_compile.placement.ranges import Occupants, Ranges
 from gs_compile.runtime import issue, lanes
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.lanes import Ticket
+from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.value_table import ValueTable
 
 KEEPS_CAPTURES = True
@@ -72,18 +73,28 @@ def rig():
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_it_trains_the_same_and_every_access_is_ordered(rig, tmp_path, monkeypatch, placement):
-    """No computation is launched before the last but one has begun (fault 15)."""
+    """No computation is launched before the last but one has begun (fault 15).
+
+    An ordinary backward multiplies no gradient by 1.0 (fault 13), and its norms wait for nothing (fault 17).
+    """
     chosen = PLACEMENTS[placement]
     maker = partial(adamw, max_grad_norm=0.5) if "clip" in chosen else adamw
     expected = rig.train(maker, options(tmp_path, separate_device=True, **chosen), 3)
-    begun, results = [], TieredExecutor._results
+    begun, results, norm = [], TieredExecutor._results, OptimizerStep.norm
 
     def launched(executor, op):
         begun.append(executor.tiers.begun)
         assert all(event.happened.is_set() for event in begun[-9:-1])
         return results(executor, op)
 
+    def without_waiting(*given):
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(Twin, "synchronize", lambda _: pytest.fail("a norm waits for the device"))
+            return norm(*given)
+
     monkeypatch.setattr(TieredExecutor, "_results", launched)
+    monkeypatch.setattr(TieredExecutor, "scale", lambda *_: pytest.fail("gradients are multiplied"))
+    monkeypatch.setattr(OptimizerStep, "norm", without_waiting)
     with on_twin():
         found = rig.train(maker, options(tmp_path, **chosen), 3)
     assert len(begun) > 9

@@ -123,6 +123,18 @@ def test_a_forked_child_does_not_close_its_parents_store(store, tmp_path):
     assert (tmp_path / FOLDER / "w3").exists()
 
 
+def test_ranks_share_a_directory(tmp_path, monkeypatch):
+    """Fault 18: two ranks on a node collided on one folder."""
+    with Store([tmp_path]) as first:
+        monkeypatch.setenv("RANK", "1")
+        with Store([tmp_path]) as second:
+            for store in (first, second):
+                store.allocate("w3", 10)
+            found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/w3"))
+            assert found == [f"{FOLDER}-1/w3", f"{FOLDER}/w3"]
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_directories_may_be_relative(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Store(["here"]) as store:

@@ -18,7 +18,7 @@ from gs_compile.cli.doctor.check import Check
 from gs_compile.errors import LeftoverError, StorageError, StorageLockedError
 from gs_compile.machine import PROC, format_bytes, free_storage
 from gs_compile.planner.measure.probe_drive import existing
-from gs_compile.runtime.drive import FOLDER, Drive
+from gs_compile.runtime.drive import Drive, folder_in
 
 SYS = Path("/sys")
 NBYTES_PER_ELEMENT = 14  # a parameter in bf16, and AdamW's fp32 master and moments
@@ -55,7 +55,7 @@ def direct_io(directory: Path) -> Check:
 
 def run_folder(directory: Path) -> Check:
     """Whether a run could begin here now."""
-    folder = directory / FOLDER
+    folder = folder_in(directory)
     try:
         if folder.exists():
             with warnings.catch_warnings(action="ignore"), closing(Drive(directory, threads=1)):
