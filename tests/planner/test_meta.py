@@ -11,8 +11,8 @@ from torch import nn
 import gs_compile
 from gs_compile.capture.uniform import structure
 from gs_compile.errors import CaptureError, GraphBreakError, InspectionError
-from gs_compile.planner.cost import meta as module
-from gs_compile.planner.cost.meta import DEPTH, meta_capture
+from gs_compile.planner.cost.meta import DEPTH, are_alike, repeated
+from gs_compile.planner.cost.workload import ModelSpec
 
 
 def depths(found, micro_batch_size=2):
@@ -25,9 +25,9 @@ def plain(num_layers=5, **changes):
 
 
 def test_two_layers_stand_for_all_that_are_alike():
-    found = meta_capture(plain(), sequence=zoo.TOKENS)
+    found = ModelSpec.of(plain(), sequence=zoo.TOKENS)
     assert depths(found) == (5, DEPTH)
-    whole = meta_capture(plain(2), sequence=zoo.TOKENS)
+    whole = ModelSpec.of(plain(2), sequence=zoo.TOKENS)
     assert depths(whole) == (2, 2)
     for short, long in zip(found.specialized(2).split.units, whole.specialized(2).split.units, strict=True):
         assert structure(short) == structure(long)
@@ -37,7 +37,7 @@ def test_the_model_stays_as_it_is():
     model = plain().eval()
     values = {name: (p, p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
     fields = [dict(vars(m)) for m in model.modules()]
-    meta_capture(model, sequence=zoo.TOKENS, precision="bf16")
+    ModelSpec.of(model, sequence=zoo.TOKENS, precision="bf16")
     assert [vars(m) for m in model.modules()] == fields
     for name, parameter in model.named_parameters():
         same, pointer, value = values[name]
@@ -51,7 +51,7 @@ def test_a_capture_leaves_the_models_own_alone():
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=1):
         for _ in range(2):
-            assert depths(meta_capture(plain(2), sequence=zoo.TOKENS)) == (2, 2)
+            assert depths(ModelSpec.of(plain(2), sequence=zoo.TOKENS)) == (2, 2)
         captured.compiled(model := plain(2))(*zoo.batch())
     assert gs_compile.inspect(model).num_layers == 2
 
@@ -80,20 +80,20 @@ SLOW = [pytest.param(change, marks=pytest.mark.slow) for change in (uneven, mark
 def test_blocks_that_can_be_told_apart_are_all_captured(change):
     model = plain()
     change(model)
-    assert depths(meta_capture(model, sequence=zoo.TOKENS)) == (5, 5)
+    assert depths(ModelSpec.of(model, sequence=zoo.TOKENS)) == (5, 5)
 
 
 def test_blocks_are_told_apart_by_tensors_in_a_list():
     blocks = [zoo.Block() for _ in range(3)]
     for block in blocks:
         block.table = [torch.zeros(2)]
-    assert not module._are_alike(blocks)
+    assert not are_alike(blocks)
 
 
 def test_blocks_that_share_are_not_independent():
     model = plain()
     shared(model)
-    assert module._stack(model) is None
+    assert repeated(model) is None
 
 
 class Numbered(zoo.Block):
@@ -112,10 +112,10 @@ class Numbered(zoo.Block):
 
 def test_a_number_counts_blocks():
     Numbered.number = 0
-    assert module._are_alike([Numbered() for _ in range(3)])
+    assert are_alike([Numbered() for _ in range(3)])
     Numbered.number = 0
     first, second, third = (Numbered() for _ in range(3))
-    assert not module._are_alike([first, third, second])
+    assert not are_alike([first, third, second])
 
 
 class Counting(zoo.GPT):
@@ -130,25 +130,7 @@ class Counting(zoo.GPT):
 
 @pytest.mark.slow
 def test_code_that_counts_its_blocks_is_captured_whole():
-    assert depths(meta_capture(Counting(num_layers=4), sequence=zoo.TOKENS)) == (4, 4)
-
-
-def test_inputs_by_name():
-    class Regression(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(captured.Block() for _ in range(2))
-
-        def forward(self, features, target=None):
-            x = features + 0
-            for block in self.blocks:
-                x = block(x)
-            return ((x - target) ** 2).mean()
-
-    inputs = {name: torch.zeros(7, captured.TOKENS, captured.WIDTH) for name in ("features", "target")}
-    layout = meta_capture(Regression(), sequence=1, inputs=inputs).specialized(3)
-    assert layout.split.units[0].result_specs[0].shape == (3, captured.TOKENS, captured.WIDTH)
-    assert layout.shape.has_loss
+    assert depths(ModelSpec.of(Counting(num_layers=4), sequence=zoo.TOKENS)) == (4, 4)
 
 
 class Silent(nn.Module):
@@ -168,19 +150,23 @@ class Fixed(captured.Tiny):
 
 def test_a_model_that_names_no_tokens():
     with pytest.raises(InspectionError, match=r"^Silent\.forward has no required argument"):
-        meta_capture(Silent(), sequence=4)
+        ModelSpec.of(Silent(), sequence=4)
 
 
 def test_a_model_without_a_graph():
-    with pytest.raises(InspectionError, match=r"^Dynamo made no graph of Silent"):
-        meta_capture(Silent(), sequence=4, inputs={"x": torch.zeros(1, 4)})
+    class Named(Silent):
+        def forward(self, input_ids):
+            return None
+
+    with pytest.raises(InspectionError, match=r"^Dynamo made no graph of Named"):
+        ModelSpec.of(Named(), sequence=4)
 
 
 def test_a_model_that_breaks_its_graph():
     with pytest.raises(GraphBreakError, match="forward is not one graph"):
-        meta_capture(Reading(), sequence=captured.TOKENS)
+        ModelSpec.of(Reading(), sequence=captured.TOKENS)
 
 
 def test_a_model_with_a_batch_size_of_its_own():
     with pytest.raises(CaptureError, match="fixes the batch size"):
-        meta_capture(Fixed(), sequence=captured.TOKENS)
+        ModelSpec.of(Fixed(), sequence=captured.TOKENS)

@@ -36,7 +36,7 @@ def test_the_spec_has_two_layers_of_each_block():
 def test_a_short_capture_has_the_workload_of_a_whole_one(monkeypatch):
     config = zoo.configuration("gpt2")
     short = ModelSpec.of(config, sequence=zoo.TOKENS, schedule="single").workload(2)
-    monkeypatch.setattr("gs_compile.planner.cost.meta._stack", lambda _: None)
+    monkeypatch.setattr("gs_compile.planner.cost.workload.repeated", lambda _: None)
     assert ModelSpec.of(config, sequence=zoo.TOKENS, schedule="single").workload(2) == short
     assert short.num_layers == 2 * zoo.LAYERS
 

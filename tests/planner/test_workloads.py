@@ -10,7 +10,7 @@ import zoo
 
 from gs_compile.errors import CaptureError, PlanError
 from gs_compile.placement.placement import QUANTUM
-from gs_compile.planner.cost import meta
+from gs_compile.planner.cost import workload as module
 from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.plan import plan
 from gs_compile.program.ir import height
@@ -76,9 +76,9 @@ def test_what_a_layer_needs_inside(gpt_65b):
 def test_short_captures_give_the_workloads_of_whole_ones(name, monkeypatch):
     config = zoo.configuration(name)
     short = ModelSpec.of(config, sequence=zoo.TOKENS).workload(2)
-    monkeypatch.setattr(meta, "_stack", lambda _: None)
+    monkeypatch.setattr(module, "repeated", lambda _: None)
     spec = ModelSpec.of(config, sequence=zoo.TOKENS)
-    assert spec.capture.specialized(2).split.num_layers == zoo.LAYERS
+    assert spec.specialized(2).split.num_layers == zoo.LAYERS
     assert spec.workload(2) == short
     model = zoo.huggingface(name)
     padded = sum(-(-p.numel() // QUANTUM) * QUANTUM for p in model.parameters())
@@ -153,7 +153,7 @@ def test_a_sequence_that_the_model_has_no_positions_for():
 def test_the_spec_of_a_path(tmp_path):
     zoo.configuration("gpt2").save_pretrained(tmp_path)
     spec = ModelSpec.of(tmp_path, sequence=zoo.TOKENS)
-    assert (spec.name, spec.capture.num_layers) == (str(tmp_path), zoo.LAYERS)
+    assert (spec.name, spec.num_layers) == (str(tmp_path), zoo.LAYERS)
     parameters = math.prod(size(spec.workload(1), "t").trained)
     assert parameters == -(-zoo.VOCAB * zoo.WIDTH // QUANTUM) * QUANTUM
 

@@ -10,6 +10,7 @@ graphs of its code. Nothing is computed, and a model by name or config has no we
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,13 +18,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from gs_compile.capture.call import captured_call
 from gs_compile.capture.graph import UnitGraph
-from gs_compile.codegen.compiled import SpecializedModel
+from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.codegen.parameters import owners_of, sizes_of
+from gs_compile.errors import CaptureError, GreedySnakeError
+from gs_compile.options import Options
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
 from gs_compile.planner.cost.flops import unit_cost
-from gs_compile.planner.cost.meta import MetaCapture, meta_capture
+from gs_compile.planner.cost.meta import DEPTH, meta_copy, meta_tokens, repeated
 from gs_compile.planner.cost.registry import built, check_length, named_config
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, TIED, Schedule, Unit
 
@@ -36,11 +40,18 @@ NUM_COMPONENTS = 2  # of the optimizer's state besides a master: Adam's moments
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model captured once, whose workload at any micro-batch size is asked for. `sequence`: tokens of a sample."""
+    """A model captured once without its weights, whose workload at any micro-batch size is asked for.
 
-    capture: MetaCapture
+    sequence: tokens of a sample. symbols: symbolic sizes beside the batch.
+    num_layers: may be more than were captured: they are alike then. In the single schedule a layer is half a block,
+        and a micro-batch the whole batch.
+    """
+
     name: str
     sequence: int
+    compilation: Compilation
+    symbols: Mapping[str, int]
+    num_layers: int = 0
 
     @classmethod
     def of(
@@ -56,7 +67,8 @@ class ModelSpec:
         precision: as the option of the backend; "bf16" has fp32 masters, and gradients in fp32.
         schedule: "single" has two layers of every block.
 
-        Raises `PlanError` for a model that cannot be built, and as the backend does for one that cannot be captured.
+        The model is neither changed nor read. Raises `PlanError` for a model that cannot be built, `InspectionError`
+        where Dynamo cannot capture it without weights, and whatever the backend would refuse it with.
         """
         name = type(model).__name__
         if isinstance(model, str | Path):
@@ -65,12 +77,42 @@ class ModelSpec:
             name = model.name_or_path or model.model_type
         check_length(getattr(model, "config", model), sequence)
         module = model if isinstance(model, nn.Module) else built(model)
-        return cls(meta_capture(module, sequence=sequence, precision=precision, schedule=schedule), name, sequence)
+        expert = {"compiler": "eager", "schedule": schedule}
+        options = Options.of({"outputs": "loss", "precision": precision, "expert": expert})
+        return cls._captured(name, sequence, meta_copy(getattr(module, "_orig_mod", module), options).train(), options)
+
+    @classmethod
+    def _captured(cls, name: str, sequence: int, model: nn.Module, options: Options) -> ModelSpec:
+        """Captured with two blocks, where these can be seen to stand for all; else whole."""
+
+        def capture() -> ModelSpec:
+            graph, symbols = captured_call(model, meta_tokens(model, sequence))
+            return cls(name, sequence, Compilation(graph, options), symbols)
+
+        if (stack := repeated(model)) is not None:
+            blocks = list(stack)
+            del stack[DEPTH:]
+            with suppress(GreedySnakeError):  # code that counts its blocks, for one, is captured whole
+                found = capture()
+                if _is_alike(found.specialized(1)):
+                    return replace(found, num_layers=len(blocks) * found.compilation.layers_of_a_block)
+            stack.extend(blocks[DEPTH:])
+        found = capture()
+        return replace(found, num_layers=found.specialized(1).split.num_layers)
+
+    def specialized(self, micro_batch_size: int) -> SpecializedModel:
+        """The captured layers at one micro-batch size; raises `CaptureError` where their code fixes the batch size."""
+        if not self.compilation.captured.batch_symbols:
+            raise CaptureError(
+                f"the model's code fixes the batch size, so it cannot run in micro-batches of {micro_batch_size}; take "
+                "the size from the input's shape"
+            )
+        return self.compilation.layout(micro_batch_size, self.symbols, alone=self.compilation.halved)
 
     def workload(self, micro_batch_size: int) -> Workload:
         """The model at one micro-batch size, the memory inside its units' code counted at this size."""
-        specialized, compilation = self.capture.specialized(micro_batch_size), self.capture.compilation
-        owners = owners_of(specialized.split.units, compilation.captured)
+        specialized = self.specialized(micro_batch_size)
+        owners = owners_of(specialized.split.units, self.compilation.captured)
         tied: set[Unit] = {
             graph.unit
             for graph in specialized.split.units
@@ -79,7 +121,7 @@ class ModelSpec:
         }
         sizes = sizes_of(specialized.split.units, owners, NUM_COMPONENTS)
         found = replace(workload_of(specialized, sizes, tied=tied), name=self.name, sequence=self.sequence)
-        return _deepened(found, self.capture.num_layers, compilation.layers_of_a_block)
+        return _deepened(found, self.num_layers, self.compilation.layers_of_a_block)
 
 
 def workload_of(specialized: SpecializedModel, sizes: Sequence[UnitSize], *, tied: Set[Unit] = frozenset()) -> Workload:
@@ -108,22 +150,33 @@ def workload_of(specialized: SpecializedModel, sizes: Sequence[UnitSize], *, tie
 def _cost(specialized: SpecializedModel, graph: UnitGraph) -> UnitCost:
     """Of the code that runs, where there is one: a unit on the meta device has none."""
     code = specialized.sized.codes[graph.unit]
-    if isinstance(code, Differentiated) and not graph.is_meta:
-        return unit_cost(graph, code.graph)
-    return unit_cost(graph)
+    return unit_cost(graph, code.graph if isinstance(code, Differentiated) and not graph.is_meta else None)
+
+
+def _is_alike(found: SpecializedModel) -> bool:
+    """Whether the blocks that were captured can stand for more of them."""
+    layers_of_a_block = 1 + found.split.halved
+    num_captured, num_classes = found.split.num_layers, len(found.uniform.layer_classes)
+    return (num_captured, num_classes) == (DEPTH * layers_of_a_block, layers_of_a_block)
 
 
 def _deepened(workload: Workload, num_layers: int, period: int) -> Workload:
     """The same with `num_layers` layers like the first `period`."""
     if workload.num_layers == num_layers:
         return workload
-    layers = range(num_layers)
-    known: Mapping[Unit, UnitSize] = {size.unit: size for size in workload.sizes}
-    sizes = [size for size in workload.sizes if not isinstance(size.unit, int)]
-    head = next((i for i, size in enumerate(sizes) if size.unit == EPILOGUE), len(sizes))
-    sizes[head:head] = (replace(known[i % period], unit=i) for i in layers if i % period in known)
-    costs: dict[Unit, UnitCost] = {layer: workload.costs[layer % period] for layer in layers}
-    costs = {PROLOGUE: workload.costs[PROLOGUE], **costs, EPILOGUE: workload.costs[EPILOGUE]}
-    frozen = workload.shape.frozen | {layer for layer in layers if layer % period in workload.shape.frozen}
-    shape = replace(workload.shape, frozen=frozen)
-    return replace(workload, num_layers=num_layers, sizes=tuple(sizes), costs=costs, shape=shape)
+    layers, size_of = range(num_layers), {size.unit: size for size in workload.sizes}
+    units = [unit for unit in size_of if not isinstance(unit, int)]
+    head = units.index(EPILOGUE) if EPILOGUE in units else len(units)
+    units[head:head] = layers
+    like: dict[Unit, Unit] = {layer: layer % period for layer in layers}
+    sizes = (replace(size_of[like.get(unit, unit)], unit=unit) for unit in units if like.get(unit, unit) in size_of)
+    return replace(
+        workload,
+        num_layers=num_layers,
+        sizes=tuple(sizes),
+        costs={unit: workload.costs[like.get(unit, unit)] for unit in (PROLOGUE, *layers, EPILOGUE)},
+        shape=replace(
+            workload.shape,
+            frozen=workload.shape.frozen | {layer for layer in layers if like[layer] in workload.shape.frozen},
+        ),
+    )
