@@ -165,7 +165,7 @@ def _deepened(workload: Workload, num_layers: int, period: int) -> Workload:
     if workload.num_layers == num_layers:
         return workload
     layers, size_of = range(num_layers), {size.unit: size for size in workload.sizes}
-    units = [unit for unit in size_of if not isinstance(unit, int)]
+    units: list[Unit] = [unit for unit in size_of if not isinstance(unit, int)]
     head = units.index(EPILOGUE) if EPILOGUE in units else len(units)
     units[head:head] = layers
     like: dict[Unit, Unit] = {layer: layer % period for layer in layers}
