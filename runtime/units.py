@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
 from gs_compile.capture.gradients import Term, add_term, tensors_of
 from gs_compile.capture.graph import Source, TensorSpec, UnitCode, UnitGraph
+from gs_compile.capture.split import Split
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit, Value
 from gs_compile.runtime.stream_random import OwnNumbers
 
@@ -22,21 +22,11 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Sized:
-    """The model's units compiled for one size of the micro-batch."""
-
-    units: Mapping[Unit, UnitGraph]
-    codes: Mapping[Unit, UnitCode]
-    count: fx.GraphModule | None
-    count_sources: tuple[Source, ...]
-    halved: bool = False  # layers 2 i and 2 i + 1 are the halves of block i
-
-
-@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One slice of the batch: its code, the batch inputs sliced (by input index), and its share of the samples."""
 
-    sized: Sized
+    split: Split  # at this size
+    codes: Mapping[Unit, UnitCode]
     inputs: Mapping[int, torch.Tensor]
     fraction: torch.Tensor
     counted: Mapping[int, torch.Tensor]  # what the count reads beside the batch: class weights
@@ -97,9 +87,9 @@ class CompiledUnits:
     def count(self, batches: list[Any], **_: Any) -> tuple[torch.Tensor, ...]:
         shares = []
         for micro_batch, batch in zip(self.micro_batches, batches, strict=True):
-            count = micro_batch.sized.count
+            count = micro_batch.split.count
             assert count is not None
-            sources, reads = micro_batch.sized.count_sources, {"batch": batch, "w": micro_batch.counted}
+            sources, reads = micro_batch.split.count_sources, {"batch": batch, "w": micro_batch.counted}
             shares.append(count(*(_input(source, micro_batch, reads) for source in sources)))
         return tuple(torch.stack(share).sum(0) for share in zip(*shares, strict=True))
 
@@ -130,7 +120,7 @@ class CompiledUnits:
         return self._backward(unit, micro_batch, wants, reads, [_sum(reads.get("dx"), reads.get("dy"))])
 
     def embed_backward(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
-        graph = self.micro_batches[micro_batch].sized.units[unit]
+        graph = self.micro_batches[micro_batch].split.by_unit[unit]
         dside = reads.pop("dside").sums if "dside" in reads else {}
         sides = [index for index, kind in enumerate(graph.results) if kind == "side"]
         gradients: list[torch.Tensor] = []
@@ -157,7 +147,7 @@ class CompiledUnits:
     def _inputs(self, unit: Unit, micro_batch: int, reads: Mapping[str, Any]) -> tuple[UnitGraph, list[torch.Tensor]]:
         """A unit's graph, and the tensors for its placeholders."""
         part = self.micro_batches[micro_batch]
-        graph = part.sized.units[unit]
+        graph = part.split.by_unit[unit]
         inputs = []
         for source, spec in zip(graph.sources, graph.specs, strict=True):
             tensor = _input(source, part, reads)
@@ -171,12 +161,12 @@ class CompiledUnits:
         The halves of a block draw together what the whole block does: the second goes on where the first's forward,
         which always comes before it, has stopped.
         """
-        sized = self.micro_batches[micro_batch].sized
-        code = sized.codes[unit]
+        part = self.micro_batches[micro_batch]
+        code = part.codes[unit]
         function: Callable[..., Sequence[Any]] = getattr(code, name)
         if self.seed is None or not code.draws_random:
             return function(*arguments)
-        half = unit % 2 if sized.halved and isinstance(unit, int) else None
+        half = unit % 2 if part.split.halved and isinstance(unit, int) else None
         if half == 1 and (unit, micro_batch) in self._drawn:
             self._numbers.go_on(self._drawn[unit, micro_batch])
         else:

@@ -102,14 +102,14 @@ def run_units(cut: Split, case: Case, start: int, length: int) -> list[Any]:
         (loss_value,) = by_kind.get("loss", [loss_value])
     outputs = []
     for output in cut.outputs:
-        match output.combine:
-            case "loss":
-                outputs.append(loss_value)
-            case "input":
+        match output.combine, output.kind:
+            case "input", _:
                 outputs.append(arguments[output.index])
-            case "none" | "constant":
+            case "constant", _:
                 outputs.append(output.value)
-            case _ if output.is_layer_input:
+            case _, "loss":
+                outputs.append(loss_value)
+            case _, "x":
                 outputs.append(layer_inputs[output.unit])
             case _:
                 outputs.append(made[output.unit][output.index])

@@ -136,16 +136,16 @@ class LossTerm:
 class OutputSpec:
     """One output of the captured graph, and how micro-batches combine to it.
 
-    `combine`: "loss" or "sum" (shares add), "concat" along `dim`, "same" (of any micro-batch), "input" (an argument of
-    the call, returned as it is), "none" (not computed: None is returned), "constant" (`value` itself).
-    `unit` and `index` say which unit makes it, as which of its y results; for "x" the layer input of that number.
+    `combine`: "sum" (shares add), "concat" along `dim`, "same" (of any micro-batch); without `spec`, as no step
+    computes it, "input" (argument `index` of the call) or "constant" (`value` itself; None for what is left out).
+    `kind` and `unit`: the value of the step that has it, "loss", "x" of that layer, or "y" of that unit at `index`.
     """
 
-    combine: Literal["loss", "sum", "concat", "same", "input", "none", "constant"]
-    unit: Unit | None = None
+    combine: Literal["sum", "concat", "same", "input", "constant"]
+    kind: Literal["loss", "x", "y"] = "y"
+    unit: Unit = EPILOGUE
     index: int = 0
     dim: int = 0
-    is_layer_input: bool = False
     spec: TensorSpec | None = None
     value: Any = None
 

@@ -14,8 +14,9 @@ single schedule has each block as two layers, its attention half and its feed-fo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, groupby
 from typing import Any
 
@@ -32,7 +33,7 @@ from gs_compile.errors import CaptureError, MutationError, UniformityError
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Split:
     """The units in order, prologue first and epilogue last, and what the step gives back."""
 
@@ -46,6 +47,15 @@ class Split:
     @property
     def num_layers(self) -> int:
         return len(self.units) - 2
+
+    @cached_property
+    def made(self) -> tuple[OutputSpec, ...]:
+        """The outputs that a step computes; the others are arguments, constants, or left out."""
+        return tuple(output for output in self.outputs if output.spec is not None)
+
+    @cached_property
+    def by_unit(self) -> Mapping[Unit, UnitGraph]:
+        return {graph.unit: graph for graph in self.units}
 
 
 def split(separated: Separated, captured: Captured, *, halved: bool = False) -> Split:
@@ -201,7 +211,7 @@ class _Cut:
 
     def _output(self, value: Any) -> OutputSpec:
         if not isinstance(value, fx.Node):
-            return OutputSpec("none" if value is None else "constant", value=value)
+            return OutputSpec("constant", value=value)
         if value.op == "placeholder" and _source(value).kind == "input":
             return OutputSpec("input", index=_source(value).index)
         kind, spec = self.separated.kinds[value], value.meta["spec"]
@@ -212,13 +222,13 @@ class _Cut:
         is_loss = not spec.shape and spec.requires_grad and unit == EPILOGUE and combine == "sum"
         if self.main is None and is_loss:
             self.main = value
-            return OutputSpec("loss", unit, spec=spec)
+            return OutputSpec(combine, "loss", unit, spec=spec)
         if value in self.carried:
-            return OutputSpec(combine, self.carried.index(value), dim=dim, is_layer_input=True, spec=spec)
+            return OutputSpec(combine, "x", self.carried.index(value), dim=dim, spec=spec)
         emitted = self.emitted[position]
         if value not in emitted:
             emitted.append(value)
-        return OutputSpec(combine, unit, emitted.index(value), dim, spec=spec)
+        return OutputSpec(combine, "y", unit, emitted.index(value), dim, spec)
 
     def _name(self, position: int) -> Unit:
         return PROLOGUE if position == 0 else EPILOGUE if position > self.num_layers else position - 1

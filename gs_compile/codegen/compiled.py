@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gs_compile.capture.dynamo import current_compile_id
-from gs_compile.capture.graph import Captured, OutputSpec, TensorSpec, UnitGraph, output_values
+from gs_compile.capture.graph import Captured, TensorSpec, UnitGraph, output_values
 from gs_compile.capture.inductor import Compiler, Generator, best_compiler
 from gs_compile.capture.loss import Separated, loss
 from gs_compile.capture.specialize import specialize
@@ -31,7 +31,6 @@ from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import EPILOGUE, ORDERS, PROLOGUE, TIED, Program, StepShape, Unit, Value, height
-from gs_compile.runtime.units import Sized
 
 # For inspection: the compilations of each parameter's model. By identity: `==` of two tensors is a tensor.
 compilations_of: MutableMapping[torch.nn.Parameter, list[Compilation]] = WeakTensorKeyDictionary()
@@ -49,11 +48,7 @@ class SpecializedModel:
     separated: Separated
     split: Split
     uniform: Uniform
-    sized: Sized
-
-    @property
-    def outputs(self) -> tuple[OutputSpec, ...]:
-        return self.split.outputs
+    codes: Mapping[Unit, Differentiated]
 
     @cached_property
     def shape(self) -> StepShape:
@@ -65,12 +60,12 @@ class SpecializedModel:
         """The parts of a step with the parameters of `sizes` on tiers, those that the units `tied` share too."""
         trained = {size.unit for size in sizes if size.trained}
         shape = self._shape(trained | (tied if TIED in trained else set()))
-        frozen = frozenset({TIED, *self.sized.units} - trained)
+        frozen = frozenset({TIED, *self.split.by_unit} - trained)
         return replace(shape, training=training, tied=frozenset(tied), frozen=frozen)
 
     def _shape(self, trained: Set[Unit]) -> StepShape:
         """The parts of a step that takes gradients of what the units `trained` read."""
-        units = self.sized.units
+        units = self.split.by_unit
         first = min(trained & units.keys(), key=height, default=EPILOGUE)
         return StepShape(
             has_loss="loss" in units[EPILOGUE].results,
@@ -99,21 +94,21 @@ class SpecializedModel:
 
     def runs_backward(self, unit: Unit, shape: StepShape) -> bool:
         """Whether the backward of a unit runs in a step of this shape."""
-        graph = self.sized.units[unit]
+        graph = self.split.by_unit[unit]
         has_backward = bool(graph.differentiable and graph.differentiated)
         return shape.training and has_backward and height(unit) >= height(shape.first_grad)
 
     def compile_code(self, shape: StepShape) -> None:
         """Compile what a step of this shape runs: backwards run in a thread of autograd's, which must not compile."""
-        for unit, code in self.sized.codes.items():
+        for unit, code in self.codes.items():
             runs_backward = self.runs_backward(unit, shape)
-            together = runs_backward and "loss" in self.sized.units[unit].results
+            together = runs_backward and "loss" in self.split.by_unit[unit].results
             for name in ("both",) if together else ("forward", "backward")[: 1 + runs_backward]:
                 getattr(code, name)
 
     @cached_property
     def draws_random(self) -> bool:
-        return any(code.draws_random for code in self.sized.codes.values())
+        return any(code.draws_random for code in self.codes.values())
 
     @cached_property
     def scales_gradients(self) -> bool:
@@ -124,11 +119,12 @@ class SpecializedModel:
 
 @dataclass(frozen=True)
 class Step:
-    """One kind of step that was asked for: the code it runs, and every snapshot of its program."""
+    """A step that was asked for: the code it runs, every snapshot of its program, and where its data is stored."""
 
     layout: SpecializedModel
     shape: StepShape
-    programs: tuple[Program, ...]
+    programs: Sequence[Program]
+    describe_tiers: Callable[[], str] = lambda: "everything is on the device"
 
 
 @dataclass
@@ -139,8 +135,7 @@ class Compilation:
     options: Options
     layouts: dict[Hashable, SpecializedModel] = field(default_factory=dict)
     programs: dict[StepSpec, list[Program]] = field(default_factory=dict)
-    steps: dict[Hashable, Step] = field(default_factory=dict)  # the latest last
-    describe_tiers: Callable[[], str] | None = None  # where everything lives, once it is on tiers
+    latest: Step | None = None
     seconds: float = 0.0  # spent in the passes
     compile_id: Any = field(default_factory=current_compile_id)  # for traces
     _warned: bool = False
@@ -156,13 +151,12 @@ class Compilation:
 
     def layout(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> SpecializedModel:
         """The model's units at one micro-batch size; `alone`: this micro-batch is the whole batch."""
-        key = (micro_batch_size, tuple(sorted(sizes.items())), alone, self.halved)
+        key = (micro_batch_size, tuple(sorted(sizes.items())), alone)
         if key not in self.layouts:
             start = time.perf_counter()
             self.layouts[key] = self._make_layout(micro_batch_size, sizes, alone)
             while len(self.layouts) > MOST_LAYOUTS:
-                dropped = self.layouts.pop(next(iter(self.layouts)))
-                self.steps = {k: step for k, step in self.steps.items() if step.layout is not dropped}
+                del self.layouts[next(iter(self.layouts))]
             self.seconds += time.perf_counter() - start
         return self.layouts[key]
 
@@ -177,14 +171,8 @@ class Compilation:
             start = time.perf_counter()
             self.programs[spec] = lower(spec)
             self.seconds += time.perf_counter() - start
-        self.remember(layout, shape, self.programs[spec])
+        self.latest = Step(layout, shape, self.programs[spec])
         return self.programs[spec]
-
-    def remember(self, layout: SpecializedModel, shape: StepShape, programs: Sequence[Program]) -> None:
-        """Keep this kind of step as the latest."""
-        key = (id(layout), shape, id(programs[-1]))
-        known = self.steps.pop(key, None)
-        self.steps[key] = known or Step(layout, shape, tuple(programs))
 
     def _kept(self, layout: SpecializedModel, num_micro_batches: int) -> frozenset[Value]:
         """The values that are outputs too, and those that the head reads again where other outputs may get gradients.
@@ -192,9 +180,9 @@ class Compilation:
         In the horizontal order such a step is run anew.
         """
         if ORDERS[self.options.expert.schedule] == "horizontal":
-            inner = {o.unit for o in layout.outputs if o.is_layer_input}
+            inner = {o.unit for o in layout.split.made if o.kind == "x"}
             return frozenset(Value("x", unit, j) for unit in inner for j in range(num_micro_batches))
-        if not any(o.combine not in ("loss", "input") and o.spec and o.spec.requires_grad for o in layout.outputs):
+        if not any(o.kind != "loss" and o.spec and o.spec.requires_grad for o in layout.split.made):
             return frozenset()
         last, numbers = layout.split.num_layers, range(num_micro_batches)
         read = {value for j in numbers for value in (Value("x", last, j), Value("side", micro_batch=j))}
@@ -210,10 +198,8 @@ class Compilation:
         cut = split(separated, captured, halved=self.halved)
         alike = uniform(cut.units, captured, halved=self.halved)
         self._warn(alike)
-        units = {unit.unit: unit for unit in cut.units}
         codes = {unit.unit: self._code(unit, key) for unit, key in zip(cut.units, alike.keys, strict=True)}
-        sized = Sized(units, codes, cut.count, cut.count_sources, self.halved)
-        return SpecializedModel(micro_batch_size, separated, cut, alike, sized)
+        return SpecializedModel(micro_batch_size, separated, cut, alike, codes)
 
     def _warn(self, alike: Uniform) -> None:
         if alike.differences and not self._warned:

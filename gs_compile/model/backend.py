@@ -109,7 +109,7 @@ class CompiledModel:
 
 
 def _refuse_a_loss(layout: SpecializedModel) -> None:
-    if any(output.spec is not None and is_float_scalar(output.spec) for output in layout.outputs):
+    if any(output.spec is not None and is_float_scalar(output.spec) for output in layout.split.made):
         raise NothingRequiresGradError(
             "the model computes a loss, but no parameter requires a gradient: unfreeze what is to be trained "
             "(requires_grad_()), or evaluate under torch.no_grad()"

@@ -41,7 +41,7 @@ def inspect(model: torch.nn.Module) -> Inspection:
     since.
     """
     known = {id(compilation): compilation for p in model.parameters() for compilation in compilations_of.get(p, ())}
-    compilations = [compilation for compilation in reversed(known.values()) if compilation.steps]
+    compilations = [compilation for compilation in reversed(known.values()) if compilation.latest]
     if not compilations:
         raise InspectionError(
             f"there is nothing to inspect: this {type(model).__name__} has not run with the greedysnake backend. "
@@ -121,8 +121,8 @@ class Inspection:
         first = zip(self.classes[0].graph.sources, self.classes[0].graph.specs, strict=True)
         self.checkpoint = next(spec for source, spec in first if source.kind == "x")
         self.seconds_in_passes = self.compilation.seconds
-        codes = {code for each in self.compilation.layouts.values() for code in each.sized.codes.values()}
-        self.seconds_in_code = sum(code.seconds for code in codes if isinstance(code, Differentiated))
+        codes = {code for each in self.compilation.layouts.values() for code in each.codes.values()}
+        self.seconds_in_code = sum(code.seconds for code in codes)
 
     def __repr__(self) -> str:
         return f"<Inspection: {self.headline}>"
@@ -162,8 +162,7 @@ class Inspection:
     @property
     def tiers(self) -> str:
         """Where everything is stored, with the planned peaks; all is on the device without an optimizer of ours."""
-        describe = self.compilation.describe_tiers
-        return describe() if describe is not None else "everything is on the device"
+        return _latest(self.compilation).describe_tiers()
 
     def parameters(self, *units: Unit) -> dict[int, TensorSpec]:
         """The parameters that `units` (without any: the whole model) read, by index among the captured graph's inputs:
@@ -248,9 +247,8 @@ class Inspection:
         return "half-layer" if self._layout.split.halved else "layer"
 
     def _class(self, units: tuple[Unit, ...]) -> UnitClass:
-        graph, code = self._layout.sized.units[units[0]], self._layout.sized.codes[units[0]]
-        assert isinstance(code, Differentiated)
-        return UnitClass(units, graph, tuple(map(self._name, graph.sources)), code)
+        graph = self._layout.split.by_unit[units[0]]
+        return UnitClass(units, graph, tuple(map(self._name, graph.sources)), self._layout.codes[units[0]])
 
     def _name(self, source: Source) -> str:
         if source.kind == "input":
@@ -269,7 +267,8 @@ def report(compilation: Compilation) -> None:
 
 
 def _latest(compilation: Compilation) -> Step:
-    return list(compilation.steps.values())[-1]
+    assert compilation.latest is not None
+    return compilation.latest
 
 
 def _counted(number: int, one: str) -> str:

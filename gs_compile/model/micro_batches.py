@@ -34,6 +34,6 @@ def cut_batch(
     for length, layout in zip(lengths, layouts, strict=True):
         inputs = {index: args[index].narrow(0, start, length) for index in batch}
         fraction = torch.tensor(length / max(total, 1), dtype=torch.float32, device=args[batch[0]].device)
-        counted = {source.index: args[source.index] for source in layout.sized.count_sources if source.kind == "input"}
-        yield MicroBatch(layout.sized, inputs, fraction, counted)
+        counted = {source.index: args[source.index] for source in layout.split.count_sources if source.kind == "input"}
+        yield MicroBatch(layout.split, layout.codes, inputs, fraction, counted)
         start += length

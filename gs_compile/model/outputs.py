@@ -11,12 +11,11 @@ import torch
 from gs_compile.capture.graph import OutputSpec, layer_name
 from gs_compile.codegen.compiled import SpecializedModel
 from gs_compile.errors import OutputGradientError
-from gs_compile.program.ir import EPILOGUE, Program, Value
+from gs_compile.program.ir import EPILOGUE, Unit, Value
 from gs_compile.runtime.units import Accumulator, MicroBatch
 
 Tensor = torch.Tensor
 Gradients = Sequence[Tensor | None]
-MADE = ("loss", "sum", "concat", "same")  # how outputs combine that a step computes
 
 
 @dataclass(frozen=True)
@@ -27,79 +26,62 @@ class Outputs:
     args: Sequence[Any]
 
     @property
-    def made(self) -> list[OutputSpec]:
-        """The outputs that the step computes; the others are arguments, constants, or dropped."""
-        return [output for output in self.models[0].outputs if output.combine in MADE]
+    def made(self) -> Sequence[OutputSpec]:
+        """The outputs that the step computes."""
+        return self.models[0].split.made
 
     def collect(self, env: Mapping[Value, Any]) -> list[Tensor]:
         """The contents of `made`, from the values of a step."""
-        return [_combined(output, self._parts(output, env)) for output in self.made]
+        return [_combined(output, [_part(output, env, j) for j in range(len(self.models))]) for output in self.made]
 
     def assemble(self, made: Sequence[Tensor]) -> list[Any]:
         """All that the model returns."""
         computed = iter(made)
         outputs: list[Any] = []
-        for output in self.models[0].outputs:
+        for output in self.models[0].split.outputs:
             given = self.args[output.index] if output.combine == "input" else output.value
-            outputs.append(next(computed) if output.combine in MADE else given)
+            outputs.append(given if output.spec is None else next(computed))
         return outputs
-
-    def _parts(self, output: OutputSpec, env: Mapping[Value, Any]) -> list[Tensor]:
-        """The part of an output that each micro-batch has made."""
-        micro_batches = range(len(self.models))
-        if output.combine == "loss":
-            return [env[Value("loss", micro_batch=j)] for j in micro_batches]
-        if output.is_layer_input:
-            return [env[Value("x", output.unit, j)] for j in micro_batches]
-        return [env[Value("y", output.unit, j)][output.index] for j in micro_batches]
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
-    def loss_gradient(self, gradients: Gradients) -> Tensor:
+    def loss_gradient(self, gradients: Gradients) -> Tensor | None:
         """That of the loss that the model computes."""
-        found = next(g for output, g in zip(self.made, gradients, strict=True) if output.combine == "loss")
-        assert found is not None
-        return found
+        return next((g for output, g in zip(self.made, gradients, strict=True) if output.kind == "loss"), None)
 
-    def outside(self, gradients: Gradients, program: Program) -> frozenset[Any]:
+    def outside(self, gradients: Gradients, *, is_head_apart: bool) -> frozenset[Unit]:
         """The units that get a gradient that the head's own backward did not know of, for `StepShape.outside`.
 
-        Raises `OutputGradientError` for an output that has no gradient here.
+        is_head_apart: the head's backward has not run with its forward. Raises `OutputGradientError` for an output that
+        has no gradient here.
         """
         arrived = [output for output, gradient in zip(self.made, gradients, strict=True) if gradient is not None]
         for output in arrived:
-            if not output.is_layer_input and output.unit != EPILOGUE and output.combine != "loss":
-                halved = self.models[0].split.halved
+            if output.kind == "y" and output.unit != EPILOGUE:
                 is_layer = isinstance(output.unit, int)
-                maker = layer_name(output.unit, halved=halved) if is_layer else "the embedding"  # type: ignore[arg-type]
+                maker = layer_name(output.unit, halved=self.models[0].split.halved) if is_layer else "the embedding"  # type: ignore[arg-type]
                 raise OutputGradientError(
                     f"a gradient arrived for an output made inside {maker} (a cache or attention weights); "
                     "greedysnake differentiates the loss, what the head makes, and hidden states"
                 )
-        apart = all(op.verb != "head" or op.stage.phase == "forward" for op in program.ops)
-        if not apart and all(output.combine == "loss" for output in arrived):
+        if not is_head_apart and all(output.kind == "loss" for output in arrived):
             return frozenset()
-        return frozenset({EPILOGUE}) | {output.unit for output in arrived if output.is_layer_input}
+        return frozenset({EPILOGUE} | {output.unit for output in arrived if output.kind == "x"})
 
-    def cut(self, gradients: Gradients, outside: frozenset[Any]) -> dict[Value, Any]:
+    def cut(self, gradients: Gradients, outside: frozenset[Unit]) -> dict[Value, Any]:
         """The outputs' gradients by micro-batch: values `dy` of the units in `outside`."""
-        arrived = {id(output): gradient for output, gradient in zip(self.made, gradients, strict=True)}
         dy: dict[Value, Any] = {}
-        offsets = dict.fromkeys(arrived, 0)
+        starts = dict.fromkeys(range(len(gradients)), 0)  # of each output, where the next micro-batch has its part
         for j, model in enumerate(self.models):
             slices: dict[tuple[str, Any, int], Tensor] = {}
-            for output, own in zip(self.models[0].outputs, model.outputs, strict=True):
-                gradient = arrived.get(id(output))
-                if gradient is None or own.spec is None:
+            for number, (output, gradient) in enumerate(zip(model.split.made, gradients, strict=True)):
+                if gradient is None or (output.combine == "same" and j > 0):
                     continue
-                if output.combine == "concat":
-                    length = own.spec.shape[output.dim]
-                    gradient = gradient.narrow(output.dim, offsets[id(output)], length)
-                    offsets[id(output)] += length
-                elif output.combine == "same" and j > 0:
-                    continue
-                kind = "loss" if output.combine == "loss" else "x" if output.is_layer_input else "y"
-                key = (kind, output.unit, output.index)
+                if output.combine == "concat" and output.spec is not None:
+                    length = output.spec.shape[output.dim]
+                    gradient = gradient.narrow(output.dim, starts[number], length)
+                    starts[number] += length
+                key = (output.kind, output.unit, output.index)
                 slices[key] = slices[key] + gradient if key in slices else gradient
             dy[Value("dy", EPILOGUE, j)] = _for_head(model, slices)
             dy |= {Value("dy", unit, j): slices["x", unit, 0] for unit in outside - {EPILOGUE}}
@@ -121,6 +103,13 @@ class Outputs:
         return gradients
 
 
+def _part(output: OutputSpec, env: Mapping[Value, Any], micro_batch: int) -> Tensor:
+    """The part of an output that a micro-batch has made."""
+    content = env[Value(output.kind, None if output.kind == "loss" else output.unit, micro_batch)]
+    part: Tensor = content[output.index] if output.kind == "y" else content
+    return part
+
+
 def _combined(output: OutputSpec, parts: list[Tensor]) -> Tensor:
     assert output.spec is not None
     if len(parts) == 1 or output.combine == "same":
@@ -132,14 +121,14 @@ def _combined(output: OutputSpec, parts: list[Tensor]) -> Tensor:
 
 def _for_head(model: SpecializedModel, slices: Mapping[Any, Tensor]) -> tuple[Tensor, ...]:
     """The gradients of the head's differentiated results for one micro-batch; zeros where none arrived."""
-    head = model.split.units[-1]
+    head = model.split.by_unit[EPILOGUE]
     given = []
     for index in head.differentiated:
         spec, kind = head.result_specs[index], head.results[index]
         found = slices.get((kind, EPILOGUE, head.results[:index].count(kind)))
-        zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) if found is None else None
-        given.append(found.to(spec.dtype) if found is not None else zeros)
-    return tuple(given)  # type: ignore[arg-type]
+        zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) if found is None else found
+        given.append(zeros.to(spec.dtype))
+    return tuple(given)
 
 
 def _of_batch(

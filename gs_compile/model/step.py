@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from gs_compile.codegen.compiled import Compilation, SpecializedModel
+from gs_compile.codegen.compiled import Compilation, SpecializedModel, Step
 from gs_compile.errors import OptimizerError, OutputGradientError
 from gs_compile.model.engine import Engine
 from gs_compile.model.inspection import report
 from gs_compile.model.outputs import Gradients, Outputs
 from gs_compile.model.residency import mark_gradient_unavailable
-from gs_compile.program.ir import EPILOGUE, StepShape, Value
+from gs_compile.program.ir import EPILOGUE, StepShape, Unit, Value
 from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.stream import without_autocast
@@ -40,13 +40,22 @@ class Call:
     units: CompiledUnits
     training: bool
     engine: Engine | None = None  # where the parameters are on the tiers
-    executor: Executor | TieredExecutor | None = None
+    executor: Executor | None = None
     losses: Sequence[torch.Tensor] = ()
 
     @cached_property
     def outputs(self) -> Outputs:
         """The results of the call, and their gradients."""
         return Outputs(self.models, self.args)
+
+    @cached_property
+    def shape(self) -> StepShape:
+        """The parts of the step; the head's backward is apart where the loss, or its scale, is the user's own."""
+        shape = self.models[0].shape
+        if not self.training:
+            return replace(shape, training=False)
+        is_head_apart = not shape.has_loss or self.models[0].scales_gradients
+        return replace(shape, outside=frozenset({EPILOGUE})) if is_head_apart else shape
 
     @property
     def trained(self) -> list[torch.Tensor]:
@@ -71,17 +80,17 @@ class Call:
         made = self.outputs.collect(executor.env)
         # Detached: an output leads to the autograd node, which leads to this call, and nobody would collect the three.
         pairs = zip(made, self.outputs.made, strict=True)
-        self.losses = [content.detach() for content, output in pairs if output.combine == "loss"]
+        self.losses = [content.detach() for content, output in pairs if output.kind == "loss"]
         for value in [v for v in executor.env if v.kind in ("y", "loss")]:
             del executor.env[value]
         self.executor = executor
         return made
 
-    def backward(self, gradients: Gradients, outside: frozenset[Any]) -> list[torch.Tensor | None]:
+    def backward(self, gradients: Gradients, outside: frozenset[Unit]) -> list[torch.Tensor | None]:
         """The gradients of the trained arguments, in their order, given those of `made`; once, as it uses up the step.
 
-        `outside` is what `Outputs.outside` made of the same gradients. On the tiers the parameters' gradients go to
-        their updates, and to no one else.
+        `outside` is what the method of that name makes of the same gradients. On the tiers the parameters' gradients go
+        to their updates, and to no one else.
         """
         executor = self.executor
         assert executor is not None
@@ -91,6 +100,7 @@ class Call:
         with without_autocast():
             if not outside:
                 factor = self.outputs.loss_gradient(gradients)
+                assert factor is not None
                 if float(factor) != 1.0:  # which the head's backward has assumed
                     executor.scale(factor)
             elif isinstance(executor, TieredExecutor):
@@ -106,30 +116,26 @@ class Call:
             mark_gradient_unavailable(parameter)
         return [None for _ in self.trained]
 
-    def _begin(self) -> Executor | TieredExecutor:
+    def outside(self, gradients: Gradients) -> frozenset[Unit]:
+        """The units whose outputs get a gradient that the program's heads have not made: see `Outputs.outside`."""
+        return self.outputs.outside(gradients, is_head_apart=EPILOGUE in self.shape.outside)
+
+    def _begin(self) -> Executor:
         """The executor of this call; nothing has run."""
-        first = not self.compilation.steps
-        shape = self._shape()
+        is_first = self.compilation.latest is None
         for specialized in self.models:
-            specialized.compile_code(shape)
-        executor: Executor | TieredExecutor
+            specialized.compile_code(self.shape)
+        executor: Executor
         if self.engine is None:
-            program = self.compilation.program(self.models[0], len(self.models), shape)[-1]
+            program = self.compilation.program(self.models[0], len(self.models), self.shape)[-1]
             executor = Executor(program, self.units, self._inputs())
         else:
-            executor = self.engine.begin(self.models, self.args, self.units, self._inputs(), shape)
-            self.compilation.remember(self.models[0], shape, self.engine.programs)
-            self.compilation.describe_tiers = partial(self.engine.planning.describe, self.engine.programs[-1])
-        if first:
+            executor = self.engine.begin(self.models, self.args, self.units, self._inputs(), self.shape)
+            describe = partial(self.engine.planning.describe, executor.program)
+            self.compilation.latest = Step(self.models[0], self.shape, self.engine.programs, describe)
+        if is_first:
             report(self.compilation)
         return executor
-
-    def _shape(self) -> StepShape:
-        shape = self.models[0].shape
-        if not self.training:
-            return replace(shape, training=False)
-        apart = not shape.has_loss or self.models[0].scales_gradients
-        return replace(shape, outside=frozenset({EPILOGUE})) if apart else shape
 
     def _inputs(self) -> dict[Value, Any]:
         """The batch by micro-batch, and what each unit reads that is not on the tiers."""
@@ -145,9 +151,9 @@ class Call:
                 }
         return inputs
 
-    def _from_outside(self, executor: Executor, gradients: Gradients, outside: frozenset[Any]) -> Executor:
+    def _from_outside(self, executor: Executor, gradients: Gradients, outside: frozenset[Unit]) -> Executor:
         """The executor of another program, whose backward takes gradients from outside; it has what the first made."""
-        shape = replace(self.models[0].shape, outside=outside)
+        shape = replace(self.shape, outside=outside)
         program = self.compilation.program(self.models[0], len(self.models), shape)[-1]
         env = {value: content for value, content in executor.env.items() if value.kind not in ("dx", "dw", "dside")}
         redo = Executor(program, self.units, {**env, **self.outputs.cut(gradients, outside)})
@@ -155,22 +161,20 @@ class Call:
             redo.forward()  # its checkpoints went with the backwards that the first half has run
         return redo
 
-    def _refuse_on_tiers(self, engine: Engine, gradients: Gradients, outside: frozenset[Any]) -> None:
+    def _refuse_on_tiers(self, engine: Engine, gradients: Gradients, outside: frozenset[Unit]) -> None:
         """Raise `OutputGradientError` and `OptimizerError` for gradients of which updates cannot be made.
 
         A GradScaler multiplies the loss, and updates run before it could divide again. A scaled loss looks like any
         other that the user has multiplied, or computed outside of the model. So where the factor may be a scale, which
         is more than 1, the scalers are looked up among all objects; once for each factor.
         """
-        assert self.executor is not None
-        apart = any(op.verb == "head_backward" for op in self.executor.program.ops)
-        if outside - {EPILOGUE} or (outside and not apart):
+        if outside - self.shape.outside:
             raise OutputGradientError(
                 "a gradient arrived for another output than the loss; with parameters on the tiers greedysnake "
                 "differentiates the loss that the model itself computes (give it labels)"
             )
-        computed = any(output.combine == "loss" for output in self.outputs.made)
-        factor = float(self.outputs.loss_gradient(gradients)) if computed else math.inf
+        gradient = self.outputs.loss_gradient(gradients)
+        factor = math.inf if gradient is None else float(gradient)
         if factor <= 1 or factor == engine.accepted_factor:
             return
         scalers = [each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)]
@@ -212,7 +216,6 @@ class _Step(torch.autograd.Function):
         if all(gradient is None for gradient in gradients):
             return (None, *ctx.num_trained * (None,))
         call: Call = ctx.call
-        assert call.executor is not None
-        outside = call.outputs.outside(gradients, call.executor.program)
+        outside = call.outside(gradients)
         ctx.call = None  # a loss that lives on keeps nothing of its step
         return (None, *call.backward(gradients, outside))

@@ -182,14 +182,14 @@ def test_outputs_say_who_makes_them():
 
     model = Giving()
     case = captured(model, *batch(4))
-    found = [(o.combine, o.unit, o.index, o.dim, o.is_layer_input) for o in case.split().outputs]
+    found = [(o.combine, o.kind, o.unit, o.index, o.dim) for o in case.split().outputs]
     assert found == [
-        ("loss", EPILOGUE, 0, 0, False),
-        ("concat", EPILOGUE, 0, 0, False),
-        ("concat", 0, 0, 0, True),
-        ("concat", 1, 0, 0, True),
-        ("concat", 2, 0, 0, True),
-        ("sum", EPILOGUE, 1, 0, False),
+        ("sum", "loss", EPILOGUE, 0, 0),
+        ("concat", "y", EPILOGUE, 0, 0),
+        ("concat", "x", 0, 0, 0),
+        ("concat", "x", 1, 0, 0),
+        ("concat", "x", 2, 0, 0),
+        ("sum", "y", EPILOGUE, 1, 0),
     ]
     assert_units_equal_the_model(model, *batch(4))
 
@@ -197,7 +197,7 @@ def test_outputs_say_who_makes_them():
 def test_what_is_not_kept_is_not_computed():
     case = captured(Tiny(lambda p, y: (p.exp().sum(), p.sinh())), *batch(4))
     cut = split(loss(case.specialized(2), case.captured, kept=[True, False], alone=False), case.captured)
-    assert cut.outputs[1] == OutputSpec("none")
+    assert cut.outputs[1] == OutputSpec("constant")
     names = [node.name for node in cut.units[-1].module.graph.nodes]
     assert "exp" in names
     assert "sinh" not in names

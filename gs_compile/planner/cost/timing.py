@@ -80,7 +80,7 @@ class _Trial:
                 self._reads["w" if source.kind == "input" else source.kind][source.index] = tensor
         self._gradients = [_random(unit.result_specs[index], most, generator) for index in unit.differentiated]
         self._sums = self._zeros()
-        self._units = CompiledUnits([MicroBatch(layout.sized, {}, fraction, {})], SEED)
+        self._units = CompiledUnits([MicroBatch(layout.split, layout.codes, {}, fraction, {})], SEED)
 
     def forward(self) -> None:
         self._units.forward(self.unit.unit, 0, wants=(), **self._reads)

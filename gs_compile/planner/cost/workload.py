@@ -21,7 +21,6 @@ from torch import nn
 from gs_compile.capture.call import captured_call
 from gs_compile.capture.graph import UnitGraph
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.codegen.parameters import owners_of, sizes_of
 from gs_compile.errors import CaptureError, GreedySnakeError
 from gs_compile.options import Options
@@ -149,8 +148,7 @@ def workload_of(specialized: SpecializedModel, sizes: Sequence[UnitSize], *, tie
 
 def _cost(specialized: SpecializedModel, graph: UnitGraph) -> UnitCost:
     """Of the code that runs, where there is one: a unit on the meta device has none."""
-    code = specialized.sized.codes[graph.unit]
-    return unit_cost(graph, code.graph if isinstance(code, Differentiated) and not graph.is_meta else None)
+    return unit_cost(graph, None if graph.is_meta else specialized.codes[graph.unit].graph)
 
 
 def _is_alike(found: SpecializedModel) -> bool:
