@@ -34,7 +34,7 @@ from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.measure.machines import profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.plan import plan
-from gs_compile.planner.simulate.prices import forward_seconds
+from gs_compile.planner.simulate.prices import code_seconds
 from gs_compile.planner.step_plan import StepPlan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -144,7 +144,8 @@ def one_more(machine: Profile, size: int) -> dict[str, Any]:
     """Seconds of a micro-batch of so many samples; `whole`: with a recomputation as long as a forward, without head."""
     workload = workload_of("65B, 1 GPU", size)
     nbytes = workload.x_nbytes * workload.num_layers
-    whole = 4 * sum(forward_seconds(workload.costs[layer], workload, machine) for layer in range(workload.num_layers))
+    layers = range(workload.num_layers)
+    whole = 4 * sum(code_seconds(layer, workload, machine, backward=False) for layer in layers)
     return {
         "compute_seconds": workload.tokens / Roofline.of(workload, machine).compute_tokens_per_second,
         "whole_compute_seconds": whole,

@@ -27,7 +27,7 @@ import gs_compile
 from gs_compile.model.backend import greedysnake
 from gs_compile.planner.measure.machines import profile
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.prediction import Prediction
+from gs_compile.planner.simulate.simulator import Simulation
 
 SIZES = {"small": (4, 384), "middle": (6, 512), "large": (8, 768)}  # layers and hidden size
 PLACES = {"ssd": 0.0, "mixed": 0.5, "host": 1.0}  # what part of every class is in host memory
@@ -82,7 +82,7 @@ def measure(
         optimizer.synchronize()
         prediction = predict(optimizer)
         measured = statistics.median(seconds)
-        predicted = (before.simulation.seconds + prediction.simulation.seconds) / 2
+        predicted = (before.seconds + prediction.seconds) / 2
         rows.append(
             {
                 "size": size,
@@ -94,8 +94,8 @@ def measure(
                 "error": predicted / measured - 1,
                 "peak_nbytes": optimizer.engine.programs[-1].slab_nbytes,
                 "predicted_peak_nbytes": prediction.program.slab_nbytes,
-                "busy": dict(prediction.simulation.busy),
-                "bubbles": dict(prediction.simulation.bubbles),
+                "busy": dict(prediction.busy),
+                "bubbles": dict(prediction.bubbles),
             }
         )
         row = rows[-1]
@@ -109,7 +109,7 @@ def measure(
     return rows
 
 
-def predict(optimizer: Any) -> Prediction:
+def predict(optimizer: Any) -> Simulation:
     """With the layers' code timed now: the speed of a shared machine changes from minute to minute."""
     vars(optimizer.engine.planning.planner).pop("workload", None)
     return optimizer.engine.predict()

@@ -126,7 +126,7 @@ def placed(
 
 def formulas(workload: Workload, profile: Profile, *, speculative: bool = False) -> Formulas:
     builder = StepBuilder.of(workload, 0, separate=profile.separate, clip=speculative)
-    return Formulas(workload, profile, Counted(workload, profile, builder, speculative=speculative))
+    return Formulas(workload, profile, Counted(workload, builder, speculative=speculative))
 
 
 def lowered(workload: Workload, placement: Placement) -> list[Program]:

@@ -120,7 +120,7 @@ class GreedySnake(Contestant):
         known.pop("workload", None)
         if machine is not None:
             known["profile"] = Profile.load(Path(machine))
-        simulation = engine.predict().simulation
+        simulation = engine.predict()
         return {"predict": simulation.seconds, "busy": dict(simulation.busy), "bubbles": dict(simulation.bubbles)}
 
     def _breakdown(self, engine: Any, first: int, count: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,7 +51,7 @@ def save(plan: StepPlan, *, trace: Path | None, page: Path | None, figures: Path
     """Write what is asked for: the paths by what they are."""
     files: dict[str, Path] = {}
     if trace is not None:
-        trace.write_text(json.dumps(plan.simulation.chrome()))
+        plan.simulation.trace().save(trace)
         files["trace"] = trace
     if page is not None:
         texts = {"The plan": explain.report(plan), "The step": report(plan, {}), "The program": str(plan.program)}

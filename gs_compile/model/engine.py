@@ -28,7 +28,7 @@ from gs_compile.model.parameter_store import ParameterStore
 from gs_compile.model.residency import adopt, hand_back, is_offloaded, residency_of, stash
 from gs_compile.placement.placement import Placement
 from gs_compile.planner.cache import PlanCache
-from gs_compile.planner.prediction import Prediction
+from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, StepShape, Unit, Value
 from gs_compile.runtime.handlers import Bindings
 from gs_compile.runtime.issue import TieredExecutor
@@ -90,7 +90,7 @@ class Engine(ParameterStore):
     def placement(self) -> Placement:
         return self.planning.placement
 
-    def predict(self) -> Prediction:
+    def predict(self) -> Simulation:
         """Simulate steps like the latest call; measures the machine and the layers' code first."""
         return self.planning.predict(*self._latest)
 

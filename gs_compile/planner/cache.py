@@ -19,7 +19,7 @@ from gs_compile.placement.workload import UnitSize
 from gs_compile.planner.builder import peak
 from gs_compile.planner.lifetimes import table
 from gs_compile.planner.planner import Planner
-from gs_compile.planner.prediction import Prediction, predict
+from gs_compile.planner.simulate.simulator import Simulation, predict
 from gs_compile.planner.step_plan import nbytes_by_home
 from gs_compile.program.ir import Program, StepShape, Unit
 
@@ -107,7 +107,7 @@ class PlanCache:
             self._placements[key] = sized
         return self._placements[key]
 
-    def predict(self, placement: Placement, shape: StepShape) -> Prediction:
+    def predict(self, placement: Placement, shape: StepShape) -> Simulation:
         """What consecutive steps of a kind take on this machine, by the simulator."""
         program = replace(self.builder, shape=replace(shape, training=True)).usual(placement)
         planner = self.planner

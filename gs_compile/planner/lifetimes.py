@@ -6,7 +6,6 @@ where it is faster. So the schedule is never slower than the one it begins with,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +16,8 @@ from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.placement import Placement, Room
 from gs_compile.planner import summary
 from gs_compile.planner.builder import peak
-from gs_compile.planner.prediction import Prediction
 from gs_compile.planner.problem import Problem
+from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.program.ir import TRANSFER_LANES, StepShape
 
@@ -39,7 +38,7 @@ class Outcome:
     """A placement, how its program runs, and in a sentence why it is this one."""
 
     placement: Placement
-    prediction: Prediction
+    simulation: Simulation
     reason: str
 
 
@@ -52,7 +51,7 @@ def with_room(problem: Problem, plan: StepPlan) -> StepPlan:
         solution = problem.solved(number, plan.alpha, budgets=less)
         others += [problem.placed(solution)] if solution else []
     found = prolonged(problem, plan.placement, others)
-    return replace(plan, placement=found.placement, prediction=found.prediction, notes=(found.reason,))
+    return replace(plan, placement=found.placement, simulation=found.simulation, notes=(found.reason,))
 
 
 def prolonged(problem: Problem, plain: Placement, others: Sequence[Placement] = ()) -> Outcome:
@@ -71,8 +70,8 @@ def prolonged(problem: Problem, plain: Placement, others: Sequence[Placement] = 
         kept = program(placement)
         if peak(kept, "host") <= room.host_nbytes:
             found.append((placement, problem.predicted(kept, placement)))
-    placement, prediction = min(reversed(found), key=lambda each: each[1].simulation.seconds)
-    return Outcome(placement, prediction, why(found[0][1], prediction))
+    placement, simulation = min(reversed(found), key=lambda each: each[1].seconds)
+    return Outcome(placement, simulation, why(found[0][1], simulation))
 
 
 def room_of(problem: Problem) -> Room:
@@ -81,22 +80,20 @@ def room_of(problem: Problem) -> Room:
     Where the device reads host memory itself a copy reads and writes there.
     """
     budgets, profile = problem.budgets, problem.profile
-    rates = {lane: getattr(profile, f"{lane}_bytes_per_second") for lane in TRANSFER_LANES.values()}
-    copies = profile.memory_bytes_per_second / 2
     spare = max(budgets.device_nbytes - problem.workload.workspace_nbytes, 0) if budgets.device_nbytes else ENDLESS
     return Room(
         device_nbytes=spare,
         host_nbytes=budgets.host_nbytes,
-        bytes_per_second=tuple((lane, copies if math.isinf(rate) else rate) for lane, rate in rates.items()),
+        bytes_per_second=tuple((lane, profile.transfer_rate(lane)) for lane in TRANSFER_LANES.values()),
     )
 
 
-def why(plain: Prediction, chosen: Prediction) -> str:
+def why(plain: Simulation, chosen: Simulation) -> str:
     """In a sentence, what keeping brings, or that it would bring nothing."""
-    before, after = plain.simulation.seconds, chosen.simulation.seconds
+    before, after = plain.seconds, chosen.seconds
     if chosen is plain:
         return f"to keep what there is room for would not be faster than {before:.3g} s: nothing is kept"
-    saved = _moved(plain) - _moved(chosen)
+    saved = plain.moved_nbytes - chosen.moved_nbytes
     words = f"{format_bytes(saved)} less are moved" if saved >= 0 else f"{format_bytes(-saved)} more are moved"
     return (
         f"what there is room for stays where it is: {words} in a step, which takes {after:.3g} s in simulation, and "
@@ -148,9 +145,3 @@ def _rows(found: Iterable[Period]) -> Iterator[tuple[str, ...]]:
 
 def _totals(found: Sequence[Period]) -> tuple[str, str]:
     return str(len(found)), format_bytes(sum(period.nbytes for period in found))
-
-
-def _moved(prediction: Prediction) -> int:
-    """Bytes of all transfers of a step."""
-    ops = zip(prediction.program.ops, prediction.prices, strict=True)
-    return sum(price.nbytes for op, price in ops if op.verb in ("prefetch", "offload"))

@@ -21,7 +21,7 @@ from gs_compile.planner.lp.limits import Budgets, Fixed
 from gs_compile.planner.lp.search import Saturation, Search, allowed_alphas, search
 from gs_compile.planner.lp.solve import Solution, solve
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.prediction import Prediction, predict
+from gs_compile.planner.simulate.simulator import Simulation, predict
 from gs_compile.program.ir import Program
 
 LARGE = 2000  # computations of a forward: from there on candidates are compared with micro-batches in bundles
@@ -44,7 +44,7 @@ class Problem:
 
     @cached_property
     def formulas(self) -> Formulas:
-        counted = self.counted or Counted(self.workload, self.profile, self.builder, speculative=self.fixed.speculative)
+        counted = self.counted or Counted(self.workload, self.builder, speculative=self.fixed.speculative)
         return Formulas(self.workload, self.profile, counted)
 
     def search(self, number: int | None = None, saturation: Saturation = "relative") -> Search:
@@ -78,15 +78,15 @@ class Problem:
         builder, speculative = self.at(solution.num_micro_batches), self.fixed.speculative
         return builder.placement(solution.ratios, solution.alpha, solution.device_ratios, speculative=speculative)
 
-    def predicted(self, program: Program, placement: Placement) -> Prediction:
+    def predicted(self, program: Program, placement: Placement) -> Simulation:
         """Of steps none of which is rolled back; the memory they are given is that of the program."""
         if placement.speculative:
             program = replace(self.builder.usual(placement), peaks=program.peaks)
         return predict(program, placement, self.workload, self.profile, host_nbytes=self.budgets.host_nbytes)
 
-    def excess(self, prediction: Prediction) -> dict[str, int]:
+    def excess(self, simulation: Simulation) -> dict[str, int]:
         """By tier, the bytes that a step takes beyond its budget; what code computes with counts on the device."""
-        program, peaks = prediction.program, prediction.simulation.peaks
+        program, peaks = simulation.program, simulation.peaks
         over = {"host": peak(program, "host") - self.budgets.host_nbytes}
         if self.profile.separate and self.budgets.device_nbytes:
             needed = max(peak(program, "device"), peaks["device"]) + self.workload.workspace_nbytes

@@ -19,8 +19,8 @@ from gs_compile.placement.placement import Placement
 from gs_compile.planner.builder import peak
 from gs_compile.planner.lp.search import Search, allowed_alphas
 from gs_compile.planner.lp.solve import Solution
-from gs_compile.planner.prediction import Prediction
 from gs_compile.planner.problem import Problem
+from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.step_plan import StepPlan
 
 MOST_ROUNDS = 8  # of solving again with less: each takes off what the program before was over
@@ -38,13 +38,13 @@ class Candidate:
 
     solution: Solution
     placement: Placement
-    prediction: Prediction
+    simulation: Simulation
     less: Mapping[str, int]
     spare: int
 
     @property
     def seconds(self) -> float:
-        return self.prediction.simulation.seconds
+        return self.simulation.seconds
 
 
 def planned(problem: Problem, found: Search, *, whole: bool = False) -> StepPlan:
@@ -67,7 +67,7 @@ def planned(problem: Problem, found: Search, *, whole: bool = False) -> StepPlan
         ratios=chosen.solution.ratios,
         device_ratios=chosen.solution.device_ratios,
         placement=chosen.placement,
-        prediction=chosen.prediction,
+        simulation=chosen.simulation,
         bound_seconds=best.seconds,
         history=tuple((number, seconds, number * problem.workload.tokens / seconds) for number, seconds in rows),
     )
@@ -140,10 +140,10 @@ def _fitting(
         program = problem.at(number).program(placement)
         excess = {"host": peak(program, "host") - (problem.budgets.host_nbytes - spare)}
         if excess["host"] <= 0:
-            prediction = problem.predicted(program, placement)
-            excess = problem.excess(prediction)
+            simulation = problem.predicted(program, placement)
+            excess = problem.excess(simulation)
             if not excess:
-                return Candidate(solution, placement, prediction, less, spare)
+                return Candidate(solution, placement, simulation, less, spare)
         for tier, nbytes in excess.items():
             times[tier] += 1
             less[tier] += times[tier] * nbytes

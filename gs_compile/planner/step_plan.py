@@ -16,7 +16,6 @@ from gs_compile.placement.traffic import traffic
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.lp.limits import Budgets
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.prediction import Prediction
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, Schedule, Value
 
@@ -36,7 +35,7 @@ class Alternative:
 class StepPlan:
     """Where everything lives and how a step runs. Seconds and throughput are simulated; see `explain.report`.
 
-    placement, prediction: of the step, or of a large one with its micro-batches in a few bundles (`Problem.bundled`).
+    placement, simulation: of the step, or of a large one with its micro-batches in a few bundles (`Problem.bundled`).
     """
 
     workload: Workload
@@ -47,7 +46,7 @@ class StepPlan:
     ratios: Mapping[str, float]  # in host memory, of "parameter", "checkpoint" and "optimizer"
     device_ratios: Mapping[str, float]  # in device memory
     placement: Placement = field(repr=False)
-    prediction: Prediction = field(repr=False)
+    simulation: Simulation = field(repr=False)
     bound_seconds: float = math.inf  # by the linear program: each lane's work spread evenly over its phase
     history: tuple[tuple[int, float, float], ...] = ()  # micro-batches, seconds and tokens a second, by the LP
     binding: tuple[str, ...] = ()  # what limits the step, and what more of it would bring
@@ -60,11 +59,7 @@ class StepPlan:
 
     @property
     def program(self) -> Program:
-        return self.prediction.program
-
-    @property
-    def simulation(self) -> Simulation:
-        return self.prediction.simulation
+        return self.simulation.program
 
     @property
     def seconds(self) -> float:

@@ -179,7 +179,7 @@ def test_files_and_sums(plans, tmp_path):
     assert found["simulated"]["peaks"] == simulation.peaks
     assert sum(found["simulated"]["critical_path"].values()) > 0
     assert found["files"] == {"trace": str(trace), "timeline": str(page)}
-    assert json.loads(trace.read_text()) == json.loads(json.dumps(simulation.chrome()))
+    assert json.loads(trace.read_text()) == json.loads(json.dumps(simulation.trace().chrome()))
     assert data_of(page.read_text())["lanes"]
     assert "# backward" in page.read_text()
     assert f"trace: {trace}" in printed("simulate", "--model", "m", "--trace", trace)

@@ -21,10 +21,8 @@ BUDGETS = Budgets(host_nbytes=10**9, device_nbytes=10**8, ssd_nbytes=10**10)
 
 
 def predicted(seconds, nbytes):
-    """A prediction by its seconds and what it moves."""
-    program = SimpleNamespace(ops=[SimpleNamespace(verb="prefetch")])
-    simulation = SimpleNamespace(seconds=seconds)
-    return SimpleNamespace(program=program, prices=[SimpleNamespace(nbytes=nbytes)], simulation=simulation)
+    """A simulation by its seconds and what it moves."""
+    return SimpleNamespace(seconds=seconds, moved_nbytes=nbytes)
 
 
 @pytest.mark.parametrize(

@@ -64,10 +64,10 @@ class Faked:
     def predicted(self, program, placement):
         seconds = self.seconds(placement.resident) * self.late(placement.alpha)
         peaks = {"device": placement.device + self.lag}
-        return SimpleNamespace(program=program, simulation=SimpleNamespace(seconds=seconds, peaks=peaks))
+        return SimpleNamespace(program=program, seconds=seconds, peaks=peaks)
 
-    def excess(self, prediction):
-        return Problem.excess(self, prediction)
+    def excess(self, simulation):
+        return Problem.excess(self, simulation)
 
     def refined(self, host_nbytes=BUDGET, best=0.0, device_nbytes=0, **fixed):
         self.budgets = replace(BUDGETS, host_nbytes=host_nbytes, device_nbytes=device_nbytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -238,11 +237,11 @@ def test_several_neighbours_multiply():
 # What comes out ------------------------------------------------------------------------------------------------------
 
 
-def test_a_prediction_opens_as_a_run_does_and_is_json():
+def test_a_prediction_opens_as_a_run_does():
     placement = place(3, 2, PLAIN, ALL_ON_SSD)
     program = lower(StepSpec(3, 2, placement=placement))[-1]
     found = simulate([program], by_lane([program], dict.fromkeys(LANES, 1.0)), placement=placement)
-    slices = [event for event in found.chrome()["traceEvents"] if event["ph"] == "X"]
+    slices = [event for event in found.trace().chrome()["traceEvents"] if event["ph"] == "X"]
     assert len(slices) == len(found.spans)
     one = next(event for event in slices if event["name"] == "forward 1_0")
     assert (one["cat"], one["dur"]) == ("compute", 1e6)
@@ -252,10 +251,6 @@ def test_a_prediction_opens_as_a_run_does_and_is_json():
             key = event["cat"], event["args"]["kind"]
             moved[key] = moved.get(key, 0) + event["args"]["bytes"]
     assert moved == traffic(program, placement)
-    there = json.loads(json.dumps(found.as_dict()))
-    assert there["seconds"] == found.seconds
-    assert len(there["spans"]) == len(found.spans)
-    assert there["critical_path"][-1]["op"].startswith("norme.device = norm(")
 
 
 def test_a_large_program_takes_seconds():

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from gs_compile.cli.report.timeline import KINDS, kind_of
 from gs_compile.errors import PlanError
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.simulate.prices import code_seconds, forward_seconds
+from gs_compile.planner.simulate.prices import code_seconds
 from gs_compile.program.ir import EPILOGUE
 
 if TYPE_CHECKING:
@@ -80,8 +80,11 @@ class Roofline:
 
     @classmethod
     def of(cls, workload: Workload, profile: Profile) -> Roofline:
-        head = forward_seconds(workload.costs[EPILOGUE], workload, profile)  # its backward is all of its work
-        seconds = code_seconds(workload, profile) - head
+        seconds = sum(
+            code_seconds(unit, workload, profile, backward=backward)
+            for unit, backward in product(workload.costs, (False, True))
+            if backward or unit != EPILOGUE  # its backward is all of its work
+        )
         return cls(
             io_seconds=_both_ways_seconds(workload.states_nbytes, profile),
             compute_tokens_per_second=workload.tokens / seconds,

@@ -33,7 +33,7 @@ from gs_compile.planner.lp.counting import (
 )
 from gs_compile.planner.lp.limits import CLASSES
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.simulate.prices import ADAMW_NBYTES, backward_seconds, forward_seconds
+from gs_compile.planner.simulate.prices import ADAMW_NBYTES, code_seconds
 from gs_compile.program.ir import ORDERS
 
 
@@ -88,8 +88,7 @@ class Formulas:
             for j, lane in enumerate(TIMED)
         }
         for (phase, unit, is_backward), times in found.code.items():
-            price = backward_seconds if is_backward else forward_seconds
-            alone = price(self.workload.costs[unit], self.workload, self.profile)
+            alone = code_seconds(unit, self.workload, self.profile, backward=is_backward)
             seconds[PHASES[phase], "compute"][0] += times * alone
         read, written = (moved[:, TIMED.index(lane)].sum(axis=0) for lane in ("ssd_read", "ssd_write"))
         points = self._points(anchors(alpha), several=number > 1)
@@ -119,14 +118,13 @@ class Formulas:
         return self._binding[anchors, several]
 
     def _rate(self, lane: str) -> float:
-        """Bytes a second of a lane alone. In one memory what is still copied is read and written at that one's rate."""
+        """Bytes a second of a lane alone."""
         profile = self.profile
         if lane == "compute":
             return profile.memory_bytes_per_second
         if lane == "cpu":
             return ADAMW_NBYTES * profile.update_elements_per_second
-        rate: float = getattr(profile, f"{lane}_bytes_per_second")
-        return rate if np.isfinite(rate) else profile.memory_bytes_per_second / 2
+        return profile.transfer_rate(lane)
 
 
 CORNERS = np.array(list(product((0.0, 1.0), repeat=len(RATIOS))))

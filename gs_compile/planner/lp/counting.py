@@ -27,8 +27,7 @@ from gs_compile.placement.liveness import live_ranges
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import StepBuilder
-from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.simulate.prices import BACKWARD, Price, measure
+from gs_compile.planner.simulate.prices import runs_backward, work_nbytes
 from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Unit, Value, homed
 
 Array = npt.NDArray[np.float64]
@@ -80,12 +79,9 @@ def _sum(*terms: tuple[float, Readings]) -> Readings:
 class Counted:
     """Readings of one model, whatever its micro-batch size; programs are lowered as they are needed."""
 
-    def __init__(
-        self, workload: Workload, profile: Profile, builder: StepBuilder, *, speculative: bool = False
-    ) -> None:
+    def __init__(self, workload: Workload, builder: StepBuilder, *, speculative: bool = False) -> None:
         """`builder`: how steps are laid out; its numbers of layers and micro-batches do not count."""
         self.workload = workload
-        self.profile = profile
         self.builder = builder
         self.speculative = speculative
         layers = [size.num_trained for size in workload.sizes if isinstance(size.unit, int)]
@@ -136,7 +132,7 @@ class Counted:
             most = builder.program(placement)
             count.alive(most)
             usual = builder.program(placement, redo=False) if self.speculative else most
-            count.moves(usual, measure(usual, placement, workload, self.profile))
+            count.moves(usual)
             counts.append(count)
         moved = _affine([each.moved for each in counts])
         points = [np.concatenate([each.points[key] for key in sorted(each.points)]) for each in counts]
@@ -168,15 +164,14 @@ class _Count:
         self.points: dict[tuple[str, str, bool], Array] = {}
         self.code: Counter[tuple[int, Unit, bool]] = Counter()
 
-    def moves(self, program: Program, prices: Sequence[Price]) -> None:
-        for op, price in zip(program.ops, prices, strict=True):
+    def moves(self, program: Program) -> None:
+        for op in program.ops:
             phase = PHASE_OF[op.stage.phase]
             if op.micro_batch is not None and op.lane == "compute":
-                has_backward = bool(op.into) or any(value.kind == "dx" for value in op.results)
-                self.code[phase, op.unit, op.verb in BACKWARD or (op.verb == "head" and has_backward)] += 1
-            elif price.nbytes:
+                self.code[phase, op.unit, runs_backward(op)] += 1
+            elif nbytes := work_nbytes(op, self.placement):
                 lane = TIMED.index("compute" if op.lane == "memory" else op.lane)
-                self.moved[phase, lane, _class(op.reads[0] if op.reads else op.results[0])] += price.nbytes
+                self.moved[phase, lane, _class(op.reads[0] if op.reads else op.results[0])] += nbytes
 
     def alive(self, program: Program) -> None:
         """Three points of each stage: transfers come in; updates, and what leaves; computation."""

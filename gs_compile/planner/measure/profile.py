@@ -107,6 +107,11 @@ class Profile:
             found[lane, "compute"] = self.transfer_compute_speed
         return {pair: speed for pair, speed in found.items() if speed < 1}
 
+    def transfer_rate(self, lane: str) -> float:
+        """Bytes a second of a transfer lane alone; within one memory a copy reads and writes at that one's rate."""
+        rate: float = getattr(self, f"{lane}_bytes_per_second")
+        return self.memory_bytes_per_second / 2 if math.isinf(rate) else rate
+
     def shared(self, num_ranks: int) -> Profile:
         """The profile of each of several ranks on a machine that this one has alone: its own device and link, a part of
         the host's memory, its cores and its drives.

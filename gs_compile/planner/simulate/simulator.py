@@ -21,17 +21,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from gs_compile.placement.placement import Placement
+from gs_compile.placement.slab import packed
 from gs_compile.placement.traffic import op_nbytes
+from gs_compile.placement.workload import Workload
+from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.bubbles import ISSUE, Chains, bubbles
 from gs_compile.planner.simulate.dependencies import COMPUTE, MEMORY, Dependencies, dependencies
 from gs_compile.planner.simulate.event_loop import Rule, Times, run
 from gs_compile.planner.simulate.memory_timeline import Curve, curves
+from gs_compile.planner.simulate.prices import op_prices
 from gs_compile.program.ir import LANES, Op, Program, homed
 from gs_compile.runtime.trace import Label, Trace
 
+NUM_STEPS = (2, 4, 8)  # the first step finds all lanes idle; more where lanes are further behind from step to step
 STEADY = 1e-3  # of a lane's work in a step: what may be left over
 
 
@@ -50,11 +54,6 @@ class Span:
     stop_seconds: float
     waited_for: str
     nbytes: int = 0  # that a transfer moves
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        names = ("index", "lane", "start_seconds", "stop_seconds", "waited_for", "nbytes")
-        return {"op": str(self.op), **{name: getattr(self, name) for name in names}}
 
 
 def simulate(
@@ -76,6 +75,24 @@ def simulate(
     return Simulation(order, durations, run(order, durations, rule), tuple(programs), placement)
 
 
+def predict(
+    program: Program, placement: Placement, workload: Workload, profile: Profile, *, host_nbytes: int | None = None
+) -> Simulation:
+    """A step of `program` in its steady state, after others like it.
+
+    host_nbytes: the budget of host memory; None: there is always enough. The less there is, the sooner its ranges are
+        used anew, and the longer they are waited for.
+    """
+    program = packed(program, placement, host_nbytes)
+    seconds = op_prices(program, placement, workload, profile)
+    rule = Rule(speeds=profile.speeds(), inline=not profile.separate, op_seconds=profile.op_seconds)
+    for number in NUM_STEPS:
+        simulation = simulate([program] * number, [seconds] * number, placement=placement, rule=rule)
+        if simulation.is_steady:
+            break
+    return simulation
+
+
 @dataclass(frozen=True, eq=False)
 class Simulation:
     """One step among its like: the last of `programs`. What follows from the times is derived when it is asked for."""
@@ -85,6 +102,11 @@ class Simulation:
     times: Times
     programs: tuple[Program, ...]
     placement: Placement | None
+
+    @property
+    def program(self) -> Program:
+        """The step's own."""
+        return self.programs[-1]
 
     @property
     def seconds(self) -> float:
@@ -133,6 +155,11 @@ class Simulation:
         """The most bytes alive at a time on each tier. Above the planned ones where lanes lag behind the issue loop."""
         return {tier: max(nbytes for _, nbytes in curve) for tier, curve in self.memory.items()}
 
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes of all transfers of the step."""
+        return sum(span.nbytes for span in self.spans)
+
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
         """From the start of the step, or before, to its end; each span started when the one before was over.
@@ -162,22 +189,6 @@ class Simulation:
             label = Label(span.lane, name, span.nbytes, kind, str(op.stage))
             trace.add(label, span.start_seconds, span.stop_seconds)
         return trace
-
-    def chrome(self) -> dict[str, Any]:
-        """In Chrome's Trace Event Format, as that of a run."""
-        return self.trace().chrome()
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "seconds": self.seconds,
-            "busy": dict(self.busy),
-            "bubbles": dict(self.bubbles),
-            "peaks": self.peaks,
-            "memory": {tier: [list(point) for point in curve] for tier, curve in self.memory.items()},
-            "critical_path": [span.as_dict() for span in self.critical_path],
-            "spans": [span.as_dict() for span in self.spans],
-        }
 
     @cached_property
     def _since(self) -> float:
