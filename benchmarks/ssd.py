@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from gs_compile.runtime import ssd
-from gs_compile.runtime.memory import map_memory
+from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.store import Store
 
 MIB = 1 << 20

@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 
 from gs_compile.placement.kinds import nbytes_of
-from gs_compile.placement.placement import Part, Placement, UnitPlacement
+from gs_compile.placement.placement import Placement, UnitPlacement
 from gs_compile.program.ir import Op, Unit, Value, homed
 from gs_compile.runtime.ssd import Transfer
 from gs_compile.runtime.store import Extent, Store
 from gs_compile.runtime.stream import Device
-from gs_compile.runtime.values import Region
 
 Tensor = torch.Tensor
 
@@ -43,13 +42,27 @@ class Binding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What the coordinators of a run share."""
+class Bindings:
+    """How one capture of the model reads its inputs: the parameters of each unit, and what is no parameter."""
 
-    placement: Placement
-    dtypes: Mapping[Unit, torch.dtype]  # of the parameters of each unit
-    store: Store | None  # None: everything is in host memory
-    device: Device
+    parameters: Mapping[Unit, Sequence[Binding]]
+    others: Mapping[Unit, Mapping[int, Tensor]]
+
+
+class Setting:
+    """What the coordinators of a run share: where values live, in which type, and on which device.
+
+    dtypes: of the parameters of each unit; store: None where everything is in host memory.
+    """
+
+    def __init__(
+        self, placement: Placement, dtypes: Mapping[Unit, torch.dtype], store: Store | None, device: Device
+    ) -> None:
+        self.placement = placement
+        self.dtypes = dtypes
+        self.store = store
+        self.device = device
+        self._extents: dict[str, Extent] = {}
 
     def unit(self, value: Value) -> UnitPlacement:
         assert value.unit is not None
@@ -65,10 +78,12 @@ class Setting:
         dtype = self.dtypes[unit] if homed(value).kind == "w" else self.state_dtype(unit)
         return flat(memory, nbytes_of(self.placement, value) // dtype.itemsize, dtype)
 
-    def region(self, label: str, nbytes: int) -> Region:
-        """A file on SSD, all of it."""
+    def extent(self, label: str, nbytes: int) -> Extent:
+        """A file on SSD, the same one whenever it is asked for."""
         assert self.store is not None, f"{label} is on SSD, and there is no storage"
-        return Region(self.store.allocate(label, nbytes), 0, nbytes)
+        if label not in self._extents:
+            self._extents[label] = self.store.allocate(label, nbytes)
+        return self._extents[label]
 
 
 def flat(memory: Tensor | None, numel: int, dtype: torch.dtype) -> Tensor:
@@ -80,55 +95,39 @@ def flat(memory: Tensor | None, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 class Parameters:
-    """The parameters of every unit: where they are stored, and on their way."""
+    """The parameters of every unit: where they are stored, as their states and shadow copies are, and on their way."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self._extents: dict[Unit, Extent] = {}
-        self._zones: dict[Unit, Tensor] = {}  # the host zone of a unit, where it is in one piece
-        self._residents: dict[Unit, Tensor] = {}  # the zone of a unit that lives on the device
+        self._zones: dict[Unit, Tensor] = {}  # what a unit's code reads where it is stored
         self._staged: WeakValueDictionary[Unit, Tensor] = WeakValueDictionary()  # where its pieces come together
 
     def close(self) -> None:
         """Let go of all memory."""
         self._zones.clear()
-        self._residents.clear()
 
-    def home(self, value: Value, memory: Tensor | None) -> Tensor | Region:
-        """What a part is where it lives, not written yet.
+    def home(self, value: Value, memory: Tensor | None) -> Tensor | Extent:
+        """What a part is where it lives, not written yet: parameters or state, component after component.
 
         A zone of the device is taken with its first part: what the model leaves there makes room for it.
         """
-        unit = self.setting.unit(value)
-        part, dtype = unit.w[value.part], self.setting.dtypes[unit.unit]
-        if value.kind == "sw":
-            return self._shadow(value, part, memory)
-        if part.tier == "ssd":
-            start, stop = unit.ssd_zone
-            if unit.unit not in self._extents:
-                nbytes = (stop - start) * unit.itemsize
-                self._extents[unit.unit] = self.setting.region(f"w{unit.unit}", nbytes).extent
-            return Region(self._extents[unit.unit], (part.start - start) * unit.itemsize, part.numel * unit.itemsize)
-        if part.tier == "device":
-            if unit.unit not in self._residents:
-                self._residents[unit.unit] = self.setting.device.empty((unit.num_resident,), dtype)
-            return self._residents[unit.unit][part.start : part.stop]
-        if not self.setting.placement.separate and part.start == 0:
-            self._zones[unit.unit] = flat(memory, unit.host_numel, dtype)
-        return self.setting.part(value, memory)
-
-    def _shadow(self, value: Value, part: Part, memory: Tensor | None) -> Tensor | Region:
-        """The shadow copy of a part, by itself."""
-        if part.tier == "host":
-            return self.setting.part(value, memory)
-        nbytes = part.numel * self.setting.unit(value).itemsize
-        return self.setting.region(f"sw{value.unit}-{part.letter}", nbytes)
+        setting, unit = self.setting, self.setting.unit(value)
+        if value.tier == "ssd":
+            return setting.extent(f"{value.kind}{value.unit}-{value.part}", nbytes_of(setting.placement, value))
+        if value.tier == "device":
+            if unit.unit not in self._zones:
+                self._zones[unit.unit] = setting.device.empty((unit.num_resident,), setting.dtypes[unit.unit])
+            part = unit.w[value.part]
+            return self._zones[unit.unit][part.start : part.stop]
+        if value.kind == "w" and not setting.placement.separate and unit.w[value.part].start == 0:
+            self._zones[unit.unit] = flat(memory, unit.host_numel, setting.dtypes[unit.unit])
+        return setting.part(value, memory)
 
     def commit(self, home: Tensor, shadow: Tensor) -> None:
         """Bring home the shadow copy of a part: a unit's host zone stays in one piece."""
         home.copy_(shadow)
 
-    def allocate(self, value: Value, _: Any, memory: Tensor | None) -> Tensor:
+    def allocate(self, value: Value, memory: Tensor | None) -> Tensor:
         """Memory of a part in host memory, or of the whole unit on the device, to which pieces come."""
         if value.tier != "device":
             return self.setting.part(value, memory)
@@ -147,11 +146,9 @@ class Parameters:
         They are in the zone that stays, on the device or in host memory that it reads, or in what has come behind it.
         """
         unit = self.setting.unit(value)
-        if self.setting.placement.separate:
-            first, stays, came = unit.num_resident, self._residents.get(unit.unit), staged
-        else:
-            first, stays = unit.host_numel, self._zones.get(unit.unit)
-            start, stop = unit.ssd_zone
+        stays, first, came = self._zones.get(unit.unit), unit.num_resident, staged
+        if not self.setting.placement.separate:
+            first, (start, stop) = unit.host_numel, unit.ssd_zone
             came = flat(memory, stop - start, self.setting.dtypes[unit.unit]) if memory is not None else None
         tensors = {}
         for binding in bindings:
@@ -184,16 +181,16 @@ class Activations:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self._extents: dict[tuple[Value, int], Extent] = {}
 
-    def allocate(self, value: Value, source: Tensor | Region, memory: Tensor | None) -> Tensor | Region:
-        """Memory like `source`, which is to be moved into it."""
-        like = source.like if isinstance(source, Region) else torch.empty_like(source, device="meta")
+    def allocate(self, value: Value, source: Tensor | Extent, memory: Tensor | None) -> Tensor | Extent:
+        """Memory like `source`, which is to be moved into it. On SSD, steps of one size use the same."""
+        like = torch.empty_like(source, device="meta") if isinstance(source, Tensor) else source.like
         assert like is not None
         if value.tier == "device":
             return self.setting.device.empty(like.shape, like.dtype, like.stride())
         if value.tier == "ssd":
-            return self._region(value, like)
+            label = f"x{value.unit}_{value.micro_batch}-{like.nbytes}"
+            return replace(self.setting.extent(label, like.nbytes), like=like)
         return flat(memory, like.numel(), like.dtype).as_strided(like.shape, like.stride())
 
     def keep(self, value: Value, source: Tensor, memory: Tensor | None) -> Tensor:
@@ -204,26 +201,18 @@ class Activations:
         assert isinstance(kept, Tensor)
         return kept.copy_(source)
 
-    def _region(self, value: Value, like: Tensor) -> Region:
-        """Where a checkpoint lives on SSD; steps of one size use the same."""
-        key = value, like.nbytes
-        if key not in self._extents:
-            label = f"x{value.unit}_{value.micro_batch}-{like.nbytes}"
-            self._extents[key] = self.setting.region(label, like.nbytes).extent
-        return Region(self._extents[key], 0, like.nbytes, like)
 
-
-def transfer(reads: Sequence[Tensor | Region], targets: Sequence[Tensor | Region]) -> None:
+def transfer(reads: Sequence[Tensor | Extent], targets: Sequence[Tensor | Extent]) -> None:
     """Between host memory and SSD: all at once, and back when nothing moves any more, well or badly."""
     moves: list[Transfer] = []
     try:
         for source, target in zip(reads, targets, strict=True):
-            if isinstance(source, Region):
-                assert isinstance(target, Tensor)
-                moves.append(source.extent.read(_as_it_lies(target), source.offset))
+            if isinstance(target, Tensor):
+                assert not isinstance(source, Tensor)
+                moves.append(source.read(_as_it_lies(target)))
             else:
-                assert isinstance(target, Region)
-                moves.append(target.extent.write(_as_it_lies(source), target.offset))
+                assert isinstance(source, Tensor)
+                moves.append(target.write(_as_it_lies(source)))
         for move in moves:
             move.wait()
     finally:

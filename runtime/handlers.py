@@ -1,99 +1,73 @@
-"""handlers: what each verb does with each kind of values: one table of (verb, kind) for a step on the tiers.
+"""handlers: what each verb does with each kind of values, in a step on the tiers.
 
 The executor asks for the content of a result when it issues an operation (`allocate`), and has the operation carried
-out on its lane, later (`run`). A new kind of values is a row of this table.
+out on its lane, later (`run`). A new kind of values is a case of `allocate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from gs_compile.placement.placement import Placement
-from gs_compile.program.ir import Op, Unit, Value
+from gs_compile.program.ir import Op, Value
 from gs_compile.runtime import coordinators
-from gs_compile.runtime.coordinators import Binding
+from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.values import flat_of
 
-Memory = torch.Tensor | None
 
+class Handlers:
+    """The operations of one step, by verb and kind; the coordinators carry them out."""
 
-@dataclass(frozen=True)
-class Bindings:
-    """How one capture of the model reads its inputs: the parameters of each unit, and what is no parameter."""
+    def __init__(self, tiers: Tiers, placement: Placement, units: Any, bindings: Bindings) -> None:
+        self.tiers = tiers
+        self.placement = placement
+        self.units = units
+        self.bindings = bindings
 
-    parameters: Mapping[Unit, Sequence[Binding]]
-    others: Mapping[Unit, Mapping[int, torch.Tensor]]
+    def allocate(self, verb: str, value: Value, source: Any, memory: torch.Tensor | None) -> Any:
+        """The content of a result, which may not be filled yet.
 
-    def of(self, value: Value) -> Sequence[Binding]:
-        """The parameters of a value's unit."""
-        assert value.unit is not None
-        return self.parameters[value.unit]
+        source: the content it is made of; memory: the bytes planned for it in host memory, if any.
+        """
+        tiers, unit = self.tiers, value.unit or 0
+        match verb, value.kind:
+            case "gather", _:
+                parameters = tiers.parameters.gather(value, source, memory, self.bindings.parameters[unit])
+                return {**self.bindings.others.get(unit, {}), **parameters}
+            case "zeros", _ if value.kind == "dside" or unit not in self.placement.by_unit:
+                return self.units.zeros(value)
+            case _, "dw":
+                return tiers.optimizer.gradient(verb, value, source, memory, self.bindings.parameters[unit])
+            case "alias", _:
+                return tiers.activations.keep(value, source, memory)
+            case _, "w":
+                return tiers.parameters.allocate(value, memory)
+            case _, "s":
+                return tiers.setting.part(value, memory)
+            case _:
+                return tiers.activations.allocate(value, source, memory)
 
-
-class Handler(NamedTuple):
-    """How one verb treats values of one kind.
-
-    allocate: the content of a result, given the value, the content it is made of, and the bytes planned for it in host
-        memory, if any; they may not be filled yet
-    run: what the operation's lane does, given the operation and the contents it reads and those it defines or changes
-    """
-
-    allocate: Callable[[Value, Any, Memory], Any] | None = None
-    run: Callable[..., None] | None = None
-
-
-def handlers(tiers: Tiers, placement: Placement, units: Any, bindings: Bindings) -> Mapping[tuple[str, str], Handler]:
-    """The table of one step; the kind of a shadow copy is that of what it is a copy of."""
-    parameters, optimizer, activations = tiers.parameters, tiers.optimizer, tiers.activations
-
-    def gather(value: Value, staged: Any, memory: Memory) -> Any:
-        others = bindings.others.get(value.unit or 0, {})
-        return {**others, **parameters.gather(value, staged, memory, bindings.of(value))}
-
-    def move(op: Op, reads: Sequence[Any], targets: Sequence[Any]) -> None:
+    def move(self, op: Op, reads: Sequence[Any], targets: Sequence[Any]) -> None:
+        """What a transfer's lane does, given the contents it reads and those it defines or changes."""
         if op.lane in ("ssd_read", "ssd_write"):
             coordinators.transfer(reads, targets)
         elif op.results and op.results[0].piece is not None:
-            parameters.send_piece(op, reads, targets[0], placement.num_pieces)
+            self.tiers.parameters.send_piece(op, reads, targets[0], self.placement.num_pieces)
         elif op.reads[0].kind == "dw" and op.results[0].part:
-            optimizer.split(op, reads[0], targets)
+            self.tiers.optimizer.split(op, reads[0], targets)
         else:
             for source, target in zip(reads, targets, strict=True):
-                tiers.setting.device.copy(flat_of(target), flat_of(source))
+                self.tiers.setting.device.copy(flat_of(target), flat_of(source))
 
-    def zeros(value: Value, _: Any, memory: Memory) -> Any:
-        if value.kind == "dw" and value.unit in placement.by_unit:
-            return optimizer.zeros(value, memory, bindings.of(value))
-        return units.zeros(value)
-
-    moved: dict[str, Callable[[Value, Any, Memory], Any]] = {
-        "x": activations.allocate,
-        "dx": activations.allocate,
-        "w": parameters.allocate,
-        "s": lambda value, _, memory: tiers.setting.part(value, memory),
-        "dw": lambda value, source, memory: optimizer.allocate_gradient(value, source, memory, bindings.of(value)),
-    }
-    return {
-        **{(verb, kind): Handler(moved[kind], move) for kind in moved for verb in ("prefetch", "offload")},
-        **{("update", kind): Handler(run=optimizer.update) for kind in ("w", "s")},
-        ("gather", "w"): Handler(gather),
-        ("empty", "w"): Handler(parameters.allocate),
-        **{("zeros", kind): Handler(zeros) for kind in ("dw", "dside")},
-        ("alias", "dw"): Handler(lambda value, source, _: optimizer.keep(value, source, bindings.of(value))),
-        ("alias", "x"): Handler(activations.keep),
-    }
-
-
-def moved_nbytes(op: Op, targets: Sequence[Any], tiers: Tiers, num_pieces: int) -> int:
-    """The bytes that an operation of a lane moves into `targets`."""
-    if op.verb == "update":
-        return 0
-    if op.results and op.results[0].piece is not None:
-        start, stop = tiers.parameters.share(op.results[0], num_pieces)
-        return (stop - start) * tiers.setting.unit(op.results[0]).itemsize
-    return sum(target.nbytes for target in targets)
+    def moved_nbytes(self, op: Op, targets: Sequence[Any]) -> int:
+        """The bytes that an operation of a lane moves into `targets`."""
+        if op.verb == "update":
+            return 0
+        if op.results and op.results[0].piece is not None:
+            start, stop = self.tiers.parameters.share(op.results[0], self.placement.num_pieces)
+            return (stop - start) * self.tiers.setting.unit(op.results[0]).itemsize
+        return sum(target.nbytes for target in targets)

@@ -20,14 +20,15 @@ from gs_compile.placement.liveness import Slots
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import range_of
 from gs_compile.program.ir import Op, Program, Value, homed
+from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.executor import Executor, forward_end
-from gs_compile.runtime.handlers import Bindings, handlers, moved_nbytes
+from gs_compile.runtime.handlers import Handlers
 from gs_compile.runtime.lanes import Ticket, join_all
 from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.slab import Place
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Label
-from gs_compile.runtime.value_table import ValueTable
+from gs_compile.runtime.values import ValueTable
 
 UNIT_KINDS = frozenset({"w", "s", "dw", "scale"})  # of units, not of micro-batches
 
@@ -58,7 +59,7 @@ class TieredExecutor(Executor):
         self._before = tiers.pending
         self._factor: torch.Tensor | None = None  # of sums that are scaled once they are complete
         self._device = tiers.setting.device
-        self._handlers = handlers(tiers, placement, units, bindings)
+        self._handlers = Handlers(tiers, placement, units, bindings)
         self._computing = False
 
     def scale(self, factor: torch.Tensor) -> None:
@@ -169,9 +170,8 @@ class TieredExecutor(Executor):
                 former += users if is_new else ()
             if op.verb == "alias":
                 join_all(former, None)  # a checkpoint is copied here and now
-            allocate = self._handlers[op.verb, value.kind].allocate
-            assert allocate is not None
-            made.append((allocate(value, source, place.memory if place else None), place))
+            content = self._handlers.allocate(op.verb, value, source, place.memory if place else None)
+            made.append((content, place))
         return made, former
 
     def _commit(self, op: Op) -> None:
@@ -189,7 +189,7 @@ class TieredExecutor(Executor):
             ticket = self.tiers.lane("cpu").submit(
                 f"commit {home}",
                 partial(self.tiers.parameters.commit, *contents),
-                table.idle(home) + table.ready(shadow),
+                [*table.idle(home), *table.ready(shadow)],
                 nbytes=0,
                 kind="w",
                 stage=str(op.stage),
@@ -259,16 +259,16 @@ class TieredExecutor(Executor):
         targets = [*(content for content, _ in made), *(self._content(value) for value in op.into)]
         if op.lane == "h2d":
             after += self._launched()  # the memory was in use on the stream that computes
-        kind = homed((*op.results, *op.into, *op.reads)[0]).kind
-        run = self._handlers[op.verb, kind].run
-        assert run is not None
-        work = partial(run, op, reads, targets)
+        if op.verb == "update":
+            work = partial(self.tiers.optimizer.update, op, reads, targets, self._record_of(op))
+        else:
+            work = partial(self._handlers.move, op, reads, targets)
         ticket = self.tiers.lane(op.lane).submit(
             _name(op),
-            partial(work, self._record_of(op)) if op.verb == "update" else work,
+            work,
             after,
-            nbytes=moved_nbytes(op, targets, self.tiers, self.placement.num_pieces),
-            kind=kind,
+            nbytes=self._handlers.moved_nbytes(op, targets),
+            kind=homed(op.values[0]).kind,
             stage=str(op.stage),
         )
         for value in op.reads:
@@ -280,7 +280,7 @@ class TieredExecutor(Executor):
 
     def _record_of(self, op: Op) -> StepRecord:
         """Whose update: a late one belongs to the step before. What an early one reads is what is known by now."""
-        unit = self.tiers.unit_of(op)
+        unit = self.tiers.setting.unit(op.into[0])
         is_late = unit.group_of(op.into[0]).when == "late" or any(value.kind == "scale" for value in op.reads)
         record = self._before if is_late else self.record
         assert record is not None, f"{_name(op)}: no step has left this update"
@@ -292,5 +292,4 @@ class TieredExecutor(Executor):
 
 
 def _name(op: Op) -> str:
-    first = (*op.results, *op.into, *op.reads)[0]
-    return f"{op.verb} {op.unit}_{op.micro_batch}" if op.micro_batch is not None else f"{op.verb} {first}"
+    return f"{op.verb} {op.unit}_{op.micro_batch}" if op.micro_batch is not None else f"{op.verb} {op.values[0]}"

@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from gs_compile.placement.placement import Group, Part, UnitPlacement
+from gs_compile.placement.kinds import nbytes_of
+from gs_compile.placement.placement import Group, Stretch, UnitPlacement
 from gs_compile.program.ir import SHADOWS, Op, Unit, Value, homed
 from gs_compile.runtime.coordinators import Binding, Setting, flat
 from gs_compile.runtime.kernels import CHUNK, Rule, sum_of_squares
+from gs_compile.runtime.store import Extent
 from gs_compile.runtime.stream import Reading
-from gs_compile.runtime.values import Gradient, Region, flat_of
+from gs_compile.runtime.values import Gradient, flat_of
 
 Tensor = torch.Tensor
 
@@ -86,62 +88,32 @@ class OptimizerStep:
     def __init__(self, setting: Setting, recipe: Recipe) -> None:
         self.setting = setting
         self.recipe = recipe
-        self._regions: dict[Unit, Region] = {}  # of gradient sums
         self._added: dict[Unit, frozenset[Any]] = {}  # the parameters that have sums, of gradients that are away
 
-    def home(self, value: Value, memory: Tensor | None) -> Tensor | Region:
-        """A part of the state where it lives, or its shadow copy: component after component; zero until written."""
-        unit = self.setting.unit(value)
-        part = unit.s[value.part]
-        if part.tier == "host":
-            return self.setting.part(value, memory)
-        return self.setting.region(f"{value.kind}{unit.unit}-{part.letter}", part.numel * unit.state_itemsize)
+    def gradient(
+        self, verb: str, value: Value, source: Any, memory: Tensor | None, bindings: Sequence[Binding]
+    ) -> Gradient | Tensor | Extent:
+        """Memory of a unit's gradient: nothing added yet, a part of it, or a sum on its way to another tier or back.
 
-    # Gradients -------------------------------------------------------------------------------------------------------
-
-    def zeros(self, value: Value, memory: Tensor | None, bindings: Sequence[Binding]) -> Gradient:
-        """A unit's gradient, nothing added yet."""
-        whole = self._whole(self.setting.unit(value), memory)
-        return Gradient(whole, _views(whole, bindings))
-
-    def keep(self, value: Value, source: Any, bindings: Sequence[Binding]) -> Any:
-        """The same memory under another name: late parts where they were summed, or a sum on its way to SSD or back."""
-        if value.tier == "device":
-            return self._resumed(value, source, bindings)
-        self._leave(value, source)
-        return source.flat
-
-    def allocate_gradient(self, value: Value, source: Any, memory: Tensor | None, bindings: Sequence[Binding]) -> Any:
-        """Memory for a part of a unit's gradient, or for a sum on its way to another tier."""
-        unit = self.setting.unit(value)
-        if value.tier == "device":
-            return self._resumed(value, self._whole(unit, memory), bindings)
+        What an alias names is in the memory of its source.
+        """
+        setting, unit = self.setting, self.setting.unit(value)
         if isinstance(source, Gradient):
-            self._leave(value, source)
-        if value.tier == "host":
-            return self.setting.part(value, memory)
-        if unit.unit not in self._regions:
-            nbytes = unit.num_trained * unit.gradient_itemsize
-            self._regions[unit.unit] = self.setting.region(f"dw{unit.unit}", nbytes)
-        return self._regions[unit.unit]
-
-    def _whole(self, unit: UnitPlacement, memory: Tensor | None) -> Tensor:
-        """Memory for a unit's gradient where it is summed."""
-        dtype = self.setting.state_dtype(unit.unit)
-        if self.setting.placement.separate:
-            return self.setting.device.empty((unit.num_trained,), dtype)
-        return flat(memory, unit.num_trained, dtype)
-
-    def _leave(self, value: Value, gradient: Gradient) -> None:
-        assert value.unit is not None
-        self._added[value.unit] = frozenset(gradient.added)
-
-    def _resumed(self, value: Value, whole: Tensor, bindings: Sequence[Binding]) -> Gradient:
-        """A sum that has come back, or is about to."""
-        assert value.unit is not None
-        return Gradient(whole, _views(whole, bindings), self._added[value.unit])
-
-    # Carrying out ----------------------------------------------------------------------------------------------------
+            self._added[unit.unit] = frozenset(source.added)
+        if verb == "alias":
+            whole = flat_of(source)
+        elif value.tier == "ssd":
+            return setting.extent(f"dw{unit.unit}", nbytes_of(setting.placement, value))
+        elif value.tier == "host":
+            return setting.part(value, memory)
+        elif setting.placement.separate:
+            whole = setting.device.empty((unit.num_trained,), setting.state_dtype(unit.unit))
+        else:
+            whole = flat(memory, unit.num_trained, setting.state_dtype(unit.unit))
+        if value.tier != "device":
+            return whole
+        views = {binding.input: binding.view(whole) for binding in bindings if binding.trained}
+        return Gradient(whole, views, () if verb == "zeros" else self._added[unit.unit])
 
     def split(self, op: Op, gradient: Gradient, targets: Sequence[Tensor]) -> None:
         """Copy the parts of a gradient off the device."""
@@ -170,7 +142,8 @@ class OptimizerStep:
         kept = {(v.kind, v.part): flat for v, flat in zip(op.reads, reads, strict=True) if v.kind in SHADOWS}
         is_whole = isinstance(gradient, Gradient) or self.setting.placement.keeps_gradient(unit)
         sums = flat_of(gradient)
-        for piece in self._in_chunks(unit, group) if kept else self._pieces(unit, group):
+        size = CHUNK * torch.get_num_threads() if kept else None  # copied and updated while it is in cache
+        for piece, hyper_index in self._pieces(unit, group, size):
             w = _parameters(flats, piece)
             g = sums[piece.unit_start if is_whole else piece.start :][: piece.numel]
             state = self._components(unit, flats, piece)
@@ -181,12 +154,12 @@ class OptimizerStep:
                 w.copy_(_parameters(kept, piece))
             master, low = (state.pop(0), w) if unit.has_master else (w, None)
             if not record.skipped:
-                hyper = {**record.hypers[piece.hyper], "scale": record.scale}
+                hyper = {**record.hypers[hyper_index], "scale": record.scale}
                 self.recipe.rule.update(master, g, state, hyper, record.number, low)
             elif low is not None:
                 low.copy_(master)
 
-    def _components(self, unit: UnitPlacement, flats: Mapping[tuple[str, str], Tensor], piece: _Piece) -> list[Tensor]:
+    def _components(self, unit: UnitPlacement, flats: Mapping[tuple[str, str], Tensor], piece: Stretch) -> list[Tensor]:
         if piece.s is None:
             return []
         offset, whole = piece.start - piece.s.start, flats["s", piece.s.letter]
@@ -195,46 +168,15 @@ class OptimizerStep:
             for component in range(self.recipe.num_components[unit.unit])
         ]
 
-    def _in_chunks(self, unit: UnitPlacement, group: Group) -> Iterator[_Piece]:
-        """Pieces that are still in cache when they are updated, once they have been copied."""
-        size = CHUNK * torch.get_num_threads()
-        for piece in self._pieces(unit, group):
-            for at in range(0, piece.numel, size):
-                numel = min(size, piece.numel - at)
-                yield piece._replace(start=piece.start + at, numel=numel, unit_start=piece.unit_start + at)
-
-    def _pieces(self, unit: UnitPlacement, group: Group) -> Iterator[_Piece]:
-        """A group cut wherever its parameters' part, its state's part or the param group changes."""
-        at = 0
-        for w in group.w:
-            for start, stop, hyper in self.recipe.runs[unit.unit]:
-                begin, end = max(start, w.start), min(stop, w.stop)
-                if begin < end:
-                    yield from self._by_state(group, w, at + begin - w.start, at + end - w.start, begin, hyper)
-            at += w.numel
-
-    def _by_state(self, group: Group, w: Part, start: int, stop: int, unit_start: int, hyper: int) -> Iterator[_Piece]:
-        for s in group.s or (None,):
-            begin, end = (start, stop) if s is None else (max(start, s.start), min(stop, s.stop))
-            if begin < end:
-                yield _Piece(w, s, begin, end - begin, unit_start + begin - start, hyper)
+    def _pieces(self, unit: UnitPlacement, group: Group, size: int | None) -> Iterator[tuple[Stretch, int]]:
+        """A group in pieces of one param group each, which is named, and of at most `size` elements."""
+        for start, stop, hyper_index in self.recipe.runs[unit.unit]:
+            for whole in unit.stretches(group, start, stop):
+                for at in range(0, whole.numel, size or whole.numel):
+                    numel = min(size or whole.numel, whole.numel - at)
+                    piece = Stretch(whole.w, whole.s, whole.start + at, whole.unit_start + at, numel)
+                    yield piece, hyper_index
 
 
-def _parameters(flats: Mapping[tuple[str, str], Tensor], piece: _Piece) -> Tensor:
+def _parameters(flats: Mapping[tuple[str, str], Tensor], piece: Stretch) -> Tensor:
     return flats["w", piece.w.letter][piece.unit_start - piece.w.start :][: piece.numel]
-
-
-def _views(whole: Tensor, bindings: Sequence[Binding]) -> dict[Any, Tensor]:
-    """The gradient of each trained parameter, by its place among the inputs."""
-    return {binding.input: binding.view(whole) for binding in bindings if binding.trained}
-
-
-class _Piece(NamedTuple):
-    """Elements of a group that one call of the rule updates."""
-
-    w: Part
-    s: Part | None
-    start: int  # in the group's space
-    numel: int
-    unit_start: int  # the same in the unit's
-    hyper: int

@@ -102,13 +102,17 @@ class Store:
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """`nbytes` of storage under one name. Offsets are in bytes; tensors are contiguous, in memory, of any dtype."""
+    """`nbytes` of storage under one name. Offsets are in bytes; tensors are contiguous, in memory, of any dtype.
+
+    like: the shape and strides of an activation that is in it, on the meta device.
+    """
 
     store: Store
     label: str
     nbytes: int
     stripe: Stripe
     files: Sequence[File]
+    like: torch.Tensor | None = None
 
     def read(self, into: torch.Tensor, offset: int = 0) -> Transfer:
         """Begin to fill `into` from `offset` on; it may be used when the transfer's `wait` has returned."""

@@ -11,25 +11,24 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from gs_compile.errors import LaneError
 from gs_compile.placement.kinds import slot_of
-from gs_compile.placement.placement import Placement, UnitPlacement
-from gs_compile.program.ir import LANES, Op, Program, Unit, Value, homed
+from gs_compile.placement.placement import Placement
+from gs_compile.program.ir import LANES, Program, Unit, Value
 from gs_compile.runtime.coordinators import Activations, Parameters, Setting
 from gs_compile.runtime.lanes import Failure, Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, Recipe, StepRecord
 from gs_compile.runtime.slab import Block, Slab
-from gs_compile.runtime.store import Store
+from gs_compile.runtime.store import Extent, Store
 from gs_compile.runtime.stream import Event, device_of
 from gs_compile.runtime.trace import Trace
-from gs_compile.runtime.value_table import ValueTable
-from gs_compile.runtime.values import Region
+from gs_compile.runtime.values import ValueTable
 
 Tensor = torch.Tensor
 
@@ -96,14 +95,13 @@ class Tiers:
     def _define(self, home: Value) -> None:
         """A part of parameters or of state where it lives, or its shadow copy."""
         place = self.slab.home(slot_of(self.placement, home))
-        owner = self.optimizer if homed(home).kind == "s" else self.parameters
-        self.values.define(home, owner.home(home, place.memory if place else None), place=place)
+        self.values.define(home, self.parameters.home(home, place.memory if place else None), place=place)
 
     # Values in and out -----------------------------------------------------------------------------------------------
 
     def fill(self, place: Slice, values: Tensor) -> None:
         """Bring a parameter's values home, to its master as well; waits until they are there."""
-        _write(self._parameter_pieces(place), values.reshape(-1).to(self.dtype(place)))
+        self._write(place, None, values.to(self.dtype(place)))
         if self.has_master(place):
             self.write_state(place, 0, values)
 
@@ -119,39 +117,44 @@ class Tiers:
 
     def read(self, place: Slice, *, master: bool = False) -> Tensor:
         """A parameter's values as they are at home, or its master's if it has one."""
-        if master and self.has_master(place):
-            return self.read_state(place, 0)
-        return _read(self._parameter_pieces(place), place, self.dtype(place))
+        component = 0 if master and self.has_master(place) else None
+        return self._read(place, component, self.dtype(place, master=master))
 
     def read_state(self, place: Slice, component: int) -> Tensor:
         """One component of a parameter's optimizer state; the master, where there is one, is the first."""
-        return _read(self._state_pieces(place, component), place, self.setting.state_dtype(place.unit))
+        return self._read(place, component, self.setting.state_dtype(place.unit))
 
     def write_state(self, place: Slice, component: int, values: Tensor) -> None:
-        flat = values.reshape(-1).to(self.setting.state_dtype(place.unit))
-        _write(self._state_pieces(place, component), flat)
+        self._write(place, component, values.to(self.setting.state_dtype(place.unit)))
 
-    def _parameter_pieces(self, place: Slice) -> Iterator[_Piece]:
-        unit = self.placement.by_unit[place.unit]
-        for part in unit.w.values():
-            begin, end = max(place.offset, part.start), min(place.offset + place.numel, part.stop)
-            if begin < end:
-                content = self._home(unit.value("w", part))
-                yield _Piece(content, begin - part.start, end - begin, begin - place.offset)
+    def _read(self, place: Slice, component: int | None, dtype: torch.dtype) -> Tensor:
+        flat = torch.empty(place.numel, dtype=dtype)
+        for content, start, target in self._pieces(place, component, flat):
+            if isinstance(content, Extent):
+                content.read(target, start * dtype.itemsize).wait()
+            else:
+                target.copy_(content[start : start + len(target)])
+        return flat.view(place.shape)
 
-    def _state_pieces(self, place: Slice, component: int) -> Iterator[_Piece]:
+    def _write(self, place: Slice, component: int | None, values: Tensor) -> None:
+        for content, start, source in self._pieces(place, component, values.reshape(-1)):
+            if isinstance(content, Extent):
+                content.write(source.contiguous(), start * values.dtype.itemsize).wait()
+            else:
+                content[start : start + len(source)].copy_(source)
+
+    def _pieces(self, place: Slice, component: int | None, flat: Tensor) -> Iterator[tuple[Any, int, Tensor]]:
+        """Each content that has some of a parameter, or of a component of its state: from where on, and its `flat`."""
         unit = self.placement.by_unit[place.unit]
         for group in unit.groups:
-            at = 0  # in the group's space
-            for w in group.w:
-                begin, end = max(place.offset, w.start), min(place.offset + place.numel, w.stop)
-                for s in group.s:
-                    first, last = max(at + begin - w.start, s.start), min(at + end - w.start, s.stop)
-                    if begin < end and first < last:
-                        start = component * s.numel + first - s.start
-                        content = self._home(unit.value("s", s))
-                        yield _Piece(content, start, last - first, first - at + w.start - place.offset)
-                at += w.numel
+            for each in unit.stretches(group, place.offset, place.offset + place.numel):
+                at = each.unit_start - place.offset
+                elements = flat[at : at + each.numel]
+                if component is None:
+                    yield self._home(unit.value("w", each.w)), each.unit_start - each.w.start, elements
+                elif each.s is not None:
+                    start = component * each.s.numel + each.start - each.s.start
+                    yield self._home(unit.value("s", each.s)), start, elements
 
     def _home(self, value: Value) -> Any:
         """What is at home, once nobody works on it any more."""
@@ -226,9 +229,6 @@ class Tiers:
         if isinstance(error, LaneError):
             self.failure.check()
 
-    def unit_of(self, op: Op) -> UnitPlacement:
-        return self.setting.unit((*op.results, *op.into, *op.reads)[0])
-
 
 def _nothing() -> None:
     pass
@@ -244,32 +244,3 @@ def _close(lanes: dict[str, Lane], store: Store | None) -> None:
     lanes.clear()
     if store is not None:
         store.close()
-
-
-class _Piece(NamedTuple):
-    """Elements of a parameter in one of its homes: where they start there, how many, and where in the parameter."""
-
-    content: Tensor | Region
-    start: int
-    numel: int
-    at: int
-
-
-def _read(pieces: Iterable[_Piece], place: Slice, dtype: torch.dtype) -> Tensor:
-    flat = torch.empty(place.numel, dtype=dtype)
-    for content, start, numel, at in pieces:
-        target = flat[at : at + numel]
-        if isinstance(content, Region):
-            content.extent.read(target, content.offset + start * dtype.itemsize).wait()
-        else:
-            target.copy_(content[start : start + numel])
-    return flat.view(place.shape)
-
-
-def _write(pieces: Iterable[_Piece], values: Tensor) -> None:
-    for content, start, numel, at in pieces:
-        source = values[at : at + numel]
-        if isinstance(content, Region):
-            content.extent.write(source.contiguous(), content.offset + start * values.dtype.itemsize).wait()
-        else:
-            content[start : start + numel].copy_(source)

@@ -1,31 +1,22 @@
-"""values: the contents of a placed unit's values, on each tier.
+"""values: what the values of a program hold, who made, reads or changes them, and their places.
 
 Tensor     in memory of the host or of the device: a part in one dimension, an activation in its own shape
 dict       a unit's parameters (and buffers) by input index, as its code takes them
-Region     a range of an extent on SSD
+Extent     a file on SSD
 Gradient   a unit's gradient sums, one flat tensor with a view for each parameter
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gs_compile.capture.gradients import Term, add_term, put_term
-from gs_compile.runtime.store import Extent
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """`nbytes` of an extent from `offset` on; `like`: of an activation the shape and strides, on the meta device."""
-
-    extent: Extent
-    offset: int
-    nbytes: int
-    like: torch.Tensor | None = None
+from gs_compile.program.ir import Value
+from gs_compile.runtime.lanes import Ticket
+from gs_compile.runtime.slab import Place
 
 
 class Gradient:
@@ -67,3 +58,51 @@ class Gradient:
 def flat_of(content: torch.Tensor | Gradient) -> torch.Tensor:
     """The memory of a content."""
     return content.flat if isinstance(content, Gradient) else content
+
+
+class ValueTable:
+    """Contents of values, and the tickets of those who made, read or change them."""
+
+    def __init__(self) -> None:
+        self.contents: dict[Value, Any] = {}
+        self.places: dict[Value, Place] = {}  # of those in the slab
+        self._made: dict[Value, Sequence[Ticket]] = {}
+        self._used: dict[Value, list[Ticket]] = {}
+
+    def define(self, value: Value, content: Any, tickets: Sequence[Ticket] = (), *, place: Place | None = None) -> None:
+        """A new value, ready when all of `tickets` are done."""
+        self.contents[value] = content
+        self._made[value] = tickets
+        self._used[value] = []
+        if place is not None:
+            self.places[value] = place
+
+    def ready(self, value: Value) -> Sequence[Ticket]:
+        """What a reader waits for."""
+        return self._made[value]
+
+    def idle(self, value: Value) -> list[Ticket]:
+        """What an operation that changes it, or takes its memory, waits for."""
+        return [*self._made[value], *self._used[value]]
+
+    def use(self, value: Value, ticket: Ticket) -> None:
+        """An operation reads the value until its ticket is done."""
+        self._used[value] = [each for each in self._used[value] if not each.done] + [ticket]
+
+    def change(self, value: Value, ticket: Ticket) -> None:
+        """An operation changes the value; it has waited for all who use it."""
+        self._made[value], self._used[value] = (ticket,), []
+
+    def swap(self, one: Value, other: Value) -> None:
+        """Exchange contents and tickets of two values that live on."""
+        tables: tuple[dict[Value, Any], ...] = self.contents, self._made, self._used
+        for table in tables:
+            table[one], table[other] = table[other], table[one]
+
+    def free(self, value: Value) -> None:
+        """The end of a value: its memory is for others once all who use it are done."""
+        users = [ticket for ticket in self.idle(value) if not ticket.done]
+        del self.contents[value], self._made[value], self._used[value]
+        place = self.places.pop(value, None)
+        if place is not None:
+            place.end(users)

@@ -19,7 +19,8 @@ from gs_compile.runtime import coordinators, stream, tiers
 from gs_compile.runtime.coordinators import Parameters
 from gs_compile.runtime.lanes import Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, StepRecord
-from gs_compile.runtime.values import Gradient, Region
+from gs_compile.runtime.store import Extent
+from gs_compile.runtime.values import Gradient
 
 Clock = dict[Any, int]
 
@@ -109,8 +110,8 @@ class Checker:
 
 
 def _memory(content: Any) -> tuple[Any, int, int]:
-    if isinstance(content, Region):
-        return content.extent.label, content.offset, content.offset + content.nbytes
+    if isinstance(content, Extent):
+        return content.label, 0, content.nbytes
     return ("memory", *span_of(content.flat if isinstance(content, Gradient) else content))
 
 

@@ -30,7 +30,7 @@ from gs_compile.placement.placement import Placement
 from gs_compile.planner.cache import PlanCache
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, StepShape, Unit, Value
-from gs_compile.runtime.handlers import Bindings
+from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import Recipe, StepRecord

@@ -13,8 +13,7 @@ from gs_compile.codegen.parameters import kept_dtype, owners_of, padded, sizes_o
 from gs_compile.errors import OptimizerError
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIED, Unit
-from gs_compile.runtime.coordinators import Binding
-from gs_compile.runtime.handlers import Bindings
+from gs_compile.runtime.coordinators import Binding, Bindings
 from gs_compile.runtime.tiers import Slice
 
 Run = tuple[int, int, int]  # trained elements of one param group: start, stop, group

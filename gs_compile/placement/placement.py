@@ -15,9 +15,10 @@ is, and what an update makes of it goes there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from gs_compile.program.ir import ORDERS, SHADOWS, Op, Order, Schedule, Tier, Unit, Value, homed
 
@@ -52,6 +53,16 @@ class Group:
     @property
     def numel(self) -> int:
         return sum(part.numel for part in self.w)
+
+
+class Stretch(NamedTuple):
+    """Elements of a group that are in one part of the parameters and, where they have state, in one part of that."""
+
+    w: Part
+    s: Part | None
+    start: int  # in the group's space
+    unit_start: int  # the same in the unit's
+    numel: int
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,18 @@ class UnitPlacement:
 
     def trained(self, *when: str) -> tuple[Group, ...]:
         return tuple(group for group in self.groups if group.when in (when or ("early", "late")))
+
+    def stretches(self, group: Group, start: int, stop: int) -> Iterator[Stretch]:
+        """The elements of a group between two places in the unit, cut wherever a part begins."""
+        end = 0
+        for w in group.w:
+            shift = end - w.start  # from the unit's space to the group's
+            for s in group.s or (None,):
+                first = max(start, w.start, s.start - shift if s else 0)
+                last = min(stop, w.stop, s.stop - shift if s else w.stop)
+                if first < last:
+                    yield Stretch(w, s, first + shift, first, last - first)
+            end += w.numel
 
     def value(self, kind: str, part: Part, tier: Tier | None = None) -> Value:
         """The value that a part is, at its home or on another tier."""

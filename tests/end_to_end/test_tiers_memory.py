@@ -14,7 +14,7 @@ from tiered import Rig, adamw, gpt2, options, step, tokens
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.planner.builder import peak
 from gs_compile.runtime import slab
-from gs_compile.runtime.memory import map_memory
+from gs_compile.runtime.slab import map_memory
 
 KEEPS_CAPTURES = True
 NUM_LAYERS, NUM_MICRO_BATCHES = 3, 3

@@ -12,8 +12,7 @@ from gs_compile.errors import StorageError
 from gs_compile.program.ir import Value
 from gs_compile.runtime.coordinators import Activations, transfer
 from gs_compile.runtime.lanes import Ticket
-from gs_compile.runtime.value_table import ValueTable
-from gs_compile.runtime.values import Gradient, Region
+from gs_compile.runtime.values import Gradient, ValueTable
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def test_checkpoints_move_all_at_once(towards):
     log = []
 
     class Extent:
-        def read(self, memory, offset):
+        def read(self, memory):
             assert memory.is_contiguous()
             log.append("asked")
             return self
@@ -72,9 +71,8 @@ def test_checkpoints_move_all_at_once(towards):
         def settle(self):
             log.append("still")
 
-    like = torch.empty((2, 3), device="meta").t()  # its strides are kept, and its memory moves as it lies
-    there = [Region(Extent(), 0, like.nbytes, like) for _ in range(3)]
-    here = [torch.zeros(2, 3).t() for _ in range(3)]
+    there = [Extent() for _ in range(3)]
+    here = [torch.zeros(2, 3).t() for _ in range(3)]  # their memory moves as it lies
     transfer(*((there, here) if towards == "host" else (here, there)))
     assert log == ["asked"] * 3 + ["waited"] * 3 + ["still"] * 3
 
@@ -96,9 +94,9 @@ def test_after_an_error_nothing_moves_any_more():
             moving.discard(self.name)
 
     moves = iter(["first", "second", "third"])
-    extent = SimpleNamespace(read=lambda memory, offset: Move(next(moves)))
+    extent = SimpleNamespace(read=lambda memory: Move(next(moves)))
     with pytest.raises(StorageError, match="read failed"):
-        transfer([Region(extent, 0, 4)] * 3, [torch.zeros(1)] * 3)
+        transfer([extent] * 3, [torch.zeros(1)] * 3)
     assert not moving
 
 

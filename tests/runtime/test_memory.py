@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gs_compile.runtime import memory
-from gs_compile.runtime.memory import map_memory
+from gs_compile.runtime import slab
+from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.stream import Device, device_of
 
 
@@ -72,7 +72,7 @@ def test_no_memory_is_no_pages():
 
 
 def test_without_huge_pages(monkeypatch):
-    monkeypatch.setattr(memory.mmap, "MADV_HUGEPAGE", -1)
+    monkeypatch.setattr(slab.mmap, "MADV_HUGEPAGE", -1)
     assert len(map_memory(2**21)) == 2**21
 
 

@@ -21,7 +21,7 @@ from gs_compile.runtime import issue, lanes
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.optimizer import OptimizerStep
-from gs_compile.runtime.value_table import ValueTable
+from gs_compile.runtime.values import ValueTable
 
 KEEPS_CAPTURES = True
 CHOSEN = {"alpha": 0.3, "ratios": {"parameter": 0.3, "checkpoint": 0.5, "optimizer": 0.5}}

@@ -14,7 +14,7 @@ import torch
 from gs_compile.planner.measure.rates import Figure, Load, Work, at_once, medians, mixed_pair, new_lane
 from gs_compile.runtime.kernels import ADAMW
 from gs_compile.runtime.lanes import Lane
-from gs_compile.runtime.memory import map_memory
+from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.stream import Device, device_of, has_own_memory
 from gs_compile.runtime.threads import update_threads
 

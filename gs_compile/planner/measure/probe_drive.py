@@ -22,7 +22,7 @@ import torch
 from gs_compile.errors import StorageFullError
 from gs_compile.machine import free_storage
 from gs_compile.planner.measure.rates import Figure, Load, Work, medians, mixed_pair, new_lane
-from gs_compile.runtime.memory import map_memory
+from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.ssd import PAGE, Transfer
 from gs_compile.runtime.store import Extent, Store
 from gs_compile.runtime.stream import Device
