@@ -1,7 +1,7 @@
 """Give each transfer its stage: as late as it can be without a wait (arXiv 2512.17570, sections 4.2 to 4.4).
 
-The table below says it: with S the stage of the layer itself, in the forward or the backward, a transfer is issued in
-S + the number in its row. The second column is for a device that reads host memory itself: no stage is spent on the way
+The rows below say it: with S the stage of the layer itself, in the forward or the backward, a transfer is issued in
+S + the number in its row. The second number is for a device that reads host memory itself: no stage is spent on the way
 between them. A unit that is updated in several groups, as it is larger than a layer, takes one stage more for each.
 
 What would come before the first stage stands in `fill`, what would come after the last in `drain`.
@@ -21,53 +21,42 @@ from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Value, homed
 # micro-batch ahead where it is copied (read); piece k beside micro-batch k (piece); after all computation (end).
 Place = Literal["start", "made", "read", "piece", "end"]
 
-# `store` is what brings the result of an update to where it is stored: SSD, or the device.
-#
-# what is moved                own memory   one memory   place
-_TABLE = """
-  prefetch w  ssd>host            -2           -1        start    parameters, the whole unit
-  prefetch w  host>device         -1           -1        piece
-  prefetch x  ssd>host            -1           -1        start    a checkpoint, all micro-batches of the layer
-  prefetch x  host>device          0            0        read     the first is still there
-  prefetch dx host>device          0            0        read
-  offload  x  device>host          0            0        made
-  offload  dx device>host          0            0        made
-  offload  x  host>ssd             1            1        start    all micro-batches of the layer
-  alias    x  device>host          0            0        made
-  alias    x  host>device          0            0        read
-
-  norm     dw                      0            0        end
-  alias    dw device>host          0            0        end
-  clip     norm                    0            0        end
-  offload  dw device>host          1            1        start    a complete gradient, or a sum between micro-batches
-  offload  dw host>ssd             2            1        start    a sum, but before its next use
-  prefetch dw ssd>host            -2           -1        start
-  prefetch dw host>device         -1           -1        start
-
-  early prefetch s                 1            0        start
-  early empty w                    2            1        start
-  early update                     2            1        start
-  early store w                    3            2        start
-  early store s                    3            2        start
-
-  late prefetch w                 -3           -3        start    S in the forward
-  late prefetch s                 -3           -3        start
-  late empty w                    -2           -2        start
-  late update                     -2           -2        start
-  late store w                    -1           -1        start
-  late store s                    -1           -1        start
-"""
-READS_FIRST = {"x": 0, "w": 1, "dw": 1, "s": 2}  # on the SSD's read lane, by how soon they are needed
-OTHERS = 3
-BEFORE, AT, AFTER = -1, 0, 1
-
 
 class Row(NamedTuple):
-    """Stages from the unit's own, and the place in that stage."""
+    """Stages from the unit's own, where the device has memory of its own and where not, and the place in that stage."""
 
     own_memory: int
     one_memory: int
-    place: Place
+    place: Place = "start"
+
+
+ROWS = {
+    "prefetch w ssd>host": Row(-2, -1),  # parameters, the whole unit
+    "prefetch w host>device": Row(-1, -1, "piece"),
+    "prefetch x ssd>host": Row(-1, -1),  # a checkpoint, all micro-batches of the layer
+    "prefetch x host>device": Row(0, 0, "read"),  # the first is still there
+    "prefetch dx host>device": Row(0, 0, "read"),
+    "offload x device>host": Row(0, 0, "made"),
+    "offload dx device>host": Row(0, 0, "made"),
+    "offload x host>ssd": Row(1, 1),  # all micro-batches of the layer
+    "alias x device>host": Row(0, 0, "made"),
+    "alias x host>device": Row(0, 0, "read"),
+    "norm dw": Row(0, 0, "end"),
+    "alias dw device>host": Row(0, 0, "end"),
+    "clip norm": Row(0, 0, "end"),
+    "offload dw device>host": Row(1, 1),  # a complete gradient, or a sum between micro-batches
+    "offload dw host>ssd": Row(2, 1),  # a sum, but before its next use
+    "prefetch dw ssd>host": Row(-2, -1),
+    "prefetch dw host>device": Row(-1, -1),
+    "early update": Row(2, 1),
+    "late update": Row(-2, -2),  # from the unit's stage in the forward
+}
+# What belongs to an update, in stages from it. `store` brings its result to where that is stored: SSD, or the device.
+BESIDE_UPDATE = {"prefetch": -1, "empty": 0, "update": 0, "store": 1}
+HERE = Row(0, 0)  # what takes no time stays in its stage
+READS_FIRST = {"x": 0, "w": 1, "dw": 1, "s": 2}  # on the SSD's read lane, by how soon they are needed
+OTHERS = 3
+BEFORE, AT, AFTER = -1, 0, 1
 
 
 class IssuePoint(NamedTuple):
@@ -77,17 +66,6 @@ class IssuePoint(NamedTuple):
     position: int = -1  # of the micro-batch in the stage; -1: before all of them
     when: int = 0  # before, at or after that computation
     rank: int = OTHERS
-
-
-def _rows() -> Iterator[tuple[str, Row]]:
-    places: tuple[Place, ...] = ("start", "made", "read", "piece", "end")
-    for line in filter(None, map(str.split, _TABLE.splitlines())):
-        at = next(at for at, word in enumerate(line) if word in places)
-        yield " ".join(line[: at - 2]), Row(int(line[at - 2]), int(line[at - 1]), places[places.index(line[at])])
-
-
-ROWS = dict(_rows())
-HERE = Row(0, 0, "start")  # what takes no time stays in its stage
 
 
 @dataclass(frozen=True)
@@ -102,20 +80,19 @@ class Pipeline:
         return program.with_ops(_StageAssigner(program, self.placement).ops(), made_by=self.name)
 
 
+def _part_in_update(op: Op) -> str | None:
+    """The key of BESIDE_UPDATE for an operation that belongs to an update."""
+    if op.into and op.verb in ("prefetch", "offload"):
+        return "store"
+    reads_from_ssd = op.verb == "prefetch" and (op.reads[0].kind == "s" or op.stage == FILL)
+    return op.verb if op.verb in ("update", "empty") or reads_from_ssd else None
+
+
 def _row_of(op: Op) -> str:
-    """The name of an operation's row."""
+    """The name of the row of an operation that belongs to no update."""
     value = (*op.reads, *op.results)[0]
-    if op.verb == "update":
-        what = "update"
-    elif op.verb == "empty" or (op.into and op.verb in ("prefetch", "offload")):
-        what = f"{'empty' if op.verb == 'empty' else 'store'} {value.kind}"
-    elif op.verb == "prefetch" and (value.kind == "s" or op.stage == FILL):
-        what = f"prefetch {value.kind}"
-    elif op.results and op.results[0].kind == value.kind:
-        return f"{op.verb} {value.kind} {value.tier}>{op.results[0].tier}"
-    else:
-        return f"{op.verb} {value.kind}"
-    return f"{'late' if op.stage == FILL else 'early'} {what}"
+    moves = op.results and op.results[0].kind == value.kind
+    return f"{op.verb} {value.kind}" + (f" {value.tier}>{op.results[0].tier}" if moves else "")
 
 
 class _StageAssigner:
@@ -155,9 +132,11 @@ class _StageAssigner:
         here = self.index[op.stage]
         if op.micro_batch is not None:
             return IssuePoint(here, position, AT)
-        name = _row_of(op)
+        part = _part_in_update(op)
+        name = f"{'late' if op.stage == FILL else 'early'} update" if part else _row_of(op)
         row = ROWS.get(name, HERE)
-        stage = self._origin(op, name) + (row.own_memory if self.placement.separate else row.one_memory)
+        stage = row.own_memory if self.placement.separate else row.one_memory
+        stage += self._update_origin(op) + BESIDE_UPDATE[part] if part else here
         match row.place:
             case "made":
                 return IssuePoint(here, position - 1, AFTER)
@@ -171,19 +150,15 @@ class _StageAssigner:
                 return IssuePoint(stage, self.sizes[stage], AFTER)
         if name == "offload dw host>ssd":  # has to have left before the stage that needs it again
             stage = min(stage, next(at for at in self.fetches[op.results[0]] if at > here))
-        from_ssd = op.verb == "prefetch" and op.lane == "ssd_read"
-        return IssuePoint(stage, rank=READS_FIRST[op.reads[0].kind] if from_ssd else OTHERS)
+        return IssuePoint(stage, rank=READS_FIRST[op.reads[0].kind] if op.lane == "ssd_read" else OTHERS)
 
-    def _origin(self, op: Op, name: str) -> int:
-        """The stage that a row counts from. Of several groups of a unit each has one of its own."""
-        here, when = self.index[op.stage], name.split()[0]
-        if when not in ("early", "late"):
-            return here
+    def _update_origin(self, op: Op) -> int:
+        """The stage that an update's row counts from. Of several groups of a unit each has one of its own."""
         value = next(value for value in map(homed, (*op.into, *op.results)) if value.kind in ("w", "s"))
         unit = self.placement.by_unit[value.unit or 0]
         group = unit.group_of(value)
-        if when == "early":
-            return here + unit.trained(group.when).index(group)
+        if op.stage != FILL:
+            return self.index[op.stage] + unit.trained(group.when).index(group)
         groups = unit.trained(*self.late)
         return self.first_stage[unit.unit] - (len(groups) - 1 - groups.index(group))
 

@@ -13,8 +13,8 @@ from typing import get_args
 
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.slab import conflicts, plan
-from gs_compile.placement.speculation import Speculation, is_speculative
 from gs_compile.program.ir import Op, Program, Tier, Unit, Value, homed
+from gs_compile.program.values import SHADOWED
 from gs_compile.program.verbs import MOVEMENTS
 
 INPUT_KINDS = frozenset({"batch", "w", "dy"})  # defined before the step begins
@@ -24,37 +24,37 @@ PLACED_KINDS = frozenset({"w", "s", "sw", "ss", "dw", "scale"})  # of placed uni
 class Updates:
     """A part is updated once, used neither before its late update nor without contents, and is stored once changed.
 
-    Speculative updates are held to laws of their own, and may come after a late one of the same part.
+    A speculative update may come after a late one of the same part.
     """
 
     def __init__(self, placement: Placement | None, waiting: tuple[str, ...]) -> None:
         self.placement = placement
-        self.speculation = Speculation(placement) if placement and placement.speculative else None
+        self.shadows = Shadows(placement) if placement and placement.speculative else None
         self.waiting = _parts(placement, *waiting) if placement and waiting else set()  # until their late update
         homes = placement.homes(late=False) if placement else ()
-        self.tiers = {replace(value, tier=None): value.tier for value in homes}  # where parts are stored
+        self.tiers = {_anywhere(value): value.tier for value in homes}  # where parts are stored
         self.updated: set[Value] = set()
+        self.speculated: set[Value] = set()  # updated before the scale was known, where there is one
         self.empty: set[Value] = set()  # parts on their way to an update that fills them
         self.changed: set[Value] = set()  # parts that an update has changed in host memory, and are stored elsewhere
 
     def breaks(self, op: Op) -> Iterator[str]:
-        if self.speculation is not None:
-            yield from self.speculation.breaks(op)
-            if is_speculative(op):
-                self.updated.difference_update(replace(value, tier=None) for value in op.into)
+        if self.shadows is not None:
+            yield from self.shadows.breaks(op, self.speculated)
         if op.verb == "update":
             yield from self._breaks_update(op)
         elif op.verb in MOVEMENTS:
             yield from self._breaks_reads(op)
             yield from self._breaks_results(op)
-            self.changed.difference_update(replace(homed(value), tier=None) for value in op.into)
+            self.changed.difference_update(_anywhere(homed(value)) for value in op.into)
 
     def _breaks_update(self, op: Op) -> Iterator[str]:
+        done = self.speculated if self.shadows and is_speculative(op) else self.updated
         for value in op.into:
-            part = replace(value, tier=None)
-            if part in self.updated:
+            part = _anywhere(value)
+            if _anywhere(homed(value)) in done:
                 yield f"{value} is updated twice"
-            self.updated.add(part)
+            done.add(_anywhere(homed(value)))
             self.waiting.discard(part)
             self.empty.discard(part)
             if value.tier == "host" and self.tiers.get(part) in ("ssd", "device"):
@@ -64,7 +64,7 @@ class Updates:
         """A movement reads what updates have made of a value, and nothing empty."""
         to_device = (*op.results, *op.into)[0].tier == "device"
         for value in op.reads:
-            part = replace(value, tier=None)
+            part = _anywhere(value)
             if to_device and part in self.waiting:
                 yield f"{value} is used before its late update"
             if part in self.empty:
@@ -74,13 +74,17 @@ class Updates:
 
     def _breaks_results(self, op: Op) -> Iterator[str]:
         """A movement overwrites only what is needed no more."""
-        made = self.speculation.begun if self.speculation else self.updated  # a late update may come before
         for value in op.results:
-            part = replace(value, tier=None)
-            if value.tier == "host" and (part in self.changed or (op.verb == "empty" and part in made)):
+            part = _anywhere(value)
+            if value.tier == "host" and (part in self.changed or (op.verb == "empty" and part in self._early)):
                 yield f"{value} would lose what the update has made"
             if op.verb == "empty":
                 self.empty.add(part)
+
+    @property
+    def _early(self) -> set[Value]:
+        """What early updates have changed; a late one may come before."""
+        return self.speculated if self.shadows else self.updated
 
     def missing(self, complete: set[Unit | None]) -> Iterator[str]:
         """The updates that are missing at the end, of the units whose gradients are complete."""
@@ -88,10 +92,65 @@ class Updates:
         for value in sorted(self.waiting, key=str):
             yield f"{value} has not had its late update"
         for value in sorted(_parts(self.placement, "early"), key=str):
-            if value.unit in complete and not self.speculation and value not in self.updated:
+            if value.unit in complete and value not in self._early:
                 yield f"{value} has not had its update"
-        if self.speculation is not None:
-            yield from self.speculation.unfinished(complete)
+        for value in sorted(self.shadows.pairs.values(), key=str) if self.shadows else ():
+            if value.unit in complete and value not in self.shadows.committed:
+                yield f"{value} has not been committed"
+
+
+class Shadows:
+    """Updates that do not know the scale can be rolled back until all of what they have made is committed.
+
+    Such an update changes nothing that is at home and would be needed to do it again: those parts are read, and what it
+    makes of them goes to their shadow copies, or to a copy that was brought from the SSD. A shadow copy is written
+    once, by an update or by the transfer of what one has made, and read by no one.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.pairs = {
+            _anywhere(home): _anywhere(other)
+            for unit in placement.units
+            for group in placement.speculated(unit)
+            for home, other in unit.shadows(group)
+        }
+        self.homes = placement.homes(late=False)
+        self.written: set[Value] = set()
+        self.committed: set[Value] = set()
+
+    def breaks(self, op: Op, speculated: set[Value]) -> Iterator[str]:
+        for value in op.reads:
+            if value.kind in SHADOWED:
+                yield f"{value} is read before it is known whether it holds"
+        speculates = is_speculative(op)
+        for value in op.into:
+            part = _anywhere(value)
+            if value.kind in SHADOWED:
+                yield from self._breaks_shadow(op, value, part)
+            elif (
+                op.verb != "commit"
+                and part in self.pairs
+                and value in self.homes
+                and (speculates or part in speculated)
+            ):
+                yield f"{value} could not be rolled back"
+
+    def _breaks_shadow(self, op: Op, value: Value, part: Value) -> Iterator[str]:
+        if op.verb != "commit":
+            if part in self.written:
+                yield f"{value} is written twice"
+            self.written.add(part)
+            return
+        if part not in self.written:
+            yield f"{value} has not been written"
+        if part in self.committed:
+            yield f"{value} is committed twice"
+        self.committed.add(part)
+
+
+def is_speculative(op: Op) -> bool:
+    """Whether it is an update that does not know the scale, where there is one to know."""
+    return op.verb == "update" and all(value.kind != "scale" for value in op.reads)
 
 
 class Gathers:
@@ -175,7 +234,7 @@ def at_the_end(program: Program, placement: Placement, updates: Updates, lifetim
     yield from updates.missing({value.unit for value in lifetimes.all_additions})
     stored = placement.homes(late=placement.has_late and any(op.verb == "norm" for op in program.ops))
     for value in sorted(stored, key=str):
-        if replace(value, tier=None) in updates.changed:
+        if _anywhere(value) in updates.changed:
             yield f"{value} is not what the update has made"
         if value in lifetimes.freed or (value not in lifetimes.defined and value not in lifetimes.present):
             yield f"{value} is not at home"
@@ -197,4 +256,9 @@ def _is_sum(value: Value) -> bool:
 def _parts(placement: Placement, *when: str) -> set[Value]:
     """The parts of parameters that are updated early, or late, wherever they are."""
     parts = ((unit, part) for unit in placement.units for group in unit.trained(*when) for part in group.w)
-    return {replace(unit.value("w", part), tier=None) for unit, part in parts}
+    return {_anywhere(unit.value("w", part)) for unit, part in parts}
+
+
+def _anywhere(value: Value) -> Value:
+    """The part that a value is, wherever it is."""
+    return replace(value, tier=None)
