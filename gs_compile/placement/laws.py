@@ -94,9 +94,8 @@ class Updates:
         for value in sorted(_parts(self.placement, "early"), key=str):
             if value.unit in complete and value not in self._early:
                 yield f"{value} has not had its update"
-        for value in sorted(self.shadows.pairs.values(), key=str) if self.shadows else ():
-            if value.unit in complete and value not in self.shadows.committed:
-                yield f"{value} has not been committed"
+        if self.shadows is not None:
+            yield from self.shadows.missing(complete)
 
 
 class Shadows:
@@ -146,6 +145,12 @@ class Shadows:
         if part in self.committed:
             yield f"{value} is committed twice"
         self.committed.add(part)
+
+    def missing(self, complete: set[Unit | None]) -> Iterator[str]:
+        """The commits that are missing at the end, of the units whose gradients are complete."""
+        for value in sorted(self.pairs.values(), key=str):
+            if value.unit in complete and value not in self.committed:
+                yield f"{value} has not been committed"
 
 
 def is_speculative(op: Op) -> bool:
