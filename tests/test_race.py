@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.race import bounds, curves, draw, tables
-from benchmarks.race.measures import MachineSpeed, add_bounds, io_seconds, normalised, spread
+from benchmarks.race.measures import add_bounds, io_seconds
 from benchmarks.race.protocol import Case
 from benchmarks.race.registry import PEERS_PYTHON, Entry
 from benchmarks.race.run import Run, Settings
@@ -151,16 +151,6 @@ def test_who_is_wrong_is_not_timed(scripted):
     assert found["groups"] == [["plain", "zero-infinity"]]
 
 
-def test_groups_where_memory_does_not_hold_all(scripted):
-    found = raced(("plain", "zero-infinity", "vertical/ssd/eager"), most_together=1)
-    assert found["groups"] == [["plain", "zero-infinity"], ["plain", "vertical/ssd/eager"]]
-    assert {name: len(each["seconds"]) for name, each in found["contestants"].items()} == {
-        "plain": 2,  # of both groups
-        "zero-infinity": 1,
-        "vertical/ssd/eager": 1,
-    }
-
-
 def test_a_race_whose_time_is_up_says_so(scripted):
     found = raced(("plain", "zero-infinity"), deadline=time.monotonic())
     assert not found["complete"]
@@ -201,17 +191,6 @@ def test_the_share_of_the_roofline(machine):
     assert "share" not in results["fsdp2"]
 
 
-def test_seconds_at_the_median_speed():
-    speed = MachineSpeed([1.0, 2.0, 1.0])
-    assert speed.normalised(4.0, 2.0, 2.0) == 2.0
-    assert speed.spread == 2.0
-    each = {"plain": {"median_seconds": 3.0, "median_normalised_seconds": 2.0}, "fsdp2": {"verdict": "not raced"}}
-    found = normalised({"heats": [{"contestants": each}]})
-    assert found["heats"][0]["contestants"]["plain"]["median_seconds"] == 2.0
-    assert each["plain"]["median_seconds"] == 3.0
-    assert spread([1.0, 1.1, 0.9]) == pytest.approx(0.1)
-
-
 def test_a_wait_is_blamed_on_its_lane(monkeypatch):
     lane, waited_for, wait = Lane("ssd_read", Failure(), Trace()), threading.Event(), Ticket.wait
     monkeypatch.setattr(Ticket, "wait", lambda ticket: (waited_for.set(), wait(ticket)))
@@ -244,12 +223,3 @@ def test_bounds_that_hold_and_bounds_that_are_missed():
         "vertical against horizontal": "**missed**",
         "loss over 200 steps on real text, vertical and horizontal": "holds",
     }
-
-
-def test_curves_apart():
-    losses = {"plain": [2.0, 1.0], "vertical": [2.0, 1.15], "horizontal": [2.02, 1.0], curves.NOISE[0]: [2.0, 1.05]}
-    differences = curves.apart(losses)
-    assert differences == pytest.approx({"vertical": 0.15, "horizontal": 0.01, curves.NOISE[0]: 0.05})
-    report = curves.report({"largest_difference": differences})
-    assert "vertical: more than rounding, 3.00 times" in report
-    assert "horizontal: within rounding noise, 0.20 times" in report

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import torch
-from captured import Tiny, batch, captured, leaves, run, text
+from captured import Tiny, batch, captured, leaves, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from gs_compile.capture.graph import TensorSpec, block_of
+from gs_compile.capture.graph import TensorSpec
 
 
 def node_of(module, name):
@@ -69,34 +68,6 @@ def test_two_batch_symbols():
     case = captured(Pair(), torch.randn(4, 3), torch.randn(4, 3))
     (output,) = case.specialized(2).graph.output_node().args[0]
     assert (output.meta["spec"].shape, output.meta["spec"].batch_dims) == ((2,), (0,))
-
-
-class Checkpointed(Tiny):
-    def __init__(self, on, *args):
-        super().__init__(*args)
-        self.on = on
-
-    def forward(self, ids, labels):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.on else block(x)
-        return self.criterion(self.head(x), labels)
-
-
-def test_checkpointing_is_absorbed():
-    model = Checkpointed(True)
-    plain, marked = captured(Checkpointed(False), *batch(4)), captured(model, *batch(4))
-    texts = [text(case.specialized(2), case.captured) for case in (plain, marked)]
-    assert "checkpoint" in str(marked.captured.module.graph)
-
-    def operations(code):
-        found = [line.split(" = ", 1)[-1].split("(")[0] for line in code.splitlines()[1:]]
-        return [name for name in found if not name.startswith("attribute wrap_body")]
-
-    assert operations(texts[0]) == operations(texts[1])
-    torch.testing.assert_close(run(marked.specialized(4), marked.named())[0], model(*batch(4)))
-    layers = [block_of(node) for node in marked.specialized(2).graph.nodes if "tanh" in node.name]
-    assert layers == [("blocks", 0), ("blocks", 1)]
 
 
 def test_no_grad_becomes_detach():

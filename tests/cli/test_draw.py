@@ -9,7 +9,7 @@ import matplotlib
 import pytest
 from test_timeline import simulated
 
-from gs_compile.cli.report.draw import Point, Roofline, _bars, lanes, throughput, traffic_bars
+from gs_compile.cli.report.draw import Point, Roofline, lanes, throughput, traffic_bars
 from gs_compile.errors import PlanError
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
 from gs_compile.planner.measure.machines import SHIPPED
@@ -73,15 +73,6 @@ def test_lanes_are_rows(svg):
     lanes(simulation, svg, title="a step")
     wanted = [*simulation.busy, "optimizer states", "forward", "waits", "a step"]
     assert [word for word in wanted if f">{word}<" not in svg.read_text()] == []
-
-
-def test_bars_are_all_that_is_in_view_and_what_comes_in_from_the_steps_beside_it():
-    _, simulation = simulated(bytes_per_second=2e6)
-    starts = {start for bars in _bars(simulation, 0.0, simulation.seconds).values() for start, _ in bars}
-    over = {span.start_seconds for span in simulation.spans if span.stop_seconds > simulation.seconds}
-    assert over
-    inside = {s.start_seconds for s in simulation.spans if s.stop_seconds > 0 and s.start_seconds < simulation.seconds}
-    assert inside | {start - simulation.seconds for start in over} <= starts
 
 
 def test_the_suffix_says_what_is_written(tmp_path):

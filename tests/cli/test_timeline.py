@@ -88,20 +88,6 @@ def test_the_critical_path_is_marked(step):
     assert path
 
 
-def test_stages_are_those_of_the_computation_one_after_the_other(step):
-    program, _, data, _ = step
-    names = [f"{stage['phase']} {stage['unit']}" for stage in data["stages"]]
-    assert names == [str(stage) for stage, ops in program.stages() if any(op.lane == "compute" for op in ops)]
-    assert [stage["start"] for stage in data["stages"][1:]] == [stage["stop"] for stage in data["stages"][:-1]]
-
-
-def test_memory_is_the_simulations(step):
-    _, simulation, data, _ = step
-    for tier in data["memory"]:
-        curve = [(nanoseconds(seconds), nbytes) for seconds, nbytes in simulation.memory[tier["tier"]]]
-        assert list(zip(tier["times"], tier["nbytes"], strict=True)) == curve
-
-
 def test_texts_are_shown_as_they_are_and_nothing_comes_from_outside(step):
     texts = {"<program>": "# </pre> @note"}
     page = timeline_html(step[1], title="</h1><b> & @data", note="1 < 2 @title", texts=texts)

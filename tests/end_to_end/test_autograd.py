@@ -8,7 +8,6 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 from zoo import (
     GPT,
@@ -161,12 +160,9 @@ def test_a_cache_takes_no_gradient():
 
 FREEZE = {
     "all but the biases": lambda name: not name.endswith("bias"),
-    "the embedding": lambda name: name.startswith("embedding"),
     "the lower half": lambda name: name.startswith(("embedding", "blocks.0", "blocks.1")),
     "the head": lambda name: name.startswith(("norm", "head")),
     "all but the embedding": lambda name: not name.startswith("embedding"),
-    "all but the head": lambda name: not name.startswith("head"),
-    "one block": lambda name: name.startswith("blocks.1"),
 }
 
 
@@ -180,27 +176,8 @@ def test_frozen_parameters_get_no_gradient(what):
     assert [p.grad is None for p in model.parameters()] == [FREEZE[what](name) for name, _ in model.named_parameters()]
 
 
-def test_low_rank_adapters():
-    class Adapted(Block):
-        def __init__(self):
-            super().__init__()
-            self.requires_grad_(False)
-            self.down_projection = nn.Parameter(torch.randn(4, WIDTH) * 0.1)
-            self.up_projection = nn.Parameter(torch.randn(WIDTH, 4) * 0.1)
-
-        def forward(self, x_BTD):
-            return super().forward(x_BTD) + x_BTD @ self.down_projection.T @ self.up_projection.T
-
-    model = GPT(Adapted)
-    for part in (model.embedding, model.norm, model.head):
-        part.requires_grad_(False)
-    both_ways(model, scaled)
-    assert len(gradients(model)) == 2 * len(model.blocks)
-
-
-@pytest.mark.parametrize("use", [scaled, loss_outside], ids=lambda use: use.__name__)
-def test_tied_embeddings_get_the_sum(use):
-    both_ways(GPT(tied=True), use)
+def test_tied_embeddings_get_the_sum():
+    both_ways(GPT(tied=True), scaled)
 
 
 def test_hooks_of_parameters_see_the_gradient_of_the_batch():
@@ -275,9 +252,3 @@ def test_outputs_are_the_users_to_change():
         first = model(batch()[0])[0]
         first.zero_()
         assert model(batch()[0])[0].any()
-
-
-def test_the_loss_alone():
-    logits, loss = compile_model(GPT(), 2, outputs="loss")(*batch())
-    assert logits is None
-    torch.testing.assert_close(loss, GPT()(*batch())[1])

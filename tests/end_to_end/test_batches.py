@@ -7,7 +7,7 @@ from importlib import metadata
 import pytest
 import torch
 from torch.nn import functional
-from zoo import GPT, WIDTH, assert_same_gradients, batch, both_ways, gradients, huggingface, train
+from zoo import GPT, WIDTH, assert_same_gradients, batch, both_ways, gradients, train
 
 from gs_compile.model.backend import greedysnake
 
@@ -58,12 +58,6 @@ def test_the_users_default_dtype_is_not_the_fractions():
         both_ways(Meaned().float(), lambda model: model(*batch(5)).backward(), 2, compiler="inductor")
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def test_embedded_inputs_go_straight_to_the_first_block():
-    _, labels = batch()
-    embedded = torch.randn(*labels.shape, WIDTH, generator=torch.Generator().manual_seed(0))
-    both_ways(huggingface("llama"), lambda model: model(inputs_embeds=embedded, labels=labels).loss.backward())
 
 
 @pytest.mark.parametrize("options", [{}, {"dynamic": True}], ids=["automatic", "dynamic"])

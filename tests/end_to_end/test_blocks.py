@@ -26,25 +26,6 @@ from zoo import (
 from gs_compile.codegen.compiled import compilations_of
 
 
-class Square(torch.autograd.Function):
-    """Twice the right gradient, so that one sees whose backward ran."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return 4 * x * gradient
-
-
-class OwnFunction(Block):
-    def forward(self, x_BTD):
-        return super().forward(x_BTD) + Square.apply(self.norm(x_BTD))
-
-
 class InPlace(Block):
     def forward(self, x_BTD):
         y_BTD = self.up(self.norm(x_BTD))
@@ -100,8 +81,7 @@ class Shift(nn.Module):
         return x_BTD + self.shift
 
 
-@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
-@pytest.mark.parametrize("block", [OwnFunction, InPlace, ToldInPlace, ChangesItsInput, TakesNone, HasBuffers, Shift])
+@pytest.mark.parametrize("block", [InPlace, ToldInPlace, ChangesItsInput, TakesNone, HasBuffers, Shift])
 def test_blocks(block):
     both_ways(GPT(block), scaled, 1 if block is Shift else 2)
 

@@ -102,16 +102,6 @@ def test_an_input_that_wants_a_gradient_is_refused(tmp_path):
     optimizer.engine.tiers.close()
 
 
-def test_models_one_after_the_other_in_one_function(tmp_path):
-    for _ in range(2):
-        torch._dynamo.reset()
-        model = gpt2()
-        optimizer = gs_compile.AdamW(model.parameters(), lr=3e-4)
-        model.compile(backend="greedysnake", options=options(tmp_path))
-        step(model, optimizer, tokens(0, 2))
-        del model, optimizer
-
-
 def test_a_trace_has_every_lane_of_every_step(pair, tmp_path):
     both = pair(trace=True)
     both.step(2)

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from tiered import LENGTH, Rig, adamw, gpt2, moved, options, sgd, step, tokens
 from zoo import assert_same_gradients, batch, gradients, huggingface
 
-from gs_compile.planner.builder import peak
-
 KEEPS_CAPTURES = True
 NUM_LAYERS, WIDTH, MICRO_BATCH = 2, 32, 2
 RATIOS = (0.0, 0.4, 1.0)
@@ -64,17 +62,6 @@ def test_any_placement_learns_the_same(
     assert not found.differences(references(precision, clip, batch_size))
 
 
-@pytest.mark.parametrize(("batch_size", "clip"), [(4, False), (5, True)])
-def test_learns_what_the_vertical_order_learns(rigs, storage, references, batch_size, clip):
-    make = partial(adamw, max_grad_norm=0.3) if clip else adamw
-    expected = rigs("model").train(make, chosen(storage, "vertical"), num_steps=3, batch_size=batch_size)
-    found = references("model", clip, batch_size)
-    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
-    assert found.norms == pytest.approx(expected.norms, rel=1e-6)
-    for name, values in expected.values.items():
-        torch.testing.assert_close(found.values[name], values, rtol=1e-3, atol=5e-5)  # AdamW magnifies rounding
-
-
 @pytest.mark.parametrize(
     ("batch_size", "ratio", "gradient", "separate", "scale"),
     [(2, 0.0, 0.0, True, 1.0), (4, 1.0, 1.0, True, 1.0), (5, 0.4, 0.4, False, 1.0), (5, 0.0, 0.0, True, 0.3)],
@@ -101,12 +88,19 @@ def test_gradients_are_those_of_the_vertical_order(rigs, storage, batch_size, ra
 # Bytes ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("gradient", [0.0, 1.0])
-@pytest.mark.parametrize("precision", ["model", "bf16"])
-def test_a_step_moves_what_the_paper_says(rigs, storage, precision, gradient, separate):
+@pytest.mark.parametrize(
+    ("precision", "gradient", "separate", "n"),
+    [
+        ("model", 0.0, True, 3),
+        ("bf16", 0.0, True, 5),
+        ("bf16", 1.0, True, 3),
+        ("model", 1.0, False, 1),
+        ("bf16", 0.0, False, 2),
+    ],
+)
+def test_a_step_moves_what_the_paper_says(rigs, storage, precision, gradient, separate, n):
     """Measured, counted on the program, and by the formulas of section 3.3; everything else is on SSD."""
-    rig, n = rigs(precision), 3
+    rig = rigs(precision)
     given = chosen(storage, ratio=0.0, gradient=gradient, separate=separate)
     with rig.fresh(adamw, given) as optimizer:
         step(rig.model, optimizer, tokens(0, MICRO_BATCH * n))
@@ -128,23 +122,6 @@ def test_a_step_moves_what_the_paper_says(rigs, storage, precision, gradient, se
         form |= {("h2d", "dw"): (n - 1) * numel * 4, ("d2h", "dw"): n * numel * 4}  # (2 n - 1) times together
     assert found.traced == found.planned == form
     assert {key: nbytes for key, nbytes in form.items() if key[0].startswith("ssd")} == found.asked
-
-
-@settings(deadline=None, max_examples=8)
-@given(ratio=st.sampled_from(RATIOS), gradient=st.sampled_from(RATIOS), separate=st.booleans(), clip=st.booleans())
-def test_the_planned_memory_is_enough(rigs, storage, ratio, gradient, separate, clip):
-    rig, make = rigs("model"), partial(adamw, max_grad_norm=0.5) if clip else adamw
-    given = chosen(storage, ratio=ratio, gradient=gradient, separate=separate)
-    with rig.fresh(make, given) as optimizer:
-        step(rig.model, optimizer, tokens(0))
-        step(rig.model, optimizer, tokens(1))
-        budget = peak(optimizer.engine.programs[-1], "host")
-    with rig.fresh(make, {**given, "host_memory": budget}) as optimizer:
-        for number in range(3):
-            step(rig.model, optimizer, tokens(number))
-        optimizer.synchronize()
-        assert optimizer.engine.tiers.slab.nbytes <= budget
-        assert optimizer.engine.tiers.slab.has_block(optimizer.engine.programs[-1])  # the step has left nothing
 
 
 # Models that are captured for one test: last, as a rig is captured once -----------------------------------------------

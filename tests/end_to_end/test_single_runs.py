@@ -8,12 +8,11 @@ from functools import cache, partial
 import pytest
 import torch
 from learner import distance
-from tiered import LENGTH, Rig, adamw, gpt2, options, sgd, step, tokens
+from tiered import Rig, adamw, gpt2, options, sgd
 from torch import nn
 from zoo import GPT, LAYERS, assert_same_gradients, batch, gradients, huggingface, train
 
 import gs_compile
-from gs_compile.placement.traffic import traffic
 
 KEEPS_CAPTURES = True
 NUM_BLOCKS, WIDTH, BATCH = 2, 32, 4
@@ -57,30 +56,6 @@ def test_learns_what_the_vertical_order_learns(rigs, storage, name, place):
     for name, initial in zip(names, rig.initial, strict=True):
         gradient = initial - was.values[name]
         assert (now.values[name] - was.values[name]).norm() <= 1e-6 * gradient.norm() + 1e-9
-
-
-@pytest.mark.parametrize("separate", [False, True])
-def test_twice_the_checkpoints_move(storage, separate):
-    torch._dynamo.reset()
-    rig, moved, programs = Rig(BUILDS["tied"]), {}, {}
-    for schedule in ("vertical", "single"):
-        with rig.fresh(adamw, chosen(storage, schedule, ratio=0.0, separate=separate)) as optimizer:
-            step(rig.model, optimizer, tokens(0, BATCH))
-            step(rig.model, optimizer, tokens(1, BATCH))
-            engine = optimizer.engine
-            programs[schedule] = engine.programs[-1]
-            moved[schedule] = traffic(engine.programs[-1], engine.placement)
-    assert [program.num_micro_batches for program in programs.values()] == [1, 1]
-    assert [program.num_layers for program in programs.values()] == [NUM_BLOCKS, 2 * NUM_BLOCKS]
-    checkpoints = NUM_BLOCKS * BATCH * LENGTH * WIDTH * 4
-    of_x = {
-        schedule: {lane: n for (lane, kind), n in found.items() if kind == "x"} for schedule, found in moved.items()
-    }
-    lanes = {"ssd_read", "ssd_write", "d2h"} | ({"h2d"} if separate else set())
-    assert of_x["vertical"] == dict.fromkeys(lanes, checkpoints)
-    assert of_x["single"] == dict.fromkeys(lanes, 2 * checkpoints)
-    others = [{key: n for key, n in found.items() if key[1] != "x"} for found in moved.values()]
-    assert others[0] == others[1]
 
 
 # Without tiers -------------------------------------------------------------------------------------------------------

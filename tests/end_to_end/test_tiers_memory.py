@@ -29,7 +29,7 @@ ratios = st.sampled_from((0.0, 0.3, 0.7, 1.0))
 
 
 @settings(deadline=None, max_examples=15)
-@example("bf16", None, 0.5, False, {"parameter": 0.0, "checkpoint": 0.7, "optimizer": 1.0}, 0.0)  # the first step alone
+@example("bf16", None, 0.5, False, {"parameter": 0.0, "checkpoint": 0.7, "optimizer": 1.0}, 0.0, None)  # the first step
 @given(
     precision=st.sampled_from(("model", "bf16")),
     clip=st.sampled_from((None, "delayed", "speculative")),
@@ -37,8 +37,12 @@ ratios = st.sampled_from((0.0, 0.3, 0.7, 1.0))
     separate_device=st.booleans(),
     ratios=st.fixed_dictionaries({"parameter": ratios, "checkpoint": ratios, "optimizer": ratios}),
     on_device=st.sampled_from((0.0, 0.6)),
+    gradient=st.sampled_from((None, 0.0, 0.4, 1.0)),
 )
-def test_the_planned_memory_is_enough(rigs, storage, precision, clip, alpha, separate_device, ratios, on_device):
+def test_the_planned_memory_is_enough(
+    rigs, storage, precision, clip, alpha, separate_device, ratios, on_device, gradient
+):
+    """In the horizontal order too, with a ratio of gradient sums."""
     rig, make = rigs[precision], partial(adamw, max_grad_norm=0.5) if clip else adamw
     classes = (["checkpoint"] if separate_device else []) + (["parameter"] if precision == "bf16" else [])
     if separate_device:
@@ -49,6 +53,8 @@ def test_the_planned_memory_is_enough(rigs, storage, precision, clip, alpha, sep
         "separate_device": separate_device,
         "ratios": ratios,
     }
+    if gradient is not None:
+        chosen |= {"schedule": "horizontal", "ratios": ratios | {"gradient": gradient}}
     with rig.fresh(make, options(storage, **chosen)) as optimizer:
         step(rig.model, optimizer, tokens(0))
         step(rig.model, optimizer, tokens(1))  # with the late updates of the first

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import expecttest
 import pytest
 import torch
 from torch import fx, nn
-from zoo import GPT, VOCAB, WIDTH, Block
+from zoo import GPT, VOCAB, Block
 
 import gs_compile
 from gs_compile.errors import InspectionError
@@ -119,29 +118,6 @@ def test_a_frozen_embedding_has_no_backward():
     assert "frozen: e" in str(inspection)
 
 
-def test_classes_of_layers():
-    model = toy(16, 16, 24, 16)
-    with pytest.warns(gs_compile.errors.UniformityWarning):
-        loss_of(model)
-    inspection = gs_compile.inspect(model)
-    assert [c.units for c in inspection.classes] == [(0, 1, 3), (2,)]
-    assert "layer 2 differs from layer 0" in inspection.uniformity
-    assert inspection.uniformity in str(inspection)
-
-
-def test_sizes(inspection):
-    assert (inspection.num_layers, inspection.num_micro_batches, inspection.micro_batch_size) == (3, 2, 2)
-    assert inspection.checkpoint.shape == (2, TOKENS, WIDTH)
-    model = GPT()
-    total = sum(spec.nbytes for spec in inspection.parameters().values())
-    assert total == sum(parameter.nbytes for parameter in model.parameters())
-    assert sum(spec.nbytes for spec in inspection.parameters(1).values()) == sum(
-        p.nbytes for p in model.blocks[1].parameters()
-    )
-    assert inspection.seconds_in_passes > 0
-    assert inspection.seconds_in_code > 0
-
-
 def test_the_program_after_every_pass(inspection):
     assert [program.made_by for program in inspection.programs] == ["vertical", "snake", "free"]
     assert inspection.program() is inspection.programs[-1]
@@ -179,21 +155,6 @@ def test_of_several_batch_sizes_the_latest_is_shown():
         assert inspection.num_micro_batches == micro_batches
     # compiled before a thread of autograd's needs it
     assert inspection.classes[0].code.graphs.keys() == {"forward", "backward"}
-
-
-def test_nothing_to_combine_in_one_micro_batch():
-    model = toy()
-    loss_of(model, batch=2)
-    inspection = gs_compile.inspect(model)
-    assert inspection.loss_terms == ()
-    assert "nothing to combine" in inspection.derivation
-
-
-def test_the_dictionary_is_json(inspection):
-    found = json.loads(json.dumps(inspection.as_dict()))
-    assert found["programs"]["free"] == str(inspection.program())
-    assert [entry["units"] for entry in found["units"]] == [["e"], [0, 1, 2], ["h"]]
-    assert found["loss"][0]["why"]
 
 
 def test_what_is_remembered_keeps_no_model_alive():

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import expecttest
 import torch
 from hypothesis import given
@@ -44,29 +42,6 @@ free(dx2_0.device)
 """,
         )
 
-    def test_forward_only(self):
-        shape = StepShape(training=False, has_side=True, has_total=True)
-        self.assertExpectedInline(
-            str(Free()(vertical(2, 1, shape=shape))),
-            """\
-# gs_compile 0.1   after free   2 layers x 1 micro-batches
-# forward e   micro-batches 0
-total.device = count(batch_0)
-x0_0.device, side_0.device = embed(batch_0, we.device)
-# forward 0   micro-batches 0
-x1_0.device = forward(x0_0.device, side_0.device, w0.device)
-free(x0_0.device)
-# forward 1   micro-batches 0
-x2_0.device = forward(x1_0.device, side_0.device, w1.device)
-free(x1_0.device)
-# forward h   micro-batches 0
-loss_0.device = head(x2_0.device, side_0.device, batch_0, total.device, wh.device)
-free(x2_0.device)
-free(side_0.device)
-free(total.device)
-""",
-        )
-
     def test_on_tiers(self):
         placement = place(3, 2, options=SMALL)
         self.assertExpectedInline(
@@ -106,41 +81,6 @@ free(x1_0.device)
 free(dx2_0.device)
 free(w1.device)
 norm1.device = norm(dw1.device)
-""",
-        )
-
-    def test_one_memory(self):
-        placement = place(3, 2, options=replace(SMALL, separate=False))
-        self.assertExpectedInline(
-            stages(lowered((3, 2), placement, late=True)[-1], "backward 0", frees=True),
-            """\
-# backward 0   micro-batches 0 1
-web.host, wec.host = prefetch(web.ssd, wec.ssd)
-s0b.host = prefetch(s0b.ssd)
-offload(w2a.host, into=w2a.ssd)
-free(w2a.host)
-offload(s2b.host, into=s2b.ssd)
-free(s2b.host)
-dw1b.host = offload(dw1.device)
-w1a.host = empty()
-update(dw1.device, into=(w1a.host, s1a.host, s1b.host))
-free(dw1.device)
-w0.device = gather(w0a.host, w0b.host)
-free(w0a.host)
-free(w0b.host)
-dw0.device = zeros()
-x0_0.device = alias(x0_0.host)
-free(x0_0.host)
-dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
-free(x0_0.device)
-free(dx1_0.device)
-x0_1.device = alias(x0_1.host)
-free(x0_1.host)
-dx0_1.device = backward(x0_1.device, dx1_1.device, w0.device, into=dw0.device)
-free(x0_1.device)
-free(dx1_1.device)
-free(w0.device)
-norm0.device = norm(dw0.device)
 """,
         )
 

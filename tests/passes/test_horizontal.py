@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 
 import expecttest
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ from toy import Toy, steps
 
 from gs_compile.passes.baselines.horizontal import horizontal
 from gs_compile.passes.vertical import vertical
-from gs_compile.placement.traffic import traffic
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import StepShape, Value
 
@@ -86,39 +84,6 @@ def test_learns_what_the_vertical_order_learns(step, chosen, gradient_ratio):
     """To rounding: sums of parameters that are shared are added in another order."""
     found = train(*step, homes(step, chosen, gradient_ratio))
     torch.testing.assert_close(found, train(*step, place(*step, chosen)), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 5])
-@pytest.mark.parametrize("gradient_ratio", [0.0, 1.0])
-def test_traffic_is_that_of_the_paper(num_micro_batches, gradient_ratio):
-    """Of layers: 2 n P of parameters, (2 n - 1) 2 P of gradient sums, 2 n C of checkpoints (section 3.3).
-
-    The head's backward follows at once, so it is loaded n times.
-    """
-    n, num_layers = num_micro_batches, 3
-    placement = homes((num_layers, n), ALL_SSD, gradient_ratio)
-    moved = traffic(lowered((num_layers, n), placement)[-1], placement)
-    units = placement.by_unit
-    loaded = sum(unit.numel * unit.itemsize * (1 if unit.unit == "h" else 2) for unit in units.values())
-    gradients = sum(unit.num_trained * unit.gradient_itemsize for unit in units.values())
-    parameters = sum(unit.numel * unit.itemsize for unit in units.values())
-    trained = sum(unit.num_trained * unit.itemsize for unit in units.values())
-    checkpoints = num_layers * placement.x_nbytes[0]
-    assert gradients == 2 * trained  # as fp32 next to 16 bits
-    assert moved["h2d", "w"] == moved["ssd_read", "w"] == n * loaded
-    assert moved.get(("h2d", "dw"), 0) + moved["d2h", "dw"] == (2 * n - 1) * gradients
-    assert moved["h2d", "x"] + moved["d2h", "x"] == 2 * n * checkpoints
-    assert moved["ssd_read", "x"] == moved["ssd_write", "x"] == n * checkpoints
-    assert moved["ssd_write", "w"] == trained <= parameters
-    assert ("d2h", "dx") not in moved
-    on_ssd = (n - 1) * gradients * (1 - gradient_ratio)
-    assert moved.get(("ssd_read", "dw"), 0) == moved.get(("ssd_write", "dw"), 0) == on_ssd
-
-
-def test_in_one_memory_sums_stay_where_they_are():
-    placement = homes((3, 3), replace(ALL_SSD, separate=False))
-    moved = traffic(lowered((3, 3), placement)[-1], placement)
-    assert not [key for key in moved if key[1] == "dw"]
 
 
 def test_half_of_the_units_have_their_sums_on_ssd():

@@ -59,55 +59,6 @@ offload(s0b.host, into=s0b.ssd)
 """,
         )
 
-    def test_one_memory(self):
-        placement = place(2, 1, options=replace(SMALL, separate=False))
-        program = after(lowered((2, 1), placement), "offload")
-        self.assertExpectedInline(
-            stages(program, "backward 0"),
-            """\
-# backward 0   micro-batches 0
-x0_0.host = prefetch(x0_0.ssd)
-w0a.host, w0b.host = prefetch(w0a.ssd, w0b.ssd)
-w0.device = gather(w0a.host, w0b.host)
-dw0.device = zeros()
-x0_0.device = alias(x0_0.host)
-dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device, into=dw0.device)
-norm0.device = norm(dw0.device)
-dw0b.host = offload(dw0.device)
-w0a.host = empty()
-s0b.host = prefetch(s0b.ssd)
-update(dw0.device, into=(w0a.host, s0a.host, s0b.host))
-offload(w0a.host, into=w0a.ssd)
-offload(s0b.host, into=s0b.ssd)
-""",
-        )
-
-    def test_without_a_master(self):
-        """The late update needs the parameters themselves."""
-        placement = place(1, 1, options=replace(SMALL, has_master=False, separate=False))
-        program = after(lowered((1, 1), placement, late=True), "offload")
-        self.assertExpectedInline(
-            stages(program, "fill"),
-            """\
-# fill   micro-batches
-wec.host = prefetch(wec.ssd)
-sec.host = prefetch(sec.ssd)
-update(dweb.host, into=(wec.host, sec.host))
-offload(wec.host, into=wec.ssd)
-offload(sec.host, into=sec.ssd)
-w0b.host = prefetch(w0b.ssd)
-s0c.host = prefetch(s0c.ssd)
-update(dw0b.host, into=(w0b.host, s0c.host))
-offload(w0b.host, into=w0b.ssd)
-offload(s0c.host, into=s0c.ssd)
-whc.host = prefetch(whc.ssd)
-shc.host = prefetch(shc.ssd)
-update(dwhb.host, into=(whc.host, shc.host))
-offload(whc.host, into=whc.ssd)
-offload(shc.host, into=shc.ssd)
-""",
-        )
-
     def test_homes_on_the_device(self):
         """Checkpoint x0_1 stays there, and so do the first tensors of the layer."""
         options = Options(device_parameter=0.7, device_checkpoint=0.5, alpha=0.5)

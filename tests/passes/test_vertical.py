@@ -111,39 +111,6 @@ embed_backward(batch_0, dx0_0.device, we.device, wt.device, into=(dwe.device, dw
 """,
         )
 
-    def test_tied_parameters_of_frozen_units(self):
-        """The backward ends at the prologue for the sake of what it shares."""
-        shape = StepShape(tied=frozenset("eh"), frozen=frozenset({"e", 0, "h"}))
-        text = str(vertical(1, 1, shape=shape))
-        self.assertExpectedInline(
-            text[text.index("# backward h") :],
-            """\
-# backward h   micro-batches 0
-dwt.device = zeros()
-loss_0.device, dx1_0.device = head(x1_0.device, batch_0, wh.device, wt.device, into=dwt.device)
-# backward 0   micro-batches 0
-dx0_0.device = backward(x0_0.device, dx1_0.device, w0.device)
-# backward e   micro-batches 0
-embed_backward(batch_0, dx0_0.device, we.device, wt.device, into=dwt.device)
-""",
-        )
-
-    def test_backward_starts_where_gradients_arrive(self):
-        text = str(vertical(3, 1, shape=StepShape(has_loss=False, outside=frozenset({1}))))
-        self.assertExpectedInline(
-            text[text.index("# forward h") :],
-            """\
-# forward h   micro-batches 0
-head(x3_0.device, batch_0, wh.device)
-# backward 0   micro-batches 0
-dw0.device = zeros()
-dx0_0.device = backward(x0_0.device, dy1_0.device, w0.device, into=dw0.device)
-# backward e   micro-batches 0
-dwe.device = zeros()
-embed_backward(batch_0, dx0_0.device, we.device, into=dwe.device)
-""",
-        )
-
 
 @given(tiered_steps())
 def test_is_well_formed(step):

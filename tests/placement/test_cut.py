@@ -42,12 +42,6 @@ def test_two_zones_and_two_groups():
     )
 
 
-def test_frozen_tensors_in_both_zones():
-    assert picture(parts([4 * Q], [4 * Q], parameter_ratio=0.75, alpha=1.0)) == (
-        "a late: w a.host[0:4] s a.host[0:2] b.ssd[2:4]\nb never: w b.host[4:6] c.ssd[6:8] s -"
-    )
-
-
 def test_large_units_are_updated_in_several_groups():
     unit = parts([16 * Q], most_numel=4 * Q)
     assert [(group.when, group.numel // Q) for group in unit.groups] == [("early", 4)] * 3 + [("late", 4)]
@@ -95,13 +89,6 @@ def test_no_state():
     unit = parts([8 * Q], state_itemsize=0, has_master=False, itemsize=4)
     assert unit.s == {}
     assert all(not group.s for group in unit.groups)
-
-
-def test_letters_go_on_after_z():
-    unit = parts([100 * Q], most_numel=Q, alpha=0.0, parameter_ratio=0.0)
-    letters = [part.letter for part in unit.w.values()]
-    assert letters[:2] + letters[25:28] + letters[51:53] == ["a", "b", "z", "ba", "bb", "bz", "ca"]
-    assert len(letters) == 100
 
 
 @settings(deadline=None, max_examples=300)

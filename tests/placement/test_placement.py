@@ -100,25 +100,6 @@ def test_more_residency_moves_bytes_from_ssd_to_host(ratio, separate):
     assert many["device"] == few["device"]
 
 
-def test_late_gradients_take_host_memory():
-    """Those of early updates are gone soon; those of late ones are all there at the end."""
-    resident = replace(SMALL, parameter_ratio=1.0, optimizer_ratio=1.0, checkpoint_ratio=0.0, has_master=False)
-    host = [_peaks(replace(resident, alpha=alpha))["host"] for alpha in (0.0, 0.25, 0.5, 1.0)]
-    assert host == sorted(host)
-    assert host[0] < host[1] < host[-1]
-
-
-def test_reclaimed_memory_pays_for_late_gradients():
-    """With all parameters on host, at alpha 1, gradients take the room of the parameters they will change."""
-    resident = replace(SMALL, parameter_ratio=1.0, optimizer_ratio=1.0, alpha=1.0)
-    placement = place(8, 2, options=resident)
-    program = lower(StepSpec(8, 2, placement=placement, late=True))[-1]
-    states = sum(unit.num_trained * unit.state_itemsize for unit in placement.units)
-    gradients = sum(unit.num_trained * unit.gradient_itemsize for unit in placement.units)
-    whole = sum(unit.numel * unit.itemsize for unit in placement.units)
-    assert dict(program.peaks)["host"] < states + gradients + whole
-
-
 def _peaks(options):
     placement = replace(place(24, 2, options=options), x_nbytes=(100_000,) * 2)
     return dict(lower(StepSpec(24, 2, placement=placement, late=options.alpha > 0))[-1].peaks)

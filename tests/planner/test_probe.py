@@ -4,7 +4,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -258,22 +257,6 @@ def test_the_fullest_filesystem_binds_and_directories_of_one_share_its_room(tmp_
 
 
 # Rates -----------------------------------------------------------------------------------------------------------------
-
-
-def test_a_rate_is_the_amount_by_the_time(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(rates_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-
-    def work():
-        clock[0] += 0.01
-        return 5.0
-
-    assert at_once({None: work}, 0.1) == {None: pytest.approx(500)}
-
-
-def test_work_that_outlasts_its_time_is_done_once():
-    (rate,) = at_once({None: lambda: time.sleep(0.05) or 1.0}, 0.0).values()
-    assert rate <= 20
 
 
 def test_works_go_on_side_by_side():

@@ -50,13 +50,6 @@ def without(given, *names):
     return {name: value for name, value in given.items() if name not in names}
 
 
-@pytest.mark.parametrize("given", [LAPTOP, SERVER], ids=["cpu", "cuda"])
-def test_a_file_keeps_a_profile(tmp_path, given):
-    profile = Profile.of(given | {"sources": {"host_nbytes": "2 x 4 GiB"}})
-    profile.save(tmp_path / "machine.json")
-    assert Profile.load(tmp_path / "machine.json") == profile
-
-
 @given(st.floats(1e-3, 1e15), st.floats(0.01, 1), st.integers(1, 2**60))
 def test_a_file_keeps_every_digit(rate, share, nbytes):
     given = LAPTOP | {"update_elements_per_second": rate, "update_mixed_elements_per_second": rate * share}

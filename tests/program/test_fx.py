@@ -5,7 +5,7 @@ import copy
 import expecttest
 import pytest
 from hypothesis import given
-from tiers import Options, lowered, options, place, tiered_steps
+from tiers import lowered, options, place, tiered_steps
 
 from gs_compile.errors import ProgramError
 from gs_compile.program import fx
@@ -46,14 +46,6 @@ def test_every_operation_is_a_node_that_names_its_values(step, options):
         for node, op in zip(nodes, program.ops, strict=True):
             assert tuple(each.meta["value"] for each in node.args) == op.reads
             assert tuple(each.meta["value"] for each in node.kwargs.get("into", ())) == op.into
-
-
-def test_parts_and_pieces_have_names_too():
-    placement = place(1, 2, options=Options(parameter_ratio=0.5, alpha=0.25))
-    nodes = {node.name: node for node in graph_module(lowered((1, 2), placement, late=True)[-1]).graph.nodes}
-    assert nodes["w0_device_piece1"].meta["verb"] == "prefetch"
-    assert nodes["w0c_host"].meta["part"] == "c"
-    assert nodes["dw0b_host"].op == "placeholder"
 
 
 def test_nodes_say_what_and_where():

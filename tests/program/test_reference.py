@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given
-from reference import perform, reference
+from reference import reference
 from toy import Toy, steps
 
 from gs_compile.passes.free import Free
@@ -42,26 +42,9 @@ def test_other_outputs_are_those_of_the_units():
         torch.testing.assert_close(values[Value("y", "h", j)], values[Value("x", 2, j)] @ toy.weights["h"][0])
 
 
-def test_returns_neither_inputs_nor_what_was_freed():
-    toy = Toy(2, 1, StepShape())
-    values = reference(Free()(vertical(2, 1)), toy, toy.inputs())
-    assert {value.name for value in values} == {"loss_0.device", *(f"dw{unit}.device" for unit in ("e", 0, 1, "h"))}
-
-
 def test_a_freed_value_is_gone():
     toy = Toy(1, 1, StepShape())
     program = Free()(vertical(1, 1))
     read_again = program.with_ops((*program.ops, next(op for op in program.ops if op.verb == "head")), "odd")
     with pytest.raises(KeyError):
         reference(read_again, toy, toy.inputs())
-
-
-def test_reads_and_accumulators_arrive_by_kind():
-    class Units:
-        def head(self, unit, micro_batch, **given):
-            return unit, micro_batch, given
-
-    (op,) = (op for op in vertical(1, 1).ops if op.verb == "head")
-    unit, micro_batch, given = perform(op, Units(), ["x", "batch", "w"], ["dw"])
-    assert (unit, micro_batch) == ("h", 0)
-    assert given == {"x": "x", "batch": "batch", "w": "w", "dw": "dw", "wants": ("loss", "dx")}

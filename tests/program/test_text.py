@@ -41,15 +41,6 @@ loss_1.device = head(x96_1.device, batch_1, wh.device)
 """,
         )
 
-    def test_folded_with_period_one(self):
-        folded = [line for line in str(vertical(96, 2)).splitlines() if "repeat" in line]
-        self.assertExpectedInline(
-            "\n".join(folded),
-            """\
-# forward 1 .. 95   repeat forward 0
-# backward 94 .. 0   repeat backward 95""",
-        )
-
     def test_timetable(self):
         self.assertExpectedInline(
             timetable(lowered((2, 2, StepShape(has_total=True)))[-1]),
