@@ -14,9 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from gs_compile.capture import inductor
-from gs_compile.cli.doctor import machine, software
+from gs_compile.cli.doctor import doctor
 from gs_compile.cli.doctor.check import Check, checked
-from gs_compile.cli.doctor.doctor import examine
 from gs_compile.cli.main import app
 from gs_compile.errors import VersionError
 from gs_compile.planner.measure import machines
@@ -56,13 +55,13 @@ def meminfo(proc: Path, *, available: int = 48, swap: int = 0, swapped: int = 0)
 
 def test_memory(tmp_path, proc):
     group = tmp_path / "cgroup"
-    assert machine.memory(proc=proc, cgroup=group) == Check("48.0 GiB free of 64.0 GiB")
+    assert doctor.memory(proc=proc, cgroup=group) == Check("48.0 GiB free of 64.0 GiB")
     write(group / "memory.max", 16 * GiB)
     write(group / "memory.current", 6 * GiB)
     limit = "10.0 GiB free of 16.0 GiB, this container's or job's limit; the machine has 64.0 GiB"
-    assert machine.memory(proc=proc, cgroup=group) == Check(limit)
+    assert doctor.memory(proc=proc, cgroup=group) == Check(limit)
     write(group / "memory.current", 15 * GiB)
-    assert machine.memory(proc=proc, cgroup=group).state == "warn"
+    assert doctor.memory(proc=proc, cgroup=group).state == "warn"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_memory(tmp_path, proc):
 )
 def test_swap(proc, swap, swapped, state, found):
     meminfo(proc, swap=swap, swapped=swapped)
-    check = machine.swap(proc=proc)
+    check = doctor.swap(proc=proc)
     assert (check.state, check.found) == (state, found)
 
 
@@ -82,7 +81,7 @@ def test_swap(proc, swap, swapped, state, found):
 def test_threads(tmp_path, proc, monkeypatch, count, state, advice):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: count)
-    check = machine.threads(proc=proc, cgroup=tmp_path / "cgroup")
+    check = doctor.threads(proc=proc, cgroup=tmp_path / "cgroup")
     assert (check.state, check.found) == (state, f"torch computes with {count} threads on 16 usable cores")
     assert advice in check.advice
 
@@ -99,7 +98,7 @@ def test_threads(tmp_path, proc, monkeypatch, count, state, advice):
     ],
 )
 def test_openmp(environment, state, found):
-    check = machine.openmp(environment)
+    check = doctor.openmp(environment)
     assert (check.state, check.found) == (state, found)
 
 
@@ -108,10 +107,10 @@ def test_openmp(environment, state, found):
 )
 def test_numa(tmp_path, monkeypatch, cores, state, nodes):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
-    assert machine.numa(sys=tmp_path) == Check("not told by the system")
+    assert doctor.numa(sys=tmp_path) == Check("not told by the system")
     for number, its_cores in enumerate(("0-3,8-11", "4-7,12-15", "")):  # the last has memory alone
         write(tmp_path / f"devices/system/node/node{number}/cpulist", its_cores)
-    check = machine.numa(sys=tmp_path)
+    check = doctor.numa(sys=tmp_path)
     assert (check.state, check.found) == (state, f"2 nodes; this process runs on {nodes}")
 
 
@@ -127,43 +126,43 @@ def test_numa(tmp_path, monkeypatch, cores, state, nodes):
     ],
 )
 def test_torch(monkeypatch, load, state, found):
-    monkeypatch.setattr(software, "import_module", load)
-    check = software.torch_version()
+    monkeypatch.setattr(doctor, "import_module", load)
+    check = doctor.torch_version()
     assert (check.state, check.found, bool(check.advice)) == (state, found, state != "ok")
 
 
 def test_capture(monkeypatch):
-    assert software.capture().state == "ok"
-    monkeypatch.setattr(software, "import_module", fails(VersionError("torch 3 moved a hook; install torch==2.13.0")))
-    assert software.capture() == Check("torch 3 moved a hook", "install torch==2.13.0", is_bad=True)
+    assert doctor.capture().state == "ok"
+    monkeypatch.setattr(doctor, "import_module", fails(VersionError("torch 3 moved a hook; install torch==2.13.0")))
+    assert doctor.capture() == Check("torch 3 moved a hook", "install torch==2.13.0", is_bad=True)
 
 
 @pytest.mark.parametrize(("devices", "name", "advice"), [([], "cpu", "install g++"), ([("H200", 1)], "cuda", "Triton")])
 def test_compilers(monkeypatch, devices, name, advice):
     monkeypatch.setattr(stream, "cuda_devices", lambda: devices)
     monkeypatch.setattr(inductor, "best_compiler", lambda device_type: {name: "inductor"}[device_type])
-    assert software.compiler() == Check(f"inductor, for {name}")
+    assert doctor.compiler() == Check(f"inductor, for {name}")
     monkeypatch.setattr(inductor, "best_compiler", lambda _: "eager")
-    assert software.compiler().state == "warn"
-    assert advice in software.compiler().advice
+    assert doctor.compiler().state == "warn"
+    assert advice in doctor.compiler().advice
 
 
 def test_what_is_not_installed(monkeypatch):
-    assert software.transformers().state == software.solver().state == "ok"
+    assert doctor.transformers().state == doctor.solver().state == "ok"
     monkeypatch.setattr(metadata, "version", fails(metadata.PackageNotFoundError("cvxpy")))
-    assert (software.transformers().state, software.transformers().found) == ("warn", "not installed")
-    assert (software.solver().state, software.solver().advice) == ("bad", "pip install cvxpy highspy")
-    monkeypatch.setattr(software, "import_module", fails(ImportError("no highspy")))
-    assert (software.solver().state, software.solver().advice) == ("bad", "pip install cvxpy highspy")
+    assert (doctor.transformers().state, doctor.transformers().found) == ("warn", "not installed")
+    assert (doctor.solver().state, doctor.solver().advice) == ("bad", "pip install cvxpy highspy")
+    monkeypatch.setattr(doctor, "import_module", fails(ImportError("no highspy")))
+    assert (doctor.solver().state, doctor.solver().advice) == ("bad", "pip install cvxpy highspy")
 
 
 def test_cuda(tmp_path, monkeypatch):
     monkeypatch.setattr(stream, "cuda_devices", list)
-    assert software.cuda(proc=tmp_path).state == "ok"
+    assert doctor.cuda(proc=tmp_path).state == "ok"
     write(tmp_path / "driver/nvidia/version", "NVRM")
-    assert software.cuda(proc=tmp_path).state == "warn"
+    assert doctor.cuda(proc=tmp_path).state == "warn"
     monkeypatch.setattr(stream, "cuda_devices", lambda: [("H200", 141 * GiB), ("A100", 80 * GiB)])
-    assert software.cuda(proc=tmp_path) == Check("H200 with 141.0 GiB, A100 with 80.0 GiB")
+    assert doctor.cuda(proc=tmp_path) == Check("H200 with 141.0 GiB, A100 with 80.0 GiB")
 
 
 def test_pinned_memory(monkeypatch):
@@ -171,29 +170,29 @@ def test_pinned_memory(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, -1))
     monkeypatch.setattr(stream, "pinned_block", pinned.append)
     monkeypatch.setattr(stream, "cuda_devices", list)
-    assert software.pinned_memory().found == f"nothing is pinned without CUDA; {limit}"
+    assert doctor.pinned_memory().found == f"nothing is pinned without CUDA; {limit}"
     monkeypatch.setattr(stream, "cuda_devices", lambda: [("H200", 1)])
-    assert software.pinned_memory().found == f"64.0 MiB pinned; {limit}"
+    assert doctor.pinned_memory().found == f"64.0 MiB pinned; {limit}"
     assert pinned == [64 << 20]
     monkeypatch.setattr(stream, "pinned_block", fails(RuntimeError("CUDA error: invalid argument\nmore")))
-    refused = software.pinned_memory()
+    refused = doctor.pinned_memory()
     assert refused.found == f"64.0 MiB cannot be pinned (CUDA error: invalid argument); {limit}"
     assert (refused.state, "memlock=-1" in refused.advice) == ("bad", True)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (-1, -1))
-    assert software.pinned_memory().found.endswith("no limit of locked memory")
+    assert doctor.pinned_memory().found.endswith("no limit of locked memory")
 
 
 def test_the_machine_profile(tmp_path, monkeypatch):
     path = tmp_path / "profile.json"
     monkeypatch.setattr(machines, "remembered", lambda _: path)
-    assert software.profile([]) == Check("not measured yet; greedysnake probe does")
+    assert doctor.profile([]) == Check("not measured yet; greedysnake probe does")
     path.write_text((machines.SHIPPED / "laptop.json").read_text())
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 3 * 86400))
-    assert software.profile([]) == Check(f"measured 3 days ago, {path}")
+    assert doctor.profile([]) == Check(f"measured 3 days ago, {path}")
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 100 * 86400))
-    assert (software.profile([]).state, software.profile([]).advice) == ("warn", "greedysnake probe --refresh")
+    assert (doctor.profile([]).state, doctor.profile([]).advice) == ("warn", "greedysnake probe --refresh")
     path.write_text("{}")
-    assert (software.profile([]).state, software.profile([]).advice) == ("warn", "greedysnake probe --refresh")
+    assert (doctor.profile([]).state, doctor.profile([]).advice) == ("warn", "greedysnake probe --refresh")
 
 
 # All together ---------------------------------------------------------------------------------------------------------
@@ -206,8 +205,8 @@ def test_what_the_system_hides():
 
 
 def test_a_broken_torch_is_found_without_it(monkeypatch):
-    monkeypatch.setattr(software, "import_module", fails(ImportError("no torch")))
-    assert [check.name for check in examine([])] == ["torch", "host memory", "swap", "NUMA", "OpenMP"]
+    monkeypatch.setattr(doctor, "import_module", fails(ImportError("no torch")))
+    assert [check.name for check in doctor.examine([])] == ["torch", "host memory", "swap", "NUMA", "OpenMP"]
 
 
 def test_the_command(tmp_path):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 from test_doctor import write
 
 from gs_compile.cli.doctor import storage
-from gs_compile.cli.doctor.check import Check
+from gs_compile.cli.doctor.check import Check, checked
 from gs_compile.errors import StorageError
 from gs_compile.runtime import ssd
 from gs_compile.runtime.drive import FOLDER
@@ -18,17 +17,24 @@ from gs_compile.runtime.store import Store
 
 
 @pytest.fixture
-def proc(tmp_path):
-    """A machine on which ext4 is the only filesystem."""
-    mounted(tmp_path / "proc", "/", "ext4")
-    return tmp_path / "proc"
+def told(monkeypatch):
+    """What findmnt and lsblk tell, by their names; and the last argument of each call."""
+    rows = {"findmnt": [], "lsblk": [], "asked": []}
+
+    def tell(command, *arguments):
+        rows["asked"].append(arguments[-1])
+        return rows[command]
+
+    monkeypatch.setattr(storage, "_rows", tell)
+    return rows
 
 
-def mounted(proc: Path, point: Path | str, kind: str, options: str = "rw,relatime", source: str = "none") -> None:
-    """As Linux lists it, after what is mounted before; spaces in octal."""
-    line = f"27 1 0:21 / {str(point).replace(' ', chr(92) + '040')} {options} shared:1 - {kind} {source} rw"
-    path = proc / "self/mountinfo"
-    write(path, (path.read_text() if path.exists() else "") + line)
+def mounted(kind="ext4", options="rw,relatime", target="/"):
+    return {"source": "/dev/sda1", "fstype": kind, "target": target, "vfs-options": options}
+
+
+def block(name, kind="disk", *, model=None, rotational=False, bus=None):
+    return {"name": name, "type": kind, "model": model, "rota": rotational, "tran": bus}
 
 
 def test_direct_io_is_tried_and_leaves_nothing(tmp_path):
@@ -114,68 +120,48 @@ def test_room(tmp_path, monkeypatch, nbytes, state, found):
         ("btrfs", "rw", "warn", "chattr +C"),
     ],
 )
-def test_filesystems(tmp_path, proc, kind, options, state, advice):
-    (tmp_path / "a drive").mkdir()
-    mounted(proc, tmp_path, "squashfs", "ro")
-    mounted(proc, tmp_path / "a drive", "vfat", "ro")
-    mounted(proc, tmp_path / "a drive", kind, options)  # over the one before
-    mounted(proc, tmp_path / "a drivel", "squashfs", "ro")
-    check = storage.filesystem(tmp_path / "a drive" / "later", proc=proc)
-    assert (check.state, check.found) == (state, f"{kind} on {tmp_path / 'a drive'}, {options}")
+def test_filesystems(tmp_path, told, kind, options, state, advice):
+    told["findmnt"] = [mounted("squashfs", "ro"), mounted(kind, options, "/a drive")]  # the last hides the other
+    check = storage.filesystem(tmp_path / "later")
+    assert told["asked"] == [str(tmp_path)]
+    assert (check.state, check.found) == (state, f"{kind} on /a drive, {options}")
     assert advice in check.advice
     assert bool(advice) == bool(check.advice)
-
-
-def block(sys: Path, number: str, name: str, *, rotational: int = 0, model: str = "", bus: str = "pci0", at: str = ""):
-    """A drive as sysfs has it; `at` names its partition, which then has the number."""
-    folder = sys / "devices" / bus / "block" / name
-    write(folder / "queue/rotational", rotational)
-    if model:
-        write(folder / "device/model", model)
-    if at:
-        write(folder / at / "partition", 1)
-    link = sys / "dev/block" / number
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(folder / at)
-    return folder / at
 
 
 @pytest.mark.parametrize(
     ("described", "state", "found"),
     [
-        ({"name": "nvme0n1", "model": "PM9A3"}, "ok", "nvme0n1 (PM9A3), NVMe"),
-        ({"name": "nvme0n1", "at": "nvme0n1p2"}, "ok", "nvme0n1, NVMe"),
-        ({"name": "nvme1n1", "model": "Amazon Elastic Block Store"}, "ok", "nvme1n1 (Amazon Elastic Block Store), v"),
-        ({"name": "vda", "bus": "virtio1", "rotational": 1}, "ok", "vda, virtual: what is behind it is not told"),
-        ({"name": "sda", "model": "ST4000", "rotational": 1}, "warn", "sda (ST4000), a hard disk"),
-        ({"name": "sda"}, "warn", "sda, an SSD on SATA, SAS or USB"),
-        ({"name": "zram0"}, "warn", "zram0, compressed host memory"),
-        ({"name": "pmem0"}, "ok", "pmem0"),
+        (block("nvme0n1", model="PM9A3 ", bus="nvme"), "ok", "nvme0n1 (PM9A3), NVMe"),
+        (block("nvme1n1", model="Amazon Elastic Block Store", bus="nvme"), "ok", "nvme1n1 (Amazon Elastic Block Sto"),
+        (block("vda", rotational=True), "ok", "vda, virtual: what is behind it is not told"),
+        (block("sda", model="ST4000", rotational=True, bus="sata"), "warn", "sda (ST4000), a hard disk"),
+        (block("sda", bus="usb"), "warn", "sda, an SSD on USB"),
+        (block("zram0"), "warn", "zram0, compressed host memory"),
+        (block("pmem0"), "ok", "pmem0"),
     ],
 )
-def test_drives(tmp_path, proc, described, state, found):
-    block(tmp_path / "sys", "8:1", **described)
-    check = storage.drive(tmp_path, proc=proc, sys=tmp_path / "sys", device=(8, 1))
+def test_drives(tmp_path, told, described, state, found):
+    told["findmnt"], told["lsblk"] = [mounted()], [described]
+    check = storage.drive(tmp_path)
+    assert told["asked"] == [str(tmp_path), "/dev/sda1"]
     assert (check.state, check.found[: len(found)]) == (state, found)
     assert bool(check.advice) == (state == "warn")
 
 
-def test_a_drive_made_of_drives_and_one_that_is_not_told(tmp_path, proc):
-    sys = tmp_path / "sys"
-    assert storage.drive(tmp_path, proc=proc, sys=sys) == Check(
-        "not told by the system; `greedysnake probe` measures it"
-    )
-    parts = [
-        block(sys, "259:1", "nvme0n1", model="PM9A3", at="nvme0n1p1"),
-        block(sys, "259:2", "nvme1n1", model="PM9A3"),
-        block(sys, "8:1", "sda", rotational=1),
-    ]
-    for array, members in (("9:0", parts[:2]), ("9:1", parts)):
-        folder = block(sys, array, f"md{array[-1]}", bus="virtual")
-        (folder / "slaves").mkdir()
-        for part in members:
-            (folder / "slaves" / part.name).symlink_to(part)
-    fast = storage.drive(tmp_path, proc=proc, sys=sys, device=(9, 0))
-    mixed = storage.drive(tmp_path, proc=proc, sys=sys, device=(9, 1))
-    assert (fast.state, fast.found) == ("ok", "nvme0n1 (PM9A3), NVMe; nvme1n1 (PM9A3), NVMe")
-    assert (mixed.state, mixed.found) == ("warn", f"{fast.found}; sda, a hard disk")
+def test_a_drive_made_of_drives_and_one_that_is_not_told(tmp_path, told):
+    told["findmnt"] = [mounted()]
+    assert storage.drive(tmp_path) == Check("not told by the system; `greedysnake probe` measures it")
+    fast = [block("nvme0n1", model="PM9A3", bus="nvme"), block("nvme1n1", model="PM9A3", bus="nvme")]
+    told["lsblk"] = [block("md0", "raid0"), block("nvme0n1p1", "part", bus="nvme"), *fast]
+    words = "nvme0n1 (PM9A3), NVMe; nvme1n1 (PM9A3), NVMe"
+    assert storage.drive(tmp_path) == Check(words)
+    told["lsblk"].append(block("sda", rotational=True))
+    mixed = storage.drive(tmp_path)
+    assert (mixed.state, mixed.found) == ("warn", f"{words}; sda, a hard disk")
+
+
+def test_what_a_tool_prints_is_rows():
+    assert storage._rows("echo", '{"filesystems": [{"fstype": "ext4"}]}') == [{"fstype": "ext4"}]
+    assert storage._rows("false") == []
+    assert checked("drive", storage._rows, "no-such-tool").found.startswith("not told by the system: ")

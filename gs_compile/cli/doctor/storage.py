@@ -5,22 +5,22 @@ A directory that is not there yet is looked at where it would be made; nothing i
 
 from __future__ import annotations
 
-import os
+import json
 import re
+import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from gs_compile.cli.doctor.check import Check
 from gs_compile.errors import LeftoverError, StorageError, StorageLockedError
-from gs_compile.machine import PROC, format_bytes, free_storage
+from gs_compile.machine import format_bytes, free_storage
 from gs_compile.planner.measure.probe_drive import existing
 from gs_compile.runtime.drive import Drive, folder_in
 
-SYS = Path("/sys")
 NBYTES_PER_ELEMENT = 14  # a parameter in bf16, and AdamW's fp32 master and moments
 LITTLE_NBYTES = 20 << 30  # a model of 1.5 billion parameters: smaller ones hardly need the tier
 SLOW = {  # kinds of filesystems, and what to do about them
@@ -78,20 +78,22 @@ def room(directory: Path) -> Check:
     return Check(f"{format_bytes(nbytes)} free: parameters and states of {words} parameters", advice)
 
 
-def filesystem(directory: Path, *, proc: Path = PROC) -> Check:
+def filesystem(directory: Path) -> Check:
     """Whether the filesystem is one of a local drive, and mounted to be written."""
-    mount = _mount(existing(directory), proc)
-    found, options = f"{mount.kind} on {mount.point}, {mount.options}", set(mount.options.split(","))
+    mount = _mount(directory)
+    kind, options = mount["fstype"], set(mount["vfs-options"].split(","))
+    found = f"{kind} on {mount['target']}, {mount['vfs-options']}"
     if "ro" in options:
         return Check(found, "it is mounted read-only: name another directory", is_bad=True)
     waits = "every write waits for the drive: mount without sync" if {"sync", "dirsync"} & options else ""
-    return Check(found, next((advice for kinds, advice in SLOW.items() if re.fullmatch(kinds, mount.kind)), waits))
+    return Check(found, next((advice for kinds, advice in SLOW.items() if re.fullmatch(kinds, kind)), waits))
 
 
-def drive(directory: Path, *, proc: Path = PROC, sys: Path = SYS, device: tuple[int, int] | None = None) -> Check:
-    """The kind of the drive, where the system tells; `device` is its number, if not the directory's own."""
-    number = device or _device(existing(directory), proc)
-    found = dict(_drives((sys / "dev/block/{}:{}".format(*number)).resolve()))
+def drive(directory: Path) -> Check:
+    """The kinds of the drives under a directory, below RAID, LVM and encryption, where the system tells."""
+    columns = "NAME,TYPE,MODEL,ROTA,TRAN"
+    blocks = _rows("lsblk", "--inverse", "--list", "--json", "--output", columns, _mount(directory)["source"])
+    found = dict(_described(block) for block in blocks if block["type"] == "disk")
     if not found:
         return Check("not told by the system; `greedysnake probe` measures it")
     advice = "" if all(found.values()) else "a local NVMe drive is several times as fast"
@@ -110,61 +112,30 @@ LOOKS = {  # at a directory, in the order they are shown
 # The system -----------------------------------------------------------------------------------------------------------
 
 
-class _Mount(NamedTuple):
-    point: Path
-    kind: str
-    source: str
-    options: str
+def _mount(directory: Path) -> dict[str, Any]:
+    """The mount that a directory is on, or would be made on: the last, where it hides others."""
+    columns = "SOURCE,FSTYPE,TARGET,VFS-OPTIONS"
+    place = str(existing(directory))
+    return _rows("findmnt", "--nofsroot", "--json", "--output", columns, "--target", place)[-1]
 
 
-def _mount(place: Path, proc: Path) -> _Mount:
-    """The mount that a path is on: the longest, and of equal ones the last, which hides the others."""
-    found, resolved = [], place.resolve()
-    for line in (proc / "self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        point = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
-        kind, source, *_ = after.split()
-        if resolved.is_relative_to(point):
-            found.append(_Mount(point, kind, source, before.split()[5]))
-    return sorted(found, key=lambda mount: len(mount.point.parts))[-1]
+def _rows(*command: str) -> list[dict[str, Any]]:
+    """The rows that a tool of util-linux prints as JSON; none where it fails."""
+    printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    (rows,) = json.loads(printed or '{"none": []}').values()
+    return list(rows)
 
 
-def _device(place: Path, proc: Path) -> tuple[int, int]:
-    """The number of the block device under a path; some filesystems have none of their own, but name theirs."""
-    number = place.stat().st_dev
-    source = Path(_mount(place, proc).source)
-    if os.major(number) == 0 and source.is_block_device():
-        number = source.stat().st_rdev
-    return os.major(number), os.minor(number)
-
-
-def _drives(folder: Path) -> Iterator[tuple[str, bool]]:
-    """The drive that a folder of /sys describes, or those that it is made of: in words, and whether it is fast."""
-    block = folder.parent if (folder / "partition").exists() else folder
-    if not block.exists():
-        return
-    parts = sorted((block / "slaves").glob("*"))
-    for part in parts:  # of RAID, LVM, encryption
-        yield from _drives(part.resolve())
-    if not parts:
-        yield _described(block)
-
-
-def _described(block: Path) -> tuple[str, bool]:
-    model, name = _read(block / "device/model"), block.name
+def _described(block: Mapping[str, Any]) -> tuple[str, bool]:
+    """A drive in words, and whether it is fast."""
+    name, model, bus = block["name"], (block["model"] or "").strip(), block["tran"] or ""
     called = f"{name} ({model})" if model else name
-    if "virtio" in str(block) or name.startswith(("vd", "xvd")) or CLOUD.search(model):
+    if name.startswith(("vd", "xvd")) or CLOUD.search(model):
         return f"{called}, virtual: what is behind it is not told; `greedysnake probe` measures it", True
     if name.startswith("zram"):
         return f"{called}, compressed host memory", False
-    if name.startswith("nvme"):
+    if bus == "nvme":
         return f"{called}, NVMe", True
-    if _read(block / "queue/rotational") == "1":
+    if block["rota"]:
         return f"{called}, a hard disk", False
-    if name.startswith("sd"):
-        return f"{called}, an SSD on SATA, SAS or USB", False
-    return called, True
-
-
-def _read(path: Path) -> str:
-    return path.read_text().strip() if path.is_file() else ""
+    return (f"{called}, an SSD on {bus.upper()}", False) if bus else (called, True)
