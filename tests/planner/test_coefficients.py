@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -50,12 +50,20 @@ def share(model, ranks):
     return replace(workload, sizes=tuple(sizes))
 
 
+def shared(machine, ranks):
+    """What each of several ranks has of a machine: its own device and link, a part of host memory, cores and drives."""
+    parts = {f.name: getattr(machine, f.name) for f in fields(machine) if f.name.startswith(("host", "ssd", "update"))}
+    return replace(
+        machine, **{name: value // ranks if isinstance(value, int) else value / ranks for name, value in parts.items()}
+    )
+
+
 @pytest.mark.slow  # small plans: test_planner.py
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("machine", "ranks"), MACHINES)
 def test_simulated_peaks_keep_the_budgets(model, machine, ranks):
     """With what code computes with, and as far as lanes lag behind the order of issue (fault 20)."""
-    found = plan(share(model, ranks), machine=profile(machine).shared(ranks), sequence=2048)
+    found = plan(share(model, ranks), machine=shared(profile(machine), ranks), sequence=2048)
     peaks = found.simulation.peaks
     assert peaks["device"] + found.workload.workspace_nbytes <= found.budgets.device_nbytes
     assert peaks["host"] <= found.budgets.host_nbytes

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gs_compile.errors import LeftoverError, ProfileError, StorageError, StorageFullError, StorageLockedError
+from gs_compile.errors import LeftoverError, StorageError, StorageFullError, StorageLockedError
 from gs_compile.machine import usable_memory
-from gs_compile.planner.measure import probe as probe_module
-from gs_compile.planner.measure import probe_compute, probe_drive
+from gs_compile.planner.measure import machines, probe_compute, probe_drive
 from gs_compile.planner.measure import rates as rates_module
-from gs_compile.planner.measure.probe import free_nbytes, num_ranks, probe
+from gs_compile.planner.measure.machines import free_nbytes, num_ranks, probe
 from gs_compile.planner.measure.probe_compute import link_rates
 from gs_compile.planner.measure.probe_drive import drive_rates, room_nbytes
 from gs_compile.planner.measure.profile import Profile
@@ -39,7 +38,7 @@ def given(monkeypatch):
     rates = {f"ssd_{verb}_bytes_per_second": rate for verb, rate in DRIVE.items()} | {"request_seconds": 1e-4}
     for measured, found in (("drive_rates", rates), ("compute_rates", COMPUTE)):
         figures = {name: Figure(rate, "given") for name, rate in found.items()}
-        monkeypatch.setattr(probe_module, measured, lambda *_, figures=figures: dict(figures))
+        monkeypatch.setattr(machines, measured, lambda *_, figures=figures: dict(figures))
 
 
 DRIVE = {"read": 4e9, "write": 2e9, "read_mixed": 3e9, "write_mixed": 1e9}
@@ -130,33 +129,6 @@ def test_a_device_has_a_share_of_its_free_memory(tmp_path, monkeypatch):
     assert free_nbytes([tmp_path], torch.device("cuda"))["device_nbytes"] == 900
 
 
-# What is declared ------------------------------------------------------------------------------------------------------
-
-
-def test_a_declared_rate_takes_the_rate_beside_another_with_it(tmp_path, given):
-    found = probe([tmp_path], device=CPU, sustained={"ssd_write_bytes_per_second": 5e8})
-    assert found.ssd_write_bytes_per_second == 5e8
-    assert found.ssd_write_mixed_bytes_per_second == 2.5e8
-    assert found.ssd_read_bytes_per_second == 4e9
-    assert found.sources["ssd_write_bytes_per_second"] == "declared"
-    assert found.sources["ssd_write_mixed_bytes_per_second"].endswith("in proportion to the declared rate alone")
-    both = {"ssd_write_bytes_per_second": 5e8, "ssd_write_mixed_bytes_per_second": 4e8}
-    assert probe([tmp_path], device=CPU, sustained=both).ssd_write_mixed_bytes_per_second == 4e8
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("ssd_speed", "ssd_speed cannot be declared: measured here are ssd_read_bytes_per_second, "),
-        ("host_nbytes", "host_nbytes cannot be declared: measured here are ssd_read_bytes_per_second, "),
-        ("ssd_read_bytes_per_second", r"ssd_read_bytes_per_second is -1\.0, which no machine has"),
-    ],
-)
-def test_what_cannot_be_declared_is_named(tmp_path, given, name, message):
-    with pytest.raises(ProfileError, match=message):
-        probe([tmp_path], device=CPU, sustained={name: -1.0})
-
-
 # Other work ------------------------------------------------------------------------------------------------------------
 
 
@@ -175,8 +147,8 @@ def test_a_busy_machine_is_warned_of_and_an_idle_one_not(tmp_path, given, monkey
 
 
 def test_ranks_share_memory_and_drives(tmp_path, given, monkeypatch):
-    monkeypatch.setattr(probe_module, "available_memory", lambda: 1000)
-    monkeypatch.setattr(probe_module, "room_nbytes", lambda storage: 1000)
+    monkeypatch.setattr(machines, "available_memory", lambda: 1000)
+    monkeypatch.setattr(machines, "room_nbytes", lambda storage: 1000)
     alone = probe([tmp_path], device=CPU)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     shared = probe([tmp_path], device=CPU)
@@ -197,7 +169,7 @@ def test_the_number_of_ranks(monkeypatch):
 
 def test_a_full_machine_still_has_a_byte(tmp_path, monkeypatch):
     for name in ("available_memory", "room_nbytes"):
-        monkeypatch.setattr(probe_module, name, lambda *_: 0)
+        monkeypatch.setattr(machines, name, lambda *_: 0)
     assert free_nbytes([tmp_path], CPU) == {"host_nbytes": 1, "ssd_nbytes": 1}
 
 

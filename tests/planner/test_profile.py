@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields
 
 import pytest
 from hypothesis import given
@@ -168,16 +167,3 @@ def test_speeds_are_those_of_lanes_that_disturb_each_other():
         ("ssd_write", "compute"): 0.7,
         ("compute", "ssd_write"): 0.9,
     }
-
-
-def test_ranks_share_the_host_and_the_drives():
-    whole = Profile.of(SERVER | {"ssd_rated_nbytes": 1 << 50, "compute_mixed_speed": 0.8})
-    part = whole.shared(4)
-    divided = {entry.name for entry in fields(Profile) if entry.name.startswith(("host", "ssd", "update"))}
-    for entry in fields(Profile):
-        if entry.name in divided:
-            assert getattr(part, entry.name) == getattr(whole, entry.name) / 4
-        elif entry.name != "num_ranks":
-            assert getattr(part, entry.name) == getattr(whole, entry.name)
-    assert part.num_ranks == 4
-    assert part.speeds() == whole.speeds()

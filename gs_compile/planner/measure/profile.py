@@ -14,9 +14,8 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal
@@ -74,7 +73,9 @@ class Profile:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            _check(entry.name, getattr(self, entry.name))
+            value = getattr(self, entry.name)
+            if not _is_possible(entry.name, value):
+                raise ProfileError(f"{entry.name} is {value!r}, which no machine has")
         for name in ("h2d", "d2h", "h2d_mixed", "d2h_mixed"):
             if self.separate and math.isinf(getattr(self, f"{name}_bytes_per_second")):
                 raise ProfileError(f"{name}_bytes_per_second is missing: a cuda device has a link to its host")
@@ -111,16 +112,6 @@ class Profile:
         """Bytes a second of a transfer lane alone; within one memory a copy reads and writes at that one's rate."""
         rate: float = getattr(self, f"{lane}_bytes_per_second")
         return self.memory_bytes_per_second / 2 if math.isinf(rate) else rate
-
-    def shared(self, num_ranks: int) -> Profile:
-        """The profile of each of several ranks on a machine that this one has alone: its own device and link, a part of
-        the host's memory, its cores and its drives.
-        """
-        whole = ("host_nbytes", "ssd_nbytes", "ssd_rated_nbytes")
-        rates = [name for pair in MIXED.items() for name in pair if name.startswith(("ssd", "update"))]
-        parts: dict[str, Any] = {name: getattr(self, name) // num_ranks for name in whole}
-        parts |= {name: getattr(self, name) / num_ranks for name in rates}
-        return replace(self, num_ranks=self.num_ranks * num_ranks, **parts)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; rates without a bound are left out."""
@@ -169,34 +160,29 @@ MIXED = {
 } | {"update_elements_per_second": "update_mixed_elements_per_second"}
 
 
-def _check(name: str, value: Any) -> None:
-    """Raise `ProfileError` for a number that no machine has."""
-    is_valid = CHECKS.get(name) or _between(0, math.inf if name.startswith(("h2d", "d2h")) else BELOW_INFINITY)
-    if not is_valid(value):
-        raise ProfileError(f"{name} is {value!r}, which no machine has")
+def _is_possible(name: str, value: Any) -> bool:
+    """Whether a machine can have this value."""
+    match name:
+        case "name":
+            return isinstance(value, str) and bool(value)
+        case "device":
+            return value in ("cuda", "cpu")
+        case "sources":
+            return isinstance(value, Mapping) and all(isinstance(each, str) for each in value.values())
+        case "matmul_flops_per_second":
+            is_table = isinstance(value, Mapping) and bool(value) and set(value) <= set(DTYPES)
+            return is_table and all(_is_number(each) and 0 < each < math.inf for each in value.values())
+        case "host_nbytes" | "ssd_nbytes" | "num_ranks":
+            return type(value) is int and value >= 1
+        case "device_nbytes" | "ssd_rated_nbytes":
+            return type(value) is int and value >= 0
+        case "compute_mixed_speed" | "compute_transfer_speed" | "transfer_compute_speed":
+            return _is_number(value) and 0 < value <= 1
+        case "op_seconds" | "request_seconds":
+            return _is_number(value) and 0 <= value < 1
+    has_bound = not name.startswith(("h2d", "d2h"))
+    return _is_number(value) and (0 < value < math.inf or (value == math.inf and not has_bound))
 
 
-def _between(above: float, most: float) -> Callable[[Any], bool]:
-    """Whether a value is a number in this range, without its lower end."""
-    return lambda value: type(value) in (int, float) and above < value <= most  # not in it: no number at all
-
-
-def _is_whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and value >= least
-
-
-BELOW_INFINITY = sys.float_info.max
-JUST_BELOW_0, JUST_BELOW_1 = math.nextafter(0, -1), math.nextafter(1, 0)
-IS_RATE = _between(0, BELOW_INFINITY)
-CHECKS: Mapping[str, Callable[[Any], bool]] = {
-    "name": lambda value: isinstance(value, str) and bool(value),
-    "device": lambda value: value in ("cuda", "cpu"),
-    "sources": lambda value: isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values()),
-    "matmul_flops_per_second": lambda value: (
-        isinstance(value, Mapping) and bool(value) and set(value) <= set(DTYPES) and all(map(IS_RATE, value.values()))
-    ),
-    **dict.fromkeys(("host_nbytes", "ssd_nbytes", "num_ranks"), _is_whole(1)),
-    **dict.fromkeys(("device_nbytes", "ssd_rated_nbytes"), _is_whole(0)),
-    **dict.fromkeys(("compute_mixed_speed", "compute_transfer_speed", "transfer_compute_speed"), _between(0, 1)),
-    **dict.fromkeys(("op_seconds", "request_seconds"), _between(JUST_BELOW_0, JUST_BELOW_1)),
-}
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
