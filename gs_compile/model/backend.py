@@ -124,7 +124,7 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
 
     So the model is captured once, not once more when its parameters have left. Returns whether there were any.
     """
-    if any(_has_other_values(parameter) for parameter in parameters):
+    if any(residency_of(parameter).is_materialized for parameter in parameters):
         return False  # their call will be refused
     if not _optimizers_of(parameters):
         if options.precision == "bf16" and not any(is_offloaded(parameter) for parameter in parameters):
@@ -144,7 +144,7 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
 def _engine_for(compilation: Compilation, models: Sequence[SpecializedModel], args: Sequence[Any]) -> Engine | None:
     """The engine of the parameters that a call reads, made at the first call; None where they are the user's."""
     parameters = [arg for arg in args if isinstance(arg, torch.nn.Parameter)]
-    _refuse_in_memory(parameters)
+    _refuse_materialized(parameters)
     if not any(is_offloaded(parameter) for parameter in parameters):
         return None
     engines = {found[0] for parameter in parameters if (found := residency_of(parameter).tiered) is not None}
@@ -174,19 +174,10 @@ def _optimizers_of(parameters: Sequence[torch.Tensor]) -> set[TieredOptimizer]:
     return {found for reference in references if reference is not None and (found := reference()) is not None}
 
 
-def _refuse_in_memory(parameters: Sequence[torch.nn.Parameter]) -> None:
+def _refuse_materialized(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Parameters that are on the tiers must not have other values beside."""
     if any(residency_of(parameter).is_materialized for parameter in parameters):
         raise StepOrderError(
             "inside gs_compile.materialize() the compiled model does not run: leave the block, or call the module that "
             "was materialized under torch.no_grad()"
         )
-    for parameter in filter(_has_other_values, parameters):
-        raise OptimizerError(
-            f"a parameter of shape {tuple(parameter.shape)} lives on the tiers, but was given other values "
-            "(.data): change it in `with gs_compile.materialize(model, write=True):`"
-        )
-
-
-def _has_other_values(parameter: torch.Tensor) -> bool:
-    return not is_offloaded(parameter) and residency_of(parameter).tiered is not None

@@ -204,7 +204,7 @@ class Engine(ParameterStore):
         self.tiers.check()
         record, self.record = self.record, None
         if record is not None:
-            self.version += 1
+            self.num_steps += 1
             if self.placement.has_late:
                 self.tiers.leave(record)
         return record

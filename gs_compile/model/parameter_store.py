@@ -27,7 +27,7 @@ class ParameterStore:
         self.tiers = tiers
         self.folder = folder
         self.components = components
-        self.version = 0  # another number whenever a value has changed
+        self.num_steps = 0  # after which values have changed
 
     @property
     def closed(self) -> bool:
@@ -52,7 +52,6 @@ class ParameterStore:
             if own != wide and new.dtype == own:
                 new = torch.where(new == self.tiers.read(piece), self.tiers.read(piece, master=True), new.to(wide))
             self.tiers.fill(piece, new)
-        self.version += 1
 
     def state(self, span: Slice, num_steps: int) -> dict[str, Any]:
         """A parameter's optimizer state after all updates, as torch has it."""

@@ -13,9 +13,9 @@ again: the model is compiled once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,27 @@ from torch import nn
 from gs_compile.capture.internals import changes
 from gs_compile.errors import ReleasedParameterError
 from gs_compile.model.mapped import mapped
+from gs_compile.model.offloaded import OffloadedParameter, shares_memory
 from gs_compile.model.parameter_store import ParameterStore
 from gs_compile.model.placeholder import UnavailableGradient, placeholder
 from gs_compile.runtime.tiers import Slice
 
 Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A tensor that has a parameter's value, as long as neither changes."""
+
+    values: weakref.ref[Tensor]
+    version: Any  # of the value
+    changes: int  # of the tensor
+
+    def is_true(self, tensor: Tensor, version: Any) -> bool:
+        """Whether this, or a view of this, still has the value of that version."""
+        values = self.values()
+        known = values is not None and shares_memory(values, tensor)
+        return known and (version, changes(tensor)) == (self.version, self.changes)
 
 
 @dataclass(eq=False)
@@ -41,12 +57,11 @@ class Residency:
     is_trained: bool = False  # by the store
     stash: Tensor | None = None  # the value of a stashed parameter, in a file or in memory
     folder: Path | None = None  # of the file; None: the parameter was resident, and its value is in memory
-    placeholder: Tensor | None = None  # one NaN
-    moved: tuple[Tensor, Tensor] | None = None  # placeholder and stash of a conversion, if it is taken up
     gradient: Tensor | None = None  # to be shown as .grad
     kind: type = nn.Parameter  # of the resident parameter
     is_materialized: bool = False
-    shown: tuple[weakref.ref[Tensor], int, int] | None = None  # what `shown_value` gave, of when
+    shown: dict[torch.device, Shown] = field(default_factory=dict)
+    num_writes: int = 0  # of values that somebody has given
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of a parameter has a value of its own
@@ -72,40 +87,48 @@ class Residency:
         values = self.stashed_value(parameter)
         return values if master else values.to(parameter.dtype)
 
-    def shown_value(self, parameter: Tensor) -> Tensor:
-        """`value`; the same tensor again while it is in use and true, so that tied entries of state dicts stay tied."""
-        if self.tiered is None:
-            return self.value(parameter)
-        store, _ = self.tiered
-        known, of, own = self.shown or (lambda: None, -1, -1)
-        values = known()
-        if values is None or (of, own) != (store.version, changes(values)):
-            values = self.value(parameter)
-            self.shown = weakref.ref(values), store.version, changes(values)
+    def shown_value(self, parameter: Tensor, device: torch.device) -> Tensor:
+        """`value` on a device; the same tensor again while it is in use and true, so that tied entries stay tied."""
+        known = self.shown.get(device)
+        values = known.values() if known is not None else None
+        if values is None or not self.is_shown(values):
+            with torch.inference_mode(False):  # its changes are counted
+                values = self.value(parameter).to(device)
+            self._show(values)
         return values
 
+    def is_shown(self, values: Tensor) -> bool:
+        """Whether a tensor of `shown_value`, or a view of it, still has the value."""
+        known = self.shown.get(values.device)
+        return known is not None and known.is_true(values, self._version)
+
     def write(self, parameter: Tensor, values: Tensor) -> None:
-        """Give an offloaded parameter another value."""
+        """Give an offloaded parameter another value; `values` of `shown_value` that have changed stay true."""
         if self.tiered is not None:
             store, span = self.tiered
             store.write(span, values)
-            return
-        own = self.stashed_value(parameter)
-        if own.data_ptr() != values.data_ptr():
+        elif (own := self.stashed_value(parameter)).data_ptr() != values.data_ptr():
             with torch.no_grad():
                 own.copy_(values)
+        known = self.shown.get(values.device)
+        self.num_writes += 1
+        if known is not None and (shown := known.values()) is not None and shares_memory(shown, values):
+            self._show(shown)
 
-    def convert(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A placeholder of that dtype and device: it counts from when the parameter gets it as `.data`."""
-        if (dtype, device) == (parameter.dtype, parameter.device):
-            return parameter
-        future = torch.__future__
-        replaced = future.get_swap_module_params_on_conversion() or future.get_overwrite_module_params_on_conversion()
-        if self.tiered is not None or device.type == "meta" or replaced:
+    @property
+    def _version(self) -> Any:
+        """Another one whenever the value has changed."""
+        return self.num_writes, self.place and self.place[0].num_steps
+
+    def _show(self, values: Tensor) -> None:
+        self.shown[values.device] = Shown(weakref.ref(values), self._version, changes(values))
+
+    def convert(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+        """Have the model compute with the parameter in another dtype or on another device, before its first call."""
+        if self.tiered is not None:
             raise ReleasedParameterError(
                 f"a parameter of shape {tuple(parameter.shape)} lives on the tiers and cannot become {dtype} on "
-                f"{device}. Convert the model before its first call, to a device that computes, and in the way that is "
-                "torch's default (.data); a state_dict() has the values at any time"
+                f"{device}. Convert the model before its first call; a state_dict() has the values at any time"
             )
         values = self.stashed_value(parameter)
         if self.folder is None:
@@ -113,14 +136,18 @@ class Residency:
         elif dtype != parameter.dtype:
             flat = values.reshape(-1)
             values = mapped(values.shape, dtype, self.folder, lambda start, stop: flat[start:stop].to(dtype))
-        self.moved = placeholder(dtype, device), values
-        return self.moved[0].expand(parameter.shape)
+        self.stash = values
+        self.release(parameter, dtype, device)
 
-    def release(self, parameter: Tensor, dtype: torch.dtype) -> None:
-        """Put a placeholder of that dtype in the place of the parameter's memory."""
-        self.placeholder = placeholder(dtype, parameter.device)
-        parameter.data = self.placeholder.expand(parameter.shape)
+    def release(self, parameter: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        """Put a placeholder of that dtype, on that device, in the place of the parameter's memory."""
+        self.set_data(parameter, placeholder(dtype, device or parameter.device).expand(parameter.shape))
         parameter.__class__ = OffloadedParameter
+
+    def set_data(self, parameter: Tensor, values: Tensor) -> None:
+        """Make a parameter an ordinary one that has `values` itself, not a copy."""
+        parameter.__class__ = self.kind
+        parameter.data = values
 
 
 def residency_of(parameter: Tensor) -> Residency:
@@ -133,83 +160,8 @@ def residency_of(parameter: Tensor) -> Residency:
 
 
 def is_offloaded(parameter: Tensor) -> bool:
-    """Whether the parameter is stashed or tiered: it has a placeholder, and nobody gave it other `.data` since."""
-    if not isinstance(parameter, OffloadedParameter):
-        return False
-    residency, address = residency_of(parameter), parameter.untyped_storage().data_ptr()
-    if residency.moved is not None and address == residency.moved[0].data_ptr():
-        (residency.placeholder, residency.stash), residency.moved = residency.moved, None
-    return residency.placeholder is not None and address == residency.placeholder.data_ptr()
-
-
-# The parameter --------------------------------------------------------------------------------------------------------
-
-
-def _conversion(name: str) -> Callable[..., Any]:
-    """A tensor's method `name` for an offloaded parameter: a tensor without elements tells what it leads to."""
-    plain = getattr(Tensor, name)
-
-    def convert(self: OffloadedParameter, *args: Any, **kwargs: Any) -> Any:
-        if self._residency is None:
-            return plain(self, *args, **kwargs)
-        kwargs.pop("memory_format", None)  # values are kept in one order
-        like = plain(torch.empty(0, dtype=self.dtype, device=self.device), *args, **kwargs)
-        return self._residency.convert(self, like.dtype, like.device)
-
-    return convert
-
-
-class OffloadedParameter(nn.Parameter):
-    """A parameter whose value is elsewhere. A resident one becomes this, and is an ordinary one again afterwards.
-
-    Its value is read and written through its own methods: `detach`, with which `state_dict` reads, and `copy_`, with
-    which `load_state_dict` writes. `.to(...)` and its like change where and in what dtype the model computes; no value
-    is lost or brought into memory.
-    """
-
-    @property
-    def _residency(self) -> Residency | None:
-        """Where the value is; None while Dynamo traces, and where somebody gave other `.data`: an ordinary tensor."""
-        return None if torch.compiler.is_dynamo_compiling() or not is_offloaded(self) else residency_of(self)
-
-    to = _conversion("to")
-    cpu = _conversion("cpu")
-    cuda = _conversion("cuda")
-    float = _conversion("float")
-    double = _conversion("double")
-    half = _conversion("half")
-    bfloat16 = _conversion("bfloat16")
-
-    def detach(self) -> Tensor:
-        """The value, in a tensor that takes memory only where it is touched."""
-        return Tensor.detach(self) if self._residency is None else self._residency.shown_value(self)
-
-    def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
-        """Write `other` to wherever the value is."""
-        if self._residency is None or torch.is_grad_enabled():
-            return Tensor.copy_(self, other, non_blocking)
-        if other is not self:
-            self._residency.write(self, other.detach().expand(self.shape))
-        return self
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        kept = f"shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
-        return f"OffloadedParameter({kept}, requires_grad={self.requires_grad})"
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        self._refuse_copy()
-        return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self._refuse_copy()
-        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def _refuse_copy(self) -> None:
-        if self._residency is not None:
-            raise ReleasedParameterError(
-                "this model cannot be copied or pickled: its parameters live on the tiers. Take its state_dict(), or "
-                "copy it inside `with gs_compile.materialize(model):`"
-            )
+    """Whether the parameter is stashed or tiered."""
+    return isinstance(parameter, OffloadedParameter)
 
 
 # Changes of state -----------------------------------------------------------------------------------------------------
@@ -244,8 +196,8 @@ def hand_back(parameter: Tensor) -> None:
 def roll_back(arguments: Iterable[Any]) -> None:
     """After a first call that failed: parameters that were resident before are so again, and have their dtype."""
     for parameter in arguments:
-        residency = residency_of(parameter) if isinstance(parameter, OffloadedParameter) else None
-        if residency is None or residency.stash is None or not is_offloaded(parameter):
+        residency = residency_of(parameter) if is_offloaded(parameter) else None
+        if residency is None or residency.stash is None:
             continue
         if residency.folder is None:
             restore(parameter, residency.stash)
@@ -256,9 +208,8 @@ def roll_back(arguments: Iterable[Any]) -> None:
 def restore(parameter: Tensor, values: Tensor) -> None:
     """Make a parameter resident: it has `values` itself, not a copy."""
     residency = residency_of(parameter)
-    parameter.data = values
-    parameter.__class__ = residency.kind
-    residency.placeholder = residency.stash = residency.place = None
+    residency.set_data(parameter, values)
+    residency.stash = residency.place = None
 
 
 def mark_gradient_unavailable(parameter: Tensor) -> None:
@@ -275,8 +226,7 @@ def mark_gradient_unavailable(parameter: Tensor) -> None:
 def in_memory(parameter: Tensor, *, master: bool) -> Iterator[None]:
     """An offloaded parameter, materialized."""
     residency, dtype = residency_of(parameter), parameter.dtype
-    parameter.data = residency.value(parameter, master=master).to(parameter.device)
-    parameter.__class__ = residency.kind
+    residency.set_data(parameter, residency.value(parameter, master=master).to(parameter.device))
     residency.is_materialized = True
     try:
         yield

@@ -38,24 +38,14 @@ def test_stashed_and_restored(shape, dtype):
     stash(given)
     assert is_offloaded(given)
     assert isinstance(given, nn.Parameter)
-    assert not is_offloaded(given.detach())
     assert (given.shape, given.dtype, given.requires_grad) == (values.shape, dtype, dtype.is_floating_point)
     assert given.untyped_storage().nbytes() == dtype.itemsize
-    if dtype.is_floating_point:
-        assert given.isnan().all()
+    assert type(given.detach()) is torch.Tensor
     assert torch.equal(given.detach(), values)
     roll_back([given])
     assert not is_offloaded(given)
     assert type(given) is nn.Parameter
     assert given.data_ptr() == values.data_ptr()
-
-
-def test_data_that_anyone_gives_ends_it():
-    given = parameter((1,))
-    stash(given)
-    given.data = torch.ones(1)
-    assert not is_offloaded(given)
-    assert given.detach().item() == 1
 
 
 def test_nothing_keeps_an_offloaded_parameter():

@@ -1,0 +1,257 @@
+"""offloaded: a parameter whose value is elsewhere, and that reads and writes as if it were here.
+
+In a capture an `OffloadedParameter` is an ordinary tensor of its shape. To every torch function outside of one it is
+its value: the value is read for the function, and what the function has changed in place is written to where the value
+is. So nobody computes with the placeholder. What cannot be done with a value that is elsewhere raises
+`ReleasedParameterError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from gs_compile.capture.internals import changes, tree_map_only
+from gs_compile.errors import ReleasedParameterError
+from gs_compile.model.placeholder import placeholder
+
+Tensor = torch.Tensor
+
+# Functions that look at a tensor and not at its values; those whose names begin with "is_", "_is_" or "new_" do so too.
+_LOOKS = frozenset(
+    "__len__ dim element_size get_device ndimension nelement numel requires_grad_ size storage_offset stride detach_ "
+    "untyped_storage _has_compatible_shallow_copy_type "
+    "empty_like full_like ones_like rand_like randn_like zeros_like".split()
+)
+_VIEWS = frozenset("data T mT H mH real imag".split())  # attributes that show values; all others look
+_CONVERSIONS = frozenset("to cpu cuda float double half bfloat16 type".split())
+_REFUSED = {
+    **dict.fromkeys(("set_", "resize_", "resize_as_", "share_memory_", "data_ptr"), "has no memory of its own"),
+    **dict.fromkeys(("register_hook", "register_post_accumulate_grad_hook"), "gives its gradient to its update alone"),
+}
+
+
+class Place(Protocol):
+    """Where the value of an offloaded parameter is."""
+
+    def shown_value(self, parameter: Tensor, device: torch.device) -> Tensor:
+        """The value on a device, in the parameter's dtype: the same tensor again while it is in use and true."""
+
+    def is_shown(self, values: Tensor) -> bool:
+        """Whether a tensor of `shown_value`, or a view of it, still has the value."""
+
+    def write(self, parameter: Tensor, values: Tensor) -> None:
+        """Give the parameter another value, of its shape."""
+
+    def convert(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+        """Have the model compute with the parameter in another dtype or on another device."""
+
+
+class _Elsewhere(Tensor):
+    """A tensor that stands for values in other memory: torch's functions are applied to those."""
+
+    def in_memory(self) -> Tensor:
+        """The values, as an ordinary tensor."""
+        raise NotImplementedError
+
+    def changed(self, values: Tensor) -> None:
+        """Called when what `in_memory` has given was changed in place."""
+
+    def seen(self, result: Tensor, values: Tensor) -> Tensor:
+        """What the caller gets of a function's result that is a view of what `in_memory` has given."""
+        return result
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return super().__torch_function__(function, types, args, kwargs or {})
+        return _applied(function, args, kwargs or {})
+
+
+class OffloadedParameter(_Elsewhere, nn.Parameter):
+    """A parameter whose value is elsewhere. A resident one becomes this, and is an ordinary one again afterwards.
+
+    `detach`, with which `state_dict` reads, gives a tensor of the caller's own; `.data` and other views write through.
+    `.to(...)` and its like, when a module takes them up, change where and in what dtype the model computes.
+    """
+
+    _greedysnake: Place
+
+    def in_memory(self) -> Tensor:
+        values = self._greedysnake.shown_value(self, self.device)
+        if torch.is_grad_enabled() and self.requires_grad:
+            return cast(Tensor, _Read.apply(self, values))  # type: ignore[no-untyped-call]
+        return values
+
+    def changed(self, values: Tensor) -> None:
+        self._greedysnake.write(self, values)
+
+    def seen(self, result: Tensor, values: Tensor) -> Tensor:
+        return View.of(self, result, values.detach())
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        kept = f"shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
+        return f"OffloadedParameter({kept}, requires_grad={self.requires_grad})"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce_ex__(None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ReleasedParameterError(
+            "this model cannot be copied or pickled: its parameters live on the tiers. Take its state_dict(), or "
+            "copy it inside `with gs_compile.materialize(model):`"
+        )
+
+    def _assign(self, values: Tensor) -> None:
+        """``parameter.data = values``: a conversion is taken up, other values are written."""
+        if isinstance(values, Conversion) and values.parameter is self:
+            self._greedysnake.convert(self, values.dtype, values.device)
+        elif (values.shape, values.dtype, values.device) == (self.shape, self.dtype, self.device):
+            self._greedysnake.write(self, _read(values))
+        else:
+            raise ReleasedParameterError(
+                f"a parameter of shape {tuple(self.shape)} and {self.dtype} lives on the tiers and cannot be given "
+                f".data of shape {tuple(values.shape)} and {values.dtype} on {values.device}. Change the model before "
+                "its first call, and make its optimizer afterwards"
+            )
+
+    def _convert(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """``parameter.to(...)`` and its like: a tensor without elements tells what it leads to."""
+        settings = {key: value for key, value in kwargs.items() if key != "memory_format"}  # values have one order
+        like = function(torch.empty(0, dtype=self.dtype, device=self.device), *args, **settings)
+        if not isinstance(like, Tensor) or (like.dtype, like.device) == (self.dtype, self.device):
+            return self if isinstance(like, Tensor) else like
+        future = torch.__future__
+        replaced = future.get_swap_module_params_on_conversion() or future.get_overwrite_module_params_on_conversion()
+        if replaced or like.is_meta:
+            raise ReleasedParameterError(
+                f"a parameter of shape {tuple(self.shape)} lives on the tiers and cannot become {like.dtype} on "
+                f"{like.device}: convert it to a device that computes, in the way that is torch's default (.data)"
+            )
+        found = placeholder(like.dtype, like.device).expand(self.shape).as_subclass(Conversion)
+        found.parameter, found.read = self, None
+        return found
+
+
+class View(_Elsewhere):
+    """The value of an offloaded parameter, or a view of it, in memory."""
+
+    parameter: OffloadedParameter
+    whole: Tensor
+
+    @classmethod
+    def of(cls, parameter: OffloadedParameter, view: Tensor, whole: Tensor) -> View:
+        """whole: all of the parameter's value, in the same memory."""
+        found = view.as_subclass(cls)
+        found.parameter, found.whole = parameter, whole
+        return found
+
+    def in_memory(self) -> Tensor:
+        if not self.parameter._greedysnake.is_shown(self.whole):
+            raise ReleasedParameterError(
+                f"this view of a parameter of shape {tuple(self.parameter.shape)} was taken before the parameter has "
+                "changed: take it from the parameter again"
+            )
+        return _plain(self)
+
+    def changed(self, values: Tensor) -> None:
+        self.parameter._greedysnake.write(self.parameter, self.whole)
+
+    def seen(self, result: Tensor, values: Tensor) -> Tensor:
+        return View.of(self.parameter, result, self.whole)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.in_memory().__reduce_ex__(protocol)
+
+
+class Conversion(_Elsewhere):
+    """An offloaded parameter in another dtype or on another device: read when it is used."""
+
+    parameter: OffloadedParameter
+    read: Tensor | None
+
+    def in_memory(self) -> Tensor:
+        if self.read is None:
+            self.read = self.parameter.in_memory().to(self.device, self.dtype)
+        return self.read
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.in_memory().__reduce_ex__(protocol)
+
+
+class _Read(torch.autograd.Function):
+    """A parameter's value with a gradient, which is refused where somebody asks for it."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise ReleasedParameterError(
+            "a backward has come to a parameter that lives on the tiers from a computation outside of the compiled "
+            "model: the parameter gets its gradient from the compiled model's own backward alone. Compute this under "
+            "torch.no_grad(), or call the compiled model"
+        )
+
+
+def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The function's result for the values of all arguments that are elsewhere."""
+    name, first = function.__name__, args[0] if args else None
+    attribute = getattr(function.__self__, "__name__", "") if name in ("__get__", "__set__", "__delete__") else None
+    if isinstance(first, OffloadedParameter):
+        if name in _REFUSED:
+            raise ReleasedParameterError(f"{name}: a parameter that lives on the tiers {_REFUSED[name]}")
+        if name == "__set__" and attribute == "data":
+            return first._assign(args[1])
+        if name == "detach":
+            return first._greedysnake.shown_value(first, torch.device("cpu"))
+        if name == "copy_" and not torch.is_grad_enabled():
+            first._greedysnake.write(first, _read(args[1]).expand(first.shape))
+            return first
+        if name in _CONVERSIONS and not kwargs.get("copy"):
+            return first._convert(function, args[1:], kwargs)
+    if name in _LOOKS or name.startswith(("is_", "_is_", "new_")) or (attribute and attribute not in _VIEWS):
+        return nn.Parameter.__torch_function__(function, (), args, kwargs)
+    if attribute == "data":
+        function = Tensor.detach  # which counts changes
+    used: list[tuple[_Elsewhere, Tensor, int]] = []
+
+    def read(each: _Elsewhere) -> Tensor:
+        values = each.in_memory()
+        used.append((each, values, changes(values)))
+        return values
+
+    args, kwargs = tree_map_only(_Elsewhere, read, (args, kwargs))
+    result = function(*args, **kwargs)
+    for each, values, before in used:
+        if changes(values) != before:
+            each.changed(values)
+    return tree_map_only(Tensor, lambda found: _seen(found, used), result)
+
+
+def _seen(found: Tensor, used: Sequence[tuple[_Elsewhere, Tensor, int]]) -> Tensor:
+    for each, values, _ in used:
+        if found is values:
+            return each
+        if shares_memory(found, values):
+            return each.seen(found, values)
+    return found
+
+
+def _read(tensor: Tensor) -> Tensor:
+    """The values of any tensor, without a gradient."""
+    return (tensor.in_memory() if isinstance(tensor, _Elsewhere) else tensor).detach()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The same memory as an ordinary tensor."""
+    return cast(Tensor, nn.Parameter.__torch_function__(Tensor.as_subclass, (), (tensor, Tensor), {}))
+
+
+def shares_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether one is a view of the other, or both of a third tensor."""
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() != 0
