@@ -67,7 +67,7 @@ class _Elsewhere(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return super().__torch_function__(function, types, args, kwargs or {})
+            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         return _applied(function, args, kwargs or {})
 
 
@@ -90,7 +90,7 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):
         self._greedysnake.write(self, values)
 
     def seen(self, result: Tensor, values: Tensor) -> Tensor:
-        return View.of(self, result, values.detach())
+        return View.of(self, result, self._greedysnake.shown_value(self, self.device))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         kept = f"shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"

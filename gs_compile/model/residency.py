@@ -100,7 +100,7 @@ class Residency:
     def is_shown(self, values: Tensor) -> bool:
         """Whether a tensor of `shown_value`, or a view of it, still has the value."""
         known = self.shown.get(values.device)
-        return known is not None and known.is_true(values, self._version)
+        return known is not None and known.is_true(values, self._state)
 
     def write(self, parameter: Tensor, values: Tensor) -> None:
         """Give an offloaded parameter another value; `values` of `shown_value` that have changed stay true."""
@@ -116,12 +116,12 @@ class Residency:
             self._show(shown)
 
     @property
-    def _version(self) -> Any:
+    def _state(self) -> Any:
         """Another one whenever the value has changed."""
         return self.num_writes, self.place and self.place[0].num_steps
 
     def _show(self, values: Tensor) -> None:
-        self.shown[values.device] = Shown(weakref.ref(values), self._version, changes(values))
+        self.shown[values.device] = Shown(weakref.ref(values), self._state, changes(values))
 
     def convert(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None:
         """Have the model compute with the parameter in another dtype or on another device, before its first call."""

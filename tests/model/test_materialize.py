@@ -13,7 +13,7 @@ from tiered import options, step, tokens, two_groups
 from zoo import huggingface
 
 import gs_compile
-from gs_compile.errors import OptimizerError, ReleasedParameterError, StepOrderError
+from gs_compile.errors import ReleasedParameterError, StepOrderError
 from gs_compile.model.residency import is_offloaded
 
 make = partial(gs_compile.AdamW, lr=1e-3)
@@ -124,9 +124,6 @@ def test_blocks_nest_and_end_after_an_error(tmp_path):
         assert one.model.state_dict()["lm_head.weight"].abs().sum() > 0
         one.train(1)
         assert one.optimizer.num_steps == 2
-        one.model.transformer.wpe.weight.data = torch.zeros(8, 32)
-        with pytest.raises(OptimizerError, match=r"lives on the tiers, but was given other values"):
-            one.loss(1)
 
 
 def test_a_model_in_memory_is_left_alone():

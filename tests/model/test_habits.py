@@ -1,0 +1,215 @@
+"""Habits that read, copy, cast, move, save or change parameters: on the tiers each works as in memory, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from learner import learner, same_tensors
+from safetensors.torch import load, save
+from tiered import tokens
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from zoo import huggingface
+
+import gs_compile
+from gs_compile.errors import ReleasedParameterError
+from gs_compile.model.residency import is_offloaded
+
+
+@pytest.fixture(scope="module", params=[{"alpha": 0.5}, {"precision": "bf16"}], ids=["fp32", "bf16"])
+def one(request, tmp_path_factory):
+    """A model on the tiers, after a step."""
+    folder = tmp_path_factory.mktemp("storage")
+    with learner(folder, partial(gs_compile.AdamW, lr=1e-2), partial(huggingface, "gpt2"), **request.param) as found:
+        found.train(0)
+        yield found
+
+
+@pytest.fixture
+def pair(one):
+    """The model on the tiers, and a copy in memory; values on the tiers are what they were afterwards."""
+    with gs_compile.materialize(one.model):
+        memory = copy.deepcopy(one.model)
+    before = one.model.state_dict()
+    yield one.model, memory
+    assert all(is_offloaded(parameter) for parameter in one.model.parameters())
+    one.model.load_state_dict(before)
+
+
+def weight(model):
+    return model.lm_head.weight  # tied to the embedding
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save({name: parameter.data for name, parameter in model.named_parameters()}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def averaged(model):
+    """An exponential moving average as people write it."""
+    shadow = {name: parameter.clone().detach() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        shadow[name].mul_(0.9).add_(parameter.data, alpha=0.1)
+    torch._foreach_lerp_(list(shadow.values()), list(model.parameters()), 0.5)
+    return shadow
+
+
+@torch.no_grad()
+def eager(model):
+    return model.forward(input_ids=tokens(3)).logits
+
+
+@torch.no_grad()
+def called_by_function(model):
+    return functional_call(model.transformer, dict(model.transformer.named_parameters()), (tokens(3),))[0]
+
+
+def generated(model):
+    """As the model that torch.compile returns does it: that model's own forward is not compiled."""
+    compiled, model._compiled_call_impl = model._compiled_call_impl, None
+    try:
+        return model.generate(tokens(3)[:1, :3], max_new_tokens=2, do_sample=False, pad_token_id=0)
+    finally:
+        model._compiled_call_impl = compiled
+
+
+READS = {
+    "clone": lambda m: {name: parameter.clone() for name, parameter in m.named_parameters()},
+    "data": lambda m: {name: parameter.data + 1 for name, parameter in m.named_parameters()},
+    "cast": lambda m: [weight(m).double(), weight(m).half().float(), weight(m).to(torch.float64), weight(m).cpu() + 1],
+    "copied into another": lambda m: torch.zeros(weight(m).shape).copy_(weight(m)),
+    "norm": lambda m: torch.stack([parameter.norm() for parameter in m.parameters()]),
+    "foreach norm": lambda m: torch.stack(torch._foreach_norm(list(m.parameters()))),
+    "compared": lambda m: [weight(m) == weight(m), torch.equal(weight(m), m.transformer.wte.weight)],
+    "sums": lambda m: sum(parameter.float().sum().item() for parameter in m.parameters()),
+    "an item": lambda m: weight(m)[3, 5].item(),
+    "numpy": lambda m: weight(m).detach().float().numpy().tolist(),
+    "no number is NaN": lambda m: not any(bool(parameter.isnan().any()) for parameter in m.parameters()),
+    "flat": lambda m: parameters_to_vector(parameter.float() for parameter in m.parameters()),
+    "slices": lambda m: torch.cat([weight(m)[:3], weight(m).data[3:5], weight(m).view(-1, 32)[5:7], weight(m).T[:1, :32]]),
+    "zeros like": lambda m: torch.zeros_like(weight(m)),
+    "numbers of elements": lambda m: [(len(p), p.numel(), p.shape, p.dtype, p.nbytes) for p in m.parameters()],
+    "average": averaged,
+    "saved": saved,
+    "safetensors": lambda m: sorted(load(save({"w": weight(m).data, "b": m.transformer.ln_f.bias.detach()})).items()),
+    "state dict with parameters": lambda m: {k: v.clone() for k, v in m.state_dict(keep_vars=True).items()},
+    "pickled data": lambda m: pickle.loads(pickle.dumps(weight(m).data)),
+    "copied data": lambda m: copy.deepcopy(weight(m).data),
+    "an eager forward": eager,
+    "functional_call": called_by_function,
+    "generate": generated,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("habit", READS)
+def test_values_are_read(habit, pair):
+    tiered, memory = ({"result": READS[habit](model)} for model in pair)
+    found, wanted = (torch.utils._pytree.tree_leaves(each) for each in (tiered, memory))
+    assert len(found) == len(wanted)
+    for mine, theirs in zip(found, wanted, strict=True):
+        if isinstance(theirs, torch.Tensor):
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine, theirs)
+        else:
+            assert mine == theirs
+
+
+@torch.no_grad()
+def changed_in_place(model):
+    for parameter in model.parameters():
+        parameter.mul_(0.5).add_(1)
+    weight(model)[2].zero_()
+    weight(model)[4, 5] = 7
+    weight(model).T[0].fill_(3)
+
+
+@torch.no_grad()
+def lerped(model):
+    torch._foreach_mul_(list(model.parameters()), 0.5)
+    torch.lerp(weight(model), torch.ones(weight(model).shape, dtype=weight(model).dtype), 0.25, out=weight(model))
+
+
+def by_data(model):
+    data = weight(model).data
+    data.mul_(2)
+    data[1].zero_()
+    weight(model).data += 1
+    model.transformer.wpe.weight.data.zero_()
+    model.transformer.ln_f.bias.data = torch.ones(32, dtype=weight(model).dtype)
+
+
+WRITES = {
+    "in place": changed_in_place,
+    "foreach and out": lerped,
+    ".data": by_data,
+    "initialised": lambda m: (torch.manual_seed(3), [nn.init.normal_(p) for p in m.parameters()]),
+    "from a vector": lambda m: vector_to_parameters(
+        torch.arange(sum(p.numel() for p in m.parameters())).to(weight(m).dtype) / 100, m.parameters()
+    ),
+    "load_state_dict": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}),
+    "applied": lambda m: m.apply(lambda each: each.weight.data.fill_(0.5) if isinstance(each, nn.LayerNorm) else None),
+    "tied again": lambda m: m.tie_weights(),
+}
+
+
+@pytest.mark.parametrize("habit", WRITES)
+def test_changes_are_written(habit, pair):
+    for model in pair:
+        WRITES[habit](model)
+    tiered, memory = pair
+    same_tensors(tiered.state_dict(), memory.state_dict())
+
+
+REFUSED = {
+    "deepcopy": (copy.deepcopy, "cannot be copied or pickled"),
+    "pickle": (pickle.dumps, "cannot be copied or pickled"),
+    "torch.save of the model": (lambda m: torch.save(m, io.BytesIO()), "cannot be copied or pickled"),
+    "AveragedModel": (
+        lambda m: AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+        "cannot be copied or pickled",
+    ),
+    "to a dtype": (lambda m: m.to(torch.float64), "Convert the model before its first call"),
+    "half": (lambda m: m.half(), "Convert the model before its first call"),
+    "to meta": (lambda m: m.to("meta"), "cannot become"),
+    "share_memory": (lambda m: m.share_memory(), "has no memory of its own"),
+    "data of another shape": (lambda m: setattr(weight(m), "data", torch.zeros(3)), "cannot be given .data of shape"),
+    "resized": (lambda m: m.resize_token_embeddings(80), "cannot be given .data of shape"),
+    "a hook on a gradient": (lambda m: weight(m).register_hook(print), "gives its gradient to its update alone"),
+    "an address": (lambda m: weight(m).data_ptr(), "has no memory of its own"),
+    "an eager backward": (
+        lambda m: m.forward(input_ids=tokens(3), labels=tokens(3)).loss.backward(),
+        "gets its gradient from the compiled model's own backward",
+    ),
+}
+
+
+@pytest.mark.parametrize("habit", REFUSED)
+def test_what_cannot_work_is_refused(habit, pair):
+    model, _ = pair
+    before = model.state_dict()
+    change, message = REFUSED[habit]
+    with pytest.raises(ReleasedParameterError, match=message):
+        change(model)
+    same_tensors(model.state_dict(), before)
+
+
+def test_a_view_from_before_a_step_is_refused(one):
+    view = weight(one.model).data[0]
+    one.train(1)
+    with pytest.raises(ReleasedParameterError, match="take it from the parameter again"):
+        view.zero_()
+
+
+def test_no_step_reads_a_parameter(one, monkeypatch):
+    """Nothing in a step takes a parameter for its value: that would read it twice."""
+    monkeypatch.setattr("gs_compile.model.residency.Residency.shown_value", None)
+    one.train(2)
