@@ -113,36 +113,19 @@ class CompiledUnits:
         dx = self._spread(graph, micro_batch, gradients, reads, held=inputs)
         return tuple(dx if kind == "dx" else _result(graph, results, kind) for kind in wants)
 
-    def head_backward(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
-        return self._backward(unit, micro_batch, wants, reads, list(reads["dy"]))
-
     def backward(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
-        return self._backward(unit, micro_batch, wants, reads, [_sum(reads.get("dx"), reads.get("dy"))])
-
-    def embed_backward(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
-        graph = self.micro_batches[micro_batch].split.by_unit[unit]
-        dside = reads.pop("dside").sums if "dside" in reads else {}
-        sides = [index for index, kind in enumerate(graph.results) if kind == "side"]
-        gradients: list[torch.Tensor] = []
-        for index in graph.differentiated:
-            spec = graph.result_specs[index]
-            arrived = dside.get(sides.index(index)) if index in sides else _sum(reads.get("dx"), reads.get("dy"))
-            if arrived is None:
-                arrived = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-            gradients.append(arrived.to(spec.dtype))
-        return self._backward(unit, micro_batch, wants, reads, gradients)
-
-    # How a unit's code is called -------------------------------------------------------------------------------------
-
-    def _backward(
-        self, unit: Unit, micro_batch: int, wants: tuple[str, ...], reads: Mapping[str, Any], gradients: Tensors
-    ) -> tuple[Any, ...]:
+        """A unit again, and its backward."""
         graph, inputs = self._inputs(unit, micro_batch, reads)
         specs = [graph.result_specs[index] for index in graph.differentiated]
-        held = [*inputs, *(_laid_out(gradient, spec) for gradient, spec in zip(gradients, specs, strict=True))]
+        gradients = zip(_arrived(graph, reads), specs, strict=True)
+        held = [*inputs, *(_laid_out(gradient, spec) for gradient, spec in gradients)]
         outcome = self._run("backward", unit, micro_batch, held)
         dx = self._spread(graph, micro_batch, outcome, reads, held)
         return (dx,) if "dx" in wants else ()
+
+    head_backward = embed_backward = backward
+
+    # How a unit's code is called -------------------------------------------------------------------------------------
 
     def _inputs(self, unit: Unit, micro_batch: int, reads: Mapping[str, Any]) -> tuple[UnitGraph, list[torch.Tensor]]:
         """A unit's graph, and the tensors for its placeholders."""
@@ -215,6 +198,23 @@ def _input(source: Source, part: MicroBatch, reads: Mapping[str, Any]) -> torch.
     else:
         tensor = reads["x"] if source.kind == "x" else reads[source.kind][source.index]
     return tensor
+
+
+def _arrived(graph: UnitGraph, reads: Mapping[str, Any]) -> Tensors:
+    """The gradient of each differentiated result: from the unit above, from all layers where it is a side input."""
+    dx, dy = reads.get("dx"), reads.get("dy")
+    if isinstance(dy, tuple):
+        return dy
+    sides = [index for index, kind in enumerate(graph.results) if kind == "side"]
+    dside = reads["dside"].sums if "dside" in reads else {}
+    gradients = []
+    for index in graph.differentiated:
+        spec = graph.result_specs[index]
+        arrived = dside.get(sides.index(index)) if index in sides else _sum(dx, dy)
+        if arrived is None:
+            arrived = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+        gradients.append(arrived.to(spec.dtype))
+    return gradients
 
 
 def _result(graph: UnitGraph, results: Sequence[Any], kind: str) -> Any:
