@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from gs_compile.program.ir import LANES
 from gs_compile.runtime import stream
 
-MAX_ROWS = 1000  # of one lane: more than a lane has operations in flight
 MAX_EVENTS = 500_000  # the latest are kept: hundreds of steps of a small model, a few of a large one, 100 MB
 
 
@@ -41,7 +40,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Total:
-    """The work of a lane so far: operations that overlap on one lane count their seconds each."""
+    """The work of a lane so far."""
 
     seconds: float = 0.0
     nbytes: int = 0
@@ -112,19 +111,13 @@ class Trace:
     def chrome(self) -> dict[str, Any]:
         """The events in Chrome's Trace Event Format, microseconds from the first.
 
-        Each lane is a row. What overlaps on a lane, such as several reads in flight, goes to further rows below: on one
-        row, viewers drop slices that overlap without nesting.
+        Each lane is a row; its operations follow each other.
         """
         events = self.events()
-        origin = events[0].start_seconds if events else 0.0
-        ends: dict[str, list[float]] = {lane: [origin] for lane in LANES}  # of each row
-        slices = [_slice(event, _row(ends[event.label.lane], event), origin) for event in events]
         rows = [_metadata("process_name", 0, name="greedysnake")]
-        for lane in LANES:
-            for row in range(len(ends[lane])):
-                thread = _thread(lane, row)
-                rows.append(_metadata("thread_name", thread, name=f"{lane} {row + 1}" if row else lane))
-                rows.append(_metadata("thread_sort_index", thread, sort_index=thread))
+        for row, lane in enumerate(LANES):
+            rows += [_metadata("thread_name", row, name=lane), _metadata("thread_sort_index", row, sort_index=row)]
+        slices = [_slice(event, events[0].start_seconds) for event in events]
         return {"traceEvents": rows + slices, "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
@@ -132,22 +125,11 @@ class Trace:
         Path(path).write_text(json.dumps(self.chrome()))
 
 
-def _row(ends: list[float], event: Event) -> int:
-    """The first row that is free when the event starts, which it then takes."""
-    row = next((row for row, end in enumerate(ends) if end <= event.start_seconds), len(ends))
-    ends[row : row + 1] = [event.end_seconds]
-    return row
+def _metadata(what: str, row: int, **args: str | int) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": 1, "tid": row, "args": args}
 
 
-def _thread(lane: str, row: int) -> int:
-    return LANES.index(lane) * MAX_ROWS + row + 1
-
-
-def _metadata(what: str, thread: int, **args: str | int) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": 1, "tid": thread, "args": args}
-
-
-def _slice(event: Event, row: int, origin: float) -> dict[str, Any]:
+def _slice(event: Event, origin: float) -> dict[str, Any]:
     # Both ends are rounded to nanoseconds alike: what ends when the next starts shall not overlap it by a rounding.
     start, end = (round((seconds - origin) * 1e6, 3) for seconds in event[:2])
     label = event.label
@@ -156,7 +138,7 @@ def _slice(event: Event, row: int, origin: float) -> dict[str, Any]:
         "name": label.name,
         "cat": label.lane,
         "pid": 1,
-        "tid": _thread(label.lane, row),
+        "tid": LANES.index(label.lane),
         "ts": start,
         "dur": round(end - start, 3),
         "args": {"kind": label.kind, "stage": label.stage, "bytes": label.nbytes},

@@ -25,10 +25,7 @@ def graph_module(program: Program) -> GraphModule:
     value. The output is a dictionary, by name, of what the program does not free.
     """
     graph = Graph()
-    env: dict[Value, Node] = {}
-    for value in _inputs(program):
-        env[value] = graph.placeholder(_identifier(value))
-        env[value].meta.update(_value_meta(value))
+    env = {value: _standing_for(value, graph.placeholder(_identifier(value))) for value in _inputs(program)}
     inputs = set(env.values())
     for op in program.ops:
         env.update(zip(op.results, _call(graph, op, env), strict=True))
@@ -51,31 +48,31 @@ def _inputs(program: Program) -> Iterator[Value]:
 
 def _call(graph: Graph, op: Op, env: Mapping[Value, Node]) -> list[Node]:
     """The node of an operation, and one node for each of several results."""
-    node = graph.create_node(
-        "call_function",
-        TARGETS[op.verb],
-        tuple(env[value] for value in op.reads),
-        _keywords(op) | ({"into": tuple(env[value] for value in op.into)} if op.into else {}),
-        name=_node_name(op),
-    )
+    if op.micro_batch is not None:
+        keywords: dict[str, Any] = {"unit": op.stage.unit, "micro_batch": op.micro_batch}
+    else:  # those of the value that is made or freed
+        value = (*op.results, *op.reads)[0]
+        keywords = {"unit": value.unit, "micro_batch": value.micro_batch}
+    if op.into:
+        keywords["into"] = tuple(env[value] for value in op.into)
+    reads = tuple(env[value] for value in op.reads)
+    node = graph.create_node("call_function", TARGETS[op.verb], reads, keywords, name=_node_name(op))
     node.meta.update(verb=op.verb, stage=op.stage, op=op, unit=op.stage.unit, micro_batch=op.micro_batch)
     if len(op.results) == 1:
-        node.meta.update(_value_meta(op.results[0]))
-        return [node]
+        return [_standing_for(op.results[0], node)]
     parts = []
     for index, value in enumerate(op.results):
         part = graph.create_node("call_function", operator.getitem, (node, index), name=_identifier(value))
-        part.meta.update(_value_meta(value), verb=op.verb, stage=op.stage)
-        parts.append(part)
+        part.meta.update(verb=op.verb, stage=op.stage)
+        parts.append(_standing_for(value, part))
     return parts
 
 
-def _keywords(op: Op) -> dict[str, Any]:
-    """Unit and micro-batch: of the computation, or of the value that is made or freed."""
-    if op.micro_batch is not None:
-        return {"unit": op.stage.unit, "micro_batch": op.micro_batch}
-    value = (*op.results, *op.reads)[0]
-    return {"unit": value.unit, "micro_batch": value.micro_batch}
+def _standing_for(value: Value, node: Node) -> Node:
+    """The node, with what its value is in its `meta`."""
+    node.meta["value"] = value
+    node.meta.update({name: getattr(value, name) for name in ("kind", "unit", "micro_batch", "tier", "part")})
+    return node
 
 
 def _node_name(op: Op) -> str:
@@ -87,10 +84,6 @@ def _node_name(op: Op) -> str:
 
 def _identifier(value: Value) -> str:
     return value.name.replace(".", "_").replace("[", "_piece").replace("]", "")
-
-
-def _value_meta(value: Value) -> dict[str, Any]:
-    return {"value": value} | {name: getattr(value, name) for name in ("kind", "unit", "micro_batch", "tier", "part")}
 
 
 def _verb(name: str) -> Callable[..., Any]:

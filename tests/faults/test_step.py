@@ -180,7 +180,7 @@ def test_an_error_that_nobody_waited_for_ends_the_run_with_the_next_use(rig, tmp
 def test_a_failure_of_the_walker_ends_the_run(rig, monkeypatch, tmp_path):
     with rig.fresh(adamw, options(tmp_path)) as optimizer:
         step(rig.model, optimizer, tokens(0))
-        monkeypatch.setattr(OptimizerStep, "zeros", broken)
+        monkeypatch.setattr(OptimizerStep, "gradient", broken)
         with pytest.raises(ZeroDivisionError):
             step(rig.model, optimizer, tokens(1))
         assert_over(rig.model, optimizer, tmp_path)
@@ -228,7 +228,7 @@ def test_a_step_whose_backward_failed_is_not_closed(rig, monkeypatch, tmp_path):
     with rig.fresh(adamw, options(tmp_path)) as optimizer:
         step(rig.model, optimizer, tokens(0))
         loss = rig.model(input_ids=(ids := tokens(1)), labels=ids).loss
-        monkeypatch.setattr(OptimizerStep, "zeros", broken)
+        monkeypatch.setattr(OptimizerStep, "gradient", broken)
         with pytest.raises(ZeroDivisionError):
             loss.backward()
         for use in (optimizer.step, partial(rig.model, input_ids=ids, labels=ids), optimizer.synchronize):
