@@ -185,13 +185,6 @@ def test_scale_is_clipping():
     assert torch.equal(ours, theirs.detach())
 
 
-def test_components():
-    assert ADAMW.components(ADAM_HYPER) == ADAM.components(ADAM_HYPER) == ("exp_avg", "exp_avg_sq")
-    assert LION.components(HYPER["Lion"]) == ("exp_avg",)
-    assert SGD.components(SGD_HYPER) == ("momentum_buffer",)
-    assert SGD.components(SGD_HYPER | {"momentum": 0}) == ()
-
-
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_an_empty_part_is_no_work(rule: Rule):
     empty = torch.empty(0)
