@@ -158,8 +158,9 @@ def simulate(
 ) -> None:
     """Show when each operation of a planned step would run, and what the computation would wait for."""
     from gs_compile.cli.plan import make_plan
-    from gs_compile.cli.simulate import as_dict, report, save
+    from gs_compile.cli.report.draw import save
+    from gs_compile.cli.report.explain import step_dict, step_report
 
     found = make_plan(request, schedule=schedule)
     files = save(found, trace=trace, page=page, figures=figures)
-    typer.echo(json.dumps(as_dict(found, files), indent=2) if as_json else report(found, files))
+    typer.echo(json.dumps(step_dict(found, files), indent=2) if as_json else step_report(found, files))

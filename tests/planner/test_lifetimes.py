@@ -11,7 +11,7 @@ import pytest
 from planned import A100, gpt
 from test_planner import FIVE, TINY
 
-from gs_compile.cli import simulate as command_simulate
+from gs_compile.cli.report.explain import step_dict, step_report
 from gs_compile.planner.lifetimes import periods, room_of, why
 from gs_compile.planner.lp.limits import Budgets
 from gs_compile.planner.plan import plan
@@ -54,11 +54,11 @@ def test_a_room_is_what_budgets_leave():
 def test_what_is_told_of_a_plan():
     elsewhere = {"device_parameter": 0.0, "device_checkpoint": 0.0}
     found = plan(TINY, machine="a100", host_memory="220MiB", schedule="lifetime", ratios=elsewhere, **FIVE)
-    shown = command_simulate.report(found, {})
+    shown = step_report(found, {})
     assert "What is inactive between two uses:" in shown
     assert re.search(r"^  checkpoints +device +from forward to backward +20 +5\.0 MiB +20 +5\.0 MiB$", shown, re.M)
     assert found.notes[0] in shown
-    told = command_simulate.as_dict(found, {})["simulated"]["periods"]
+    told = step_dict(found, {})["simulated"]["periods"]
     every = periods(found.placement, found.workload.shape)
     assert len(told) == len(every) == 63 + 20 + 28
     assert {entry["tensor"].partition(".")[2] for entry in told} <= {"device", "host"}

@@ -1,29 +1,31 @@
-"""draw: figures of plans: throughput under its rooflines, traffic of two orders side by side, the lanes of a step.
+"""draw: a plan's step in files: its trace, its timeline as a page, and figures.
 
-Needs matplotlib, `pip install 'greedysnake[plot]'`. A path that ends in .svg or .png says what is written.
+Figures show throughput under its rooflines, traffic of two orders side by side, and the lanes of a step. They need
+matplotlib, `pip install 'greedysnake[plot]'`. A path that ends in .svg or .png says what is written.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from gs_compile.cli.report.explain import NAMES
-from gs_compile.cli.report.timeline import KINDS, kind_of
-from gs_compile.errors import PlanError
+from gs_compile.cli.report.explain import NAMES, report, step_report
+from gs_compile.cli.report.timeline import KINDS, kind_of, timeline_html
+from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
+from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.prices import code_seconds
-from gs_compile.program.ir import EPILOGUE
-
-if TYPE_CHECKING:
-    from gs_compile.planner.simulate.simulator import Simulation
-    from gs_compile.planner.step_plan import StepPlan
+from gs_compile.planner.simulate.simulator import Simulation
+from gs_compile.planner.step_plan import StepPlan
+from gs_compile.planner.summary import paragraph
+from gs_compile.program.ir import EPILOGUE, Schedule
 
 # Colours that most people can tell apart, whatever their sight (Okabe and Ito); the page of `timeline` has the same.
 COLOURS = {"w": "#0072b2", "x": "#56b4e9", "dx": "#009e73", "s": "#e69f00", "dw": "#d55e00", "update": "#cc79a7"}
@@ -48,21 +50,78 @@ STYLE = {
 }
 SHOWN = {"h2d": "load", "d2h": "offload"}  # lanes between host and device
 GIB = 2**30
+COMPARED: tuple[Schedule, ...] = ("vertical", "horizontal")  # that figures show side by side
 
 
-@dataclass(frozen=True)
-class Point:
+def save(plan: StepPlan, *, trace: Path | None, page: Path | None, figures: Path | None) -> dict[str, Path]:
+    """Write what is asked for: the paths by what they are."""
+    files: dict[str, Path] = {}
+    if trace is not None:
+        plan.simulation.trace().save(trace)
+        files["trace"] = trace
+    if page is not None:
+        texts = {"The plan": report(plan), "The step": step_report(plan, {}), "The program": str(plan.program)}
+        note = paragraph(plan)
+        page.write_text(timeline_html(plan.simulation, title=_title(plan), note=note, texts=texts))
+        files["timeline"] = page
+    return files if figures is None else files | _figures(plan, figures)
+
+
+def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
+    """The lanes of this step; of whole layers also throughput over the batch size and bytes moved, in both orders."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {name: folder / f"{name}.svg" for name in ("throughput", "traffic", "lanes")}
+    title, number = _title(plan), plan.num_micro_batches
+    lanes(plan.simulation, paths["lanes"], title=title)
+    if SCHEDULES[plan.schedule].halves_blocks:  # both orders run layers, and its workload has halves
+        return {"lanes": paths["lanes"]}
+    sizes = sorted({2**power for power in range(number.bit_length())} | {number})
+    planned = {schedule: list(_planned(plan, schedule, sizes)) for schedule in COMPARED}
+    plans: dict[str, list[StepPlan]] = {schedule: found for schedule, found in planned.items() if found}
+    points = {schedule: [_point(each) for each in found] for schedule, found in plans.items()}
+    roofline = Roofline.of(plan.workload, plan.profile)
+    throughput(points, paths["throughput"], roofline=roofline, title=title)
+    moved = {schedule: found[-1].traffic for schedule, found in plans.items()}
+    traffic_bars(moved, paths["traffic"], title=f"{title}, {number} micro-batches")
+    return paths
+
+
+def _planned(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterator[StepPlan]:
+    """Plans of the same model within the same budgets, for numbers of micro-batches, as far as they fit."""
+    from gs_compile.planner.plan import plan as make
+
+    for number in sizes:
+        try:
+            yield make(
+                plan.workload,
+                machine=plan.profile,
+                micro_batch_size=plan.workload.micro_batch_size,
+                num_micro_batches=number,
+                host_memory=plan.budgets.host_nbytes,
+                device_memory=plan.budgets.device_nbytes or None,
+                schedule=schedule,
+            )
+        except (NoFitError, MemoryBudgetError):
+            return
+
+
+def _point(plan: StepPlan) -> Point:
+    """A plan's, with its alpha where there is one."""
+    samples = plan.num_micro_batches * plan.workload.micro_batch_size
+    return Point(samples, plan.tokens_per_second, f"{plan.alpha:.0%}" if plan.alpha else "")
+
+
+def _title(plan: StepPlan) -> str:
+    """In few words: a machine's name goes on to say what is in it."""
+    return f"{plan.workload.name} on {re.split('[:,(]', plan.profile.name)[0].strip()}"
+
+
+class Point(NamedTuple):
     """A step of so many samples; `note` stands beside it."""
 
     samples: int
     tokens_per_second: float
     note: str = ""
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> Point:
-        """A plan's, with its alpha where there is one."""
-        samples = plan.num_micro_batches * plan.workload.micro_batch_size
-        return cls(samples, plan.tokens_per_second, f"{plan.alpha:.0%}" if plan.alpha else "")
 
 
 @dataclass(frozen=True, kw_only=True)

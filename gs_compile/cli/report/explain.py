@@ -1,21 +1,24 @@
-"""explain: all of a plan: where data is stored, what each lane does, what binds, and the plans beside it.
+"""explain: all of a plan, where data is stored, what binds, the plans beside it; and of its step, when what runs.
 
-`report` is for people, `as_dict` for programs; the one paragraph of a run's log is `planner.summary.paragraph`.
+`report` and `step_report` are for people, `as_dict` and `step_dict` for programs; the one paragraph of a run's log is
+`planner.summary.paragraph`.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gs_compile.machine import format_bytes
+from gs_compile.passes.baselines.registry import SCHEDULES
+from gs_compile.planner import lifetimes
+from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import RATIO_OF, TIERS, rate_text, seconds_text, settings, table, throughput, tiers
 from gs_compile.program.ir import LANES
-
-if TYPE_CHECKING:
-    from gs_compile.planner.step_plan import StepPlan
 
 NAMES = {
     "w": "parameters",
@@ -34,42 +37,12 @@ def report(plan: StepPlan) -> str:
     """All of a plan, as text and tables."""
     sections = {
         "What lives where:": _homes(plan),
-        "What each lane does in a step:": lanes_table(plan),
+        "What each lane does in a step:": _lanes(plan),
         "What binds:": "\n".join(plan.binding),
         "Notes:": "\n".join(plan.notes),
         "What else there was, by the linear program:": _alternatives(plan) if plan.alternatives else "",
     }
-    return "\n\n".join([headline(plan), *titled(sections), f"SSD wear: {plan.wear}"])
-
-
-def headline(plan: StepPlan) -> str:
-    """The model, the machine and the settings of a step, and how fast it is."""
-    formula = "3 x the FLOPs of a forward, nothing for what is recomputed, over the seconds of a step"
-    simulated, bound = seconds_text(plan.seconds), seconds_text(plan.bound_seconds)
-    return (
-        f"{plan.workload.name} on {plan.profile.name}\n"
-        f"{settings(plan)}\n"
-        f"a step takes {simulated} in simulation, {bound} by the linear program\n"
-        f"{throughput(plan)} ({formula})"
-    )
-
-
-def lanes_table(plan: StepPlan) -> str:
-    """Seconds of work, and bytes moved, of each lane."""
-    moved = _nested(plan.traffic)
-    rows = []
-    for lane in (lane for lane in LANES if lane in plan.lanes):
-        seconds, share = plan.lanes[lane]
-        kinds = moved.get(lane, {})
-        of_it = ", ".join(f"{NAMES.get(kind, kind)} {format_bytes(nbytes)}" for kind, nbytes in kinds.items())
-        total = format_bytes(sum(kinds.values())) if kinds else "-"
-        rows.append((lane, seconds_text(seconds), f"{share:.0%}", total, of_it))
-    return table(("lane", "works", "busy", "moves", "of that"), rows, right=("works", "busy", "moves"))
-
-
-def titled(sections: Mapping[str, str]) -> list[str]:
-    """Each section that says something, indented below its heading."""
-    return [f"{heading}\n{indent(text, '  ')}" for heading, text in sections.items() if text]
+    return "\n\n".join([_headline(plan), *_titled(sections), f"SSD wear: {plan.wear}"])
 
 
 def as_dict(plan: StepPlan) -> dict[str, Any]:
@@ -96,8 +69,41 @@ def as_dict(plan: StepPlan) -> dict[str, Any]:
     return rounded
 
 
-def _rounded(number: str) -> float:
-    return float(f"{float(number):.{DIGITS}g}")
+def step_report(plan: StepPlan, files: Mapping[str, Path]) -> str:
+    """How the step runs: its lanes, what the computation waits for, the critical path, memory, and what was drawn."""
+    spec, peaks = SCHEDULES[plan.schedule], plan.simulation.peaks.items()
+    memory = [(tier, format_bytes(nbytes), format_bytes(plan.peaks.get(tier, 0))) for tier, nbytes in peaks]
+    kept = [lifetimes.table(plan.placement, plan.workload.shape)] if spec.fills_memory and plan.placement.room else []
+    sections = {
+        "What each lane does in a step:": _lanes(plan),
+        "What the computation waits for:": _times(plan, plan.simulation.bubbles) or "nothing",
+        "The critical path, by lane:": _times(plan, _critical(plan)),
+        "Memory at its peak:": table(("", "simulated", "planned"), memory, right=("simulated", "planned")),
+        "What is inactive between two uses:": "\n".join([*kept, *plan.notes]) if spec.fills_memory else "",
+        "What to know:": "\n".join(plan.notes) if spec.halves_blocks else "",
+    }
+    drawn = "\n".join(f"{what}: {path}" for what, path in files.items())
+    return "\n\n".join(filter(None, [_headline(plan), *_titled(sections), drawn]))
+
+
+def step_dict(plan: StepPlan, files: Mapping[str, Path]) -> dict[str, Any]:
+    """The plan's, with what the simulation adds; its operations, which are many, are in the trace."""
+    simulated: dict[str, Any] = {"peaks": plan.simulation.peaks, "critical_path": _critical(plan)}
+    if SCHEDULES[plan.schedule].fills_memory:
+        simulated["periods"] = lifetimes.as_dicts(lifetimes.periods(plan.placement, plan.workload.shape))
+    return as_dict(plan) | {"simulated": simulated, "files": {what: str(path) for what, path in files.items()}}
+
+
+def _headline(plan: StepPlan) -> str:
+    """The model, the machine and the settings of a step, and how fast it is."""
+    formula = "3 x the FLOPs of a forward, nothing for what is recomputed, over the seconds of a step"
+    simulated, bound = seconds_text(plan.seconds), seconds_text(plan.bound_seconds)
+    return (
+        f"{plan.workload.name} on {plan.profile.name}\n"
+        f"{settings(plan)}\n"
+        f"a step takes {simulated} in simulation, {bound} by the linear program\n"
+        f"{throughput(plan)} ({formula})"
+    )
 
 
 def _homes(plan: StepPlan) -> str:
@@ -118,6 +124,34 @@ def _share(plan: StepPlan, name: str) -> str:
     return f"{words}, {on_device:.0%} on the device" if on_device else words
 
 
+def _lanes(plan: StepPlan) -> str:
+    """Seconds of work, and bytes moved, of each lane."""
+    moved = _nested(plan.traffic)
+    rows = []
+    for lane in (lane for lane in LANES if lane in plan.lanes):
+        seconds, share = plan.lanes[lane]
+        kinds = moved.get(lane, {})
+        of_it = ", ".join(f"{NAMES.get(kind, kind)} {format_bytes(nbytes)}" for kind, nbytes in kinds.items())
+        total = format_bytes(sum(kinds.values())) if kinds else "-"
+        rows.append((lane, seconds_text(seconds), f"{share:.0%}", total, of_it))
+    return table(("lane", "works", "busy", "moves", "of that"), rows, right=("works", "busy", "moves"))
+
+
+def _times(plan: StepPlan, seconds: Mapping[str, float]) -> str:
+    """Seconds by name, the longest first, each also as a share of the step."""
+    longest_first = sorted(seconds.items(), key=lambda entry: -entry[1])
+    rows = [(name, f"{each:.3g} s", f"{each / plan.seconds:.1%}") for name, each in longest_first if each > 0]
+    return table(("", "seconds", "of the step"), rows, right=("seconds", "of the step")) if rows else ""
+
+
+def _critical(plan: StepPlan) -> dict[str, float]:
+    """Seconds of the critical path, by lane."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for span in plan.simulation.critical_path:
+        found[span.lane] += span.stop_seconds - span.start_seconds
+    return found
+
+
 def _alternatives(plan: StepPlan) -> str:
     own = plan.num_micro_batches * plan.workload.tokens / plan.bound_seconds  # tokens a second by the same measure
     rows = []
@@ -125,6 +159,15 @@ def _alternatives(plan: StepPlan) -> str:
         rate = row.tokens_per_second
         rows.append((row.label, seconds_text(row.seconds), rate_text(rate), f"{rate / own - 1:+.1%}"))
     return table(("", "step", "tokens/s", "throughput"), rows, right=("step", "tokens/s", "throughput"))
+
+
+def _titled(sections: Mapping[str, str]) -> list[str]:
+    """Each section that says something, indented below its heading."""
+    return [f"{heading}\n{indent(text, '  ')}" for heading, text in sections.items() if text]
+
+
+def _rounded(number: str) -> float:
+    return float(f"{float(number):.{DIGITS}g}")
 
 
 def _nested(nbytes: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
