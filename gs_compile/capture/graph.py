@@ -94,6 +94,17 @@ class UnitGraph:
     results: tuple[str, ...]  # the kind of each element returned: "x", "side", "loss" or "y"
 
     @cached_property
+    def arguments(self) -> tuple[int, ...]:
+        """The inputs of the captured graph that it reads, by index."""
+        return tuple(source.index for source in self.sources if source.kind == "input")
+
+    def parameters(self, captured: Captured) -> dict[int, TensorSpec]:
+        """The parameters among `arguments`."""
+        pairs = zip(self.sources, self.specs, strict=True)
+        specs = {source.index: spec for source, spec in pairs if source.kind == "input"}
+        return {index: spec for index, spec in specs.items() if captured.inputs[index].role == "parameter"}
+
+    @cached_property
     def differentiable(self) -> tuple[int, ...]:
         """The placeholders that require a gradient."""
         return tuple(index for index, spec in enumerate(self.specs) if spec.requires_grad)

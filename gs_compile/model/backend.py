@@ -18,7 +18,7 @@ from torch import fx
 from gs_compile.capture.dynamo import capture, current_compile_id, ignore_logging, note_last_compile
 from gs_compile.capture.graph import Captured
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
-from gs_compile.codegen.parameters import kept_dtype
+from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import (
     GreedySnakeError,
     NothingRequiresGradError,

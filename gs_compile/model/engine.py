@@ -21,9 +21,8 @@ from typing import Any, Protocol
 import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.codegen.parameters import kept_dtype
+from gs_compile.codegen.layout import Layout, arrange, bind, kept_dtype, tied_units
 from gs_compile.errors import OptimizerError, StepOrderError
-from gs_compile.model.layout import Layout, arrange, bind
 from gs_compile.model.parameter_store import ParameterStore
 from gs_compile.model.residency import adopt, hand_back, is_offloaded, residency_of, stash
 from gs_compile.placement.placement import Placement
@@ -70,13 +69,14 @@ class Engine(ParameterStore):
         self.programs: tuple[Program, ...] = ()  # of the latest call
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
         components = optimizer.components
-        layout = arrange(compilation, models[0], args, optimizer.group_of, len(components))
+        split, groups = models[0].split, _param_groups(compilation, models[0], args, optimizer.group_of)
+        layout = arrange(split, compilation.captured, len(components), groups)
         device = next(args[index].device for index in layout.spans)
         self.planning = PlanCache(
             self.options,
             layout.sizes,
             models,
-            bind(models[0], args, layout.spans)[1],
+            tied_units(split, layout.spans),
             clip=optimizer.max_grad_norm is not None,
             device=device,
         )
@@ -156,7 +156,8 @@ class Engine(ParameterStore):
             self.abandon()  # its loss was never differentiated
         else:
             self.flush()
-        bindings, tied = bind(models[0], args, spans, self._units)
+        bindings = bind(models[0].split, args, spans, self._units)
+        tied = tied_units(models[0].split, spans)
         shape = replace(self.planning.shape(models[0], tied, training=shape.training), outside=shape.outside)
         placement = self.planning.sized(models, shape)
         self._latest = placement, shape
@@ -273,3 +274,18 @@ class Engine(ParameterStore):
                 "optimizer.step() first (greedysnake makes one step of each backward; give the model the whole batch "
                 "instead of accumulating)"
             )
+
+
+def _param_groups(
+    compilation: Compilation, model: SpecializedModel, args: Sequence[Any], group_of: Mapping[Tensor, int]
+) -> dict[int, int]:
+    """The param group of each trained parameter, by input index; raises `OptimizerError` where it has none."""
+    captured = compilation.captured
+    read = {index for graph in model.split.units for index in graph.parameters(captured) if args[index].requires_grad}
+    for index in read:
+        if args[index] not in group_of:
+            raise OptimizerError(
+                f"{captured.inputs[index].path} is trained, but the gs_compile optimizer does not have it; give the "
+                "optimizer all parameters that require a gradient, or freeze this one"
+            )
+    return {index: group_of[args[index]] for index in read}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -112,14 +113,14 @@ class Inspection:
         self.specialized = layout.separated.module
         self.classes = tuple(map(self._class, layout.uniform.layer_classes))
         self.prologue, self.epilogue = self._class((PROLOGUE,)), self._class((EPILOGUE,))
+        self._unit_classes = (self.prologue, *self.classes, self.epilogue)
         self.uniformity = layout.uniform.report
         self.loss_terms = layout.separated.terms
         self.shape, self.programs = step.shape, step.programs
         self.num_layers = layout.split.num_layers
         self.num_micro_batches = self.programs[-1].num_micro_batches
         self.micro_batch_size = layout.micro_batch_size
-        first = zip(self.classes[0].graph.sources, self.classes[0].graph.specs, strict=True)
-        self.checkpoint = next(spec for source, spec in first if source.kind == "x")
+        self.checkpoint = layout.checkpoints[0]
         self.seconds_in_passes = self.compilation.seconds
         codes = {code for each in self.compilation.layouts.values() for code in each.codes.values()}
         self.seconds_in_code = sum(code.seconds for code in codes)
@@ -168,14 +169,8 @@ class Inspection:
         """The parameters that `units` (without any: the whole model) read, by index among the captured graph's inputs:
         each once, wherever it is tied to.
         """
-        entries = self.compilation.captured.inputs
-        return {
-            source.index: spec
-            for unit in self._layout.split.units
-            if unit.unit in units or not units
-            for source, spec in zip(unit.sources, unit.specs, strict=True)
-            if source.kind == "input" and entries[source.index].role == "parameter"
-        }
+        chosen = [graph for graph in self._layout.split.units if graph.unit in units or not units]
+        return {index: spec for graph in chosen for index, spec in graph.parameters(self.compilation.captured).items()}
 
     # For people ------------------------------------------------------------------------------------------------------
 
@@ -193,23 +188,20 @@ class Inspection:
     def report(self, after: str | None = None) -> str:
         """Sizes, classes, the derivation of the loss, times, and the program after the pass `after` or all passes."""
         layer = self._layer.removesuffix("-layer")
-        rows = {
-            "embedding": self.prologue,
-            **{f"{layer} of class {index}": layers for index, layers in enumerate(self.classes)},
-            "head": self.epilogue,
-        }
+        names = ["embedding", *(f"{layer} of class {index}" for index in range(len(self.classes))), "head"]
+        rows = zip(names, self._unit_classes, strict=True)
         return "\n".join(
             [
                 self.headline,
-                *(f"  {name + ':':<19} {self._size(unit)}" for name, unit in rows.items()),
+                *(f"  {name + ':':<19} {self._size(unit)}" for name, unit in rows),
                 f"  {'checkpoint:':<19} {self.checkpoint} for each {self._layer} and micro-batch",
                 f"step: {_describe(self.shape)}",
                 self.uniformity,
                 "loss of the whole batch:",
-                *(f"  {line}" for line in self.derivation.splitlines()),
+                indent(self.derivation, "  "),
                 f"seconds: {self.seconds_in_passes:.2f} in passes, {self.seconds_in_code:.2f} in compiling code",
                 "tiers:",
-                *(f"  {line}" for line in self.tiers.splitlines()),
+                indent(self.tiers, "  "),
                 "",
                 str(self.program(after)),
             ]
@@ -226,7 +218,7 @@ class Inspection:
             "checkpoint": {"spec": str(self.checkpoint), "nbytes": self.checkpoint.nbytes},
             "units": [
                 {"units": list(each.units), "parameters_nbytes": self._nbytes(each.units[0])}
-                for each in (self.prologue, *self.classes, self.epilogue)
+                for each in self._unit_classes
             ],
             "differences": list(self._layout.uniform.differences),
             "loss": [asdict(term) for term in self.loss_terms],

@@ -143,11 +143,11 @@ class Call:
         inputs: dict[Value, Any] = {Value("batch", micro_batch=j, tier=None): each for j, each in enumerate(batches)}
         for unit in self.models[0].split.units:
             if self.engine is None or unit.unit not in self.engine.placement.by_unit:
-                read = {source.index: self.args[source.index] for source in unit.sources if source.kind == "input"}
+                read = {index: self.args[index] for index in unit.arguments if index not in batches[0]}
                 inputs[Value("w", unit.unit)] = {
                     index: arg
                     for index, arg in read.items()
-                    if index not in batches[0] and (self.engine is None or not isinstance(arg, torch.nn.Parameter))
+                    if self.engine is None or not isinstance(arg, torch.nn.Parameter)
                 }
         return inputs
 

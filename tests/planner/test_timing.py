@@ -7,7 +7,7 @@ import torch
 import zoo
 
 from gs_compile.codegen.compiled import compilations_of
-from gs_compile.codegen.parameters import owners_of, sizes_of
+from gs_compile.codegen.layout import arrange
 from gs_compile.planner.cost import timing
 from gs_compile.planner.cost.timing import timed
 from gs_compile.planner.cost.workload import workload_of
@@ -20,8 +20,7 @@ def ran(model):
     zoo.train(model, *zoo.batch())
     compilation = compilations_of[next(p for p in model.parameters() if p.requires_grad)][-1]
     layout = next(iter(compilation.layouts.values()))
-    sizes = sizes_of(layout.split.units, owners_of(layout.split.units, compilation.captured), 2)
-    return layout, workload_of(layout, sizes)
+    return layout, workload_of(layout, arrange(layout.split, compilation.captured, 2).sizes)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gs_compile.codegen.parameters import kept_dtype
+from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import InspectionError
 from gs_compile.options import Options
 

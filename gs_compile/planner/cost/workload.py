@@ -21,14 +21,14 @@ from torch import nn
 from gs_compile.capture.call import captured_call
 from gs_compile.capture.graph import UnitGraph
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.codegen.parameters import owners_of, sizes_of
+from gs_compile.codegen.layout import arrange, tied_units
 from gs_compile.errors import CaptureError, GreedySnakeError
 from gs_compile.options import Options
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
 from gs_compile.planner.cost.flops import unit_cost
 from gs_compile.planner.cost.meta import DEPTH, meta_copy, meta_tokens, repeated
 from gs_compile.planner.cost.registry import built, check_length, named_config
-from gs_compile.program.ir import EPILOGUE, PROLOGUE, TIED, Schedule, Unit
+from gs_compile.program.ir import EPILOGUE, PROLOGUE, Schedule, Unit
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -111,15 +111,9 @@ class ModelSpec:
     def workload(self, micro_batch_size: int) -> Workload:
         """The model at one micro-batch size, the memory inside its units' code counted at this size."""
         specialized = self.specialized(micro_batch_size)
-        owners = owners_of(specialized.split.units, self.compilation.captured)
-        tied: set[Unit] = {
-            graph.unit
-            for graph in specialized.split.units
-            for source in graph.sources
-            if source.kind == "input" and owners.get(source.index) == TIED
-        }
-        sizes = sizes_of(specialized.split.units, owners, NUM_COMPONENTS)
-        found = replace(workload_of(specialized, sizes, tied=tied), name=self.name, sequence=self.sequence)
+        layout = arrange(specialized.split, self.compilation.captured, NUM_COMPONENTS)
+        tied = tied_units(specialized.split, layout.spans)
+        found = replace(workload_of(specialized, layout.sizes, tied=tied), name=self.name, sequence=self.sequence)
         return _deepened(found, self.num_layers, self.compilation.layers_of_a_block)
 
 

@@ -1,0 +1,126 @@
+"""layout: the span of each parameter in its unit's flat buffer, and how a capture reads the parameters there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from gs_compile.capture.graph import Captured, TensorSpec
+from gs_compile.capture.split import Split
+from gs_compile.errors import CaptureError, OptimizerError
+from gs_compile.options import Options
+from gs_compile.placement.placement import QUANTUM
+from gs_compile.placement.workload import UnitSize
+from gs_compile.program.ir import TIED, Unit
+from gs_compile.runtime.coordinators import Binding, Bindings
+from gs_compile.runtime.tiers import Slice
+
+Run = tuple[int, int, int]  # trained elements of one param group: start, stop, group
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parameters of each unit: trained ones first, by param group, then frozen ones, each at a multiple of QUANTUM.
+
+    A parameter that several units read belongs to unit "t".
+    """
+
+    spans: Mapping[int, Slice]  # by input index
+    runs: Mapping[Unit, Sequence[Run]]  # the trained elements, cut where the param group changes
+    sizes: tuple[UnitSize, ...]
+    dtypes: Mapping[Unit, torch.dtype]
+
+
+def arrange(split: Split, captured: Captured, num_components: int, groups: Mapping[int, int] | None = None) -> Layout:
+    """The layout of a captured model.
+
+    num_components: of the optimizer's state besides a master; groups: the param group of each trained parameter, by
+    input index; None: they are all in one. Raises `CaptureError` for a unit with parameters of several dtypes.
+    """
+    specs: dict[int, TensorSpec] = {}
+    owners: dict[int, Unit] = {}
+    for graph in split.units:
+        for index, spec in graph.parameters(captured).items():
+            specs[index], owners[index] = spec, TIED if index in owners else graph.unit
+    spans: dict[int, Slice] = {}
+    runs: dict[Unit, list[Run]] = {}
+    sizes: list[UnitSize] = []
+
+    def order(index: int) -> tuple[bool, int]:
+        is_trained = specs[index].requires_grad
+        return not is_trained, groups[index] if is_trained and groups is not None else 0
+
+    for unit in dict.fromkeys(owners.values()):
+        members = sorted((index for index, owner in owners.items() if owner == unit), key=order)
+        sizes.append(_size(unit, [specs[index] for index in members], num_components))
+        runs[unit], stop = [], 0
+        for (is_frozen, group), same in groupby(members, key=order):
+            start = stop
+            for index in same:
+                spans[index] = Slice(unit, stop, specs[index].shape)
+                stop += _padded(specs[index].numel)
+            runs[unit] += [] if is_frozen else [(start, stop, group)]
+    return Layout(spans, runs, tuple(sizes), {unit: specs[index].dtype for index, unit in owners.items()})
+
+
+def _size(unit: Unit, members: Sequence[TensorSpec], num_components: int) -> UnitSize:
+    dtypes = {spec.dtype for spec in members}
+    if len(dtypes) > 1:
+        raise CaptureError(
+            f"unit {unit} has parameters of {', '.join(sorted(map(str, dtypes)))}; greedysnake keeps a unit in one "
+            "flat buffer of one dtype: convert the model with .to(dtype)"
+        )
+    trained, frozen = (
+        tuple(_padded(spec.numel) for spec in members if spec.requires_grad == wanted) for wanted in (True, False)
+    )
+    (dtype,) = dtypes
+    wide = torch.promote_types(dtype, torch.float32)
+    state_itemsize = wide.itemsize * (num_components + (dtype != wide))
+    return UnitSize(unit, trained, frozen, dtype.itemsize, wide.itemsize, state_itemsize, has_master=dtype != wide)
+
+
+def _padded(numel: int) -> int:
+    """The elements that a parameter takes in its unit's flat buffer."""
+    return -(-numel // QUANTUM) * QUANTUM
+
+
+def kept_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:
+    """The dtype in which a parameter is computed with, and kept beside its master."""
+    narrow = options.precision == "bf16" and parameter.dtype.is_floating_point
+    return torch.bfloat16 if narrow else parameter.dtype
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def tied_units(split: Split, spans: Mapping[int, Slice]) -> Set[Unit]:
+    """The units that read parameters of unit "t"."""
+    tied = {index for index, span in spans.items() if span.unit == TIED}
+    return {graph.unit for graph in split.units if not tied.isdisjoint(graph.arguments)}
+
+
+def bind(split: Split, args: Sequence[Any], spans: Mapping[int, Slice], units: Sequence[Unit]) -> Bindings:
+    """How one capture reads its inputs: parameters in `units` on the tiers, buffers and constants as they are.
+
+    spans: of the arguments that are parameters, by input index. Raises `OptimizerError` for a parameter that is not on
+    the tiers, or in another unit there.
+    """
+    parameters: dict[Unit, dict[int, Binding]] = {unit: {} for unit in units}
+    others: dict[Unit, dict[int, torch.Tensor]] = {graph.unit: {} for graph in split.units}
+    for graph in split.units:
+        for index in graph.arguments:
+            arg, span = args[index], spans.get(index)
+            if not isinstance(arg, torch.nn.Parameter):
+                others[graph.unit][index] = arg
+            elif span is None or span.unit not in (graph.unit, TIED):
+                raise OptimizerError(
+                    f"this call reads a parameter of shape {tuple(arg.shape)} in unit {graph.unit} that the first call "
+                    "did not: call the model the same way in every step"
+                )
+            else:
+                parameters[span.unit][index] = Binding(index, span.offset, span.shape, bool(arg.requires_grad))
+    return Bindings({unit: list(found.values()) for unit, found in parameters.items()}, others)
