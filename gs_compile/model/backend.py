@@ -120,17 +120,14 @@ def _refuse_a_loss(layout: SpecializedModel) -> None:
 
 
 def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
-    """Stash parameters of gs_compile optimizers before they are captured: what is captured are placeholders.
+    """Stash parameters that go to the tiers before they are captured: what is captured are placeholders.
 
     So the model is captured once, not once more when its parameters have left. Returns whether there were any.
     """
     if any(residency_of(parameter).is_materialized for parameter in parameters):
         return False  # their call will be refused
-    if not _optimizers_of(parameters):
-        if options.precision == "bf16" and not any(is_offloaded(parameter) for parameter in parameters):
-            raise OptionError(
-                'precision="bf16" keeps fp32 masters, so it needs an optimizer of gs_compile, made before the call'
-            )
+    tiered = options.precision == "bf16" or any(is_offloaded(parameter) for parameter in parameters)
+    if not tiered and not _optimizers_of(parameters):
         return False
     changed = False
     for parameter in parameters:
@@ -153,6 +150,10 @@ def _engine_for(compilation: Compilation, models: Sequence[SpecializedModel], ar
         (engine,) = engines
         assert isinstance(engine, Engine)
         return engine
+    if not optimizers and compilation.options.precision == "bf16":
+        raise OptionError(
+            'precision="bf16" keeps fp32 masters, so it needs an optimizer of gs_compile, made before the call'
+        )
     if len(optimizers) != 1:
         raise OptimizerError(
             f"the parameters of this model belong to {len(optimizers)} gs_compile optimizers; they need one: make it "

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.codegen.layout import Layout, arrange, bind, kept_dtype, tied_units
+from gs_compile.codegen.layout import Layout, arrange, bind, tied_units
 from gs_compile.errors import OptimizerError, StepOrderError
 from gs_compile.model.parameter_store import ParameterStore
 from gs_compile.model.residency import adopt, hand_back, is_offloaded, residency_of, stash
@@ -125,7 +125,6 @@ class Engine(ParameterStore):
                 if not is_offloaded(parameter):
                     stash(parameter)
                 self.tiers.fill(span, residency_of(parameter).stashed_value(parameter).cpu())
-                residency_of(parameter).release(parameter, kept_dtype(parameter, self.options))
                 adopt(parameter, self, span)
                 adopted.append(parameter)
         except BaseException:
@@ -164,21 +163,18 @@ class Engine(ParameterStore):
         pending = self.tiers.pending if shape.training and placement.has_late else None
         redo = pending is not None and placement.rolls_back(confirmed=pending.confirmed)
         self.programs = self.planning.programs(placement, shape, late=pending is not None, redo=redo)
-        executor = TieredExecutor(self.tiers, placement, self.programs[-1], units, inputs, bindings)
-        if shape.training:
-            self.open = executor
-        return executor
+        return TieredExecutor(self.tiers, placement, self.programs[-1], units, inputs, bindings)
 
     def forward(self, executor: TieredExecutor) -> None:
         """The forward half, and all late updates with it, also where the model's own code fails."""
-        is_training = executor is self.open
+        _, shape = self._latest
         try:
             executor.forward()
-        except BaseException:
-            self.open = None if is_training else self.open
-            raise
         finally:
-            self.tiers.pending = None if is_training else self.tiers.pending
+            if shape.training:
+                self.tiers.pending = None
+        if shape.training:
+            self.open = executor
 
     def backward(self, executor: TieredExecutor, losses: Sequence[Tensor]) -> None:
         """Give the backward half what it needs of the optimizer, as it is set now."""

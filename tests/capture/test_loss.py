@@ -82,13 +82,7 @@ FORMS = {
 
 @pytest.mark.parametrize(
     "form",
-    [
-        "HuggingFace's causal mean",
-        "cross_entropy class weights",
-        "count clamped",
-        "linear combination",
-        "accumulated in place",
-    ],
+    ["HuggingFace's causal mean", "cross_entropy class weights", "accumulated in place"],
 )
 def test_form_equals_the_whole_batch(form):
     """End to end, five samples as 2 + 2 + 1: uneven labels, the second micro-batch without any."""
@@ -135,22 +129,6 @@ class TestText(expecttest.TestCase):
     def test_huggingface_mean(self):
         case = captured(short(shifted), *batch(4))
         separated = case.separated(2)
-        _, tail = text(separated.module, case.captured).split("pad =")
-        self.assertExpectedInline(
-            f"pad ={tail}",
-            """\
-pad = pad(labels, (0, 1), constant, -100)
-getitem = getitem(pad, (Ellipsis, slice(1, None, None)))
-labels = contiguous(getitem)
-view = view(linear, -1, 11)
-float_1 = float(view)
-view_1 = view(labels, -1)
-ne = ne(view_1, -100)
-sum_1 = sum(ne, dtype=torch.float32)
-cross_entropy = cross_entropy(input=float_1, target=view_1, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction=sum, label_smoothing=0.0)
-div = div(cross_entropy, total_0)
-return (div,)""",
-        )
         for term in separated.terms:
             assert re.match(rf"{Path(__file__).parents[1]}/(capture/test_loss|criteria)\.py:\d+: ", term.where)
         self.assertExpectedInline(

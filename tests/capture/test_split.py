@@ -6,7 +6,7 @@ import torch
 from captured import Block, Tiny, batch, captured, text, texts
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from parts import Any, Sides, assert_units_equal_the_model
+from parts import Any, Reading, Sides, assert_units_equal_the_model
 from torch import nn
 from torch.nn import functional
 
@@ -104,39 +104,34 @@ def test_a_vmap_is_closed_in_the_unit_that_opens_it():
 # Side inputs ----------------------------------------------------------------------------------------------------------
 
 
-def sides_read(cut):
-    return [[source.index for source in unit.sources if source.kind == "side"] for unit in cut.units]
+class Weighing(Block):
+    """Integers, which no gradient reaches."""
+
+    def forward(self, x, *sides):
+        return super().forward(x * sides[0][..., None] if sides else x)
 
 
-def test_layers_that_read_the_batch():
-    class Weighing(Block):
-        def forward(self, x, ids):
-            return super().forward(x * ids[..., None])
-
-    model = Sides(lambda model, x, ids: [ids], [[0], [0], [0]], Weighing)
+@pytest.mark.parametrize(
+    ("make", "reads", "layer", "requires_grad"),
+    [
+        (lambda model, x, ids: [ids], [[0], [0], [0]], Weighing, [False]),
+        (
+            lambda model, x, ids: [functional.embedding(ids, model.table), ids.float()[..., None].cos()],
+            [[0], [1], [0]],
+            Reading,
+            [True, False],
+        ),
+        (lambda model, x, ids: [x], [[], [0], [0]], Reading, [True]),
+    ],
+    ids=["the batch", "different ones", "the embedding, which is x0 too"],
+)
+def test_side_inputs(make, reads, layer, requires_grad):
+    model = Sides(make, reads, layer)
     cut = captured(model, *batch(4)).split()
-    assert cut.units[0].results == ("x", "side")
-    assert sides_read(cut) == [[], [0], [0], [0], []]
-    assert_units_equal_the_model(model, *batch(4))
-
-
-def test_layers_that_read_different_sides():
-    model = Sides(
-        lambda model, x, ids: [functional.embedding(ids, model.table), ids.float()[..., None].cos()], [[0], [1], [0]]
-    )
-    cut = captured(model, *batch(4)).split()
-    assert cut.units[0].results == ("x", "side", "side")
-    assert sides_read(cut) == [[], [0], [1], [0], []]
-    assert [spec.requires_grad for spec in cut.sides] == [True, False]
-    assert_units_equal_the_model(model, *batch(4))
-
-
-def test_the_embedding_as_a_side_input():
-    """What the first layer reads, read again by others, is both: x0 and a side input."""
-    model = Sides(lambda model, x, ids: [x], [[], [0], [0]])
-    cut = captured(model, *batch(4)).split()
-    assert cut.units[0].results == ("x", "side")
-    assert sides_read(cut) == [[], [], [0], [0], []]
+    assert cut.units[0].results == ("x", *["side"] * len(requires_grad))
+    sides = [[source.index for source in unit.sources if source.kind == "side"] for unit in cut.units]
+    assert sides == [[], *reads, []]
+    assert [spec.requires_grad for spec in cut.sides] == requires_grad
     assert_units_equal_the_model(model, *batch(4))
 
 

@@ -81,16 +81,6 @@ def test_no_repeated_block(blocks, found):
     assert message.endswith("keep the blocks in an nn.ModuleList (or nn.Sequential) of two or more")
 
 
-def test_a_block_that_nothing_reads():
-    class Idle(Tiny):
-        def forward(self, ids, labels):
-            x = self.embed(ids)
-            first = self.blocks[0](x)
-            return self.head(first) + self.head(self.blocks[1](x))
-
-    assert "layer 0 must pass exactly one tensor" in refused(UniformityError, Idle())
-
-
 def test_no_embedding_like_the_blocks_input():
     class Narrow(Tiny):
         def forward(self, ids, labels):
@@ -136,15 +126,6 @@ def test_batch_norm_changes_its_statistics():
     case = captured(Tiny(blocks=[Normed(), Normed()]), *batch(4))
     with pytest.raises(MutationError, match="changes its input or buffer"):
         case.split(4, alone=True)
-
-
-def test_an_input_changed_in_place():
-    class Changing(Tiny):
-        def forward(self, ids, labels):
-            ids.clamp_(min=1)
-            return super().forward(ids, labels)
-
-    assert "changes its input or buffer `l_ids_` in place" in refused(MutationError, Changing())
 
 
 def test_a_side_input_changed_in_place():

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import expecttest
@@ -34,9 +33,6 @@ def classes(*blocks):
 class TestText(expecttest.TestCase):
     def report(self, *blocks):
         return classes(*blocks).report
-
-    def test_one_class(self):
-        self.assertExpectedInline(self.report(Scaled(), Scaled(), Scaled()), """class 0: 3 layers: 0-2""")
 
     def test_constant(self):
         self.assertExpectedInline(
@@ -85,23 +81,6 @@ layer 2 differs from layer 0: 6 operations against 5""",
             str(caught.value),
             """the model has no repeated block: all 3 blocks differ, the first two thus: layer 1 differs from layer 0 at blocks.1.up.weight: float32[5, 8] against float32[16, 8]. greedysnake needs blocks of equal code and shapes""",
         )
-
-
-def test_a_norm_beside_a_norm():
-    """A difference far down is named by its module."""
-
-    class Normed(Scaled):
-        def __init__(self, epsilon):
-            super().__init__()
-            self.norm = nn.LayerNorm(WIDTH, eps=epsilon)
-
-        def forward(self, x):
-            return super().forward(self.norm(x))
-
-    (difference,) = classes(Normed(1e-5), Normed(1e-5), Normed(1e-6)).differences
-    assert re.match(
-        r"layer 2 differs from layer 0 at .*norm: layer_norm\(.*1e-06.*\) against layer_norm\(.*1e-05", difference
-    )
 
 
 # structure, by itself -------------------------------------------------------------------------------------------------

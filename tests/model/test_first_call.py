@@ -49,6 +49,25 @@ def test_a_refused_model_keeps_its_values(breaks, tmp_path):
     assert optimizer.engine is None
 
 
+@pytest.mark.parametrize(("on_storage", "precision"), [(False, "bf16"), (True, "bf16"), (True, "model")])
+def test_an_optimizer_that_is_made_after_a_refusal_is_in_time(on_storage, precision, tmp_path):
+    """Of a model in bf16 Dynamo kept the code of the call that was refused, with parameters of fp32."""
+    build = (lambda: gs_compile.init_on_storage(gpt2, storage=tmp_path / "built")) if on_storage else gpt2
+    losses = []
+    for refused in (True, False):
+        torch._dynamo.reset()
+        model = build()
+        model.compile(backend="greedysnake", options=options(tmp_path / "run", precision=precision))
+        if refused:
+            with pytest.raises(GreedySnakeError, match=r"optimizer.*made? .*before the"):
+                model(input_ids=tokens(0), labels=tokens(0))
+            assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        optimizer = adamw(two_groups(model))
+        losses.append([step(model, optimizer, tokens(number)) for number in range(2)])
+        optimizer.engine.tiers.close()
+    assert losses[0] == losses[1]
+
+
 class OnDevice(torch.Tensor):
     """Values in the memory of a device: nothing but `cpu` brings them to the host."""
 

@@ -31,6 +31,8 @@ def test_reading_changes_nothing(tmp_path):
     with learner(tmp_path, make, partial(huggingface, "gpt2"), **changes) as one:
         for number in range(3):
             one.train(number)
+            with torch.no_grad():
+                one.loss(7)
             torch._dynamo.utils.counters.clear()
             with gs_compile.materialize(one.model), torch.no_grad():
                 one.loss(7)
@@ -42,7 +44,7 @@ def test_reading_changes_nothing(tmp_path):
 
 
 def test_training_and_evaluation_alternate(tmp_path):
-    """What evaluation computes is plain PyTorch's, compiled and materialized, and training does not notice."""
+    """What evaluation computes is plain PyTorch's, compiled and materialized."""
     reference = gpt2()
     optimizer = torch.optim.AdamW(two_groups(reference), lr=1e-3)
     with learner(tmp_path, make, alpha=0.5) as one:
@@ -57,10 +59,6 @@ def test_training_and_evaluation_alternate(tmp_path):
                     torch.testing.assert_close(one.loss(7), wanted, rtol=1e-5, atol=0)
             one.model.train()
             reference.train()
-        found = one.values()
-    with learner(tmp_path, make, alpha=0.5) as one:
-        one.train(0, 1, 2)
-        assert_same(one.values(), found)
 
 
 def test_what_torch_compile_returns(tmp_path):
@@ -124,15 +122,6 @@ def test_blocks_nest_and_end_after_an_error(tmp_path):
         assert one.model.state_dict()["lm_head.weight"].abs().sum() > 0
         one.train(1)
         assert one.optimizer.num_steps == 2
-
-
-def test_a_model_in_memory_is_left_alone():
-    model = gpt2()
-    before = values(model)
-    with gs_compile.materialize(model, write=True) as same:
-        assert same is model
-        model(input_ids=tokens(0), labels=tokens(0)).loss.backward()
-    same_tensors(values(model), before)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

@@ -146,11 +146,6 @@ def test_settings_of_one_group_are_checked_too(changes, complaint):
         gs_compile.AdamW([{"params": list(gpt2().parameters()), **changes}])
 
 
-def test_a_setting_of_torchs_is_no_argument():
-    with pytest.raises(TypeError, match="foreach"):
-        gs_compile.AdamW(gpt2().parameters(), foreach=True)
-
-
 def test_a_setting_is_checked_again_when_it_is_used(tmp_path):
     with learner(tmp_path, partial(gs_compile.SGD, lr=0.1)) as one:
         one.train(0)
