@@ -59,7 +59,7 @@ def test_an_optimizer_that_is_made_after_a_refusal_is_in_time(on_storage, precis
         model = build()
         model.compile(backend="greedysnake", options=options(tmp_path / "run", precision=precision))
         if refused:
-            with pytest.raises(GreedySnakeError, match=r"optimizer.*made? .*before the"):
+            with pytest.raises(GreedySnakeError, match=r"before the (first )?call"):
                 model(input_ids=tokens(0), labels=tokens(0))
             assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
         optimizer = adamw(two_groups(model))
