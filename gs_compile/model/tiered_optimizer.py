@@ -63,6 +63,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._check_norm()
         self.num_steps = 0
         self.num_skipped = 0
+        self._shown_steps = torch.zeros(())  # `num_steps`, for all that `state` shows
         self.last_step: StepInfo | None = None
         super().__init__(params, defaults)
 
@@ -131,7 +132,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 parameter.grad = None if isinstance(parameter.grad, UnavailableGradient) else parameter.grad
             self.num_skipped += record.skipped
             self.num_steps += not record.skipped
-            self._count()
+            self._shown_steps.fill_(self.num_steps)
             if record.skipped:
                 self._warn(record.updated)
             lanes = self.engine.tiers.trace.totals(reset=True)
@@ -202,7 +203,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         given = state_dict["state"]
         states = {p: dict(given[n]) for p, n in zip(self._parameters, numbers, strict=True) if n in given}
         self.num_steps = _num_steps(states.values())
-        self._count()
+        self._shown_steps.fill_(self.num_steps)
         self.state.update(states)
         self.load_into_engine()
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -215,23 +216,20 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def load_into_engine(self) -> None:
         """Bring a loaded state to the tiers, once there are any."""
+        if self.engine is None:
+            return
         for parameter, state in list(self.state.items()):
-            span = self.engine.trained_span(parameter) if self.engine is not None else None
-            if self.engine is None or span is None:
-                continue
-            values = [value for key, value in state.items() if key != "step"]
-            if not all(isinstance(value, torch.Tensor) and value.is_meta for value in values):
-                self.engine.load_state(span, state)
-            self._show_state(parameter)
+            span = self.engine.trained_span(parameter)
+            if span is not None:
+                values = [value for key, value in state.items() if key != "step"]
+                if not all(isinstance(value, torch.Tensor) and value.is_meta for value in values):
+                    self.engine.load_state(span, state)
+                self._show_state(parameter)
 
     def _show_state(self, parameter: torch.Tensor) -> None:
         wide = torch.promote_types(parameter.dtype, torch.float32)
         like = torch.empty(parameter.shape, dtype=wide, device="meta")
-        self.state[parameter] = {"step": torch.tensor(float(self.num_steps)), **dict.fromkeys(self.components, like)}
-
-    def _count(self) -> None:
-        for state in self.state.values():
-            state["step"] = torch.tensor(float(self.num_steps))
+        self.state[parameter] = {"step": self._shown_steps, **dict.fromkeys(self.components, like)}
 
     @property
     def _parameters(self) -> list[torch.Tensor]:

@@ -32,8 +32,6 @@ def weights(learner):
     [
         (gs_compile.AdamW, torch.optim.AdamW, {"lr": 1e-3, "betas": (0.8, 0.95)}),
         (gs_compile.Adam, torch.optim.Adam, {"lr": 1e-3}),
-        (gs_compile.SGD, torch.optim.SGD, {"lr": 0.05}),
-        (gs_compile.SGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
         (gs_compile.SGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5, "maximize": True}),
     ],
     ids=str,
