@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import replace
 
 from gs_compile.placement.kinds import ends_in_step
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.slab import plan
 from gs_compile.program.ir import Op, Program, Value
 
+RESIDENT = Placement()  # of a program whose values are all on the device
 
-@dataclass(frozen=True)
-class Free:
+
+def free(
+    program: Program, placement: Placement = RESIDENT, *, outputs: frozenset[Value] = frozenset(), late: bool = False
+) -> Program:
     """The same program with `free(value)` right after the last operation that uses the value, and its planned memory:
     the peak of each tier, and the offset of all that is in host memory.
 
@@ -24,23 +26,15 @@ class Free:
     placement: all tiers are freed, but for what lives on from step to step.
     late: gradients are left for the next step.
     """
+    ops = with_frees(program.ops, outputs | placement.homes(late=late), placement)
+    peaks, offsets = plan(ops, placement) if placement.x_nbytes else ((), {})
+    needed = dict(peaks).get("host", 0)
+    return replace(program.with_ops(ops, made_by="free"), peaks=peaks, offsets=offsets, slab_nbytes=needed)
 
-    name: ClassVar[str] = "free"
 
-    outputs: frozenset[Value] = frozenset()
-    placement: Placement = field(default_factory=Placement)
-    late: bool = False
-
-    def __call__(self, program: Program) -> Program:
-        ops = self.ops(program)
-        peaks, offsets = plan(ops, self.placement) if self.placement.x_nbytes else ((), {})
-        needed = dict(peaks).get("host", 0)
-        return replace(program.with_ops(ops, made_by=self.name), peaks=peaks, offsets=offsets, slab_nbytes=needed)
-
-    def ops(self, program: Program) -> tuple[Op, ...]:
-        """The operations with `free` among them, before anything is planned."""
-        ends = _ends(program.ops, self.outputs | self.placement.homes(late=self.late), self.placement)
-        return tuple(_with_frees(program.ops, ends))
+def with_frees(ops: tuple[Op, ...], kept: frozenset[Value], placement: Placement) -> tuple[Op, ...]:
+    """The operations with `free` among them, before anything is planned."""
+    return tuple(_with_frees(ops, _ends(ops, kept, placement)))
 
 
 def _ends(ops: tuple[Op, ...], kept: frozenset[Value], placement: Placement) -> dict[int, list[Value]]:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from functools import partial
 
 from gs_compile.passes.baselines.registry import SCHEDULES, ScheduleSpec
-from gs_compile.passes.free import Free
-from gs_compile.passes.offload import Offload
-from gs_compile.passes.overlap import Overlap
-from gs_compile.passes.pipeline import Pipeline
-from gs_compile.passes.snake import Snake
+from gs_compile.passes.free import free
+from gs_compile.passes.offload import offload
+from gs_compile.passes.overlap import overlap
+from gs_compile.passes.pipeline import pipeline
+from gs_compile.passes.snake import snake
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import Program, Schedule, StepShape, Value
 
-
-class Pass(Protocol):
-    """A pure function from program to program, with its options. It keeps the meaning: loss, gradients and outputs."""
-
-    name: ClassVar[str]  # the verb that dumps call it by
-
-    def __call__(self, program: Program) -> Program: ...
+Pass = Callable[[Program], Program]  # a pure function. It keeps the meaning: loss, gradients and outputs
 
 
 @dataclass(frozen=True)
@@ -59,16 +53,24 @@ class StepSpec:
 
 def passes(step: StepSpec) -> tuple[Pass, ...]:
     """In this order, each with its reason."""
-    turns = (Snake(),) if step.snake and step.order.turns else ()  # one micro-batch stays on the device between layers
-    if step.placement is None:
-        return (*turns, Free(step.outputs))
+    turns = (snake,) if step.snake and step.order.turns else ()  # one micro-batch stays on the device between layers
+    placement, late = step.placement, step.leaves_late
+    if placement is None:
+        return (*turns, partial(free, outputs=step.outputs))
+    own = (partial(step.order.own_pass, placement=placement, late=late),) if step.order.own_pass else ()
     return (
         *turns,
-        Overlap(step.placement, step.late, step.redo),  # optimizer beside the backward, or before the next forward
-        Offload(step.placement),  # every value to the tier it is stored on and back, just in time
-        Pipeline(step.placement),  # each transfer in the latest stage that still hides it
-        *step.order.passes(step.placement, step.leaves_late),  # what only this schedule has
-        Free(placement=step.placement, late=step.leaves_late),  # last: lifetimes follow from the reads that are left
+        *_on_tiers(placement, late=step.late, redo=step.redo),
+        *own,  # what only this schedule has
+        partial(free, placement=placement, late=late),  # last: lifetimes follow from the reads that are left
+    )
+
+
+def _on_tiers(placement: Placement, *, late: bool, redo: bool) -> tuple[Pass, ...]:
+    return (
+        partial(overlap, placement=placement, late=late, redo=redo),  # optimizer beside the backward, or before it
+        partial(offload, placement=placement),  # every value to the tier it is stored on and back, just in time
+        partial(pipeline, placement=placement),  # each transfer in the latest stage that still hides it
     )
 
 
@@ -84,7 +86,7 @@ def lower(step: StepSpec, *, verified: bool = True) -> list[Program]:
 def flush(num_layers: int, placement: Placement, *, redo: bool = True) -> list[Program]:
     """The late updates alone: what brings all parameters up to date between two steps."""
     step = StepSpec(num_layers, 1, placement=placement, late=True, redo=redo)
-    rewriting = Overlap(placement, True, redo), Offload(placement), Pipeline(placement), Free(placement=placement)
+    rewriting: tuple[Pass, ...] = (*_on_tiers(placement, late=True, redo=redo), partial(free, placement=placement))
     return _snapshots(Program((), num_layers, 1, made_by="vertical"), rewriting, step, verified=True)
 
 

@@ -24,7 +24,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
 
 from gs_compile.placement.placement import Group, Placement, UnitPlacement
 from gs_compile.program.ir import FILL, Op, Program, Stage, Tier, Value, homed
@@ -37,19 +36,12 @@ _WAYS_HOME: tuple[tuple[str, str, Tier], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Offload:
+def offload(program: Program, placement: Placement) -> Program:
     """The same step with its data on the tiers."""
-
-    name: ClassVar[str] = "offload"
-
-    placement: Placement
-
-    def __call__(self, program: Program) -> Program:
-        placed = program.with_ops(_Units(program, self.placement).ops(), self.name)
-        if self.placement.order == "horizontal":
-            placed = placed.with_ops(_with_sums(placed, self.placement), self.name)
-        return placed.with_ops(_Activations(placed, self.placement).ops(), self.name)
+    placed = program.with_ops(_Units(program, placement).ops(), "offload")
+    if placement.order == "horizontal":
+        placed = placed.with_ops(_with_sums(placed, placement), "offload")
+    return placed.with_ops(_Activations(placed, placement).ops(), "offload")
 
 
 class _Units:

@@ -16,64 +16,58 @@ makes these the homes, the next step finds what this one has found, and all grad
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
-from typing import ClassVar
 
 from gs_compile.placement.placement import Group, Placement, UnitPlacement
 from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Unit, Value
 
 
-@dataclass(frozen=True)
-class Overlap:
+def overlap(program: Program, placement: Placement, *, late: bool = False, redo: bool = True) -> Program:
     """The same step with the optimizer in it.
 
     late: the step before has left gradients that wait for their update. The first step after a start, or after all
         updates were brought to an end, is without late ones.
     redo: of updates that are speculative the gradients were left too, as they were not confirmed.
     """
+    early = any(unit.trained("early") for unit in placement.units)
+    waits = placement.clip and not placement.speculative
+    assert not (waits and early), "with clipping all updates are late: they wait for the norm of all gradients"
+    # The stage in which each unit's gradient is added to for the last time.
+    completions = {value.unit: op.stage for op in program.ops for value in op.into if value.kind == "dw"}
+    when = placement.waiting(redo=redo) if late else ()
+    ops = (*_late(program, placement, when), *_stages(program, placement, completions), *_end(placement, completions))
+    return program.with_ops(ops, made_by="overlap")
 
-    name: ClassVar[str] = "overlap"
 
-    placement: Placement
-    late: bool = False
-    redo: bool = True
+def _late(program: Program, placement: Placement, when: tuple[str, ...]) -> Iterator[Op]:
+    """The updates of the step before, in the order in which units are used."""
+    in_order = (*_read(program.ops, placement), *placement.units)
+    for unit in {unit.unit: unit for unit in in_order}.values() if when else ():
+        for group in unit.trained(*when):
+            yield _update(unit, group, Value("dw", unit.unit, part=group.letter), placement, FILL)
 
-    def __post_init__(self) -> None:
-        early = any(unit.trained("early") for unit in self.placement.units)
-        waits = self.placement.clip and not self.placement.speculative
-        assert not (waits and early), "with clipping all updates are late: they wait for the norm of all gradients"
 
-    def __call__(self, program: Program) -> Program:
-        # The stage in which each unit's gradient is added to for the last time.
-        completions = {value.unit: op.stage for op in program.ops for value in op.into if value.kind == "dw"}
-        ops = (*self._late(program), *self._stages(program, completions), *self._end(completions))
-        return program.with_ops(ops, made_by=self.name)
+def _stages(program: Program, placement: Placement, completions: dict[Unit | None, Stage]) -> Iterator[Op]:
+    for stage, ops in program.stages():
+        for unit in _read(ops, placement):
+            parts = tuple(unit.value("w", part, "device") for part in unit.w.values())
+            yield Op("gather", parts, stage, (Value("w", unit.unit),))
+        yield from ops
+        for unit in placement.units:
+            if completions.get(unit.unit) == stage:
+                yield from _step(unit, placement, stage)
 
-    def _late(self, program: Program) -> Iterator[Op]:
-        """The updates of the step before, in the order in which units are used."""
-        in_order = (*_read(program.ops, self.placement), *self.placement.units)
-        for unit in {unit.unit: unit for unit in in_order}.values() if self.late else ():
-            for group in unit.trained(*self.placement.waiting(redo=self.redo)):
-                yield _update(unit, group, Value("dw", unit.unit, part=group.letter), self.placement, FILL)
 
-    def _stages(self, program: Program, completions: dict[Unit | None, Stage]) -> Iterator[Op]:
-        for stage, ops in program.stages():
-            for unit in _read(ops, self.placement):
-                parts = tuple(unit.value("w", part, "device") for part in unit.w.values())
-                yield Op("gather", parts, stage, (Value("w", unit.unit),))
-            yield from ops
-            for unit in self.placement.units:
-                if completions.get(unit.unit) == stage:
-                    yield from _step(unit, self.placement, stage)
-
-    def _end(self, completions: dict[Unit | None, Stage]) -> Iterator[Op]:
-        """The scale, and what depends on it."""
-        complete = [unit for unit in self.placement.units if unit.unit in completions]
-        if self.placement.clip and complete:
-            yield Op("clip", tuple(Value("norm", unit.unit) for unit in complete), DRAIN, (Value("scale"),))
-        for unit in complete if self.placement.speculative else ():
-            yield from _commit(unit)
+def _end(placement: Placement, completions: dict[Unit | None, Stage]) -> Iterator[Op]:
+    """The scale, and what depends on it."""
+    complete = [unit for unit in placement.units if unit.unit in completions]
+    if placement.clip and complete:
+        yield Op("clip", tuple(Value("norm", unit.unit) for unit in complete), DRAIN, (Value("scale"),))
+    for unit in complete if placement.speculative else ():
+        pairs = [pair for group in unit.trained("early") for pair in _shadows(unit, group)]
+        if pairs:
+            yield Op("commit", (Value("scale"),), DRAIN, into=tuple(chain.from_iterable(pairs)))
 
 
 def _step(unit: UnitPlacement, placement: Placement, stage: Stage) -> Iterator[Op]:
@@ -85,7 +79,11 @@ def _step(unit: UnitPlacement, placement: Placement, stage: Stage) -> Iterator[O
         yield Op("alias", (gradient,), stage, tuple(Value("dw", unit.unit, part=group.letter) for group in left))
     for group in unit.trained("early"):
         update = _update(unit, group, gradient, placement, stage)
-        yield _speculative(update, unit, group) if placement.speculative else update
+        if placement.speculative:  # before the scale is known: from the parts to their shadow copies
+            shadows = dict(_shadows(unit, group))
+            into = tuple(shadows.get(value, value) for value in update.into)
+            update = replace(update, reads=(gradient, *shadows), into=into)
+        yield update
 
 
 def _update(unit: UnitPlacement, group: Group, gradient: Value, placement: Placement, stage: Stage) -> Op:
@@ -94,20 +92,7 @@ def _update(unit: UnitPlacement, group: Group, gradient: Value, placement: Place
     return Op("update", (gradient, *scale), stage, into=tuple(parts))
 
 
-def _speculative(update: Op, unit: UnitPlacement, group: Group) -> Op:
-    """The update before the scale is known: from the parts to their shadow copies."""
-    shadows = dict(_on_device(unit, group))
-    into = tuple(shadows.get(value, value) for value in update.into)
-    return replace(update, reads=(*update.reads[:1], *shadows), into=into)
-
-
-def _commit(unit: UnitPlacement) -> Iterator[Op]:
-    pairs = [pair for group in unit.trained("early") for pair in _on_device(unit, group)]
-    if pairs:
-        yield Op("commit", (Value("scale"),), DRAIN, into=tuple(chain.from_iterable(pairs)))
-
-
-def _on_device(unit: UnitPlacement, group: Group) -> Iterator[tuple[Value, Value]]:
+def _shadows(unit: UnitPlacement, group: Group) -> Iterator[tuple[Value, Value]]:
     """The parts of a group that have shadow copies, and these."""
     for part, shadow in unit.shadows(group):
         yield replace(part, tier="device"), replace(shadow, tier="device")

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Value, homed
@@ -68,16 +68,9 @@ class IssuePoint(NamedTuple):
     rank: int = OTHERS
 
 
-@dataclass(frozen=True)
-class Pipeline:
+def pipeline(program: Program, placement: Placement) -> Program:
     """The same operations, each issued in the stage that the table above gives it."""
-
-    name: ClassVar[str] = "pipeline"
-
-    placement: Placement
-
-    def __call__(self, program: Program) -> Program:
-        return program.with_ops(_StageAssigner(program, self.placement).ops(), made_by=self.name)
+    return program.with_ops(_StageAssigner(program, placement).ops(), made_by="pipeline")
 
 
 def _part_in_update(op: Op) -> str | None:

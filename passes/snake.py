@@ -9,14 +9,10 @@ layer i+1               2  1  0
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from gs_compile.program.ir import Op, Program
 
 
-@dataclass(frozen=True)
-class Snake:
+def snake(program: Program) -> Program:
     """The same stages, every second one with its micro-batches from last to first; layer 0 keeps the natural order.
 
     A stage's last micro-batch is then the next stage's first, so that its checkpoint, or on the way back its
@@ -24,17 +20,12 @@ class Snake:
     with it, so those are kept to rounding (two that are added as they are, not as a product, to the bit); everything
     else is kept to the bit.
     """
-
-    name: ClassVar[str] = "snake"
-
-    def __call__(self, program: Program) -> Program:
-        ops: list[Op] = []
-        for place, (_, stage_ops) in enumerate(program.stages()):
-            reverse = place % 2 == 0  # the prologue, place 0, comes before layer 0
-            ops += [op for op in stage_ops if op.micro_batch is None]
-            ops += sorted(
-                (op for op in stage_ops if op.micro_batch is not None),
-                key=lambda op: op.micro_batch or 0,
-                reverse=reverse,
-            )
-        return program.with_ops(ops, made_by=self.name)
+    ops: list[Op] = []
+    for place, (_, stage_ops) in enumerate(program.stages()):
+        computations = sorted(
+            (op for op in stage_ops if op.micro_batch is not None),
+            key=lambda op: op.micro_batch or 0,
+            reverse=place % 2 == 0,  # the prologue, place 0, comes before layer 0
+        )
+        ops += [*(op for op in stage_ops if op.micro_batch is None), *computations]
+    return program.with_ops(ops, made_by="snake")

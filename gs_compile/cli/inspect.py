@@ -10,14 +10,14 @@ from typer import BadParameter
 
 from gs_compile.cli.requests import InspectRequest
 from gs_compile.errors import InspectionError
-from gs_compile.passes.lower import StepSpec, passes
+from gs_compile.passes.lower import StepSpec, lower
 
 if TYPE_CHECKING:
     from torch import fx, nn
 
     from gs_compile.model.inspection import Inspection, UnitClass
 
-PROGRAM_PASSES = ("vertical", *(each.name for each in passes(StepSpec(1, 1))))
+PROGRAM_PASSES = tuple(program.made_by for program in lower(StepSpec(1, 1)))
 
 
 def inspect_text(request: InspectRequest) -> str:

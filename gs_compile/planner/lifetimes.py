@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gs_compile.machine import format_bytes
-from gs_compile.passes.baselines.lifetime import Lifetime, Period
+from gs_compile.passes.baselines.lifetime import Period, decide
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.placement import Placement, Room
 from gs_compile.planner import summary
@@ -116,7 +116,7 @@ def periods(placement: Placement, shape: StepShape) -> tuple[Period, ...]:
     late = placement.has_late
     step = StepSpec(placement.num_layers, len(placement.x_nbytes), shape=shape, placement=placement, late=late)
     program = next(program for program in lower(step, verified=False) if program.made_by == "pipeline")
-    return Lifetime(placement, late).decide(program)[1]
+    return decide(program, placement, late=late)[1]
 
 
 def as_dicts(found: Iterable[Period]) -> list[dict[str, Any]]:

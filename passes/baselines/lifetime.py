@@ -19,12 +19,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gs_compile.passes.free import Free
+from gs_compile.passes.free import with_frees
 from gs_compile.placement.liveness import LiveRange, live_ranges, nbytes_alive
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import Op, Program, Stage, Tier, Value
@@ -60,38 +59,31 @@ class Period:
         return self.nbytes * self.duration / self.seconds if self.seconds else 0.0
 
 
-@dataclass(frozen=True)
-class Lifetime:
+def lifetime(program: Program, placement: Placement, *, late: bool = False) -> Program:
     """The same step with fewer round trips, none of its planned peaks above the room's or the horizontal program's own.
 
-    late: as of `Free`. Without a room in the placement nothing stays.
+    late: as of `free`. Without a room in the placement nothing stays.
     """
+    return decide(program, placement, late=late)[0]
 
-    name: ClassVar[str] = "lifetime"
 
-    placement: Placement
-    late: bool = False
-
-    def __call__(self, program: Program) -> Program:
-        return self.decide(program)[0]
-
-    def decide(self, program: Program) -> tuple[Program, tuple[Period, ...]]:
-        """The program with fewer round trips, and every period with what was decided on it."""
-        found: list[Period] = []
-        room = self.placement.room
-        budgets: dict[Tier, int] = {}
-        if room is not None:
-            budgets = {"device": room.device_nbytes} if self.placement.separate else {}
-            budgets["host"] = room.host_nbytes
-        for tier, nbytes in budgets.items():
-            ops = Free(placement=self.placement, late=self.late).ops(program)
-            ranges = [live for live in live_ranges(ops, self.placement) if live.slot.tier == tier]
-            periods = sorted(_periods(ops, ranges, self.placement), key=lambda period: period.index)
-            periods = _decided(periods, nbytes_alive(ranges, tier, len(ops)), nbytes)
-            dropped = {period.index for period in periods if period.kept}
-            program = _without(program, dropped, self.placement.homes(late=self.late), self.placement)
-            found += periods
-        return program.with_ops(program.ops, made_by=self.name), tuple(found)
+def decide(program: Program, placement: Placement, *, late: bool = False) -> tuple[Program, tuple[Period, ...]]:
+    """The program with fewer round trips, and every period with what was decided on it."""
+    found: list[Period] = []
+    room, homes = placement.room, placement.homes(late=late)
+    budgets: dict[Tier, int] = {}
+    if room is not None:
+        budgets = {"device": room.device_nbytes} if placement.separate else {}
+        budgets["host"] = room.host_nbytes
+    for tier, nbytes in budgets.items():
+        ops = with_frees(program.ops, homes, placement)
+        ranges = [live for live in live_ranges(ops, placement) if live.slot.tier == tier]
+        periods = sorted(_periods(ops, ranges, placement), key=lambda period: period.index)
+        periods = _decided(periods, nbytes_alive(ranges, tier, len(ops)), nbytes)
+        dropped = {period.index for period in periods if period.kept}
+        program = _without(program, dropped, homes, placement)
+        found += periods
+    return program.with_ops(program.ops, made_by="lifetime"), tuple(found)
 
 
 def _periods(ops: Sequence[Op], ranges: Iterable[LiveRange], placement: Placement) -> Iterator[Period]:

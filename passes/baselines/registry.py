@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gs_compile.passes.baselines.horizontal import horizontal
-from gs_compile.passes.baselines.lifetime import Lifetime
+from gs_compile.passes.baselines.lifetime import lifetime
 from gs_compile.passes.baselines.single import single
 from gs_compile.passes.vertical import vertical
-from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import ORDERS, Order, Program, Schedule, StepShape
 
 
@@ -29,7 +28,7 @@ class ScheduleSpec:
     """One schedule: how its programs are built, and how it differs from the others.
 
     turns: neighbouring stages take the micro-batches in opposite orders (`snake`).
-    passes: its own, given the placement and whether gradients are left to the next step; they run before `free`.
+    own_pass: what only it has, given the placement and whether gradients are left to the next step; before `free`.
     halves_blocks: a layer of its programs is half a block, and the whole batch is one micro-batch.
     fills_memory: tensors stay where they are while there is room, so that a placement of it has a `Room`.
     """
@@ -37,7 +36,7 @@ class ScheduleSpec:
     order: Order
     build: Builder
     turns: bool = False
-    passes: Callable[[Placement, bool], tuple[Lifetime, ...]] = lambda placement, late: ()
+    own_pass: Callable[..., Program] | None = None
     halves_blocks: bool = False
     fills_memory: bool = False
 
@@ -49,7 +48,7 @@ SCHEDULES: dict[Schedule, ScheduleSpec] = {
     "lifetime": ScheduleSpec(
         order=ORDERS["lifetime"],
         build=horizontal,
-        passes=lambda placement, late: (Lifetime(placement, late),),
+        own_pass=lifetime,
         fills_memory=True,
     ),
 }

@@ -8,8 +8,8 @@ from reference import reference
 from tiers import Options, lowered, options, place, stages, tiered_steps
 from toy import Toy, steps
 
-from gs_compile.passes.free import Free
-from gs_compile.passes.snake import Snake
+from gs_compile.passes.free import free
+from gs_compile.passes.snake import snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.kinds import ends_in_step
 from gs_compile.placement.placement import Placement
@@ -23,7 +23,7 @@ SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, 
 class TestText(expecttest.TestCase):
     def test_resident(self):
         self.assertExpectedInline(
-            stages(Free()(Snake()(vertical(2, 2))), "backward h", "backward 1", frees=True),
+            stages(free(snake(vertical(2, 2))), "backward h", "backward 1", frees=True),
             """\
 # backward h   micro-batches 0 1
 dwh.device = zeros()
@@ -90,7 +90,7 @@ def test_keeps_every_bit_of_what_survives(step):
     num_layers, num_micro_batches, shape = step
     toy = Toy(num_layers, num_micro_batches, shape, torch.float32)
     program = vertical(num_layers, num_micro_batches, shape=shape)
-    before, after = (reference(p, toy, toy.inputs()) for p in (program, Free()(program)))
+    before, after = (reference(p, toy, toy.inputs()) for p in (program, free(program)))
     assert set(after) == {value for value in before if not ends_in_step(Placement(), value)}
     torch.testing.assert_close(after, {value: before[value] for value in after}, rtol=0, atol=0)
 
@@ -98,7 +98,7 @@ def test_keeps_every_bit_of_what_survives(step):
 @given(steps())
 def test_frees_each_transient_value_right_after_its_last_use(step):
     num_layers, num_micro_batches, shape = step
-    program = Free()(Snake()(vertical(num_layers, num_micro_batches, shape=shape)))
+    program = free(snake(vertical(num_layers, num_micro_batches, shape=shape)))
     verify(program)
     freed = [op.reads[0] for op in program.ops if op.verb == "free"]
     used = {v for op in program.ops for v in (*op.reads, *op.into, *op.results) if ends_in_step(Placement(), v)}
@@ -118,8 +118,8 @@ def test_a_value_that_nothing_reads_ends_where_it_is_defined():
         .replace("x0_0.device, side_0.device, w0", "x0_0.device, w0")
         .replace("x1_0.device, side_0.device, b", "x1_0.device, b")
     )
-    verify(Free()(deaf))
-    assert "= embed(batch_0, we.device)\nfree(side_0.device)\n" in str(Free()(deaf))
+    verify(free(deaf))
+    assert "= embed(batch_0, we.device)\nfree(side_0.device)\n" in str(free(deaf))
 
 
 @given(tiered_steps(), options(), st.booleans())

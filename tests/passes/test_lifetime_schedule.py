@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import X_NBYTES, Options, lowered, options, place, stages, tiered_steps, train
 
-from gs_compile.passes.baselines.lifetime import Lifetime
+from gs_compile.passes.baselines.lifetime import decide
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement import liveness
 from gs_compile.placement.placement import Placement, Room
@@ -87,7 +87,7 @@ gradient sums  host    between two micro-batches      1  128.0 KiB     1        
 
 def decided(step, placement):
     program = next(program for program in lowered(step, placement) if program.made_by == "pipeline")
-    return Lifetime(placement, late=True).decide(program)
+    return decide(program, placement, late=True)
 
 
 def test_without_a_room_nothing_stays():

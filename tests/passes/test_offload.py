@@ -12,7 +12,7 @@ from reference import reference
 from tiers import X_NBYTES, Options, after, lowered, options, place, stages, tiered_steps, with_gradient
 from toy import Toy
 
-from gs_compile.passes.snake import Snake
+from gs_compile.passes.snake import snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.traffic import traffic
 from gs_compile.program.ir import Value
@@ -208,7 +208,7 @@ def _expected_activations(step, options, placement):
 
 def _still_there(step, layer):
     """The micro-batch that runs first through a layer: its input is still there."""
-    program = Snake()(vertical(*step[:2], shape=step[2]))
+    program = snake(vertical(*step[:2], shape=step[2]))
     return next(op.micro_batch for op in program.ops if op.verb == "forward" and op.unit == layer)
 
 

@@ -9,7 +9,7 @@ from reference import reference
 from tiers import stages
 from toy import Toy, steps
 
-from gs_compile.passes.snake import Snake
+from gs_compile.passes.snake import snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.verify import verify
 
@@ -17,7 +17,7 @@ from gs_compile.placement.verify import verify
 class TestText(expecttest.TestCase):
     def test_three_layers(self):
         self.assertExpectedInline(
-            stages(Snake()(vertical(3, 2)), "forward 0", "forward 1"),
+            stages(snake(vertical(3, 2)), "forward 0", "forward 1"),
             """\
 # forward 0   micro-batches 0 1
 x1_0.device = forward(x0_0.device, w0.device)
@@ -32,7 +32,7 @@ x2_0.device = forward(x1_0.device, w1.device)
 @given(steps())
 def test_neighbouring_stages_share_a_micro_batch(step):
     num_layers, num_micro_batches, shape = step
-    program = Snake()(vertical(num_layers, num_micro_batches, shape=shape))
+    program = snake(vertical(num_layers, num_micro_batches, shape=shape))
     verify(program)
     orders = [[op.micro_batch for op in ops if op.micro_batch is not None] for _, ops in program.stages()]
     for before, after in itertools.pairwise(orders):
@@ -58,14 +58,14 @@ def test_more_micro_batches_keep_all_but_the_order_of_addition(step):
 
 
 def test_twice_is_once():
-    once = Snake()(vertical(3, 3))
-    assert Snake()(once) == once
+    once = snake(vertical(3, 3))
+    assert snake(once) == once
 
 
 def _both(num_layers, num_micro_batches, shape, dtype=torch.float64):
     toy = Toy(num_layers, num_micro_batches, shape, dtype)
     program = vertical(num_layers, num_micro_batches, shape=shape)
-    return reference(program, toy, toy.inputs()), reference(Snake()(program), toy, toy.inputs())
+    return reference(program, toy, toy.inputs()), reference(snake(program), toy, toy.inputs())
 
 
 def _only(values, keys):

@@ -8,7 +8,7 @@ from hypothesis import given
 from reference import reference
 from toy import Toy, steps
 
-from gs_compile.passes.free import Free
+from gs_compile.passes.free import free
 from gs_compile.passes.vertical import vertical
 from gs_compile.program.ir import StepShape, Value
 
@@ -44,7 +44,7 @@ def test_other_outputs_are_those_of_the_units():
 
 def test_a_freed_value_is_gone():
     toy = Toy(1, 1, StepShape())
-    program = Free()(vertical(1, 1))
+    program = free(vertical(1, 1))
     read_again = program.with_ops((*program.ops, next(op for op in program.ops if op.verb == "head")), "odd")
     with pytest.raises(KeyError):
         reference(read_again, toy, toy.inputs())

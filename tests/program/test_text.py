@@ -13,7 +13,7 @@ from toy import steps
 
 from gs_compile.errors import ProgramError
 from gs_compile.passes.lower import flush
-from gs_compile.passes.snake import Snake
+from gs_compile.passes.snake import snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.program.ir import Op, Stage, StepShape, Value
 from gs_compile.program.text import parse, parse_value, timetable
@@ -22,7 +22,7 @@ from gs_compile.program.text import parse, parse_value, timetable
 class TestText(expecttest.TestCase):
     def test_folded(self):
         self.assertExpectedInline(
-            str(Snake()(vertical(96, 2, shape=StepShape(training=False)))),
+            str(snake(vertical(96, 2, shape=StepShape(training=False)))),
             """\
 # gs_compile 0.1   after snake   96 layers x 2 micro-batches
 # forward e   micro-batches 1 0
@@ -144,7 +144,7 @@ def test_an_unequal_stage_is_not_folded():
 
 
 def test_pasted_text_reads_the_same():
-    program = Snake()(vertical(3, 2))
+    program = snake(vertical(3, 2))
     assert parse("\n\n" + textwrap.indent(str(program), "    ") + "\n") == program
 
 

@@ -11,7 +11,7 @@ from tiers import Options, lowered, place
 from gs_compile.errors import ProgramError
 from gs_compile.passes.baselines.horizontal import horizontal
 from gs_compile.passes.lower import flush
-from gs_compile.passes.snake import Snake
+from gs_compile.passes.snake import snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import Op, Stage, StepShape, Value
@@ -160,7 +160,7 @@ def test_the_good_ones_pass():
 
 class TestText(expecttest.TestCase):
     def test_error(self):
-        text = str(Snake()(vertical(3, 2))).replace("# backward 2", "free(x1_0.device)\n# backward 2")
+        text = str(snake(vertical(3, 2))).replace("# backward 2", "free(x1_0.device)\n# backward 2")
         self.assertExpectedInline(
             _complaint("resident", text),
             """after snake, line 26: dx1_0.device = backward(x1_0.device, dx2_0.device, w1.device, into=dw1.device): x1_0.device was freed""",
