@@ -24,9 +24,10 @@ import torch
 
 from gs_compile.capture.internals import untraced
 from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParameterError
+from gs_compile.model import resident_update
 from gs_compile.model.engine import Engine
 from gs_compile.model.placeholder import UnavailableGradient
-from gs_compile.model.residency import residency_of
+from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.trace import Total
@@ -95,7 +96,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self.engine is not None and self.components != self.engine.components:
             raise OptimizerError("momentum was 0 when the model first ran, so there is no state for it: set it before")
         settings = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return StepRecord(self.num_steps + 1, settings, self.max_grad_norm)
+        record = StepRecord(self.num_steps + 1, settings, self.max_grad_norm)
+        resident_update.count(self._resident, record)
+        return record
 
     def _check_norm(self) -> None:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
@@ -126,8 +129,9 @@ class TieredOptimizer(torch.optim.Optimizer):
                     "optimizer before the first call, or use a torch.optim optimizer"
                 )
             return loss
-        record = self.engine.finish()
+        record = self.engine.finish() or self._step_in_memory()
         if record is not None:
+            resident_update.update(self.rule, self._resident, self.group_of, self.state, record)
             for parameter in self._parameters:
                 parameter.grad = None if isinstance(parameter.grad, UnavailableGradient) else parameter.grad
             self.num_skipped += record.skipped
@@ -141,6 +145,18 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self.num_steps, record.grad_norm, record.skipped, rolled_back, self.num_skipped, lanes
             )
         return loss
+
+    @property
+    def _resident(self) -> list[torch.Tensor]:
+        """Parameters that the compiled model does not read, and that have a gradient in memory."""
+        return [p for p in self._parameters if not is_offloaded(p) and p.grad is not None]
+
+    def _step_in_memory(self) -> StepRecord | None:
+        """The record of a step whose backward has not met the compiled model."""
+        record = self.begin_step() if self._resident else None
+        if record is not None and self.max_grad_norm is not None:
+            record.clip()
+        return record
 
     def synchronize(self) -> None:
         """Return when all updates are done and written; `step` alone leaves some to the next forward."""
@@ -212,7 +228,11 @@ class TieredOptimizer(torch.optim.Optimizer):
     def stored_state(self, parameter: torch.Tensor) -> dict[str, Any] | None:
         """A parameter's state as torch has it, its tensors mapped from files; None where it is not trained."""
         span = self.engine.trained_span(parameter) if self.engine is not None else None
-        return self.engine.state(span, self.num_steps) if self.engine is not None and span is not None else None
+        if self.engine is not None and span is not None:
+            return self.engine.state(span, self.num_steps)
+        state = self.state.get(parameter, {})
+        is_shown = any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
+        return None if is_shown else resident_update.copied(state)
 
     def load_into_engine(self) -> None:
         """Bring a loaded state to the tiers, once there are any."""
@@ -220,11 +240,13 @@ class TieredOptimizer(torch.optim.Optimizer):
             return
         for parameter, state in list(self.state.items()):
             span = self.engine.trained_span(parameter)
-            if span is not None:
-                values = [value for key, value in state.items() if key != "step"]
-                if not all(isinstance(value, torch.Tensor) and value.is_meta for value in values):
-                    self.engine.load_state(span, state)
-                self._show_state(parameter)
+            if span is None:
+                self.state[parameter] = {**resident_update.copied(state), "step": self._shown_steps}
+                continue
+            values = [value for key, value in state.items() if key != "step"]
+            if not all(isinstance(value, torch.Tensor) and value.is_meta for value in values):
+                self.engine.load_state(span, state)
+            self._show_state(parameter)
 
     def _show_state(self, parameter: torch.Tensor) -> None:
         wide = torch.promote_types(parameter.dtype, torch.float32)

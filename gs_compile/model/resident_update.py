@@ -1,0 +1,78 @@
+"""resident_update: parameters of an optimizer that the compiled model does not read, such as those of an eager head.
+
+Their values, gradients and states are in memory. `optimizer.step()` updates them by the same rule, with the factor that
+clips all gradients together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gs_compile.errors import OptimizerError
+from gs_compile.runtime.kernels import Rule
+from gs_compile.runtime.optimizer import StepRecord
+
+Tensor = torch.Tensor
+
+
+def count(parameters: Sequence[Tensor], record: StepRecord) -> None:
+    """Have their gradients in the norm of a step, and in its clip."""
+    if parameters:
+        square = _sum_of_squares(parameters)
+        record.squares["resident"] = lambda: square
+
+
+def update(
+    rule: Rule,
+    parameters: Sequence[Tensor],
+    group_of: Mapping[Tensor, int],
+    states: Mapping[Tensor, dict[str, Any]],
+    record: StepRecord,
+) -> None:
+    """One step of parameters in memory that have gradients. States are torch's; what they lack starts at zero.
+
+    Raises OptimizerError, and updates nothing, where a parameter is not of float32 or float64, as there is no master of
+    it, and where the step was clipped by a norm in which these gradients are not.
+    """
+    if parameters and record.max_grad_norm is not None:
+        counted = record.squares["resident"]() if "resident" in record.squares else 0.0
+        if counted != _sum_of_squares(parameters):
+            raise OptimizerError(
+                "gradients of parameters outside of the compiled model came after that model's backward, so they are "
+                "not in the norm that its updates were clipped by: compile the part of the model that has them, too"
+            )
+    for parameter in parameters:
+        if parameter.dtype not in (torch.float32, torch.float64):
+            raise OptimizerError(
+                f"a parameter of shape {tuple(parameter.shape)} and {parameter.dtype} is outside of the compiled "
+                "model, so there is no fp32 master of it: convert it to float32"
+            )
+    for parameter in parameters if not record.skipped else ():
+        _step(rule, parameter, record.hypers[group_of[parameter]], states[parameter], record)
+
+
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state, in memory of its own."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _sum_of_squares(parameters: Sequence[Tensor]) -> float:
+    """Of their gradients; infinite where an element is not finite."""
+    squares = [float(parameter.grad.double().square().sum()) for parameter in parameters if parameter.grad is not None]
+    return math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
+
+
+@torch.no_grad()
+def _step(rule: Rule, parameter: Tensor, hyper: Mapping[str, Any], state: dict[str, Any], record: StepRecord) -> None:
+    assert parameter.grad is not None
+    components = rule.components(hyper)
+    for name in components:
+        if not isinstance(state.get(name), Tensor) or state[name].is_meta:
+            state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
+    values, gradient = (each.detach().cpu().reshape(-1) for each in (parameter, parameter.grad * record.scale))
+    rule.apply(values, gradient, [state[name].view(-1) for name in components], hyper, record.number)
+    parameter.copy_(values.view(parameter.shape))

@@ -1,0 +1,121 @@
+"""Parameters of the optimizer that the compiled model does not read: they are trained in memory, with the others."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from learner import distance, values
+from tiered import gpt2, options, tokens
+from torch import nn
+from torch.nn import functional
+
+import gs_compile
+from gs_compile.errors import OptimizerError
+
+
+class WithHead(nn.Module):
+    """A body, and a head of its own that runs eagerly, as in reward models and fused losses."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = gpt2()
+        self.head = nn.Linear(gpt2().lm_head.out_features, 3)
+
+    def loss(self, number):
+        hidden = self.body(input_ids=tokens(number)).logits
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens(number).flatten() % 3)
+
+
+def trained(model, optimizer, numbers, clip=None):
+    losses = []
+    for number in numbers:
+        loss = model.loss(number)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def made():
+    torch.manual_seed(5)
+    return WithHead()
+
+
+def tiered(folder, make, **changes):
+    torch._dynamo.reset()
+    model = made()
+    optimizer = make(model.parameters())
+    model.body.compile(backend="greedysnake", options=options(folder, outputs="all", **changes))
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("clip", "changes"),
+    [(None, {"alpha": 0.5}), (0.05, {}), (0.05, {"clip": "speculative"})],
+    ids=["no clip", "clip", "speculative"],
+)
+def test_a_head_outside_of_the_compiled_model_is_trained(clip, changes, tmp_path):
+    plain = made()
+    wanted = trained(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), range(4), clip)
+    model, optimizer = tiered(tmp_path, partial(gs_compile.AdamW, lr=1e-2, max_grad_norm=clip), **changes)
+    found = trained(model, optimizer, range(4))
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert not torch.equal(model.head.weight, made().head.weight)
+    assert distance(values(model), values(plain)) < 1e-5
+    state, theirs = optimizer.state_dict(), torch.optim.AdamW(plain.parameters()).state_dict()
+    assert len(state["state"]) == len(theirs["param_groups"][0]["params"])
+    assert {key: value.shape for key, value in state["state"][len(state["state"]) - 1].items() if key != "step"} == {
+        "exp_avg": (3,), "exp_avg_sq": (3,)
+    }  # fmt: skip
+
+
+def test_its_state_is_saved_and_loaded(tmp_path):
+    make = partial(gs_compile.AdamW, lr=1e-2)
+    model, optimizer = tiered(tmp_path / "one", make, alpha=0.5)
+    trained(model, optimizer, range(2))
+    saved = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+    wanted = trained(model, optimizer, range(2, 4))
+    optimizer.engine.tiers.close()
+    again, other = tiered(tmp_path / "two", make, alpha=0.5)
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    assert trained(again, other, range(2, 4)) == wanted
+
+
+def test_a_head_of_low_precision_is_refused(tmp_path):
+    model, optimizer = tiered(tmp_path, gs_compile.AdamW)
+    model.head.bfloat16()
+    loss = model.head(model.body(input_ids=tokens(0)).logits.bfloat16()).float().sum()
+    loss.backward()
+    with pytest.raises(OptimizerError, match="convert it to float32"):
+        optimizer.step()
+
+
+def test_gradients_outside_of_the_norm_are_refused(tmp_path):
+    model, optimizer = tiered(tmp_path, partial(gs_compile.AdamW, max_grad_norm=1.0))
+    model.loss(0).backward()
+    model.head.weight.sum().backward()
+    before = model.head.weight.detach().clone()
+    with pytest.raises(OptimizerError, match="are not in the norm that its updates were clipped by"):
+        optimizer.step()
+    assert torch.equal(model.head.weight, before)
+
+
+def test_a_step_of_the_head_alone(tmp_path):
+    plain = made()
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = tiered(tmp_path, partial(gs_compile.SGD, lr=0.1, max_grad_norm=0.5))
+    trained(model, optimizer, [0])
+    trained(plain, other, [0], 0.5)
+    for head, step in ((model.head, optimizer.step), (plain.head, other.step)):
+        head.weight.square().sum().backward()
+        nn.utils.clip_grad_norm_(plain.head.parameters(), 0.5)
+        step()
+    assert optimizer.last_step.number == 2
+    assert torch.allclose(model.head.weight, plain.head.weight, rtol=1e-5)
