@@ -9,25 +9,28 @@ Throughput hardly grows, by the rule of that name,
                 within a tenth of 1 / b, what the computation (or a lane that is as busy) reaches at best
     paper       where one micro-batch more brings less than 1 %: a step with small micro-batches ends early then
 
-Not every alpha is solved for every n. With one alpha, the seconds of a step are a convex function of n, as a linear
-program is of its right side: n stands beside the ratios only in n c, which could be a variable of its own. So the line
-through two numbers is a lower bound for all above, and an alpha whose bound is above what another one reaches cannot be
-the best. Nor is every n solved: with the relative rule n doubles, and the last doubling is bisected.
+Not every alpha is solved for every n: the multipliers of a linear program that was solved bound the seconds of all with
+the same rows, whatever alpha and n (`System.lagrangian`), and an alpha whose bound is above what another one reaches
+cannot be the best. Nor is every n solved: with the relative rule n doubles, and the last doubling is bisected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
 from typing import Literal, get_args
+
+import numpy as np
 
 from gs_compile.errors import NoFitError, PlanError
 from gs_compile.machine import format_bytes
 from gs_compile.placement.cut import DEVICE_CLASSES
 from gs_compile.planner.lp.coefficients import Formulas
+from gs_compile.planner.lp.counting import Array, anchors
 from gs_compile.planner.lp.limits import Budgets, Fixed, contradiction
-from gs_compile.planner.lp.solve import Solution, short, solve
+from gs_compile.planner.lp.solve import Solution, System, short, solve
 
 Saturation = Literal["relative", "paper"]
 GROWTH = 1.01  # of throughput, for another micro-batch to be worth it by the paper's rule
@@ -117,13 +120,13 @@ def _is_enough(found: _Tries, number: int, most: int) -> bool:
 
 
 class _Tries:
-    """The best solution of each number of micro-batches that was asked for; of equal ones the smaller alpha's."""
+    """The best solution of each number of micro-batches that was asked for."""
 
     def __init__(self, formulas: Formulas, budgets: Budgets, fixed: Fixed) -> None:
         self.formulas, self.budgets, self.fixed = formulas, budgets, fixed
         self.known: dict[int, Solution | None] = {}
-        self.seconds: dict[float, dict[int, float]] = {alpha: {} for alpha in allowed_alphas(fixed)}
-        self.most = dict.fromkeys(self.seconds, inf)  # by alpha, from where on nothing fits
+        self.most = dict.fromkeys(allowed_alphas(fixed), inf)  # by alpha, from where on nothing fits
+        self.multipliers: dict[tuple[tuple[float, ...], bool], list[Array]] = {}  # by what has the same rows
 
     def at(self, number: int) -> Solution | None:
         if number not in self.known:
@@ -131,31 +134,47 @@ class _Tries:
         return self.known[number]
 
     def _best(self, number: int) -> Solution | None:
+        """The alpha with the lowest bound is solved, which moves the bounds of others, until none can be better."""
+
+        @cache
+        def system(alpha: float) -> System:
+            return System(self.formulas, number, alpha, self.budgets, self.fixed)
+
         found: Solution | None = None
-        for bound, alpha in sorted((self._bound(alpha, number), alpha) for alpha in self.seconds):
-            if number >= self.most[alpha]:
-                continue
+        bounds = {alpha: 0.0 for alpha, most in self.most.items() if number < most}
+        for between in set(map(anchors, bounds)):
+            self._raise(bounds, between, self.multipliers.get((between, number > 1), ()), system)
+        while bounds:
+            bound, alpha = min((bound, alpha) for alpha, bound in bounds.items())
             if found and bound >= found.seconds * (1 - ROUNDING):
                 break
-            solution = solve(self.formulas, number, alpha, self.budgets, self.fixed)
+            del bounds[alpha]
+            solution = system(alpha).solution()
             if solution is None:
                 self.most[alpha] = number
                 continue
-            self.seconds[alpha][number] = solution.seconds
+            self.multipliers.setdefault((anchors(alpha), number > 1), []).append(solution.multipliers)
+            self._raise(bounds, anchors(alpha), [solution.multipliers], system)
             if found is None or (solution.seconds, alpha) < (found.seconds, found.alpha):
                 found = solution
         return found
 
-    def _bound(self, alpha: float, number: int) -> float:
-        """Seconds that a step takes at least: the line through the last two numbers below, of a convex function.
-
-        One micro-batch is a case of its own, which is not on that line.
-        """
-        below = sorted((n, seconds) for n, seconds in self.seconds[alpha].items() if n < number)[-2:]
-        if len(below) < 2 or below[0][0] == 1:
-            return below[-1][1] if below else 0.0
-        (n0, t0), (n1, t1) = below
-        return t1 + (number - n1) * (t1 - t0) / (n1 - n0)
+    def _raise(
+        self,
+        bounds: dict[float, float],
+        between: tuple[float, ...],
+        multipliers: Sequence[Array],
+        system: Callable[[float], System],
+    ) -> None:
+        """Raise the bounds of the alphas that are lowered `between` these: the rows are affine in alpha there."""
+        alphas = [alpha for alpha in bounds if anchors(alpha) == between]
+        if not alphas or not len(multipliers):
+            return
+        low, high = between[0], between[-1]
+        first, last = (system(alpha).lagrangian(np.array(multipliers)) for alpha in (low, high))
+        shares = (np.array(alphas) - low) / (high - low or 1.0)
+        least = system(low).least(first + shares[:, None, None] * (last - first)).max(axis=1)
+        bounds.update((alpha, max(bounds[alpha], new)) for alpha, new in zip(alphas, least.tolist(), strict=True))
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

@@ -34,12 +34,12 @@ all SSD traffic there can be costs a millionth of the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
 
-from gs_compile.planner.lp.coefficients import Formulas, Numbers
+from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import PHASES, RATIOS, TIERS, TIMED, Array
 from gs_compile.planner.lp.limits import Budgets, Fixed
 
@@ -67,6 +67,7 @@ class Solution:
     lanes: seconds that each lane needs in each phase alone.
     duals: how `seconds` change with a budget, for each byte ("host_nbytes" ...), and with a rate, for each part it
     grows by ("ssd_read", "ssd_write", both as "ssd", "h2d", "d2h", "update", "compute"). They are 0 or below.
+    multipliers: of the rows, for bounds of other linear programs (`System.lagrangian`).
     """
 
     num_micro_batches: int
@@ -77,6 +78,7 @@ class Solution:
     backward_seconds: float
     lanes: Mapping[tuple[str, str], float]
     duals: Mapping[str, float]
+    multipliers: Array = field(compare=False, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -90,94 +92,118 @@ class Solution:
 
 def solve(formulas: Formulas, num_micro_batches: int, alpha: float, budgets: Budgets, fixed: Fixed) -> Solution | None:
     """The best for one alpha; None where it does not fit."""
-    numbers = formulas.of(alpha, num_micro_batches)
-    system = _System(formulas, numbers, budgets, fixed)
-    found = system.optimum()
-    if found is None:
-        return None
-    point, _, duals = found
-    by_name = dict(zip(RATIOS, point[1:].tolist(), strict=True))
-    return Solution(
-        num_micro_batches,
-        alpha,
-        {name: by_name[name] for name in formulas.classes},
-        {name: by_name[f"device_{name}"] for name in ("parameter", "checkpoint")},
-        *system.seconds_at(point),
-        {key: float(array @ point) for key, array in numbers.seconds.items()},
-        system.worth(point, duals),
-    )
+    return System(formulas, num_micro_batches, alpha, budgets, fixed).solution()
 
 
 def short(formulas: Formulas, num_micro_batches: int, alpha: float, budgets: Budgets, fixed: Fixed) -> dict[str, int]:
     """The bytes that are short, by tier, where budgets are exceeded by as small parts as can be."""
-    found = _System(formulas, formulas.of(alpha, num_micro_batches), budgets, fixed).optimum(elastic=True)
+    found = System(formulas, num_micro_batches, alpha, budgets, fixed).optimum(elastic=True)
     assert found is not None, "there is a point that exceeds the budgets by enough"
     parts = dict(zip(TIERS, found[1].tolist(), strict=True))
     return {tier: int(np.ceil(part * budgets.of(tier))) for tier, part in parts.items() if part > FEASIBLE}
 
 
-class _System:
-    """The rows of one alpha."""
+class System:
+    """The rows of one alpha: affine functions of the ratios, in seconds or in parts of a budget, and their limits."""
 
-    def __init__(self, formulas: Formulas, numbers: Numbers, budgets: Budgets, fixed: Fixed) -> None:
-        self.numbers = numbers
-        self.budgets = budgets
+    def __init__(
+        self, formulas: Formulas, num_micro_batches: int, alpha: float, budgets: Budgets, fixed: Fixed
+    ) -> None:
+        self.formulas, self.num_micro_batches, self.alpha, self.budgets = formulas, num_micro_batches, alpha, budgets
+        self.numbers = formulas.of(alpha, num_micro_batches)
         self.lower, self.upper = _bounds(formulas, fixed)
-        self.unit_seconds = max(sum(float(array[0]) for array in numbers.seconds.values()), 1e-30)
         speeds = formulas.profile.speeds()
-        self.times = [(i, parts) for i, phase in enumerate(PHASES) for parts in _times(phase, numbers.seconds, speeds)]
-        self.wear = budgets.wear_bytes_per_second
+        self.times = [
+            (i, parts) for i, phase in enumerate(PHASES) for parts in _times(phase, self.numbers.seconds, speeds)
+        ]
+        blocks = zip(*self._blocks(), strict=True)
+        self.rows, self.limits, self.others = (np.concatenate(arrays) for arrays in blocks)
+        self.is_time = self.others[:, list(TIMES)].any(axis=1)
+        self.unit_seconds = max(sum(float(array[0]) for array in self.numbers.seconds.values()), 1e-30)
+
+    def solution(self) -> Solution | None:
+        """The best ratios; None where nothing fits."""
+        if (found := self.optimum()) is None:
+            return None
+        point, _, multipliers = found
+        by_name = dict(zip(RATIOS, point[1:].tolist(), strict=True))
+        return Solution(
+            self.num_micro_batches,
+            self.alpha,
+            {name: by_name[name] for name in self.formulas.classes},
+            {name: by_name[f"device_{name}"] for name in ("parameter", "checkpoint")},
+            *self._seconds_at(point),
+            {key: float(array @ point) for key, array in self.numbers.seconds.items()},
+            self._worth(point, multipliers),
+            multipliers,
+        )
 
     def optimum(self, *, elastic: bool = False) -> tuple[Array, Array, Array] | None:
-        """The best ratios after a 1, by which part each budget is exceeded, and what a larger bound of each row brings.
+        """The best ratios after a 1, by which part each budget is exceeded, and the seconds that one less on a row's
+        right side costs.
 
         elastic: budgets may be exceeded, and the sum of the parts they are exceeded by is what is minimised.
         """
-        matrix, bound = (np.concatenate(arrays) for arrays in zip(*self._blocks(), strict=True))
-        if not elastic:
-            matrix[:, NUM_RATIOS + EXCESS :] = 0.0
+        scale = np.where(self.is_time, 1 / self.unit_seconds, 1.0)
+        others = self.others if elastic else self.others * np.isin(np.arange(NUM_OTHERS), TIMES)
+        matrix = np.hstack([self.rows[:, 1:] * scale[:, None], others])
         traffic = self.numbers.ssd[1:] / max(float(self.numbers.ssd[0]), 1.0)
         prices = [*np.zeros(NUM_RATIOS + 2), 1, 1, 1] if elastic else [*(TRAFFIC_PRICE * traffic), 1, 1, 0, 0, 0]
+        bound = (self.limits - self.rows[:, 0]) * scale
         found = _linear_program(len(bound))(np.array(prices), matrix, bound, self.lower, self.upper)
         if found is None:
             return None
         columns, duals = found
-        return np.array([1.0, *np.clip(columns[:NUM_RATIOS], self.lower, self.upper)]), columns[-len(TIERS) :], duals
+        point = np.array([1.0, *np.clip(columns[:NUM_RATIOS], self.lower, self.upper)])
+        return point, columns[-len(TIERS) :], np.maximum(-duals, 0.0) * scale * self.unit_seconds
 
-    def seconds_at(self, point: Array) -> tuple[float, float]:
+    def lagrangian(self, multipliers: Array) -> Array:
+        """Seconds that no ratios fall below, as an affine function of them for each row of `multipliers`.
+
+        That is weak duality: for whatever multipliers, and so for those of another alpha or another n.
+        """
+        functions: Array = multipliers @ self.rows
+        functions[:, 0] -= multipliers @ self.limits
+        return functions
+
+    def least(self, functions: Array) -> Array:
+        """The least value of affine functions `[..., 1 + ratios]` over all ratios, whatever they take."""
+        slopes = functions[..., 1:]
+        least: Array = functions[..., 0] + np.minimum(slopes * self.lower, slopes * self.upper).sum(axis=-1)
+        return least
+
+    def _seconds_at(self, point: Array) -> tuple[float, float]:
         """t_f and t_b of a point; what the wear budget asks to wait is waited in the backward."""
         forward, backward = (
             max((float(_total(parts) @ point) for i, parts in self.times if i == phase), default=0.0) for phase in TIMES
         )
-        if self.wear is not None:
-            backward = max(backward, float(self.numbers.written @ point) / self.wear - forward)
+        if (wear := self.budgets.wear_bytes_per_second) is not None:
+            backward = max(backward, float(self.numbers.written @ point) / wear - forward)
         return forward, backward
 
-    def worth(self, point: Array, duals: Array) -> dict[str, float]:
-        """d(seconds) / d(resource). A row's dual is what one more on its right side is worth; a rate that grows by a
-        part takes that part off its lane's time in every row.
+    def _worth(self, point: Array, multipliers: Array) -> dict[str, float]:
+        """d(seconds) / d(resource). One more on a row's right side takes its multiplier off the seconds; a rate that
+        grows by a part takes that part off its lane's time in every row.
         """
         found = {f"{tier}_nbytes": 0.0 for tier in TIERS} | dict.fromkeys(TIMED, 0.0)
-        for (_, parts), dual in zip(self.times, duals.tolist(), strict=False):
+        for (_, parts), multiplier in zip(self.times, multipliers.tolist(), strict=False):
             for lane, part in parts.items():
-                found[lane] += dual * float(part @ point)
-        start = len(self.times)
-        for tier, alive in self.numbers.alive.items():
-            dual = float(duals[start : start + len(alive)].sum())
-            found[f"{tier}_nbytes"] = dual * self.unit_seconds / self.budgets.of(tier)
-            start += len(alive)
+                found[lane] -= multiplier * float(part @ point)
+        for tier in self.numbers.alive:
+            is_of_tier = self.others[:, EXCESS + TIERS.index(tier)] != 0
+            found[f"{tier}_nbytes"] = -float(multipliers[is_of_tier].sum()) / self.budgets.of(tier)
         found["update"] = found.pop("cpu")
         return found | {"ssd": found["ssd_read"] + found["ssd_write"]}
 
-    def _blocks(self) -> Iterator[tuple[Array, Array]]:
-        """Matrices and bounds; first the times, then each tier's memory."""
+    def _blocks(self) -> Iterator[tuple[Array, Array, Array]]:
+        """Rows, limits, and what stands in the columns behind the ratios; first the times, then each tier's memory."""
         for i, parts in self.times:
-            yield _block(_total(parts) / self.unit_seconds, 0.0, i)
+            yield _block(_total(parts), 0.0, i)
         for tier, alive in self.numbers.alive.items():
             yield _block(alive / self.budgets.of(tier), 1.0, EXCESS + TIERS.index(tier))
         yield _block(HOMES, 1.0)
-        if self.wear is not None:
-            yield _block(self.numbers.written / (self.wear * self.unit_seconds), 0.0, *TIMES)
+        if (wear := self.budgets.wear_bytes_per_second) is not None:
+            yield _block(self.numbers.written / wear, 0.0, *TIMES)
 
 
 @cache
@@ -204,12 +230,12 @@ def _linear_program(num_rows: int) -> Callable[..., tuple[Array, Array] | None]:
     return solved
 
 
-def _block(coefficients: Array, bound: float, *columns: int) -> tuple[Array, Array]:
-    """``coefficients @ (1, ratios) <= bound +`` what stands in the columns behind the ratios, as matrix and bound."""
+def _block(coefficients: Array, limit: float, *columns: int) -> tuple[Array, Array, Array]:
+    """``coefficients @ (1, ratios) <= limit +`` the sum of these columns behind the ratios."""
     rows = np.atleast_2d(coefficients)
     others = np.zeros((len(rows), NUM_OTHERS))
     others[:, list(columns)] = -1.0
-    return np.hstack([rows[:, 1:], others]), bound - rows[:, 0]
+    return rows, np.full(len(rows), limit), others
 
 
 def _times(
@@ -221,7 +247,7 @@ def _times(
         a, b = speeds.get((one, two), 1.0), speeds.get((two, one), 1.0)
         if min(a, b) < 1.0:
             rows += _pair(one, two, (lanes[phase, one], lanes[phase, two]), (a, b))
-    return (parts for parts in rows if _total(parts).any())
+    return iter(rows)
 
 
 def _pair(one: str, two: str, alone: tuple[Array, Array], speeds: tuple[float, float]) -> list[dict[str, Array]]:
