@@ -9,6 +9,7 @@ one line on stderr and an exit code, for scripts:
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import sys
@@ -70,6 +71,7 @@ app = typer.Typer(
 def main() -> None:
     """Run the command that the process was started with, and exit."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # as from an error: files are removed on the way
+    gc.disable()  # to look for circles among all operations of a large step would take half of a command's time
     app(prog_name="greedysnake")
 
 

@@ -17,6 +17,7 @@ transfer has used last is given on some stages later (`packed`).
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -129,8 +130,11 @@ def packed(program: Program, placement: Placement, host_nbytes: int | None = Non
     """
     ranges = live_ranges(program.ops, placement)
     for lag in LAGS:
-        offsets, nbytes = plan_offsets(_prolonged(ranges, program.ops, lag), program.ops, placement)
-        if host_nbytes is None or nbytes <= host_nbytes:
+        prolonged, most = _prolonged(ranges, program.ops, lag), math.inf if host_nbytes is None else host_nbytes
+        if nbytes_alive(prolonged, "host", len(program.ops)).max(initial=0) > most:
+            continue  # so is its slab
+        offsets, nbytes = plan_offsets(prolonged, program.ops, placement)
+        if nbytes <= most:
             return replace(program, offsets=offsets, slab_nbytes=nbytes)
     return program
 

@@ -18,8 +18,8 @@ from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.lp.limits import Budgets, Fixed
-from gs_compile.planner.lp.search import Saturation, Search, allowed_alphas, search
-from gs_compile.planner.lp.solve import Solution, solve
+from gs_compile.planner.lp.search import Saturation, Search, fastest, search
+from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.simulator import Simulation, predict
 from gs_compile.program.ir import Program
@@ -61,10 +61,9 @@ class Problem:
         fixed: Fixed | None = None,
     ) -> Solution | None:
         """The linear program's answer for one alpha or the best, or with others; None where nothing fits."""
-        formulas, fixed = self.formulas.on(profile) if profile else self.formulas, fixed or self.fixed
-        alphas = allowed_alphas(fixed) if alpha is None else (alpha,)
-        found = (solve(formulas, number, each, budgets or self.budgets, fixed) for each in alphas)
-        return min(filter(None, found), key=lambda each: each.seconds, default=None)
+        formulas = self.formulas.on(profile) if profile else self.formulas
+        fixed = replace(fixed or self.fixed, **({} if alpha is None else {"alpha": alpha}))
+        return fastest(formulas, number, budgets or self.budgets, fixed)
 
     def at(self, number: int) -> StepBuilder:
         """What lays out steps of so many micro-batches."""

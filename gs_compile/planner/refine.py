@@ -25,8 +25,7 @@ from gs_compile.planner.step_plan import StepPlan
 
 MOST_ROUNDS = 8  # of solving again with less: each takes off what the program before was over
 SPARE_TURNS = (0, 1, 2, 4)  # of a layer's data, left free for writes that lag behind; tried as long as that is faster
-GOOD_ENOUGH = 1.03  # of the linear program's time: nothing else is tried then
-LEAST_PART = 32  # of host memory, that alphas are tried with less and less of
+GOOD_ENOUGH = 1.03  # of the linear program's time with the same memory: nothing else is tried then
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,8 @@ def refined(problem: Problem, best: Solution, *, whole: bool) -> Candidate:
         kept = _fitting(problem, best.num_micro_batches, found.solution.alpha, found.spare, found.less)
         if kept is not None:
             return kept
-    if (scarce := _of_any_alpha(problem, best.num_micro_batches) if whole else _of_any_alpha(trial, number)) is None:
+    scarce = _fitting(problem, best.num_micro_batches, None, 0) if whole and trial is not problem else None
+    if scarce is None:
         raise MemoryBudgetError(_too_little(problem))
     return scarce
 
@@ -96,37 +96,28 @@ def _tries(problem: Problem, number: int, best: Solution) -> Iterator[Candidate]
     turn_nbytes = _turn_nbytes(problem)
     for spare in (turns * turn_nbytes for turns in SPARE_TURNS):
         less = {**found[-1].less, "host": found[-1].less["host"] + spare - found[-1].spare} if found else None
-        candidate = _fitting(problem, number, best.alpha, spare, less)
+        candidate = _fitting(problem, number, found[-1].solution.alpha if found else None, spare, less)
         if candidate is None or (found and candidate.seconds >= found[-1].seconds):
             break
         found.append(candidate)
-        if candidate.seconds <= GOOD_ENOUGH * best.seconds:
+        if candidate.seconds <= GOOD_ENOUGH * candidate.solution.seconds:
             yield from found
             return
-    if best.alpha and 0.0 in allowed_alphas(problem.fixed):
-        bound = problem.solved(number, 0.0)
-        if bound and (not found or bound.seconds < found[-1].seconds):
-            candidate = _fitting(problem, number, 0.0, found[-1].spare if found else 0)
-            found += [candidate] if candidate else []
+    late = found[-1].solution.alpha if found else best.alpha
+    bound = problem.solved(number, 0.0) if late and 0.0 in allowed_alphas(problem.fixed) else None
+    if bound and (not found or bound.seconds < found[-1].seconds):
+        candidate = _fitting(problem, number, 0.0, found[-1].spare if found else 0)
+        found += [candidate] if candidate else []
     yield from found
 
 
-def _of_any_alpha(problem: Problem, number: int) -> Candidate | None:
-    """Where memory is scarce: the alphas that are best with less and less of it, as some need less than others."""
-    budgets = problem.budgets
-    for part in range(MOST_ROUNDS):
-        less = replace(budgets, host_nbytes=budgets.host_nbytes - part * budgets.host_nbytes // LEAST_PART)
-        best = problem.solved(number, None, budgets=less)
-        found = _fitting(problem, number, best.alpha, 0) if best else None
-        if found is not None or best is None:
-            return found
-    return None
-
-
 def _fitting(
-    problem: Problem, number: int, alpha: float, spare: int, less: Mapping[str, int] | None = None
+    problem: Problem, number: int, alpha: float | None, spare: int, less: Mapping[str, int] | None = None
 ) -> Candidate | None:
-    """A candidate of one alpha whose program keeps the budgets and leaves `spare` bytes free; None if there is none."""
+    """A candidate whose program keeps the budgets and leaves `spare` bytes free; None if there is none.
+
+    alpha: None: in each round the best with the memory that is left, as some need less than others.
+    """
     less = dict(less or {"host": spare, "device": 0})
     times: Counter[str] = Counter()  # more each time: units that are cut whole may stay where they were
     for _ in range(MOST_ROUNDS):

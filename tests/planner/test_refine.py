@@ -38,14 +38,14 @@ class Faked:
         self.asked, self.device_asked = [], []
 
     def solved(self, number, alpha, *, budgets=None):
-        if alpha is None or budgets is None:
-            return SimpleNamespace(seconds=self.bound) if budgets is None else None
+        if budgets is None:
+            return SimpleNamespace(seconds=self.bound)
         self.asked.append(budgets.host_nbytes)
         self.device_asked.append(budgets.device_nbytes)
         if budgets.host_nbytes < LEAST:
             return None
         names = {"resident": budgets.host_nbytes, "device": budgets.device_nbytes, "seconds": self.bound}
-        return SimpleNamespace(alpha=alpha, num_micro_batches=number, **names)
+        return SimpleNamespace(alpha=self.best if alpha is None else alpha, num_micro_batches=number, **names)
 
     def bundled(self, number):
         return self, number
@@ -71,7 +71,7 @@ class Faked:
 
     def refined(self, host_nbytes=BUDGET, best=0.0, device_nbytes=0, **fixed):
         self.budgets = replace(BUDGETS, host_nbytes=host_nbytes, device_nbytes=device_nbytes)
-        self.fixed = Fixed(**fixed)
+        self.fixed, self.best = Fixed(**fixed), best
         return refined(self, SimpleNamespace(alpha=best, seconds=self.bound, num_micro_batches=3), whole=True)
 
 

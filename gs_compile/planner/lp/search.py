@@ -39,7 +39,7 @@ PART = 0.1  # of a part of micro-batches, that throughput has to grow by
 # half a million operations.
 MOST = {"relative": 1024, "paper": 101}
 ALPHAS = tuple(number / 100 for number in range(51))
-ROUNDING = 1e-4  # of seconds: how far the solver's rounding may move a bound
+ROUNDING = 1e-5  # of seconds: how far the solver's rounding may move a bound
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,11 @@ def search(
     if best is None:
         raise NoFitError(shortfall(formulas, budgets, fixed, num_micro_batches=num_micro_batches or 1))
     return Search(best, tuple(sorted(found.known.items())))
+
+
+def fastest(formulas: Formulas, num_micro_batches: int, budgets: Budgets, fixed: Fixed) -> Solution | None:
+    """The best for one number of micro-batches, whatever alpha may be chosen; None where nothing fits."""
+    return _Tries(formulas, budgets, fixed).at(num_micro_batches)
 
 
 def allowed_alphas(fixed: Fixed) -> tuple[float, ...]:
