@@ -25,6 +25,7 @@ from gs_compile.planner.step_plan import StepPlan
 
 MOST_ROUNDS = 8  # of solving again with less: each takes off what the program before was over
 SPARE_TURNS = (0, 1, 2, 4)  # of a layer's data, left free for writes that lag behind; tried as long as that is faster
+LEAST_PART = 32  # of host memory, that alphas are tried with less and less of
 GOOD_ENOUGH = 1.03  # of the linear program's time with the same memory: nothing else is tried then
 
 
@@ -84,7 +85,7 @@ def refined(problem: Problem, best: Solution, *, whole: bool) -> Candidate:
         kept = _fitting(problem, best.num_micro_batches, found.solution.alpha, found.spare, found.less)
         if kept is not None:
             return kept
-    scarce = _fitting(problem, best.num_micro_batches, None, 0) if whole and trial is not problem else None
+    scarce = _of_any_alpha(problem, best.num_micro_batches) if whole else _of_any_alpha(trial, number)
     if scarce is None:
         raise MemoryBudgetError(_too_little(problem))
     return scarce
@@ -109,6 +110,20 @@ def _tries(problem: Problem, number: int, best: Solution) -> Iterator[Candidate]
         candidate = _fitting(problem, number, 0.0, found[-1].spare if found else 0)
         found += [candidate] if candidate else []
     yield from found
+
+
+def _of_any_alpha(problem: Problem, number: int) -> Candidate | None:
+    """Where memory is scarce: the alphas that are best with less and less of it, each with all of it."""
+    budgets, tried = problem.budgets, set()
+    for part in range(MOST_ROUNDS):
+        less = replace(budgets, host_nbytes=budgets.host_nbytes - part * budgets.host_nbytes // LEAST_PART)
+        best = problem.solved(number, None, budgets=less)
+        if best is None:
+            return None
+        if best.alpha not in tried and (found := _fitting(problem, number, best.alpha, 0)):
+            return found
+        tried.add(best.alpha)
+    return None
 
 
 def _fitting(

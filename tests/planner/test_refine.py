@@ -142,7 +142,7 @@ def test_a_program_that_never_fits_is_refused(over):
         faked.program = lambda placement: SimpleNamespace(peaks=(("host", BUDGET + 1),))
     with pytest.raises(MemoryBudgetError, match=r"^host memory of .* is too little for this step: give it more, fewer"):
         faked.refined()
-    assert len(faked.asked) <= refine.MOST_ROUNDS + 2
+    assert len(faked.asked) <= 3 * refine.MOST_ROUNDS
 
 
 @pytest.mark.parametrize(("machine", "hidden"), [(A100, 1024), (CPU, 512)], ids=["gpu", "cpu"])

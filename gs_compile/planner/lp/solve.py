@@ -78,7 +78,7 @@ class Solution:
     backward_seconds: float
     lanes: Mapping[tuple[str, str], float]
     duals: Mapping[str, float]
-    multipliers: Array = field(compare=False, repr=False)
+    multipliers: Array = field(default_factory=lambda: np.zeros(0), compare=False, repr=False)
 
     @property
     def seconds(self) -> float:
