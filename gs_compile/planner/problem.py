@@ -62,7 +62,8 @@ class Problem:
     ) -> Solution | None:
         """The linear program's answer for one alpha or the best, or with others; None where nothing fits."""
         formulas = self.formulas.on(profile) if profile else self.formulas
-        fixed = replace(fixed or self.fixed, **({} if alpha is None else {"alpha": alpha}))
+        fixed = fixed or self.fixed
+        fixed = fixed if alpha is None else replace(fixed, alpha=alpha)
         return fastest(formulas, number, budgets or self.budgets, fixed)
 
     def at(self, number: int) -> StepBuilder:
