@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -100,11 +101,10 @@ class Engine(ParameterStore):
         planning, expert = self.planning, self.options.expert
         store = Store(self.options.storage) if planning.uses_ssd else None
         if store is not None:
-            try:
+            with ExitStack() as undo:
+                undo.callback(store.close)
                 store.reserve_check(planning.ssd_nbytes)
-            except BaseException:
-                store.close()
-                raise
+                undo.pop_all()
         components = {size.unit: num_components + size.has_master for size in layout.sizes}
         return Tiers(
             planning.placement,
@@ -119,21 +119,15 @@ class Engine(ParameterStore):
 
     def _adopt(self, spans: Mapping[torch.nn.Parameter, Slice]) -> None:
         """Move values into the tiers. What fails midway stashes again what it has moved, and ends the tiers."""
-        adopted: list[torch.nn.Parameter] = []
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.tiers.close)
             for parameter, span in spans.items():
                 if not is_offloaded(parameter):
                     stash(parameter)
                 self.tiers.fill(span, residency_of(parameter).stashed_value(parameter).cpu())
                 adopt(parameter, self, span)
-                adopted.append(parameter)
-        except BaseException:
-            try:
-                for parameter in adopted:
-                    hand_back(parameter)
-            finally:
-                self.tiers.close()
-            raise
+                undo.callback(hand_back, parameter)
+            undo.pop_all()
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
