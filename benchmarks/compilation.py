@@ -36,7 +36,7 @@ def measure(layers: int, compiler: str) -> dict[str, float]:
     model(input_ids=ids, labels=ids).loss.backward()
     whole = time.perf_counter() - start
     compilation = compilations_of[next(model.parameters())][0]
-    layout = next(iter(compilation.layouts.values()))
+    layout = next(iter(compilation.models.values()))
     codes = {id(code): code for code in layout.codes.values()}
     compiled = sum(code.seconds for code in codes.values())
     return {"first_step": whole, "passes": compilation.seconds, "layer_code": compiled, "num_codes": len(codes)}

@@ -37,7 +37,7 @@ compilations_of: MutableMapping[torch.nn.Parameter, list[Compilation]] = WeakTen
 
 _codes: dict[Hashable, Differentiated] = {}  # equal layers of all captures share their code
 MOST_CODES = 512  # a model has three for each size of the micro-batch
-MOST_LAYOUTS = 64  # of one capture: sequence lengths, and sizes of the last micro-batch
+MOST_MODELS = 64  # of one capture: sequence lengths, and sizes of the last micro-batch
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class SpecializedModel:
 class Step:
     """A step that was asked for: the code it runs, every snapshot of its program, and where its data is stored."""
 
-    layout: SpecializedModel
+    model: SpecializedModel
     shape: StepShape
     programs: Sequence[Program]
     describe_tiers: Callable[[], str] = lambda: "everything is on the device"
@@ -133,7 +133,7 @@ class Compilation:
 
     captured: Captured
     options: Options
-    layouts: dict[Hashable, SpecializedModel] = field(default_factory=dict)
+    models: dict[Hashable, SpecializedModel] = field(default_factory=dict)
     programs: dict[StepSpec, list[Program]] = field(default_factory=dict)
     latest: Step | None = None
     seconds: float = 0.0  # spent in the passes
@@ -149,21 +149,21 @@ class Compilation:
     def layers_of_a_block(self) -> int:
         return 1 + self.halved
 
-    def layout(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> SpecializedModel:
+    def specialized(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> SpecializedModel:
         """The model's units at one micro-batch size; `alone`: this micro-batch is the whole batch."""
         key = (micro_batch_size, tuple(sorted(sizes.items())), alone)
-        if key not in self.layouts:
+        if key not in self.models:
             start = time.perf_counter()
-            self.layouts[key] = self._make_layout(micro_batch_size, sizes, alone)
-            while len(self.layouts) > MOST_LAYOUTS:
-                del self.layouts[next(iter(self.layouts))]
+            self.models[key] = self._specialize(micro_batch_size, sizes, alone)
+            while len(self.models) > MOST_MODELS:
+                del self.models[next(iter(self.models))]
             self.seconds += time.perf_counter() - start
-        return self.layouts[key]
+        return self.models[key]
 
-    def program(self, layout: SpecializedModel, num_micro_batches: int, shape: StepShape) -> list[Program]:
+    def program(self, model: SpecializedModel, num_micro_batches: int, shape: StepShape) -> list[Program]:
         """Every snapshot of the step program, from `vertical` to the one that runs, which is the last."""
-        expert, num_layers = self.options.expert, layout.split.num_layers
-        keep = self._kept(layout, num_micro_batches) if shape.training else frozenset()
+        expert, num_layers = self.options.expert, model.split.num_layers
+        keep = self._kept(model, num_micro_batches) if shape.training else frozenset()
         spec = StepSpec(
             num_layers, num_micro_batches, shape, schedule=expert.schedule, snake=expert.snake, outputs=keep
         )
@@ -171,24 +171,24 @@ class Compilation:
             start = time.perf_counter()
             self.programs[spec] = lower(spec)
             self.seconds += time.perf_counter() - start
-        self.latest = Step(layout, shape, self.programs[spec])
+        self.latest = Step(model, shape, self.programs[spec])
         return self.programs[spec]
 
-    def _kept(self, layout: SpecializedModel, num_micro_batches: int) -> frozenset[Value]:
+    def _kept(self, model: SpecializedModel, num_micro_batches: int) -> frozenset[Value]:
         """The values that are outputs too, and those that the head reads again where other outputs may get gradients.
 
         In the horizontal order such a step is run anew.
         """
         if ORDERS[self.options.expert.schedule] == "horizontal":
-            inner = {o.unit for o in layout.split.made if o.kind == "x"}
+            inner = {o.unit for o in model.split.made if o.kind == "x"}
             return frozenset(Value("x", unit, j) for unit in inner for j in range(num_micro_batches))
-        if not any(o.kind != "loss" and o.spec and o.spec.requires_grad for o in layout.split.made):
+        if not any(o.kind != "loss" and o.spec and o.spec.requires_grad for o in model.split.made):
             return frozenset()
-        last, numbers = layout.split.num_layers, range(num_micro_batches)
+        last, numbers = model.split.num_layers, range(num_micro_batches)
         read = {value for j in numbers for value in (Value("x", last, j), Value("side", micro_batch=j))}
         return frozenset({Value("total"), *read})
 
-    def _make_layout(self, micro_batch_size: int, sizes: Mapping[str, int], alone: bool) -> SpecializedModel:
+    def _specialize(self, micro_batch_size: int, sizes: Mapping[str, int], alone: bool) -> SpecializedModel:
         captured = self.captured
         module = specialize(captured, micro_batch_size, sizes)
         given = output_values(module)

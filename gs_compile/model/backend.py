@@ -88,15 +88,15 @@ class CompiledModel:
         batch = [index for index, entry in enumerate(inputs) if entry.role == "batch"]
         sizes = {entry.name: int(arg) for entry, arg in zip(inputs, args, strict=True) if entry.role == "size"}
         lengths = lengths_of(self.compilation, int(args[batch[0]].shape[0]))
-        layouts = [self.compilation.layout(length, sizes, alone=len(lengths) == 1) for length in lengths]
+        models = [self.compilation.specialized(length, sizes, alone=len(lengths) == 1) for length in lengths]
         training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         if torch.is_grad_enabled() and not training:
-            _refuse_a_loss(layouts[0])
-        parts = list(cut_batch(args, batch, lengths, layouts))
-        seed = int(torch.randint(2**62, (), device="cpu")) if any(layout.draws_random for layout in layouts) else None
+            _refuse_a_loss(models[0])
+        parts = list(cut_batch(args, batch, models))
+        seed = int(torch.randint(2**62, (), device="cpu")) if any(model.draws_random for model in models) else None
         units = CompiledUnits(parts, seed)
-        engine = _engine_for(self.compilation, layouts, args)
-        return Call(self.compilation, layouts, args, units, training, engine)
+        engine = _engine_for(self.compilation, models, args)
+        return Call(self.compilation, models, args, units, training, engine)
 
     def _register(self, args: Sequence[Any]) -> None:
         """Make this known for the model that calls: Dynamo runs one capture for all models that are alike."""
@@ -108,8 +108,8 @@ class CompiledModel:
                 known.append(self.compilation)
 
 
-def _refuse_a_loss(layout: SpecializedModel) -> None:
-    if any(output.spec is not None and is_float_scalar(output.spec) for output in layout.split.made):
+def _refuse_a_loss(model: SpecializedModel) -> None:
+    if any(output.spec is not None and is_float_scalar(output.spec) for output in model.split.made):
         raise NothingRequiresGradError(
             "the model computes a loss, but no parameter requires a gradient: unfreeze what is to be trained "
             "(requires_grad_()), or evaluate under torch.no_grad()"

@@ -108,21 +108,21 @@ class Inspection:
 
     def __post_init__(self) -> None:
         step = _latest(self.compilation)
-        self._layout = layout = step.layout
+        self._model = model = step.model
         self.captured = self.compilation.captured.module
-        self.specialized = layout.separated.module
-        self.classes = tuple(map(self._class, layout.uniform.layer_classes))
+        self.specialized = model.separated.module
+        self.classes = tuple(map(self._class, model.uniform.layer_classes))
         self.prologue, self.epilogue = self._class((PROLOGUE,)), self._class((EPILOGUE,))
         self._unit_classes = (self.prologue, *self.classes, self.epilogue)
-        self.uniformity = layout.uniform.report
-        self.loss_terms = layout.separated.terms
+        self.uniformity = model.uniform.report
+        self.loss_terms = model.separated.terms
         self.shape, self.programs = step.shape, step.programs
-        self.num_layers = layout.split.num_layers
+        self.num_layers = model.split.num_layers
         self.num_micro_batches = self.programs[-1].num_micro_batches
-        self.micro_batch_size = layout.micro_batch_size
-        self.checkpoint = layout.checkpoints[0]
+        self.micro_batch_size = model.micro_batch_size
+        self.checkpoint = model.checkpoints[0]
         self.seconds_in_passes = self.compilation.seconds
-        codes = {code for each in self.compilation.layouts.values() for code in each.codes.values()}
+        codes = {code for each in self.compilation.models.values() for code in each.codes.values()}
         self.seconds_in_code = sum(code.seconds for code in codes)
 
     def __repr__(self) -> str:
@@ -169,7 +169,7 @@ class Inspection:
         """The parameters that `units` (without any: the whole model) read, by index among the captured graph's inputs:
         each once, wherever it is tied to.
         """
-        chosen = [graph for graph in self._layout.split.units if graph.unit in units or not units]
+        chosen = [graph for graph in self._model.split.units if graph.unit in units or not units]
         return {index: spec for graph in chosen for index, spec in graph.parameters(self.compilation.captured).items()}
 
     # For people ------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Inspection:
         """The same for programs: numbers and strings, fit for JSON."""
         return {
             "num_layers": self.num_layers,
-            "halved": self._layout.split.halved,
+            "halved": self._model.split.halved,
             "num_micro_batches": self.num_micro_batches,
             "micro_batch_size": self.micro_batch_size,
             "parameters_nbytes": self._nbytes(),
@@ -220,7 +220,7 @@ class Inspection:
                 {"units": list(each.units), "parameters_nbytes": self._nbytes(each.units[0])}
                 for each in self._unit_classes
             ],
-            "differences": list(self._layout.uniform.differences),
+            "differences": list(self._model.uniform.differences),
             "loss": [asdict(term) for term in self.loss_terms],
             "shape": {key: _in_order(value) for key, value in asdict(self.shape).items()},
             "programs": {program.made_by: str(program) for program in self.programs},
@@ -236,11 +236,11 @@ class Inspection:
     @property
     def _layer(self) -> str:
         """The word for a layer of the program."""
-        return "half-layer" if self._layout.split.halved else "layer"
+        return "half-layer" if self._model.split.halved else "layer"
 
     def _class(self, units: tuple[Unit, ...]) -> UnitClass:
-        graph = self._layout.split.by_unit[units[0]]
-        return UnitClass(units, graph, tuple(map(self._name, graph.sources)), self._layout.codes[units[0]])
+        graph = self._model.split.by_unit[units[0]]
+        return UnitClass(units, graph, tuple(map(self._name, graph.sources)), self._model.codes[units[0]])
 
     def _name(self, source: Source) -> str:
         if source.kind == "input":

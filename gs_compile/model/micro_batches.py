@@ -26,14 +26,13 @@ def lengths_of(compilation: Compilation, batch_size: int) -> list[int]:
     return [size] * (batch_size // size) + ([rest] if rest else [])
 
 
-def cut_batch(
-    args: Sequence[Any], batch: Sequence[int], lengths: Sequence[int], layouts: Sequence[SpecializedModel]
-) -> Iterator[MicroBatch]:
-    """The micro-batches: the batch inputs cut along dimension 0, views of the user's tensors."""
-    total, start = sum(lengths), 0
-    for length, layout in zip(lengths, layouts, strict=True):
+def cut_batch(args: Sequence[Any], batch: Sequence[int], models: Sequence[SpecializedModel]) -> Iterator[MicroBatch]:
+    """The micro-batches, one a model: the inputs `batch` cut along dimension 0, views of the user's tensors."""
+    total, start = sum(model.micro_batch_size for model in models), 0
+    for model in models:
+        length = model.micro_batch_size
         inputs = {index: args[index].narrow(0, start, length) for index in batch}
         fraction = torch.tensor(length / max(total, 1), dtype=torch.float32, device=args[batch[0]].device)
-        counted = {source.index: args[source.index] for source in layout.split.count_sources if source.kind == "input"}
-        yield MicroBatch(layout.split, layout.codes, inputs, fraction, counted)
+        counted = {source.index: args[source.index] for source in model.split.count_sources if source.kind == "input"}
+        yield MicroBatch(model.split, model.codes, inputs, fraction, counted)
         start += length

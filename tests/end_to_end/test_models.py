@@ -86,7 +86,7 @@ def distance(left, right):
 
 def layer_classes(model):
     (compilation,) = compilations_of[next(model.parameters())]
-    (layout,) = compilation.layouts.values()
+    (layout,) = compilation.models.values()
     return layout.uniform.layer_classes
 
 

@@ -19,7 +19,7 @@ def ran(model):
     zoo.compile_model(model, 2, outputs="loss")
     zoo.train(model, *zoo.batch())
     compilation = compilations_of[next(p for p in model.parameters() if p.requires_grad)][-1]
-    layout = next(iter(compilation.layouts.values()))
+    layout = next(iter(compilation.models.values()))
     return layout, workload_of(layout, arrange(layout.split, compilation.captured, 2).sizes)
 
 

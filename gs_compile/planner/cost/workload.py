@@ -106,7 +106,7 @@ class ModelSpec:
                 f"the model's code fixes the batch size, so it cannot run in micro-batches of {micro_batch_size}; take "
                 "the size from the input's shape"
             )
-        return self.compilation.layout(micro_batch_size, self.symbols, alone=self.compilation.halved)
+        return self.compilation.specialized(micro_batch_size, self.symbols, alone=self.compilation.halved)
 
     def workload(self, micro_batch_size: int) -> Workload:
         """The model at one micro-batch size, the memory inside its units' code counted at this size."""
