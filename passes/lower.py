@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -60,17 +60,11 @@ def passes(step: StepSpec) -> tuple[Pass, ...]:
     own = (partial(step.order.own_pass, placement=placement, late=late),) if step.order.own_pass else ()
     return (
         *turns,
-        *_on_tiers(placement, late=step.late, redo=step.redo),
-        *own,  # what only this schedule has
-        partial(free, placement=placement, late=late),  # last: lifetimes follow from the reads that are left
-    )
-
-
-def _on_tiers(placement: Placement, *, late: bool, redo: bool) -> tuple[Pass, ...]:
-    return (
-        partial(overlap, placement=placement, late=late, redo=redo),  # optimizer beside the backward, or before it
+        partial(overlap, placement=placement, late=step.late, redo=step.redo),  # optimizer beside the backward
         partial(offload, placement=placement),  # every value to the tier it is stored on and back, just in time
         partial(pipeline, placement=placement),  # each transfer in the latest stage that still hides it
+        *own,  # what only this schedule has
+        partial(free, placement=placement, late=late),  # last: lifetimes follow from the reads that are left
     )
 
 
@@ -80,20 +74,20 @@ def lower(step: StepSpec, *, verified: bool = True) -> list[Program]:
     All are verified, but for candidates that will not run (`verified=False`).
     """
     program = step.order.build(step.num_layers, step.num_micro_batches, shape=step.shape)
-    return _snapshots(program, passes(step), step, verified=verified)
+    return _snapshots(program, step, verified=verified)
 
 
 def flush(num_layers: int, placement: Placement, *, redo: bool = True) -> list[Program]:
     """The late updates alone: what brings all parameters up to date between two steps."""
-    step = StepSpec(num_layers, 1, placement=placement, late=True, redo=redo)
-    rewriting: tuple[Pass, ...] = (*_on_tiers(placement, late=True, redo=redo), partial(free, placement=placement))
-    return _snapshots(Program((), num_layers, 1, made_by="vertical"), rewriting, step, verified=True)
+    nothing, shape = Program((), num_layers, 1, made_by="vertical"), StepShape(training=False)
+    step = StepSpec(num_layers, 1, shape=shape, placement=placement, snake=False, late=True, redo=redo)
+    return _snapshots(nothing, step, verified=True)
 
 
-def _snapshots(program: Program, rewriting: Iterable[Pass], step: StepSpec, *, verified: bool) -> list[Program]:
+def _snapshots(program: Program, step: StepSpec, *, verified: bool) -> list[Program]:
     """`program`, if there is anything in it to verify, and what each pass makes of it."""
     snapshots = [program]
-    snapshots += [program := rewrite(program) for rewrite in rewriting]
+    snapshots += [program := rewrite(program) for rewrite in passes(step)]
     for snapshot in snapshots if verified else ():
         if snapshot.ops:
             verify(snapshot, step.placement, late=step.late, redo=step.redo)

@@ -46,19 +46,19 @@ class TieredExecutor(Executor):
         bindings: Bindings,
     ) -> None:
         """Raises `MemoryBudgetError` where another step is under way and both do not fit host memory."""
-        self.values = ValueTable()
-        self._block = tiers.block(program)
-        self._slots = Slots(placement)
         super().__init__(program, units, {})
+        self.tiers = tiers
+        self.placement = placement
+        self.values = ValueTable()
         self.env = self.values.contents
         for value, content in inputs.items():
             self.values.define(value, content)
-        self.tiers = tiers
-        self.placement = placement
         self.record: StepRecord | None = None
         self._before = tiers.pending
         self._factor: torch.Tensor | None = None  # of sums that are scaled once they are complete
         self._device = tiers.setting.device
+        self._block = tiers.block(program)
+        self._slots = Slots(placement)
         self._handlers = Handlers(tiers, placement, units, bindings)
         self._computing = False
 
@@ -74,8 +74,7 @@ class TieredExecutor(Executor):
         for value, content in list(self.env.items()):
             if value.kind not in ("dw", "dside", "dx"):
                 continue
-            for ticket in self.values.idle(value):
-                ticket.wait()
+            join_all(self.values.idle(value), None)
             if value.kind == "dx" and value.tier == "device":
                 self.values.define(value, content * factor, self._launched())
                 continue
@@ -185,15 +184,9 @@ class TieredExecutor(Executor):
             if home.kind == "s" or home.tier == "ssd" or self.placement.separate:
                 table.swap(home, shadow)
                 continue
-            contents = table.contents[home], table.contents[shadow]
-            ticket = self.tiers.lane("cpu").submit(
-                f"commit {home}",
-                partial(self.tiers.parameters.commit, *contents),
-                [*table.idle(home), *table.ready(shadow)],
-                nbytes=0,
-                kind="w",
-                stage=str(op.stage),
-            )
+            copy = partial(self.tiers.parameters.commit, table.contents[home], table.contents[shadow])
+            after = [*table.idle(home), *table.ready(shadow)]
+            ticket = self.tiers.lane("cpu").submit(f"commit {home}", copy, after, kind="w", stage=str(op.stage))
             table.change(home, ticket)
             table.use(shadow, ticket)
 
@@ -227,18 +220,16 @@ class TieredExecutor(Executor):
 
     def _results(self, op: Op) -> tuple[Any, ...]:
         reads, into = [self._content(value) for value in op.reads], [self._content(value) for value in op.into]
-        match op.verb:
-            case "norm":
-                assert self.record is not None
-                assert op.reads[0].unit is not None
-                if self._factor is not None:
-                    reads[0].scale(self._factor)
-                return (self.tiers.optimizer.norm(op.reads[0].unit, reads[0], self.record),)
-            case "clip":
-                assert self.record is not None
-                self.record.clip()
-                return (self.record,)
-        return self._call(op, reads, into)
+        if op.verb not in ("norm", "clip"):
+            return self._call(op, reads, into)
+        assert self.record is not None
+        if op.verb == "clip":
+            self.record.clip()
+            return (self.record,)
+        assert op.reads[0].unit is not None
+        if self._factor is not None:
+            reads[0].scale(self._factor)
+        return (self.tiers.optimizer.norm(op.reads[0].unit, reads[0], self.record),)
 
     def _launched(self) -> list[Ticket]:
         """A ticket for all that was launched so far; none where the device has no streams: all of it is over."""

@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gs_compile.errors import LaneError
 from gs_compile.runtime.stream import Device, Event, Stream
@@ -89,7 +89,7 @@ class Failure:
 
 class _Task(NamedTuple):
     ticket: Ticket
-    run: Callable[[], None]
+    run: Callable[[], object]
     after: Sequence[Ticket]
     label: Label
 
@@ -117,12 +117,10 @@ class Lane:
         self._thread = threading.Thread(target=self._work, name=f"greedysnake {name}", daemon=True)
         self._thread.start()
 
-    def submit(
-        self, name: str, run: Callable[[], None], after: Sequence[Ticket], *, nbytes: int, kind: str, stage: str
-    ) -> Ticket:
-        """Carry `run` out once all before it on this lane and all of `after` are done."""
+    def submit(self, name: str, run: Callable[[], object], after: Sequence[Ticket] = (), **moved: Any) -> Ticket:
+        """Carry `run` out once all before it on this lane and all of `after` are done; `moved`: as of `Label`."""
         ticket = Ticket(name)
-        self._tasks.put(_Task(ticket, run, after, Label(self.name, name, nbytes, kind, stage)))
+        self._tasks.put(_Task(ticket, run, after, Label(self.name, name, **moved)))
         return ticket
 
     def close(self) -> None:

@@ -196,9 +196,7 @@ class Tiers:
 
     def synchronize(self) -> None:
         """Wait until all lanes are idle; raises what failed on them, and then it is over."""
-        for ticket in [
-            lane.submit("synchronize", _nothing, (), nbytes=0, kind="", stage="") for lane in self._lanes.values()
-        ]:
+        for ticket in [lane.submit("synchronize", lambda: None) for lane in self._lanes.values()]:
             with contextlib.suppress(LaneError):  # what failed first is raised below
                 ticket.wait()
         self.check()
@@ -228,10 +226,6 @@ class Tiers:
         self.close()
         if isinstance(error, LaneError):
             self.failure.check()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _close(lanes: dict[str, Lane], store: Store | None) -> None:

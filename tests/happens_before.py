@@ -134,7 +134,7 @@ def on_twin(seed: int = 0, delay_seconds: float = 1e-3) -> Iterator[Checker]:
 def _watch_threads(checker: Checker, patched: Any) -> None:
     submit, finish, launched, done = Lane.submit, Ticket.finish, Ticket._wait_for_launch, Ticket.done
 
-    def submit_marked(lane: Lane, name: str, run: Any, after: Any, **labels: Any) -> Ticket:
+    def submit_marked(lane: Lane, name: str, run: Any, after: Any = (), **labels: Any) -> Ticket:
         key = object()
         checker.mark(key)
 

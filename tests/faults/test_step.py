@@ -171,7 +171,7 @@ def test_an_error_that_nobody_waited_for_ends_the_run_with_the_next_use(rig, tmp
         call = partial(rig.model, input_ids=(ids := tokens(1)), labels=ids)
         call().loss.backward()
         with pytest.raises(LaneError):
-            optimizer.engine.tiers.lane("cpu").submit("failing", broken, (), nbytes=0, kind="", stage="").wait()
+            optimizer.engine.tiers.lane("cpu").submit("failing", broken).wait()
         with pytest.raises(LaneError, match="failing: broken on purpose"):
             (optimizer.step, call, rig.model.state_dict, optimizer.synchronize)[number]()
         assert_over(rig.model, optimizer, tmp_path)

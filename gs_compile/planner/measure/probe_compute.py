@@ -145,7 +145,7 @@ def _handing_over(lane: Lane) -> Work:
     """Trivial operations: what a run pays for each, beside its work."""
 
     def hand_over() -> float:
-        tickets = [lane.submit("probe", _nothing, (), nbytes=0, kind="", stage="") for _ in range(NUM_OPS)]
+        tickets = [lane.submit("probe", _nothing) for _ in range(NUM_OPS)]
         for ticket in tickets:
             ticket.wait()
         return NUM_OPS

@@ -69,11 +69,7 @@ def at_once(load: Load, seconds: float) -> Rates:
             amount += work()
         found[lane] = amount / (now - begin)
 
-    tickets = [
-        lane.submit("probe", partial(go_on, lane, work), (), nbytes=0, kind="", stage="")
-        for lane, work in load.items()
-        if lane is not None
-    ]
+    tickets = [lane.submit("probe", partial(go_on, lane, work)) for lane, work in load.items() if lane is not None]
     if None in load:
         go_on(None, load[None])
     for ticket in tickets:
