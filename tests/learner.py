@@ -1,4 +1,4 @@
-"""One tiny model with an optimizer of this package, trained on the tiers until the test ends."""
+"""A tiny model with an optimizer of this package, trained on the tiers as long as a context lasts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiered import Make, adamw, gpt2, options, step, tokens, two_groups
+from tiered import Make, Rig, adamw, gpt2, options, outcome, step, tokens, two_groups
 
 import gs_compile
 from gs_compile.model.optim import TieredOptimizer
-from gs_compile.model.residency import residency_of
 
 EVERY = {
     "AdamW": gs_compile.AdamW,
@@ -45,34 +44,34 @@ class Learner:
         return [step(self.model, self.optimizer, tokens(number)) for number in numbers]
 
     def loss(self, number: int) -> torch.Tensor:
-        return self.model(input_ids=tokens(number), labels=tokens(number)).loss
+        ids = tokens(number)  # one tensor twice, as in `step`: two would be captured anew
+        return self.model(input_ids=ids, labels=ids).loss
 
     def values(self) -> dict[str, torch.Tensor]:
         """All parameters' masters and states, copied."""
-        self.optimizer.synchronize()
-        found = {}
-        for name, parameter in self.model.named_parameters():
-            found[name] = residency_of(parameter).value(parameter, master=True).clone()
-            state = self.optimizer.stored_state(parameter) or {}
-            found |= {f"{name}.{key}": value.clone() for key, value in state.items()}
-        return found
+        return outcome(self.model, self.optimizer, [], []).values
+
+
+captured: dict[str, Rig] = {}  # the usual model, by precision
 
 
 @contextmanager
 def learner(
     folder: Path, make: Make = adamw, build: Callable[[], torch.nn.Module] = gpt2, **changes: Any
 ) -> Iterator[Learner]:
-    """A learner with its storage in `folder`; `changes` are those of `tiered.options`."""
-    torch._dynamo.reset()
+    """A learner with its storage in `folder`; `changes` are those of `tiered.options`.
+
+    The usual model is captured once for all tests of a module that says KEEPS_CAPTURES.
+    """
+    precision = changes.get("precision", "model")
+    if build is gpt2:
+        rig = captured.setdefault(precision, Rig(gpt2, precision))
+    else:
+        torch._dynamo.reset()
+        rig = Rig(build, precision)
     torch.manual_seed(1)
-    model = build()
-    optimizer = make(two_groups(model))
-    model.compile(backend="greedysnake", options=options(folder, **changes))
-    try:
-        yield Learner(model, optimizer)
-    finally:
-        if optimizer.engine is not None:
-            optimizer.engine.tiers.close()
+    with rig.fresh(make, options(folder, **changes)) as optimizer:
+        yield Learner(rig.model, optimizer)
 
 
 def plain(
@@ -100,12 +99,6 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     """The relative error over all tensors together, in the 2-norm."""
     difference = sum((found[name] - wanted[name]).double().square().sum() for name in wanted)
     return float((difference / sum(value.double().square().sum() for value in wanted.values())).sqrt())
-
-
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Bit for bit."""
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
 def same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

@@ -15,7 +15,6 @@ from gs_compile.errors import (
     MixedDeviceError,
     NoBatchInputError,
     NothingRequiresGradError,
-    OptionError,
     SeparationError,
     UniformityError,
     VersionError,
@@ -129,11 +128,6 @@ def test_an_auxiliary_loss_of_experts():
 
 
 # Options and versions --------------------------------------------------------------------------------------------------
-
-
-def test_options():
-    with pytest.raises(OptionError, match=r"^unknown option micro_batchsize; did you mean micro_batch_size\?"):
-        compile_model(GPT(), micro_batchsize=2)(*batch())
 
 
 def test_torch_is_too_old():

@@ -165,7 +165,8 @@ def outcome(model: torch.nn.Module, optimizer: TieredOptimizer, losses: list[flo
     values = {}
     for name, parameter in model.named_parameters():
         values[name] = residency_of(parameter).value(parameter, master=True).clone()
-        values |= {f"{name}.{key}": value.clone() for key, value in optimizer.stored_state(parameter).items()}
+        state = optimizer.stored_state(parameter) or {}
+        values |= {f"{name}.{key}": value.clone() for key, value in state.items()}
     return Outcome(losses, norms, values)
 
 

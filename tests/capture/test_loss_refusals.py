@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from captured import TOKENS, WORDS, assert_same_step, batch, captured
+from captured import TOKENS, WORDS, captured
 from criteria import (
     Criterion,
     assert_combines,
@@ -16,7 +16,6 @@ from criteria import (
     cross_entropy,
     logits_and_labels,
     mask_of,
-    short,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,11 +89,6 @@ def test_refusal_names_the_operation_and_the_line(name):
     lines, start = inspect.getsourcelines(function)
     places = [f"at {__file__}:{number}: {line.strip()}" for number, line in enumerate(lines, start)]
     assert any(place in message for place in places), message
-
-
-def test_what_is_refused_works_as_one_micro_batch():
-    torch.manual_seed(0)
-    assert_same_step(short(contrastive), *batch(5, ignored=False), tolerance=1e-5, micro_batch_size=5)
 
 
 # What mixes samples, or counts them, in ways that are easy to overlook: every one must be refused or right.

@@ -107,14 +107,6 @@ class InPlace(Block):
         return x + self.down(y.relu_())
 
 
-class Region(Block):
-    def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = self.up(x)
-            assert y.dtype == torch.bfloat16
-        return x + self.down(y.float())
-
-
 class Ungraded(Block):
     def forward(self, x):
         with torch.no_grad():
@@ -138,10 +130,6 @@ def test_hard_blocks(block, generator):
     assert_equals_autograd(block_unit(block), generator, 1e-5)
 
 
-def test_a_region_of_autocast():
-    assert_equals_autograd(block_unit(Region))
-
-
 def test_autocast_outside_does_not_matter():
     unit, code = block_unit(Block), None
     inputs = [tensor.detach() for tensor in inputs_of(unit)]
@@ -153,33 +141,6 @@ def test_autocast_outside_does_not_matter():
         }
     assert graph_dtypes == {torch.float32}
     assert torch.equal(code.forward(*inputs)[0], expected)
-
-
-class Sided(Tiny):
-    """Layers read a whole number and a mask for every sample."""
-
-    def forward(self, ids, labels):
-        x = self.embed(ids)
-        mask = ids > 3
-        scale = self.embed(labels.clamp(min=0)).mean(-1, keepdim=True)
-        for block in self.blocks:
-            x = block(x, ids, mask, scale)
-        return self.head(x)
-
-
-class Reading(Block):
-    def forward(self, x, ids, mask, scale):
-        return super().forward(torch.where(mask[..., None], x * scale, x + ids[..., None]))
-
-
-def test_side_inputs_of_all_kinds():
-    torch.manual_seed(0)
-    units = units_of(Sided(blocks=[Reading(), Reading()]))
-    assert_equals_autograd(units[1])
-    sides = [spec for source, spec in zip(units[1].sources, units[1].specs, strict=True) if source.kind == "side"]
-    assert {spec.dtype for spec in sides} == {torch.bool, torch.float32, torch.int64}
-    assert len(units[1].differentiable) == len(units[1].specs) - 2
-    assert_equals_autograd(units[0])
 
 
 def test_a_parameter_that_no_gradient_reaches_gets_zeros():

@@ -7,8 +7,6 @@ from functools import cache, partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiered import LENGTH, Rig, adamw, gpt2, moved, options, sgd, step, tokens
 from zoo import assert_same_gradients, batch, gradients, huggingface
 
@@ -30,36 +28,6 @@ def chosen(storage, schedule="horizontal", ratio=1.0, gradient=1.0, separate=Fal
 
 
 # Values --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def references(rigs, storage):
-    """What the horizontal order learns where everything is in one memory."""
-
-    @cache
-    def learn(precision, clip, batch_size):
-        make = partial(adamw, max_grad_norm=0.3) if clip else adamw
-        return rigs(precision).train(make, chosen(storage), num_steps=3, batch_size=batch_size)
-
-    return learn
-
-
-@settings(deadline=None, max_examples=15)
-@given(
-    precision=st.sampled_from(("model", "bf16")),
-    batch_size=st.sampled_from((2, 4, 5)),
-    clip=st.booleans(),
-    ratio=st.sampled_from(RATIOS),
-    gradient=st.sampled_from(RATIOS),
-    separate=st.booleans(),
-)
-def test_any_placement_learns_the_same(
-    rigs, storage, references, precision, batch_size, clip, ratio, gradient, separate
-):
-    make = partial(adamw, max_grad_norm=0.3) if clip else adamw
-    given = chosen(storage, ratio=ratio, gradient=gradient, separate=separate)
-    found = rigs(precision).train(make, given, num_steps=3, batch_size=batch_size)
-    assert not found.differences(references(precision, clip, batch_size))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class Setting:
     precision: str
     optimizer: str
     clip: bool
+    schedule: str = "vertical"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Variant:
     separate_device: bool
     on_device: float  # of parameters and checkpoints that are not in host memory
     threads: int
+    gradient: float = 1.0  # of gradient sums, in the horizontal order
 
 
 RESIDENT = Variant(0.0, (1.0, 1.0, 1.0), 1, False, 0.0, 1)
@@ -70,18 +72,21 @@ class Laboratory:
     def train(self, setting: Setting, variant: Variant) -> Outcome:
         make: Any = OPTIMIZERS[setting.optimizer]
         parameter, checkpoint, _ = (variant.on_device * (1 - ratio) for ratio in variant.ratios)
-        device = {"device_checkpoint": checkpoint}
+        others = {"device_checkpoint": checkpoint}
+        if setting.schedule == "horizontal":
+            others["gradient"] = variant.gradient
         if setting.precision == "bf16":  # without masters parameters go to the host to be updated
-            device["device_parameter"] = parameter
+            others["device_parameter"] = parameter
         clip = {"max_grad_norm": MAX_NORM} if setting.clip else {}
         chosen = options(
             self.directories[: variant.num_directories],
             alpha=1.0 if setting.clip else variant.alpha,
-            ratios=dict(zip(("parameter", "checkpoint", "optimizer"), variant.ratios, strict=True)) | device,
+            ratios=dict(zip(("parameter", "checkpoint", "optimizer"), variant.ratios, strict=True)) | others,
             separate_device=variant.separate_device,
             threads=variant.threads,
+            schedule=setting.schedule,
         )
-        return self.rig(setting.precision).train(partial(make, **clip), chosen)
+        return self.rig(setting.precision).train(partial(make, **clip), chosen, num_steps=4)
 
     def check(self, setting: Setting, variant: Variant) -> None:
         assert not self.train(setting, variant).differences(self.reference(setting))
@@ -92,10 +97,15 @@ def laboratory(tmp_path_factory):
     return Laboratory(tmp_path_factory.mktemp("storage"))
 
 
-@settings(deadline=None, max_examples=20)
-@given(setting=st.sampled_from(SETTINGS), variant=st.sampled_from([v for alpha in ALPHAS for v in variants(alpha)]))
-def test_any_placement_learns_the_same(laboratory, setting, variant):
-    laboratory.check(setting, variant)
+@settings(deadline=None, max_examples=16)
+@given(
+    setting=st.sampled_from(SETTINGS),
+    variant=st.sampled_from([v for alpha in ALPHAS for v in variants(alpha)]),
+    schedule=st.sampled_from(("vertical", "horizontal")),
+    gradient=st.sampled_from((0.0, 0.4, 1.0)),
+)
+def test_any_placement_learns_the_same(laboratory, setting, variant, schedule, gradient):
+    laboratory.check(replace(setting, schedule=schedule), replace(variant, gradient=gradient))
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)

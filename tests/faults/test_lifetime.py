@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from captured import Block, Tiny, batch
 from tiered import Rig, adamw, files_in, gpt2, options, our_threads, outcome, step, tokens, two_groups
 
 from gs_compile.model.residency import is_offloaded
@@ -62,34 +61,6 @@ def test_what_nobody_refers_to_ends(tmp_path, when):
         time.sleep(0.01)
     assert our_threads() == []
     assert files_in(tmp_path) == []
-
-
-@pytest.mark.filterwarnings("ignore::gs_compile.errors.UniformityWarning")  # that is what it is
-def test_blocks_of_two_sizes(tmp_path):
-    def trained(make, directory=None, **chosen):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Tiny(blocks=[Block(), Block(hidden=300), Block(), Block(hidden=300)])
-        optimizer = make(two_groups(model))
-        if directory is not None:
-            model.compile(backend="greedysnake", options=options(directory, **chosen))
-        losses = []
-        for number in range(4):
-            losses.append(model(*batch(seed=number)))
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        losses = [float(loss.detach()) for loss in losses]
-        if directory is None:
-            return losses
-        found = outcome(model, optimizer, losses, [])
-        optimizer.engine.tiers.close()
-        return found
-
-    somewhere = trained(adamw, tmp_path, alpha=0.5)
-    elsewhere = trained(adamw, tmp_path, alpha=1.0, separate_device=True, ratios={"parameter": 0.3, "optimizer": 0.7})
-    assert not somewhere.differences(elsewhere)
-    assert somewhere.losses == pytest.approx(trained(partial(torch.optim.AdamW, lr=1e-2)), rel=1e-4)
 
 
 def test_widths_that_align_with_nothing(tmp_path):

@@ -7,13 +7,15 @@ from functools import partial
 
 import pytest
 import torch
-from learner import assert_same, distance, learner, plain, values
+from learner import distance, learner, plain, same_tensors, values
 from tiered import tokens
 from torch.nn import functional
 from zoo import GPT, VOCAB
 
 import gs_compile
 from gs_compile.errors import NonFiniteWarning, OptimizerError
+
+KEEPS_CAPTURES = True
 
 # Clipping -------------------------------------------------------------------------------------------------------------
 
@@ -33,7 +35,7 @@ def test_clipping_is_exact(tmp_path):
 
     first = trained()
     assert distance({name: first[name] for name in values(reference)}, values(reference)) < 1e-6
-    assert_same(trained(separate_device=True, ratios={"parameter": 0.5, "optimizer": 0.3, "checkpoint": 1.0}), first)
+    same_tensors(trained(separate_device=True, ratios={"parameter": 0.5, "optimizer": 0.3, "checkpoint": 1.0}), first)
 
 
 def test_a_bound_that_comes_too_late_is_refused(tmp_path):
@@ -67,13 +69,13 @@ def test_a_bad_step_is_skipped_as_a_whole(changes, factor, tmp_path):
             spoil(one, 7, factor)
         info = one.optimizer.last_step
         assert (info.number, info.skipped, info.num_skipped) == (2, True, 1)
-        assert_same(one.values(), before)
+        same_tensors(one.values(), before)
         one.train(2)
         found = one.values()
         assert one.optimizer.last_step.num_skipped == 1
     with learner(tmp_path, make, **changes) as one:
         one.train(0, 1, 2)
-        assert_same(found, one.values())
+        same_tensors(found, one.values())
 
 
 class Steep(GPT):
@@ -111,9 +113,9 @@ def test_without_a_norm_to_wait_for_nothing_bad_is_taken_in(tmp_path):
         before = one.values()
         with pytest.warns(NonFiniteWarning, match="step 2 was skipped$"):
             spoil(one, 7, math.inf)  # all gradients are bad, and the first of them shows it
-        assert_same(one.values(), before)
+        same_tensors(one.values(), before)
         one.train(1)
         found = one.values()
     with learner(tmp_path, alpha=0.5) as one:
         one.train(0, 1)
-        assert_same(found, one.values())
+        same_tensors(found, one.values())

@@ -18,6 +18,8 @@ from zoo import huggingface
 import gs_compile
 from gs_compile.model.residency import is_offloaded
 
+KEEPS_CAPTURES = True
+
 
 @pytest.fixture(scope="module")
 def trained():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import reference
-from tiers import Options, lowered, options, place, stages, tiered_steps
+from tiers import lowered, options, place, stages, tiered_steps
 from toy import Toy, steps
 
 from gs_compile.passes.free import free
@@ -16,8 +16,6 @@ from gs_compile.placement.placement import Placement
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import StepShape
 from gs_compile.program.text import parse
-
-SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
 
 
 class TestText(expecttest.TestCase):
@@ -39,48 +37,6 @@ free(dx2_1.device)
 dx1_0.device = backward(x1_0.device, dx2_0.device, w1.device, into=dw1.device)
 free(x1_0.device)
 free(dx2_0.device)
-""",
-        )
-
-    def test_on_tiers(self):
-        placement = place(3, 2, options=SMALL)
-        self.assertExpectedInline(
-            stages(lowered((3, 2), placement, late=True)[-1], "backward 1", frees=True),
-            """\
-# backward 1   micro-batches 1 0
-x0_0.host = prefetch(x0_0.ssd)
-free(x0_0.ssd)
-web.host, wec.host = prefetch(web.ssd, wec.ssd)
-s2b.host = prefetch(s2b.ssd)
-whb.host = empty()
-update(dwha.host, into=(wha.host, whb.host, sha.host, shb.host))
-free(dwha.host)
-dw2a.host, dw2b.host = offload(dw2.device)
-free(dw2.device)
-w1.device = gather(w1.device[0], w1.device[1])
-free(w1.device[0])
-free(w1.device[1])
-dw1.device = zeros()
-x1_0.device = prefetch(x1_0.host)
-free(x1_0.host)
-dx2_0.device = prefetch(dx2_0.host)
-free(dx2_0.host)
-w0.device[0] = prefetch(w0a.host, w0b.host, w0c.host)
-dx1_1.device = backward(x1_1.device, dx2_1.device, w1.device, into=dw1.device)
-free(x1_1.device)
-free(dx2_1.device)
-dx1_1.host = offload(dx1_1.device)
-free(dx1_1.device)
-w0.device[1] = prefetch(w0a.host, w0b.host, w0c.host)
-free(w0b.host)
-free(w0c.host)
-x0_0.device = prefetch(x0_0.host)
-free(x0_0.host)
-dx1_0.device = backward(x1_0.device, dx2_0.device, w1.device, into=dw1.device)
-free(x1_0.device)
-free(dx2_0.device)
-free(w1.device)
-norm1.device = norm(dw1.device)
 """,
         )
 

@@ -2,20 +2,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import expecttest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import reference
-from tiers import X_NBYTES, Options, after, lowered, options, place, stages, tiered_steps, with_gradient
+from tiers import X_NBYTES, Options, after, lowered, options, place, stages, tiered_steps
 from toy import Toy
 
-from gs_compile.passes.snake import snake
-from gs_compile.passes.vertical import vertical
 from gs_compile.placement.traffic import traffic
-from gs_compile.program.ir import Value
 
 SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
 
@@ -119,23 +115,22 @@ def _first(num_layers, shape):
     return next(unit for unit in ("e", *range(num_layers), "h") if unit not in shape.frozen)
 
 
-@given(tiered_steps(), options(), st.booleans(), st.integers(1, 6))
-def test_traffic_of_a_step(step, options, late, num_micro_batches):
-    """How often each class of data moves, in the words of the paper."""
+@given(tiered_steps(), options(), st.booleans(), st.sampled_from((0.0, 1.0)))
+def test_parameters_move_as_often_however_many_micro_batches(step, options, late, checkpoint_ratio):
+    """So do states and gradients; of activations, each further micro-batch moves as many. What these numbers are for a
+    usual step, end_to_end/test_tiers_traffic.py writes out.
+    """
     num_layers, _, shape = step
-    step = num_layers, num_micro_batches, shape
-    placement = place(*step, options)
-    found = traffic(lowered(step, placement, late=late)[-1], placement)
-    assert found == {key: nbytes for key, nbytes in sorted(_expected(step, options, placement, late).items()) if nbytes}
+    options = replace(options, checkpoint_ratio=checkpoint_ratio, device_checkpoint=0.0)
 
+    def moved(number):
+        placement = place(num_layers, number, shape, options)
+        return Counter(traffic(lowered((num_layers, number, shape), placement, late=late)[-1], placement))
 
-def test_parameters_are_loaded_twice_however_many_micro_batches():
-    def loads(num_micro_batches):
-        placement = place(4, num_micro_batches, options=SMALL)
-        found = traffic(lowered((4, num_micro_batches), placement)[-1], placement)
-        return found["ssd_read", "w"], found["h2d", "w"]
-
-    assert loads(1) == loads(2) == loads(7)
+    two, three, four = map(moved, (2, 3, 4))
+    for key in two | three | four:
+        assert four[key] - three[key] == three[key] - two[key]
+        assert key[1] in ("x", "dx", "side", "dside") or four[key] == two[key]
 
 
 def test_checkpoints_kept_at_a_boundary():
@@ -145,80 +140,3 @@ def test_checkpoints_kept_at_a_boundary():
     assert found["d2h", "x"] == (4 * 4 - 1) * X_NBYTES  # x3 of the last micro-batch is read by the head at once
     assert found["h2d", "x"] == (3 * (3 + 4) + 3) * X_NBYTES
     assert found["d2h", "dx"] == found["h2d", "dx"] == 4 * 3 * X_NBYTES  # into layers 2, 1, 0 and the prologue
-
-
-def _expected(step, options, placement, late):
-    num_layers, _, shape = step
-    by_unit = placement.by_unit
-    stages = _stages(step)
-    trained = with_gradient(num_layers, shape) if shape.training else frozenset()
-    expected = dict.fromkeys([(lane, "w") for lane in ("ssd_read", "ssd_write", "h2d")], 0)
-
-    def nbytes(tier, unit, kind, *when):
-        groups = unit.groups if not when else unit.trained(*when)
-        size = unit.itemsize if kind == "w" else unit.state_itemsize
-        return size * sum(p.numel for g in groups for p in (g.w if kind == "w" else g.s) if p.tier == tier)
-
-    on_ssd = partial(nbytes, "ssd")
-
-    state_read = state_written = gradients = 0
-    for unit in by_unit.values():
-        first = late and bool(unit.trained("late"))
-        expected["ssd_read", "w"] += stages[unit.unit] * on_ssd(unit, "w")
-        if first and unit.has_master:  # what the late update has made need not be read
-            expected["ssd_read", "w"] -= on_ssd(unit, "w", "late")
-        when = (["late"] if first else []) + (["early"] if unit.unit in trained else [])
-        for which in when:
-            expected["ssd_write", "w"] += on_ssd(unit, "w", which)
-            state_read += on_ssd(unit, "s", which)
-            state_written += on_ssd(unit, "s", which)
-            expected["h2d", "w"] += nbytes("device", unit, "w", which)
-        if options.separate:
-            sent = unit.numel * unit.itemsize - nbytes("device", unit, "w")
-            expected["h2d", "w"] += stages[unit.unit] * sent
-        if unit.unit in trained:
-            one_memory = unit.trained("late") if unit.trained("early") else ()
-            leaves = unit.trained() if options.separate else one_memory
-            gradients += unit.gradient_itemsize * sum(group.numel for group in leaves)
-    expected |= {("ssd_read", "s"): state_read, ("ssd_write", "s"): state_written, ("d2h", "dw"): gradients}
-    return expected | _expected_activations(step, options, placement)
-
-
-def _expected_activations(step, options, placement):
-    num_layers, n, shape = step
-    stages = {str(op.stage) for op in vertical(*step[:2], shape=shape).ops}
-    recomputed = [i for i in range(num_layers) if f"backward {i}" in stages]
-    backward = sum(stage.startswith("backward") for stage in stages)
-    all_on_ssd = [Value("x", i, j) for i in recomputed for j in range(n)]
-    on_ssd = X_NBYTES * sum(placement.checkpoint_home(value) == "ssd" for value in all_on_ssd)
-    expected = {("ssd_write", "x"): on_ssd, ("ssd_read", "x"): on_ssd}
-    if not options.separate:
-        return expected | {("d2h", "x"): on_ssd}
-    head_twice = {"forward h", "backward h"} <= stages
-    fetched = (num_layers + 1 + head_twice) * (n - 1) + len(recomputed) * n
-    left = (num_layers - len(recomputed)) * (n - 1) + len(recomputed) * n + (n if head_twice and n > 1 else n - 1)
-    stay = [value for value in all_on_ssd if placement.checkpoint_home(value) == "device"]
-    left -= len(stay)
-    fetched -= sum(1 + (value.micro_batch != _still_there(step, value.unit)) for value in stay)
-    gradients = max(backward - 1, 0) * (n - 1)
-    for lane, x in (("h2d", fetched), ("d2h", left)):
-        expected |= {(lane, "x"): x * X_NBYTES, (lane, "dx"): gradients * X_NBYTES}
-    return expected
-
-
-def _still_there(step, layer):
-    """The micro-batch that runs first through a layer: its input is still there."""
-    program = snake(vertical(*step[:2], shape=step[2]))
-    return next(op.micro_batch for op in program.ops if op.verb == "forward" and op.unit == layer)
-
-
-def _stages(step):
-    """How many stages read the parameters of each unit."""
-    num_layers, n, shape = step
-    reads = {
-        (value.unit, op.stage)
-        for op in vertical(num_layers, n, shape=shape).ops
-        for value in op.reads
-        if value.kind == "w"
-    }
-    return Counter(unit for unit, _ in reads)

@@ -62,18 +62,13 @@ def test_the_machines_that_ship():
 
 
 @pytest.mark.parametrize("name", known())
-def test_every_number_of_a_shipped_machine_has_its_source(name):
-    given = json.loads((profiles.SHIPPED / f"{name}.json").read_text())
-    assert given["sources"].keys() == given.keys() - {"format", "name", "device", "sources"}
-    assert all(len(source) > 3 for source in given["sources"].values())
-
-
-@pytest.mark.parametrize("name", known())
-def test_a_shipped_machine_leaves_nothing_to_defaults(name):
+def test_a_shipped_machine_leaves_nothing_to_defaults_and_every_number_has_its_source(name):
     given = json.loads((profiles.SHIPPED / f"{name}.json").read_text())
     link = {entry.name for entry in fields(Profile) if entry.name.startswith(("h2d", "d2h", "device_nbytes"))}
     expected = {entry.name for entry in fields(Profile)} - (link if given["device"] == "cpu" else set())
     assert given.keys() - {"format"} == expected
+    assert given["sources"].keys() == expected - {"name", "device", "sources"}
+    assert all(len(source) > 3 for source in given["sources"].values())
 
 
 def test_the_papers_micro_batch_takes_the_papers_time():
@@ -82,13 +77,6 @@ def test_the_papers_micro_batch_takes_the_papers_time():
     flops = 4 * layers * tokens * (24 * hidden**2 + 4 * tokens * hidden)
     for name, samples in (("a5000", 1), ("a100", 2)):
         assert samples * flops / profile(name).matmul_flops_per_second["fp16"] == pytest.approx(16.4, rel=0.02)
-
-
-def test_the_papers_checkpoint_takes_the_papers_time():
-    """arXiv 2512.17570, section 5: 1.1 s to write and read the checkpoints of that micro-batch; machine 1, one sample."""
-    nbytes, machine = 2 * 80 * 2048 * 8192, profile("a5000")
-    seconds = nbytes / machine.ssd_write_bytes_per_second + nbytes / machine.ssd_read_bytes_per_second
-    assert seconds == pytest.approx(1.1, rel=0.1)
 
 
 # Names and paths -------------------------------------------------------------------------------------------------------

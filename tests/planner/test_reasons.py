@@ -92,13 +92,6 @@ def test_the_nearest_come_first():
     assert rows[0].tokens_per_second == pytest.approx(3 * 256 / 2.8)
 
 
-def test_other_micro_batch_sizes_and_nothing_resident_are_alternatives():
-    own = found(solution(1, 1.0, resident=0.5))
-    other = problem(None, workload=replace(WORKLOAD, micro_batch_size=2)), found(solution(1, 2.2))
-    rows = list(alternatives(problem(lambda n, alpha, **_: solution(n, 3.0, alpha)), own, [other]))
-    assert [row.label for row in rows] == ["micro-batches of 2", "everything on SSD"]
-
-
 def test_clipping_cannot_do_without_delay():
     own = found(solution(1, 1.0, alpha=1.0))
     assert list(alternatives(problem(lambda *_, **__: solution(1, 1.0), clip=True), own, [])) == []
