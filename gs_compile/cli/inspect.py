@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import fx, nn
 from typer import BadParameter
 
+from gs_compile.capture.dynamo import TorchDynamoException
 from gs_compile.cli.requests import InspectRequest
 from gs_compile.errors import InspectionError
+from gs_compile.model.backend import greedysnake
+from gs_compile.model.inspection import Inspection, UnitClass, inspect
 from gs_compile.passes.lower import StepSpec, lower
-
-if TYPE_CHECKING:
-    from torch import fx, nn
-
-    from gs_compile.model.inspection import Inspection, UnitClass
+from gs_compile.planner.cost.registry import built, check_length, named_config
 
 PROGRAM_PASSES = tuple(program.made_by for program in lower(StepSpec(1, 1)))
 
@@ -36,12 +37,6 @@ def inspect_text(request: InspectRequest) -> str:
 
 
 def _inspect(request: InspectRequest) -> Inspection:
-    import torch
-
-    import gs_compile
-    from gs_compile.capture.dynamo import TorchDynamoException
-    from gs_compile.model.backend import greedysnake
-
     module = _module(request)
     batch_size = request.micro_batches * request.micro_batch_size
     token_ids = torch.zeros(batch_size, request.sequence, dtype=torch.long, device="meta")
@@ -54,7 +49,7 @@ def _inspect(request: InspectRequest) -> Inspection:
             f"Dynamo cannot capture this model without weights: {shorten(reason.rpartition('got ')[2], 300)}. Build it "
             "with weights in a script, call it once, and print(gs_compile.inspect(model))"
         ) from error
-    return gs_compile.inspect(module)
+    return inspect(module)
 
 
 def _graph(inspection: Inspection, request: InspectRequest) -> str:
@@ -84,8 +79,6 @@ def _readable(name: str, layers: UnitClass) -> str:
 
 def _module(request: InspectRequest) -> nn.Module:
     """The causal language model that the arguments describe, on the meta device."""
-    from gs_compile.planner.cost.registry import built, check_length, named_config
-
     config = named_config(request.model)
     check_length(config, request.sequence)
     changes = _changes(config, request)
