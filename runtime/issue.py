@@ -27,7 +27,7 @@ from gs_compile.runtime.lanes import Ticket, join_all
 from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.slab import Place
 from gs_compile.runtime.tiers import Tiers
-from gs_compile.runtime.trace import Label
+from gs_compile.runtime.trace import Label, name_of
 from gs_compile.runtime.values import ValueTable
 
 UNIT_KINDS = frozenset({"w", "s", "dw", "scale"})  # of units, not of micro-batches
@@ -197,7 +197,7 @@ class TieredExecutor(Executor):
         stream = self._device.current_stream()
         join_all(self._ready(op.reads), stream)
         join_all(self._idle(op.into), stream)
-        label = Label("compute", _name(op), 0, op.verb, str(op.stage))
+        label = Label("compute", name_of(op), 0, op.verb, str(op.stage))
         if stream is None:
             start = time.perf_counter()
             results = self._results(op)
@@ -255,7 +255,7 @@ class TieredExecutor(Executor):
         else:
             work = partial(self._handlers.move, op, reads, targets)
         ticket = self.tiers.lane(op.lane).submit(
-            _name(op),
+            name_of(op),
             work,
             after,
             nbytes=self._handlers.moved_nbytes(op, targets),
@@ -274,13 +274,9 @@ class TieredExecutor(Executor):
         unit = self.tiers.setting.unit(op.into[0])
         is_late = unit.group_of(op.into[0]).when == "late" or any(value.kind == "scale" for value in op.reads)
         record = self._before if is_late else self.record
-        assert record is not None, f"{_name(op)}: no step has left this update"
+        assert record is not None, f"{name_of(op)}: no step has left this update"
         if is_late:
             return record
         if not self.placement.speculative:
             record.issued.append((unit.unit, len(record.squares)))
         return record.so_far()
-
-
-def _name(op: Op) -> str:
-    return f"{op.verb} {op.unit}_{op.micro_batch}" if op.micro_batch is not None else f"{op.verb} {op.values[0]}"

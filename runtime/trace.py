@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gs_compile.program.ir import LANES
+from gs_compile.program.ir import LANES, Op
 from gs_compile.runtime import stream
 
 MAX_EVENTS = 500_000  # the latest are kept: hundreds of steps of a small model, a few of a large one, 100 MB
@@ -28,6 +28,11 @@ class Label(NamedTuple):
     nbytes: int = 0
     kind: str = ""  # of the value it moves or makes
     stage: str = ""
+
+
+def name_of(op: Op) -> str:
+    """The name of an operation in a trace: its verb, and its unit and micro-batch or what it makes."""
+    return f"{op.verb} {op.unit}_{op.micro_batch}" if op.micro_batch is not None else f"{op.verb} {op.values[0]}"
 
 
 class Event(NamedTuple):

@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from gs_compile.planner.simulate.prices import CODE, runs_backward
 from gs_compile.planner.simulate.simulator import Simulation, Span
 from gs_compile.program.ir import Op
 
@@ -74,16 +75,11 @@ def _data(simulation: Simulation) -> dict[str, Any]:
 
 def kind_of(op: Op) -> str:
     """The kind that colours an operation: one of `KINDS`."""
-    match op.verb:
-        case "prefetch" | "offload":
-            return op.reads[0].kind if op.reads[0].kind in KINDS else "other"
-        case "embed" | "forward" | "head" if not op.into:
-            return "forward"
-        case "head" | "head_backward" | "backward" | "embed_backward":
-            return "backward"
-        case "update":
-            return "update"
-    return "other"
+    if op.verb in ("prefetch", "offload"):
+        return op.reads[0].kind if op.reads[0].kind in KINDS else "other"
+    if op.verb in CODE:
+        return "backward" if runs_backward(op) else "forward"
+    return "update" if op.verb == "update" else "other"
 
 
 def _stages(compute: Iterable[Span]) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ from contextlib import closing
 
 import torch
 
-from gs_compile.planner.measure.rates import Figure, Load, Work, at_once, medians, mixed_pair, new_lane
+from gs_compile.planner.measure.rates import Figure, Work, at_once, medians, new_lane, pair
 from gs_compile.runtime.kernels import ADAMW
 from gs_compile.runtime.lanes import Lane
 from gs_compile.runtime.slab import map_memory
@@ -19,6 +19,7 @@ from gs_compile.runtime.stream import Device, device_of, has_own_memory
 from gs_compile.runtime.threads import update_threads
 
 NUM_ROUNDS = 3
+ROUNDS = f", up to {NUM_ROUNDS} rounds"
 NUM_ELEMENTS = 16 << 20  # of [1]: 256 MiB, more than caches hold
 HOST_SIZES = 256, 1024  # of [2]: tokens of a micro-batch, and a model's hidden size
 DEVICE_SIZES = 4096, 4096  # the same on a device with memory of its own
@@ -33,9 +34,8 @@ HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 def compute_rates(device: torch.device, seconds: float) -> dict[str, Figure]:
     """The profile's figures of computation and updates, alone and beside one another."""
-    rows, width = _sizes(device)
     num_threads = update_threads(beside_compute=not has_own_memory(device))  # as a run has it
-    matmul, sizes = _matmul_rates(device, rows, width, seconds / 2)
+    matmul = _matmul_rates(device, seconds / 2)
     products, update = products_on(device), _update(NUM_ELEMENTS)
     with closing(new_lane("cpu", num_threads=num_threads)) as cpu:
         at_once({None: products, cpu: update}, 0.0)  # the first touch of memory
@@ -45,20 +45,17 @@ def compute_rates(device: torch.device, seconds: float) -> dict[str, Figure]:
             NUM_ROUNDS,
         )
         (ops,) = medians([{None: _handing_over(cpu)}], 0.0, NUM_ROUNDS)
-    rounds = f", up to {NUM_ROUNDS} rounds"
-    elements = f"{NUM_ELEMENTS >> 20} Mi elements, {num_threads} threads"
-    handed = f"{OP_COST} times one of {NUM_OPS} operations that do nothing, handed to a lane and waited for"
-    copied = f"copies of {NUM_ELEMENTS >> 18} MiB, bytes read and written"
+    elements = f"{NUM_ELEMENTS >> 20} Mi elements, {num_threads} threads, alone or beside products{ROUNDS}"
+    handed = f"{OP_COST} times one of {NUM_OPS} operations that do nothing, handed to a lane and waited for{ROUNDS}"
     mixed_speed = min(1.0, both[None] / compute[None])
     return {
-        "matmul_flops_per_second": Figure(matmul, f"{sizes}; {torch.get_num_threads()} threads{rounds}"),
-        "memory_bytes_per_second": Figure(copies[None], copied + rounds),
-        "update_elements_per_second": Figure(updates[cpu], elements + rounds),
-        "update_mixed_elements_per_second": Figure(
-            min(both[cpu], updates[cpu]), f"{elements}, beside products{rounds}"
+        "matmul_flops_per_second": matmul,
+        "memory_bytes_per_second": Figure(
+            copies[None], f"copies of {NUM_ELEMENTS >> 18} MiB, bytes read and written{ROUNDS}"
         ),
-        "compute_mixed_speed": Figure(mixed_speed, f"fp32 products beside updates and alone{rounds}"),
-        "op_seconds": Figure(OP_COST / ops[None], handed + rounds),
+        **pair("update_elements_per_second", updates[cpu], both[cpu], elements),
+        "compute_mixed_speed": Figure(mixed_speed, f"fp32 products beside updates and alone{ROUNDS}"),
+        "op_seconds": Figure(OP_COST / ops[None], handed),
     }
 
 
@@ -69,35 +66,18 @@ def link_rates(device: torch.device, seconds: float) -> dict[str, Figure]:
     lanes = (new_lane(name, device=own, stream=own.new_stream()) for name in ("h2d", "d2h"))
     with closing(next(lanes)) as h2d, closing(next(lanes)) as d2h:
         up, down = (torch.empty(COPY_NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
-        works: Load = {h2d: _copy(own, source, up), d2h: _copy(own, down, into)}
+        works = {h2d: _copy(own, source, up), d2h: _copy(own, down, into)}
         at_once(works, 0.0)
         alone_up, alone_down, both = medians([{h2d: works[h2d]}, {d2h: works[d2h]}, works], seconds, NUM_ROUNDS)
-    how = f"copies of {COPY_NBYTES >> 20} MiB of pinned memory, up to {NUM_ROUNDS} rounds"
-    return mixed_pair("h2d", alone_up[h2d], both[h2d], how) | mixed_pair("d2h", alone_down[d2h], both[d2h], how)
+    how = f"copies of {COPY_NBYTES >> 20} MiB of pinned memory{ROUNDS}"
+    up_pair = pair("h2d_bytes_per_second", alone_up[h2d], both[h2d], how)
+    return up_pair | pair("d2h_bytes_per_second", alone_down[d2h], both[d2h], how)
 
 
-def products_on(device: torch.device) -> Work:
-    """Computation as that of a layer, in fp32."""
-    return _products(device, torch.float32, *_sizes(device))
-
-
-def _sizes(device: torch.device) -> tuple[int, int]:
-    return DEVICE_SIZES if has_own_memory(device) else HOST_SIZES
-
-
-def _update(numel: int) -> Work:  # [1]
-    master, gradient, mean, square = (torch.zeros(numel) for _ in range(4))
-    master.normal_()
-    gradient.normal_()
-
-    def update() -> float:
-        ADAMW.update(master, gradient, [mean, square], HYPER, 1)
-        return numel
-
-    return update
-
-
-def _products(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Work:  # [2]
+def products_on(device: torch.device, dtype: torch.dtype = torch.float32, rows: int | None = None) -> Work:  # [2]
+    """Computation as that of a layer, with as many rows as it has tokens or with fewer."""
+    tokens, width = _sizes(device)
+    rows = rows or tokens
     x_TD = torch.randn(rows, width, device=device).to(dtype)  # T tokens, D hidden, F inner width
     w_DF = torch.randn(width, 4 * width, device=device).to(dtype)
     y_TF = x_TD @ w_DF
@@ -112,20 +92,37 @@ def _products(device: torch.device, dtype: torch.dtype, rows: int, width: int) -
     return products
 
 
-def _matmul_rates(device: torch.device, rows: int, width: int, seconds: float) -> tuple[dict[str, float], str]:
-    """The rate of products by dtype, and how large they were: whole, or with few rows where those show a slow dtype."""
+def _sizes(device: torch.device) -> tuple[int, int]:
+    return DEVICE_SIZES if has_own_memory(device) else HOST_SIZES
+
+
+def _matmul_rates(device: torch.device, seconds: float) -> Figure:
+    """The rate of products by dtype: whole ones, or with few rows where those show a slow dtype."""
     rates: dict[str, float] = {}
     works: dict[str, Work] = {}
     for name, dtype in DTYPES.items():
-        few = _products(device, dtype, FEW_ROWS, width)
-        rates[name] = at_once({None: few}, 0.0)[None]
+        rates[name] = at_once({None: products_on(device, dtype, FEW_ROWS)}, 0.0)[None]
         if name == "fp32" or has_own_memory(device) or rates[name] * TOO_SLOW > rates["fp32"]:
-            works[name] = _products(device, dtype, rows, width)
+            works[name] = products_on(device, dtype)
             rates[name] = at_once({None: works[name]}, 0.0)[None]
     found = medians([{None: work} for work in works.values()], seconds, NUM_ROUNDS)
     rates |= {name: rate[None] for name, rate in zip(works, found, strict=True)}
+    rows, width = _sizes(device)
     sizes = ", ".join(f"{name} with {rows if name in works else FEW_ROWS} rows" for name in DTYPES)
-    return rates, f"products of rows x {width} x {4 * width}, {sizes}"
+    threads = f"{torch.get_num_threads()} threads"
+    return Figure(rates, f"products of rows x {width} x {4 * width}, {sizes}; {threads}{ROUNDS}")
+
+
+def _update(numel: int) -> Work:  # [1]
+    master, gradient, mean, square = (torch.zeros(numel) for _ in range(4))
+    master.normal_()
+    gradient.normal_()
+
+    def update() -> float:
+        ADAMW.update(master, gradient, [mean, square], HYPER, 1)
+        return numel
+
+    return update
 
 
 def _pass(device: torch.device) -> Work:
@@ -145,8 +142,7 @@ def _handing_over(lane: Lane) -> Work:
     """Trivial operations: what a run pays for each, beside its work."""
 
     def hand_over() -> float:
-        tickets = [lane.submit("probe", _nothing) for _ in range(NUM_OPS)]
-        for ticket in tickets:
+        for ticket in [lane.submit("probe", int) for _ in range(NUM_OPS)]:
             ticket.wait()
         return NUM_OPS
 
@@ -161,7 +157,3 @@ def _copy(device: Device, source: torch.Tensor, target: torch.Tensor) -> Work:  
         return source.nbytes
 
     return copy
-
-
-def _nothing() -> None:
-    pass

@@ -21,7 +21,7 @@ import torch
 
 from gs_compile.errors import StorageFullError
 from gs_compile.machine import free_storage
-from gs_compile.planner.measure.rates import Figure, Load, Work, medians, mixed_pair, new_lane
+from gs_compile.planner.measure.rates import Figure, Load, Work, medians, new_lane, pair
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.ssd import PAGE, Transfer
 from gs_compile.runtime.store import Extent, Store
@@ -74,8 +74,8 @@ def _lane_rates(works: tuple[Work, Work], products: Work, seconds: float) -> dic
     compute_speed = min(1.0, all_three[None] / compute[None])
     transfer_speed = min(1.0, sum(all_three[lane] / mixed[lane] for lane in both) / 2)
     return {
-        **mixed_pair("ssd_read", alone_read[reader], mixed[reader], ""),
-        **mixed_pair("ssd_write", alone_write[writer], mixed[writer], ""),
+        **pair("ssd_read_bytes_per_second", alone_read[reader], mixed[reader], ""),
+        **pair("ssd_write_bytes_per_second", alone_write[writer], mixed[writer], ""),
         "compute_transfer_speed": Figure(compute_speed, "fp32 products beside reads and writes, and alone"),
         "transfer_compute_speed": Figure(transfer_speed, "reads and writes beside fp32 products, and alone"),
     }

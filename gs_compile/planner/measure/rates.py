@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
+from gs_compile.planner.measure.profile import MIXED
 from gs_compile.runtime.lanes import Failure, Lane
 from gs_compile.runtime.trace import Trace
 
@@ -29,10 +30,9 @@ class Figure(NamedTuple):
     how: str
 
 
-def mixed_pair(lane: str, alone: float, both: float, how: str) -> dict[str, Figure]:
-    """The entries of a lane's rate alone and beside the other direction; nothing is faster beside another."""
-    names = f"{lane}_bytes_per_second", f"{lane}_mixed_bytes_per_second"
-    return dict(zip(names, (Figure(alone, how), Figure(min(both, alone), how)), strict=True))
+def pair(name: str, alone: float, both: float, how: str) -> dict[str, Figure]:
+    """The entries of a lane's rate, alone and beside another; nothing is faster beside another."""
+    return {name: Figure(alone, how), MIXED[name]: Figure(min(both, alone), how)}
 
 
 def new_lane(name: str, **settings: Any) -> Lane:

@@ -64,7 +64,7 @@ class Chains:
         if index == ISSUE:
             return "issue"
         op = self.order.ops[index]
-        kind = homed((*op.results, *op.into, *op.reads)[0]).kind
+        kind = homed(op.values[0]).kind
         return f"{op.lane} {kind}" if op.verb in ("prefetch", "offload") else op.lane
 
 

@@ -26,8 +26,8 @@ from gs_compile.program.ir import SHADOWS, Op, Program, Unit
 # AdamW in fp32, the rule that a profile's update rate is of: reads parameter, two moments and gradient, writes three.
 ADAMW_NBYTES = 28
 
-FORWARD = frozenset({"embed", "forward", "head"})
 BACKWARD = frozenset({"backward", "embed_backward", "head_backward"})
+CODE = BACKWARD | {"embed", "forward", "head"}  # what runs a unit's code
 
 
 def op_prices(program: Program, placement: Placement, workload: Workload, profile: Profile) -> list[float]:
@@ -96,5 +96,5 @@ def _seconds(op: Op, placement: Placement, workload: Workload, profile: Profile)
             return 2 * sum(nbytes_of(placement, value) for value in in_place) / profile.memory_bytes_per_second
         case "gather" | "alias" | "empty" | "free":
             return 0.0
-    assert op.verb in FORWARD | BACKWARD, f"no price is known for {op.verb}"
+    assert op.verb in CODE, f"no price is known for {op.verb}"
     return code_seconds(op.unit, workload, profile, backward=runs_backward(op))

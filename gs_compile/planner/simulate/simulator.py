@@ -33,7 +33,7 @@ from gs_compile.planner.simulate.event_loop import Rule, Times, run
 from gs_compile.planner.simulate.memory_timeline import Curve, curves
 from gs_compile.planner.simulate.prices import op_prices
 from gs_compile.program.ir import LANES, Op, Program, homed
-from gs_compile.runtime.trace import Label, Trace
+from gs_compile.runtime.trace import Label, Trace, name_of
 
 NUM_STEPS = (2, 4, 8)  # the first step finds all lanes idle; more where lanes are further behind from step to step
 STEADY = 1e-3  # of a lane's work in a step: what may be left over
@@ -183,10 +183,9 @@ class Simulation:
         """The spans as the events of a run."""
         trace = Trace(events=True)
         for span in self.spans:
-            op, first = span.op, (*span.op.results, *span.op.into, *span.op.reads)[0]
-            kind = op.verb if span.lane == "compute" else homed(first).kind
-            name = f"{op.verb} {op.unit}_{op.micro_batch}" if op.micro_batch is not None else f"{op.verb} {first}"
-            label = Label(span.lane, name, span.nbytes, kind, str(op.stage))
+            op = span.op
+            kind = op.verb if span.lane == "compute" else homed(op.values[0]).kind
+            label = Label(span.lane, name_of(op), span.nbytes, kind, str(op.stage))
             trace.add(label, span.start_seconds, span.stop_seconds)
         return trace
 
