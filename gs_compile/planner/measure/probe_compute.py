@@ -11,7 +11,7 @@ from contextlib import closing
 
 import torch
 
-from gs_compile.planner.measure.rates import Figure, Work, at_once, medians, new_lane, pair
+from gs_compile.planner.measure.rates import Figure, Load, Work, at_once, medians, new_lane, pair
 from gs_compile.runtime.kernels import ADAMW
 from gs_compile.runtime.lanes import Lane
 from gs_compile.runtime.slab import map_memory
@@ -66,7 +66,7 @@ def link_rates(device: torch.device, seconds: float) -> dict[str, Figure]:
     lanes = (new_lane(name, device=own, stream=own.new_stream()) for name in ("h2d", "d2h"))
     with closing(next(lanes)) as h2d, closing(next(lanes)) as d2h:
         up, down = (torch.empty(COPY_NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
-        works = {h2d: _copy(own, source, up), d2h: _copy(own, down, into)}
+        works: Load = {h2d: _copy(own, source, up), d2h: _copy(own, down, into)}
         at_once(works, 0.0)
         alone_up, alone_down, both = medians([{h2d: works[h2d]}, {d2h: works[d2h]}, works], seconds, NUM_ROUNDS)
     how = f"copies of {COPY_NBYTES >> 20} MiB of pinned memory{ROUNDS}"
