@@ -78,7 +78,7 @@ class _Units:
         if not self.placement.separate:
             yield Op("gather", parts, stage, (whole,))
             return
-        pieces = tuple(replace(whole, piece=k) for k in range(self.placement.num_pieces) if parts)
+        pieces = tuple(whole._replace(piece=k) for k in range(self.placement.num_pieces) if parts)
         for piece in pieces:
             yield Op("prefetch", parts, stage, (piece,))
         yield Op("gather", (*pieces, *(value for value in stored if value.tier == "device")), stage, (whole,))
@@ -275,4 +275,4 @@ class _Activations:
 
 
 def _on(value: Value, tier: Tier) -> Value:
-    return replace(value, tier=tier)
+    return value._replace(tier=tier)

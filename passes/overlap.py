@@ -95,7 +95,7 @@ def _update(unit: UnitPlacement, group: Group, gradient: Value, placement: Place
 def _shadows(unit: UnitPlacement, group: Group) -> Iterator[tuple[Value, Value]]:
     """The parts of a group that have shadow copies, and these."""
     for part, shadow in unit.shadows(group):
-        yield replace(part, tier="device"), replace(shadow, tier="device")
+        yield part._replace(tier="device"), shadow._replace(tier="device")
 
 
 def _read(ops: tuple[Op, ...], placement: Placement) -> list[UnitPlacement]:

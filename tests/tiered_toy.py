@@ -7,7 +7,7 @@ elements: wherever a unit is cut, the cut goes through a weight.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -64,7 +64,7 @@ class TieredToy(Toy):
                     state = torch.stack([row[part.start : part.stop] for row in rows])
                     found[unit.value("s", part, "device" if on_device else None)] = state
         others = {value for value in self.placement.homes(late=False) if homed(value) != value}
-        for value in (replace(value, tier="device") if on_device else value for value in others):
+        for value in (value._replace(tier="device") if on_device else value for value in others):
             found[value] = torch.full_like(found[homed(value)], torch.nan)
         return {value: content.clone() for value, content in found.items()}
 

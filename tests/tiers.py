@@ -177,7 +177,7 @@ def train(
             homes = placement.homes(late=late, redo=redo)
             late = late and any(value.kind == "dw" for value in homes)
             if on_device:  # no memory is reclaimed there
-                homes = {replace(value, tier="device") for value in homes | placement.homes(late=False)}
+                homes = {value._replace(tier="device") for value in homes | placement.homes(late=False)}
             elif not late:
                 homes -= {_scale(on_device)}
             home = {value: there[value] for value in homes}

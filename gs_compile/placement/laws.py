@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import get_args
 
 from gs_compile.placement.placement import Placement
@@ -207,7 +206,7 @@ class Lifetimes:
 
     def _breaks_sums(self, op: Op) -> Iterator[str]:
         for value in filter(_is_sum, op.reads):
-            whole = self.all_additions[replace(value, tier="device")]
+            whole = self.all_additions[value._replace(tier="device")]
             if self.additions[value] != whole and not self._keeps_sum(op, value):
                 yield f"{value} is read after {self.additions[value]} of {whole} micro-batches"
         self.additions.update(op.into)
@@ -217,8 +216,8 @@ class Lifetimes:
     def _keeps_sum(self, op: Op, value: Value) -> bool:
         """Whether an incomplete sum is only moved, or ends where it has been moved to."""
         if op.verb != "free":
-            return op.verb in MOVEMENTS and all(replace(value, tier=result.tier) == result for result in op.results)
-        others = (replace(value, tier=tier) for tier in get_args(Tier) if tier != value.tier)
+            return op.verb in MOVEMENTS and all(value._replace(tier=result.tier) == result for result in op.results)
+        others = (value._replace(tier=tier) for tier in get_args(Tier) if tier != value.tier)
         return any(
             other in self.defined and other not in self.freed and self.additions[other] == self.additions[value]
             for other in others
@@ -266,4 +265,4 @@ def _parts(placement: Placement, *when: str) -> set[Value]:
 
 def _anywhere(value: Value) -> Value:
     """The part that a value is, wherever it is."""
-    return replace(value, tier=None)
+    return value._replace(tier=None)

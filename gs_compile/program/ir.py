@@ -139,7 +139,7 @@ class Program:
                 (first, _), (last, _) = stages[at], stages[at + length - 1]
                 models = " ".join(str(stage.unit) for stage, _ in stages[at - period : at])
                 end = str(last).removeprefix(f"{last.phase} ")
-                lines.append(f"# {replace(first, micro_batch=None)} .. {end}   repeat {first.phase} {models}")
+                lines.append(f"# {first._replace(micro_batch=None)} .. {end}   repeat {first.phase} {models}")
                 at += length
             else:
                 lines += _stage_lines(*stages[at])
@@ -179,9 +179,9 @@ def shifted(stage: Stage, ops: Iterable[Op], by: int) -> tuple[Stage, tuple[Op, 
     """The same stage `by` layers on."""
 
     def move(values: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple(replace(v, unit=v.unit + by) if isinstance(v.unit, int) else v for v in values)
+        return tuple(v._replace(unit=v.unit + by) if isinstance(v.unit, int) else v for v in values)
 
-    there = replace(stage, unit=stage.unit + by) if isinstance(stage.unit, int) else stage
+    there = stage._replace(unit=stage.unit + by) if isinstance(stage.unit, int) else stage
     return there, tuple(
         replace(op, reads=move(op.reads), results=move(op.results), into=move(op.into), stage=there) for op in ops
     )

@@ -5,8 +5,7 @@ A value's name says what and where it is: ``x1_0.device`` is the input of layer 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 # A unit is what is loaded as a whole: the prologue "e" (embedding), layer 0 ... L-1, the epilogue "h" (head and loss),
 # and "t", the parameters that several of these share (tied embeddings), which no code belongs to.
@@ -41,8 +40,7 @@ SHADOWS = {"w": "sw", "s": "ss"}  # the kind of a part's shadow copy
 SHADOWED = {shadow: kind for kind, shadow in SHADOWS.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """One tensor or group of tensors of a step; fields carry its identity, `name` is for people."""
 
     kind: str
@@ -66,11 +64,10 @@ class Value:
 
 def homed(value: Value) -> Value:
     """The part that a value is a shadow copy of; any other value itself."""
-    return replace(value, kind=SHADOWED.get(value.kind, value.kind))
+    return value._replace(kind=SHADOWED[value.kind]) if value.kind in SHADOWED else value
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(NamedTuple):
     """The period in which one unit's forward, or recompute and backward, runs for all micro-batches, or for one.
 
     What comes before the first of these is the stage `FILL`, what comes after the last is `DRAIN`.

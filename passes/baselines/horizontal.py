@@ -35,4 +35,4 @@ def horizontal(num_layers: int, num_micro_batches: int, *, shape: StepShape | No
 def _in_its_own_stage(op: Op) -> Op:
     """The operation in a stage of its micro-batch; one that serves all, as `zeros` does, stands with the first."""
     of = op.micro_batch if op.micro_batch is not None else op.results[0].micro_batch
-    return replace(op, stage=replace(op.stage, micro_batch=of or 0))
+    return replace(op, stage=op.stage._replace(micro_batch=of or 0))

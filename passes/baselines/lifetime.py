@@ -100,7 +100,7 @@ def _periods(ops: Sequence[Op], ranges: Iterable[LiveRange], placement: Placemen
         if first is not None and value.kind in STAYING and ops[last].verb == "prefetch":
             back = last if value.piece is None else next(at for at in gathers[value] if at > last)
             yield Period(
-                replace(value, piece=None),
+                value._replace(piece=None),
                 nbytes := live.slot.nbytes,
                 since=ops[first].stage,
                 until=ops[last].stage,

@@ -71,7 +71,7 @@ def test_keeps_every_bit_of_the_vertical_step(step):
 def test_the_same_operations_each_in_the_stage_of_its_micro_batch(step):
     num_layers, num_micro_batches, shape = step
     program = horizontal(num_layers, num_micro_batches, shape=shape)
-    plain = [replace(op, stage=replace(op.stage, micro_batch=None)) for op in program.ops]
+    plain = [replace(op, stage=op.stage._replace(micro_batch=None)) for op in program.ops]
     assert Counter(plain) == Counter(vertical(num_layers, num_micro_batches, shape=shape).ops)
     for op in program.ops:
         assert op.micro_batch in (None, op.stage.micro_batch)

@@ -175,6 +175,6 @@ def _name(op):
 def _just_left(program, value, op):
     """Whether it comes back where only the reader is left to wait for."""
     at = program.ops.index(op)
-    home = replace(value, tier="host")
+    home = value._replace(tier="host")
     maker = max(k for k in range(at) if home in program.ops[k].results)
     return not any(between.micro_batch is not None for between in program.ops[maker:at])
