@@ -32,7 +32,6 @@ from gs_compile.options import Options, default_storage
 from gs_compile.planner.measure.probe_compute import compute_rates, link_rates, products_on
 from gs_compile.planner.measure.probe_drive import drive_rates, existing, room_nbytes
 from gs_compile.planner.measure.profile import FORMAT, Profile
-from gs_compile.planner.measure.rates import Figure
 from gs_compile.runtime.stream import default_device, device_of, has_own_memory
 from gs_compile.runtime.threads import correct_thread_count
 
@@ -102,8 +101,11 @@ def probe(
     load = os.getloadavg()[0]
     if load > BUSY_SHARE * usable_cores():
         log.warning("this machine was busy in the last minute (load %.1f): measure it again when it is idle", load)
-    room = free_nbytes(storage, device)
-    figures = _measured(storage, device, seconds)
+    room, own = free_nbytes(storage, device), device_of(device)
+    link_share = LINK_SHARE if own.has_own_memory else 0.0
+    figures = drive_rates(storage, seconds * DRIVE_SHARE, products_on(device), own)
+    figures |= compute_rates(device, seconds * (1 - DRIVE_SHARE - link_share))
+    figures |= link_rates(device, seconds * link_share) if own.has_own_memory else {}
     today = time.strftime("%Y-%m-%d")
     rates: dict[str, Any] = {name: figure.value for name, figure in figures.items()}
     sources = {name: f"{SHARES[name]:.0%} of what was free on {today}" for name in room}
@@ -113,16 +115,8 @@ def probe(
         if name.startswith(("ssd_read", "ssd_write")):
             rates[name] /= ranks
     name = platform.node() or "this machine"
-    fixed = {"format": FORMAT, "name": name, "device": "cuda" if has_own_memory(device) else "cpu", "num_ranks": ranks}
+    fixed = {"format": FORMAT, "name": name, "device": "cuda" if own.has_own_memory else "cpu", "num_ranks": ranks}
     return Profile.of({**fixed, **room, **rates, "sources": sources})
-
-
-def _measured(storage: Sequence[Path], device: torch.device, seconds: float) -> dict[str, Figure]:
-    own = device_of(device)
-    link_share = LINK_SHARE if own.has_own_memory else 0.0
-    figures = drive_rates(storage, seconds * DRIVE_SHARE, products_on(device), own)
-    figures |= compute_rates(device, seconds * (1 - DRIVE_SHARE - link_share))
-    return figures | (link_rates(device, seconds * link_share) if link_share else {})
 
 
 def free_nbytes(storage: Sequence[Path], device: torch.device | None = None) -> dict[str, int]:

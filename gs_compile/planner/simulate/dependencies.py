@@ -8,7 +8,7 @@ one that copies a checkpoint waits itself. As a lane is first-in-first-out, its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gs_compile.placement.kinds import slot_of
@@ -64,8 +64,9 @@ def dependencies(programs: Sequence[Program], placement: Placement | None = None
     values = _ValueTable(found.lanes)
     last = [-1] * (len(LANES) + 1)
     if placement is not None:
-        slots_before = [slot_of(placement, value) for value in placement.present(programs[0].ops)]
-        values.begin_with(range_of(slot, programs[0].offsets) for slot in slots_before)
+        slots_before = (slot_of(placement, value) for value in placement.present(programs[0].ops))
+        for where in filter(None, (range_of(slot, programs[0].offsets) for slot in slots_before)):
+            values.memory.begin(where)
     for program in programs:
         found.starts.append(len(found.ops))
         if id(program) not in rows:
@@ -102,11 +103,6 @@ class _ValueTable:
         self.made: dict[int, tuple[int, ...]] = {}
         self.used: dict[int, tuple[int, ...]] = {}
         self.memory: Ranges[int] = Ranges()
-
-    def begin_with(self, places: Iterable[Range | None]) -> None:
-        """What is in host memory before the first operation."""
-        for where in filter(None, places):
-            self.memory.begin(where)
 
     def begin(self, row: Row) -> tuple[int, ...]:
         """Those who use what was in the memory of an operation's results before."""

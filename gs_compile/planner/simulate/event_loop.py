@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 from gs_compile.planner.simulate.dependencies import COMPUTE, MEMORY, Dependencies
@@ -40,14 +41,9 @@ class Rule:
     op_seconds: float = 0.0
 
 
-def run(order: Dependencies, seconds: Sequence[float], rule: Rule) -> Times:
-    """Carry out all operations; `seconds`: what each takes alone."""
-    loop = _EventLoop(order, seconds, rule)
-    loop.run()
-    return loop.times
+class EventLoop:
+    """Carries out all operations; `seconds`: what each takes alone."""
 
-
-class _EventLoop:
     def __init__(self, order: Dependencies, seconds: Sequence[float], rule: Rule) -> None:
         number = len(order.ops)
         self.order = order
@@ -63,9 +59,10 @@ class _EventLoop:
         self.ends = [math.inf] * len(LANES)  # at the rates of now
         self.rates = [1.0] * len(LANES)
         self.shared = 0  # the lanes that work side by side at these rates, a bit each
-        self.known_rates: dict[int, list[float]] = {}
+        self.rates_of = cache(self._rates_of)
 
-    def run(self) -> None:
+    def run(self) -> Times:
+        """When everything happens."""
         ends, active, stopped = self.ends, self.active, self.times.stopped
         while True:
             coming = self._issue()
@@ -76,7 +73,7 @@ class _EventLoop:
             end = min(ends)
             if coming == end == math.inf:
                 assert self.at == len(stopped), "the issue loop waits for nothing"
-                return
+                return self.times
             self.now = now = min(coming, end)
             if end <= now:
                 for lane, when in enumerate(ends):
@@ -156,9 +153,7 @@ class _EventLoop:
         if working == self.shared:
             return
         self.shared = working
-        if working not in self.known_rates:
-            self.known_rates[working] = self._rates_of(working)
-        for lane, rate in enumerate(self.known_rates[working]):
+        for lane, rate in enumerate(self.rates_of(working)):
             if self.active[lane] >= 0 and rate != self.rates[lane]:
                 self.ends[lane] = self.now + (self.ends[lane] - self.now) * self.rates[lane] / rate
                 self.rates[lane] = rate

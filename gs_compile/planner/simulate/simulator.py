@@ -29,7 +29,7 @@ from gs_compile.placement.workload import Workload
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.bubbles import ISSUE, Chains, bubbles
 from gs_compile.planner.simulate.dependencies import COMPUTE, MEMORY, Dependencies, dependencies
-from gs_compile.planner.simulate.event_loop import Rule, Times, run
+from gs_compile.planner.simulate.event_loop import EventLoop, Rule, Times
 from gs_compile.planner.simulate.memory_timeline import Curve, curves
 from gs_compile.planner.simulate.prices import op_prices
 from gs_compile.program.ir import LANES, Op, Program, homed
@@ -72,7 +72,7 @@ def simulate(
     order = dependencies(programs, placement)
     durations = [each for program in seconds for each in program]
     assert len(durations) == len(order.ops), "seconds are not one an operation"
-    return Simulation(order, durations, run(order, durations, rule), tuple(programs), placement)
+    return Simulation(order, durations, EventLoop(order, durations, rule).run(), tuple(programs), placement)
 
 
 def predict(
