@@ -22,18 +22,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from gs_compile.placement.placement import Group, Placement, UnitPlacement
 from gs_compile.program.ir import FILL, Op, Program, Stage, Tier, Value, homed
 
-# The transfers by which what an update has made comes to where it is stored: verb, kind, tier.
-_WAYS_HOME: tuple[tuple[str, str, Tier], ...] = (
-    ("prefetch", "w", "device"),
-    ("offload", "w", "ssd"),
-    ("offload", "s", "ssd"),
-)
+SCALE = Value("scale", tier="host")
 
 
 def offload(program: Program, placement: Placement) -> Program:
@@ -63,7 +58,7 @@ class _Units:
         for op in self.program.ops:
             unit = self.placement.by_unit.get(op.values[0].unit) if op.values[0].unit is not None else None
             if op.verb == "clip":
-                yield replace(op, results=(Value("scale", tier="host"),))
+                yield replace(op, results=(SCALE,))
             elif unit is not None and op.verb in rewrites:
                 yield from rewrites[op.verb](op, unit)
             else:
@@ -92,77 +87,48 @@ class _Units:
             everything = tuple(unit.gradient(group) for group in unit.trained())
             yield Op("offload", op.reads, op.stage, everything if self.placement.separate else left)
 
-    def _update(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
-        yield from _Update(self.placement, unit, unit.group_of(op.into[0]), op.stage).ops()
-
     def _commit(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
         """Each part in memory or on SSD, where it is stored, and its shadow copy."""
         stored = (unit.value(v.kind, (unit.w if homed(v).kind == "w" else unit.s)[v.part]) for v in op.into)
-        yield Op("commit", (Value("scale", tier="host"),), op.stage, into=tuple(stored))
+        yield Op("commit", (SCALE,), op.stage, into=tuple(stored))
 
+    def _update(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
+        """One update with all that moves for it: the gradient out, its parts in, and what it has made to the tiers."""
+        placement, group, is_late = self.placement, unit.group_of(op.into[0]), op.stage == FILL
+        w, s = [unit.value("w", part) for part in group.w], [unit.value("s", part) for part in group.s]
+        shadows = dict(unit.shadows(group)) if placement.speculative and not is_late else {}
+        yield from self._gradient_out(op, unit, group)
+        yield from self._parts_in(op, unit, group)
 
-@dataclass(frozen=True)
-class _Update:
-    """One update with all that moves for it: the gradient out, its parts in, and what it has made to the tiers."""
+        in_host = {part: shadow for part, shadow in shadows.items() if part.tier == "host"}
+        gradient = unit.gradient(group) if is_late or placement.separate else Value("dw", unit.unit)
+        scale = (SCALE,) if placement.clip and is_late else ()
+        into = tuple(in_host.get(value, _on(value, "host")) for value in (*w, *s))
+        yield Op("update", (gradient, *in_host, *scale), op.stage, into=into)
 
-    placement: Placement
-    unit: UnitPlacement
-    group: Group
-    stage: Stage
-
-    def ops(self) -> Iterator[Op]:
-        yield from self._gradient_out()
-        yield from self._parts_in()
-        yield self._update()
-        for verb, kind, tier in _WAYS_HOME:
-            stored = self._stored(kind, tier)
+        for verb, tier, values in (("prefetch", "device", w), ("offload", "ssd", w), ("offload", "ssd", s)):
+            stored = [value for value in values if value.tier == tier]
             if stored:
                 made = tuple(_on(value, "host") for value in stored)
-                yield Op(verb, made, self.stage, into=tuple(self._shadows.get(value, value) for value in stored))
+                yield Op(verb, made, op.stage, into=tuple(shadows.get(value, value) for value in stored))
 
-    @property
-    def _is_late(self) -> bool:
-        return self.stage == FILL
-
-    @property
-    def _shadows(self) -> dict[Value, Value]:
-        """The shadow copies, by part, that a speculative update writes."""
-        return dict(self.unit.shadows(self.group)) if self.placement.speculative and not self._is_late else {}
-
-    def _stored(self, kind: str, *tiers: Tier) -> list[Value]:
-        """The group's parts, parameters or state, that are stored on a tier; without one, on any."""
-        parts = self.group.w if kind == "w" else self.group.s
-        return [self.unit.value(kind, part) for part in parts if part.tier in tiers or not tiers]
-
-    def _gradient_out(self) -> Iterator[Op]:
+    def _gradient_out(self, op: Op, unit: UnitPlacement, group: Group) -> Iterator[Op]:
         """All early gradients at once, before the first early update, unless they have left with the late ones."""
-        early = self.unit.trained("early")
-        has_left = self._is_late or self.unit.trained(*self.placement.waiting(redo=True))
-        if self.placement.separate and not has_left and self.group is early[0]:
-            gradients = tuple(self.unit.gradient(group) for group in early)
-            yield Op("offload", (Value("dw", self.unit.unit),), self.stage, gradients)
+        early = unit.trained("early")
+        has_left = op.stage == FILL or unit.trained(*self.placement.waiting(redo=True))
+        if self.placement.separate and not has_left and group is early[0]:
+            yield Op("offload", (Value("dw", unit.unit),), op.stage, tuple(map(unit.gradient, early)))
 
-    def _parts_in(self) -> Iterator[Op]:
+    def _parts_in(self, op: Op, unit: UnitPlacement, group: Group) -> Iterator[Op]:
         """State from SSD, and parameters where the update reads them; where it fills them, memory for them."""
-        if self.unit.has_master:
-            filled = self._stored("w", "device") + self._stored("w", "ssd")
-            if self.group.when == "late":
-                reclaimed = (part for part in self.group.w if self.placement.reclaims(self.unit, part))
-                filled += [self.unit.value("w", part) for part in reclaimed]
-            for value in filled:
-                yield Op("empty", (), self.stage, (_on(value, "host"),))
-        elif self._is_late:
-            yield from _fetch(self._stored("w", "ssd"), self.stage)
-        yield from _fetch(self._stored("s", "ssd"), self.stage)
-
-    def _update(self) -> Op:
-        in_host = {part: shadow for part, shadow in self._shadows.items() if part.tier == "host"}
-        values = (_on(value, "host") for value in self._stored("w") + self._stored("s"))
-        is_whole = not self._is_late and not self.placement.separate
-        gradient = Value("dw", self.unit.unit) if is_whole else self.unit.gradient(self.group)
-        scale = (Value("scale", tier="host"),) if self.placement.clip and self._is_late else ()
-        into = tuple(in_host.get(value, value) for value in values)
-        return Op("update", (gradient, *in_host, *scale), self.stage, into=into)
+        if unit.has_master:
+            filled = [part for tier in ("device", "ssd") for part in group.w if part.tier == tier]
+            filled += [part for part in group.w if group.when == "late" and self.placement.reclaims(unit, part)]
+            for part in filled:
+                yield Op("empty", (), op.stage, (unit.value("w", part, "host"),))
+        elif op.stage == FILL:
+            yield from _fetch((unit.value("w", part) for part in group.w if part.tier == "ssd"), op.stage)
+        yield from _fetch((unit.value("s", part) for part in group.s if part.tier == "ssd"), op.stage)
 
 
 def _fetch(stored: Iterable[Value], stage: Stage) -> Iterator[Op]:
