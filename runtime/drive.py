@@ -44,7 +44,7 @@ class Drive:
             self._folder_fd, self._lock_fd = lock(self.folder)
             opened.callback(self._release)
             self._files: list[File] = []
-            opened.callback(self._remove_all)
+            opened.callback(lambda: list(map(self.remove, list(self._files))))
             self._threads = threads
             self._pools = {
                 verb: opened.enter_context(ThreadPoolExecutor(threads, f"greedysnake-{verb}"))
@@ -84,9 +84,8 @@ class Drive:
 
         Each direction is served in the order of its requests, at the drive's full speed.
         """
-        move_block = ssd.read_block if verb == "read" else ssd.write_block
         return [
-            self._pools[verb].submit(move_block, file, memory[begin - offset : end - offset], begin, label)
+            self._pools[verb].submit(ssd.move_block, verb, file, memory[begin - offset : end - offset], begin, label)
             for begin, end in ssd.blocks(offset, memory.nbytes, self._threads)
         ]
 
@@ -115,8 +114,8 @@ class Drive:
         page = np.frombuffer(mmap.mmap(-1, ssd.PAGE), np.uint8)
         try:
             with self._probe(ssd.PAGE) as file:
-                ssd.write_block(file, page, 0, PROBE)
-                ssd.read_block(file, page, 0, PROBE)
+                ssd.move_block("write", file, page, 0, PROBE)
+                ssd.move_block("read", file, page, 0, PROBE)
         except StorageError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -139,10 +138,6 @@ class Drive:
     def _unlink(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # someone else has removed it
             os.unlink(name, dir_fd=self._folder_fd)
-
-    def _remove_all(self) -> None:
-        for file in list(self._files):
-            self.remove(file)
 
     def _release(self) -> None:
         with contextlib.suppress(OSError):  # not empty: someone is taking it over, or put a file there

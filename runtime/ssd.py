@@ -35,12 +35,13 @@ import numpy.typing as npt
 import torch
 
 from gs_compile.errors import StorageError
+from gs_compile.placement.slab import PAGE_NBYTES, rounded
 from gs_compile.runtime.stream import is_in_host_memory
 
 Memory: TypeAlias = npt.NDArray[np.uint8]
 Verb = Literal["read", "write"]
 
-PAGE = 4096  # what O_DIRECT asks of addresses, offsets and lengths; no drive asks for more
+PAGE = PAGE_NBYTES
 BLOCK = 8 << 20  # 1 to 16 MiB are equally fast with enough threads (benchmarks/ssd.py); large ones cost less CPU
 SMALL_BLOCK = 1 << 20  # a short request is cut finer, to this and no less, so that it too has several in flight
 THREADS = 4  # of a drive, for each direction: two are slower, eight are no faster (benchmarks/ssd.py)
@@ -67,7 +68,8 @@ class Transfer:
     def wait(self) -> None:
         """Return when every byte has arrived; raises the StorageError of the first block that failed."""
         wait_for(self.blocks, return_when=FIRST_EXCEPTION)
-        broken = next((block for block in self.blocks if _has_failed(block)), None)
+        ended = (block for block in self.blocks if block.done() and not block.cancelled())
+        broken = next((block for block in ended if block.exception() is not None), None)
         if broken is not None:
             for block in self.blocks:
                 block.cancel()  # a broken drive answers slowly: what has not begun need not
@@ -79,49 +81,37 @@ class Transfer:
         wait_for(self.blocks)
 
 
-def _has_failed(block: Future[None]) -> bool:
-    return block.done() and not block.cancelled() and block.exception() is not None
-
-
 def blocks(offset: int, nbytes: int, threads: int) -> Iterator[tuple[int, int]]:
     """Cut a range of a file: first and last what is less than a page, between them blocks of whole pages."""
     end = offset + nbytes
-    first, last = round_up(offset), end - end % PAGE
+    first, last = rounded(offset), end - end % PAGE
     cuts = {offset, end}
     if first < last:
         num_blocks = -(-(last - first) // min(BLOCK, max(SMALL_BLOCK, (last - first) // threads)))
-        cuts.update(range(first, last, round_up(-(-(last - first) // num_blocks))))
+        cuts.update(range(first, last, rounded(-(-(last - first) // num_blocks))))
     if first <= last:
         cuts.add(last)
     return pairwise(sorted(cuts))
 
 
-def read_block(file: File, memory: Memory, offset: int, label: str) -> None:
-    """Read one block, all of it, or raise a StorageError."""
-    if goes_straight(file, memory, offset):  # [1]
-        move("read", file, memory, offset, label)
-    else:  # [2]
-        inside, pages = bounce(offset, memory.nbytes)
-        move("read", file, pages, offset - inside.start, label)
+def move_block(verb: Verb, file: File, memory: Memory, offset: int, label: str) -> None:
+    """Read or write one block, all of it, or raise a StorageError."""
+    places = memory.ctypes.data, offset, memory.nbytes
+    if not file.direct or not any(place % PAGE for place in places):  # [1]
+        move(verb, file, memory, offset, label)
+        return
+    inside, pages = bounce(offset, memory.nbytes)  # [2]
+    begin = offset - inside.start
+    if verb == "read":
+        move("read", file, pages, begin, label)
         memory[:] = pages[inside]
-
-
-def write_block(file: File, memory: Memory, offset: int, label: str) -> None:
-    """Write one block, all of it, or raise a StorageError."""
-    if goes_straight(file, memory, offset):  # [1]
-        move("write", file, memory, offset, label)
-    else:  # [2]
-        inside, pages = bounce(offset, memory.nbytes)
-        is_part = memory.nbytes < pages.nbytes
-        with file.parts if is_part else contextlib.nullcontext():
-            if is_part:
-                move("read", file, pages, offset - inside.start, label)
-            pages[inside] = memory
-            move("write", file, pages, offset - inside.start, label)
-
-
-def goes_straight(file: File, memory: Memory, offset: int) -> bool:
-    return not file.direct or (is_whole(memory.ctypes.data) and is_whole(offset) and is_whole(memory.nbytes))
+        return
+    is_part = memory.nbytes < pages.nbytes
+    with file.parts if is_part else contextlib.nullcontext():
+        if is_part:
+            move("read", file, pages, begin, label)
+        pages[inside] = memory
+        move("write", file, pages, begin, label)
 
 
 _thread = threading.local()
@@ -134,7 +124,7 @@ def bounce(offset: int, nbytes: int) -> tuple[slice, Memory]:
     if not hasattr(_thread, "bounce"):
         _thread.bounce = np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8)
     start = offset % PAGE
-    return slice(start, start + nbytes), _thread.bounce[: round_up(start + nbytes)]
+    return slice(start, start + nbytes), _thread.bounce[: rounded(start + nbytes)]
 
 
 def move(verb: Verb, file: File, memory: Memory, offset: int, label: str) -> None:
@@ -174,15 +164,6 @@ def as_bytes(tensor: torch.Tensor) -> Memory:
         raise ValueError(f"a tensor on {tensor.device} with strides {tensor.stride()}: storage moves contiguous memory")
     memory: Memory = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memory
-
-
-def round_up(nbytes: int) -> int:
-    """The next multiple of a page."""
-    return -(-nbytes // PAGE) * PAGE
-
-
-def is_whole(nbytes: int) -> bool:
-    return nbytes % PAGE == 0
 
 
 # The system calls, by names of our own: the tests let each of them fail.

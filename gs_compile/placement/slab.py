@@ -31,7 +31,7 @@ from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import Occupants
 from gs_compile.program.ir import TIED, Op, Program, Tier, Value, height
 
-PAGE_NBYTES = 4096
+PAGE_NBYTES = 4096  # what direct I/O asks of addresses, offsets and lengths; no drive asks for more
 EVER = -(1 << 30), 1 << 30  # a span that overlaps all others
 LAGS = (2, 1)  # stages that a transfer may take after its own; it is planned to take one
 
