@@ -16,16 +16,17 @@ from torch import nn
 
 from gs_compile.capture.internals import changes, tree_map_only
 from gs_compile.errors import ReleasedParameterError
-from gs_compile.model.placeholder import placeholder
 
 Tensor = torch.Tensor
 
-# Functions that look at a tensor and not at its values; those whose names begin with "is_", "_is_" or "new_" do so too.
+# Functions that look at a tensor and not at its values, what names of more of them begin with, and those that make
+# another tensor like it.
 _LOOKS = frozenset(
     "__len__ dim element_size get_device ndimension nelement numel requires_grad_ size storage_offset stride detach_ "
-    "untyped_storage _has_compatible_shallow_copy_type "
-    "empty_like full_like ones_like rand_like randn_like zeros_like".split()
+    "untyped_storage _has_compatible_shallow_copy_type".split()
 )
+_ASKS = ("is_", "_is_")
+_MAKES = frozenset("empty_like full_like ones_like rand_like randn_like zeros_like".split())
 _VIEWS = frozenset("data T mT H mH real imag".split())  # attributes that show values; all others look
 _CONVERSIONS = frozenset("to cpu cuda float double half bfloat16 type".split())
 _REFUSED = {
@@ -48,6 +49,13 @@ class Place(Protocol):
 
     def convert(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None:
         """Have the model compute with the parameter in another dtype or on another device."""
+
+
+def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that stands for values elsewhere: one NaN, which nobody computed, or the least integer."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full((), float("nan"), dtype=dtype, device=device)
+    return torch.full((), 0 if dtype == torch.bool else torch.iinfo(dtype).min, dtype=dtype, device=device)
 
 
 class _Elsewhere(Tensor):
@@ -182,6 +190,30 @@ class Conversion(_Elsewhere):
         return self.in_memory().__reduce_ex__(protocol)
 
 
+class UnavailableGradient(Tensor):
+    """The `.grad` of an offloaded parameter between backward and optimizer.step(); nobody can compute with it.
+
+    Without it, clipping and other optimizers would pass over the parameter without a word.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """To be looked at, zeroed and dropped is what it allows."""
+        name = getattr(function, "__name__", "")
+        if name in ("zero_", "_foreach_zero_"):
+            return args[0]
+        if name == "__get__" or name in _LOOKS or name.startswith(_ASKS):
+            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise ReleasedParameterError(
+            f"{name}: gradients of parameters that live on the tiers cannot be clipped or used from outside: they "
+            "never are in p.grad. Use max_grad_norm= of the gs_compile optimizer, which clips by the same global norm, "
+            "and leave this call out"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return "UnavailableGradient()"
+
+
 class _Read(torch.autograd.Function):
     """A parameter's value with a gradient, which is refused where somebody asks for it."""
 
@@ -214,7 +246,8 @@ def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
             return first
         if name in _CONVERSIONS and not kwargs.get("copy"):
             return first._convert(function, args[1:], kwargs)
-    if name in _LOOKS or name.startswith(("is_", "_is_", "new_")) or (attribute and attribute not in _VIEWS):
+    looks = name in _LOOKS or name in _MAKES or name.startswith((*_ASKS, "new_"))
+    if looks or (attribute and attribute not in _VIEWS):
         return nn.Parameter.__torch_function__(function, (), args, kwargs)
     if attribute == "data":
         function = Tensor.detach  # which counts changes

@@ -25,9 +25,8 @@ from torch import nn
 from gs_compile.capture.internals import changes
 from gs_compile.errors import ReleasedParameterError
 from gs_compile.model.mapped import mapped
-from gs_compile.model.offloaded import OffloadedParameter, shares_memory
+from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder, shares_memory
 from gs_compile.model.parameter_store import ParameterStore
-from gs_compile.model.placeholder import UnavailableGradient, placeholder
 from gs_compile.runtime.tiers import Slice
 
 Tensor = torch.Tensor

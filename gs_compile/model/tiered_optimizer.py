@@ -26,7 +26,7 @@ from gs_compile.capture.internals import untraced
 from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParameterError
 from gs_compile.model import resident_update
 from gs_compile.model.engine import Engine
-from gs_compile.model.placeholder import UnavailableGradient
+from gs_compile.model.offloaded import UnavailableGradient
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import StepRecord
