@@ -6,7 +6,7 @@ are added, and which random numbers it draws.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,7 +146,7 @@ class CompiledUnits:
         """
         part = self.micro_batches[micro_batch]
         code = part.codes[unit]
-        function: Callable[..., Sequence[Any]] = getattr(code, name)
+        function = code.function(name)
         if self.seed is None or not code.draws_random:
             return function(*arguments)
         half = unit % 2 if part.split.halved and isinstance(unit, int) else None

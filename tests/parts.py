@@ -32,7 +32,10 @@ def code_and_autograd(unit, generator, name="backward", *, most=5):
     expected = torch.autograd.grad(taken, wanted, given, allow_unused=True, materialize_grads=True)
     code, before = Differentiated(unit, generator), [tensor.clone() for tensor in inputs]
     with torch.no_grad():
-        found = code.both(*inputs) if is_both else (*code.forward(*inputs), *code.backward(*inputs, *given))
+        if is_both:
+            found = code.function("both")(*inputs)
+        else:
+            found = (*code.function("forward")(*inputs), *code.function("backward")(*inputs, *given))
     torch.testing.assert_close(inputs, before, rtol=0, atol=0, equal_nan=True)
     return found, (*(result.detach() for result in results), *expected)
 

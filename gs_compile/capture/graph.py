@@ -16,7 +16,6 @@ import sympy
 import torch
 from torch import fx
 
-from gs_compile.capture.gradients import Term
 from gs_compile.program.ir import EPILOGUE, Unit
 
 # What a graph input is. "batch" has the batch along dimension 0; "constant" is shared by all micro-batches; "size"
@@ -166,18 +165,11 @@ class UnitCode(Protocol):
 
     forward(*inputs)                returns the unit's results
     backward(*inputs, *gradients)   runs forward again; returns the gradients of `unit.differentiable`, given those of
-                                    `unit.differentiated` results; parameters' may be factors
+                                    `unit.differentiated` results; parameters' may be factors (`capture.gradients`)
     both(*inputs)                   of the head: its results, then the gradients of its loss
     """
 
-    @property
-    def forward(self) -> Callable[..., Sequence[torch.Tensor]]: ...
-
-    @property
-    def backward(self) -> Callable[..., Sequence[Term]]: ...
-
-    @property
-    def both(self) -> Callable[..., Sequence[Any]]: ...
+    def function(self, name: str) -> Callable[..., Sequence[Any]]: ...
 
     @property
     def draws_random(self) -> bool: ...

@@ -104,7 +104,7 @@ class SpecializedModel:
             runs_backward = self.runs_backward(unit, shape)
             together = runs_backward and "loss" in self.split.by_unit[unit].results
             for name in ("both",) if together else ("forward", "backward")[: 1 + runs_backward]:
-                getattr(code, name)
+                code.function(name)
 
     @cached_property
     def draws_random(self) -> bool:

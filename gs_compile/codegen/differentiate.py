@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from gs_compile.capture.gradients import Term
 from gs_compile.capture.graph import UnitGraph
 from gs_compile.capture.inductor import Generator, draws_random
 from gs_compile.codegen.factor import assemble, factor
@@ -43,18 +42,14 @@ class Differentiated:
         self.graphs: dict[str, fx.GraphModule] = {}
         self.seconds = 0.0  # spent in tracing and compiling
         self._generator = generator
+        self._functions: dict[str, Callable[..., Sequence[Any]]] = {}
 
-    @cached_property
-    def forward(self) -> Callable[..., Sequence[torch.Tensor]]:
-        return self._compiled("forward", self.graph("forward"))
-
-    @cached_property
-    def backward(self) -> Callable[..., Sequence[Term]]:
-        return self._factored("backward", 0)
-
-    @cached_property
-    def both(self) -> Callable[..., Sequence[Any]]:
-        return self._factored("both", len(self.unit.results))
+    def function(self, name: str) -> Callable[..., Sequence[Any]]:
+        """The compiled "forward", "backward" or "both"; gradients of parameters come as factors where they can."""
+        if name not in self._functions:
+            graph = self.graph(name)
+            self._functions[name] = self._compiled(name, graph) if name == "forward" else self._factored(name, graph)
+        return self._functions[name]
 
     @cached_property
     def draws_random(self) -> bool:
@@ -71,10 +66,10 @@ class Differentiated:
                 self.graphs[name] = self._generator.trace(functions[name], (*self.unit.specs, *gradients))
         return self.graphs[name]
 
-    def _factored(self, name: str, num_results: int) -> Callable[..., Sequence[Term]]:
-        """`name` compiled; what follows its results are gradients, and those of parameters come as factors."""
+    def _factored(self, name: str, whole: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+        num_results = len(self.unit.results) if name == "both" else 0
         chosen = [self.unit.sources[index].kind == "input" for index in self.unit.differentiable]
-        graph, forms = factor(self.graph(name), [*[False] * num_results, *chosen])
+        graph, forms = factor(whole, [*[False] * num_results, *chosen])
         compiled = self._compiled(name, graph)
         return lambda *arguments: assemble(compiled(*arguments), forms)
 

@@ -133,14 +133,12 @@ def test_hard_blocks(block, generator):
 def test_autocast_outside_does_not_matter():
     unit, code = block_unit(Block), None
     inputs = [tensor.detach() for tensor in inputs_of(unit)]
-    expected = Differentiated(unit, EAGER).forward(*inputs)[0]
+    expected = Differentiated(unit, EAGER).function("forward")(*inputs)[0]
     with torch.autocast("cpu", torch.bfloat16):
         code = Differentiated(unit, EAGER)
-        graph_dtypes = {
-            n.meta["val"].dtype for n in (code.forward, code.graphs["forward"])[1].graph.nodes if "val" in n.meta
-        }
+        graph_dtypes = {n.meta["val"].dtype for n in code.graph("forward").graph.nodes if "val" in n.meta}
     assert graph_dtypes == {torch.float32}
-    assert torch.equal(code.forward(*inputs)[0], expected)
+    assert torch.equal(code.function("forward")(*inputs)[0], expected)
 
 
 def test_a_parameter_that_no_gradient_reaches_gets_zeros():
@@ -149,7 +147,8 @@ def test_a_parameter_that_no_gradient_reaches_gets_zeros():
             return x + self.up(x)[..., :WIDTH] + self.down(self.up(x)).detach()
 
     unit = block_unit(Idle)
-    gradients = Differentiated(unit, EAGER).backward(*[t.detach() for t in inputs_of(unit)], torch.ones(2, 5, WIDTH))
+    backward = Differentiated(unit, EAGER).function("backward")
+    gradients = backward(*[t.detach() for t in inputs_of(unit)], torch.ones(2, 5, WIDTH))
     assert len(gradients) == len(unit.differentiable)
     assert [tuple(g.shape) for g in gradients] == [unit.specs[i].shape for i in unit.differentiable]
     assert sum(not g.any() for g in gradients) == 2
@@ -183,8 +182,7 @@ def test_the_backward_recomputes_only_what_it_needs():
     """The result of the last linear is not needed for any gradient."""
     unit = block_unit(Block)
     code = Differentiated(unit, EAGER)
-    _ = code.forward, code.backward
-    counts = {name: Counter(operations(code.graphs[name])) for name in ("forward", "backward")}
+    counts = {name: Counter(operations(code.graph(name))) for name in ("forward", "backward")}
     assert (counts["forward"]["addmm.default"], counts["backward"]["addmm.default"]) == (2, 1)
     assert (counts["forward"]["tanh.default"], counts["backward"]["tanh.default"]) == (1, 1)
     assert counts["backward"]["mm.default"] == 4
