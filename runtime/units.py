@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gs_compile.capture.gradients import Term, add_term, tensors_of
+from gs_compile.capture.gradients import Term, put_term, tensors_of
 from gs_compile.capture.graph import Source, TensorSpec, UnitCode, UnitGraph
 from gs_compile.capture.split import Split
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit, Value
@@ -46,7 +46,7 @@ class Accumulator:
             if key in fresh:
                 self.sums[key] = _kept(gradient, memory)
             else:
-                add_term(self.sums[key], gradient)
+                put_term(self.sums[key], gradient, add=True)
 
     def scale(self, factor: torch.Tensor) -> None:
         for total in self.sums.values():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gs_compile.capture.gradients import Term, add_term, put_term
+from gs_compile.capture.gradients import Term, put_term
 from gs_compile.program.ir import Value
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.slab import Place
@@ -36,7 +36,7 @@ class Gradient:
 
     def add(self, gradients: Mapping[Any, Term], among: Sequence[torch.Tensor]) -> None:
         for key, term in gradients.items():
-            (add_term if key in self.added else put_term)(self.views[key], term)
+            put_term(self.views[key], term, add=key in self.added)
         self.added |= gradients.keys()
 
     def scale(self, factor: torch.Tensor) -> None:

@@ -24,17 +24,11 @@ class Product(NamedTuple):
     def dense(self) -> Tensor:
         return torch.mm(self.left, self.right)
 
-    def add_to(self, total: Tensor) -> None:
+    def put(self, total: Tensor, *, add: bool) -> None:
         if total.dtype == self.left.dtype:
-            total.addmm_(self.left, self.right)
+            torch.addmm(total, self.left, self.right, beta=int(add), out=total)
         else:  # summed in float64 with others
-            total.add_(self.dense())
-
-    def copy_to(self, total: Tensor) -> None:
-        if total.dtype == self.left.dtype:
-            torch.mm(self.left, self.right, out=total)
-        else:
-            total.copy_(self.dense())
+            put_term(total, self.dense(), add=add)
 
 
 class Rows(NamedTuple):
@@ -47,40 +41,32 @@ class Rows(NamedTuple):
     def dense(self) -> Tensor:
         dtype = torch.promote_types(self.rows.dtype, torch.float32)
         total = self.rows.new_zeros(self.num_rows, self.rows.shape[-1], dtype=dtype)
-        self.add_to(total)
+        self.put(total, add=True)
         return total
 
-    def add_to(self, total: Tensor) -> None:
+    def put(self, total: Tensor, *, add: bool) -> None:
         """Always in the same order: index_put_ sorts on CUDA, where index_add_ does not; on the CPU it is opposite."""
         ids, rows = self.ids.reshape(-1), self.rows.reshape(-1, self.rows.shape[-1]).to(total.dtype)
+        if not add:
+            total.zero_()
         if total.device.type == "cpu":
             total.index_add_(0, ids, rows)
         else:
             total.index_put_((ids,), rows, accumulate=True)
-
-    def copy_to(self, total: Tensor) -> None:
-        total.zero_()
-        self.add_to(total)
 
 
 Factors = Product | Rows
 Term = Tensor | Factors
 
 
-def add_term(total: Tensor, term: Term) -> None:
-    """Add `term` to `total`, in the dtype of `total`."""
-    if isinstance(term, Tensor):
+def put_term(total: Tensor, term: Term, *, add: bool) -> None:
+    """Add `term` to `total`, in the dtype of `total`, or put it in the place of whatever `total` was."""
+    if not isinstance(term, Tensor):
+        term.put(total, add=add)
+    elif add:
         total.add_(term)
     else:
-        term.add_to(total)
-
-
-def put_term(total: Tensor, term: Term) -> None:
-    """`term` in the place of whatever `total` was."""
-    if isinstance(term, Tensor):
         total.copy_(term)
-    else:
-        term.copy_to(total)
 
 
 def tensors_of(term: Term) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from parts import code_and_autograd
 from torch import nn
 from torch.nn import functional
 
-from gs_compile.capture.gradients import Product, Rows, add_term, put_term, tensors_of
+from gs_compile.capture.gradients import Product, Rows, put_term, tensors_of
 from gs_compile.capture.inductor import Generator
 from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.program.ir import EPILOGUE, PROLOGUE
@@ -101,18 +101,18 @@ def assert_adds_up(term, right, tolerance=1e-5):
     close = {"rtol": tolerance, "atol": tolerance}
     before = torch.randn(right.shape)
     total = before.clone()
-    add_term(total, term)
+    put_term(total, term, add=True)
     torch.testing.assert_close(total, before + right, **close)
     flat = torch.full((right.numel() + 7,), torch.nan)
     view = flat[3:-4].view(right.shape)
-    put_term(view, term)
+    put_term(view, term, add=False)
     torch.testing.assert_close(view, right, **close)
     assert flat[:3].isnan().all()
     assert flat[-4:].isnan().all()
     double = torch.zeros(right.shape, dtype=torch.float64)
-    add_term(double, term)
+    put_term(double, term, add=True)
     torch.testing.assert_close(double, right.double(), **close)
-    put_term(double, term)
+    put_term(double, term, add=False)
     torch.testing.assert_close(double, right.double(), **close)
     if not isinstance(term, torch.Tensor):
         torch.testing.assert_close(term.dense(), right, **close)
