@@ -33,8 +33,13 @@ def fresh_dynamo(request):
 
 @pytest.fixture(autouse=True, scope="module")
 def captures_of_a_module():
-    """A module that keeps its captures from test to test begins without any."""
+    """A module that keeps its captures from test to test begins without any.
+
+    What modules before it have left for good is passed over by the collections that a model's first call makes.
+    """
     torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
-import expecttest
 import pytest
 import torch
 from captured import TOKENS, WORDS, Tiny, assert_same_step, batch, captured, compiled, text
@@ -80,16 +76,6 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["HuggingFace's causal mean", "cross_entropy class weights", "accumulated in place"],
-)
-def test_form_equals_the_whole_batch(form):
-    """End to end, five samples as 2 + 2 + 1: uneven labels, the second micro-batch without any."""
-    torch.manual_seed(0)
-    assert_same_step(short(FORMS[form]), *batch(5), tolerance=EXACT)
-
-
 @pytest.mark.parametrize("given_as", [int, lambda n: torch.tensor(float(n))], ids=["int", "tensor"])
 def test_number_of_labels_given_by_the_trainer(given_as):
     class Trained(Tiny):
@@ -123,23 +109,6 @@ def test_half_precision_does_not_overflow():
 
 
 # What the pass writes -------------------------------------------------------------------------------------------------
-
-
-class TestText(expecttest.TestCase):
-    def test_huggingface_mean(self):
-        case = captured(short(shifted), *batch(4))
-        separated = case.separated(2)
-        for term in separated.terms:
-            assert re.match(rf"{Path(__file__).parents[1]}/(capture/test_loss|criteria)\.py:\d+: ", term.where)
-        self.assertExpectedInline(
-            "\n".join(f"{term.node}: {term.kind}: {term.why}" for term in separated.terms),
-            """\
-sum_1: total: made from the inputs alone: counted over the whole batch
-cross_entropy: sum: cross_entropy(mean) = cross_entropy(sum) / total, the counted labels of the whole batch
-div: sum: micro-batches add""",
-        )
-        assert list(separated.kinds.values()) == ["sum"]
-        assert [node.name for node in separated.totals] == ["sum_1"]
 
 
 def test_alone_changes_nothing():

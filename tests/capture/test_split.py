@@ -34,7 +34,7 @@ class TestText(expecttest.TestCase):
         case = captured(Shifting(), *batch(4))
         cut = case.split(2)
         self.assertExpectedInline(
-            texts(cut.units[:3], case.captured),
+            texts([cut.units[0], cut.units[2]], case.captured),
             """\
 # e returns x side
 inputs ids, embed.weight
@@ -44,14 +44,6 @@ mask = getitem(to, (Ellipsis, None))
 x = embedding(ids, embed.weight, None, None, 2.0, False, False)
 mul = mul(x, mask)
 return (mul, mask)
-
-# 0 returns x
-inputs mul, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.down.bias
-linear = linear(mul, blocks.0.up.weight, blocks.0.up.bias)
-tanh = tanh(linear)
-linear_1 = linear(tanh, blocks.0.down.weight, blocks.0.down.bias)
-add = add(mul, linear_1)
-return (add,)
 
 # 1 returns x
 inputs add, mask, blocks.1.up.weight, blocks.1.up.bias, blocks.1.down.weight, blocks.1.down.bias

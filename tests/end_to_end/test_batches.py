@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 import pytest
 import torch
 from torch.nn import functional
@@ -91,13 +89,3 @@ def test_a_wrapped_model_is_the_same():
     assert torch.equal(loss, other)
     assert all(torch.equal(found[name], gradient) for name, gradient in gradients(inner).items())
     assert found.keys() == gradients(inner).keys() == dict(in_place.named_parameters()).keys()
-
-
-def test_the_name_of_the_backend():
-    try:
-        metadata.distribution("greedysnake")
-    except metadata.PackageNotFoundError:
-        pytest.skip("torch finds the backend by name only where the distribution is installed: pip install -e .")
-    model = GPT()
-    model.compile(backend="greedysnake", options={"micro_batch_size": 2, "expert": {"compiler": "eager"}})
-    assert_same_gradients(train(model, *batch())[1], train(GPT(), *batch())[1])

@@ -14,6 +14,7 @@ import gs_compile
 from gs_compile.errors import OptionError
 
 KEEPS_CAPTURES = True
+LINK = ["h2d_bytes_per_second", "d2h_bytes_per_second", "h2d_mixed_bytes_per_second", "d2h_mixed_bytes_per_second"]
 ON_DEVICE = {"device_parameter": 0.5, "device_checkpoint": 0.5}
 
 
@@ -73,10 +74,10 @@ def test_values_are_read_and_written_where_they_live(rig, tmp_path):
 
 
 def test_spare_device_memory_is_used_by_itself(rig, tmp_path):
-    """Where a linear program places data, on a machine whose device has memory of its own."""
+    """Where a linear program places data, on a machine whose device has memory of its own, and a slow link."""
     given = separate(tmp_path, host_memory="30MiB", alpha=None)
     given["expert"]["ratios"] = {"optimizer": 0.0}
-    given["machine"] = replace(A100, name="small", device_nbytes=8 << 20)
+    given["machine"] = replace(A100, name="small", device_nbytes=8 << 20, **dict.fromkeys(LINK, 1e6))
     with rig.fresh(adamw, given) as optimizer:
         losses = [step(rig.model, optimizer, tokens(number)) for number in range(3)]
         engine = optimizer.engine

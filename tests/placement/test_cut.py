@@ -42,11 +42,6 @@ def test_two_zones_and_two_groups():
     )
 
 
-def test_large_units_are_updated_in_several_groups():
-    unit = parts([16 * Q], most_numel=4 * Q)
-    assert [(group.when, group.numel // Q) for group in unit.groups] == [("early", 4)] * 3 + [("late", 4)]
-
-
 def test_whole_tensors_live_on_the_device():
     unit = parts([4 * Q, 8 * Q], [4 * Q], device_numel=10 * Q, device_ratio=0.25, parameter_ratio=0.25)
     assert picture(unit) == (
@@ -83,12 +78,6 @@ def test_in_one_memory_no_tensor_straddles_the_zones():
     for ratio, host in ((0.2, 0), (0.4, 4), (0.99, 10), (1.0, 16)):
         unit = parts([4 * Q, 6 * Q, 6 * Q], parameter_ratio=ratio, separate=False)
         assert sum(part.numel for part in unit.w.values() if part.tier == "host") == host * Q
-
-
-def test_no_state():
-    unit = parts([8 * Q], state_itemsize=0, has_master=False, itemsize=4)
-    assert unit.s == {}
-    assert all(not group.s for group in unit.groups)
 
 
 @settings(deadline=None, max_examples=300)

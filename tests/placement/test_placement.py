@@ -10,7 +10,7 @@ from tiers import SIDE_NBYTES, X_NBYTES, Options, options, place, tiered_steps
 from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.placement.liveness import peaks
 from gs_compile.placement.placement import Placement
-from gs_compile.program.ir import StepShape, Value
+from gs_compile.program.ir import Value
 
 SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
 
@@ -82,27 +82,6 @@ def test_peaks_of_updates_alone():
     placement = place(3, 2, options=SMALL)
     program = flush(3, placement)[-1]
     _check_peaks(program, placement, True)
-
-
-def test_what_is_not_used_counts_too():
-    """Evaluation does not touch the optimizer's state, which is there nevertheless."""
-    placement = place(2, 1, options=replace(SMALL, optimizer_ratio=1.0, alpha=0.0))
-    peaks = dict(lower(StepSpec(2, 1, shape=StepShape(training=False), placement=placement))[-1].peaks)
-    assert peaks["host"] >= sum(unit.num_trained * unit.state_itemsize for unit in placement.units)
-
-
-@pytest.mark.parametrize("separate", [True, False])
-@pytest.mark.parametrize("ratio", ["parameter_ratio", "optimizer_ratio", "checkpoint_ratio"])
-def test_more_residency_moves_bytes_from_ssd_to_host(ratio, separate):
-    few, many = (_peaks(replace(SMALL, separate=separate, **{ratio: share})) for share in (0.0, 1.0))
-    assert many["host"] > few["host"]
-    assert many["ssd"] < few["ssd"]
-    assert many["device"] == few["device"]
-
-
-def _peaks(options):
-    placement = replace(place(24, 2, options=options), x_nbytes=(100_000,) * 2)
-    return dict(lower(StepSpec(24, 2, placement=placement, late=options.alpha > 0))[-1].peaks)
 
 
 def _check_peaks(program, placement, late):

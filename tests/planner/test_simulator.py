@@ -145,16 +145,6 @@ def test_the_one_lane_that_takes_time_is_the_step(lane, inline):
     assert found.busy[lane] == 1.0
 
 
-def test_the_pipeline_is_filled_once():
-    """The first parameters arrive before anything computes, those of the other layers beside the computation."""
-    placement = place(6, 2, PLAIN, Options(checkpoint_ratio=1.0, optimizer_ratio=1.0, separate=False))
-    program = lower(StepSpec(6, 2, placement=placement))[-1]
-    seconds = [1.0 if op.micro_batch is not None or op.lane == "ssd_read" else 0.0 for op in program.ops]
-    found = simulate([program], [seconds], inline=True)
-    assert found.bubbles == {"fill": 1.0}
-    assert found.seconds == 1.0 + sum(op.micro_batch is not None for op in program.ops)
-
-
 def test_what_is_waited_for_has_a_name():
     placement = place(6, 2, PLAIN, ALL_ON_SSD)
     programs = steady(6, 2, placement)

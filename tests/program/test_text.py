@@ -15,7 +15,7 @@ from gs_compile.errors import ProgramError
 from gs_compile.passes.lower import flush
 from gs_compile.passes.snake import snake
 from gs_compile.passes.vertical import vertical
-from gs_compile.program.ir import Op, Stage, StepShape, Value
+from gs_compile.program.ir import StepShape, Value
 from gs_compile.program.text import parse, parse_value, timetable
 
 
@@ -167,9 +167,3 @@ def test_pasted_text_reads_the_same():
 def test_a_name_and_its_value(name, value):
     assert value.name == name
     assert parse_value(name) == value
-
-
-def test_several_accumulators_stand_in_a_tuple():
-    into = (Value("dw", 1), Value("dside", None, 0))
-    op = Op("backward", (Value("x", 1, 0),), Stage("backward", 1), into=into)
-    assert str(op) == "backward(x1_0.device, into=(dw1.device, dside_0.device))"
