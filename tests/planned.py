@@ -129,6 +129,11 @@ def formulas(workload: Workload, profile: Profile, *, speculative: bool = False)
     return Formulas(workload, profile, Counted(workload, builder, speculative=speculative))
 
 
+def on(known: Formulas, profile: Profile) -> Formulas:
+    """The same on another machine: no program is lowered again."""
+    return Formulas(known.workload, profile, known.counted)
+
+
 def lowered(workload: Workload, placement: Placement) -> list[Program]:
     """Every snapshot of a step in the middle of a run."""
     number = len(placement.x_nbytes)

@@ -31,7 +31,7 @@ from gs_compile.planner.lp.limits import Budgets, Fixed
 from gs_compile.planner.lp.search import Saturation, Search
 from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.problem import Problem, resized
+from gs_compile.planner.problem import Problem, scaled
 from gs_compile.planner.reasons import WORTH_SAYING, explained
 from gs_compile.planner.refine import planned
 from gs_compile.planner.step_plan import SECONDS_PER_DAY, StepPlan
@@ -253,7 +253,12 @@ def _workloads(
             f"the single schedule cuts each block in two, and the numbers of the workload {model.name} do not tell "
             "where: give the model by name, as a config or as a module"
         )
-    return lambda size: replace(resized(model, size / model.micro_batch_size), micro_batch_size=size)
+
+    def workload(size: int) -> Workload:
+        times = size / model.micro_batch_size
+        return replace(scaled(model, code=times, activations=times, workspace=times), micro_batch_size=size)
+
+    return workload
 
 
 def _budgets(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import Workload
@@ -51,20 +52,14 @@ class Problem:
         """The best by the linear program, for `number` micro-batches or for as many as saturate; see `lp.search`."""
         return search(self.formulas, self.budgets, self.fixed, num_micro_batches=number, saturation=saturation)
 
-    def solved(
-        self,
-        number: int,
-        alpha: float | None,
-        *,
-        profile: Profile | None = None,
-        budgets: Budgets | None = None,
-        fixed: Fixed | None = None,
-    ) -> Solution | None:
-        """The linear program's answer for one alpha or the best, or with others; None where nothing fits."""
-        formulas = self.formulas.on(profile) if profile else self.formulas
-        fixed = fixed or self.fixed
-        fixed = fixed if alpha is None else replace(fixed, alpha=alpha)
-        return fastest(formulas, number, budgets or self.budgets, fixed)
+    def other(self, **changes: Any) -> Problem:
+        """The same model on another machine, or within other budgets: nothing is counted again."""
+        return replace(self, counted=self.formulas.counted, **changes)
+
+    def solved(self, number: int, alpha: float | None = None, *, budgets: Budgets | None = None) -> Solution | None:
+        """The linear program's answer for one alpha or the best; None where nothing fits."""
+        fixed = self.fixed if alpha is None else replace(self.fixed, alpha=alpha)
+        return fastest(self.formulas, number, budgets or self.budgets, fixed)
 
     def at(self, number: int) -> StepBuilder:
         """What lays out steps of so many micro-batches."""
@@ -97,24 +92,22 @@ class Problem:
         """This problem, and a number of micro-batches; of a large step a few, each of which stands for several."""
         if number <= NUM_BUNDLES or number * self.workload.num_layers <= LARGE:
             return self, number
-        inside = {unit: cost.workspace_nbytes for unit, cost in self.workload.costs.items()}
-        workload = resized(self.workload, number / NUM_BUNDLES)
-        costs = {unit: replace(cost, workspace_nbytes=inside[unit]) for unit, cost in workload.costs.items()}
-        return replace(self, workload=replace(workload, costs=costs), counted=self.formulas.counted), NUM_BUNDLES
+        times = number / NUM_BUNDLES
+        return self.other(workload=scaled(self.workload, code=times, activations=times)), NUM_BUNDLES
 
 
-def resized(workload: Workload, factor: float) -> Workload:
-    """The same model with micro-batches so many times as large: what a sample costs, times their number."""
+def scaled(workload: Workload, *, code: float = 1.0, activations: float = 1.0, workspace: float = 1.0) -> Workload:
+    """The same model; what its code computes, and the bytes that it hands on and has inside, so many times."""
     costs = {
         unit: replace(
             cost,
-            forward_flops=cost.forward_flops * factor,
-            backward_flops=cost.backward_flops * factor,
-            forward_seconds=None if cost.forward_seconds is None else cost.forward_seconds * factor,
-            backward_seconds=None if cost.backward_seconds is None else cost.backward_seconds * factor,
-            workspace_nbytes=int(cost.workspace_nbytes * factor),
+            forward_flops=cost.forward_flops * code,
+            backward_flops=cost.backward_flops * code,
+            forward_seconds=None if cost.forward_seconds is None else cost.forward_seconds * code,
+            backward_seconds=None if cost.backward_seconds is None else cost.backward_seconds * code,
+            workspace_nbytes=int(cost.workspace_nbytes * workspace),
         )
         for unit, cost in workload.costs.items()
     }
-    x_nbytes, side_nbytes = (int(nbytes * factor) for nbytes in (workload.x_nbytes, workload.side_nbytes))
+    x_nbytes, side_nbytes = (int(nbytes * activations) for nbytes in (workload.x_nbytes, workload.side_nbytes))
     return replace(workload, costs=costs, x_nbytes=x_nbytes, side_nbytes=side_nbytes)

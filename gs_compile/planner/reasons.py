@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from gs_compile.machine import format_bytes
 from gs_compile.placement.workload import Workload
-from gs_compile.planner.lp.limits import Budgets, Fixed
+from gs_compile.planner.lp.limits import Fixed
 from gs_compile.planner.lp.search import Search, several
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.problem import Problem
+from gs_compile.planner.problem import Problem, scaled
 from gs_compile.planner.step_plan import Alternative, StepPlan
 
 WORTH_SAYING = 0.01  # a change of the step's time below this is nothing
@@ -34,11 +34,10 @@ def explained(problem: Problem, plan: StepPlan, found: Search, others: Sequence[
 
 def binding(problem: Problem, solution: Solution) -> Iterator[str]:
     """What more of each resource would bring, by the linear program; `solution` is the best without."""
-    for words, profile, budgets in _more(problem.profile, problem.budgets):
-        better = problem.solved(solution.num_micro_batches, solution.alpha, profile=profile, budgets=budgets)
-        yield _gain(words, solution.seconds / better.seconds - 1 if better else 0.0)
-    saved = -solution.duals["compute"] * FASTER_DEVICE  # seconds; as in all duals, for a small change
-    yield _gain(f"a device that computes {FASTER_DEVICE:.0%} faster", saved / solution.seconds)
+    for words, richer in _richer(problem):
+        better = richer.solved(solution.num_micro_batches, solution.alpha)
+        gain = solution.seconds / better.seconds - 1 if better else 0.0
+        yield f"{words}: {f'{gain:.0%} faster' if gain > WORTH_SAYING else 'nothing'}"
 
 
 def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Problem, Search]]) -> Iterator[Alternative]:
@@ -56,7 +55,7 @@ def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Proble
         tries.append(("no delayed updates (alpha 0)", workload, problem.solved(number, 0.0)))
     if any(solution.ratios.values()):
         bare = Fixed(ratios=dict.fromkeys(solution.ratios, 0.0))
-        tries.append(("everything on SSD", workload, problem.solved(number, alpha, fixed=bare)))
+        tries.append(("everything on SSD", workload, problem.other(fixed=bare).solved(number, alpha)))
     rows = [
         Alternative(label=label, seconds=found.seconds, tokens_per_second=found.throughput * model.tokens)
         for label, model, found in tries
@@ -82,23 +81,22 @@ def notes(plan: StepPlan) -> Iterator[str]:
         yield f"the drives last as long as asked if a step begins every {plan.written / wear:.3g} s, and not sooner"
 
 
-def _gain(words: str, gain: float) -> str:
-    return f"{words}: {f'{gain:.0%} faster' if gain > WORTH_SAYING else 'nothing'}"
-
-
-def _more(profile: Profile, budgets: Budgets) -> Iterator[tuple[str, Profile, Budgets]]:
+def _richer(problem: Problem) -> Iterator[tuple[str, Problem]]:
     """More of one resource at a time, in amounts that one can buy."""
+    profile, budgets, wear = problem.profile, problem.budgets, problem.budgets.wear_bytes_per_second
     host = _gibibytes(budgets.host_nbytes / 8)
-    yield f"{format_bytes(host)} more host memory", profile, replace(budgets, host_nbytes=budgets.host_nbytes + host)
-    wear = budgets.wear_bytes_per_second
+    more = replace(budgets, host_nbytes=budgets.host_nbytes + host)
+    yield f"{format_bytes(host)} more host memory", problem.other(budgets=more)
     second = replace(budgets, ssd_nbytes=2 * budgets.ssd_nbytes, wear_bytes_per_second=wear and 2 * wear)
-    yield "a second SSD like the first", _faster(profile, "ssd"), second
+    yield "a second SSD like the first", problem.other(profile=_faster(profile, "ssd"), budgets=second)
     if profile.separate:
         device = _gibibytes(budgets.device_nbytes / 4)
         more = replace(budgets, device_nbytes=budgets.device_nbytes + device)
-        yield f"{format_bytes(device)} more device memory", profile, more
-        yield "a link to the device twice as fast", _faster(profile, "h2d", "d2h"), budgets
-    yield "an optimizer twice as fast", _faster(profile, "update"), budgets
+        yield f"{format_bytes(device)} more device memory", problem.other(budgets=more)
+        yield "a link to the device twice as fast", problem.other(profile=_faster(profile, "h2d", "d2h"))
+    yield "an optimizer twice as fast", problem.other(profile=_faster(profile, "update"))
+    faster = scaled(problem.workload, code=1 / (1 + FASTER_DEVICE))
+    yield f"a device that computes {FASTER_DEVICE:.0%} faster", problem.other(workload=faster)
 
 
 def _gibibytes(nbytes: float) -> int:

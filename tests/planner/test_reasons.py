@@ -19,16 +19,25 @@ BUDGETS = Budgets(host_nbytes=64 * 2**30, device_nbytes=40 * 2**30, ssd_nbytes=8
 
 def solution(number, seconds, alpha=0.0, resident=0.0):
     ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), resident)
-    return Solution(number, alpha, ratios, {}, seconds / 2, seconds / 2, {}, {"compute": -0.5 * seconds})
+    return Solution(number, alpha, ratios, {}, seconds / 2, seconds / 2)
 
 
 def found(*history):
     return Search(history[-1], tuple((each.num_micro_batches, each) for each in history))
 
 
-def problem(solved, *, machine=A100, budgets=BUDGETS, workload=WORKLOAD, clip=False):
-    known = {"profile": machine, "budgets": budgets, "workload": workload, "fixed": Fixed(clip=clip)}
-    return SimpleNamespace(solved=solved, **known)
+class Faked(SimpleNamespace):
+    """A problem whose linear program is `answer`, a function of the problem, the micro-batches and alpha."""
+
+    def other(self, **changes):
+        return Faked(**{**vars(self), **changes})
+
+    def solved(self, number, alpha):
+        return self.answer(self, number, alpha)
+
+
+def problem(answer, *, machine=A100, budgets=BUDGETS, workload=WORKLOAD, clip=False):
+    return Faked(answer=answer, profile=machine, budgets=budgets, workload=workload, fixed=Fixed(clip=clip))
 
 
 # What binds -----------------------------------------------------------------------------------------------------------
@@ -37,8 +46,9 @@ def problem(solved, *, machine=A100, budgets=BUDGETS, workload=WORKLOAD, clip=Fa
 def test_more_of_each_resource_is_tried_alone():
     asked = {}
 
-    def solved(number, alpha, *, profile, budgets):
+    def solved(richer, number, alpha):
         assert (number, alpha) == (4, 0.2)
+        profile, budgets = richer.profile, richer.budgets
         if budgets.host_nbytes > BUDGETS.host_nbytes:
             asked["host"] = budgets.host_nbytes - BUDGETS.host_nbytes
             return solution(4, 0.8)
@@ -48,6 +58,9 @@ def test_more_of_each_resource_is_tried_alone():
         if budgets.device_nbytes > BUDGETS.device_nbytes:
             asked["device"] = budgets.device_nbytes - BUDGETS.device_nbytes
             return None
+        if richer.workload.costs[0].forward_flops < WORKLOAD.costs[0].forward_flops:
+            asked["code"] = WORKLOAD.costs[0].backward_flops / richer.workload.costs[0].backward_flops
+            return solution(4, 0.95)
         return solution(4, 0.995 if profile.h2d_bytes_per_second > A100.h2d_bytes_per_second else 1.0)
 
     assert list(binding(problem(solved), solution(4, 1.0, 0.2))) == [
@@ -58,14 +71,14 @@ def test_more_of_each_resource_is_tried_alone():
         "an optimizer twice as fast: nothing",
         "a device that computes 10% faster: 5% faster",
     ]
-    assert asked == {"host": 8 * 2**30, "ssd": 2.0, "device": 10 * 2**30}
+    assert asked == {"host": 8 * 2**30, "ssd": 2.0, "device": 10 * 2**30, "code": pytest.approx(1.1)}
 
 
 def test_a_second_drive_wears_half_as_fast():
     rooms = []
     worn = replace(BUDGETS, wear_bytes_per_second=5.0)
-    list(binding(problem(lambda *_, profile, budgets: rooms.append(budgets), budgets=worn), solution(1, 1.0)))
-    assert [room.wear_bytes_per_second for room in rooms] == [5.0, 10.0, 5.0, 5.0, 5.0]
+    list(binding(problem(lambda richer, *_: rooms.append(richer.budgets), budgets=worn), solution(1, 1.0)))
+    assert [room.wear_bytes_per_second for room in rooms] == [5.0, 10.0, 5.0, 5.0, 5.0, 5.0]
 
 
 def test_one_memory_has_neither_link_nor_device_memory():
@@ -84,8 +97,8 @@ def test_the_nearest_come_first():
     own = found(solution(1, 1.0), solution(2, 1.9), solution(3, 2.8), best)
     other = problem(None, workload=replace(WORKLOAD, micro_batch_size=2)), found(solution(2, 4.0))
 
-    def solved(number, alpha, *, fixed=None):
-        return solution(number, 9.0 if fixed else 3.75, alpha)
+    def solved(other, number, alpha):
+        return solution(number, 9.0 if other.fixed.ratios else 3.75, alpha)
 
     rows = list(alternatives(problem(solved), own, [other]))
     assert [row.label for row in rows] == ["3 micro-batches", "no delayed updates (alpha 0)", "2 micro-batches"]

@@ -74,10 +74,6 @@ class Formulas:
         sums = ORDERS[self.counted.builder.schedule] == "horizontal"
         return (*CLASSES, "gradient") if sums else CLASSES
 
-    def on(self, profile: Profile) -> Formulas:
-        """The same on another machine."""
-        return Formulas(self.workload, profile, self.counted)
-
     def of(self, alpha: float, number: int) -> Numbers:
         """Those of one alpha and one number of micro-batches."""
         found = self.counted.readings(alpha, number)

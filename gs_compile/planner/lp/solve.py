@@ -64,9 +64,6 @@ class Solution:
     """The best there is for one n and alpha.
 
     ratios, device_ratios: by class ("parameter", "checkpoint", "optimizer"; of the horizontal order also "gradient").
-    lanes: seconds that each lane needs in each phase alone.
-    duals: how `seconds` change with a budget, for each byte ("host_nbytes" ...), and with a rate, for each part it
-    grows by ("ssd_read", "ssd_write", both as "ssd", "h2d", "d2h", "update", "compute"). They are 0 or below.
     multipliers: of the rows, for bounds of other linear programs (`System.lagrangian`).
     """
 
@@ -76,8 +73,6 @@ class Solution:
     device_ratios: Mapping[str, float]
     forward_seconds: float
     backward_seconds: float
-    lanes: Mapping[tuple[str, str], float]
-    duals: Mapping[str, float]
     multipliers: Array = field(default_factory=lambda: np.zeros(0), compare=False, repr=False)
 
     @property
@@ -113,13 +108,12 @@ class System:
         self.numbers = formulas.of(alpha, num_micro_batches)
         self.lower, self.upper = _bounds(formulas, fixed)
         speeds = formulas.profile.speeds()
-        self.times = [
-            (i, parts) for i, phase in enumerate(PHASES) for parts in _times(phase, self.numbers.seconds, speeds)
-        ]
+        seconds = self.numbers.seconds
+        self.times = [(i, each) for i, phase in enumerate(PHASES) for each in _times(phase, seconds, speeds)]
         blocks = zip(*self._blocks(), strict=True)
         self.rows, self.limits, self.others = (np.concatenate(arrays) for arrays in blocks)
         self.is_time = self.others[:, list(TIMES)].any(axis=1)
-        self.unit_seconds = max(sum(float(array[0]) for array in self.numbers.seconds.values()), 1e-30)
+        self.unit_seconds = max(sum(float(array[0]) for array in seconds.values()), 1e-30)
 
     def solution(self) -> Solution | None:
         """The best ratios; None where nothing fits."""
@@ -133,8 +127,6 @@ class System:
             {name: by_name[name] for name in self.formulas.classes},
             {name: by_name[f"device_{name}"] for name in ("parameter", "checkpoint")},
             *self._seconds_at(point),
-            {key: float(array @ point) for key, array in self.numbers.seconds.items()},
-            self._worth(point, multipliers),
             multipliers,
         )
 
@@ -174,31 +166,15 @@ class System:
 
     def _seconds_at(self, point: Array) -> tuple[float, float]:
         """t_f and t_b of a point; what the wear budget asks to wait is waited in the backward."""
-        forward, backward = (
-            max((float(_total(parts) @ point) for i, parts in self.times if i == phase), default=0.0) for phase in TIMES
-        )
+        forward, backward = (max(float(seconds @ point) for i, seconds in self.times if i == phase) for phase in TIMES)
         if (wear := self.budgets.wear_bytes_per_second) is not None:
             backward = max(backward, float(self.numbers.written @ point) / wear - forward)
         return forward, backward
 
-    def _worth(self, point: Array, multipliers: Array) -> dict[str, float]:
-        """d(seconds) / d(resource). One more on a row's right side takes its multiplier off the seconds; a rate that
-        grows by a part takes that part off its lane's time in every row.
-        """
-        found = {f"{tier}_nbytes": 0.0 for tier in TIERS} | dict.fromkeys(TIMED, 0.0)
-        for (_, parts), multiplier in zip(self.times, multipliers.tolist(), strict=False):
-            for lane, part in parts.items():
-                found[lane] -= multiplier * float(part @ point)
-        for tier in self.numbers.alive:
-            is_of_tier = self.others[:, EXCESS + TIERS.index(tier)] != 0
-            found[f"{tier}_nbytes"] = -float(multipliers[is_of_tier].sum()) / self.budgets.of(tier)
-        found["update"] = found.pop("cpu")
-        return found | {"ssd": found["ssd_read"] + found["ssd_write"]}
-
     def _blocks(self) -> Iterator[tuple[Array, Array, Array]]:
         """Rows, limits, and what stands in the columns behind the ratios; first the times, then each tier's memory."""
-        for i, parts in self.times:
-            yield _block(_total(parts), 0.0, i)
+        for i, seconds in self.times:
+            yield _block(seconds, 0.0, i)
         for tier, alive in self.numbers.alive.items():
             yield _block(alive / self.budgets.of(tier), 1.0, EXCESS + TIERS.index(tier))
         yield _block(HOMES, 1.0)
@@ -240,27 +216,18 @@ def _block(coefficients: Array, limit: float, *columns: int) -> tuple[Array, Arr
 
 def _times(
     phase: str, lanes: Mapping[tuple[str, str], Array], speeds: Mapping[tuple[str, str], float]
-) -> Iterator[dict[str, Array]]:
-    """The sums that a phase is no shorter than, by the lane whose time each part is."""
-    rows = [{lane: lanes[phase, lane]} for lane in TIMED]
+) -> Iterator[Array]:
+    """The seconds that a phase is no shorter than."""
+    yield from (lanes[phase, lane] for lane in TIMED)
     for one, two in PAIRS:
         a, b = speeds.get((one, two), 1.0), speeds.get((two, one), 1.0)
         if min(a, b) < 1.0:
-            rows += _pair(one, two, (lanes[phase, one], lanes[phase, two]), (a, b))
-    return iter(rows)
+            yield from _pair(lanes[phase, one], lanes[phase, two], a, b)
 
 
-def _pair(one: str, two: str, alone: tuple[Array, Array], speeds: tuple[float, float]) -> list[dict[str, Array]]:
+def _pair(x: Array, y: Array, a: float, b: float) -> list[Array]:
     """What two lanes that disturb each other take together."""
-    (x, y), (a, b) = alone, speeds
-    if a + b < 1:
-        return [{one: x, two: y}]
-    return [{one: x * (1 - b) / a, two: y}, {one: x, two: y * (1 - a) / b}]
-
-
-def _total(parts: Mapping[str, Array]) -> Array:
-    total: Array = np.sum(list(parts.values()), axis=0)
-    return total
+    return [x + y] if a + b < 1 else [y + x * (1 - b) / a, x + y * (1 - a) / b]
 
 
 def _bounds(formulas: Formulas, fixed: Fixed) -> tuple[Array, Array]:
