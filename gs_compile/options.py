@@ -151,8 +151,8 @@ class Options:
     """Options of the backend.
 
     micro_batch_size: samples that run through a layer at a time; the last micro-batch of a batch may be smaller.
-    outputs: "all" gives back everything the model returns; "loss" keeps the loss alone (no logits, no caches: they come
-        back as None), which is what training wants.
+    outputs: "all" gives back everything the model returns; "loss" keeps the loss alone in training (no logits, no
+        caches: they come back as None); under torch.no_grad() everything comes back.
     storage: the directory for what is kept on SSD, or several, one for each SSD; kept as a tuple of absolute paths.
         None or empty: in the user's cache, that is $XDG_CACHE_HOME/greedysnake or ~/.cache/greedysnake.
     host_memory: how much memory of the host to use: bytes, text such as "6GiB", or a percentage, "80%", of what this

@@ -1,6 +1,6 @@
 """The bounds of the source tree, read from its folders: who imports whom, how long things are, what touches torch.
 
-    errors, machine, options < program < placement < capture < passes | runtime < codegen < planner < model < cli
+    errors, machine, options < program < placement < capture < passes | runtime < codegen < planner < model < hf < cli
 
 Left never imports right; `passes` and `runtime` never import each other."""
 
@@ -25,6 +25,7 @@ LAYERS = (
     ("codegen",),
     ("planner",),
     ("model",),
+    ("hf",),
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -230,10 +230,10 @@ def _global_settings() -> Hashable:
 
 
 def losses_among(outputs: Sequence[Any]) -> list[Any]:
-    """The scalar outputs that have a gradient; where none has (no_grad), every scalar."""
+    """The scalar outputs that have a gradient; none in an evaluation."""
     nodes = [value for value in outputs if isinstance(value, fx.Node)]
     scalars = [n for n in nodes if isinstance(n.meta["spec"], TensorSpec) and is_float_scalar(n.meta["spec"])]
-    return [node for node in scalars if node.meta["spec"].requires_grad] or scalars
+    return [node for node in scalars if node.meta["spec"].requires_grad]
 
 
 def is_float_scalar(spec: TensorSpec) -> bool:

@@ -147,6 +147,14 @@ class TieredOptimizer(torch.optim.Optimizer):
         return loss
 
     @property
+    def grad_norm(self) -> float:
+        """The norm of all gradients, before clipping: of the backward that `step` is to close, or of the last step."""
+        record = self.engine.record if self.engine is not None else None
+        if record is not None:
+            return record.grad_norm
+        return math.nan if self.last_step is None else self.last_step.grad_norm
+
+    @property
     def _resident(self) -> list[torch.Tensor]:
         """Parameters that the compiled model does not read, and that have a gradient in memory."""
         return [p for p in self._parameters if not is_offloaded(p) and p.grad is not None]

@@ -1,0 +1,158 @@
+"""trainer: a transformers.Trainer, or one that derives from it as TRL's do, whose steps run layer-major.
+
+Trainer makes a step of several forwards and backwards. Here its batches are gathered, and the last of a step brings all
+of them to the model at once; the backend cuts them into micro-batches again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from gs_compile.errors import OptionError
+from gs_compile.hf.gather import gathered
+from gs_compile.model.optim import SGD, Adam, AdamW, Lion
+from gs_compile.model.tiered_optimizer import TieredOptimizer
+from gs_compile.options import Options
+
+_Trainer: Any = object  # of transformers or derived from it: the other base of whoever has the mixin
+_EQUIVALENT = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD}
+_LIONS = {"lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"}  # TrainingArguments.optim; here in fp32
+_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
+
+
+def attach(trainer: Any, **options: Any) -> None:
+    """Have a Trainer train its model layer-major; `options` are those of the backend (`gs_compile.Options`).
+
+    Call it before `train()`. The model is compiled in place, micro-batches have `per_device_train_batch_size` samples,
+    and the optimizer is this package's equivalent of what the arguments ask for. Evaluation, saving, loading and
+    callbacks are Trainer's own.
+
+    Raises OptionError for arguments that cannot be followed: an optimizer that has no equivalent, fp16, DeepSpeed,
+    FSDP, several devices.
+    """
+    kind = type(trainer)
+    if not issubclass(kind, TrainerMixin):
+        trainer.__class__ = type(kind.__name__, (TrainerMixin, kind), {"__module__": kind.__module__})
+    assert isinstance(trainer, TrainerMixin)
+    trainer.run_layer_major(**options)
+
+
+class TrainerMixin(_Trainer):  # type: ignore[misc]
+    """For those who derive a Trainer of their own: ``class Mine(TrainerMixin, Trainer)``, then `run_layer_major`."""
+
+    args: Any
+    model: Any
+    optimizer: Any
+    optimizer_cls_and_kwargs: Any
+    loss_is_scaled_for_ga: bool | None
+    _batches: list[Any]
+
+    def run_layer_major(self, **options: Any) -> None:
+        """As `attach`."""
+        args = self.args
+        _check(args)
+        # Each layer is run again in its backward anyway.
+        args.gradient_checkpointing = args.activation_checkpointing = False
+        for module in self.model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False
+        self._batches = []
+        chosen = {"micro_batch_size": args.per_device_train_batch_size, "outputs": "loss", **options}
+        Options.of(chosen)  # refuses what is wrong before anything is compiled
+        self.model.compile(backend="greedysnake", options=chosen)
+        if self.optimizer is not None and not isinstance(self.optimizer, TieredOptimizer):
+            raise OptionError(
+                f"this Trainer was given a {type(self.optimizer).__name__}, whose states stay in memory: leave the "
+                "optimizer to the arguments, or give one of gs_compile (AdamW, Adam, SGD, Lion)"
+            )
+
+    # Trainer's own methods -------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """This package's equivalent of what the arguments ask for, with Trainer's groups of weight decay."""
+        if self.optimizer is None:
+            self.optimizer_cls_and_kwargs = self._equivalent(self.model if model is None else model)
+        return super().create_optimizer(model)  # type: ignore[no-any-return]
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The batches of the next step; one that was broken off is forgotten."""
+        self._batches = []
+        return super().get_batch_samples(*args, **kwargs)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Gather a batch; with the last of a step, run them all. The losses of a step add up to its own."""
+        self._batches.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batch, self._batches = gathered(self._batches, self._pad_token_id), []
+        known, self.loss_is_scaled_for_ga = self.loss_is_scaled_for_ga, True  # it is the loss of the whole step
+        try:
+            return super().training_step(model, batch, num_items_in_batch)  # type: ignore[no-any-return]
+        finally:
+            self.loss_is_scaled_for_ga = known
+
+    def _clip_grad_norm(self, model: Any) -> float:
+        return self._get_grad_norm(model)  # the optimizer clips
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
+        """The norm of all gradients, before clipping."""
+        return self._tiered_optimizer.grad_norm
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """With what moved in the step before: bytes of each lane."""
+        step = self._tiered_optimizer.last_step if isinstance(self.optimizer, torch.optim.Optimizer) else None
+        if step is not None and "loss" in logs:
+            logs |= {f"gs/{lane}_bytes": float(total.nbytes) for lane, total in step.lanes.items() if total.nbytes}
+        super().log(logs, *args, **kwargs)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _tiered_optimizer(self) -> TieredOptimizer:
+        found = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
+        assert isinstance(found, TieredOptimizer)
+        return found
+
+    @property
+    def _pad_token_id(self) -> int:
+        of = getattr(self, "processing_class", None)
+        found = getattr(of, "pad_token_id", None)
+        return int(found) if found is not None else 0
+
+    def _equivalent(self, model: Any) -> tuple[type[TieredOptimizer], dict[str, Any]]:
+        """The optimizer's class, and its settings."""
+        name = str(getattr(self.args.optim, "value", self.args.optim))
+        if self.optimizer_cls_and_kwargs is None and name in _LIONS:
+            asked, settings = (
+                Lion,
+                {"lr": self.args.learning_rate, "betas": (self.args.adam_beta1, self.args.adam_beta2)},
+            )
+        else:
+            given = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
+            asked, settings = _EQUIVALENT.get(given[0], given[0]), given[1]
+        if not (isinstance(asked, type) and issubclass(asked, TieredOptimizer)):
+            raise OptionError(
+                f"optim={name!r} has no equivalent here: choose adamw_torch, adamw_torch_fused, sgd or lion_32bit"
+            )
+        norm = self.args.max_grad_norm
+        chosen = {key: value for key, value in settings.items() if key in _SETTINGS}
+        return asked, {"max_grad_norm": norm if norm and norm > 0 else None, **chosen}
+
+
+def _check(args: Any) -> None:
+    """Refuse arguments that cannot be followed, before anything is compiled."""
+    reasons = {
+        "fp16=True: updates run in the backward, before a loss scale could be divided out. Use bf16=True": args.fp16,
+        "deepspeed: leave it out, the backend has its place": args.deepspeed is not None,
+        "fsdp: leave it out, the backend has its place": bool(args.fsdp),
+        "torch_compile=True: leave it out, the model is compiled already": args.torch_compile,
+        f"{max(args.world_size, args.n_gpu)} devices: one device only so far": max(args.world_size, args.n_gpu) > 1,
+    }
+    for reason, found in reasons.items():
+        if found:
+            raise OptionError(reason)
+    if not math.isfinite(args.max_grad_norm or 0.0):
+        raise OptionError(f"max_grad_norm must be finite; got {args.max_grad_norm}")
