@@ -19,7 +19,7 @@ from gs_compile.options import Options
 
 _Trainer: Any = object  # of transformers or derived from it: the other base of whoever has the mixin
 _EQUIVALENT = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD}
-_LIONS = {"lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"}  # TrainingArguments.optim; here in fp32
+_LIONS = {"lion_32bit", "paged_lion_32bit"}  # TrainingArguments.optim
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
 
 
@@ -54,28 +54,26 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         """As `attach`."""
         args = self.args
         _check(args)
+        chosen = {"micro_batch_size": args.per_device_train_batch_size, "outputs": "loss", **options}
+        Options.of(chosen)  # refuses what is wrong
+        if self.optimizer is None:
+            self.optimizer_cls_and_kwargs = self._equivalent()
+        elif isinstance(self.optimizer, TieredOptimizer):
+            self.optimizer.max_grad_norm = _bound(args) or self.optimizer.max_grad_norm
+        else:
+            raise OptionError(
+                f"this Trainer was given a {type(self.optimizer).__name__}, whose states stay in memory: leave the "
+                "optimizer to the arguments, or give one of gs_compile (AdamW, Adam, SGD, Lion)"
+            )
         # Each layer is run again in its backward anyway.
         args.gradient_checkpointing = args.activation_checkpointing = False
         for module in self.model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False
         self._batches = []
-        chosen = {"micro_batch_size": args.per_device_train_batch_size, "outputs": "loss", **options}
-        Options.of(chosen)  # refuses what is wrong before anything is compiled
         self.model.compile(backend="greedysnake", options=chosen)
-        if self.optimizer is not None and not isinstance(self.optimizer, TieredOptimizer):
-            raise OptionError(
-                f"this Trainer was given a {type(self.optimizer).__name__}, whose states stay in memory: leave the "
-                "optimizer to the arguments, or give one of gs_compile (AdamW, Adam, SGD, Lion)"
-            )
 
     # Trainer's own methods -------------------------------------------------------------------------------------------
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """This package's equivalent of what the arguments ask for, with Trainer's groups of weight decay."""
-        if self.optimizer is None:
-            self.optimizer_cls_and_kwargs = self._equivalent(self.model if model is None else model)
-        return super().create_optimizer(model)  # type: ignore[no-any-return]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The batches of the next step; one that was broken off is forgotten."""
@@ -122,24 +120,25 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         found = getattr(of, "pad_token_id", None)
         return int(found) if found is not None else 0
 
-    def _equivalent(self, model: Any) -> tuple[type[TieredOptimizer], dict[str, Any]]:
-        """The optimizer's class, and its settings."""
-        name = str(getattr(self.args.optim, "value", self.args.optim))
+    def _equivalent(self) -> tuple[type[TieredOptimizer], dict[str, Any]]:
+        """This package's optimizer for what the arguments ask for, and its settings."""
+        args, name = self.args, str(getattr(self.args.optim, "value", self.args.optim))
         if self.optimizer_cls_and_kwargs is None and name in _LIONS:
-            asked, settings = (
-                Lion,
-                {"lr": self.args.learning_rate, "betas": (self.args.adam_beta1, self.args.adam_beta2)},
-            )
+            given = Lion, {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
         else:
-            given = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
-            asked, settings = _EQUIVALENT.get(given[0], given[0]), given[1]
-        if not (isinstance(asked, type) and issubclass(asked, TieredOptimizer)):
+            given = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, self.model)
+        found = _EQUIVALENT.get(given[0], given[0])
+        if not (isinstance(found, type) and issubclass(found, TieredOptimizer)):
             raise OptionError(
                 f"optim={name!r} has no equivalent here: choose adamw_torch, adamw_torch_fused, sgd or lion_32bit"
             )
-        norm = self.args.max_grad_norm
-        chosen = {key: value for key, value in settings.items() if key in _SETTINGS}
-        return asked, {"max_grad_norm": norm if norm and norm > 0 else None, **chosen}
+        settings = {key: value for key, value in given[1].items() if key in _SETTINGS}
+        return found, {"max_grad_norm": _bound(args), **settings}
+
+
+def _bound(args: Any) -> float | None:
+    """The norm to clip by; None: no clip."""
+    return args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
 
 
 def _check(args: Any) -> None:

@@ -153,7 +153,19 @@ def test_predictions_have_logits(tmp_path):
 )
 def test_what_cannot_be_followed_is_refused(changes, message, tmp_path):
     with pytest.raises(OptionError, match=message):
-        attached(tmp_path, **changes).train()
+        attached(tmp_path, **changes)
+
+
+def test_an_optimizer_of_this_package_gets_the_bound(tmp_path):
+    found = trainer(tmp_path, optim="lion_32bit", max_grad_norm=0.3)
+    gs_compile.hf.attach(found)
+    assert found.optimizer_cls_and_kwargs == (
+        gs_compile.Lion, {"max_grad_norm": 0.3, "lr": 1e-2, "betas": (0.9, 0.999)}
+    )  # fmt: skip
+    found = trainer(tmp_path, max_grad_norm=0.3)
+    found.optimizer = gs_compile.AdamW(found.model.parameters())
+    gs_compile.hf.attach(found)
+    assert found.optimizer.max_grad_norm == 0.3
 
 
 def test_an_optimizer_of_torch_is_refused(tmp_path):
