@@ -15,25 +15,6 @@ from gs_compile.program.ir import Value
 SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
 
 
-def names(values):
-    return sorted(map(str, values))
-
-
-def test_homes_between_steps():
-    placement = place(1, 1, options=replace(SMALL, has_master=True))
-    unit = replace(placement, units=placement.units[:1])
-    assert names(unit.homes(late=False)) == ["sea.host", "seb.ssd", "sec.ssd", "wea.host", "web.ssd", "wec.ssd"]
-    assert names(unit.homes(late=True)) == [
-        "dweb.host",
-        "sea.host",
-        "seb.ssd",
-        "sec.ssd",
-        "wea.host",
-        "web.ssd",
-        "wec.ssd",
-    ]
-
-
 def test_a_stale_late_part_gives_its_memory_to_the_gradient():
     """Where there is a master, and the device has memory of its own."""
     late = replace(SMALL, alpha=1.0, parameter_ratio=1.0)
@@ -43,12 +24,6 @@ def test_a_stale_late_part_gives_its_memory_to_the_gradient():
         if not any(value.kind == "w" for value in place(1, 1, options=options).homes(late=True))
     ]
     assert lost == [late]
-
-
-def test_the_scale_lives_on_with_the_gradients_it_is_for():
-    placement = place(1, 1, options=replace(SMALL, alpha=1.0, clip=True))
-    assert Value("scale", tier="host") in placement.homes(late=True)
-    assert Value("scale", tier="host") not in placement.homes(late=False)
 
 
 @given(st.integers(1, 20), st.integers(1, 8), st.floats(0, 1), st.just(0.0) | st.floats(0, 1))

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tiers import PLAIN, Options, options, place, tiered_steps
 
 from gs_compile.passes.lower import StepSpec, flush, lower
-from gs_compile.placement.ranges import Occupants, Range, Ranges
 from gs_compile.placement.slab import PAGE_NBYTES, conflicts, fixed_offsets, packed
 
 
@@ -34,27 +33,6 @@ def test_two_values_in_one_place_are_found():
     placement = place(2, 2)
     program = lower(StepSpec(2, 2, placement=placement))[-1]
     assert list(conflicts(program.ops, placement, dict.fromkeys(program.offsets, 0)))
-
-
-def test_a_range_is_waited_for_by_who_takes_any_of_it():
-    occupants = Occupants()
-    occupants.leave(0, 100, ["a"])
-    occupants.leave(100, 100, ["b"])
-    assert occupants.take(50, 100) == ["a", "b"]
-    assert occupants.take(50, 100) == []
-    assert occupants.take(0, 200) == ["a", "b"]
-
-
-def test_a_range_is_waited_for_by_whoever_is_in_it_next():
-    ranges, first, second = Ranges(), Range("first", 0, 100), Range("second", 50, 100)
-    assert ranges.begin(first) == []
-    assert ranges.begin(first) == []
-    ranges.end(first, ["a"])
-    assert ranges.begin(first) == ["a"]
-    ranges.end(first, ["b"])
-    ranges.end(first, [])
-    assert not ranges
-    assert ranges.begin(second) == ["a", "b"]
 
 
 def test_what_a_transfer_uses_last_is_given_on_later_where_there_is_room():

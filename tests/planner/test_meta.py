@@ -11,7 +11,7 @@ from torch import nn
 import gs_compile
 from gs_compile.capture.uniform import structure
 from gs_compile.errors import CaptureError, GraphBreakError, InspectionError
-from gs_compile.planner.cost.meta import DEPTH, are_alike, repeated
+from gs_compile.planner.cost.meta import DEPTH, repeated
 from gs_compile.planner.cost.workload import ModelSpec
 
 
@@ -83,39 +83,10 @@ def test_blocks_that_can_be_told_apart_are_all_captured(change):
     assert depths(ModelSpec.of(model, sequence=zoo.TOKENS)) == (5, 5)
 
 
-def test_blocks_are_told_apart_by_tensors_in_a_list():
-    blocks = [zoo.Block() for _ in range(3)]
-    for block in blocks:
-        block.table = [torch.zeros(2)]
-    assert not are_alike(blocks)
-
-
 def test_blocks_that_share_are_not_independent():
     model = plain()
     shared(model)
     assert repeated(model) is None
-
-
-class Numbered(zoo.Block):
-    """Code that differs by the number of the block, beyond what its twin shows."""
-
-    number = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer_idx = Numbered.number
-        Numbered.number += 1
-
-    def forward(self, x):
-        return super().forward(x) * (2.0 if self.layer_idx == 3 else 1.0)
-
-
-def test_a_number_counts_blocks():
-    Numbered.number = 0
-    assert are_alike([Numbered() for _ in range(3)])
-    Numbered.number = 0
-    first, second, third = (Numbered() for _ in range(3))
-    assert not are_alike([first, third, second])
 
 
 class Counting(zoo.GPT):

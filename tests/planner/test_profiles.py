@@ -6,26 +6,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from test_profile import LAPTOP
 
 from gs_compile.errors import ProfileError, StorageError
 from gs_compile.planner.measure import machines as profiles
 from gs_compile.planner.measure.machines import known, profile
 from gs_compile.planner.measure.profile import Profile
 
-MEASURED = Profile(
-    name="measured",
-    device="cpu",
-    host_nbytes=1000,
-    ssd_nbytes=2000,
-    matmul_flops_per_second={"fp32": 1e11},
-    memory_bytes_per_second=2e10,
-    ssd_read_bytes_per_second=2e9,
-    ssd_write_bytes_per_second=1e9,
-    ssd_read_mixed_bytes_per_second=1e9,
-    ssd_write_mixed_bytes_per_second=5e8,
-    update_elements_per_second=1e9,
-    update_mixed_elements_per_second=4e8,
-)
+MEASURED = Profile.of(LAPTOP | {"name": "measured", "host_nbytes": 1000, "ssd_nbytes": 2000})
 
 
 class FakedProbe:

@@ -72,14 +72,3 @@ def test_what_has_no_gradient_has_no_backward():
     layout, workload = ran(model)
     found = timed(workload, layout, seconds=0.0)
     assert [found.costs[unit].backward_seconds > 0 for unit in ("e", 0, 1, "h")] == [False, False, False, True]
-
-
-def test_runs_are_as_many_as_there_is_time_for(monkeypatch):
-    clock = iter(range(1000))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
-    runs = []
-    cpu = torch.device("cpu")
-    for share, expected in ((0.0, 1), (2.0, 2), (100.0, timing.MOST_RUNS)):
-        runs.clear()
-        assert timing._median_seconds(lambda: runs.append(1), share, cpu) == 1.0
-        assert len(runs) == 1 + expected

@@ -10,7 +10,7 @@ import torch
 
 from gs_compile.errors import StorageError
 from gs_compile.program.ir import Value
-from gs_compile.runtime.coordinators import Activations, transfer
+from gs_compile.runtime.coordinators import transfer
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.values import Gradient, ValueTable
 
@@ -25,31 +25,10 @@ def ones(number):
     return torch.full((2,), float(number))
 
 
-def test_the_first_gradient_is_kept_and_others_are_added(gradient):
-    gradient.add({0: ones(1), 1: ones(2)}, ())
-    gradient.add({0: ones(3)}, ())
-    gradient.complete()
-    assert gradient.flat.tolist() == [4, 4, 2, 2, 0, 0, 0]
-
-
-def test_only_what_was_added_is_scaled(gradient):
-    gradient.add({0: ones(1)}, ())
-    gradient.scale(torch.tensor(2.0))
-    gradient.complete()
-    assert gradient.flat.tolist() == [2, 2, 0, 0, 0, 0, 0]
-
-
 def test_gradients_are_summed_in_their_own_type(gradient):
     for _ in range(257):
         gradient.add({0: ones(1).bfloat16()}, ())
     assert gradient.views[0].tolist() == [257, 257]  # which bf16 does not have
-
-
-def test_an_activation_comes_back_as_it_was():
-    activation = torch.arange(12.0).view(3, 4).t()
-    kept = Activations(None).keep(Value("x", 1, 0, "host"), activation, torch.empty(4096, dtype=torch.uint8))
-    assert torch.equal(kept, activation)
-    assert kept.stride() == activation.stride()
 
 
 @pytest.mark.parametrize("towards", ["host", "ssd"])

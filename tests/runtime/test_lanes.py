@@ -56,15 +56,6 @@ def test_a_lane_is_first_in_first_out_and_lanes_run_side_by_side(lanes):
     assert order == ["c", "b"]
 
 
-def test_an_operation_waits_for_what_it_needs(lanes):
-    order, gate = [], threading.Event()
-    read = lanes.submit("ssd_read", "read", lambda: (gate.wait(), order.append("read")))
-    update = lanes.submit("cpu", "update", lambda: order.append("update"), read)
-    gate.set()
-    update.wait()
-    assert order == ["read", "update"]
-
-
 def test_what_was_done_is_recorded_before_it_is_told(lanes):
     lanes.submit("ssd_read", "prefetch w3b", lambda: None, nbytes=100, kind="w").wait()
     assert lanes.trace.totals()["ssd_read"].nbytes_by_kind == {"w": 100}

@@ -118,14 +118,6 @@ def test_blocks_cover_the_range_in_order(offset, nbytes, threads):
         assert whole or begin // PAGE == (end - 1) // PAGE
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.bool])
-def test_a_tensor_is_its_bytes(dtype):
-    tensor = torch.ones(10, dtype=dtype, requires_grad=dtype.is_floating_point)
-    memory = ssd.as_bytes(tensor)
-    assert memory.nbytes == tensor.nbytes
-    assert memory.ctypes.data == tensor.data_ptr()
-
-
 @pytest.mark.parametrize("tensor", [torch.ones(4, 4).t(), torch.ones(4, device="meta")], ids=["strided", "meta"])
 def test_a_tensor_that_is_not_contiguous_memory_is_refused(tensor):
     with pytest.raises(ValueError, match="contiguous memory"):

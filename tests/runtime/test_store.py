@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -172,20 +171,6 @@ def test_stripes_are_even_whole_pages_in_proportion(nbytes, weights):
     for chunk, weight in zip(stripe.chunks, weights, strict=True):
         assert chunk % 4096 == 0
         assert abs(chunk - row * weight / sum(weights)) <= 4096
-
-
-@given(st.integers(1, 1 << 30), st.lists(st.sampled_from([0.0, 1.0, 2.5]), min_size=1, max_size=3), st.data())
-def test_pieces_cover_a_range_and_share_no_byte(nbytes, weights, data):
-    stripe = Stripe.of(nbytes, [*weights, 1.0])
-    offset = data.draw(st.integers(0, nbytes))
-    length = data.draw(st.integers(0, nbytes - offset))
-    pieces = list(stripe.pieces(offset, length))
-    assert [piece.begin for piece in pieces] == [sum(each.nbytes for each in pieces[:i]) for i in range(len(pieces))]
-    assert sum(piece.nbytes for piece in pieces) == length
-    for drive, chunk in enumerate(stripe.chunks):
-        ours = [piece for piece in pieces if piece.drive == drive]
-        assert all(a.at + a.nbytes <= b.at for a, b in pairwise(ours))
-        assert all(piece.at + piece.nbytes <= chunk * stripe.num_rows for piece in ours)
 
 
 def test_one_request_of_a_small_extent_uses_every_drive():
