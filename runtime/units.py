@@ -89,8 +89,8 @@ class CompiledUnits:
         for micro_batch, batch in zip(self.micro_batches, batches, strict=True):
             count = micro_batch.split.count
             assert count is not None
-            sources, reads = micro_batch.split.count_sources, {"batch": batch, "w": micro_batch.counted}
-            shares.append(count(*(_input(source, micro_batch, reads) for source in sources)))
+            reads = {"batch": batch, "w": micro_batch.counted}
+            shares.append(count.module(*(_input(source, micro_batch, reads) for source in count.sources)))
         return tuple(torch.stack(share).sum(0) for share in zip(*shares, strict=True))
 
     def zeros(self, value: Value) -> Accumulator:

@@ -90,7 +90,7 @@ class UnitGraph:
     module: fx.GraphModule  # returns a flat tuple
     sources: tuple[Source, ...]  # one for each placeholder
     specs: tuple[TensorSpec, ...]  # one for each placeholder
-    results: tuple[str, ...]  # the kind of each element returned: "x", "side", "loss" or "y"
+    results: tuple[str, ...]  # the kind of each element returned: "x", "side", "loss", "y" or "total"
 
     @cached_property
     def arguments(self) -> tuple[int, ...]:

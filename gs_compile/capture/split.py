@@ -40,8 +40,7 @@ class Split:
     units: tuple[UnitGraph, ...]
     outputs: tuple[OutputSpec, ...]
     sides: tuple[TensorSpec, ...]
-    count: fx.GraphModule | None  # the totals of one micro-batch, from `count_sources`
-    count_sources: tuple[Source, ...]
+    count: UnitGraph | None  # makes a micro-batch's part of each total, ahead of the step
     halved: bool = False  # layer 2 i is the attention half of block i, layer 2 i + 1 its feed-forward half
 
     @property
@@ -85,11 +84,11 @@ class _Cut:
         outputs = tuple(map(self._output, self.separated.outputs))
         units = tuple(map(self._unit, range(self.num_layers + 2)))
         sides = tuple(node.meta["spec"] for node in self.sides)
-        count, count_sources = None, tuple[Source, ...]()
+        count = None
         if totals := self.separated.totals:
             nodes = [node for node in needed_by(totals, self.graph) if not is_free(node)]
-            count, count_sources, _ = _extract(nodes, totals, _source)
-        return Split(units, outputs, sides, count, count_sources, self.halved)
+            count = _extract(PROLOGUE, nodes, [("total", node) for node in totals], _source)
+        return Split(units, outputs, sides, count, self.halved)
 
     # What crosses ----------------------------------------------------------------------------------------------------
 
@@ -250,8 +249,7 @@ class _Cut:
             return _source(node)
 
         nodes = [node for node in self.readers if self.at[node] == position and not is_free(node)]
-        module, sources, specs = _extract(nodes, [node for _, node in results], source)
-        return UnitGraph(self._name(position), module, sources, specs, tuple(kind for kind, _ in results))
+        return _extract(self._name(position), nodes, results, source)
 
 
 def _source(node: fx.Node) -> Source:
@@ -262,16 +260,17 @@ def _source(node: fx.Node) -> Source:
 
 
 def _extract(
-    nodes: Sequence[fx.Node], results: Sequence[fx.Node], source: Callable[[fx.Node], Source]
-) -> tuple[fx.GraphModule, tuple[Source, ...], tuple[TensorSpec, ...]]:
-    """A graph module of `nodes` that returns `results`; what they read from elsewhere becomes placeholders.
+    unit: Unit, nodes: Sequence[fx.Node], results: Sequence[tuple[str, fx.Node]], source: Callable[[fx.Node], Source]
+) -> UnitGraph:
+    """The graph of `nodes` that returns `results`, by kind; what they read from elsewhere becomes placeholders.
 
     `source` tells where each placeholder comes from; they are in order of first use, so that layers of equal code have
     equal graphs. What a unit reads and changes in place is copied first, and autocast regions are opened and closed
     again around their nodes.
     """
     graph, own, known = fx.Graph(), set(nodes), dict[fx.Node, fx.Node]()
-    read = dict.fromkeys(chain(chain.from_iterable(node.all_input_nodes for node in nodes), results))
+    returned = [node for _, node in results]
+    read = dict.fromkeys(chain(chain.from_iterable(node.all_input_nodes for node in nodes), returned))
     inputs = [node for node in read if node not in own and node.op != "get_attr"]
     sources = tuple(map(source, inputs))
     for node, found in zip(inputs, sources, strict=True):
@@ -293,6 +292,7 @@ def _extract(
             known[node] = graph.node_copy(node, known.__getitem__)
         for region in reversed(opened):
             graph.call_function(EXIT_AUTOCAST, (region,))
-    graph.output(tuple(known[node] for node in results))
-    owner = (*nodes, *results)[0].graph.owning_module
-    return fx.GraphModule(owner if owner is not None else torch.nn.Module(), graph), sources, specs
+    graph.output(tuple(known[node] for node in returned))
+    owner = (*nodes, *returned)[0].graph.owning_module
+    module = fx.GraphModule(owner if owner is not None else torch.nn.Module(), graph)
+    return UnitGraph(unit, module, sources, specs, tuple(kind for kind, _ in results))

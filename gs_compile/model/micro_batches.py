@@ -33,6 +33,6 @@ def cut_batch(args: Sequence[Any], batch: Sequence[int], models: Sequence[Specia
         length = model.micro_batch_size
         inputs = {index: args[index].narrow(0, start, length) for index in batch}
         fraction = torch.tensor(length / max(total, 1), dtype=torch.float32, device=args[batch[0]].device)
-        counted = {source.index: args[source.index] for source in model.split.count_sources if source.kind == "input"}
+        counted = {index: args[index] for index in model.split.count.arguments} if model.split.count else {}
         yield MicroBatch(model.split, model.codes, inputs, fraction, counted)
         start += length

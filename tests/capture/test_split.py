@@ -56,7 +56,7 @@ add_1 = add(mul_2, linear_3)
 return (add_1,)""",
         )
         self.assertExpectedInline(
-            text(cut.count, case.captured),
+            text(cut.count.module, case.captured),
             """\
 inputs labels
 getitem_1 = getitem(labels, (slice(None, None, None), slice(1, None, None)))
@@ -68,7 +68,7 @@ return (sum_1,)""",
         )
         assert [unit.unit for unit in cut.units] == [PROLOGUE, 0, 1, EPILOGUE]
         names = [entry.name for entry in case.captured.inputs]
-        assert cut.count_sources == (Source("input", names.index("l_labels_")),)
+        assert cut.count.sources == (Source("input", names.index("l_labels_")),)
         assert [source.kind for source in cut.units[2].sources] == ["x", "side", *["input"] * 4]
         assert [source.kind for source in cut.units[3].sources] == ["input", "x", "input", "input", "total"]
         assert cut.units[2].differentiable == (0, 2, 3, 4, 5)
