@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 
-from benchmarks.race import bounds, curves, draw, tables
-from benchmarks.race.measures import add_bounds, io_seconds
+from benchmarks.race import draw, tables
+from benchmarks.race.measures import add_bounds
 from benchmarks.race.protocol import Case
 from benchmarks.race.registry import PEERS_PYTHON, Entry
 from benchmarks.race.run import Run, Settings
@@ -157,19 +156,6 @@ def test_a_race_whose_time_is_up_says_so(scripted):
     assert all(each["verdict"] == "not raced: out of time" for each in found["contestants"].values())
 
 
-def test_least_seconds_of_the_drive(machine):
-    drive = replace(
-        machine,
-        ssd_read_bytes_per_second=2.0,
-        ssd_write_bytes_per_second=4.0,
-        ssd_read_mixed_bytes_per_second=1.0,
-        ssd_write_mixed_bytes_per_second=3.0,
-    )
-    assert io_seconds(8, 0, drive) == 4.0
-    assert io_seconds(8, 12, drive) == 6.0  # both at once for 4 s, then 4 bytes alone; in turn it would be 7 s
-    assert io_seconds(8, 12, replace(drive, ssd_write_mixed_bytes_per_second=0.1)) == 7.0
-
-
 def test_the_share_of_the_roofline(machine):
     def one(seconds, settings, nbytes=0.0):
         found = {"verdict": "right", "median_seconds": seconds, "settings": settings}
@@ -205,21 +191,3 @@ def test_a_wait_is_blamed_on_its_lane(monkeypatch):
     lane.close()
     assert found.keys() == {"ssd_read w"}
     assert found["ssd_read w"] > 0.04
-
-
-def test_bounds_that_hold_and_bounds_that_are_missed():
-    seconds = {"vertical/ssd/eager": 1.04, "zero-infinity": 2.0}
-    one = {"verdict": "right", "share": 0.95, "step_peak_rss": 9}
-    each = {name: one | {"times_plain": value, "median_seconds": value} for name, value in seconds.items()}
-    files = {
-        "race-110m": {"heats": [{"micro_batches": 16, "contestants": each}]},
-        "race-orders": {"rows": [{"micro_batches": 4, "apart": -0.2}, {"micro_batches": 1, "apart": 0.1}]},
-        "race-curves": {"largest_difference": {curves.NOISE[0]: 1e-4, "vertical": 1.5e-4, "horizontal": 1e-5}},
-    }
-    verdicts = {claim.what.split(":")[0]: claim.verdict for claim in bounds.bounds(files) if claim.found}
-    assert verdicts == {
-        "110m, n = 16, everything on SSD, eager": "holds",
-        "110m, everything on SSD, eager": "holds",
-        "vertical against horizontal": "**missed**",
-        "loss over 200 steps on real text, vertical and horizontal": "holds",
-    }

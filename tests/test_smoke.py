@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiered import Rig, adamw, gpt2, options, tokens, two_groups
+from tiered import Rig, adamw, gpt2, options, step, tokens, two_groups
 
 PLACEMENTS = {
     "all in host memory": {"ratios": {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}, "alpha": 0.0},
@@ -29,11 +29,5 @@ def test_any_placement_learns_the_same(outcomes):
 def test_it_learns_what_plain_pytorch_learns(outcomes):
     model = gpt2()
     optimizer = torch.optim.AdamW(two_groups(model), lr=1e-2)
-    losses = []
-    for number in range(3):
-        loss = model(input_ids=tokens(number), labels=tokens(number)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = [step(model, optimizer, tokens(number)) for number in range(3)]
     assert outcomes["all on SSD"].losses == pytest.approx(losses, rel=1e-5)  # sums in another order

@@ -32,8 +32,8 @@ pytestmark = [
 
 
 # What the other families have, one of these has too: tied and untied embeddings, rotary positions, experts, blocks
-# of one residual, two kinds of masks, an autograd function, a scan in the place of attention.
-VARIED = {"gpt2", "llama", "bert", "bloom", "falcon", "gpt_oss", "mamba", "plain", "positional"}
+# of one residual, two kinds of masks, an autograd function. (mamba, whose scan takes long to capture, is slow.)
+VARIED = {"gpt2", "llama", "bert", "bloom", "falcon", "gpt_oss", "plain", "positional"}
 
 
 def cases():
