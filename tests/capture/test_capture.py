@@ -195,13 +195,6 @@ def test_a_sequence_as_long_as_the_batch_is_large():
     assert roles(model) == {"ids": "batch", "labels": "batch"}
 
 
-def test_paths_are_as_the_user_writes_them():
-    model = compile_model(GPT(), 2)
-    train(model, *batch())
-    parameters = {entry.path for entry in captured(model).inputs if entry.role == "parameter"}
-    assert parameters == dict(model.named_parameters()).keys()
-
-
 def test_a_batch_of_vectors():
     """Without any input of two dimensions, the first of one dimension has the batch."""
     model = Called(lambda tokens, weights: (tokens[:, None], weights, 0.0))

@@ -156,16 +156,6 @@ def test_bytes_are_those_of_the_program(rig, storage):
         assert optimizer.engine.planning.planner.plan.traffic == found.planned == found.traced
 
 
-def test_ratios_that_are_given_are_kept(rig, storage):
-    fixed = {"parameter": 0.0}
-    budget = tight(rig, storage, ratios=fixed)
-    with rig.fresh(adamw, given(storage, host_memory=budget, alpha=0.25, ratios=fixed)) as optimizer:
-        step(rig.model, optimizer, tokens(0))
-        plan = optimizer.engine.planning.planner.plan
-        assert plan.ratios["optimizer"] > 0
-        assert (plan.ratios["parameter"], plan.alpha) == (0.0, 0.25)
-
-
 def test_a_machine_from_a_file(rig, storage, tmp_path):
     named = replace(Profile.load(MACHINE), name="from a file")
     named.save(tmp_path / "mine.json")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gs_compile.errors import LeftoverError, StorageError, StorageFullError, StorageLockedError
+from gs_compile.errors import StorageFullError
 from gs_compile.machine import usable_memory
 from gs_compile.planner.measure import machines, probe_compute, probe_drive
 from gs_compile.planner.measure import rates as rates_module
@@ -17,9 +17,7 @@ from gs_compile.planner.measure.probe_compute import link_rates
 from gs_compile.planner.measure.probe_drive import drive_rates, room_nbytes
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.rates import Figure, at_once, medians
-from gs_compile.runtime.drive import FOLDER
 from gs_compile.runtime.lanes import Failure, Lane
-from gs_compile.runtime.store import Store
 from gs_compile.runtime.stream import Device
 from gs_compile.runtime.trace import Trace
 
@@ -184,28 +182,6 @@ def test_what_was_there_stays_and_nothing_else_is_left(tmp_path, small):
     rates = {name: figure.value for name, figure in found.items()}
     assert rates["ssd_read_mixed_bytes_per_second"] <= rates["ssd_read_bytes_per_second"]
     assert rates["ssd_write_mixed_bytes_per_second"] <= rates["ssd_write_bytes_per_second"]
-
-
-def test_a_run_has_the_directory(tmp_path):
-    with Store([tmp_path]), pytest.raises(StorageLockedError, match="another model of this process uses this folder"):
-        probe([tmp_path], device=CPU)
-
-
-def test_a_run_was_killed_in_the_directory(tmp_path):
-    left = tmp_path / FOLDER / "w0"
-    left.parent.mkdir(mode=0o700)
-    left.write_text("weights")
-    with pytest.raises(LeftoverError):
-        probe([tmp_path], device=CPU)
-    assert left.exists()
-
-
-@pytest.mark.parametrize(
-    ("path", "message"), [("/proc/storage", "open failed"), (f"/tmp/{'x' * 300}", "File name too long")]
-)
-def test_a_directory_that_cannot_be_used(path, message):
-    with pytest.raises(StorageError, match=message):
-        probe([Path(path)], device=CPU)
 
 
 def test_a_drive_without_room_is_refused(tmp_path, monkeypatch):

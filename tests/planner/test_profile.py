@@ -148,11 +148,6 @@ def test_what_is_not_json_is_refused(tmp_path, content):
         Profile.load(path)
 
 
-def test_no_file_is_refused(tmp_path):
-    with pytest.raises(ProfileError, match="no machine profile can be read there"):
-        Profile.load(tmp_path / "nothing.json")
-
-
 def test_speeds_are_those_of_lanes_that_disturb_each_other():
     assert Profile.of(
         SERVER | {"compute_mixed_speed": 0.8, "compute_transfer_speed": 0.81, "transfer_compute_speed": 0.7}

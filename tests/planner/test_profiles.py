@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_profile import LAPTOP
 
-from gs_compile.errors import ProfileError, StorageError
+from gs_compile.errors import ProfileError
 from gs_compile.planner.measure import machines as profiles
 from gs_compile.planner.measure.machines import known, profile
 from gs_compile.planner.measure.profile import Profile
@@ -183,12 +183,3 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, probe, monkeypatch):
     monkeypatch.setattr(Profile, "save", fails)
     assert profile(None, tmp_path, refresh=True) == MEASURED
     assert [(path, path.read_text()) for path in remembered(tmp_path)] == before
-
-
-def test_storage_that_cannot_be_used_is_the_stores_error(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(profiles.ENVIRONMENT, raising=False)
-    (tmp_path / "file").write_text("no directory")
-    with pytest.raises(StorageError, match="open failed: Not a directory"):
-        profile(None, tmp_path / "file" / "storage")
-    assert not (tmp_path / "cache").exists()

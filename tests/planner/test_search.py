@@ -90,13 +90,6 @@ def test_alpha_leaves_the_saturation_and_lowers_the_batch_that_reaches_it():
     assert free.best.throughput == pytest.approx(without.best.throughput, rel=0.05)
 
 
-def test_one_number_of_micro_batches():
-    found = search(known(XL, A100), DESKTOP, Fixed(alpha=0.25), num_micro_batches=6)
-    assert found.best.num_micro_batches == 6
-    assert found.best.alpha == 0.25
-    assert [n for n, _ in found.history] == [6]
-
-
 def test_the_search_ends_where_memory_does():
     """More micro-batches need more memory for their checkpoints, in host memory or on SSD."""
     fast = replace(A100, matmul_flops_per_second={"bf16": 4e15})

@@ -169,14 +169,6 @@ def test_what_does_not_fit_is_none(xl):
     assert solve(formulas(SMALL, A100), 1, 0.0, replace(ROOMY, device_nbytes=0), Fixed()) is None
 
 
-def test_what_is_fixed_is_kept(xl):
-    fixed = Fixed(ratios={"optimizer": 0.25, "checkpoint": 0.0})
-    solution = solve(xl, 4, 0.1, replace(ROOMY, host_nbytes=12 * GB), fixed)
-    assert solution.ratios["optimizer"] == 0.25
-    assert solution.ratios["checkpoint"] == 0.0
-    assert 0 < solution.ratios["parameter"] <= 1
-
-
 def test_a_full_ssd_keeps_more_in_host_memory(xl):
     """All on SSD would not fit there."""
     host = replace(ROOMY, host_nbytes=20 * GB)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import zoo
 
-from gs_compile.errors import CaptureError, PlanError
+from gs_compile.errors import CaptureError
 from gs_compile.placement.placement import QUANTUM
 from gs_compile.planner.cost import workload as module
 from gs_compile.planner.cost.workload import ModelSpec
@@ -143,19 +141,6 @@ def test_a_unit_of_two_dtypes():
         CaptureError, match=r"^unit h has parameters of torch\.float16, torch\.float32; .*\.to\(dtype\)$"
     ):
         ModelSpec.of(model, sequence=zoo.TOKENS).workload(1)
-
-
-def test_a_sequence_that_the_model_has_no_positions_for():
-    with pytest.raises(PlanError, match="gpt2 has 64 positions"):
-        ModelSpec.of(zoo.huggingface("gpt2"), sequence=65).workload(1)
-
-
-def test_the_spec_of_a_path(tmp_path):
-    zoo.configuration("gpt2").save_pretrained(tmp_path)
-    spec = ModelSpec.of(tmp_path, sequence=zoo.TOKENS)
-    assert (spec.name, spec.num_layers) == (str(tmp_path), zoo.LAYERS)
-    parameters = math.prod(size(spec.workload(1), "t").trained)
-    assert parameters == -(-zoo.VOCAB * zoo.WIDTH // QUANTUM) * QUANTUM
 
 
 @pytest.mark.slow
