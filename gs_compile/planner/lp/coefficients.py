@@ -33,7 +33,7 @@ from gs_compile.planner.lp.counting import (
 )
 from gs_compile.planner.lp.limits import CLASSES
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.simulate.prices import ADAMW_NBYTES, code_seconds
+from gs_compile.planner.simulate.prices import code_seconds, lane_rate
 from gs_compile.program.ir import ORDERS
 
 
@@ -79,7 +79,7 @@ class Formulas:
         found = self.counted.readings(alpha, number)
         moved = np.tensordot(found.moved, self.scale, (2, 0))
         seconds = {
-            (phase, lane): moved[i, j] / self._rate(lane)
+            (phase, lane): moved[i, j] / lane_rate(lane, self.profile)
             for i, phase in enumerate(PHASES)
             for j, lane in enumerate(TIMED)
         }
@@ -112,15 +112,6 @@ class Formulas:
                 found[tier] = _highest(np.concatenate(heights, axis=1))
             self._binding[anchors, several] = found
         return self._binding[anchors, several]
-
-    def _rate(self, lane: str) -> float:
-        """Bytes a second of a lane alone."""
-        profile = self.profile
-        if lane == "compute":
-            return profile.memory_bytes_per_second
-        if lane == "cpu":
-            return ADAMW_NBYTES * profile.update_elements_per_second
-        return profile.transfer_rate(lane)
 
 
 CORNERS = np.array(list(product((0.0, 1.0), repeat=len(RATIOS))))

@@ -21,7 +21,7 @@ from gs_compile.placement.placement import Placement, UnitPlacement
 from gs_compile.placement.traffic import op_nbytes
 from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.program.ir import SHADOWS, Op, Program, Unit
+from gs_compile.program.ir import MEMORY_VERBS, SHADOWS, Op, Program, Unit
 
 # AdamW in fp32, the rule that a profile's update rate is of: reads parameter, two moments and gradient, writes three.
 ADAMW_NBYTES = 28
@@ -70,6 +70,13 @@ def work_nbytes(op: Op, placement: Placement) -> int:
     return 0
 
 
+def lane_rate(lane: str, profile: Profile) -> float:
+    """Bytes a second of a lane alone: of those that `work_nbytes` counts."""
+    if lane == "cpu":
+        return ADAMW_NBYTES * profile.update_elements_per_second
+    return profile.memory_bytes_per_second if lane in ("compute", "memory") else profile.transfer_rate(lane)
+
+
 def update_nbytes(unit: UnitPlacement | UnitSize) -> int:
     """The bytes that updating one element reads and writes: its state, its gradient, and its parameter.
 
@@ -80,21 +87,16 @@ def update_nbytes(unit: UnitPlacement | UnitSize) -> int:
 
 
 def _seconds(op: Op, placement: Placement, workload: Workload, profile: Profile) -> float:
-    nbytes = work_nbytes(op, placement)
+    if op.verb in CODE:
+        return code_seconds(op.unit, workload, profile, backward=runs_backward(op))
     match op.verb:
-        case "prefetch" | "offload":
+        case "prefetch" | "offload" | "update" | "norm" | "zeros":
             asked = profile.request_seconds if op.lane in ("ssd_read", "ssd_write") else 0.0
-            return nbytes / profile.transfer_rate(op.lane) + asked
-        case "update":
-            return nbytes / ADAMW_NBYTES / profile.update_elements_per_second
-        case "norm" | "zeros":
-            return nbytes / profile.memory_bytes_per_second
+            return work_nbytes(op, placement) / lane_rate(op.lane, profile) + asked
         case "count" | "clip":
             return profile.op_seconds
         case "commit":
             in_place = () if placement.separate else (v for v in op.into[::2] if (v.kind, v.tier) == ("w", "host"))
             return 2 * sum(nbytes_of(placement, value) for value in in_place) / profile.memory_bytes_per_second
-        case "gather" | "alias" | "empty" | "free":
-            return 0.0
-    assert op.verb in CODE, f"no price is known for {op.verb}"
-    return code_seconds(op.unit, workload, profile, backward=runs_backward(op))
+    assert op.verb in MEMORY_VERBS, f"no price is known for {op.verb}"
+    return 0.0
