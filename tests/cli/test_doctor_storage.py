@@ -9,7 +9,7 @@ import pytest
 from test_doctor import write
 
 from gs_compile.cli.doctor import storage
-from gs_compile.cli.doctor.check import Check, checked
+from gs_compile.cli.doctor.check import Check
 from gs_compile.errors import StorageError
 from gs_compile.runtime import ssd
 from gs_compile.runtime.drive import FOLDER
@@ -164,4 +164,3 @@ def test_a_drive_made_of_drives_and_one_that_is_not_told(tmp_path, told):
 def test_what_a_tool_prints_is_rows():
     assert storage._rows("echo", '{"filesystems": [{"fstype": "ext4"}]}') == [{"fstype": "ext4"}]
     assert storage._rows("false") == []
-    assert checked("drive", storage._rows, "no-such-tool").found.startswith("not told by the system: ")

@@ -9,6 +9,7 @@ import zoo
 from gs_compile.errors import CaptureError
 from gs_compile.placement.placement import QUANTUM
 from gs_compile.planner.cost import workload as module
+from gs_compile.planner.cost.meta import DEPTH
 from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.plan import plan
 from gs_compile.program.ir import height
@@ -73,7 +74,9 @@ def test_what_a_layer_needs_inside(gpt_65b):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_short_captures_give_the_workloads_of_whole_ones(name, monkeypatch):
     config = zoo.configuration(name)
-    short = ModelSpec.of(config, sequence=zoo.TOKENS).workload(2)
+    spec = ModelSpec.of(config, sequence=zoo.TOKENS)
+    assert (spec.num_layers, spec.specialized(2).split.num_layers) == (zoo.LAYERS, DEPTH)
+    short = spec.workload(2)
     monkeypatch.setattr(module, "repeated", lambda _: None)
     spec = ModelSpec.of(config, sequence=zoo.TOKENS)
     assert spec.specialized(2).split.num_layers == zoo.LAYERS
