@@ -10,13 +10,12 @@ import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
 from gs_compile.capture.dynamo import capture, current_compile_id, ignore_logging, note_last_compile
-from gs_compile.capture.graph import Captured
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import (
@@ -27,7 +26,7 @@ from gs_compile.errors import (
     StepOrderError,
 )
 from gs_compile.model.engine import Engine
-from gs_compile.model.micro_batches import cut_batch, lengths_of
+from gs_compile.model.micro_batches import cut_batch
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
 from gs_compile.model.step import Call
 from gs_compile.model.tiered_optimizer import TieredOptimizer
@@ -49,63 +48,51 @@ def greedysnake(
     An error of this package is raised at the model's call, as itself: raised here, Dynamo would wrap it in one of its
     own.
     """
+    compile_id = current_compile_id()
+    begin: Callable[[Sequence[Any]], Call]
     try:
         checked = Options.of(options, mode)
-        return CompiledModel(capture(module, example_inputs, partial(_detach, options=checked)), checked)
+        compilation = Compilation(capture(module, example_inputs, partial(_detach, options=checked)), checked)
+        begin = partial(_begin, compilation)
     except GreedySnakeError as error:
-        kind, message = type(error), str(error)  # not the error: its traceback holds the model
-    compile_id = current_compile_id()
+        begin = partial(_refuse, type(error), str(error))  # not the error: its traceback holds the model
 
-    def refuse(*args: Any) -> Any:
-        roll_back(args)
-        refusal = kind(message)
-        note_last_compile(refusal, compile_id)
-        raise refusal
-
-    return refuse
-
-
-class CompiledModel:
-    """A captured model that runs layer-major; one for each graph that Dynamo captures."""
-
-    def __init__(self, captured: Captured, options: Options) -> None:
-        self.compilation = Compilation(captured, options)
-
-    def __call__(self, *args: Any) -> list[Any]:
-        """The model's outputs for the arguments of the captured graph."""
+    def run(*args: Any) -> list[Any]:
         try:
-            call = self._call(args)
+            call = begin(args)
         except BaseException as error:
             roll_back(args)
-            note_last_compile(error, self.compilation.compile_id)
+            note_last_compile(error, compile_id)
             raise
         return call.run()
 
-    def _call(self, args: Sequence[Any]) -> Call:
-        """The call, before anything has run."""
-        self._register(args)
-        inputs = self.compilation.captured.inputs
-        batch = [index for index, entry in enumerate(inputs) if entry.role == "batch"]
-        sizes = {entry.name: int(arg) for entry, arg in zip(inputs, args, strict=True) if entry.role == "size"}
-        lengths = lengths_of(self.compilation, int(args[batch[0]].shape[0]))
-        models = [self.compilation.specialized(length, sizes, alone=len(lengths) == 1) for length in lengths]
-        training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        if torch.is_grad_enabled() and not training:
-            _refuse_a_loss(models[0])
-        parts = list(cut_batch(args, batch, models))
-        seed = int(torch.randint(2**62, (), device="cpu")) if any(model.draws_random for model in models) else None
-        units = CompiledUnits(parts, seed)
-        engine = _engine_for(self.compilation, models, args)
-        return Call(self.compilation, models, args, units, training, engine)
+    return run
 
-    def _register(self, args: Sequence[Any]) -> None:
-        """Make this known for the model that calls: Dynamo runs one capture for all models that are alike."""
-        for entry, arg in zip(self.compilation.captured.inputs, args, strict=True):
-            if entry.role == "parameter":
-                known = compilations_of.setdefault(arg, [])
-                if any(compilation is self.compilation for compilation in known):
-                    return
-                known.append(self.compilation)
+
+def _refuse(kind: type[GreedySnakeError], message: str, args: Sequence[Any]) -> NoReturn:
+    raise kind(message)
+
+
+def _begin(compilation: Compilation, args: Sequence[Any]) -> Call:
+    """The call of a captured model, before anything has run; `args` are those of the captured graph."""
+    _register(compilation, args)
+    models, parts = cut_batch(compilation, args)
+    training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    if torch.is_grad_enabled() and not training:
+        _refuse_a_loss(models[0])
+    seed = int(torch.randint(2**62, (), device="cpu")) if any(model.draws_random for model in models) else None
+    engine = _engine_for(compilation, models, args)
+    return Call(compilation, models, args, CompiledUnits(parts, seed), training, engine)
+
+
+def _register(compilation: Compilation, args: Sequence[Any]) -> None:
+    """Make it known for the model that calls: Dynamo runs one capture for all models that are alike."""
+    for entry, arg in zip(compilation.captured.inputs, args, strict=True):
+        if entry.role == "parameter":
+            known = compilations_of.setdefault(arg, [])
+            if any(each is compilation for each in known):
+                return
+            known.append(compilation)
 
 
 def _refuse_a_loss(model: SpecializedModel) -> None:
