@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import expecttest
-import pytest
 import torch
 from cpu_time import cpu_seconds
 from hypothesis import given, settings
@@ -97,33 +96,11 @@ def test_without_a_room_nothing_stays():
     assert snapshots[-1] == lowered((2, 2), homes((2, 2), schedule="horizontal"))[-1]
 
 
-def test_what_a_journey_takes():
-    """There and back on every lane; parameters are where they go already."""
-    placement = within(homes((1, 2)), 0, 0)
-    found = {period.value.kind: period for period in decided((1, 2), placement)[1] if period.value.tier == "device"}
-    assert found.keys() == {"w", "x", "dw"}
-    for kind, period in found.items():
-        there_and_back = period.nbytes * ((1 / 8 + 1 / 8 + 1 / 2 + 1) if kind != "w" else (1 / 8 + 1 / 2))
-        assert period.seconds == pytest.approx(there_and_back)
-        assert period.worth == pytest.approx(period.nbytes * period.duration / there_and_back)
-
-
 def test_a_checkpoint_is_inactive_from_its_forward_to_its_backward():
     (period,) = (p for p in decided((2, 1), within(homes((2, 1)), ENDLESS))[1] if str(p.value) == "x0_0.device")
     assert (str(period.since), str(period.until)) == ("forward 0 of 0", "backward 1 of 0")  # fetched one stage ahead
     assert period.nbytes == X_NBYTES
     assert period.kept
-
-
-def test_one_byte_too_little_moves_one_tensor():
-    """The one that frees most for least, of those over the peak."""
-    step = (3, 1)
-    plain = homes(step)
-    most = peaks(step, within(plain, ENDLESS))["device"]
-    found = [p for p in decided(step, within(plain, most - 1))[1] if p.value.tier == "device"]
-    (moved,) = (period for period in found if not period.kept)
-    assert moved.value.kind == "w"  # which need not be written
-    assert moved.worth == max(p.worth for p in found if p.first <= moved.first and moved.last <= p.last)
 
 
 def test_in_one_memory_what_stays_is_not_copied():
