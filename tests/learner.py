@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiered import Make, Rig, adamw, gpt2, options, outcome, step, tokens, two_groups
+from tiered import Harness, Make, adamw, gpt2, options, outcome, step, tokens, two_groups
 
 import gs_compile
 from gs_compile.model.optim import TieredOptimizer
@@ -52,7 +52,7 @@ class Learner:
         return outcome(self.model, self.optimizer, [], []).values
 
 
-captured: dict[str, Rig] = {}  # the usual model, by precision
+captured: dict[str, Harness] = {}  # the usual model, by precision
 
 
 @contextmanager
@@ -65,13 +65,13 @@ def learner(
     """
     precision = changes.get("precision", "model")
     if build is gpt2:
-        rig = captured.setdefault(precision, Rig(gpt2, precision))
+        harness = captured.setdefault(precision, Harness(gpt2, precision))
     else:
         torch._dynamo.reset()
-        rig = Rig(build, precision)
+        harness = Harness(build, precision)
     torch.manual_seed(1)
-    with rig.fresh(make, options(folder, **changes)) as optimizer:
-        yield Learner(rig.model, optimizer)
+    with harness.fresh(make, options(folder, **changes)) as optimizer:
+        yield Learner(harness.model, optimizer)
 
 
 def plain(

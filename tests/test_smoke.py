@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiered import Rig, adamw, gpt2, options, step, tokens, two_groups
+from tiered import Harness, adamw, gpt2, options, step, tokens, two_groups
 
 PLACEMENTS = {
     "all in host memory": {"ratios": {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}, "alpha": 0.0},
@@ -16,9 +16,9 @@ PLACEMENTS = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     torch._dynamo.reset()
-    rig = Rig(gpt2)
+    harness = Harness(gpt2)
     folder = tmp_path_factory.mktemp("storage")
-    return {name: rig.train(adamw, options(folder, **changes), 3) for name, changes in PLACEMENTS.items()}
+    return {name: harness.train(adamw, options(folder, **changes), 3) for name, changes in PLACEMENTS.items()}
 
 
 def test_any_placement_learns_the_same(outcomes):

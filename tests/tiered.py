@@ -209,7 +209,7 @@ def moved(model: torch.nn.Module, optimizer: TieredOptimizer, ids: torch.Tensor)
     )
 
 
-class Rig:
+class Harness:
     """A model that is captured once: each run begins from the same values, whatever its placement.
 
     It outlives a test only where Dynamo is not reset between tests.

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tiered import Rig, adamw, gpt2, moved, options, outcome, step, tokens
+from tiered import Harness, adamw, gpt2, moved, options, outcome, step, tokens
 
 import gs_compile
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
@@ -24,8 +24,8 @@ EVERYTHING = {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}
 
 
 @pytest.fixture(scope="module")
-def rig():
-    return Rig(partial(gpt2, num_layers=NUM_LAYERS, width=128))
+def harness():
+    return Harness(partial(gpt2, num_layers=NUM_LAYERS, width=128))
 
 
 def fails(error):
@@ -50,14 +50,14 @@ def given(storage, **changes):
     return found if machine is None else found | {"machine": machine}
 
 
-def tight(rig, storage, make=adamw, **changes):
+def tight(harness, storage, make=adamw, **changes):
     """A budget between the least that the step needs and all that it could use."""
     peaks = []
     for ratio in (0.0, 1.0):
         ratios = dict.fromkeys(EVERYTHING, ratio) | changes.get("ratios", {})
-        with rig.fresh(make, options(storage, **{**changes, "ratios": ratios})) as optimizer:
+        with harness.fresh(make, options(storage, **{**changes, "ratios": ratios})) as optimizer:
             for number in range(2):  # the second has late updates of the first
-                step(rig.model, optimizer, tokens(number))
+                step(harness.model, optimizer, tokens(number))
             peaks.append(peak(optimizer.engine.programs[-1], "host"))
     return sum(peaks) // 2
 
@@ -65,9 +65,9 @@ def tight(rig, storage, make=adamw, **changes):
 # Without the linear program -------------------------------------------------------------------------------------------
 
 
-def test_what_fits_is_in_host_memory_and_nothing_is_measured(rig, storage, unasked, caplog):
-    with caplog.at_level(logging.INFO, "gs_compile.planner.planner"), rig.fresh(adamw, given(storage)) as optimizer:
-        step(rig.model, optimizer, tokens(0))
+def test_what_fits_is_in_host_memory_and_nothing_is_measured(harness, storage, unasked, caplog):
+    with caplog.at_level(logging.INFO, "gs_compile.planner.planner"), harness.fresh(adamw, given(storage)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
         planning = optimizer.engine.planning
         assert planning.planner.plan is None
         assert not planning.uses_ssd
@@ -78,30 +78,30 @@ def test_what_fits_is_in_host_memory_and_nothing_is_measured(rig, storage, unask
     assert caplog.messages == ["all that may be in host memory fits there: nothing was planned"]
 
 
-def test_what_is_given_is_not_planned(rig, storage, unasked, caplog):
+def test_what_is_given_is_not_planned(harness, storage, unasked, caplog):
     everything = given(storage, alpha=0.5, ratios={"parameter": 0.0, "checkpoint": 0.5, "optimizer": 0.0})
-    with caplog.at_level(logging.INFO, "gs_compile.planner.planner"), rig.fresh(adamw, everything) as optimizer:
-        step(rig.model, optimizer, tokens(0))
+    with caplog.at_level(logging.INFO, "gs_compile.planner.planner"), harness.fresh(adamw, everything) as optimizer:
+        step(harness.model, optimizer, tokens(0))
         assert optimizer.engine.placement.checkpoint_ratio == 0.5
         assert optimizer.engine.planning.ssd_nbytes > 0
     assert caplog.messages == ["ratios and alpha are given: nothing was planned"]
 
 
-def test_too_little_memory_is_refused_before_anything_is_measured(rig, storage, unasked):
+def test_too_little_memory_is_refused_before_anything_is_measured(harness, storage, unasked):
     with (
-        rig.fresh(adamw, given(storage, host_memory="2MiB")) as optimizer,
+        harness.fresh(adamw, given(storage, host_memory="2MiB")) as optimizer,
         pytest.raises(MemoryBudgetError, match=r"host_memory is 2\.0 MiB; this step needs .* with ratios parameter 0"),
     ):
-        step(rig.model, optimizer, tokens(0))
+        step(harness.model, optimizer, tokens(0))
 
 
-def test_too_little_memory_for_clipping_says_what_would_fit_without(rig, storage, unasked):
-    budget = tight(rig, storage, ratios=dict.fromkeys(EVERYTHING, 0.0), alpha=0.0)
+def test_too_little_memory_for_clipping_says_what_would_fit_without(harness, storage, unasked):
+    budget = tight(harness, storage, ratios=dict.fromkeys(EVERYTHING, 0.0), alpha=0.0)
     with (
-        rig.fresh(partial(adamw, max_grad_norm=0.5), given(storage, host_memory=budget)) as optimizer,
+        harness.fresh(partial(adamw, max_grad_norm=0.5), given(storage, host_memory=budget)) as optimizer,
         pytest.raises(MemoryBudgetError, match=r"the largest alpha possible here is 0\.\d\d, not 1 \(max_grad_norm"),
     ):
-        step(rig.model, optimizer, tokens(0))
+        step(harness.model, optimizer, tokens(0))
 
 
 # By the linear program ------------------------------------------------------------------------------------------------
@@ -112,21 +112,21 @@ def test_too_little_memory_for_clipping_says_what_would_fit_without(rig, storage
     [(False, None), (True, None), (False, "delayed"), (True, "speculative"), (False, "chosen")],
     ids=str,
 )
-def test_what_does_not_fit_is_planned_and_learns_the_same(rig, storage, caplog, separate_device, clip):
+def test_what_does_not_fit_is_planned_and_learns_the_same(harness, storage, caplog, separate_device, clip):
     make = partial(adamw, max_grad_norm=0.5) if clip else adamw
     changes = {"separate_device": separate_device}
-    budget = tight(rig, storage, make, alpha=float(clip is not None), **changes)
+    budget = tight(harness, storage, make, alpha=float(clip is not None), **changes)
     changes["clip"] = None if clip == "chosen" else clip
     with (
         caplog.at_level(logging.INFO, "gs_compile.planner.planner"),
-        rig.fresh(make, given(storage, host_memory=budget, **changes)) as optimizer,
+        harness.fresh(make, given(storage, host_memory=budget, **changes)) as optimizer,
     ):
         for number in range(3):
-            step(rig.model, optimizer, tokens(number))
+            step(harness.model, optimizer, tokens(number))
         engine = optimizer.engine
         program, placement, plan = engine.programs[-1], engine.placement, engine.planning.planner.plan
         optimizer.synchronize()
-        found = outcome(rig.model, optimizer, [], [])
+        found = outcome(harness.model, optimizer, [], [])
         assert engine.tiers.slab.nbytes <= budget
         described = engine.planning.describe(program)
     assert plan.placement == placement
@@ -145,23 +145,23 @@ def test_what_does_not_fit_is_planned_and_learns_the_same(rig, storage, caplog, 
     assert dict(program.peaks)["host"] <= budget
     changes["clip"] = "delayed"
     in_memory = options(storage, ratios=EVERYTHING, alpha=float(clip is not None), **changes)
-    assert found.differences(replace(rig.train(make, in_memory, num_steps=3), losses=[], norms=[])) == []
+    assert found.differences(replace(harness.train(make, in_memory, num_steps=3), losses=[], norms=[])) == []
 
 
-def test_bytes_are_those_of_the_program(rig, storage):
-    with rig.fresh(adamw, given(storage, host_memory=tight(rig, storage))) as optimizer:
+def test_bytes_are_those_of_the_program(harness, storage):
+    with harness.fresh(adamw, given(storage, host_memory=tight(harness, storage))) as optimizer:
         for number in range(2):
-            step(rig.model, optimizer, tokens(number))
-        found = moved(rig.model, optimizer, tokens(2))
+            step(harness.model, optimizer, tokens(number))
+        found = moved(harness.model, optimizer, tokens(2))
         assert optimizer.engine.planning.planner.plan.traffic == found.planned == found.traced
 
 
-def test_a_machine_from_a_file(rig, storage, tmp_path):
+def test_a_machine_from_a_file(harness, storage, tmp_path):
     named = replace(Profile.load(MACHINE), name="from a file")
     named.save(tmp_path / "mine.json")
-    budget = tight(rig, storage)
-    with rig.fresh(adamw, given(storage, host_memory=budget, machine=tmp_path / "mine.json")) as optimizer:
-        step(rig.model, optimizer, tokens(0))
+    budget = tight(harness, storage)
+    with harness.fresh(adamw, given(storage, host_memory=budget, machine=tmp_path / "mine.json")) as optimizer:
+        step(harness.model, optimizer, tokens(0))
         assert optimizer.engine.planning.planner.plan.profile == named
 
 
@@ -170,37 +170,37 @@ def test_a_machine_from_a_file(rig, storage, tmp_path):
     [("Problem.search", NoFitError("nothing fits")), ("planned", MemoryBudgetError("no program fits"))],
     ids=["infeasible", "no program"],
 )
-def test_what_fits_runs_where_the_linear_program_finds_nothing(rig, storage, monkeypatch, caplog, broken, error):
-    budget = tight(rig, storage)
+def test_what_fits_runs_where_the_linear_program_finds_nothing(harness, storage, monkeypatch, caplog, broken, error):
+    budget = tight(harness, storage)
     monkeypatch.setattr(f"gs_compile.planner.planner.{broken}", fails(error))
     with (
         caplog.at_level(logging.INFO, "gs_compile.planner.planner"),
-        rig.fresh(adamw, given(storage, host_memory=budget)) as optimizer,
+        harness.fresh(adamw, given(storage, host_memory=budget)) as optimizer,
     ):
-        step(rig.model, optimizer, tokens(0))
+        step(harness.model, optimizer, tokens(0))
         assert {part.tier for unit in optimizer.engine.placement.units for part in unit.w.values()} == {"ssd"}
         assert optimizer.engine.planning.planner.plan is None
     said = [record.message for record in caplog.records if record.name == "gs_compile.planner.planner"]
     assert said == ["no plan fits by the linear program's bounds: host memory keeps the least it can"]
 
 
-def test_what_is_wrong_with_a_plan_is_told(rig, storage, monkeypatch):
+def test_what_is_wrong_with_a_plan_is_told(harness, storage, monkeypatch):
     """Only that nothing fits has another way out."""
-    budget = tight(rig, storage)
+    budget = tight(harness, storage)
     monkeypatch.setattr(planner.Problem, "search", fails(PlanError("no matrix rate")))
     with (
-        rig.fresh(adamw, given(storage, host_memory=budget)) as optimizer,
+        harness.fresh(adamw, given(storage, host_memory=budget)) as optimizer,
         pytest.raises(PlanError, match="no matrix rate"),
     ):
-        step(rig.model, optimizer, tokens(0))
+        step(harness.model, optimizer, tokens(0))
 
 
 @pytest.mark.parametrize("schedule", ["horizontal", "lifetime"])
-def test_the_baselines_have_the_linear_program_too(rig, storage, schedule):
+def test_the_baselines_have_the_linear_program_too(harness, storage, schedule):
     ratios = {"gradient": 1.0}
-    budget = tight(rig, storage, schedule=schedule, ratios=ratios)
-    with rig.fresh(adamw, given(storage, schedule=schedule, host_memory=budget, ratios=ratios)) as optimizer:
-        step(rig.model, optimizer, tokens(0))
+    budget = tight(harness, storage, schedule=schedule, ratios=ratios)
+    with harness.fresh(adamw, given(storage, schedule=schedule, host_memory=budget, ratios=ratios)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
         engine = optimizer.engine
         assert engine.planning.planner.plan.ratios["gradient"] == 1.0
         assert any(engine.planning.planner.plan.ratios[name] for name in EVERYTHING)
@@ -210,10 +210,10 @@ def test_the_baselines_have_the_linear_program_too(rig, storage, schedule):
 # What is said of a model at hand --------------------------------------------------------------------------------------
 
 
-def test_what_a_step_will_take(rig, storage):
+def test_what_a_step_will_take(harness, storage):
     """Also where nothing had to be planned."""
-    with rig.fresh(adamw, given(storage)) as optimizer:
-        step(rig.model, optimizer, tokens(0))
+    with harness.fresh(adamw, given(storage)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
         engine = optimizer.engine
         found = engine.predict()
         assert found.seconds > 0
@@ -221,15 +221,15 @@ def test_what_a_step_will_take(rig, storage):
         assert found.peaks["host"] <= engine.planning.host_nbytes
 
 
-def test_a_live_model_is_planned_before_and_after_it_has_left(rig, storage):
+def test_a_live_model_is_planned_before_and_after_it_has_left(harness, storage):
     """Its shapes stay when its values have gone: they are all that a plan looks at."""
     settings = {"machine": MACHINE, "sequence": 8, "micro_batch_size": 2, "num_micro_batches": 3}
-    before = gs_compile.plan(rig.model, **settings)
-    with rig.fresh(adamw, given(storage)) as optimizer:
-        step(rig.model, optimizer, tokens(0))
-        after = gs_compile.plan(rig.model, **settings)
+    before = gs_compile.plan(harness.model, **settings)
+    with harness.fresh(adamw, given(storage)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        after = gs_compile.plan(harness.model, **settings)
         assert after.seconds == before.seconds
         assert after.placement == before.placement
         assert after.workload.sizes == before.workload.sizes
         assert before.workload.parameters_nbytes == 4 * sum(u.numel for u in optimizer.engine.placement.units)
-        step(rig.model, optimizer, tokens(1))  # and the plan has left it alone
+        step(harness.model, optimizer, tokens(1))  # and the plan has left it alone

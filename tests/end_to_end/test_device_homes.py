@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from planned import A100
-from tiered import Rig, adamw, gpt2, options, outcome, step, tokens
+from tiered import Harness, adamw, gpt2, options, outcome, step, tokens
 
 import gs_compile
 from gs_compile.errors import OptionError
@@ -19,76 +19,76 @@ ON_DEVICE = {"device_parameter": 0.5, "device_checkpoint": 0.5}
 
 
 @pytest.fixture(scope="module")
-def rig():
-    return Rig(partial(gpt2, num_layers=3), "bf16")
+def harness():
+    return Harness(partial(gpt2, num_layers=3), "bf16")
 
 
 def separate(storage, **changes):
     return options(storage, **{"separate_device": True, "alpha": 0.5} | changes)
 
 
-def sequence(rig, given, sizes):
+def sequence(harness, given, sizes):
     """What steps with batches of these sizes come to, and the placements they ran with."""
     placements = []
-    with rig.fresh(adamw, given) as optimizer:
+    with harness.fresh(adamw, given) as optimizer:
         losses = []
         for number, size in enumerate(sizes):
-            losses.append(step(rig.model, optimizer, tokens(number, size)))
+            losses.append(step(harness.model, optimizer, tokens(number, size)))
             placements.append(optimizer.engine._latest[0])
-        return outcome(rig.model, optimizer, losses, []), placements
+        return outcome(harness.model, optimizer, losses, []), placements
 
 
-def test_a_larger_batch_keeps_no_more_on_the_device_than_was_planned(rig, tmp_path):
+def test_a_larger_batch_keeps_no_more_on_the_device_than_was_planned(harness, tmp_path):
     sizes = (3, 7, 2)
-    found, placements = sequence(rig, separate(tmp_path, ratios=ON_DEVICE), sizes)
+    found, placements = sequence(harness, separate(tmp_path, ratios=ON_DEVICE), sizes)
     assert [placement.device_checkpoint_ratio for placement in placements] == [0.5, 0.0, 0.5]
-    assert not found.differences(sequence(rig, separate(tmp_path), sizes)[0])
+    assert not found.differences(sequence(harness, separate(tmp_path), sizes)[0])
 
 
-def test_without_storage_they_go_to_host_memory(rig, tmp_path):
+def test_without_storage_they_go_to_host_memory(harness, tmp_path):
     ratios = {"parameter": 1.0, "optimizer": 1.0, "checkpoint": 0.25, "device_checkpoint": 0.75}
-    _, placements = sequence(rig, separate(tmp_path, ratios=ratios), (3, 7))
+    _, placements = sequence(harness, separate(tmp_path, ratios=ratios), (3, 7))
     assert [placement.checkpoint_ratio for placement in placements] == [0.25, 1.0]
 
 
-def test_values_are_read_and_written_where_they_live(rig, tmp_path):
+def test_values_are_read_and_written_where_they_live(harness, tmp_path):
     """Parameters, masters and states, in the middle of a run."""
 
     def changed(ratios):
-        with rig.fresh(adamw, separate(tmp_path, ratios=ratios)) as optimizer:
-            losses = [step(rig.model, optimizer, tokens(0))]
-            before = {name: values.clone() for name, values in rig.model.state_dict().items()}
-            with gs_compile.materialize(rig.model, write=True), torch.no_grad():
-                for parameter in rig.model.parameters():
+        with harness.fresh(adamw, separate(tmp_path, ratios=ratios)) as optimizer:
+            losses = [step(harness.model, optimizer, tokens(0))]
+            before = {name: values.clone() for name, values in harness.model.state_dict().items()}
+            with gs_compile.materialize(harness.model, write=True), torch.no_grad():
+                for parameter in harness.model.parameters():
                     parameter.mul_(1.25)
             kept = optimizer.state_dict()
-            losses.append(step(rig.model, optimizer, tokens(1)))
+            losses.append(step(harness.model, optimizer, tokens(1)))
             optimizer.load_state_dict(kept)
-            rig.model.load_state_dict(before)
-            losses.append(step(rig.model, optimizer, tokens(2)))
-            return before, outcome(rig.model, optimizer, losses, [])
+            harness.model.load_state_dict(before)
+            losses.append(step(harness.model, optimizer, tokens(2)))
+            return before, outcome(harness.model, optimizer, losses, [])
 
     (before, found), (expected_before, expected) = changed(ON_DEVICE), changed({})
     assert all(torch.equal(values, expected_before[name]) for name, values in before.items())
     assert not found.differences(expected)
 
 
-def test_spare_device_memory_is_used_by_itself(rig, tmp_path):
+def test_spare_device_memory_is_used_by_itself(harness, tmp_path):
     """Where a linear program places data, on a machine whose device has memory of its own, and a slow link."""
     given = separate(tmp_path, host_memory="30MiB", alpha=None)
     given["expert"]["ratios"] = {"optimizer": 0.0}
     given["machine"] = replace(A100, name="small", device_nbytes=8 << 20, **dict.fromkeys(LINK, 1e6))
-    with rig.fresh(adamw, given) as optimizer:
-        losses = [step(rig.model, optimizer, tokens(number)) for number in range(3)]
+    with harness.fresh(adamw, given) as optimizer:
+        losses = [step(harness.model, optimizer, tokens(number)) for number in range(3)]
         engine = optimizer.engine
         assert sum(unit.num_resident for unit in engine.placement.units) > 0
         assert "on the device" in engine.planning.describe(engine.programs[-1])
-        found = outcome(rig.model, optimizer, losses, [])
-    assert not found.differences(sequence(rig, separate(tmp_path), (5, 5, 5))[0])
+        found = outcome(harness.model, optimizer, losses, [])
+    assert not found.differences(sequence(harness, separate(tmp_path), (5, 5, 5))[0])
 
 
-def test_one_memory_refuses_it_by_name(rig, tmp_path):
-    assert refused(rig, tmp_path, separate_device=False, ratios={"device_checkpoint": 0.5}).endswith(
+def test_one_memory_refuses_it_by_name(harness, tmp_path):
+    assert refused(harness, tmp_path, separate_device=False, ratios={"device_checkpoint": 0.5}).endswith(
         "expert.ratios.device_checkpoint is 0.5, but this device has no memory of its own: it reads the host's, so give "
         "expert.ratios.checkpoint"
     )
@@ -96,13 +96,13 @@ def test_one_memory_refuses_it_by_name(rig, tmp_path):
 
 def test_parameters_without_masters_are_refused(tmp_path):
     torch._dynamo.reset()
-    assert refused(Rig(gpt2, "model"), tmp_path, ratios={"device_parameter": 0.5}).endswith(
+    assert refused(Harness(gpt2, "model"), tmp_path, ratios={"device_parameter": 0.5}).endswith(
         "expert.ratios.device_parameter is 0.5, but parameters that are updated in the type they are computed in go to "
         'host memory for that: leave it out, or choose precision="bf16"'
     )
 
 
-def refused(rig, storage, **changes):
-    with pytest.raises(OptionError) as caught, rig.fresh(adamw, separate(storage, **changes)) as optimizer:
-        step(rig.model, optimizer, tokens(0))
+def refused(harness, storage, **changes):
+    with pytest.raises(OptionError) as caught, harness.fresh(adamw, separate(storage, **changes)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
     return str(caught.value)

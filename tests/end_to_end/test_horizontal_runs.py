@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_choice import MACHINE
-from tiered import BATCH, LENGTH, Rig, adamw, gpt2, moved, options, sgd, step, tokens
+from tiered import BATCH, LENGTH, Harness, adamw, gpt2, moved, options, sgd, step, tokens
 from zoo import assert_same_gradients, batch, gradients, huggingface
 
 import gs_compile
@@ -29,9 +29,9 @@ SHARES = (0.0, 0.4, 1.0)  # of the way from plain horizontal's peaks to those wi
 
 
 @pytest.fixture(scope="module")
-def rigs():
+def harnesses():
     dropout = {"model": 0.1, "bf16": 0.0}
-    return cache(lambda precision: Rig(partial(gpt2, NUM_LAYERS, WIDTH, dropout[precision]), precision))
+    return cache(lambda precision: Harness(partial(gpt2, NUM_LAYERS, WIDTH, dropout[precision]), precision))
 
 
 def chosen(storage, schedule="horizontal", ratio=1.0, gradient=1.0, separate=False, **others):
@@ -47,20 +47,20 @@ def chosen(storage, schedule="horizontal", ratio=1.0, gradient=1.0, separate=Fal
     ("batch_size", "ratio", "gradient", "separate", "scale"),
     [(4, 1.0, 1.0, True, 1.0), (5, 0.4, 0.4, False, 1.0), (5, 0.0, 0.0, True, 0.3)],
 )
-def test_gradients_are_those_of_the_vertical_order(rigs, storage, batch_size, ratio, gradient, separate, scale):
+def test_gradients_are_those_of_the_vertical_order(harnesses, storage, batch_size, ratio, gradient, separate, scale):
     """On the same dropout masks, the last micro-batch smaller than the others, the loss scaled."""
-    rig, ids, found = rigs("model"), tokens(0, batch_size), {}
+    harness, ids, found = harnesses("model"), tokens(0, batch_size), {}
     for schedule in ("vertical", "horizontal"):
         torch.manual_seed(1)
-        with rig.fresh(sgd, chosen(storage, schedule, ratio, gradient, separate)) as optimizer:
-            loss = rig.model(input_ids=ids, labels=ids).loss
+        with harness.fresh(sgd, chosen(storage, schedule, ratio, gradient, separate)) as optimizer:
+            loss = harness.model(input_ids=ids, labels=ids).loss
             (scale * loss).backward()
             optimizer.step()
             optimizer.synchronize()
-            found[schedule] = loss, [parameter.detach().clone() for parameter in rig.model.parameters()]
+            found[schedule] = loss, [parameter.detach().clone() for parameter in harness.model.parameters()]
     (expected, vertical), (loss, horizontal) = found.values()
     assert torch.equal(loss, expected)
-    for initial, was, now in zip(rig.initial, vertical, horizontal, strict=True):
+    for initial, was, now in zip(harness.initial, vertical, horizontal, strict=True):
         rounding = torch.finfo().eps * initial.norm()  # of a parameter that its gradient was taken from
         assert (now - was).norm() <= 1e-6 * (initial - was).norm() + rounding
         assert not torch.equal(initial, now)
@@ -79,14 +79,14 @@ def test_gradients_are_those_of_the_vertical_order(rigs, storage, batch_size, ra
         ("bf16", 0.0, False, 2),
     ],
 )
-def test_a_step_moves_what_the_paper_says(rigs, storage, precision, gradient, separate, n):
+def test_a_step_moves_what_the_paper_says(harnesses, storage, precision, gradient, separate, n):
     """Measured, counted on the program, and by the formulas of section 3.3; everything else is on SSD."""
-    rig = rigs(precision)
+    harness = harnesses(precision)
     given = chosen(storage, ratio=0.0, gradient=gradient, separate=separate)
-    with rig.fresh(adamw, given) as optimizer:
-        step(rig.model, optimizer, tokens(0, MICRO_BATCH * n))
+    with harness.fresh(adamw, given) as optimizer:
+        step(harness.model, optimizer, tokens(0, MICRO_BATCH * n))
         optimizer.synchronize()
-        found = moved(rig.model, optimizer, tokens(1, MICRO_BATCH * n))
+        found = moved(harness.model, optimizer, tokens(1, MICRO_BATCH * n))
         units = {unit.unit: unit.numel for unit in optimizer.engine.placement.units}
     numel, itemsize = sum(units.values()), 4 if precision == "model" else 2
     loads = {"e": 2, "h": 1, "t": 3}  # the head's backward follows at once; it shares the embedding with the prologue
@@ -127,10 +127,10 @@ def with_room(share):
     return prolonged
 
 
-def train(rig, share, make, chosen, batch_size=BATCH):
+def train(harness, share, make, chosen, batch_size=BATCH):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(planner.Planner, "_prolonged", with_room(share))
-        return rig.train(make, chosen, num_steps=3, batch_size=batch_size)
+        return harness.train(make, chosen, num_steps=3, batch_size=batch_size)
 
 
 @settings(deadline=None, max_examples=6)
@@ -142,17 +142,17 @@ def train(rig, share, make, chosen, batch_size=BATCH):
     share=st.sampled_from(SHARES),
 )
 def test_any_room_learns_what_the_horizontal_order_learns(
-    rigs, storage, precision, batch_size, updates, separate, share
+    harnesses, storage, precision, batch_size, updates, separate, share
 ):
-    rig, make = rigs(precision), partial(adamw, max_grad_norm=0.3) if updates == "clipped" else adamw
+    harness, make = harnesses(precision), partial(adamw, max_grad_norm=0.3) if updates == "clipped" else adamw
     others = {"separate": separate, "alpha": None if updates == "clipped" else updates}
     plain = moving(storage, "horizontal", **others)
-    expected = rig.train(make, plain, num_steps=3, batch_size=batch_size)
-    assert not train(rig, share, make, moving(storage, **others), batch_size).differences(expected)
+    expected = harness.train(make, plain, num_steps=3, batch_size=batch_size)
+    assert not train(harness, share, make, moving(storage, **others), batch_size).differences(expected)
 
 
 @pytest.mark.parametrize(("share", "separate"), [(0.0, True), (0.4, False), (1.0, False), (1.0, True)])
-def test_moves_what_it_says_and_no_more_than_the_horizontal_order(rigs, storage, monkeypatch, share, separate):
+def test_moves_what_it_says_and_no_more_than_the_horizontal_order(harnesses, storage, monkeypatch, share, separate):
     """Within exactly the memory that is planned."""
     monkeypatch.setattr(planner.Planner, "_prolonged", with_room(share))
     found, budget = {}, 0
@@ -160,8 +160,8 @@ def test_moves_what_it_says_and_no_more_than_the_horizontal_order(rigs, storage,
         chosen = moving(storage, schedule, separate=separate)
         if keeps:
             chosen["host_memory"] = budget
-        with rigs("model").fresh(adamw, chosen) as optimizer:
-            model = rigs("model").model
+        with harnesses("model").fresh(adamw, chosen) as optimizer:
+            model = harnesses("model").model
             step(model, optimizer, tokens(0, MICRO_BATCH * 3))
             optimizer.synchronize()
             engine = optimizer.engine
@@ -177,31 +177,31 @@ def test_moves_what_it_says_and_no_more_than_the_horizontal_order(rigs, storage,
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_by_the_simulator(rigs, storage, monkeypatch, caplog, separate):
+def test_by_the_simulator(harnesses, storage, monkeypatch, caplog, separate):
     """As users have it: the machine's profile, the code timed, and the choice logged."""
     caplog.set_level("INFO", logger="gs_compile.planner.planner")
     chosen = moving(storage, separate=separate) | {"machine": str(MACHINE)}
-    with rigs("model").fresh(adamw, chosen) as optimizer:
-        step(rigs("model").model, optimizer, tokens(0))
+    with harnesses("model").fresh(adamw, chosen) as optimizer:
+        step(harnesses("model").model, optimizer, tokens(0))
         placement, programs = optimizer.engine.placement, optimizer.engine.programs
         assert placement.schedule == "lifetime"
         assert "lifetime" in [program.made_by for program in programs]
         assert programs[-1].order == "horizontal"
-        shown = gs_compile.inspect(rigs("model").model).tiers
+        shown = gs_compile.inspect(harnesses("model").model).tiers
     if placement.room is not None:
         assert re.search(r"^\W*checkpoints .* (host|device) .* from forward to backward", shown, re.M)
     assert "stays where it is" in caplog.text or "nothing is kept" in caplog.text
 
 
-# Models that are captured for one test: last, as a rig is captured once -----------------------------------------------
+# Models that are captured for one test: last, as a harness is captured once -----------------------------------------------
 
 
 def test_llama_is_the_same_to_the_bit(storage):
     """No unit shares parameters with another, so all sums are added in the order of the micro-batches."""
-    rig = Rig(partial(gpt2, 3, tied=False))
-    expected = rig.train(adamw, chosen(storage, "vertical", snake=False), num_steps=3)
+    harness = Harness(partial(gpt2, 3, tied=False))
+    expected = harness.train(adamw, chosen(storage, "vertical", snake=False), num_steps=3)
     for ratio, separate in ((0.0, True), (0.4, False)):
-        found = rig.train(adamw, chosen(storage, ratio=ratio, gradient=ratio, separate=separate), num_steps=3)
+        found = harness.train(adamw, chosen(storage, ratio=ratio, gradient=ratio, separate=separate), num_steps=3)
         assert not found.differences(expected)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiered import Rig, adamw, gpt2, options, step, tokens
+from tiered import Harness, adamw, gpt2, options, step, tokens
 
 from gs_compile.planner.simulate.event_loop import Rule
 from gs_compile.planner.simulate.simulator import simulate
@@ -51,18 +51,18 @@ def executors(monkeypatch):
 @pytest.mark.parametrize("changes", [{}, {"alpha": 0.5, "ratios": HALF}, {"separate_device": True, "alpha": 0.25}])
 def test_a_run_takes_what_is_simulated(tmp_path, executors, changes):
     torch._dynamo.reset()
-    rig = Rig(partial(gpt2, num_layers=4))
-    taken, found, host_nbytes = run(rig, executors, options(tmp_path, trace=True, **changes))
-    tight, found_tight, _ = run(rig, executors, options(tmp_path, trace=True, host_memory=host_nbytes, **changes))
+    harness = Harness(partial(gpt2, num_layers=4))
+    taken, found, host_nbytes = run(harness, executors, options(tmp_path, trace=True, **changes))
+    tight, found_tight, _ = run(harness, executors, options(tmp_path, trace=True, host_memory=host_nbytes, **changes))
     assert (taken, tight) == pytest.approx((found, found_tight), rel=0.1)
 
 
-def run(rig, executors, given):
+def run(harness, executors, given):
     """The seconds of the last step, those simulated, and the host memory that would have been enough."""
     executors.clear()
-    with rig.fresh(adamw, given) as optimizer:
+    with harness.fresh(adamw, given) as optimizer:
         for number in range(NUM_STEPS):
-            step(rig.model, optimizer, tokens(number, 4))
+            step(harness.model, optimizer, tokens(number, 4))
         optimizer.engine.tiers.synchronize()
         tiers = optimizer.engine.tiers
         placement, events = tiers.placement, tiers.trace.events()

@@ -8,7 +8,7 @@ from functools import cache, partial
 import pytest
 import torch
 from learner import distance
-from tiered import Rig, adamw, gpt2, options, sgd
+from tiered import Harness, adamw, gpt2, options, sgd
 from torch import nn
 from zoo import GPT, LAYERS, assert_same_gradients, batch, gradients, huggingface, train
 
@@ -28,8 +28,8 @@ BUILDS = {"tied": partial(gpt2, NUM_BLOCKS, WIDTH, 0.1), "untied": partial(gpt2,
 
 
 @pytest.fixture(scope="module")
-def rigs():
-    return cache(lambda name: Rig(BUILDS[name]))
+def harnesses():
+    return cache(lambda name: Harness(BUILDS[name]))
 
 
 def chosen(storage, schedule, ratio=1.0, separate=False, **others):
@@ -41,19 +41,19 @@ def chosen(storage, schedule, ratio=1.0, separate=False, **others):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", BUILDS)
-def test_learns_what_the_vertical_order_learns(rigs, storage, name, place):
+def test_learns_what_the_vertical_order_learns(harnesses, storage, name, place):
     """Parameters after 5 steps, and the gradients of one; on the same dropout masks."""
-    rig = rigs(name)
-    expected = rig.train(adamw, chosen(storage, "vertical", **place), num_steps=5, batch_size=BATCH)
-    found = rig.train(adamw, chosen(storage, "single", **place), num_steps=5, batch_size=BATCH)
+    harness = harnesses(name)
+    expected = harness.train(adamw, chosen(storage, "vertical", **place), num_steps=5, batch_size=BATCH)
+    found = harness.train(adamw, chosen(storage, "single", **place), num_steps=5, batch_size=BATCH)
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
-    names = [name for name, _ in rig.model.named_parameters()]
+    names = [name for name, _ in harness.model.named_parameters()]
     assert distance(*({name: each.values[name] for name in names} for each in (found, expected))) <= 1e-6
     was, now = (
-        rig.train(sgd, chosen(storage, schedule, **place), num_steps=1, batch_size=BATCH)
+        harness.train(sgd, chosen(storage, schedule, **place), num_steps=1, batch_size=BATCH)
         for schedule in ("vertical", "single")
     )
-    for name, initial in zip(names, rig.initial, strict=True):
+    for name, initial in zip(names, harness.initial, strict=True):
         gradient = initial - was.values[name]
         assert (now.values[name] - was.values[name]).norm() <= 1e-6 * gradient.norm() + 1e-9
 

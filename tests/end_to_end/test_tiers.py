@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiered import Outcome, Rig, adamw, gpt2, options
+from tiered import Harness, Outcome, adamw, gpt2, options
 
 import gs_compile
 
@@ -66,7 +66,7 @@ class Laboratory:
 
     def __init__(self, folder: Path) -> None:
         self.directories = [folder / "a", folder / "b"]
-        self.rig = cache(lambda precision: Rig(partial(gpt2, dropout=DROPOUT[precision]), precision))
+        self.harness = cache(lambda precision: Harness(partial(gpt2, dropout=DROPOUT[precision]), precision))
         self.reference = cache(lambda setting: self.train(setting, RESIDENT))
 
     def train(self, setting: Setting, variant: Variant) -> Outcome:
@@ -86,7 +86,7 @@ class Laboratory:
             threads=variant.threads,
             schedule=setting.schedule,
         )
-        return self.rig(setting.precision).train(partial(make, **clip), chosen, num_steps=4)
+        return self.harness(setting.precision).train(partial(make, **clip), chosen, num_steps=4)
 
     def check(self, setting: Setting, variant: Variant) -> None:
         assert not self.train(setting, variant).differences(self.reference(setting))
@@ -111,8 +111,8 @@ def test_any_placement_learns_the_same(laboratory, setting, variant, schedule, g
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_the_reference_learns(laboratory, setting):
     reference = laboratory.reference(setting)
-    rig = laboratory.rig(setting.precision)
-    initial = dict(zip(dict(rig.model.named_parameters()), rig.initial, strict=True))
+    harness = laboratory.harness(setting.precision)
+    initial = dict(zip(dict(harness.model.named_parameters()), harness.initial, strict=True))
     assert all(not torch.equal(reference.values[name], values) for name, values in initial.items())
     assert all(value.isfinite().all() for value in reference.values.values())
     assert all(norm > MAX_NORM for norm in reference.norms)

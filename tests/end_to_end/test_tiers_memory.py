@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiered import Rig, adamw, gpt2, options, step, tokens
+from tiered import Harness, adamw, gpt2, options, step, tokens
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.planner.builder import peak
@@ -21,8 +21,8 @@ NUM_LAYERS, NUM_MICRO_BATCHES = 3, 3
 
 
 @pytest.fixture(scope="module")
-def rigs():
-    return {precision: Rig(partial(gpt2, num_layers=NUM_LAYERS), precision) for precision in ("model", "bf16")}
+def harnesses():
+    return {precision: Harness(partial(gpt2, num_layers=NUM_LAYERS), precision) for precision in ("model", "bf16")}
 
 
 ratios = st.sampled_from((0.0, 0.3, 0.7, 1.0))
@@ -40,10 +40,10 @@ ratios = st.sampled_from((0.0, 0.3, 0.7, 1.0))
     gradient=st.sampled_from((None, 0.0, 0.4, 1.0)),
 )
 def test_the_planned_memory_is_enough(
-    rigs, storage, precision, clip, alpha, separate_device, ratios, on_device, gradient
+    harnesses, storage, precision, clip, alpha, separate_device, ratios, on_device, gradient
 ):
     """In the horizontal order too, with a ratio of gradient sums."""
-    rig, make = rigs[precision], partial(adamw, max_grad_norm=0.5) if clip else adamw
+    harness, make = harnesses[precision], partial(adamw, max_grad_norm=0.5) if clip else adamw
     classes = (["checkpoint"] if separate_device else []) + (["parameter"] if precision == "bf16" else [])
     if separate_device:
         ratios = ratios | {f"device_{name}": on_device * (1 - ratios[name]) for name in classes}
@@ -55,13 +55,13 @@ def test_the_planned_memory_is_enough(
     }
     if gradient is not None:
         chosen |= {"schedule": "horizontal", "ratios": ratios | {"gradient": gradient}}
-    with rig.fresh(make, options(storage, **chosen)) as optimizer:
-        step(rig.model, optimizer, tokens(0))
-        step(rig.model, optimizer, tokens(1))  # with the late updates of the first
+    with harness.fresh(make, options(storage, **chosen)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        step(harness.model, optimizer, tokens(1))  # with the late updates of the first
         planned = peak(optimizer.engine.programs[-1], "host")
-    with rig.fresh(make, options(storage, host_memory=planned, **chosen)) as optimizer:
+    with harness.fresh(make, options(storage, host_memory=planned, **chosen)) as optimizer:
         for number in range(3):
-            step(rig.model, optimizer, tokens(number))
+            step(harness.model, optimizer, tokens(number))
         optimizer.synchronize()
         assert optimizer.engine.tiers.slab.nbytes <= planned
         assert optimizer.engine.tiers.slab.has_block(optimizer.engine.programs[-1])  # the steps have left nothing
@@ -69,60 +69,60 @@ def test_the_planned_memory_is_enough(
 
 @pytest.mark.parametrize("clip", [None, "speculative"])
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_nothing_is_mapped_or_pinned_after_the_first_step(rigs, storage, monkeypatch, alpha, clip):
+def test_nothing_is_mapped_or_pinned_after_the_first_step(harnesses, storage, monkeypatch, alpha, clip):
     """Whether there are late updates, in an evaluation, and when all updates are brought to an end."""
-    rig, made = rigs["model"], []
+    harness, made = harnesses["model"], []
     monkeypatch.setattr(slab, "map_memory", lambda nbytes, device: made.append(nbytes) or map_memory(nbytes, device))
     make = partial(adamw, max_grad_norm=0.5) if clip else adamw
-    with rig.fresh(make, options(storage, alpha=alpha, clip=clip, separate_device=True)) as optimizer:
-        step(rig.model, optimizer, tokens(0))
+    with harness.fresh(make, options(storage, alpha=alpha, clip=clip, separate_device=True)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
         assert made
         made.clear()
         for number in range(3):
-            step(rig.model, optimizer, tokens(number))
+            step(harness.model, optimizer, tokens(number))
             with torch.no_grad():
-                rig.model(input_ids=tokens(number), labels=tokens(number))
-            rig.model(input_ids=tokens(number), labels=tokens(number))  # given up
+                harness.model(input_ids=tokens(number), labels=tokens(number))
+            harness.model(input_ids=tokens(number), labels=tokens(number))  # given up
         optimizer.synchronize()
         assert not made
 
 
-def test_an_evaluation_between_forward_and_backward_has_memory_of_its_own(rigs, storage):
-    rig, losses, needed = rigs["model"], [], 0
+def test_an_evaluation_between_forward_and_backward_has_memory_of_its_own(harnesses, storage):
+    harness, losses, needed = harnesses["model"], [], 0
     for evaluates in (False, True):
-        with rig.fresh(adamw, options(storage, alpha=0.5)) as optimizer:
+        with harness.fresh(adamw, options(storage, alpha=0.5)) as optimizer:
             for number in range(3):
-                loss = rig.model(input_ids=tokens(number), labels=tokens(number)).loss
+                loss = harness.model(input_ids=tokens(number), labels=tokens(number)).loss
                 if evaluates:
                     with torch.no_grad():
-                        rig.model(input_ids=tokens(7), labels=tokens(7))
+                        harness.model(input_ids=tokens(7), labels=tokens(7))
                 loss.backward()
                 optimizer.step()
                 losses.append(float(loss.detach()))
             needed = needed or peak(optimizer.engine.programs[-1], "host")
     assert losses[:3] == losses[3:]
     refused = pytest.raises(MemoryBudgetError, match="between a forward and its backward")
-    with rig.fresh(adamw, options(storage, alpha=0.5, host_memory=needed)) as optimizer:
-        loss = rig.model(input_ids=tokens(0), labels=tokens(0)).loss
+    with harness.fresh(adamw, options(storage, alpha=0.5, host_memory=needed)) as optimizer:
+        loss = harness.model(input_ids=tokens(0), labels=tokens(0)).loss
         with refused, torch.no_grad():
-            rig.model(input_ids=tokens(7), labels=tokens(7))
+            harness.model(input_ids=tokens(7), labels=tokens(7))
         loss.backward()
         optimizer.step()
 
 
 @settings(deadline=None, max_examples=3)
 @given(st.sampled_from((3, 7, 11)), st.sampled_from((0.0, 1.0)), st.booleans())
-def test_the_memory_that_a_refusal_names_is_enough(rigs, storage, batch_size, alpha, separate_device):
+def test_the_memory_that_a_refusal_names_is_enough(harnesses, storage, batch_size, alpha, separate_device):
     """Checkpoints and their gradients are of odd sizes, and there are many micro-batches."""
-    rig, chosen = rigs["model"], {"alpha": alpha, "separate_device": separate_device, "micro_batch_size": 1}
+    harness, chosen = harnesses["model"], {"alpha": alpha, "separate_device": separate_device, "micro_batch_size": 1}
     with (
         pytest.raises(MemoryBudgetError) as refusal,
-        rig.fresh(adamw, options(storage, host_memory=1, **chosen)) as optimizer,
+        harness.fresh(adamw, options(storage, host_memory=1, **chosen)) as optimizer,
     ):
-        step(rig.model, optimizer, tokens(0, batch_size))
+        step(harness.model, optimizer, tokens(0, batch_size))
     (needed,) = re.findall(r"\((\d+) bytes\) of it at least", str(refusal.value))
-    with rig.fresh(adamw, options(storage, host_memory=int(needed), **chosen)) as optimizer:
+    with harness.fresh(adamw, options(storage, host_memory=int(needed), **chosen)) as optimizer:
         for number in range(3):
-            step(rig.model, optimizer, tokens(number, batch_size))
+            step(harness.model, optimizer, tokens(number, batch_size))
         optimizer.synchronize()
         assert optimizer.engine.tiers.slab.nbytes <= int(needed)

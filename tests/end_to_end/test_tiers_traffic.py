@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from tiered import LENGTH, Rig, adamw, gpt2, moved, options, step, tokens
+from tiered import LENGTH, Harness, adamw, gpt2, moved, options, step, tokens
 
 from gs_compile.placement.placement import QUANTUM
 
@@ -19,42 +19,42 @@ LOADS = {"e": 2, **dict.fromkeys(range(NUM_LAYERS), 2), "h": 1, "t": 3}
 
 
 @pytest.fixture(scope="module")
-def rigs():
+def harnesses():
     return {
-        precision: Rig(lambda: gpt2(num_layers=NUM_LAYERS, width=WIDTH, vocab_size=VOCABULARY), precision)
+        precision: Harness(lambda: gpt2(num_layers=NUM_LAYERS, width=WIDTH, vocab_size=VOCABULARY), precision)
         for precision in ("model", "bf16")
     }
 
 
-def measured(rig, directory, num_micro_batches, **chosen):
+def measured(harness, directory, num_micro_batches, **chosen):
     """Bytes by lane and kind of a step with another before it: the lanes, the program and storage say the same."""
-    with rig.fresh(adamw, options(directory, micro_batch_size=MICRO_BATCH, **chosen)) as optimizer:
+    with harness.fresh(adamw, options(directory, micro_batch_size=MICRO_BATCH, **chosen)) as optimizer:
         for number in range(2):
-            step(rig.model, optimizer, tokens(number, MICRO_BATCH * num_micro_batches))
+            step(harness.model, optimizer, tokens(number, MICRO_BATCH * num_micro_batches))
         optimizer.synchronize()
-        step(rig.model, optimizer, tokens(2, MICRO_BATCH * num_micro_batches))
-        found = moved(rig.model, optimizer, tokens(3, MICRO_BATCH * num_micro_batches))
-        assert {unit.unit: unit.numel for unit in optimizer.engine.placement.units} == units_of(rig)
+        step(harness.model, optimizer, tokens(2, MICRO_BATCH * num_micro_batches))
+        found = moved(harness.model, optimizer, tokens(3, MICRO_BATCH * num_micro_batches))
+        assert {unit.unit: unit.numel for unit in optimizer.engine.placement.units} == units_of(harness)
     assert found.traced == found.planned
     assert {key: nbytes for key, nbytes in found.traced.items() if key[0].startswith("ssd")} == found.asked
     return found.traced
 
 
-def units_of(rig):
+def units_of(harness):
     """Elements of each unit: its tensors in whole quanta, and what it shares in a unit of its own."""
     numel = dict.fromkeys(LOADS, 0)
-    for (name, _), values in zip(rig.model.named_parameters(), rig.initial, strict=True):
+    for (name, _), values in zip(harness.model.named_parameters(), harness.initial, strict=True):
         layer = re.search(r"\.h\.(\d)\.", name)
         unit = int(layer[1]) if layer else {"wte": "t", "wpe": "e", "ln_f": "h"}[name.split(".")[1]]
         numel[unit] += -(-values.numel() // QUANTUM) * QUANTUM
     return numel
 
 
-def closed_form(rig, n, *, separate_device, checkpoint, alpha):
+def closed_form(harness, n, *, separate_device, checkpoint, alpha):
     """Everything that can be on SSD is there, but for the share `checkpoint` of the checkpoints."""
-    has_master = rig.precision == "bf16"
+    has_master = harness.precision == "bf16"
     itemsize = 2 if has_master else 4
-    units = units_of(rig)
+    units = units_of(harness)
     numel = sum(units.values())
     loads = sum(units[unit] * LOADS[unit] for unit in units) * itemsize
     x = MICRO_BATCH * LENGTH * WIDTH * itemsize
@@ -87,20 +87,22 @@ def closed_form(rig, n, *, separate_device, checkpoint, alpha):
 @pytest.mark.parametrize("separate_device", [False, True])
 @pytest.mark.parametrize("precision", ["model", "bf16"])
 @pytest.mark.parametrize(("alpha", "checkpoint"), [(0.0, 0.0), (1.0, 0.5)])
-def test_a_step_moves_what_it_has_to(rigs, tmp_path, num_micro_batches, precision, separate_device, alpha, checkpoint):
-    rig, chosen = rigs[precision], {"separate_device": separate_device, "alpha": alpha}
-    found = measured(rig, tmp_path, num_micro_batches, ratios={"checkpoint": checkpoint}, **chosen)
-    assert found == closed_form(rig, num_micro_batches, checkpoint=checkpoint, **chosen)
+def test_a_step_moves_what_it_has_to(
+    harnesses, tmp_path, num_micro_batches, precision, separate_device, alpha, checkpoint
+):
+    harness, chosen = harnesses[precision], {"separate_device": separate_device, "alpha": alpha}
+    found = measured(harness, tmp_path, num_micro_batches, ratios={"checkpoint": checkpoint}, **chosen)
+    assert found == closed_form(harness, num_micro_batches, checkpoint=checkpoint, **chosen)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_what_lives_on_the_device_goes_there_once_it_is_updated(rigs, tmp_path, alpha):
+def test_what_lives_on_the_device_goes_there_once_it_is_updated(harnesses, tmp_path, alpha):
     ratios = {"device_parameter": 1.0, "device_checkpoint": 1.0}
-    found = measured(rigs["bf16"], tmp_path, 3, alpha=alpha, separate_device=True, ratios=ratios)
-    everything = closed_form(rigs["bf16"], 3, separate_device=True, checkpoint=0.0, alpha=alpha)
+    found = measured(harnesses["bf16"], tmp_path, 3, alpha=alpha, separate_device=True, ratios=ratios)
+    everything = closed_form(harnesses["bf16"], 3, separate_device=True, checkpoint=0.0, alpha=alpha)
     head = {("d2h", "x"): 2, ("h2d", "x"): 2}  # micro-batches of the head's inputs: the third is still there
     x = MICRO_BATCH * LENGTH * WIDTH * 2
-    there = {("h2d", "w"): sum(units_of(rigs["bf16"]).values()) * 2} | {key: n * x for key, n in head.items()}
+    there = {("h2d", "w"): sum(units_of(harnesses["bf16"]).values()) * 2} | {key: n * x for key, n in head.items()}
     gone = [("ssd_read", "w"), ("ssd_write", "w"), ("ssd_read", "x"), ("ssd_write", "x")]
     assert found == {key: nbytes for key, nbytes in (everything | there).items() if key not in gone}
 
@@ -108,14 +110,14 @@ def test_what_lives_on_the_device_goes_there_once_it_is_updated(rigs, tmp_path, 
 @pytest.mark.parametrize("separate_device", [False, True])
 @pytest.mark.parametrize("precision", ["model", "bf16"])
 @pytest.mark.parametrize("ratio", [0.3, 0.7])
-def test_what_is_cut_moves_in_part(rigs, tmp_path, precision, separate_device, ratio):
+def test_what_is_cut_moves_in_part(harnesses, tmp_path, precision, separate_device, ratio):
     ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), ratio)
     if separate_device:
         ratios["device_checkpoint"] = 0.2
     if separate_device and precision == "bf16":
         ratios["device_parameter"] = 0.2
     moves = {"alpha": 0.5, "separate_device": separate_device, "ratios": ratios}
-    found = measured(rigs[precision], tmp_path, 3, **moves)
-    everything = closed_form(rigs[precision], 3, separate_device=separate_device, checkpoint=0.0, alpha=0.5)
+    found = measured(harnesses[precision], tmp_path, 3, **moves)
+    everything = closed_form(harnesses[precision], 3, separate_device=separate_device, checkpoint=0.0, alpha=0.5)
     for key in [key for key in found if key[0].startswith("ssd")]:
         assert 0 < found[key] < everything[key]

@@ -21,13 +21,13 @@ from gs_compile.runtime.store import Store
 KEEPS_CAPTURES = True
 
 
-def assert_goes_on(rig, optimizer, reference):
+def assert_goes_on(harness, optimizer, reference):
     """The run that could not begin begins now, with the values the model had."""
     losses, norms = [], []
     for number in range(3):
-        losses.append(step(rig.model, optimizer, tokens(number)))
+        losses.append(step(harness.model, optimizer, tokens(number)))
         norms.append(optimizer.last_step.grad_norm)
-    assert not outcome(rig.model, optimizer, losses, norms).differences(reference)
+    assert not outcome(harness.model, optimizer, losses, norms).differences(reference)
 
 
 def full(patched, directory, num_files=1):
@@ -65,48 +65,48 @@ OBSTACLES = {
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_a_run_that_cannot_begin_costs_no_values(rig, reference, tmp_path, obstacle):
+def test_a_run_that_cannot_begin_costs_no_values(harness, reference, tmp_path, obstacle):
     hinder, error, message = OBSTACLES[obstacle]
-    with rig.fresh(adamw, options(tmp_path)) as optimizer:
+    with harness.fresh(adamw, options(tmp_path)) as optimizer:
         with (
             pytest.MonkeyPatch.context() as patched,
             hinder(patched, tmp_path),
             pytest.raises(error, match=message),
         ):
-            step(rig.model, optimizer, tokens(0))
+            step(harness.model, optimizer, tokens(0))
         assert our_threads() == []
         assert files_in(tmp_path) == []
-        assert_goes_on(rig, optimizer, reference)
+        assert_goes_on(harness, optimizer, reference)
 
 
-def refused(rig, directory, **chosen):
+def refused(harness, directory, **chosen):
     """The message of a budget that is too small."""
     with (
-        rig.fresh(adamw, options(directory, **chosen)) as optimizer,
+        harness.fresh(adamw, options(directory, **chosen)) as optimizer,
         pytest.raises(MemoryBudgetError) as caught,
     ):
-        step(rig.model, optimizer, tokens(0))
+        step(harness.model, optimizer, tokens(0))
     return str(caught.value)
 
 
-def test_a_budget_too_small_says_what_is_enough(rig, reference, tmp_path):
-    message = refused(rig, tmp_path, host_memory="100KiB")
+def test_a_budget_too_small_says_what_is_enough(harness, reference, tmp_path):
+    message = refused(harness, tmp_path, host_memory="100KiB")
     assert "host_memory is 100.0 KiB; this step needs" in message
     enough = int(re.search(r"needs .* \((\d+) bytes\) of it", message)[1])
-    assert not rig.train(adamw, options(tmp_path, host_memory=enough), num_steps=3).differences(reference)
+    assert not harness.train(adamw, options(tmp_path, host_memory=enough), num_steps=3).differences(reference)
 
 
-def test_too_large_an_alpha_is_told_the_largest(rig, reference, tmp_path):
-    messages = [refused(rig, tmp_path, host_memory="100KiB", alpha=alpha) for alpha in (0.0, 1.0)]
+def test_too_large_an_alpha_is_told_the_largest(harness, reference, tmp_path):
+    messages = [refused(harness, tmp_path, host_memory="100KiB", alpha=alpha) for alpha in (0.0, 1.0)]
     budget = sum(int(re.search(r"needs .* \((\d+) bytes\) of it", message)[1]) for message in messages) // 2
-    message = refused(rig, tmp_path, host_memory=budget, alpha=1.0)
+    message = refused(harness, tmp_path, host_memory=budget, alpha=1.0)
     largest = float(re.search(r"the largest alpha possible here is (0\.\d\d), not 1", message)[1])
-    found = rig.train(adamw, options(tmp_path, host_memory=budget, alpha=largest), num_steps=3)
+    found = harness.train(adamw, options(tmp_path, host_memory=budget, alpha=largest), num_steps=3)
     assert not found.differences(reference)
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs here")
-def test_storage_in_memory_works(rig, reference):
+def test_storage_in_memory_works(harness, reference):
     directory = Path("/dev/shm") / f"greedysnake-test-{os.getpid()}"
     with contextlib.ExitStack() as warned:
         try:
@@ -114,6 +114,6 @@ def test_storage_in_memory_works(rig, reference):
                 pass
         except SlowStorageWarning:  # kernels from 6.6 on take direct I/O there
             found = warned.enter_context(pytest.warns(SlowStorageWarning))
-        assert not rig.train(adamw, options(directory), num_steps=3).differences(reference)
+        assert not harness.train(adamw, options(directory), num_steps=3).differences(reference)
     assert "found" not in locals() or len(found) == 1
     directory.rmdir()

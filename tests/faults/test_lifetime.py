@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiered import Rig, adamw, files_in, gpt2, options, our_threads, outcome, step, tokens, two_groups
+from tiered import Harness, adamw, files_in, gpt2, options, our_threads, outcome, step, tokens, two_groups
 
 from gs_compile.model.residency import is_offloaded
 
@@ -65,10 +65,10 @@ def test_what_nobody_refers_to_ends(tmp_path, when):
 
 def test_widths_that_align_with_nothing(tmp_path):
     build = partial(gpt2, width=33, vocab_size=301)
-    rig = Rig(build)
-    somewhere = rig.train(adamw, options(tmp_path, alpha=0.25, ratios={"parameter": 0.3, "optimizer": 0.3}))
+    harness = Harness(build)
+    somewhere = harness.train(adamw, options(tmp_path, alpha=0.25, ratios={"parameter": 0.3, "optimizer": 0.3}))
     for chosen in ({"separate_device": True, "alpha": 1.0}, {"ratios": {"parameter": 1.0, "checkpoint": 1.0}}):
-        assert not rig.train(adamw, options(tmp_path, **chosen)).differences(somewhere)
+        assert not harness.train(adamw, options(tmp_path, **chosen)).differences(somewhere)
     model = build()
     optimizer = torch.optim.AdamW(two_groups(model), lr=1e-2)
     losses = [step(model, optimizer, tokens(number)) for number in range(6)]

@@ -69,29 +69,29 @@ def maker(chosen):
     return partial(adamw, max_grad_norm=0.01) if "clip" in chosen else adamw
 
 
-def break_call(rig, monkeypatch, directory, index, **chosen):
+def break_call(harness, monkeypatch, directory, index, **chosen):
     """Let the index-th call of the second step fail; returns the error."""
-    with monkeypatch.context() as patched, rig.fresh(maker(chosen), options(directory, **chosen)) as optimizer:
+    with monkeypatch.context() as patched, harness.fresh(maker(chosen), options(directory, **chosen)) as optimizer:
         calls = Counted(patched, *CALLS)
-        step(rig.model, optimizer, tokens(0))
+        step(harness.model, optimizer, tokens(0))
         optimizer.synchronize()
         calls.arm(index)
         with pytest.raises((LaneError, StorageError)) as caught:
-            whole_steps(rig.model, optimizer, 1)
+            whole_steps(harness.model, optimizer, 1)
         assert calls.failed_at is not None
         assert time.monotonic() - calls.failed_at < SECONDS
-        assert_over(rig.model, optimizer, directory)
+        assert_over(harness.model, optimizer, directory)
     return caught.value
 
 
-def num_calls(rig, monkeypatch, directory, **chosen):
+def num_calls(harness, monkeypatch, directory, **chosen):
     """The reads and writes of one step."""
-    with monkeypatch.context() as patched, rig.fresh(maker(chosen), options(directory, **chosen)) as optimizer:
+    with monkeypatch.context() as patched, harness.fresh(maker(chosen), options(directory, **chosen)) as optimizer:
         calls = Counted(patched, *CALLS)
-        step(rig.model, optimizer, tokens(0))
+        step(harness.model, optimizer, tokens(0))
         optimizer.synchronize()
         calls.arm(None)
-        step(rig.model, optimizer, tokens(1))
+        step(harness.model, optimizer, tokens(1))
         optimizer.synchronize()
         return calls.number
 
@@ -107,11 +107,11 @@ WAYS = (
     "stride", [13, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])], ids=["some", "all"]
 )
 @pytest.mark.parametrize("chosen", WAYS, ids=str)
-def test_a_failed_call_ends_the_run_and_says_where(rig, monkeypatch, tmp_path, chosen, stride):
-    total = num_calls(rig, monkeypatch, tmp_path, **chosen)
+def test_a_failed_call_ends_the_run_and_says_where(harness, monkeypatch, tmp_path, chosen, stride):
+    total = num_calls(harness, monkeypatch, tmp_path, **chosen)
     assert total > 40
     for index in range(0, total, stride):
-        error = break_call(rig, monkeypatch, tmp_path, index, **chosen)
+        error = break_call(harness, monkeypatch, tmp_path, index, **chosen)
         assert re.search(r"(read|write) of (s?[ws]|x)[eht0-9].* failed, \d+ bytes at offset \d+", str(error)), error
         assert os.strerror(errno.EIO) in str(error)
         assert str(tmp_path) in str(error)
@@ -122,7 +122,7 @@ def test_a_failed_call_ends_the_run_and_says_where(rig, monkeypatch, tmp_path, c
 
 
 @pytest.mark.parametrize("fault", ["short", "interrupted"])
-def test_short_and_interrupted_calls_change_nothing(rig, reference, monkeypatch, tmp_path, fault):
+def test_short_and_interrupted_calls_change_nothing(harness, reference, monkeypatch, tmp_path, fault):
     for name in CALLS:
         real, number = getattr(ssd, name), count()
 
@@ -133,7 +133,7 @@ def test_short_and_interrupted_calls_change_nothing(rig, reference, monkeypatch,
             return min(real(fd, memory, offset), short)
 
         monkeypatch.setattr(ssd, name, call)
-    assert not rig.train(adamw, options(tmp_path), num_steps=3).differences(reference)
+    assert not harness.train(adamw, options(tmp_path), num_steps=3).differences(reference)
 
 
 def broken(*_, **__):
@@ -151,45 +151,45 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_an_error_on_a_lane_ends_the_run(rig, monkeypatch, tmp_path, place):
+def test_an_error_on_a_lane_ends_the_run(harness, monkeypatch, tmp_path, place):
     owner, name, chosen = PLACES[place]
     make = partial(adamw, max_grad_norm=1e6) if place == "a commit" else maker(chosen)
-    with rig.fresh(make, options(tmp_path, **chosen)) as optimizer:
-        step(rig.model, optimizer, tokens(0))
+    with harness.fresh(make, options(tmp_path, **chosen)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
         optimizer.synchronize()
         monkeypatch.setattr(owner, name, broken)
         with pytest.raises(LaneError, match="broken on purpose") as caught:
-            whole_steps(rig.model, optimizer, 1)
+            whole_steps(harness.model, optimizer, 1)
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
-        assert_over(rig.model, optimizer, tmp_path)
+        assert_over(harness.model, optimizer, tmp_path)
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_an_error_that_nobody_waited_for_ends_the_run_with_the_next_use(rig, tmp_path, number):
-    with rig.fresh(adamw, options(tmp_path)) as optimizer:
-        step(rig.model, optimizer, tokens(0))
-        call = partial(rig.model, input_ids=(ids := tokens(1)), labels=ids)
+def test_an_error_that_nobody_waited_for_ends_the_run_with_the_next_use(harness, tmp_path, number):
+    with harness.fresh(adamw, options(tmp_path)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        call = partial(harness.model, input_ids=(ids := tokens(1)), labels=ids)
         call().loss.backward()
         with pytest.raises(LaneError):
             optimizer.engine.tiers.lane("cpu").submit("failing", broken).wait()
         with pytest.raises(LaneError, match="failing: broken on purpose"):
-            (optimizer.step, call, rig.model.state_dict, optimizer.synchronize)[number]()
-        assert_over(rig.model, optimizer, tmp_path)
+            (optimizer.step, call, harness.model.state_dict, optimizer.synchronize)[number]()
+        assert_over(harness.model, optimizer, tmp_path)
 
 
-def test_a_failure_of_the_walker_ends_the_run(rig, monkeypatch, tmp_path):
-    with rig.fresh(adamw, options(tmp_path)) as optimizer:
-        step(rig.model, optimizer, tokens(0))
+def test_a_failure_of_the_walker_ends_the_run(harness, monkeypatch, tmp_path):
+    with harness.fresh(adamw, options(tmp_path)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
         monkeypatch.setattr(OptimizerStep, "gradient", broken)
         with pytest.raises(ZeroDivisionError):
-            step(rig.model, optimizer, tokens(1))
-        assert_over(rig.model, optimizer, tmp_path)
+            step(harness.model, optimizer, tokens(1))
+        assert_over(harness.model, optimizer, tmp_path)
 
 
-def test_an_interrupt_in_a_wait_ends_the_run_or_costs_only_a_forward(rig, monkeypatch, tmp_path):
+def test_an_interrupt_in_a_wait_ends_the_run_or_costs_only_a_forward(harness, monkeypatch, tmp_path):
     real = ssd._preadv
-    with rig.fresh(adamw, options(tmp_path)) as optimizer:
-        step(rig.model, optimizer, tokens(0))
+    with harness.fresh(adamw, options(tmp_path)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
         optimizer.synchronize()
 
         def slow(*arguments):
@@ -199,39 +199,39 @@ def test_an_interrupt_in_a_wait_ends_the_run_or_costs_only_a_forward(rig, monkey
         monkeypatch.setattr(ssd, "_preadv", slow)
         threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            whole_steps(rig.model, optimizer, 20)
+            whole_steps(harness.model, optimizer, 20)
         if optimizer.engine.tiers.closed:
-            assert_over(rig.model, optimizer, tmp_path)
+            assert_over(harness.model, optimizer, tmp_path)
         else:  # it came in a forward
             monkeypatch.undo()
-            whole_steps(rig.model, optimizer, 2)
+            whole_steps(harness.model, optimizer, 2)
 
 
 @pytest.mark.parametrize("verb", ["forward", "backward"])
-def test_an_interrupt_in_the_computation(rig, monkeypatch, tmp_path, verb):
+def test_an_interrupt_in_the_computation(harness, monkeypatch, tmp_path, verb):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    with rig.fresh(adamw, options(tmp_path, alpha=0.5)) as optimizer:
-        step(rig.model, optimizer, tokens(0))
+    with harness.fresh(adamw, options(tmp_path, alpha=0.5)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
         with monkeypatch.context() as patched:
             patched.setattr(CompiledUnits, verb, interrupted)
             with pytest.raises(KeyboardInterrupt):
-                step(rig.model, optimizer, tokens(1))
+                step(harness.model, optimizer, tokens(1))
         if verb == "backward":  # some units are updated, some are not
-            assert_over(rig.model, optimizer, tmp_path)
+            assert_over(harness.model, optimizer, tmp_path)
         else:
-            whole_steps(rig.model, optimizer, 2)
+            whole_steps(harness.model, optimizer, 2)
 
 
-def test_a_step_whose_backward_failed_is_not_closed(rig, monkeypatch, tmp_path):
-    with rig.fresh(adamw, options(tmp_path)) as optimizer:
-        step(rig.model, optimizer, tokens(0))
-        loss = rig.model(input_ids=(ids := tokens(1)), labels=ids).loss
+def test_a_step_whose_backward_failed_is_not_closed(harness, monkeypatch, tmp_path):
+    with harness.fresh(adamw, options(tmp_path)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        loss = harness.model(input_ids=(ids := tokens(1)), labels=ids).loss
         monkeypatch.setattr(OptimizerStep, "gradient", broken)
         with pytest.raises(ZeroDivisionError):
             loss.backward()
-        for use in (optimizer.step, partial(rig.model, input_ids=ids, labels=ids), optimizer.synchronize):
+        for use in (optimizer.step, partial(harness.model, input_ids=ids, labels=ids), optimizer.synchronize):
             with pytest.raises(LaneError, match="broken on purpose"):
                 use()
 
@@ -239,13 +239,13 @@ def test_a_step_whose_backward_failed_is_not_closed(rig, monkeypatch, tmp_path):
 # What users do --------------------------------------------------------------------------------------------------------
 
 
-def test_an_error_of_the_user_between_forward_and_backward_costs_that_step_only(rig, reference, tmp_path):
-    with rig.fresh(adamw, options(tmp_path, alpha=0.5)) as optimizer:
+def test_an_error_of_the_user_between_forward_and_backward_costs_that_step_only(harness, reference, tmp_path):
+    with harness.fresh(adamw, options(tmp_path, alpha=0.5)) as optimizer:
         losses, norms = [], []
         ids = tokens(7)
         for number in range(3):
-            abandoned = rig.model(input_ids=ids, labels=ids).loss
-            losses.append(step(rig.model, optimizer, tokens(number)))
+            abandoned = harness.model(input_ids=ids, labels=ids).loss
+            losses.append(step(harness.model, optimizer, tokens(number)))
             norms.append(optimizer.last_step.grad_norm)
             del abandoned
-        assert not outcome(rig.model, optimizer, losses, norms).differences(reference)
+        assert not outcome(harness.model, optimizer, losses, norms).differences(reference)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from happens_before import on_twin
 from stream_twin import Block, Twin, TwinStream
-from tiered import Rig, adamw, gpt2, options, step, tokens, two_groups
+from tiered import Harness, adamw, gpt2, options, step, tokens, two_groups
 
 import gs_compile
 from gs_compile.errors import MemoryBudgetError
@@ -67,19 +67,19 @@ MUTATIONS = {
 
 
 @pytest.fixture(scope="module")
-def rig():
-    return Rig(gpt2)
+def harness():
+    return Harness(gpt2)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_it_trains_the_same_and_every_access_is_ordered(rig, tmp_path, monkeypatch, placement):
+def test_it_trains_the_same_and_every_access_is_ordered(harness, tmp_path, monkeypatch, placement):
     """No computation is launched before the last but one has begun (fault 15).
 
     An ordinary backward multiplies no gradient by 1.0 (fault 13), and its norms wait for nothing (fault 17).
     """
     chosen = PLACEMENTS[placement]
     maker = partial(adamw, max_grad_norm=0.5) if "clip" in chosen else adamw
-    expected = rig.train(maker, options(tmp_path, separate_device=True, **chosen), 2)
+    expected = harness.train(maker, options(tmp_path, separate_device=True, **chosen), 2)
     begun, results, norm = [], TieredExecutor._results, OptimizerStep.norm
 
     def launched(executor, op):
@@ -96,7 +96,7 @@ def test_it_trains_the_same_and_every_access_is_ordered(rig, tmp_path, monkeypat
     monkeypatch.setattr(TieredExecutor, "scale", lambda *_: pytest.fail("gradients are multiplied"))
     monkeypatch.setattr(OptimizerStep, "norm", without_waiting)
     with on_twin():
-        found = rig.train(maker, options(tmp_path, **chosen), 2)
+        found = harness.train(maker, options(tmp_path, **chosen), 2)
     assert len(begun) > 9
     if "clip" in chosen:
         assert found.losses == pytest.approx(expected.losses, rel=1e-6)  # the norm is summed in another order
@@ -131,17 +131,17 @@ def test_a_model_built_on_storage_trains_where_neither_memory_holds_it(tmp_path)
 
 
 @pytest.fixture(scope="module")
-def host_memory(rig, tmp_path_factory):
+def host_memory(harness, tmp_path_factory):
     """As little as the run needs: its ranges are used anew as soon as they can be."""
     with pytest.raises(MemoryBudgetError) as refusal, on_twin():
-        rig.train(adamw, options(tmp_path_factory.mktemp("refused"), host_memory=1, **CHOSEN), 1)
+        harness.train(adamw, options(tmp_path_factory.mktemp("refused"), host_memory=1, **CHOSEN), 1)
     return int(re.findall(r"\((\d+) bytes\) of it at least", str(refusal.value))[0])
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_without_it_something_is_not_ordered(rig, host_memory, tmp_path, monkeypatch, mutation):
+def test_without_it_something_is_not_ordered(harness, host_memory, tmp_path, monkeypatch, mutation):
     owner, name, changed = MUTATIONS[mutation]
     monkeypatch.setattr(owner, name, changed)
     with suppress(Exception), on_twin() as checker:
-        rig.train(adamw, options(tmp_path, host_memory=host_memory, **CHOSEN), 2)
+        harness.train(adamw, options(tmp_path, host_memory=host_memory, **CHOSEN), 2)
     assert checker.races
