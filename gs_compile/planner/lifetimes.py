@@ -7,7 +7,7 @@ where it is faster. So the schedule is never slower than the one it begins with,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from gs_compile.machine import format_bytes
@@ -33,15 +33,6 @@ INACTIVE = {"w": "between two uses", "x": "from forward to backward", "dw": "bet
 NEXT = {"device": "host", "host": "SSD"}  # where a tensor goes that does not stay
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A placement, how its program runs, and in a sentence why it is this one."""
-
-    placement: Placement
-    simulation: Simulation
-    reason: str
-
-
 def with_room(problem: Problem, plan: StepPlan) -> StepPlan:
     """`plan` of the schedule `lifetime`, with what is inactive kept as far as that is faster."""
     problem, number = problem.bundled(plan.num_micro_batches)
@@ -50,28 +41,28 @@ def with_room(problem: Problem, plan: StepPlan) -> StepPlan:
         less = replace(problem.budgets, host_nbytes=int(problem.budgets.host_nbytes * (1 - part)))
         solution = problem.solved(number, plan.alpha, budgets=less)
         others += [problem.placed(solution)] if solution else []
-    found = prolonged(problem, plan.placement, others)
-    return replace(plan, placement=found.placement, simulation=found.simulation, notes=(found.reason,))
+    simulation, reason = prolonged(problem, plan.placement, others)
+    return replace(plan, simulation=simulation, notes=(reason,))
 
 
-def prolonged(problem: Problem, plain: Placement, others: Sequence[Placement] = ()) -> Outcome:
-    """Of a horizontal step, alone and with what there is room for kept, the one that is fastest in simulation.
+def prolonged(problem: Problem, plain: Placement, others: Sequence[Placement] = ()) -> tuple[Simulation, str]:
+    """Of a horizontal step, alone and with what there is room for kept, the fastest; and in a sentence why it is.
 
     others: placements that leave more room. With gaps between what is in host memory, what is kept may need more than
     there is room for: then it is left out.
     """
     program = problem.builder.program
     bare = program(plain)
-    found = [(plain, problem.predicted(bare, plain))]
+    found = [problem.predicted(bare, plain)]
     if bare.ops == program(replace(plain, room=EVERYTHING)).ops:
-        return Outcome(*found[0], "nothing is moved away and back within a step: there is nothing to keep")
+        return found[0], "nothing is moved away and back within a step: there is nothing to keep"
     room = room_of(problem)
     for placement in dict.fromkeys(replace(each, room=room) for each in (plain, *others)):
         kept = program(placement)
         if peak(kept, "host") <= room.host_nbytes:
-            found.append((placement, problem.predicted(kept, placement)))
-    placement, simulation = min(reversed(found), key=lambda each: each[1].seconds)
-    return Outcome(placement, simulation, why(found[0][1], simulation))
+            found.append(problem.predicted(kept, placement))
+    fastest = min(reversed(found), key=lambda each: each.seconds)
+    return fastest, why(found[0], fastest)
 
 
 def room_of(problem: Problem) -> Room:

@@ -103,8 +103,8 @@ class Planner:
 
     def _prolonged(self, plain: Placement, reason: str) -> tuple[Placement, str]:
         """With what is inactive kept where it is, as far as there is room and that is faster."""
-        found = prolonged(self._problem(replace(self.fixed, speculative=False)), plain)
-        return found.placement, f"{reason}; {found.reason}"
+        found, why = prolonged(self._problem(replace(self.fixed, speculative=False)), plain)
+        return found.placement or plain, f"{reason}; {why}"
 
     # By the linear program --------------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
-from gs_compile.placement.placement import Placement
 from gs_compile.planner.builder import peak
 from gs_compile.planner.lp.search import Search, allowed_alphas
 from gs_compile.planner.lp.solve import Solution
@@ -31,13 +30,12 @@ GOOD_ENOUGH = 1.03  # of the linear program's time with the same memory: nothing
 
 @dataclass(frozen=True)
 class Candidate:
-    """A solution, the placement that it became, and how its program runs.
+    """A solution, and how the program of the placement that it became runs.
 
     less: by tier, the bytes that the linear program was not given; spare: of these the bytes left free on purpose.
     """
 
     solution: Solution
-    placement: Placement
     simulation: Simulation
     less: Mapping[str, int]
     spare: int
@@ -66,7 +64,6 @@ def planned(problem: Problem, found: Search, *, whole: bool = False) -> StepPlan
         alpha=best.alpha,
         ratios=chosen.solution.ratios,
         device_ratios=chosen.solution.device_ratios,
-        placement=chosen.placement,
         simulation=chosen.simulation,
         bound_seconds=best.seconds,
         history=tuple((number, seconds, number * problem.workload.tokens / seconds) for number, seconds in rows),
@@ -149,7 +146,7 @@ def _fitting(
             simulation = problem.predicted(program, placement)
             excess = problem.excess(simulation)
             if not excess:
-                return Candidate(solution, placement, simulation, less, spare)
+                return Candidate(solution, simulation, less, spare)
         for tier, nbytes in excess.items():
             times[tier] += 1
             less[tier] += times[tier] * nbytes

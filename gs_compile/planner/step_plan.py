@@ -35,7 +35,7 @@ class Alternative:
 class StepPlan:
     """Where everything lives and how a step runs. Seconds and throughput are simulated; see `explain.report`.
 
-    placement, simulation: of the step, or of a large one with its micro-batches in a few bundles (`Problem.bundled`).
+    simulation: of the step, or of a large one with its micro-batches in a few bundles (`Problem.bundled`).
     """
 
     workload: Workload
@@ -45,13 +45,18 @@ class StepPlan:
     alpha: float
     ratios: Mapping[str, float]  # in host memory, of "parameter", "checkpoint" and "optimizer"
     device_ratios: Mapping[str, float]  # in device memory
-    placement: Placement = field(repr=False)
     simulation: Simulation = field(repr=False)
     bound_seconds: float = math.inf  # by the linear program: each lane's work spread evenly over its phase
     history: tuple[tuple[int, float, float], ...] = ()  # micro-batches, seconds and tokens a second, by the LP
     binding: tuple[str, ...] = ()  # what limits the step, and what more of it would bring
     notes: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def placement(self) -> Placement:
+        """Of the step that is simulated."""
+        assert self.simulation.placement is not None, "a plan places everything"
+        return self.simulation.placement
 
     @property
     def schedule(self) -> Schedule:

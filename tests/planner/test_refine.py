@@ -82,13 +82,13 @@ def falling(resident):
 
 def test_what_fits_and_keeps_time_is_taken_at_once():
     faked = Faked()
-    assert faked.refined().placement.resident == BUDGET
+    assert faked.refined().solution.resident == BUDGET
     assert faked.asked == [BUDGET]
 
 
 def test_it_shrinks_until_the_program_fits():
     faked = Faked(over=lambda alpha: 1000)
-    assert faked.refined().placement.resident + 1000 == BUDGET
+    assert faked.refined().solution.resident + 1000 == BUDGET
     assert faked.asked == [BUDGET, BUDGET - 1000]
 
 
@@ -96,9 +96,9 @@ def test_memory_is_left_free_as_long_as_the_step_is_faster():
     faked = Faked(seconds=falling)
     found = faked.refined()
     assert faked.asked == [BUDGET - turns * TURN for turns in (0, 1, 2, 4)]
-    assert (found.seconds, found.placement.resident) == (1.5, BUDGET - 2 * TURN)
+    assert (found.seconds, found.solution.resident) == (1.5, BUDGET - 2 * TURN)
     faked = Faked(seconds=lambda resident: 3.0)
-    assert faked.refined().placement.resident == BUDGET
+    assert faked.refined().solution.resident == BUDGET
     assert len(faked.asked) == 2
 
 
@@ -126,7 +126,7 @@ def test_the_device_keeps_its_budget_as_lanes_lag():
     inside = WORKLOAD.workspace_nbytes
     found = faked.refined(device_nbytes=inside + 1000)
     assert faked.device_asked == [inside + 1000, 700]
-    assert found.placement.device + 300 + inside == inside + 1000
+    assert found.solution.device + 300 + inside == inside + 1000
     faked.lag = 2000 + inside
     with pytest.raises(
         MemoryBudgetError, match=r"^host memory of .* or device memory of .* is too little for this step"
