@@ -55,14 +55,12 @@ def drive_rates(
         offsets = [index * request_nbytes for index in range(num_requests)]
         latency = _latency(read, page, offsets[-1] + request_nbytes)
         works = _requests(read.read, into, offsets), _requests(write.write, source, offsets)
-        figures = _lane_rates(works, products, seconds - (time.perf_counter() - begin))
-        moved = store.moved_nbytes.total()
-    how = f"{moved >> 20} MiB in requests of {request_nbytes >> 20} MiB, up to {NUM_ROUNDS} rounds"
-    figures = {name: Figure(value, words or how) for name, (value, words) in figures.items()}
+        how = f"requests of {request_nbytes >> 20} MiB, up to {NUM_ROUNDS} rounds"
+        figures = _lane_rates(works, products, seconds - (time.perf_counter() - begin), how)
     return figures | {"request_seconds": Figure(latency, f"{NUM_LATENCIES} reads of {PAGE} bytes")}
 
 
-def _lane_rates(works: tuple[Work, Work], products: Work, seconds: float) -> dict[str, Figure]:
+def _lane_rates(works: tuple[Work, Work], products: Work, seconds: float, how: str) -> dict[str, Figure]:
     """Reads and writes, each alone, both, and beside `products`."""
     with closing(new_lane("ssd_read")) as reader, closing(new_lane("ssd_write")) as writer:
         both: Load = dict(zip((reader, writer), works, strict=True))
@@ -74,8 +72,8 @@ def _lane_rates(works: tuple[Work, Work], products: Work, seconds: float) -> dic
     compute_speed = min(1.0, all_three[None] / compute[None])
     transfer_speed = min(1.0, sum(all_three[lane] / mixed[lane] for lane in both) / 2)
     return {
-        **pair("ssd_read_bytes_per_second", alone_read[reader], mixed[reader], ""),
-        **pair("ssd_write_bytes_per_second", alone_write[writer], mixed[writer], ""),
+        **pair("ssd_read_bytes_per_second", alone_read[reader], mixed[reader], how),
+        **pair("ssd_write_bytes_per_second", alone_write[writer], mixed[writer], how),
         "compute_transfer_speed": Figure(compute_speed, "fp32 products beside reads and writes, and alone"),
         "transfer_compute_speed": Figure(transfer_speed, "reads and writes beside fp32 products, and alone"),
     }
