@@ -193,7 +193,7 @@ def test_by_the_simulator(harnesses, storage, monkeypatch, caplog, separate):
     assert "stays where it is" in caplog.text or "nothing is kept" in caplog.text
 
 
-# Models that are captured for one test: last, as a harness is captured once -----------------------------------------------
+# Models that are captured for one test: last, as a harness is captured once ------------------------------------------
 
 
 def test_llama_is_the_same_to_the_bit(storage):

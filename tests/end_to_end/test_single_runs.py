@@ -10,7 +10,7 @@ import torch
 from learner import distance
 from tiered import Harness, adamw, gpt2, options, sgd
 from torch import nn
-from zoo import GPT, LAYERS, assert_same_gradients, batch, gradients, huggingface, train
+from zoo import GPT, LAYERS, assert_same_gradients, batch, gradients, huggingface, loss_of, train
 
 import gs_compile
 
@@ -82,28 +82,27 @@ class Drops(nn.Module):
         return x_BTD + self.dropout(self.up(x_BTD))
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
-def test_whatever_compiles_the_halves_they_draw_the_same(compiler):
+@pytest.mark.parametrize(
+    ("build", "compiler"),
+    [
+        (partial(GPT, Drops), "eager"),
+        (partial(GPT, Drops), "inductor"),
+        *(
+            pytest.param(partial(huggingface, name, dropout=None), "eager", marks=pytest.mark.slow)
+            for name in ("gpt2", "opt")
+        ),
+    ],
+    ids=["eager", "inductor", "gpt2", "opt"],
+)
+def test_the_halves_draw_the_masks_of_the_block(build, compiler):
+    """The second half goes on where the first has stopped, in an evaluation too."""
     torch._dynamo.reset()
-    model, (ids, labels), found = GPT(Drops), batch(), {}
+    model, (ids, labels), found = build(), batch(), {}
     for schedule, size in (("vertical", len(ids)), ("single", 2)):
         compiled = on(schedule, model, size, compiler)
         torch.manual_seed(7)
-        found[schedule] = train(compiled, ids, labels)[1]
-        assert gs_compile.inspect(compiled).num_layers == LAYERS * HALVES[schedule]
-    assert_same_gradients(found["single"], found["vertical"], 1e-6)
-
-
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("opt", marks=pytest.mark.slow)])
-def test_the_halves_draw_the_masks_of_the_block(name):
-    """With dropout in attention and feed-forward: the second half goes on where the first has stopped."""
-    torch._dynamo.reset()
-    model, (ids, labels), found = huggingface(name, dropout=None), batch(), {}
-    for schedule, size in (("vertical", len(ids)), ("single", 2)):
-        compiled = on(schedule, model, size)
-        torch.manual_seed(7)
         with torch.no_grad():
-            alone = compiled(input_ids=ids, labels=labels).loss
+            alone = loss_of(compiled, ids, labels)
         torch.manual_seed(7)
         loss, gradient = train(compiled, ids, labels)
         torch.testing.assert_close(alone, loss, rtol=1e-6, atol=0)
