@@ -15,7 +15,7 @@ from toy import steps
 
 from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.passes.vertical import vertical
-from gs_compile.placement.cut import Cuts, cut
+from gs_compile.placement.cut import cut
 from gs_compile.placement.placement import QUANTUM, Placement
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import Program, StepShape, Unit, Value
@@ -97,15 +97,15 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         may_reside = options.has_master or not trained
         return cut(
             UnitSize(unit, tuple(trained), tuple(frozen), 4 if options.has_master else 8, 8, state, options.has_master),
-            Cuts(
-                parameter_ratio=options.parameter_ratio,
-                optimizer_ratio=options.optimizer_ratio,
-                alpha=options.alpha,
-                most_numel=options.most_numel,
-                separate=options.separate,
-                device_ratio=options.device_parameter if may_reside else 0.0,
-                device_numel=int(options.device_parameter * sum(sizes + rest)) if may_reside else 0,
-            ),
+            {
+                "parameter": options.parameter_ratio,
+                "optimizer": options.optimizer_ratio,
+                "device": options.device_parameter if may_reside else 0.0,
+            },
+            alpha=options.alpha,
+            most_numel=options.most_numel,
+            separate=options.separate,
+            device_numel=int(options.device_parameter * sum(sizes + rest)) if may_reside else 0,
         )
 
     return Placement(

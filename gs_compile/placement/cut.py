@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
 from math import ceil
 
@@ -30,21 +29,15 @@ def cut_units(
         short of its part, the next ones may have on top.
     """
     layers = [size.num_trained for size in sizes if isinstance(size.unit, int)]
+    most_numel = max(layers, default=0) or max(size.num_trained for size in sizes) or 1
     units: list[UnitPlacement] = []
     spare = 0.0  # elements that the units so far have left of the device's part
     for size in sizes:
         device_ratio = device_ratios.get("parameter", 0.0) if size.may_reside else 0.0
         spare += device_ratio * size.numel
-        cuts = Cuts(
-            parameter_ratio=ratios["parameter"],
-            optimizer_ratio=ratios["optimizer"],
-            alpha=alpha,
-            most_numel=max(layers, default=0) or max(size.num_trained for size in sizes) or 1,
-            separate=separate,
-            device_ratio=device_ratio,
-            device_numel=int(spare + 1e-9) if size.may_reside else 0,
-        )
-        units.append(cut(size, cuts))
+        numel = int(spare + 1e-9) if size.may_reside else 0
+        shares = {**ratios, "device": device_ratio}
+        units.append(cut(size, shares, alpha=alpha, most_numel=most_numel, separate=separate, device_numel=numel))
         spare -= units[-1].num_resident
     return tuple(units)
 
@@ -54,62 +47,58 @@ def on_device(ratios: Mapping[str, float]) -> dict[str, float]:
     return {name.removeprefix("device_"): ratio for name, ratio in ratios.items() if name in DEVICE_CLASSES}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cuts:
-    """How one unit is cut.
-
-    parameter_ratio, optimizer_ratio: the shares of parameters and of optimizer state in host memory.
-    alpha: the share of the update that is late.
-    most_numel: the most elements that one update takes at a time.
-    separate: the device has memory of its own.
-    device_ratio: the share of the parameters that is to live on the device.
-    device_numel: the most elements that live there, as whole tensors: with what units before were short of.
-    """
-
-    parameter_ratio: float
-    optimizer_ratio: float
-    alpha: float
-    most_numel: int
-    separate: bool
-    device_ratio: float = 0.0
-    device_numel: int = 0
-
-
-def cut(size: UnitSize, cuts: Cuts) -> UnitPlacement:
+def cut(
+    size: UnitSize,
+    ratios: Mapping[str, float],
+    *,
+    alpha: float,
+    most_numel: int,
+    separate: bool,
+    device_numel: int = 0,
+) -> UnitPlacement:
     """Where the parts of a unit live.
 
     What lives on the device is whole tensors; host memory takes what that is short of its share, so that the SSD has
     its own share and no more. Without a separate device the code reads host memory as it is, so no tensor may straddle
     the cut between host and SSD: the parameter ratio is rounded down to the end of a tensor.
-    """
-    num_trained, numel, alpha, most_numel = size.num_trained, size.numel, cuts.alpha, cuts.most_numel
-    tensors = [0, *accumulate((*size.trained, *size.frozen))]
-    device = max(end for end in tensors if end <= cuts.device_numel)
-    limit = max(_elements(cuts.parameter_ratio + cuts.device_ratio, numel), device)
-    ends = [device + (limit - device) // QUANTUM * QUANTUM] if cuts.separate else tensors
-    bounds = [0, device, max(end for end in ends if end <= limit), numel]
-    fractions = _fractions(num_trained, alpha, most_numel)
-    pieces = [_cuts(min(a, num_trained), min(b, num_trained), fractions) for a, b in pairwise(bounds)]
-    zones: list[tuple[str, list[tuple[Tier, int, int]]]] = [
-        (when, [(tier, *piece[number]) for tier, piece in zip(TIERS, pieces, strict=True)])
-        for number, (when, _) in enumerate(fractions)
-    ]
-    rest = [max(end, num_trained) for end in bounds]
-    zones.append(("never", list(zip(TIERS, rest, rest[1:], strict=False))))
 
+    ratios: the shares of "parameter" and "optimizer", the state, in host memory; perhaps of "device", the parameters
+        that are to live there.
+    alpha: the share of the update that is late.
+    most_numel: the most elements that one update takes at a time.
+    separate: the device has memory of its own.
+    device_numel: the most elements that live there, as whole tensors: with what units before were short of.
+    """
+    numel = size.numel
+    tensors = [0, *accumulate((*size.trained, *size.frozen))]
+    device = max(end for end in tensors if end <= device_numel)
+    limit = max(_elements(ratios["parameter"] + ratios.get("device", 0.0), numel), device)
+    ends = [device + (limit - device) // QUANTUM * QUANTUM] if separate else tensors
+    bounds = [0, device, max(end for end in ends if end <= limit), numel]
     w_letters, s_letters, dw_letters = _letters(), _letters(), _letters()
     groups = []
-    for when, zone in zones:
+    for when, zone in _zones(bounds, size.num_trained, _fractions(size.num_trained, alpha, most_numel)):
         w = tuple(Part(next(w_letters), tier, start, stop) for tier, start, stop in zone if start < stop)
         group_numel = sum(part.numel for part in w)
         if group_numel:
-            resident = _elements(cuts.optimizer_ratio, group_numel) // QUANTUM * QUANTUM
+            resident = _elements(ratios["optimizer"], group_numel) // QUANTUM * QUANTUM
             homes: list[tuple[Tier, int, int]] = [("host", 0, resident), ("ssd", resident, group_numel)]
             has_state = when != "never" and size.state_itemsize
             s = tuple(Part(next(s_letters), tier, a, b) for tier, a, b in homes if a < b) if has_state else ()
             groups.append(Group(next(dw_letters), when, w, s))
     sizes = size.itemsize, size.gradient_itemsize, size.state_itemsize
     return UnitPlacement(size.unit, tuple(groups), *sizes, size.has_master)
+
+
+def _zones(
+    bounds: Sequence[int], num_trained: int, fractions: Sequence[tuple[str, float]]
+) -> Iterator[tuple[str, list[tuple[Tier, int, int]]]]:
+    """What each group has of each tier's zone; frozen elements are a group that no update changes."""
+    pieces = [_cuts(min(a, num_trained), min(b, num_trained), fractions) for a, b in pairwise(bounds)]
+    for number, (when, _) in enumerate(fractions):
+        yield when, [(tier, *piece[number]) for tier, piece in zip(TIERS, pieces, strict=True)]
+    rest = [max(end, num_trained) for end in bounds]
+    yield "never", list(zip(TIERS, rest, rest[1:], strict=False))
 
 
 def _elements(share: float, numel: int) -> int:

@@ -6,20 +6,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gs_compile.placement.cut import Cuts, cut, cut_units
+from gs_compile.placement.cut import cut, cut_units
 from gs_compile.placement.placement import QUANTUM
 from gs_compile.placement.workload import UnitSize
 
 Q = QUANTUM
 SIZES = st.lists(st.integers(1, 9).map(lambda quanta: quanta * Q), max_size=5)
+RATIOS = {"parameter": 0.5, "optimizer": 0.5, "device": 0.0}
 SHARES = st.floats(0, 1) | st.sampled_from([0.0, 0.25, 0.3, 0.5, 1.0])
 
 
 def parts(trained, frozen=(), **given):
     of_unit = {"itemsize": 2, "gradient_itemsize": 4, "state_itemsize": 12, "has_master": True}
     of_unit |= {name: given.pop(name) for name in of_unit.keys() & given.keys()}
-    cuts = {"parameter_ratio": 0.5, "optimizer_ratio": 0.5, "alpha": 0.25, "most_numel": 1 << 40, "separate": True}
-    return cut(UnitSize(0, tuple(trained), tuple(frozen), **of_unit), Cuts(**cuts | given))
+    ratios = {name: given.pop(f"{name}_ratio", default) for name, default in RATIOS.items()}
+    cuts = {"alpha": 0.25, "most_numel": 1 << 40, "separate": True}
+    return cut(UnitSize(0, tuple(trained), tuple(frozen), **of_unit), ratios, **cuts | given)
 
 
 def picture(unit):
