@@ -69,12 +69,11 @@ def cut(
     separate: the device has memory of its own.
     device_numel: the most elements that live there, as whole tensors: with what units before were short of.
     """
-    numel = size.numel
     tensors = [0, *accumulate((*size.trained, *size.frozen))]
     device = max(end for end in tensors if end <= device_numel)
-    limit = max(_elements(ratios["parameter"] + ratios.get("device", 0.0), numel), device)
+    limit = max(_elements(ratios["parameter"] + ratios.get("device", 0.0), size.numel), device)
     ends = [device + (limit - device) // QUANTUM * QUANTUM] if separate else tensors
-    bounds = [0, device, max(end for end in ends if end <= limit), numel]
+    bounds = [0, device, max(end for end in ends if end <= limit), size.numel]
     w_letters, s_letters, dw_letters = _letters(), _letters(), _letters()
     groups = []
     for when, zone in _zones(bounds, size.num_trained, _fractions(size.num_trained, alpha, most_numel)):
