@@ -6,8 +6,9 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
-from planned import gpt
+from planned import A100, gpt
 from transformers import GPT2Config
 
 from gs_compile.errors import NoFitError, OptionError, PlanError, ProfileError
@@ -250,3 +251,34 @@ def test_what_others_refuse_arrives_as_it_is():
         plan("gpt2", machine=HERE, precision="fp8", sequence=8)
     with pytest.raises(ProfileError, match="unknown machine abacus"):
         plan(TINY, machine="abacus")
+
+
+# Better machines ------------------------------------------------------------------------------------------------------
+
+LANES = {
+    "ssd": [f"ssd_{way}{mixed}_bytes_per_second" for way in ("read", "write") for mixed in ("", "_mixed")],
+    "link": [f"{way}{mixed}_bytes_per_second" for way in ("h2d", "d2h") for mixed in ("", "_mixed")],
+    "optimizer": ["update_elements_per_second", "update_mixed_elements_per_second"],
+}
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 200))])
+def test_a_better_machine_is_never_slower(seed):
+    """By more than 1 %: 200 changes of memory, bandwidth and rates, of machines with and without a device."""
+    numbers = np.random.default_rng(seed)
+    machine = replace(A100, device_nbytes=int(numbers.uniform(0.1, 0.4) * 10**9))
+    if numbers.integers(2):
+        machine = replace(A100, device="cpu", device_nbytes=0, matmul_flops_per_second={"bf16": 2e12})
+    host_nbytes = int(numbers.uniform(150, 400) * 2**20)
+    more = float(numbers.uniform(1.05, 3.0))
+    resource = str(numbers.choice(["host", "device", "compute", *LANES]))
+    better = replace(machine, **{name: more * getattr(machine, name) for name in LANES.get(resource, ())})
+    if resource == "device":
+        better = replace(better, device_nbytes=int(more * better.device_nbytes))
+    if resource == "compute":
+        rates = {name: more * rate for name, rate in better.matmul_flops_per_second.items()}
+        better = replace(better, matmul_flops_per_second=rates)
+    given = {"micro_batch_size": 1, "num_micro_batches": int(numbers.integers(2, 6))}
+    before = plan(TINY, machine=machine, host_memory=host_nbytes, **given)
+    after = plan(TINY, machine=better, host_memory=int(host_nbytes * (more if resource == "host" else 1)), **given)
+    assert after.seconds <= 1.01 * before.seconds

@@ -1,24 +1,28 @@
-"""What a plan says in numbers, against closed forms."""
+"""What a plan says in numbers, against closed forms; and its prediction, which is the simulator's, at the prices told."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planned import A100, gpt, placed, ratios, toys
+from planned import A100, gpt, lowered, placed, ratios, toys
 
 from gs_compile.planner.plan import plan
+from gs_compile.planner.simulate.prices import op_prices
+from gs_compile.planner.simulate.simulator import predict
 from gs_compile.planner.step_plan import nbytes_by_home
 
+WORKLOAD = gpt(4, 512, sequence=256, vocabulary=5000)
+SLOW = replace(A100, ssd_write_bytes_per_second=3e8, ssd_write_mixed_bytes_per_second=2e8)
 fractions = st.sampled_from((0.0, 0.3, 0.5, 1.0))
 
 
 @pytest.fixture(scope="module")
 def found():
-    workload = gpt(4, 512, sequence=256, vocabulary=5000)
-    return plan(workload, machine=A100, host_memory="160MiB", micro_batch_size=2, num_micro_batches=3)
+    return plan(WORKLOAD, machine=A100, host_memory="160MiB", micro_batch_size=2, num_micro_batches=3)
 
 
 @given(toy=toys(), shares=st.tuples(fractions, fractions, fractions), alpha=fractions, separate=st.booleans())
@@ -69,3 +73,36 @@ def test_nothing_written_is_no_wear():
     resident = plan(gpt(2, 64, vocabulary=500), machine=one_memory, micro_batch_size=1, num_micro_batches=1)
     assert resident.written == 0
     assert resident.wear == "nothing is written to SSD"
+
+
+def predicted(machine=A100, host_nbytes=None, shares=(0.0, 0.0, 0.0), alpha=0.25):
+    placement = placed(WORKLOAD, 3, ratios(*shares), alpha, separate=machine.separate)
+    return predict(lowered(WORKLOAD, placement)[-1], placement, WORKLOAD, machine, host_nbytes=host_nbytes), placement
+
+
+@pytest.mark.parametrize(("machine", "shares"), [(SLOW, (0.0, 0.0, 0.0)), (A100, (1.0, 1.0, 0.0))])
+def test_no_lane_works_longer_than_the_step(machine, shares):
+    """As one step follows on another, what is put off from one is done in the next, however many steps that takes."""
+    found, placement = predicted(machine, shares=shares)
+    work: Counter[str] = Counter()
+    for op, seconds in zip(found.program.ops, op_prices(found.program, placement, WORKLOAD, machine), strict=True):
+        work[op.lane] += seconds
+    assert found.seconds >= max(work["compute"], 0.99 * work["ssd_write"])
+    assert found.busy["compute"] * found.seconds >= 0.999 * work["compute"]  # it may be slowed down
+    assert all(share <= 1 + 1e-9 for share in found.busy.values())
+
+
+def test_a_device_that_is_the_host_computes_in_line():
+    """Issuing costs such a machine the time of its computation."""
+    one_memory = replace(A100, device="cpu", op_seconds=1e-3)
+    slow, fast = (predicted(replace(one_memory, op_seconds=s))[0].seconds for s in (1e-3, 0.0))
+    assert slow > fast + 1e-3
+
+
+def test_a_budget_makes_the_step_wait_for_its_memory():
+    free, _ = predicted(SLOW)
+    needed = dict(free.program.peaks)["host"]
+    held, _ = predicted(SLOW, host_nbytes=needed)
+    assert held.peaks["host"] <= held.program.slab_nbytes == needed
+    assert free.program.slab_nbytes > needed  # writes may lag behind
+    assert held.seconds > free.seconds
