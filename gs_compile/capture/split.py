@@ -47,6 +47,10 @@ class Split:
     def num_layers(self) -> int:
         return len(self.units) - 2
 
+    @property
+    def layers_of_a_block(self) -> int:
+        return 2 if self.halved else 1
+
     @cached_property
     def made(self) -> tuple[OutputSpec, ...]:
         """The outputs that a step computes; the others are arguments, constants, or left out."""

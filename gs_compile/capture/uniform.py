@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from gs_compile.capture.graph import Captured, UnitGraph, layer_name
+from gs_compile.capture.split import Split
 from gs_compile.errors import UniformityError
 
 
@@ -40,24 +41,21 @@ class Uniform:
         return f"the {half} halves of {len(layers)} layers: {_ranges([layer // 2 for layer in layers])}"
 
 
-def uniform(units: Sequence[UnitGraph], captured: Captured, *, halved: bool = False) -> Uniform:
-    """Group the layers of `units` (prologue, layers, epilogue) by equal code; `halved`: every block is two of them.
-
-    Raises `UniformityError` when no two layers are alike.
-    """
-    keys = tuple(structure(unit) for unit in units)
+def uniform(cut: Split, captured: Captured) -> Uniform:
+    """Group the layers by equal code. Raises `UniformityError` when no two are alike."""
+    keys = tuple(map(structure, cut.units))
     members: dict[Hashable, list[int]] = {}
     for layer, key in enumerate(keys[1:-1]):
-        members.setdefault((layer % 2 if halved else 0, key), []).append(layer)
-    further = [layers[0] for layers in members.values() if layers[0] >= 1 + halved]
-    differences = tuple(_difference(units, layer, captured, halved=halved) for layer in further)
+        members.setdefault((layer % cut.layers_of_a_block, key), []).append(layer)
+    further = [layers[0] for layers in members.values() if layers[0] >= cut.layers_of_a_block]
+    differences = tuple(_difference(cut, layer, captured) for layer in further)
     if all(len(layers) == 1 for layers in members.values()):
-        number = len(members) // (1 + halved)
+        number = len(members) // cut.layers_of_a_block
         raise UniformityError(
             f"the model has no repeated block: all {number} blocks differ, the first two thus: "
             f"{differences[0]}. greedysnake needs blocks of equal code and shapes"
         )
-    return Uniform(keys, tuple(map(tuple, members.values())), differences, halved)
+    return Uniform(keys, tuple(map(tuple, members.values())), differences, cut.halved)
 
 
 def structure(unit: UnitGraph) -> Hashable:
@@ -108,11 +106,11 @@ def _attribute_key(module: fx.GraphModule, name: str) -> Hashable:
 # Telling the difference -----------------------------------------------------------------------------------------------
 
 
-def _difference(units: Sequence[UnitGraph], layer: int, captured: Captured, *, halved: bool) -> str:
+def _difference(cut: Split, layer: int, captured: Captured) -> str:
     """Where `layer` first differs from layer 0, or from its half of block 0, in the user's names."""
-    like = layer % 2 if halved else 0
-    first, second = units[like + 1], units[layer + 1]
-    which = f"{layer_name(layer, halved=halved)} differs from {layer_name(like, halved=halved)}"
+    like = layer % cut.layers_of_a_block
+    first, second = cut.by_unit[like], cut.by_unit[layer]
+    which = f"{layer_name(layer, halved=cut.halved)} differs from {layer_name(like, halved=cut.halved)}"
     for mine, other, source in zip(first.specs, second.specs, second.sources, strict=False):
         if (str(mine), mine.requires_grad) != (str(other), other.requires_grad):
             path = captured.inputs[source.index].path if source.kind == "input" else f"its {source.kind} input"

@@ -145,10 +145,6 @@ class Compilation:
         """Whether every block is two layers, its attention half and its feed-forward half."""
         return SCHEDULES[self.options.expert.schedule].halves_blocks
 
-    @property
-    def layers_of_a_block(self) -> int:
-        return 1 + self.halved
-
     def specialized(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> SpecializedModel:
         """The model's units at one micro-batch size; `alone`: this micro-batch is the whole batch."""
         key = (micro_batch_size, tuple(sorted(sizes.items())), alone)
@@ -196,7 +192,7 @@ class Compilation:
         kept = [self.options.outputs == "all" or not losses or value in losses for value in given]
         separated = loss(module, captured, kept=kept, alone=alone)
         cut = split(separated, captured, halved=self.halved)
-        alike = uniform(cut.units, captured, halved=self.halved)
+        alike = uniform(cut, captured)
         self._warn(alike)
         codes = {unit.unit: self._code(unit, key) for unit, key in zip(cut.units, alike.keys, strict=True)}
         return SpecializedModel(micro_batch_size, separated, cut, alike, codes)

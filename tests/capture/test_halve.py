@@ -130,7 +130,7 @@ layer 0 (blocks.0) cannot be cut in two: the single schedule keeps a checkpoint 
     def test_classes_are_of_halves(self):
         cut, case = halves(Two(), Two(hidden=5), Two())
         self.assertExpectedInline(
-            uniform(cut.units, case.captured, halved=True).report,
+            uniform(cut, case.captured).report,
             """\
 class 0: the attention halves of 3 layers: 0-2
 class 1: the feed-forward halves of 2 layers: 0, 2
@@ -139,7 +139,7 @@ the feed-forward half of layer 1 differs from the feed-forward half of layer 0 a
         )
         cut, case = halves(Wide(), Two(hidden=5))
         with pytest.raises(UniformityError) as caught:
-            uniform(cut.units, case.captured, halved=True)
+            uniform(cut, case.captured)
         self.assertExpectedInline(
             shown(caught.value),
             """the model has no repeated block: all 2 blocks differ, the first two thus: the attention half of layer 1 differs from the attention half of layer 0 at blocks.1: add() against mul(2.0). greedysnake needs blocks of equal code and shapes""",

@@ -27,7 +27,7 @@ class Scaled(Block):
 
 def classes(*blocks):
     case = captured(Tiny(blocks=blocks), *batch(4))
-    return uniform(case.split().units, case.captured)
+    return uniform(case.split(), case.captured)
 
 
 class TestText(expecttest.TestCase):

@@ -93,8 +93,9 @@ class ModelSpec:
             del stack[DEPTH:]
             with suppress(GreedySnakeError):  # code that counts its blocks, for one, is captured whole
                 found = capture()
-                if _is_alike(found.specialized(1)):
-                    return replace(found, num_layers=len(blocks) * found.compilation.layers_of_a_block)
+                shortened = found.specialized(1)
+                if _is_alike(shortened):
+                    return replace(found, num_layers=len(blocks) * shortened.split.layers_of_a_block)
             stack.extend(blocks[DEPTH:])
         found = capture()
         return replace(found, num_layers=found.specialized(1).split.num_layers)
@@ -114,7 +115,7 @@ class ModelSpec:
         layout = arrange(specialized.split, self.compilation.captured, NUM_COMPONENTS)
         tied = tied_units(specialized.split, layout.spans)
         found = replace(workload_of(specialized, layout.sizes, tied=tied), name=self.name, sequence=self.sequence)
-        return _deepened(found, self.num_layers, self.compilation.layers_of_a_block)
+        return _deepened(found, self.num_layers, specialized.split.layers_of_a_block)
 
 
 def workload_of(specialized: SpecializedModel, sizes: Sequence[UnitSize], *, tied: Set[Unit] = frozenset()) -> Workload:
@@ -147,9 +148,8 @@ def _cost(specialized: SpecializedModel, graph: UnitGraph) -> UnitCost:
 
 def _is_alike(found: SpecializedModel) -> bool:
     """Whether the blocks that were captured can stand for more of them."""
-    layers_of_a_block = 1 + found.split.halved
     num_captured, num_classes = found.split.num_layers, len(found.uniform.layer_classes)
-    return (num_captured, num_classes) == (DEPTH * layers_of_a_block, layers_of_a_block)
+    return (num_captured, num_classes) == (DEPTH * found.split.layers_of_a_block, found.split.layers_of_a_block)
 
 
 def _deepened(workload: Workload, num_layers: int, period: int) -> Workload:
