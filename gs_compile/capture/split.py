@@ -91,7 +91,7 @@ class _Cut:
         count = None
         if totals := self.separated.totals:
             nodes = [node for node in needed_by(totals, self.graph) if not is_free(node)]
-            count = _extract(PROLOGUE, nodes, [("total", node) for node in totals], _source)
+            count = _extract(PROLOGUE, nodes, [("total", node) for node in totals], lambda node: node.meta["source"])
         return Split(units, outputs, sides, count, self.halved)
 
     # What crosses ----------------------------------------------------------------------------------------------------
@@ -215,8 +215,8 @@ class _Cut:
     def _output(self, value: Any) -> OutputSpec:
         if not isinstance(value, fx.Node):
             return OutputSpec("constant", value=value)
-        if value.op == "placeholder" and _source(value).kind == "input":
-            return OutputSpec("input", index=_source(value).index)
+        if value.op == "placeholder" and value.meta["source"].kind == "input":
+            return OutputSpec("input", index=value.meta["source"].index)
         kind, spec = self.separated.kinds[value], value.meta["spec"]
         position = self.num_layers + 1 if is_free(value) else self.at[value]
         unit = self._name(position)
@@ -250,17 +250,11 @@ class _Cut:
                 return Source("x")
             if not is_first and node in self.sides and not (is_last and self._is_batch(node)):
                 return Source("side", self.sides.index(node))
-            return _source(node)
+            everywhere: Source = node.meta["source"]
+            return everywhere
 
         nodes = [node for node in self.readers if self.at[node] == position and not is_free(node)]
         return _extract(self._name(position), nodes, results, source)
-
-
-def _source(node: fx.Node) -> Source:
-    """Where every unit takes a placeholder's value from."""
-    source = node.meta["source"]
-    assert isinstance(source, Source)
-    return source
 
 
 def _extract(

@@ -49,15 +49,15 @@ def test_a_refused_model_keeps_its_values(breaks, tmp_path):
     assert optimizer.engine is None
 
 
-@pytest.mark.parametrize(("on_storage", "precision"), [(False, "bf16"), (True, "bf16"), (True, "model")])
-def test_an_optimizer_that_is_made_after_a_refusal_is_in_time(on_storage, precision, tmp_path):
+@pytest.mark.parametrize("on_storage", [False, True])
+def test_an_optimizer_that_is_made_after_a_refusal_is_in_time(on_storage, tmp_path):
     """Of a model in bf16 Dynamo kept the code of the call that was refused, with parameters of fp32."""
     build = (lambda: gs_compile.init_on_storage(gpt2, storage=tmp_path / "built")) if on_storage else gpt2
     losses = []
     for refused in (True, False):
         torch._dynamo.reset()
         model = build()
-        model.compile(backend="greedysnake", options=options(tmp_path / "run", precision=precision))
+        model.compile(backend="greedysnake", options=options(tmp_path / "run", precision="bf16"))
         if refused:
             with pytest.raises(GreedySnakeError, match=r"before the (first )?call"):
                 model(input_ids=tokens(0), labels=tokens(0))
