@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -133,25 +134,20 @@ def _off_meta(unit: UnitGraph) -> UnitGraph:
     """`unit` as if captured on a CPU: on the meta device attention falls apart into the products of its definition."""
     if all(spec.device != META for spec in (*unit.specs, *unit.result_specs)):
         return unit
-    specs = tuple(replace(spec, device=CPU) for spec in unit.specs)
-    return replace(unit, module=_moved_module(unit.module), specs=specs)
-
-
-def _moved_module(module: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.nodes:
-        node.args, node.kwargs = map_aggregate(node.args, _moved), map_aggregate(node.kwargs, _moved)
-    for node, original in zip(graph.nodes, module.graph.nodes, strict=True):
-        if isinstance(spec := original.meta.get("spec"), TensorSpec):
-            node.meta["spec"] = replace(spec, device=CPU)
-    attributes = {str(node.target): getattr(module, str(node.target)) for node in graph.find_nodes(op="get_attr")}
-    return fx.GraphModule({name: _moved(value) for name, value in attributes.items()}, graph)
+    module = deepcopy(unit.module)
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            node.args, node.kwargs = map_aggregate(node.args, _moved), map_aggregate(node.kwargs, _moved)
+            if isinstance(spec := node.meta.get("spec"), TensorSpec):
+                node.meta["spec"] = replace(spec, device=CPU)
+            if node.op == "get_attr":
+                setattr(part, node.target, _moved(getattr(part, node.target)))
+        if isinstance(part, fx.GraphModule):
+            part.recompile()
+    return replace(unit, module=module, specs=tuple(replace(spec, device=CPU) for spec in unit.specs))
 
 
 def _moved(value: Any) -> Any:
-    if isinstance(value, fx.GraphModule):
-        return _moved_module(value)
     if isinstance(value, torch.Tensor) and value.device == META:
         return torch.zeros_like(value, device=CPU)
     return CPU if value in ("meta", META) else value
