@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -16,7 +16,6 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_leaves
 
 from gs_compile.capture.graph import TensorSpec
 
@@ -102,11 +101,6 @@ def best_compiler(device_type: str) -> Compiler:
         missing = f"Triton does not work for {device_type} here"
     log.warning("%s: layers run uncompiled; set expert={'compiler': 'eager'} to choose this", missing)
     return "eager"
-
-
-def tensors_of_node(node: fx.Node) -> Sequence[torch.Tensor]:
-    """The tensors without memory that a node of a traced graph makes."""
-    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
 
 
 def draws_random(node: fx.Node) -> bool:

@@ -92,19 +92,14 @@ class SpecializedModel:
         """Bytes of all side inputs of one micro-batch."""
         return sum(spec.nbytes for spec in self.split.sides)
 
-    def runs_backward(self, unit: Unit, shape: StepShape) -> bool:
-        """Whether the backward of a unit runs in a step of this shape."""
-        graph = self.split.by_unit[unit]
-        has_backward = bool(graph.differentiable and graph.differentiated)
-        return shape.training and has_backward and height(unit) >= height(shape.first_grad)
-
     def compile_code(self, shape: StepShape) -> None:
         """Compile what a step of this shape runs: backwards run in a thread of autograd's, which must not compile."""
-        for unit, code in self.codes.items():
-            runs_backward = self.runs_backward(unit, shape)
-            together = runs_backward and "loss" in self.split.by_unit[unit].results
+        for unit, graph in self.split.by_unit.items():
+            has_backward = bool(graph.differentiable and graph.differentiated)
+            runs_backward = shape.training and has_backward and height(unit) >= height(shape.first_grad)
+            together = runs_backward and "loss" in graph.results
             for name in ("both",) if together else ("forward", "backward")[: 1 + runs_backward]:
-                code.function(name)
+                self.codes[unit].function(name)
 
     @cached_property
     def draws_random(self) -> bool:
@@ -208,7 +203,7 @@ class Compilation:
             )
 
     def _code(self, unit: UnitGraph, key: Hashable) -> Differentiated:
-        device, chosen = unit.device_type, self.options.expert.compiler
+        device, chosen = next((spec.device.type for spec in unit.specs), "cpu"), self.options.expert.compiler
         compiler: Compiler = best_compiler(device) if chosen == "auto" or device == "meta" else chosen
         generator = Generator(compiler, self.options.mode)
         full_key = (key, generator, _global_settings())

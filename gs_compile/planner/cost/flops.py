@@ -25,7 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from gs_compile.capture.graph import TensorSpec, UnitGraph, output_values
-from gs_compile.capture.inductor import Generator, tensors_of_node
+from gs_compile.capture.inductor import Generator
+from gs_compile.capture.internals import tree_leaves
 from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.placement.workload import UnitCost
 from gs_compile.program.ir import EPILOGUE
@@ -125,14 +126,15 @@ def _value(node: fx.Node) -> Any:
 
 def _storages(node: fx.Node) -> Iterator[tuple[StorageWeakRef, int]]:
     """The memory a node's tensors are in, and its bytes; views share it."""
-    for tensor in tensors_of_node(node):
-        storage = tensor.untyped_storage()
-        yield StorageWeakRef(storage), storage.nbytes()
+    for made in tree_leaves(_value(node)):
+        if isinstance(made, torch.Tensor):
+            storage = made.untyped_storage()
+            yield StorageWeakRef(storage), storage.nbytes()
 
 
 def _off_meta(unit: UnitGraph) -> UnitGraph:
     """`unit` as if captured on a CPU: on the meta device attention falls apart into the products of its definition."""
-    if all(spec.device != META for spec in (*unit.specs, *unit.result_specs)):
+    if not unit.is_meta:
         return unit
     module = deepcopy(unit.module)
     for part in module.modules():
