@@ -3,7 +3,7 @@
 <directory>/greedysnake-run/    the only folder that is touched, 0700; others' files beside it stay as they are
                                 (greedysnake-run-3 of the process that a launcher calls rank 3)
     .lock                       held with flock while the run lives; says by whom
-    w3, s3, x5, ...             this directory's share of each extent, 0600, preallocated
+    w3-b, s3-a, dw3, ...        this directory's share of each extent, 0600, preallocated
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """handlers: what each verb does with each kind of values, in a step on the tiers.
 
 The executor asks for the content of a result when it issues an operation (`allocate`), and has the operation carried
-out on its lane, later (`run`). A new kind of values is a case of `allocate`.
+out on its lane, later (`move`, or the optimizer's update). A new kind of values is a case of `allocate`.
 """
 
 from __future__ import annotations
