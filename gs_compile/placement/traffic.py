@@ -32,11 +32,7 @@ def op_nbytes(op: Op, placement: Placement) -> int:
     """The bytes that one transfer moves."""
     piece = op.results[0].piece if op.results else None
     if piece is not None:
-        return _piece(sum(nbytes_of(placement, value) for value in op.reads), piece, placement.num_pieces)
+        nbytes, number = sum(nbytes_of(placement, value) for value in op.reads), placement.num_pieces
+        return nbytes * (piece + 1) // number - nbytes * piece // number  # such that all shares add up
     # A whole gradient leaves the device as parts, and not always all of them: what arrives is what has moved.
     return sum(nbytes_of(placement, value) for value in (*op.results, *op.into))
-
-
-def _piece(nbytes: int, piece: int, pieces: int) -> int:
-    """A share of `nbytes`, such that all shares add up."""
-    return nbytes * (piece + 1) // pieces - nbytes * piece // pieces
