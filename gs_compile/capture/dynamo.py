@@ -236,6 +236,13 @@ def _refuse_graph_break(module: fx.GraphModule) -> None:
         )
 
 
+def add_graph_breaks(error: CaptureError) -> None:
+    """Add to an error what Dynamo has broken forwards at: where it has, the graph may be a part of one."""
+    if not isinstance(error, GraphBreakError) and counters["graph_break"]:
+        words = list(counters["graph_break"])[-1].strip()
+        error.add_note(f"If Dynamo has broken this model's forward, that is the cause. Its latest reason:\n{words}")
+
+
 def _resumed_at(node: fx.Node) -> str:
     """The line at which Dynamo broke forward before this node: the name of the function it resumed in says so."""
     found = re.match(r'\s*File "(.*)", line \d+, in torch_dynamo_resume_in_\w*_at_(\d+)', node.stack_trace or "")

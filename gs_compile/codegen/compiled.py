@@ -61,13 +61,14 @@ class SpecializedModel:
         trained = {size.unit for size in sizes if size.trained}
         shape = self._shape(trained | (tied if TIED in trained else set()))
         frozen = frozenset({TIED, *self.split.by_unit} - trained)
-        return replace(shape, training=training, tied=frozenset(tied), frozen=frozen)
+        return replace(shape, training=training and shape.training, tied=frozenset(tied), frozen=frozen)
 
     def _shape(self, trained: Set[Unit]) -> StepShape:
         """The parts of a step that takes gradients of what the units `trained` read."""
         units = self.split.by_unit
         first = min(trained & units.keys(), key=height, default=EPILOGUE)
         return StepShape(
+            training=bool(trained & units.keys()),
             has_loss="loss" in units[EPILOGUE].results,
             has_total=self.split.count is not None,
             has_side=bool(self.split.sides),

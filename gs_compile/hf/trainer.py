@@ -70,6 +70,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         for module in self.model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False
+        self.model.disable_input_require_grads()  # which checkpointing with adapters has asked for
         self._batches = []
         self.model.compile(backend="greedysnake", options=chosen)
 

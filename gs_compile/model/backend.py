@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from gs_compile.capture.dynamo import capture, current_compile_id, ignore_logging, note_last_compile
+from gs_compile.capture.dynamo import add_graph_breaks, capture, current_compile_id, ignore_logging, note_last_compile
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import (
+    CaptureError,
     GreedySnakeError,
     NothingRequiresGradError,
     OptimizerError,
@@ -61,6 +62,8 @@ def greedysnake(
         try:
             call = begin(args)
         except BaseException as error:
+            if isinstance(error, CaptureError):
+                add_graph_breaks(error)
             roll_back(args)
             note_last_compile(error, compile_id)
             raise
