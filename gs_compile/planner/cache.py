@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import cached_property
@@ -125,30 +126,24 @@ class PlanCache:
 
     def describe(self, program: Program) -> str:
         """For people: each class of data by tier, and the planned peaks of a program."""
-        homes, placement = nbytes_by_home(self.placement), self.placement
+        homes, placement = Counter(nbytes_by_home(self.placement)), self.placement
+
+        def stored(kind: str) -> str:
+            on_device = f"{format_bytes(homes[kind, 'device'])} on the device, " if homes[kind, "device"] else ""
+            return f"{on_device}{format_bytes(homes[kind, 'host'])} on host, {format_bytes(homes[kind, 'ssd'])} on SSD"
+
         kinds = ["parameters", "states", "checkpoints", *(["sums"] if placement.order == "horizontal" else [])]
+        lines = [f"{kind + ':':<12} {stored(kind)}" for kind in kinds]
+        if placement.speculative:
+            lines.append(f"other:       {stored('shadow copies')}, early updates")
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
-        others = [homes.get(("shadow copies", tier), 0) for tier in ("host", "ssd")]
+        share = late / max(trained, 1)
+        lines.append(f"updates:     {share:.0%} late, in the next forward (alpha {self.planner.alpha:g})")
         peaks = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in program.peaks)
-        return "\n".join(
-            [
-                *(
-                    f"{kind + ':':<12} {_on_device(homes.get((kind, 'device'), 0))}"
-                    f"{format_bytes(homes.get((kind, 'host'), 0))} on host, "
-                    f"{format_bytes(homes.get((kind, 'ssd'), 0))} on SSD"
-                    for kind in kinds
-                ),
-                *(
-                    [f"other:       {format_bytes(others[0])} on host, {format_bytes(others[1])} on SSD, early updates"]
-                    if placement.speculative
-                    else []
-                ),
-                f"updates:     {late / max(trained, 1):.0%} late, in the next forward (alpha {self.planner.alpha:g})",
-                f"peaks:       {peaks}; host budget {format_bytes(self.host_nbytes)}",
-                *([f"planned:     {self.planner.plan.seconds:.3g} s a step"] if self.planner.plan else []),
-                *([self._inactive] if placement.room else []),
-            ]
-        )
+        lines.append(f"peaks:       {peaks}; host budget {format_bytes(self.host_nbytes)}")
+        if self.planner.plan:
+            lines.append(f"planned:     {self.planner.plan.seconds:.3g} s a step")
+        return "\n".join([*lines, *([self._inactive] if placement.room else [])])
 
     @cached_property
     def _inactive(self) -> str:
@@ -173,7 +168,3 @@ class PlanCache:
 
     def _fits(self, placement: Placement, shape: StepShape) -> bool:
         return peak(self._lowered(placement, shape), "host") <= self.host_nbytes
-
-
-def _on_device(nbytes: int) -> str:
-    return f"{format_bytes(nbytes)} on the device, " if nbytes else ""

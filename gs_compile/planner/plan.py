@@ -11,6 +11,7 @@ takes the smallest batch that reaches the saturated throughput (`lp.search`), an
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -188,23 +189,20 @@ class _Request:
     def single(self, vertical: Problem, search: Search) -> StepPlan:
         """One forward and backward over a batch, or over the most samples of it that fit."""
         batch_size = self.batch_size or search.best.num_micro_batches * vertical.workload.micro_batch_size
-        found, fits, fails = None, 0, batch_size + 1
-        size = batch_size
-        while fails - fits > 1:
-            problem = self.problem(size)
-            try:
-                found, fits = (problem, problem.search(1)), size
-            except NoFitError:
-                fails = size
-                if fails == 1:
-                    raise
-            size = (fits + fails) // 2
-        assert found is not None
-        made = planned(*found)
+
+        def is_too_large(size: int) -> bool:
+            return self.problem(size).solved(1) is None
+
+        fits = batch_size
+        if is_too_large(batch_size):
+            fits = max(1, bisect_left(range(1, batch_size), True, key=is_too_large))
+        problem = self.problem(fits)
+        found = problem.search(1)
+        made = planned(problem, found)
         if fits < batch_size:
             limit = f"of the {batch_size} samples that the vertical order takes, {fits} fit in one forward and backward"
             made = replace(made, notes=(limit,))
-        return explained(found[0], made, found[1], [])
+        return explained(problem, made, found, [])
 
     def baseline(self, sizes: Sequence[int]) -> StepPlan:
         """The horizontal order, for the batch that the vertical one takes where that fits."""

@@ -10,6 +10,7 @@ Ratios that are given are kept in every case. The log (`gs_compile.planner.plann
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -191,12 +192,12 @@ class Planner:
 
     def _most_alpha(self) -> float | None:
         """The largest alpha of 0.00, 0.01 ... below the one asked for with which the least fits; None without one."""
-        low, high = -1, round(100 * self.alpha)
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = self._host_needed(self._make(0.0, middle / 100)) <= self.host_nbytes
-            low, high = (middle, high) if fits else (low, middle)
-        return low / 100 if low >= 0 else None
+
+        def is_too_large(hundredths: int) -> bool:
+            return self._host_needed(self._make(0.0, hundredths / 100)) > self.host_nbytes
+
+        number = bisect_left(range(round(100 * self.alpha)), True, key=is_too_large)
+        return (number - 1) / 100 if number else None
 
     def _check_device(self, placement: Placement) -> None:
         budget = self._device_nbytes()

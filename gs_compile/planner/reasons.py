@@ -21,13 +21,10 @@ FASTER_DEVICE = 0.1
 
 def explained(problem: Problem, plan: StepPlan, found: Search, others: Sequence[tuple[Problem, Search]]) -> StepPlan:
     """The plan with what limits it, what else there was, and notes. `others`: searches with other micro-batch sizes."""
-    is_own = plan.alpha == found.best.alpha
-    best = found.best if is_own else problem.solved(plan.num_micro_batches, plan.alpha)
-    assert best is not None, "what fits in less memory fits"
     return replace(
         plan,
-        binding=tuple(binding(problem, best)),
-        alternatives=tuple(alternatives(problem, replace(found, best=best), others)),
+        binding=tuple(binding(problem, plan.bound)),
+        alternatives=tuple(alternatives(problem, replace(found, best=plan.bound), others)),
         notes=(*plan.notes, *notes(plan)),
     )
 

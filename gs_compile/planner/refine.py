@@ -65,7 +65,7 @@ def planned(problem: Problem, found: Search, *, whole: bool = False) -> StepPlan
         ratios=chosen.solution.ratios,
         device_ratios=chosen.solution.device_ratios,
         simulation=chosen.simulation,
-        bound_seconds=best.seconds,
+        bound=best,
         history=tuple((number, seconds, number * problem.workload.tokens / seconds) for number, seconds in rows),
     )
 

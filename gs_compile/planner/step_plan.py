@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.lp.limits import Budgets
+from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, Schedule, Value
@@ -46,7 +46,7 @@ class StepPlan:
     ratios: Mapping[str, float]  # in host memory, of "parameter", "checkpoint" and "optimizer"
     device_ratios: Mapping[str, float]  # in device memory
     simulation: Simulation = field(repr=False)
-    bound_seconds: float = math.inf  # by the linear program: each lane's work spread evenly over its phase
+    bound: Solution = field(repr=False)  # the linear program's: each lane's work is spread evenly over its phase
     history: tuple[tuple[int, float, float], ...] = ()  # micro-batches, seconds and tokens a second, by the LP
     binding: tuple[str, ...] = ()  # what limits the step, and what more of it would bring
     notes: tuple[str, ...] = ()
@@ -57,6 +57,11 @@ class StepPlan:
         """Of the step that is simulated."""
         assert self.simulation.placement is not None, "a plan places everything"
         return self.simulation.placement
+
+    @property
+    def bound_seconds(self) -> float:
+        """By the linear program, of the alpha that was chosen."""
+        return self.bound.seconds
 
     @property
     def schedule(self) -> Schedule:

@@ -16,6 +16,7 @@ cannot be the best. Nor is every n solved: with the relative rule n doubles, and
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -106,10 +107,9 @@ def _relative(found: _Tries, most: int) -> Solution | None:
     low, high = 0, 1
     while not _is_enough(found, high, most):
         low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _is_enough(found, middle, most) else (middle, high)
-    return found.at(high) or (found.at(low) if low else None)
+    between = range(low + 1, high)
+    enough = low + 1 + bisect_left(between, True, key=lambda number: _is_enough(found, number, most))
+    return found.at(enough) or (found.at(enough - 1) if enough > 1 else None)
 
 
 def _is_enough(found: _Tries, number: int, most: int) -> bool:
@@ -260,8 +260,4 @@ def _nearest(formulas: Formulas, budgets: Budgets, fixed: Fixed, num_micro_batch
     if fixed.ratios and fits(num_micro_batches, alphas, replace(fixed, ratios={})):
         yield f"other ratios than {', '.join(f'{name} {ratio:g}' for name, ratio in fixed.ratios.items())}"
     if num_micro_batches > 1 and fits(1, alphas, fixed):
-        low, high = 1, num_micro_batches
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle, alphas, fixed) else (low, middle)
-        yield several(low)
+        yield several(bisect_left(range(1, num_micro_batches), True, key=lambda n: not fits(n, alphas, fixed)))
