@@ -189,20 +189,23 @@ class _Request:
     def single(self, vertical: Problem, search: Search) -> StepPlan:
         """One forward and backward over a batch, or over the most samples of it that fit."""
         batch_size = self.batch_size or search.best.num_micro_batches * vertical.workload.micro_batch_size
+        plans: dict[int, StepPlan] = {}
 
         def is_too_large(size: int) -> bool:
-            return self.problem(size).solved(1) is None
+            problem = self.problem(size)
+            try:
+                found = problem.search(1)
+                plans[size] = explained(problem, planned(problem, found), found, [])
+            except (NoFitError, MemoryBudgetError):
+                if size == 1:
+                    raise
+            return size not in plans
 
-        fits = batch_size
-        if is_too_large(batch_size):
-            fits = max(1, bisect_left(range(1, batch_size), True, key=is_too_large))
-        problem = self.problem(fits)
-        found = problem.search(1)
-        made = planned(problem, found)
-        if fits < batch_size:
-            limit = f"of the {batch_size} samples that the vertical order takes, {fits} fit in one forward and backward"
-            made = replace(made, notes=(limit,))
-        return explained(problem, made, found, [])
+        if not is_too_large(batch_size):
+            return plans[batch_size]
+        fits = bisect_left(range(1, batch_size), True, key=is_too_large)
+        limit = f"of the {batch_size} samples that the vertical order takes, {fits} fit in one forward and backward"
+        return replace(plans[fits], notes=(limit, *plans[fits].notes))
 
     def baseline(self, sizes: Sequence[int]) -> StepPlan:
         """The horizontal order, for the batch that the vertical one takes where that fits."""
