@@ -1,4 +1,4 @@
-"""The linear program against exhaustive search, its duals against solving again, and what must hold of any plan."""
+"""The linear program against exhaustive search, its multipliers as bounds of others, and what must hold of any plan."""
 
 from __future__ import annotations
 

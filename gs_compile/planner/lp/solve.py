@@ -8,7 +8,7 @@ For n micro-batches and one alpha (arXiv 2512.17570, section 4.4). The variables
 
 and what is left, 1 - c - dc and so on, is on SSD. All else is affine in c, p, o, dc, dp. With f a phase, i a lane:
 
-    minimise    t_f + t_b + eps (bytes to and from SSD)                                       `_System.optimum`
+    minimise    t_f + t_b + eps (bytes to and from SSD)                                       `System.optimum`
     subject to
       t_f  >=   x_i                             x_i: seconds of lane i in f, alone            `coefficients.Formulas`
       t_f  >=   y + x (1 - b) / a               lanes x and y that disturb each other,        `_times`
@@ -17,7 +17,7 @@ and what is left, 1 - c - dc and so on, is on SSD. All else is affine in c, p, o
       bytes alive on host at moment m   <= host_nbytes      for every m that can bind         `counting.Counted`
       bytes alive on device at m        <= device_nbytes    likewise, if it has its own
       bytes on SSD at m                 <= ssd_nbytes       likewise
-      bytes written to SSD              <= wear_bytes_per_second (t_f + t_b)                  `_System`
+      bytes written to SSD              <= wear_bytes_per_second (t_f + t_b)                  `System`
 
 The bytes at a moment hold the working buffers, late gradients, and the room that stale parameters leave for these.
 
