@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,10 @@ class Learner:
         return outcome(self.model, self.optimizer, [], []).values
 
 
-captured: dict[str, Harness] = {}  # the usual model, by precision
+@cache
+def usual(precision: str) -> Harness:
+    """The usual model, which is captured once."""
+    return Harness(gpt2, precision)
 
 
 @contextmanager
@@ -65,7 +68,7 @@ def learner(
     """
     precision = changes.get("precision", "model")
     if build is gpt2:
-        harness = captured.setdefault(precision, Harness(gpt2, precision))
+        harness = usual(precision)
     else:
         torch._dynamo.reset()
         harness = Harness(build, precision)
