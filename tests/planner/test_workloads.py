@@ -94,6 +94,16 @@ def test_a_module_has_the_workload_of_its_config():
     assert ModelSpec.of(model, sequence=zoo.TOKENS).workload(2) == expected
 
 
+def test_experts_are_counted_for_the_tokens_that_they_get():
+    config = zoo.configuration("mixtral")
+    cost = ModelSpec.of(config, sequence=zoo.TOKENS, precision="bf16").workload(2).costs[0]
+    tokens, width, head = 2 * zoo.TOKENS, config.hidden_size, config.hidden_size // config.num_attention_heads
+    projections = 2 * width**2 + 2 * width * config.num_key_value_heads * head
+    experts = config.num_experts_per_tok * 3 * width * config.intermediate_size + width * config.num_local_experts
+    attention = 4 * tokens * zoo.TOKENS * width
+    assert cost.forward_flops == 2 * tokens * (projections + experts) + attention
+
+
 def test_several_micro_batch_sizes_of_one_spec():
     spec = ModelSpec.of(zoo.GPT(num_layers=4), sequence=zoo.TOKENS, precision="bf16")
     one, three = spec.workload(1), spec.workload(3)
