@@ -137,8 +137,8 @@ def _off_meta(unit: UnitGraph) -> UnitGraph:
     if not unit.is_meta:
         return unit
     module = deepcopy(unit.module)
-    for part in module.modules():
-        for node in list(part.graph.nodes) if isinstance(part, fx.GraphModule) else ():
+    for part in (part for part in module.modules() if isinstance(part, fx.GraphModule)):
+        for node in list(part.graph.nodes):
             node.args, node.kwargs = map_aggregate(node.args, _moved), map_aggregate(node.kwargs, _moved)
             if isinstance(spec := node.meta.get("spec"), TensorSpec):
                 node.meta["spec"] = replace(spec, device=CPU)
@@ -149,8 +149,7 @@ def _off_meta(unit: UnitGraph) -> UnitGraph:
                     node.update_arg(0, part.graph.call_method("float", node.args[:1]))
             if node.op == "get_attr":
                 setattr(part, node.target, _moved(getattr(part, node.target)))
-        if isinstance(part, fx.GraphModule):
-            part.recompile()
+        part.recompile()
     return replace(unit, module=module, specs=tuple(replace(spec, device=CPU) for spec in unit.specs))
 
 
