@@ -109,6 +109,11 @@ class UnitGraph:
         return tuple(index for index, spec in enumerate(self.specs) if spec.requires_grad)
 
     @property
+    def device_type(self) -> str:
+        """The type of the device that it computes on."""
+        return next((spec.device.type for spec in self.specs), "cpu")
+
+    @property
     def is_meta(self) -> bool:
         """Whether it was captured without weights: some of its values are on the meta device."""
         return any(spec.device.type == "meta" for spec in (*self.specs, *self.result_specs))

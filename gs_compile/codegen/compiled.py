@@ -204,7 +204,7 @@ class Compilation:
             )
 
     def _code(self, unit: UnitGraph, key: Hashable) -> Differentiated:
-        device, chosen = next((spec.device.type for spec in unit.specs), "cpu"), self.options.expert.compiler
+        device, chosen = unit.device_type, self.options.expert.compiler
         compiler: Compiler = best_compiler(device) if chosen == "auto" or device == "meta" else chosen
         generator = Generator(compiler, self.options.mode)
         full_key = (key, generator, _global_settings())
