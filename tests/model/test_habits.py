@@ -22,6 +22,8 @@ import gs_compile
 from gs_compile.errors import ReleasedParameterError
 from gs_compile.model.residency import is_offloaded
 
+KEEPS_CAPTURES = True
+
 
 @pytest.fixture(scope="module", params=[{"alpha": 0.5}, {"precision": "bf16"}], ids=["fp32", "bf16"])
 def one(request, tmp_path_factory):
