@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,13 +28,13 @@ PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, torch.dtype, 
 def meta_copy(model: nn.Module, options: Options) -> nn.Module:
     """The model on the meta device, in the dtype it is trained in; its tensors are neither changed nor read."""
     memo: dict[int, Any] = {}
-    for module in model.modules():
-        for value in (*vars(module).values(), *module._parameters.values(), *module._buffers.values()):
-            if isinstance(value, nn.Parameter):
-                like = torch.empty(value.shape, dtype=kept_dtype(value, options), device="meta")
-                memo[id(value)] = nn.Parameter(like, value.requires_grad)
-            elif isinstance(value, torch.Tensor):
-                memo[id(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    for value in chain(model.parameters(), model.buffers(), attributes):
+        if isinstance(value, nn.Parameter):
+            like = torch.empty(value.shape, dtype=kept_dtype(value, options), device="meta")
+            memo[id(value)] = nn.Parameter(like, value.requires_grad)
+        elif isinstance(value, torch.Tensor):
+            memo[id(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
     return deepcopy(model, memo)
 
 
