@@ -1,7 +1,7 @@
 """Fine-tune a Llama with transformers' Trainer, its parameters and states on SSD; with --lora, adapters of PEFT alone.
 
-The model is small and made here, and reads the bytes of the help text that ships with every CPython: no network, about a
-minute. In a script of your own, the line with `attach` is all that is new.
+The model is small and made here, and reads the bytes of the help text that ships with every CPython: no network, about
+a minute. In a script of your own, the line with `attach` is all that is new.
 
     python examples/finetune_trainer.py
     python examples/finetune_trainer.py --lora --storage /path/on/an/nvme/drive
