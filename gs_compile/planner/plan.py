@@ -142,9 +142,7 @@ class _Request:
         return -(-self.batch_size // size)
 
     def searched(self, sizes: Sequence[int]) -> list[Found]:
-        """Of the micro-batch sizes that fit, as long as larger ones bring more: first the one with the highest
-        throughput, of equals the smallest batch.
-        """
+        """Every micro-batch size that fits; first the one with the highest throughput, of equals the smallest batch."""
         found: list[Found] = []
         counted: Counted | None = None
         for size in sizes:
@@ -157,8 +155,6 @@ class _Request:
                     raise
                 break  # a larger one needs more memory
             counted = problem.formulas.counted
-            if len(found) > 1 and _tokens_per_second(found[-1]) < _tokens_per_second(found[-2]) * (1 + WORTH_SAYING):
-                break
         found.sort(key=_tokens_per_second, reverse=True)
         near = (each for each in found if _tokens_per_second(each) >= _tokens_per_second(found[0]) * (1 - WORTH_SAYING))
         chosen = min(near, key=lambda each: each[0].workload.tokens * each[1].best.num_micro_batches)
