@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 SECONDS_PER_YEAR = 365 * SECONDS_PER_DAY
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # tried where none is given
+MORE = 1e-3  # of throughput: less is nothing
 
 Found = tuple[Problem, Search]
 
@@ -142,7 +143,9 @@ class _Request:
         return -(-self.batch_size // size)
 
     def searched(self, sizes: Sequence[int]) -> list[Found]:
-        """Every micro-batch size that fits; first the one with the highest throughput, of equals the smallest batch."""
+        """The micro-batch sizes that fit, until two larger ones have brought nothing; first the one with the highest
+        throughput, of equals the smallest batch.
+        """
         found: list[Found] = []
         counted: Counted | None = None
         for size in sizes:
@@ -155,6 +158,8 @@ class _Request:
                     raise
                 break  # a larger one needs more memory
             counted = problem.formulas.counted
+            if len(found) > 2 and _tokens_per_second(found[-1]) <= _tokens_per_second(found[-3]) * (1 + MORE):
+                break
         found.sort(key=_tokens_per_second, reverse=True)
         near = (each for each in found if _tokens_per_second(each) >= _tokens_per_second(found[0]) * (1 - WORTH_SAYING))
         chosen = min(near, key=lambda each: each[0].workload.tokens * each[1].best.num_micro_batches)
