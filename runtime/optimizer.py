@@ -32,9 +32,7 @@ class StepRecord:
     number: int  # of the optimizer's steps, from 1
     hypers: Sequence[Mapping[str, Any]]  # by param group
     max_grad_norm: float | None = None
-    squares: dict[Unit | str, Reading] = field(
-        default_factory=dict
-    )  # sums of squares of gradients, in the order of norms
+    squares: dict[Unit | str, Reading] = field(default_factory=dict)  # of gradients, in the order of norms
     losses: Sequence[Reading] = ()
     scale: float = 1.0
     is_too_large: bool = False  # the norm, for float32
