@@ -183,7 +183,8 @@ class Conversion(_Elsewhere):
 
     def in_memory(self) -> Tensor:
         if self.read is None:
-            self.read = self.parameter.in_memory().to(self.device, self.dtype)
+            with torch.inference_mode(False):  # its changes are counted
+                self.read = self.parameter.in_memory().to(self.device, self.dtype)
         return self.read
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -270,7 +271,7 @@ def _seen(found: Tensor, used: Sequence[tuple[_Elsewhere, Tensor, int]]) -> Tens
     for each, values, _ in used:
         if found is values:
             return each
-        if shares_memory(found, values):
+        if found.layout is torch.strided and shares_memory(found, values):
             return each.seen(found, values)
     return found
 

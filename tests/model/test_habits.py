@@ -70,6 +70,11 @@ def eager(model):
     return model.forward(input_ids=tokens(3)).logits
 
 
+@torch.inference_mode()
+def inferred(model):
+    return eager(model), weight(model).data + 1, weight(model).double().sum(), weight(model)[0].clone()
+
+
 @torch.no_grad()
 def called_by_function(model):
     return functional_call(model.transformer, dict(model.transformer.named_parameters()), (tokens(3),))[0]
@@ -107,7 +112,9 @@ READS = {
     "pickled data": lambda m: pickle.loads(pickle.dumps(weight(m).data)),
     "copied data": lambda m: copy.deepcopy(weight(m).data),
     "an eager forward": eager,
+    "inference mode": inferred,
     "functional_call": called_by_function,
+    "sparse": lambda m: weight(m).to_sparse().to_dense(),
     "generate": generated,
 }  # fmt: skip
 
