@@ -133,6 +133,18 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     assert all(torch.equal(value, wanted[name]) for name, value in values(loaded).items())
 
 
+def test_the_best_model_comes_back(tmp_path):
+    """The learning rate is so large that the first steps are the best."""
+    best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    best |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "learning_rate": 0.3}
+    theirs, mine = trainer(tmp_path / "theirs", **best), attached(tmp_path / "mine", **best)
+    for each in (theirs, mine):
+        each.train()
+    assert mine.state.best_global_step == theirs.state.best_global_step < 6
+    assert distance(values(mine.model), values(theirs.model)) < 1e-5
+    assert mine.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)
+
+
 def test_predictions_have_logits(tmp_path):
     """The loss alone is for training."""
     mine, theirs = attached(tmp_path / "mine"), trainer(tmp_path / "theirs")
