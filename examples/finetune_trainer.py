@@ -50,6 +50,7 @@ def train(storage: Path, *, lora: bool, max_steps: int) -> float:
         max_steps=max_steps,
         logging_steps=5,
         save_strategy="no",
+        dataloader_pin_memory=torch.cuda.is_available(),
         report_to=[],
     )
     model = with_adapters(build()) if lora else build()
