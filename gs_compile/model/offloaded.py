@@ -19,8 +19,8 @@ from gs_compile.errors import ReleasedParameterError
 
 Tensor = torch.Tensor
 
-# Functions that look at a tensor and not at its values, what names of more of them begin with, and those that make
-# another tensor like it.
+# Names of torch's functions that do not need a tensor's values: they ask for what it is, such as its shape, or make
+# another tensor like it. Names that begin with one of `_ASKS`, or with "new_", are among them.
 _LOOKS = frozenset(
     "__len__ dim element_size get_device ndimension nelement numel requires_grad_ size storage_offset stride detach_ "
     "untyped_storage _has_compatible_shallow_copy_type".split()
@@ -77,6 +77,9 @@ class _Elsewhere(Tensor):
         if torch.compiler.is_dynamo_compiling():
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         return _applied(function, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.in_memory().__reduce_ex__(protocol)
 
 
 class OffloadedParameter(_Elsewhere, nn.Parameter):
@@ -171,9 +174,6 @@ class View(_Elsewhere):
     def seen(self, result: Tensor, values: Tensor) -> Tensor:
         return View.of(self.parameter, result, self.whole)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.in_memory().__reduce_ex__(protocol)
-
 
 class Conversion(_Elsewhere):
     """An offloaded parameter in another dtype or on another device: read when it is used."""
@@ -186,9 +186,6 @@ class Conversion(_Elsewhere):
             with torch.inference_mode(False):  # its changes are counted
                 self.read = self.parameter.in_memory().to(self.device, self.dtype)
         return self.read
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.in_memory().__reduce_ex__(protocol)
 
 
 class UnavailableGradient(Tensor):
