@@ -142,9 +142,8 @@ def _off_meta(unit: UnitGraph) -> UnitGraph:
             node.args, node.kwargs = map_aggregate(node.args, _moved), map_aggregate(node.kwargs, _moved)
             if isinstance(spec := node.meta.get("spec"), TensorSpec):
                 node.meta["spec"] = replace(spec, device=CPU)
-            if (
-                node.target is torch.histc
-            ):  # of integers, as code counts its experts' tokens: a CPU has it of floats alone
+            # Code that counts the tokens of its experts has it of integers, and a CPU of floats alone.
+            if node.target is torch.histc:
                 with part.graph.inserting_before(node):
                     node.update_arg(0, part.graph.call_method("float", node.args[:1]))
             if node.op == "get_attr":
