@@ -113,7 +113,8 @@ def draw() -> None:
         series = {label: points(case, setting, notes=name == "alpha") for setting, label in settings.items()}
         throughput(series, FIGURES / f"{name}.svg", roofline=roofline, title=title)
     found = {"vertical": planned(case, 32, "planned"), "horizontal": other_order(case, 32)}
-    moved = {name: step.traffic for name, step in found.items()}
+    between = ("h2d", "d2h")
+    moved = {name: {key: n for key, n in step.traffic.items() if key[0] in between} for name, step in found.items()}
     traffic_bars(moved, FIGURES / "traffic.svg", title="GPT-65B, 32 samples a step: between host and device")
     for samples in PICTURED:
         simulation = planned(case, samples, "planned").simulation

@@ -49,7 +49,9 @@ File = Path | None
 class InspectRequest(NamedTuple):
     """A causal language model of transformers, and the step it is looked at in; None: the config's own."""
 
-    model: str = option('A model type ("gpt2", "llama") or the path of a config.json.', metavar="M")
+    model: str = option(
+        'A model type ("llama"), the path of a model or its config.json, an id of the hub.', metavar="M"
+    )
     layers: int | None = option("Number of layers.", None, min=1, metavar="L", unset="the config's")
     hidden: int | None = option(
         "Width; heads and MLP are scaled with it.", None, min=1, metavar="H", unset="the config's"
@@ -67,7 +69,7 @@ class InspectRequest(NamedTuple):
 class PlanRequest(NamedTuple):
     """What `planner.plan.plan` is given: a model, a machine, and what of a step; None: the planner chooses."""
 
-    model: str = option('"gpt-65b", a model type ("llama") or the path of a config.json.', metavar="M")
+    model: str = option('As in inspect, or "gpt-65b".', metavar="M")
     machine: str | None = option('"a100", or the path of a profile.', None, metavar="NAME", unset="this one, measured")
     sequence: int = option("Tokens of a sample.", 2048, min=1, metavar="T")
     batch_size: int | None = option(

@@ -62,10 +62,20 @@ def test_traffic_says_totals_and_pieces(svg):
     horizontal = {("h2d", "w"): 2000 * GIB, ("d2h", "dw"): 1300 * GIB}
     traffic_bars({"vertical": vertical, "horizontal": horizontal}, svg)
     text = svg.read_text()
-    wanted = "load, vertical", "50 GiB", "2,000 GiB", "1,300", "checkpoints"
+    wanted = "load, vertical", "50 GiB", "2,000 GiB", "1,300", "checkpoints", "SSD read, vertical", "77"
     assert [word for word in wanted if word not in text] == []
-    assert "optimizer states" not in text, "a lane that was not asked for"
+    assert "SSD write" not in text, "a lane where nothing moves"
     assert text.count(">parameters</text>") == 1, "named once, for both lanes"
+
+
+def test_traffic_of_small_models_is_not_rounded_to_nothing(svg):
+    traffic_bars({"vertical": {("h2d", "w"): GIB // 4}}, svg)
+    assert "0.25 GiB" in svg.read_text()
+
+
+def test_notes_that_would_overlap_are_left_out(svg):
+    throughput({"vertical": [Point(1, 1.0, "1%"), Point(2, 2.0, "2%"), Point(64, 9.0, "9%")]}, svg)
+    assert [note in svg.read_text() for note in (">1%<", ">2%<", ">9%<")] == [True, False, True]
 
 
 def test_lanes_are_rows(svg):
@@ -73,6 +83,12 @@ def test_lanes_are_rows(svg):
     lanes(simulation, svg, title="a step")
     wanted = [*simulation.busy, "optimizer states", "forward", "waits", "a step"]
     assert [word for word in wanted if f">{word}<" not in svg.read_text()] == []
+
+
+def test_where_memory_holds_all_states_io_bounds_nothing(svg):
+    assert Roofline.of(workload(), profile(), host_nbytes=10**12).io_seconds == 0
+    throughput({"one": [Point(1, 1.0)]}, svg, roofline=Roofline(io_seconds=0, compute_tokens_per_second=9.0, tokens=1))
+    assert "I/O" not in svg.read_text()
 
 
 def test_the_suffix_says_what_is_written(tmp_path):
@@ -93,6 +109,8 @@ def test_rooflines():
     """
     roofline = Roofline.of(workload(), profile())
     assert (roofline.compute_tokens_per_second, roofline.io_seconds) == pytest.approx((2000 / 11, 36))
+    half = Roofline.of(workload(), profile(), host_nbytes=24 * 10**9)
+    assert half.io_seconds == pytest.approx(18), "what memory can hold need not move"
     drive = profile(ssd_read=2e9, ssd_read_mixed=1e9, ssd_write=4e9, ssd_write_mixed=2e9)
     assert Roofline.of(workload(), drive).io_seconds == pytest.approx(36)
     assert Roofline.of(workload(), replace(drive, ssd_read_mixed_bytes_per_second=2e9)).io_seconds == pytest.approx(24)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from gs_compile.errors import PlanError
 from gs_compile.planner.cost.registry import built, check_length, named_config
@@ -34,6 +35,29 @@ def test_a_file_and_its_directory(tmp_path):
     for path in (tmp_path, tmp_path / "config.json"):
         config = named_config(str(path))
         assert (config.model_type, config.hidden_size) == ("llama", 96)
+
+
+def test_a_model_of_the_hub(tmp_path, monkeypatch):
+    """From its cache; else from the network; else in words."""
+    asked, answers = [], {(True, "me/cached"), (False, "me/new")}
+
+    def download(model, file, local_files_only=False):
+        asked.append((local_files_only, model))
+        if (local_files_only, model) in answers:
+            (tmp_path / file).write_text(json.dumps({"model_type": "llama", "hidden_size": 96}))
+            return str(tmp_path / file)
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert named_config("me/cached").hidden_size == named_config("me/new").hidden_size == 96
+    assert asked == [(True, "me/cached"), (True, "me/new"), (False, "me/new")]
+    with pytest.raises(PlanError, match=r"^me/none is not a path here, .* no connection Give a model type"):
+        named_config("me/none")
+
+
+def test_a_folder_without_a_config(tmp_path):
+    with pytest.raises(PlanError, match=r"config\.json: no config can be read there: .*No such file"):
+        named_config(str(tmp_path))
 
 
 def test_a_model_without_weights():

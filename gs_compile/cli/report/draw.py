@@ -48,8 +48,9 @@ STYLE = {
     "hatch.linewidth": 0.6,
     "svg.hashsalt": "greedysnake",  # the same figure is the same file
 }
-SHOWN = {"h2d": "load", "d2h": "offload"}  # lanes between host and device
+SHOWN = {"h2d": "load", "d2h": "offload", "ssd_read": "SSD read", "ssd_write": "SSD write"}
 GIB = 2**30
+APART = 0.08  # of a figure's width, between two notes on a line
 COMPARED: tuple[Schedule, ...] = ("vertical", "horizontal")  # that figures show side by side
 
 
@@ -79,7 +80,7 @@ def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
     planned = {schedule: list(_planned(plan, schedule, sizes)) for schedule in COMPARED}
     plans: dict[str, list[StepPlan]] = {schedule: found for schedule, found in planned.items() if found}
     points = {schedule: [_point(each) for each in found] for schedule, found in plans.items()}
-    roofline = Roofline.of(plan.workload, plan.profile)
+    roofline = Roofline.of(plan.workload, plan.profile, host_nbytes=plan.budgets.host_nbytes)
     throughput(points, paths["throughput"], roofline=roofline, title=title)
     moved = {schedule: found[-1].traffic for schedule, found in plans.items()}
     traffic_bars(moved, paths["traffic"], title=f"{title}, {number} micro-batches")
@@ -108,7 +109,7 @@ def _planned(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterat
 def _point(plan: StepPlan) -> Point:
     """A plan's, with its alpha where there is one."""
     samples = plan.num_micro_batches * plan.workload.micro_batch_size
-    return Point(samples, plan.tokens_per_second, f"{plan.alpha:.0%}" if plan.alpha else "")
+    return Point(samples, plan.tokens_per_second, f"α {plan.alpha:.0%}" if plan.alpha else "")
 
 
 def _title(plan: StepPlan) -> str:
@@ -128,7 +129,7 @@ class Point(NamedTuple):
 class Roofline:
     """The bounds that no order of a step exceeds (arXiv 2512.17570, section 3.1).
 
-    io_seconds: of a step, for all optimizer states from the SSD and back.
+    io_seconds: of a step, for the optimizer states that host memory cannot hold, from the SSD and back.
     compute_tokens_per_second: of the computation alone, what is recomputed included.
     tokens: of a sample.
     """
@@ -138,14 +139,15 @@ class Roofline:
     tokens: int
 
     @classmethod
-    def of(cls, workload: Workload, profile: Profile) -> Roofline:
+    def of(cls, workload: Workload, profile: Profile, *, host_nbytes: int = 0) -> Roofline:
+        """Of a machine with so much host memory; by default, as in the paper, all states are on SSD."""
         seconds = sum(
             code_seconds(unit, workload, profile, backward=backward)
             for unit, backward in product(workload.costs, (False, True))
             if backward or unit != EPILOGUE  # its backward is all of its work
         )
         return cls(
-            io_seconds=_both_ways_seconds(workload.states_nbytes, profile),
+            io_seconds=_both_ways_seconds(max(0, workload.states_nbytes - host_nbytes), profile),
             compute_tokens_per_second=workload.tokens / seconds,
             tokens=workload.sequence,
         )
@@ -155,18 +157,25 @@ def throughput(
     series: Mapping[str, Sequence[Point]], path: str | Path, *, roofline: Roofline | None = None, title: str = ""
 ) -> None:
     """Tokens a second over the batch size, one line for each of `series`, below the rooflines."""
+    widest = max((point.samples for points in series.values() for point in points), default=0)
     with _figure(path, (7.2, 4.4), title) as axes:
         for (name, points), (colour, marker) in zip(series.items(), cycle(SERIES), strict=False):
             xs, ys = [point.samples for point in points], [point.tokens_per_second for point in points]
             axes.plot(xs, ys, color=colour, marker=marker, markersize=4, linewidth=1.6, clip_on=False, label=name)
+            last = -widest
             for x, y, point in zip(xs, ys, points, strict=True):
-                look = {"textcoords": "offset points", "ha": "right", "fontsize": 7.5, "color": colour}
-                axes.annotate(point.note, (x, y), (-4, 5), **look)
+                if point.note and x - last >= APART * widest:  # nearer ones would overlap
+                    look = {"textcoords": "offset points", "fontsize": 7.5, "color": colour}
+                    axes.annotate(point.note, (x, y), (5, -9), **look)
+                    last = x
         if roofline is not None:
             look = {"color": SOFT, "linewidth": 1.1, "zorder": 1}
             axes.axhline(roofline.compute_tokens_per_second, linestyle="dashed", label="computation roofline", **look)
-            slope = roofline.tokens / roofline.io_seconds
-            axes.axline((0, 0), slope=slope, linestyle="dotted", label="I/O roofline", **look)
+            if roofline.io_seconds:
+                slope = roofline.tokens / roofline.io_seconds
+                axes.axline((0, 0), slope=slope, linestyle="dotted", label="I/O roofline", **look)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.set_major_formatter("{x:,.10g}")
         axes.set(xlim=(0, None), xlabel="batch size (samples a step)")
         axes.set(ylim=(0, None), ylabel="throughput (tokens/s)")
 
@@ -176,7 +185,9 @@ def traffic_bars(schedules: Mapping[str, Mapping[tuple[str, str], int]], path: s
 
     schedules: bytes by lane and kind, as `traffic` counts them.
     """
-    bars = {f"{SHOWN[lane]}, {name}": (lane, moved) for lane in SHOWN for name, moved in schedules.items()}
+    used = {lane for moved in schedules.values() for (lane, _), nbytes in moved.items() if nbytes}
+    shown = {lane: words for lane, words in SHOWN.items() if lane in used}
+    bars = {f"{words}, {name}": (lane, moved) for lane, words in shown.items() for name, moved in schedules.items()}
     with _figure(path, (9.0, 0.9 + 0.55 * len(bars)), title) as axes:
         lefts = [0.0] * len(bars)
         totals = [sum(moved.get((lane, kind), 0) for kind in KINDS) / GIB for lane, moved in bars.values()]
@@ -185,14 +196,14 @@ def traffic_bars(schedules: Mapping[str, Mapping[tuple[str, str], int]], path: s
             sizes = [moved.get((lane, kind), 0) / GIB for lane, moved in bars.values()]
             if any(sizes):
                 pieces = axes.barh(list(bars), sizes, 0.62, lefts, color=COLOURS[kind], label=NAMES.get(kind, kind))
-                texts = [f"{size:,.0f}" if size > 0.06 * most else "" for size in sizes]
+                texts = [_rounded(size) if size > 0.09 * most else "" for size in sizes]
                 axes.bar_label(pieces, texts, label_type="center")
                 lefts = [left + size for left, size in zip(lefts, sizes, strict=True)]
         for row, total in enumerate(totals):
-            axes.text(total, row, f"  {total:,.0f} GiB", va="center")
+            axes.text(total, row, f"  {_rounded(total)} GiB", va="center")
         axes.tick_params(axis="y", length=0, labelcolor=INK)
         axes.set(xlim=(0, 1.14 * most), ylim=(len(bars) - 0.5, -0.5))
-        axes.set_xlabel("GiB a step, between host and device")
+        axes.set_xlabel("GiB a step")
 
 
 def lanes(
@@ -204,7 +215,7 @@ def lanes(
     """
     until, rows = until or simulation.seconds, list(simulation.busy)
     with _figure(path, (9.6, 0.9 + 0.42 * len(rows)), title) as axes:
-        for (lane, kind), pieces in _bars(simulation, since, until).items():
+        for (lane, kind), pieces in sorted(_bars(simulation, since, until).items(), key=_legend_order):
             axes.broken_barh(
                 pieces,
                 (rows.index(lane) - 0.36, 0.72),
@@ -221,6 +232,11 @@ def lanes(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def _rounded(number: float) -> str:
+    """In three significant digits, or more before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 @contextmanager
@@ -252,6 +268,11 @@ def _bars(simulation: Simulation, since: float, until: float) -> Mapping[tuple[s
             if stop > max(since, 0.0) and start < min(until, simulation.seconds):
                 found[span.lane, kind_of(span.op)].append((start, stop - start))
     return found
+
+
+def _legend_order(entry: tuple[tuple[str, str], object]) -> int:
+    (_, kind), _ = entry
+    return KINDS.index(kind)
 
 
 def _gaps(simulation: Simulation, since: float, until: float) -> Iterator[tuple[float, float]]:

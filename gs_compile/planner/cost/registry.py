@@ -1,4 +1,4 @@
-"""The model registry: configs of models by name: the paper's GPTs, HuggingFace's model types, a config.json."""
+"""The model registry: configs by name: the paper's GPTs, model types of HuggingFace, a config.json, an id of its hub."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ VOCABULARY = 50304  # GPT-2's 50257, made a multiple of 128 as Megatron-LM does
 
 
 def named_config(model: str, **changes: Any) -> PretrainedConfig:
-    """The config of "gpt-65b", of a HuggingFace model type ("llama"), or in a file or directory, with some changes.
+    """The config of "gpt-65b", of a HuggingFace model type ("llama"), or in a file, directory or model of the hub.
 
+    changes: fields in the place of the config's own. A config of the hub is downloaded, if this machine has none yet.
     The paper's models are of GPT-2's architecture, with tied embeddings, and without dropout.
     """
     mapping = _transformers().CONFIG_MAPPING
@@ -62,9 +63,12 @@ def check_length(config: Any, sequence: int) -> None:
 
 def _read(model: str) -> dict[str, Any]:
     """The fields of a config file; none for a model type."""
-    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
-    if not path.is_file():
+    given = Path(model)
+    path = given / "config.json" if given.is_dir() else given
+    if not path.is_file() and "/" not in model:
         return {}
+    if not given.exists() and model.count("/") == 1:
+        path = _downloaded(model)
     try:
         fields = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -72,6 +76,23 @@ def _read(model: str) -> dict[str, Any]:
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise PlanError(f"{path}: not a config of transformers, which names its model_type")
     return fields
+
+
+def _downloaded(model: str) -> Path:
+    """The config of a model of the hub, from its cache or the network."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        try:
+            return Path(hf_hub_download(model, "config.json", local_files_only=True))
+        except LocalEntryNotFoundError:
+            return Path(hf_hub_download(model, "config.json"))
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"{model} is not a path here, and no config of that name could be had from HuggingFace's hub: "
+            f"{shorten(str(error), 200)} Give a model type (llama), or a config.json that you have downloaded"
+        ) from error
 
 
 @contextmanager
