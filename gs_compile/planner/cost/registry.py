@@ -1,4 +1,4 @@
-"""The model registry: configs by name: the paper's GPTs, model types of HuggingFace, a config.json, an id of its hub."""
+"""The model registry: configs by name: the paper's GPTs, types of HuggingFace, a config.json, an id of its hub."""
 
 from __future__ import annotations
 
