@@ -65,12 +65,8 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
                 f"this Trainer was given a {type(self.optimizer).__name__}, whose states stay in memory: leave the "
                 "optimizer to the arguments, or give one of gs_compile (AdamW, Adam, SGD, Lion)"
             )
-        # Each layer is run again in its backward anyway.
         args.gradient_checkpointing = args.activation_checkpointing = False
-        for module in self.model.modules():
-            if getattr(module, "gradient_checkpointing", False):
-                module.gradient_checkpointing = False
-        self.model.disable_input_require_grads()  # which checkpointing with adapters has asked for
+        leave_out_checkpointing(self.model)
         self._batches = []
         self.model.compile(backend="greedysnake", options=chosen)
 
@@ -135,6 +131,15 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
             )
         settings = {key: value for key, value in given[1].items() if key in _SETTINGS}
         return found, {"max_grad_norm": _bound(args), **settings}
+
+
+def leave_out_checkpointing(model: Any) -> None:
+    """Each layer is run again in its backward anyway."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
+    if hasattr(model, "disable_input_require_grads"):
+        model.disable_input_require_grads()  # which checkpointing with adapters has asked for
 
 
 def _bound(args: Any) -> float | None:

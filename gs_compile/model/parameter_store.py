@@ -14,6 +14,7 @@ from gs_compile.model.mapped import CHUNK_NBYTES, directory, mapped
 from gs_compile.runtime.tiers import Slice, Tiers
 
 Tensor = torch.Tensor
+MASTER = "master"  # the entry of a state that is the parameter's fp32 value
 
 
 class ParameterStore:
@@ -54,19 +55,25 @@ class ParameterStore:
             self.tiers.fill(piece, new)
 
     def state(self, span: Slice, num_steps: int) -> dict[str, Any]:
-        """A parameter's optimizer state after all updates, as torch has it."""
+        """A parameter's optimizer state after all updates, as torch has it; its master, where there is one, beside."""
         self.synchronize()
         dtype = self.tiers.setting.state_dtype(span.unit)
         found: dict[str, Any] = {"step": torch.tensor(float(num_steps))}
-        for number, name in enumerate(self.components, start=self.tiers.has_master(span)):
+        for number, name in enumerate(self._components(span)):
             found[name] = self._mapped(span, dtype, lambda piece, n=number: self.tiers.read_state(piece, n))  # type: ignore[misc]
         return found
 
     def load_state(self, span: Slice, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`; OptimizerError where a component is missing or of another shape."""
+        """The inverse of `state`; a master that is not in `state` stays.
+
+        Raises OptimizerError where another component is missing, where one is of another shape, and where a master does
+        not round to the parameter's value: the value is loaded first.
+        """
         self.synchronize()
-        for number, name in enumerate(self.components, start=self.tiers.has_master(span)):
+        for number, name in enumerate(self._components(span)):
             values = state.get(name)
+            if values is None and name == MASTER:
+                continue
             if values is None and name in state:  # torch's momentum before it has any
                 values = torch.zeros((), dtype=torch.float32).expand(span.shape)
             if not isinstance(values, Tensor) or values.shape != span.shape:
@@ -74,7 +81,18 @@ class ParameterStore:
                 raise OptimizerError(f"the state of a parameter of shape {span.shape} has {name} {found}")
             flat = values.detach().reshape(-1)
             for start, piece in _pieces(span, 4):
-                self.tiers.write_state(piece, number, flat[start : start + piece.numel].cpu())
+                new = flat[start : start + piece.numel].cpu()
+                if name == MASTER and not torch.equal(new.to(self.tiers.dtype(span)), self.tiers.read(piece)):
+                    raise OptimizerError(
+                        f"the state of a parameter of shape {span.shape} has a master that does not round to the "
+                        "parameter's value: load the model's state dict first, then the optimizer's (or take the "
+                        f"entries {MASTER!r} out, if these are to go on from other values)"
+                    )
+                self.tiers.write_state(piece, number, new)
+
+    def _components(self, span: Slice) -> Sequence[str]:
+        """Names of the tensors of a parameter's state, in their order."""
+        return (MASTER, *self.components) if self.tiers.has_master(span) else self.components
 
     def _mapped(self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor]) -> Tensor:
         return mapped(span.shape, dtype, directory(self.folder), lambda start, stop: read(_within(span, start, stop)))

@@ -212,7 +212,10 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @untraced
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up the state of one of these or of a torch optimizer of the same kind; masters are not part of it."""
+        """Take up the state of one of these or of a torch optimizer of the same kind.
+
+        fp32 masters, which only ours has, have to round to the model's values: load those first.
+        """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict

@@ -1,4 +1,4 @@
-"""The example with Trainer runs, and learns."""
+"""The examples with HuggingFace's tools run, and learn."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_trainer.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_loss_falls(lora, tmp_path):
-    assert runpy.run_path(str(EXAMPLE))["train"](tmp_path, lora=lora, max_steps=10) < 5.0
+    assert runpy.run_path(str(EXAMPLES / "finetune_trainer.py"))["train"](tmp_path, lora=lora, max_steps=10) < 5.0
+
+
+@pytest.mark.slow
+def test_the_loss_falls_in_a_loop_of_ones_own(tmp_path):
+    assert runpy.run_path(str(EXAMPLES / "finetune_accelerate.py"))["train"](tmp_path, num_steps=10) < 4.0

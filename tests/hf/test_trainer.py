@@ -117,13 +117,15 @@ def test_sequences_of_many_lengths(tmp_path):
     assert_alike(mine, theirs)
 
 
-def test_a_run_goes_on_from_its_checkpoint(tmp_path):
-    """Bit for bit, and the saved model is an ordinary one."""
-    whole = attached(tmp_path / "whole", gradient_accumulation_steps=2)
+@pytest.mark.parametrize(("precision", "gas"), [("model", 4), ("bf16", 1)])
+def test_a_run_goes_on_from_its_checkpoint(precision, gas, tmp_path):
+    """Bit for bit, and the saved model is an ordinary one. What is saved has fp32 masters, where there are any."""
+    settings = {"options": {"precision": precision}, "gradient_accumulation_steps": gas}
+    whole = attached(tmp_path / "whole", **settings)
     whole.train()
-    first = attached(tmp_path / "first", gradient_accumulation_steps=2, save_strategy="steps", save_steps=3)
+    first = attached(tmp_path / "first", save_strategy="steps", save_steps=3, **settings)
     first.train()
-    again = attached(tmp_path / "again", gradient_accumulation_steps=2)
+    again = attached(tmp_path / "again", **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "first" / "out" / "checkpoint-3"))
     assert curve(again, "loss") == curve(whole, "loss")
     wanted, found = values(whole.model), values(again.model)

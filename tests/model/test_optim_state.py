@@ -17,21 +17,24 @@ from gs_compile.errors import OptimizerError
 KEEPS_CAPTURES = True
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Lion"])
-def test_the_state_goes_round(name, tmp_path):
+@pytest.mark.parametrize(("name", "precision"), [("AdamW", "model"), ("Lion", "model"), ("AdamW", "bf16")])
+def test_the_state_goes_round(name, precision, tmp_path):
     make = partial(EVERY[name], lr=1e-3)
-    with learner(tmp_path, make, alpha=0.5) as one:
+    with learner(tmp_path, make, alpha=0.5, precision=precision) as one:
         one.train(0, 1)
         state, model = copy.deepcopy(one.optimizer.state_dict()), copy.deepcopy(one.model.state_dict())
         one.train(2, 3)
         wanted = one.values()
-    with learner(tmp_path, make, alpha=0.0) as one:  # before the first call, and after it
+    with learner(tmp_path, make, alpha=0.0, precision=precision) as one:  # before the first call, and after it
         one.model.load_state_dict(model)
         one.optimizer.load_state_dict(state)
         assert one.optimizer.num_steps == 2
         one.train(2)
-        one.optimizer.load_state_dict(state)
+        if precision == "bf16":
+            with pytest.raises(OptimizerError, match="does not round to the parameter's value: load the model's"):
+                one.optimizer.load_state_dict(state)
         one.model.load_state_dict(model)
+        one.optimizer.load_state_dict(state)
         one.train(2, 3)
         same_tensors(one.values(), wanted)
 

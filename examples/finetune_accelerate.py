@@ -1,0 +1,76 @@
+"""Fine-tune a Llama in a loop of one's own with accelerate, its parameters and states on SSD.
+
+The model is small and made here, and reads the bytes of the help text that ships with every CPython: no network, less
+than a minute. Against a loop as accelerate's guides have it, two lines are new: those of the optimizer and of `prepare`.
+
+    python examples/finetune_accelerate.py
+    python examples/finetune_accelerate.py --storage /path/on/an/nvme/drive
+"""
+
+from __future__ import annotations
+
+import argparse
+import pydoc_data.topics
+import tempfile
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import gs_compile.hf
+
+SEQUENCE = 128
+
+
+def build() -> LlamaForCausalLM:
+    sizes = {"vocab_size": 256, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=6, max_position_embeddings=SEQUENCE))
+
+
+def samples(number: int) -> list[dict[str, torch.Tensor]]:
+    prose = "\n".join(pydoc_data.topics.topics.values()).encode()
+    text = torch.tensor(list(prose[: number * SEQUENCE]), dtype=torch.long).view(-1, SEQUENCE)
+    return [{"input_ids": ids, "labels": ids} for ids in text]
+
+
+def train(storage: Path, *, num_steps: int) -> float:
+    """The last step's loss."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model = build()
+    optimizer = gs_compile.AdamW(model.parameters(), lr=2e-3, max_grad_norm=1.0)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, num_steps)
+    loader = DataLoader(samples(16 * num_steps), batch_size=4, shuffle=True)
+    everything_on_ssd = {"ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}}
+    model, optimizer, loader, scheduler = gs_compile.hf.prepare(
+        accelerator, model, optimizer, loader, scheduler, storage=storage / "tiers", expert=everything_on_ssd
+    )
+    model.train()
+    for number, batch in enumerate(loader):  # each batch has the samples of a whole step
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        print(f"step {number}: loss {loss.item():.3f}, gradient norm {norm.item():.3f}")
+    accelerator.save_state(str(storage / "state"))
+    accelerator.save_model(model, str(storage / "saved"))
+    print(f"saved: {sorted(path.name for path in (storage / 'saved').iterdir())}")
+    return loss.item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--storage", type=Path, help="a directory on a fast SSD (default: a temporary one)")
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.storage) as folder:
+        train(Path(folder), num_steps=args.steps)
+
+
+if __name__ == "__main__":
+    main()

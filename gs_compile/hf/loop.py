@@ -1,0 +1,152 @@
+"""loop: a training loop of one's own with accelerate, whose steps run layer-major.
+
+Accelerate's `accumulate` makes a step of several forwards. Here the data loader brings all batches of a step at once,
+so each turn of the loop is a whole step: its loss is that of the step, and gradients are always in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from gs_compile.errors import OptimizerError, OptionError
+from gs_compile.hf.gather import gathered
+from gs_compile.hf.trainer import leave_out_checkpointing
+from gs_compile.model.tiered_optimizer import TieredOptimizer
+from gs_compile.options import Options
+
+_KEPT = (  # of a data loader that is made anew
+    "num_workers pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor persistent_workers"
+).split()
+
+
+def prepare(
+    accelerator: Any,
+    model: torch.nn.Module,
+    optimizer: TieredOptimizer,
+    loader: DataLoader[Any],
+    *others: Any,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """``accelerator.prepare``, with the model compiled in place; `options` are those of the backend.
+
+    optimizer: of this package, with `max_grad_norm` where the loop clips; `accelerator.clip_grad_norm_` then returns
+    the norm of all gradients. loader: of the training data; it brings the batches of
+    `accelerator.gradient_accumulation_steps`, which is 1 from then on, as one, padded as in `hf.gather`. Micro-batches
+    have the size that its batches had. The loss is the mean over a whole step, where accumulation takes the mean of the
+    batches' means. others: schedulers, loaders of data to evaluate on, prepared as they come.
+
+    Returns what `accelerator.prepare` does: the model, the optimizer, the loader and the others, in this order. Raises
+    OptionError for another optimizer, fp16, fp8, a dynamo backend and several devices.
+    """
+    _check(accelerator, optimizer, loader)
+    size = options.get("micro_batch_size") or loader.batch_size
+    if size is None:
+        raise OptionError(
+            "the loader has a batch sampler of its own, so its batches have no size: give micro_batch_size"
+        )
+    chosen = {"outputs": "loss", **options, "micro_batch_size": size}
+    Options.of(chosen)  # refuses what is wrong
+    loader = _of_steps(loader, accelerator.gradient_accumulation_steps, size, model)
+    leave_out_checkpointing(model)
+    accelerator.gradient_accumulation_steps = 1
+    accelerator.clip_grad_norm_ = partial(_clip_grad_norm, optimizer, accelerator.clip_grad_norm_)
+    model.compile(backend="greedysnake", options=chosen)
+    prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, loader, *others)
+    return prepared
+
+
+def _check(accelerator: Any, optimizer: Any, loader: Any) -> None:
+    """Refuse what cannot be followed, before anything is compiled."""
+    if not isinstance(optimizer, TieredOptimizer):
+        raise OptionError(
+            f"{type(optimizer).__name__} keeps its states in memory: make one of gs_compile (AdamW, Adam, SGD, Lion), "
+            "which take the same settings and max_grad_norm="
+        )
+    if not isinstance(loader, DataLoader) or getattr(loader, "_is_accelerate_prepared", False):
+        raise OptionError("the third is the DataLoader of the training data, as it was made: not prepared before")
+    precision, backend = accelerator.mixed_precision, accelerator.state.dynamo_plugin.backend.value
+    if precision not in ("no", "bf16"):
+        raise OptionError(
+            f"mixed_precision={precision!r}: updates run before a loss scale could be divided out. Use bf16"
+        )
+    if str(backend).lower() != "no":
+        raise OptionError(f"dynamo_backend={backend!r}: leave it out, the model is compiled already")
+    if accelerator.distributed_type.value != "NO":
+        raise OptionError(f"{accelerator.distributed_type.value}: leave it out; one device only so far")
+
+
+def _clip_grad_norm(
+    optimizer: TieredOptimizer,
+    ordinary: Callable[..., Any],
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
+    max_norm: float,
+    norm_type: float = 2,
+) -> Any:
+    """The norm of all gradients, as the updates are clipped by it; `ordinary` for parameters of other optimizers."""
+    given = {p for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters) if p.requires_grad}
+    own = {parameter for parameter in optimizer.group_of if parameter.requires_grad}
+    if not given & own:
+        return ordinary(list(given), max_norm, norm_type)
+    if given != own or norm_type != 2:
+        raise OptimizerError(
+            "clip_grad_norm_: only the 2-norm of all parameters of the optimizer together is clipped by"
+        )
+    if optimizer.max_grad_norm != max_norm:
+        raise OptimizerError(
+            f"clip_grad_norm_({max_norm}): the updates of this backward were made with max_grad_norm="
+            f"{optimizer.max_grad_norm}. Make the optimizer with max_grad_norm={max_norm}"
+        )
+    return torch.tensor(optimizer.grad_norm)
+
+
+# The batches of a step ------------------------------------------------------------------------------------------------
+
+
+def _of_steps(loader: DataLoader[Any], num_batches: int, size: int, model: Any) -> DataLoader[Any]:
+    """A loader of the same data; a batch has the samples of `num_batches`, which are collated one by one."""
+    if num_batches == 1:
+        return loader
+    kept = {name: getattr(loader, name) for name in _KEPT}
+    pad_token_id = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
+    kept["collate_fn"] = partial(_collated, loader.collate_fn, loader.batch_size or size, pad_token_id)
+    if isinstance(loader.dataset, IterableDataset) and loader.batch_size:
+        return DataLoader(
+            loader.dataset, batch_size=num_batches * loader.batch_size, drop_last=loader.drop_last, **kept
+        )
+    if loader.batch_sampler is None:
+        raise OptionError("the loader has batch_size=None, so its batches cannot be gathered: give it a batch size")
+    return DataLoader(loader.dataset, batch_sampler=_Steps(loader.batch_sampler, num_batches), **kept)
+
+
+class _Steps(BatchSampler):
+    """The indices of several batches as one. Accelerate sets the `sampler` of `batch_sampler`, and skips steps."""
+
+    def __init__(self, batch_sampler: Any, num_batches: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_batches = num_batches
+        self.sampler = getattr(batch_sampler, "sampler", None)
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        step: list[Any] = []
+        for number, batch in enumerate(self.batch_sampler, start=1):
+            step += batch
+            if number % self.num_batches == 0:
+                yield step
+                step = []
+        if step:
+            yield step
+
+    def __len__(self) -> int:
+        return -(-len(self.batch_sampler) // self.num_batches)
+
+
+def _collated(collate: Callable[[Any], Any], size: int, pad_token_id: int, samples: Sequence[Any]) -> Any:
+    """One batch of all samples, each `size` of them collated on their own where a batch is a mapping."""
+    batches = [collate(samples[start : start + size]) for start in range(0, len(samples), size)]
+    return gathered(batches, pad_token_id) if isinstance(batches[0], Mapping) else collate(samples)

@@ -1,0 +1,125 @@
+"""A loop of one's own with accelerate, prepared layer-major, against the same loop as it comes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import accelerate
+import pytest
+import torch
+from learner import distance, values
+from test_trainer import EAGER, padded, samples
+from zoo import huggingface
+
+import gs_compile.hf
+from gs_compile.errors import OptimizerError, OptionError
+from gs_compile.model.residency import is_offloaded
+
+MAX_NORM = 0.1
+
+
+def data(number=32, lengths=(12, 9)):
+    """All samples have the same number of labels, so the mean of batches' means is that of the step."""
+    found = samples(number, lengths)
+    for sample in found:
+        sample["labels"] = torch.where(torch.arange(len(sample["input_ids"])) < 9, sample["input_ids"], -100)
+    return found
+
+
+class Loop:
+    """The loop of accelerate's guides; `mine`: with the model prepared layer-major."""
+
+    def __init__(self, folder, *, mine, gas=4, precision="no", dropout=0.0, make=None, options=()):
+        torch._dynamo.reset()
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
+        accelerate.utils.set_seed(0)
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=gas, mixed_precision=precision)
+        model = huggingface("gpt2", dropout=dropout)
+        settings = {"lr": 1e-2, "weight_decay": 0.1}
+        loader = torch.utils.data.DataLoader(data(), batch_size=2, shuffle=True, collate_fn=padded)
+        if not mine:
+            optimizer = torch.optim.AdamW(model.parameters(), **settings)
+            prepare = self.accelerator.prepare
+        else:
+            optimizer = (make or partial(gs_compile.AdamW, max_grad_norm=MAX_NORM))(model.parameters(), **settings)
+            given = {"storage": folder / "storage", "expert": EAGER, **dict(options)}
+            prepare = lambda *args: gs_compile.hf.prepare(self.accelerator, *args, **given)  # noqa: E731
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 8)
+        self.model, self.optimizer, self.loader, self.schedule = prepare(model, optimizer, loader, schedule)
+        self.losses, self.norms, self.rates = [], [], []
+
+    def epoch(self, loader=None, stop=None):
+        sums = []
+        for batch in loader or self.loader:
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                self.accelerator.backward(loss)
+                sums.append(loss.item())
+                if self.accelerator.sync_gradients:
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+                    self.norms.append(norm.item())
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+            if self.accelerator.sync_gradients:
+                self.losses.append(sum(sums) / len(sums))
+                self.rates.append(self.schedule.get_last_lr())
+                sums = []
+            if len(self.losses) == stop:
+                return
+
+
+def trained(folder, **given):
+    loop = Loop(folder, **given)
+    loop.epoch()
+    return loop
+
+
+@pytest.mark.parametrize(("gas", "precision", "tolerance"), [(4, "no", 1e-5), (2, "bf16", 1e-3)])
+def test_the_same_curve_and_weights(gas, precision, tolerance, tmp_path):
+    theirs, mine = (trained(tmp_path, mine=mine, gas=gas, precision=precision) for mine in (False, True))
+    assert all(is_offloaded(parameter) for parameter in mine.model.parameters())
+    assert len(mine.losses) == 16 // gas
+    assert mine.losses == pytest.approx(theirs.losses, rel=tolerance)
+    assert mine.norms == pytest.approx(theirs.norms, rel=tolerance)
+    assert mine.rates == theirs.rates
+    # Each of 8 updates moves an element by about its own size, whatever the size of its gradient, which bf16 rounds.
+    assert distance(values(mine.model), values(theirs.model)) < (tolerance if precision == "no" else 5e-3)
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_a_saved_state_goes_on(precision, tmp_path):
+    """Bit for bit, from the middle of an epoch, also where masters are wider than what the model computes with."""
+    settings = {"mine": True, "gas": 2, "dropout": 0.1, "options": {"precision": precision}}
+    whole = Loop(tmp_path, **settings)
+    whole.epoch(stop=3)
+    whole.accelerator.save_state(tmp_path / "state")
+    whole.epoch(whole.accelerator.skip_first_batches(whole.loader, 3))
+    again = Loop(tmp_path / "again", **settings)
+    again.accelerator.load_state(tmp_path / "state")
+    again.epoch(again.accelerator.skip_first_batches(again.loader, 3))
+    assert again.losses == whole.losses[3:]
+    assert again.norms == whole.norms[3:]
+    found, wanted = values(again.model), values(whole.model)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_ragged_end(tmp_path):
+    """The last step of an epoch has the batches that are left."""
+    loop = Loop(tmp_path, mine=True, gas=3)
+    assert [len(batch["input_ids"]) for batch in loop.loader] == [6, 6, 6, 6, 6, 2]
+    assert len(loop.loader) == 6
+
+
+def test_what_cannot_be_followed_is_refused(tmp_path):
+    with pytest.raises(OptionError, match="AdamW keeps its states in memory: make one of gs_compile"):
+        Loop(tmp_path, mine=True, make=torch.optim.AdamW)
+    loop = Loop(tmp_path, mine=True)
+    with pytest.raises(OptimizerError, match="Make the optimizer with max_grad_norm=0.5"):
+        loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.5)
+    with pytest.raises(OptimizerError, match="only the 2-norm of all parameters"):
+        loop.accelerator.clip_grad_norm_(list(loop.model.parameters())[:2], MAX_NORM)
+    other = torch.nn.Parameter(torch.zeros(2))
+    other.grad = torch.ones(2)
+    assert loop.accelerator.clip_grad_norm_([other], 1.0) == pytest.approx(2**0.5)
