@@ -1,7 +1,7 @@
 """Fine-tune a Llama in a loop of one's own with accelerate, its parameters and states on SSD.
 
 The model is small and made here, and reads the bytes of the help text that ships with every CPython: no network, less
-than a minute. Against a loop as accelerate's guides have it, two lines are new: those of the optimizer and of `prepare`.
+than a minute. Two lines are other than in accelerate's guides: those of the optimizer and of `prepare`.
 
     python examples/finetune_accelerate.py
     python examples/finetune_accelerate.py --storage /path/on/an/nvme/drive

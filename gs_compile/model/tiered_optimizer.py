@@ -14,9 +14,8 @@ import math
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 
 from gs_compile.capture.internals import untraced
 from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParameterError
-from gs_compile.model import resident_update
+from gs_compile.model import loaded_state, resident_update
 from gs_compile.model.engine import Engine
 from gs_compile.model.offloaded import UnavailableGradient
 from gs_compile.model.residency import is_offloaded, residency_of
@@ -32,8 +31,10 @@ from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.trace import Total
 
-# Settings of torch's optimizers that say how they compute; they come with torch's state dicts, and mean nothing here.
-_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay"}
+# What param groups of torch's state dicts have beside settings, such as how torch computes.
+_NOT_SETTINGS = {
+    *("params", "param_names", "foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
+}
 
 
 @dataclass(frozen=True)
@@ -212,24 +213,22 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @untraced
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up the state of one of these or of a torch optimizer of the same kind.
+        """Take up the state of one of these or of a torch optimizer of the same kind, as `loaded_state` maps it.
 
-        fp32 masters, which only ours has, have to round to the model's values: load those first.
+        fp32 masters, which only one of these has, have to round to the model's values: load those first.
         """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        groups = state_dict["param_groups"]
-        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
-            raise OptimizerError("the state dict has other param groups than this optimizer")
-        for mine, theirs in zip(self.param_groups, groups, strict=True):
-            taken = {key: value for key, value in theirs.items() if key not in _IMPLEMENTATION | {"params"}}
+        groups, given = state_dict["param_groups"], state_dict["state"]
+        numbers = loaded_state.numbers_of(self.param_groups, groups)
+        alike = loaded_state.are_alike(self.param_groups, groups)
+        for mine, theirs in zip(self.param_groups, groups, strict=True) if alike else ():  # others keep their settings
+            taken = {key: value for key, value in theirs.items() if key not in _NOT_SETTINGS}
             self._check({**mine, **taken, "amsgrad": theirs.get("amsgrad", False)})
             mine.update(taken)
-        numbers = chain.from_iterable(group["params"] for group in groups)
-        given = state_dict["state"]
         states = {p: dict(given[n]) for p, n in zip(self._parameters, numbers, strict=True) if n in given}
-        self.num_steps = _num_steps(states.values())
+        self.num_steps = loaded_state.num_steps(states.values())
         self._shown_steps.fill_(self.num_steps)
         self.state.update(states)
         self.load_into_engine()
@@ -289,15 +288,3 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise ReleasedParameterError("a gs_compile optimizer cannot be copied or pickled; use its state_dict()")
-
-
-def _num_steps(states: Iterable[Mapping[str, Any]]) -> int:
-    """The steps taken so far. torch's SGD does not count: with a momentum, there was one."""
-    states = list(states)
-    steps = {int(state["step"]) for state in states if "step" in state}
-    if len(steps) > 1:
-        raise OptimizerError(
-            f"the state dict has parameters after {min(steps)} steps and others after {max(steps)}; greedysnake counts "
-            "for all of them together"
-        )
-    return steps.pop() if steps else int(any(state.get("momentum_buffer") is not None for state in states))

@@ -116,7 +116,7 @@ def test_what_cannot_be_followed_is_refused(tmp_path):
     with pytest.raises(OptionError, match="AdamW keeps its states in memory: make one of gs_compile"):
         Loop(tmp_path, mine=True, make=torch.optim.AdamW)
     loop = Loop(tmp_path, mine=True)
-    with pytest.raises(OptimizerError, match="Make the optimizer with max_grad_norm=0.5"):
+    with pytest.raises(OptimizerError, match=r"Make the optimizer with max_grad_norm=0\.5"):
         loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.5)
     with pytest.raises(OptimizerError, match="only the 2-norm of all parameters"):
         loop.accelerator.clip_grad_norm_(list(loop.model.parameters())[:2], MAX_NORM)

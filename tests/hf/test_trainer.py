@@ -135,6 +135,19 @@ def test_a_run_goes_on_from_its_checkpoint(precision, gas, tmp_path):
     assert all(torch.equal(value, wanted[name]) for name, value in values(loaded).items())
 
 
+def test_a_checkpoint_moves_from_stock_trainer_and_back(tmp_path):
+    whole, saves = trainer(tmp_path / "whole"), {"save_strategy": "steps", "save_steps": 2}
+    whole.train()
+    stock = trainer(tmp_path / "stock", **saves)
+    stock.train()
+    mine = attached(tmp_path / "mine", **saves)
+    mine.train(resume_from_checkpoint=str(tmp_path / "stock" / "out" / "checkpoint-2"))
+    assert_alike(mine, whole)
+    back = trainer(tmp_path / "back")
+    back.train(resume_from_checkpoint=str(tmp_path / "mine" / "out" / "checkpoint-4"))
+    assert_alike(back, whole)
+
+
 def test_the_best_model_comes_back(tmp_path):
     """The learning rate is so large that the first steps are the best."""
     best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}

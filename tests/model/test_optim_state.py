@@ -80,7 +80,7 @@ def test_states_that_do_not_fit_are_refused(tmp_path):
     _, _, model, reference = plain(1, lr=1e-3)
     state = reference.state_dict()
     optimizer = gs_compile.AdamW(model.parameters())
-    with pytest.raises(OptimizerError, match="other param groups"):
+    with pytest.raises(OptimizerError, match=r"groups of \[.*\] parameters, here \[.*named_parameters"):
         optimizer.load_state_dict(state)
     optimizer = gs_compile.AdamW(two_groups(model))
     other = copy.deepcopy(state)
@@ -97,6 +97,22 @@ def test_states_that_do_not_fit_are_refused(tmp_path):
         del other["state"][0]["exp_avg"]
         with pytest.raises(OptimizerError, match="has exp_avg None"):
             one.optimizer.load_state_dict(other)
+
+
+def test_states_are_found_by_name():
+    """In groups of other sizes, which keep their settings, and in another order."""
+    model = gpt2()
+    named = dict(model.named_parameters())
+    reference = torch.optim.AdamW(reversed(list(named.items())), lr=1e-3)
+    step(model, reference, tokens(0))
+    wide = [item for item in named.items() if item[1].dim() > 1]
+    narrow = [item for item in named.items() if item[1].dim() == 1]
+    optimizer = gs_compile.AdamW([{"params": wide}, {"params": narrow, "weight_decay": 0.0}], lr=0.5)
+    optimizer.load_state_dict(reference.state_dict())
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.01), (0.5, 0.0)]
+    found = optimizer.state_dict()["state"]
+    for number, (_, parameter) in enumerate(wide + narrow):
+        assert torch.equal(found[number]["exp_avg"], reference.state[parameter]["exp_avg"])
 
 
 def test_hooks_of_state_dicts_run(tmp_path):
