@@ -129,7 +129,7 @@ class _Steps(BatchSampler):
     def __init__(self, batch_sampler: Any, num_batches: int) -> None:
         self.batch_sampler = batch_sampler
         self.num_batches = num_batches
-        self.sampler = getattr(batch_sampler, "sampler", None)
+        self.sampler: Any = getattr(batch_sampler, "sampler", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
 
     def __iter__(self) -> Iterator[list[Any]]:

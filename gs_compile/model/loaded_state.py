@@ -39,7 +39,8 @@ def are_alike(own: Groups, given: Groups) -> bool:
 
 
 def _names(group: Mapping[str, Any]) -> Sequence[str]:
-    return group.get("param_names", ())
+    found: Sequence[str] = group.get("param_names", ())
+    return found
 
 
 def num_steps(states: Iterable[Mapping[str, Any]]) -> int:
