@@ -17,6 +17,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "untraced",
+    "wrap_compiled_call",
 ]
 
 
@@ -26,6 +27,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 def untraced(function: F) -> F:
     """`function`, which Dynamo passes over."""
     return cast(F, torch._disable_dynamo(function))
+
+
+def wrap_compiled_call(module: torch.nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `wrapper(call)` in the place of what `module.compile()` has made of the module's call."""
+    assert module._compiled_call_impl is not None
+    module._compiled_call_impl = wrapper(module._compiled_call_impl)
 
 
 def changes(tensor: torch.Tensor) -> int:

@@ -12,21 +12,40 @@ from gs_compile.errors import OptionError
 
 Tensor = torch.Tensor
 _IGNORED = -100  # a label that no loss counts
+# Where the sequences packed in a row begin, for attention that takes them so: `position_ids` tell the same.
+_OFFSETS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
 def gathered(batches: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Any]:
     """One batch of all samples; shorter sequences are padded at their end, as collators pad them.
 
-    Padding needs an attention mask, which then ends them; labels there are ignored. Raises OptionError where batches
-    have other entries than the first, or would need padding and have no mask.
+    Padding needs an attention mask, which then ends them, or position ids, by which it is one more of the sequences
+    that are packed in a row; labels there are ignored. Raises OptionError where batches have other entries than the
+    first, or would need padding and have neither.
     """
     first = batches[0]
     if any(batch.keys() != first.keys() for batch in batches):
         raise OptionError(f"the batches of a step have different entries: {sorted({*map(tuple, batches)})}")
-    if len(batches) == 1:
-        return dict(first)
     padding = {"input_ids": pad_token_id, "labels": _IGNORED, "shift_labels": _IGNORED}
-    return {name: _joined(name, [batch[name] for batch in batches], padding.get(name, 0), first) for name in first}
+    return {
+        name: _joined(name, [batch[name] for batch in batches], padding.get(name, 0), first)
+        for name in first
+        if name not in _OFFSETS
+    }
+
+
+def parted(outputs: Any, batches: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """What a model has made of the gathered batches, for each of them; its tensors are (samples, tokens, ...)."""
+    sizes = [batch["input_ids"].shape for batch in batches]
+    longest, start, parts = max(length for _, length in sizes), 0, []
+    for number, length in sizes:
+        rows = slice(start, start + number)
+        missing = longest - length
+        parts.append(
+            type(outputs)(**{key: each[rows, : each.shape[1] - missing] for key, each in outputs.items()})
+        )
+        start += number
+    return parts
 
 
 def _joined(name: str, values: Sequence[Any], padding: int, first: Mapping[str, Any]) -> Any:
@@ -37,15 +56,23 @@ def _joined(name: str, values: Sequence[Any], padding: int, first: Mapping[str, 
     shapes = [value.shape[1:] for value in values]
     if len(set(shapes)) == 1:
         return torch.cat(list(values))
-    if "attention_mask" not in first:
+    if "attention_mask" not in first and "position_ids" not in first:
         raise OptionError(
-            f"{name!r} has sequences of different lengths in the batches of a step, and there is no attention_mask to "
-            "pad them with: pad all batches to one length, or have the collator make a mask"
+            f"{name!r} has sequences of different lengths in the batches of a step, and there are no attention_mask "
+            "and no position_ids to pad them with: pad all batches to one length, or have the collator make a mask"
         )
     whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    if name == "position_ids" and "attention_mask" not in first:
+        return torch.cat([_followed(value, whole[0]) for value in values])
     return torch.cat([_padded(value, whole, padding) for value in values])
 
 
 def _padded(value: Tensor, whole: Sequence[int], padding: int) -> Tensor:
     missing = [size - own for size, own in zip(whole, value.shape[1:], strict=True)]
     return functional.pad(value, [n for size in reversed(missing) for n in (0, size)], value=padding)
+
+
+def _followed(positions: Tensor, length: int) -> Tensor:
+    """Positions of packed sequences, with those of one more at the end."""
+    number, own = positions.shape
+    return torch.cat([positions, torch.arange(length - own, device=positions.device).expand(number, -1)], 1)

@@ -7,12 +7,16 @@ of them to the model at once; the backend cuts them into micro-batches again.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 
 from gs_compile.errors import OptionError
+from gs_compile.hf import strands
+from gs_compile.hf.fused_head import has_fused_head, make_capturable
 from gs_compile.hf.gather import gathered
+from gs_compile.hf.together import answered, call_together
 from gs_compile.model.optim import SGD, Adam, AdamW, Lion
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
@@ -49,6 +53,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
     optimizer_cls_and_kwargs: Any
     loss_is_scaled_for_ga: bool | None
     _batches: list[Any]
+    _has_own_loss: bool  # which the Trainer computes of what the model returns
 
     def run_layer_major(self, **options: Any) -> None:
         """As `attach`."""
@@ -68,7 +73,13 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         args.gradient_checkpointing = args.activation_checkpointing = False
         leave_out_checkpointing(self.model)
         self._batches = []
+        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        self._has_own_loss = has_fused_head(base)
+        if self._has_own_loss:
+            make_capturable(base)
         self.model.compile(backend="greedysnake", options=chosen)
+        if self._has_own_loss:
+            call_together(self.model)
 
     # Trainer's own methods -------------------------------------------------------------------------------------------
 
@@ -82,12 +93,30 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         self._batches.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        batch, self._batches = gathered(self._batches, self._pad_token_id), []
+        batches, self._batches = self._batches, []
+        if self._has_own_loss:
+            return super().training_step(model, batches, num_items_in_batch)  # type: ignore[no-any-return]
+        batch = gathered(batches, self._pad_token_id)
         known, self.loss_is_scaled_for_ga = self.loss_is_scaled_for_ga, True  # it is the loss of the whole step
         try:
             return super().training_step(model, batch, num_items_in_batch)  # type: ignore[no-any-return]
         finally:
             self.loss_is_scaled_for_ga = known
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of a step's batches: the sum of their losses, where each is computed by itself and the model runs once."""
+        if not isinstance(inputs, list):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        compute = super().compute_loss
+
+        def loss_of(batch: Any) -> Any:
+            with self.compute_loss_context_manager():  # modes of autograd and autocast are a thread's own
+                return compute(model, batch, *args, **kwargs)
+
+        losses = strands.run(
+            [partial(loss_of, batch) for batch in inputs], partial(answered, pad_token_id=self._pad_token_id)
+        )
+        return torch.stack(losses).sum()
 
     def _clip_grad_norm(self, model: Any) -> float:
         return self._get_grad_norm(model)  # the optimizer clips

@@ -1,0 +1,69 @@
+"""fused_head: TRL's head of log-probabilities, in operations that a capture takes.
+
+TRL's trainers replace the forward of their model: called with `fused_lm_head=True` it gives the log-probabilities of the
+labels, and works through the logits in tiles so as not to keep them. Dynamo cannot capture that. A captured head has
+the logits of one micro-batch at a time anyway. So the same results are computed here from the model's own logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from gs_compile.errors import OptionError
+
+Tensor = torch.Tensor
+_IGNORED = -100  # a label that no loss counts
+
+
+def has_fused_head(model: Any) -> bool:
+    """Whether the model's forward was replaced by one that takes `fused_lm_head`."""
+    return "fused_lm_head" in inspect.signature(model.forward, follow_wrapped=False).parameters
+
+
+def make_capturable(model: Any) -> None:
+    """Give a model with a fused head one that computes the same and can be captured.
+
+    Raises OptionError for a head that computes in another dtype than the model's own.
+    """
+    fused = model.forward
+    settings = inspect.getclosurevars(fused.__func__).nonlocals
+    if settings["cast_lm_head_to_fp32"]:
+        raise OptionError("cast_lm_head_to_fp32=True: leave it out, or use precision='bf16', which keeps fp32 masters")
+    results, temperature, forward = settings["outputs"], settings["temperature"], settings["original_forward"]
+
+    @functools.wraps(fused.__func__)
+    def capturable(self: Any, *args: Any, fused_lm_head: bool = False, labels: Any = None, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return forward(*args, **kwargs, **({} if labels is None else {"labels": labels}))
+        from trl.trainer.utils import FusedCausalLMOutput
+
+        found = forward(*args, **kwargs)
+        return FusedCausalLMOutput(**log_probabilities(found.logits[:, :-1], labels[:, 1:], results, temperature))
+
+    model.forward = types.MethodType(capturable, model)
+
+
+def log_probabilities(logits: Tensor, labels: Tensor, results: tuple[str, ...], temperature: float) -> dict[str, Any]:
+    """What a fused head gives for each token, named as TRL has it; 0 where the label is ignored.
+
+    logits: (samples, tokens, vocabulary); labels: (samples, tokens). In float32.
+    """
+    counted = labels != _IGNORED
+    logits = logits.float() / temperature
+    log_p = functional.log_softmax(logits, -1)
+    targets = labels.clamp(min=0)
+    made = {
+        "log_probs": lambda: log_p.gather(-1, targets[..., None])[..., 0],
+        "entropy": lambda: -(log_p.exp() * log_p).sum(-1),
+        "log_sum_sq_probs": lambda: torch.logsumexp(2 * log_p.detach(), -1),
+        "mean_logits": lambda: logits.detach().mean(-1),
+        "is_top1": lambda: logits.argmax(-1) == targets,
+    }
+    found = {name: make().masked_fill(~counted, 0) for name, make in made.items() if name in ("log_probs", *results)}
+    return {"label_mask": counted, **found}
