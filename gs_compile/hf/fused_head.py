@@ -1,8 +1,8 @@
 """fused_head: TRL's head of log-probabilities, in operations that a capture takes.
 
-TRL's trainers replace the forward of their model: called with `fused_lm_head=True` it gives the log-probabilities of the
-labels, and works through the logits in tiles so as not to keep them. Dynamo cannot capture that. A captured head has
-the logits of one micro-batch at a time anyway. So the same results are computed here from the model's own logits.
+TRL's trainers replace the forward of their model: called with `fused_lm_head=True` it gives the log-probabilities of
+the labels, and works through the logits in tiles so as not to keep them. Dynamo cannot capture that. A captured head
+has the logits of one micro-batch at a time anyway. So the same results are computed here from the model's own logits.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,22 +23,22 @@ _IGNORED = -100  # a label that no loss counts
 
 
 def has_fused_head(model: Any) -> bool:
-    """Whether the model's forward was replaced by one that takes `fused_lm_head`."""
-    return "fused_lm_head" in inspect.signature(model.forward, follow_wrapped=False).parameters
+    """Whether the model's forward takes `fused_lm_head`."""
+    return _takes_switch(_fused(model))
 
 
 def make_capturable(model: Any) -> None:
     """Give a model with a fused head one that computes the same and can be captured.
 
-    Raises OptionError for a head that computes in another dtype than the model's own.
+    Raises OptionError for a head that computes in another dtype than the rest of the model.
     """
-    fused = model.forward
-    settings = inspect.getclosurevars(fused.__func__).nonlocals
+    fused = _fused(model)
+    settings = inspect.getclosurevars(fused).nonlocals
     if settings["cast_lm_head_to_fp32"]:
-        raise OptionError("cast_lm_head_to_fp32=True: leave it out, or use precision='bf16', which keeps fp32 masters")
+        raise OptionError("cast_lm_head_to_fp32=True: leave it out, the head computes in the dtype of the model")
     results, temperature, forward = settings["outputs"], settings["temperature"], settings["original_forward"]
 
-    @functools.wraps(fused.__func__)
+    @functools.wraps(fused)
     def capturable(self: Any, *args: Any, fused_lm_head: bool = False, labels: Any = None, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return forward(*args, **kwargs, **({} if labels is None else {"labels": labels}))
@@ -49,6 +50,15 @@ def make_capturable(model: Any) -> None:
     model.forward = types.MethodType(capturable, model)
 
 
+def _takes_switch(function: Any) -> bool:
+    return "fused_lm_head" in inspect.signature(function, follow_wrapped=False).parameters
+
+
+def _fused(model: Any) -> Any:
+    """The function that TRL has made the model's forward; Accelerate may have wrapped it, to set autocast."""
+    return inspect.unwrap(getattr(model.forward, "__func__", model.forward), stop=_takes_switch)
+
+
 def log_probabilities(logits: Tensor, labels: Tensor, results: tuple[str, ...], temperature: float) -> dict[str, Any]:
     """What a fused head gives for each token, named as TRL has it; 0 where the label is ignored.
 
@@ -58,7 +68,7 @@ def log_probabilities(logits: Tensor, labels: Tensor, results: tuple[str, ...], 
     logits = logits.float() / temperature
     log_p = functional.log_softmax(logits, -1)
     targets = labels.clamp(min=0)
-    made = {
+    made: dict[str, Callable[[], Tensor]] = {
         "log_probs": lambda: log_p.gather(-1, targets[..., None])[..., 0],
         "entropy": lambda: -(log_p.exp() * log_p).sum(-1),
         "log_sum_sq_probs": lambda: torch.logsumexp(2 * log_p.detach(), -1),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from gs_compile.capture.internals import tree_map_only
 from gs_compile.errors import OptionError
 
 Tensor = torch.Tensor
@@ -35,17 +38,26 @@ def gathered(batches: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[st
 
 
 def parted(outputs: Any, batches: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """What a model has made of the gathered batches, for each of them; its tensors are (samples, tokens, ...)."""
+    """What a model has made of the gathered batches, for each of them.
+
+    Tensors are (samples, tokens, ...) or (samples, ...). A loss is that of all batches, and each gets its share: the
+    whole where it is a mean, which Trainer divides by the number of batches.
+    """
     sizes = [batch["input_ids"].shape for batch in batches]
-    longest, start, parts = max(length for _, length in sizes), 0, []
-    for number, length in sizes:
-        rows = slice(start, start + number)
-        missing = longest - length
-        parts.append(
-            type(outputs)(**{key: each[rows, : each.shape[1] - missing] for key, each in outputs.items()})
-        )
-        start += number
-    return parts
+    longest = max(length for _, length in sizes)
+
+    def part(start: int, number: int, missing: int, whole: Tensor) -> Tensor:
+        if not whole.dim():
+            return whole / len(batches) if "num_items_in_batch" in batches[0] else whole
+        rows = whole[start : start + number]
+        has_tokens = whole.dim() > 1 and whole.shape[1] >= longest - 1  # which a shifted label leaves
+        return rows[:, : whole.shape[1] - missing] if has_tokens and missing else rows
+
+    starts = itertools.accumulate((number for number, _ in sizes), initial=0)
+    return [
+        tree_map_only(Tensor, partial(part, start, number, longest - length), outputs)
+        for start, (number, length) in zip(starts, sizes, strict=False)
+    ]
 
 
 def _joined(name: str, values: Sequence[Any], padding: int, first: Mapping[str, Any]) -> Any:

@@ -49,7 +49,7 @@ class _Strand:
         _current.set(self)
         try:
             self.result = self.function()
-        except BaseException as error:  # raised again by `run`
+        except BaseException as error:  # noqa: BLE001  (`run` raises it again)
             self.error = error
         self.back.put(False)
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gs_compile.capture.internals import wrap_compiled_call
+from gs_compile.errors import OptionError
 from gs_compile.hf import strands
+from gs_compile.hf.fused_head import has_fused_head, make_capturable
 from gs_compile.hf.gather import gathered, parted
+from gs_compile.model.optim import SGD
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,18 +26,42 @@ class _Question:
     has_grad: bool
 
 
-def call_together(model: torch.nn.Module) -> None:
-    """From now on strands ask for the results of a compiled model; `answered` calls it."""
+def compile_for_strands(
+    model: Any, options: Mapping[str, Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> None:
+    """Compile a model in place, to run in a context. From now on strands ask for its results; `answered` calls it."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if has_fused_head(base):
+        make_capturable(base)
+    model.compile(backend="greedysnake", options=options)
 
     def asking(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **batch: Any) -> Any:
+            with around():
+                return call(*args, **batch)
+
         def ask(*args: Any, **batch: Any) -> Any:
             if args or not strands.in_strand():
-                return call(*args, **batch)
-            return strands.ask(_Question(call, batch, torch.is_grad_enabled()))
+                return run(*args, **batch)
+            return strands.ask(_Question(run, batch, torch.is_grad_enabled()))
 
         return ask
 
     wrap_compiled_call(model, asking)
+
+
+def stored_reference(
+    model: Any, options: Mapping[str, Any], autocast: Callable[[], AbstractContextManager[Any]]
+) -> SGD:
+    """Compile a model that is never trained, so that its parameters are stored; returns the optimizer that holds them.
+
+    autocast: what Accelerate has wrapped its forward in. Raises OptionError where there is no model.
+    """
+    if model is None:
+        raise OptionError("reference=: this Trainer has no ref_model; with adapters, the model without them is it")
+    model.requires_grad_(False)
+    compile_for_strands(model, options, autocast)
+    return SGD(model.parameters(), lr=0.0)
 
 
 def answered(questions: Sequence[_Question], pad_token_id: int) -> list[Any]:

@@ -7,6 +7,7 @@ of them to the model at once; the backend cuts them into micro-batches again.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,8 @@ import torch
 
 from gs_compile.errors import OptionError
 from gs_compile.hf import strands
-from gs_compile.hf.fused_head import has_fused_head, make_capturable
 from gs_compile.hf.gather import gathered
-from gs_compile.hf.together import answered, call_together
+from gs_compile.hf.together import answered, compile_for_strands, stored_reference
 from gs_compile.model.optim import SGD, Adam, AdamW, Lion
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
@@ -27,8 +27,11 @@ _LIONS = {"lion_32bit", "paged_lion_32bit"}  # TrainingArguments.optim
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
 
 
-def attach(trainer: Any, **options: Any) -> None:
+def attach(trainer: Any, *, reference: Mapping[str, Any] | None = None, **options: Any) -> None:
     """Have a Trainer train its model layer-major; `options` are those of the backend (`gs_compile.Options`).
+
+    reference: have the Trainer's `ref_model`, if it has one, run layer-major and be stored too, with these options and,
+    where they say nothing, those of the model; without it, it stays in memory. Its files are in a folder of `storage`.
 
     Call it before `train()`. The model is compiled in place, micro-batches have `per_device_train_batch_size` samples,
     and the optimizer is this package's equivalent of what the arguments ask for. Evaluation, saving, loading and
@@ -41,7 +44,7 @@ def attach(trainer: Any, **options: Any) -> None:
     if not issubclass(kind, TrainerMixin):
         trainer.__class__ = type(kind.__name__, (TrainerMixin, kind), {"__module__": kind.__module__})
     assert isinstance(trainer, TrainerMixin)
-    trainer.run_layer_major(**options)
+    trainer.run_layer_major(reference=reference, **options)
 
 
 class TrainerMixin(_Trainer):  # type: ignore[misc]
@@ -52,15 +55,19 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
     optimizer: Any
     optimizer_cls_and_kwargs: Any
     loss_is_scaled_for_ga: bool | None
+    compute_loss: Any
     _batches: list[Any]
-    _has_own_loss: bool  # which the Trainer computes of what the model returns
+    _has_own_loss: bool  # by a `compute_loss` that is not Trainer's
 
-    def run_layer_major(self, **options: Any) -> None:
+    def run_layer_major(self, *, reference: Mapping[str, Any] | None = None, **options: Any) -> None:
         """As `attach`."""
+        import transformers
+
         args = self.args
         _check(args)
-        chosen = {"micro_batch_size": args.per_device_train_batch_size, "outputs": "loss", **options}
-        Options.of(chosen)  # refuses what is wrong
+        packs = getattr(self, "padding_free", False)  # TRL's: a batch is one row
+        chosen = {"micro_batch_size": 1 if packs else args.per_device_train_batch_size, "outputs": "loss", **options}
+        storage = Options.of(chosen).storage  # refuses what is wrong
         if self.optimizer is None:
             self.optimizer_cls_and_kwargs = self._equivalent()
         elif isinstance(self.optimizer, TieredOptimizer):
@@ -73,13 +80,13 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         args.gradient_checkpointing = args.activation_checkpointing = False
         leave_out_checkpointing(self.model)
         self._batches = []
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        self._has_own_loss = has_fused_head(base)
-        if self._has_own_loss:
-            make_capturable(base)
-        self.model.compile(backend="greedysnake", options=chosen)
-        if self._has_own_loss:
-            call_together(self.model)
+        self._has_own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
+        compile_for_strands(self.model, chosen)
+        if reference is not None:
+            apart = {"storage": [folder / "reference" for folder in storage]}
+            self._reference_optimizer = stored_reference(
+                getattr(self, "ref_model", None), {**chosen, **apart, **reference}, self.accelerator.autocast
+            )
 
     # Trainer's own methods -------------------------------------------------------------------------------------------
 
@@ -94,29 +101,14 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._batches = self._batches, []
-        if self._has_own_loss:
-            return super().training_step(model, batches, num_items_in_batch)  # type: ignore[no-any-return]
+        if self._has_own_loss and len(batches) > 1:
+            return self._own_training_step(model, batches, num_items_in_batch)
         batch = gathered(batches, self._pad_token_id)
         known, self.loss_is_scaled_for_ga = self.loss_is_scaled_for_ga, True  # it is the loss of the whole step
         try:
             return super().training_step(model, batch, num_items_in_batch)  # type: ignore[no-any-return]
         finally:
             self.loss_is_scaled_for_ga = known
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Of a step's batches: the sum of their losses, where each is computed by itself and the model runs once."""
-        if not isinstance(inputs, list):
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        compute = super().compute_loss
-
-        def loss_of(batch: Any) -> Any:
-            with self.compute_loss_context_manager():  # modes of autograd and autocast are a thread's own
-                return compute(model, batch, *args, **kwargs)
-
-        losses = strands.run(
-            [partial(loss_of, batch) for batch in inputs], partial(answered, pad_token_id=self._pad_token_id)
-        )
-        return torch.stack(losses).sum()
 
     def _clip_grad_norm(self, model: Any) -> float:
         return self._get_grad_norm(model)  # the optimizer clips
@@ -133,6 +125,24 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         super().log(logs, *args, **kwargs)
 
     # -----------------------------------------------------------------------------------------------------------------
+
+    def _own_training_step(self, model: Any, batches: list[Any], num_items_in_batch: Any) -> torch.Tensor:
+        """Each batch's loss is computed by itself; they meet where they call the model, which runs once for all."""
+        compute = self.compute_loss
+
+        def loss_of(*args: Any, **kwargs: Any) -> Any:
+            with self.compute_loss_context_manager():  # a thread's own, as a strand is one
+                return compute(*args, **kwargs)
+
+        def loss_of_all(model: Any, batches: list[Any], **kwargs: Any) -> torch.Tensor:
+            losses = [partial(loss_of, model, batch, **kwargs) for batch in batches]
+            return torch.stack(strands.run(losses, partial(answered, pad_token_id=self._pad_token_id))).sum()
+
+        self.compute_loss = loss_of_all
+        try:
+            return super().training_step(model, batches, num_items_in_batch)  # type: ignore[no-any-return]
+        finally:
+            del self.compute_loss
 
     @property
     def _tiered_optimizer(self) -> TieredOptimizer:

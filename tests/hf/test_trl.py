@@ -1,0 +1,228 @@
+"""TRL's trainers on the tiers, as they come, against themselves without the backend."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import peft
+import pytest
+import torch
+from datasets import Dataset
+from test_trainer import EAGER, curve, padded, samples
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl.trainer.utils import add_fused_lm_head
+from zoo import VOCAB, configuration, huggingface
+
+import gs_compile.hf
+from gs_compile.errors import OptionError
+from gs_compile.hf import strands
+from gs_compile.hf.fused_head import make_capturable
+from gs_compile.model.residency import is_offloaded
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
+WORDS = [chr(code) for code in range(33, 33 + VOCAB - 3)]
+METRICS = ("loss", "entropy", "mean_token_accuracy", "num_tokens")
+REWARDS = ("rewards/margins", "logps/chosen", "logits/rejected")
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch):
+    monkeypatch.setenv("CI", "1")  # TRL tells nobody that it was used
+
+
+def tokenizer():
+    """A letter is a token."""
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    letters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def texts(*lengths, number=8):
+    """Rows of texts of these lengths, shifted from row to row; alike lengths in all rows, so few captures."""
+    line = "".join(WORDS)
+    return [[line[row + 3 * n : row + 3 * n + length] for n, length in enumerate(lengths)] for row in range(number)]
+
+
+def rows(*columns, lengths):
+    return Dataset.from_list([dict(zip(columns, row, strict=True)) for row in texts(*lengths)])
+
+
+def settings(config, folder, **changes):
+    return config(
+        output_dir=str(folder / "out"),
+        **{
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "max_steps": 3,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "report_to": [],
+            "save_strategy": "no",
+            "use_cpu": True,
+            **changes,
+        },
+    )
+
+
+def sft(folder, data=("text", (9,)), adapter=True, callbacks=(), **changes):
+    return SFTTrainer(
+        huggingface("llama"),
+        settings(SFTConfig, folder, **changes),
+        train_dataset=rows(*data[:-1], lengths=data[-1]),
+        processing_class=tokenizer(),
+        peft_config=peft.LoraConfig() if adapter else None,
+        callbacks=list(callbacks),
+    )
+
+
+def dpo(folder, adapter=True, **changes):
+    return DPOTrainer(
+        huggingface("llama"),
+        ref_model=None if adapter else huggingface("llama"),
+        args=settings(DPOConfig, folder, **changes),
+        train_dataset=rows("prompt", "chosen", "rejected", lengths=(4, 5, 3)),
+        processing_class=tokenizer(),
+        peft_config=peft.LoraConfig() if adapter else None,
+    )
+
+
+def reward(folder, **changes):
+    from transformers import LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    return RewardTrainer(
+        LlamaForSequenceClassification(configuration("llama", num_labels=1)),
+        args=settings(RewardConfig, folder, bf16=False, **changes),
+        train_dataset=rows("prompt", "chosen", "rejected", lengths=(4, 5, 3)),
+        processing_class=tokenizer(),
+    )
+
+
+def both(make, tmp_path, options=None, **changes):
+    """The trainer with the backend attached, and without, after their steps."""
+    found = []
+    for name in ("mine", "theirs"):
+        torch._dynamo.reset()
+        trainer = make(tmp_path / name, **changes)
+        if name == "mine":
+            gs_compile.hf.attach(trainer, storage=tmp_path / "storage", expert=EAGER, **(options or {}))
+        trainer.train()
+        found.append(trainer)
+    return found
+
+
+def assert_alike(mine, theirs, keys, tolerance=1e-4):
+    assert all(is_offloaded(parameter) for parameter in mine.model.parameters())
+    for key in keys:
+        assert len(curve(mine, key)) == 3, key
+        assert curve(mine, key) == pytest.approx(curve(theirs, key), rel=tolerance, abs=tolerance), key
+
+
+class Written(TrainerCallback):
+    """The bytes of parameters that each step has written."""
+
+    nbytes: ClassVar[list[int]] = []
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        step = getattr(optimizer.optimizer, "last_step", None)
+        if step is not None:
+            self.nbytes.append(step.lanes["ssd_write"].nbytes_by_kind["w"])
+
+
+def test_adapters_with_all_defaults(tmp_path):
+    """bf16, checkpointing and LoRA are. What is written of parameters is the adapters'."""
+    mine, theirs = both(sft, tmp_path, callbacks=[Written()])
+    assert_alike(mine, theirs, METRICS)
+    optimizer = mine.optimizer.optimizer
+    optimizer.synchronize()  # writes may end after their step
+    written = sum(Written.nbytes) + optimizer.engine.tiers.trace.totals()["ssd_write"].nbytes_by_kind["w"]
+    assert written == 3 * 4 * sum(unit.num_trained for unit in optimizer.engine.placement.units)
+
+
+CASES = {
+    "packed": {"packing": True, "max_length": 24},  # in rows of many lengths
+    "completions only": {"data": ("prompt", "completion", (4, 5)), "gradient_accumulation_steps": 3},
+    "all weights": {"adapter": False, "gradient_accumulation_steps": 1},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_supervised(case, tmp_path):
+    mine, theirs = both(sft, tmp_path, bf16=False, learning_rate=1e-2, **CASES[case])
+    assert_alike(mine, theirs, (*METRICS, "grad_norm"), 1e-5)
+    if case == "packed":
+        assert len(mine.train_dataset["seq_lengths"][0]) > 1
+
+
+def test_preferences_against_the_model_without_adapters(tmp_path):
+    """Two forwards before the backward, each for all batches of the step."""
+    assert_alike(*both(dpo, tmp_path), (*METRICS, *REWARDS))
+
+
+def test_preferences_against_a_stored_reference(tmp_path):
+    mine, theirs = both(
+        dpo, tmp_path, options={"reference": {"host_memory": "40MiB"}}, adapter=False, bf16=False, learning_rate=1e-2
+    )
+    assert_alike(mine, theirs, (*METRICS, *REWARDS, "grad_norm"), 1e-5)
+    assert all(is_offloaded(parameter) for parameter in mine.ref_model.parameters())
+
+
+def test_a_reference_that_is_not_there(tmp_path):
+    with pytest.raises(OptionError, match="this Trainer has no ref_model"):
+        gs_compile.hf.attach(dpo(tmp_path), storage=tmp_path, reference={})
+
+
+def test_pairs_stay_pairs(tmp_path):
+    """A batch is its chosen samples and then its rejected ones: the batches of a step cannot be one batch."""
+    assert_alike(*both(reward, tmp_path), ("loss", "grad_norm"), 1e-5)
+
+
+class Doubled(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        return 2 * super().compute_loss(*args, **kwargs)
+
+
+def doubled(folder):
+    return Doubled(
+        huggingface("gpt2"), settings(TrainingArguments, folder), train_dataset=samples(), data_collator=padded
+    )
+
+
+def test_a_loss_of_the_users_own(tmp_path):
+    assert_alike(*both(doubled, tmp_path), ("loss", "grad_norm"), 1e-5)
+
+
+def test_the_head_gives_what_the_fused_one_gives():
+    model, ids = huggingface("llama").eval(), torch.randint(VOCAB, (2, 9))
+    labels = ids.masked_fill(torch.rand(2, 9) < 0.3, -100)
+    add_fused_lm_head(model, 0.7, outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"))
+    found = []
+    for prepare in (lambda _: None, make_capturable):
+        prepare(model)
+        made = model(ids, labels=labels, fused_lm_head=True)
+        model.zero_grad()
+        (made.log_probs.sum() + 0.1 * made.entropy.square().sum()).backward()
+        found.append({**made, "gradient": model.lm_head.weight.grad})
+    theirs, mine = found
+    assert len(mine) == 7
+    for key in mine:
+        torch.testing.assert_close(mine[key], theirs[key], msg=key)
+
+
+def test_a_strand_that_fails_ends_the_others():
+    ended = []
+
+    def asks(number):
+        try:
+            return strands.ask(number) + strands.ask(number)
+        finally:
+            ended.append(number)
+
+    assert strands.run([lambda: asks(1), lambda: asks(2)], lambda numbers: [10 * n for n in numbers]) == [20, 40]
+    ended.clear()
+    with pytest.raises(ZeroDivisionError):
+        strands.run([lambda: asks(1), lambda: 1 // 0, lambda: asks(2)], list)
+    assert sorted(ended) == [1, 2]
