@@ -128,7 +128,7 @@ class Program:
         """
         peaks = ", ".join(f"{tier} {nbytes}" for tier, nbytes in self.peaks)
         lines = [
-            f"# gs_compile {VERSION}   after {self.made_by}   "
+            f"# gs_compile program {VERSION}   after {self.made_by}   "
             f"{self.num_layers} layers x {self.num_micro_batches} micro-batches"
             + (f"   peak {peaks} bytes" if peaks else "")
         ]

@@ -1,6 +1,6 @@
 """The program's second face: one operation a line, valid Python, and back.
 
-    # gs_compile 0.1   after snake   3 layers x 2 micro-batches
+    # gs_compile program 0.1   after snake   3 layers x 2 micro-batches
     # forward 1   micro-batches 1 0
     x2_1.device = forward(x1_1.device, w1.device)
     x2_0.device = forward(x1_0.device, w1.device)
@@ -19,7 +19,7 @@ from gs_compile.program.ir import DRAIN, FILL, KINDS, VERBS, Op, Program, Stage,
 from gs_compile.program.verbs import SIGNATURES
 
 _TIERS: dict[str, Tier] = {tier: tier for tier in get_args(Tier)}
-_HEADER = re.compile(r"# gs_compile (\S+) +after (\S+) +(\d+) layers x (\d+) micro-batches(?: +peak(.*) bytes)?")
+_HEADER = re.compile(r"# gs_compile program (\S+) +after (\S+) +(\d+) layers x (\d+) micro-batches(?: +peak(.*) bytes)?")
 _STAGE = re.compile(r"# (fill|drain|(?:forward|backward) (?:e|h|\d+)(?: of \d+)?)( +micro-batches.*)?")
 _FOLDED = re.compile(r"# (forward|backward) (\d+) \.\. (\d+)(?: of \d+)? +repeat \1 (\d+)( \d+)?")
 _VALUE = re.compile(rf"({'|'.join(KINDS)})(?:(e|h|t|\d+)([a-z]*))?(?:_(\d+))?(?:\.({'|'.join(_TIERS)}))?(?:\[(\d+)\])?")
@@ -33,7 +33,7 @@ def parse(text: str) -> Program:
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     header = _HEADER.fullmatch(lines[0][1]) if lines else None
     if not header:
-        raise ProgramError("line 1: a program starts with: # gs_compile 0.1   after vertical   3 layers x 2 ...")
+        raise ProgramError("line 1: a program starts with: # gs_compile program 0.1   after vertical   3 layers x ...")
     stages: list[tuple[Stage, list[Op]]] = []
     for number, line in lines[1:]:
         try:

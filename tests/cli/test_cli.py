@@ -69,7 +69,7 @@ def test_the_programs_of_gpt2(printed):
     assert (program.made_by, program.num_layers, program.num_micro_batches) == ("free", 3, 2)
     assert "dx1_0.device = backward(x1_0.device, dx2_0.device, side_0.device, w1.device" in printed["program"]
     assert parse(printed["program after vertical"]).made_by == "vertical"
-    assert "# gs_compile 0.1   after snake" in printed["report after snake"]
+    assert "# gs_compile program 0.1   after snake" in printed["report after snake"]
 
 
 def test_the_report_of_gpt2(printed):

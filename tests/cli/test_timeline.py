@@ -113,7 +113,7 @@ def test_texts_are_shown_as_they_are_and_nothing_comes_from_outside(step):
     ],
 )
 def test_an_operation_has_a_colour(line, kind):
-    (op,) = parse(f"# gs_compile 0.1   after free   3 layers x 1 micro-batches\n# forward 0\n{line}\n").ops
+    (op,) = parse(f"# gs_compile program 0.1   after free   3 layers x 1 micro-batches\n# forward 0\n{line}\n").ops
     assert kind_of(op) == kind
     assert kind in KINDS
 

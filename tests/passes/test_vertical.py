@@ -25,7 +25,7 @@ class TestText(expecttest.TestCase):
         self.assertExpectedInline(
             str(vertical(1, 2)),
             """\
-# gs_compile 0.1   after vertical   1 layers x 2 micro-batches
+# gs_compile program 0.1   after vertical   1 layers x 2 micro-batches
 # forward e   micro-batches 0 1
 x0_0.device = embed(batch_0, we.device)
 x0_1.device = embed(batch_1, we.device)
@@ -51,7 +51,7 @@ embed_backward(batch_1, dx0_1.device, we.device, into=dwe.device)
         self.assertExpectedInline(
             str(vertical(2, 1, shape=EVERYTHING)),
             """\
-# gs_compile 0.1   after vertical   2 layers x 1 micro-batches
+# gs_compile program 0.1   after vertical   2 layers x 1 micro-batches
 # forward e   micro-batches 0
 total.device = count(batch_0)
 x0_0.device, side_0.device, ye_0.device = embed(batch_0, we.device)

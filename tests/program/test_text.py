@@ -24,7 +24,7 @@ class TestText(expecttest.TestCase):
         self.assertExpectedInline(
             str(snake(vertical(96, 2, shape=StepShape(training=False)))),
             """\
-# gs_compile 0.1   after snake   96 layers x 2 micro-batches
+# gs_compile program 0.1   after snake   96 layers x 2 micro-batches
 # forward e   micro-batches 1 0
 x0_1.device = embed(batch_1, we.device)
 x0_0.device = embed(batch_0, we.device)
@@ -65,7 +65,7 @@ backward e  embed_backward e_0  free dx0_0.device
         )
 
 
-HEADER = "# gs_compile 0.1   after vertical   3 layers x 2 micro-batches"
+HEADER = "# gs_compile program 0.1   after vertical   3 layers x 2 micro-batches"
 
 
 MISTAKES = {  # below the header: the complaint
@@ -87,7 +87,7 @@ def test_a_mistake_is_shown_with_its_line(text, complaint):
 
 
 def test_text_without_a_header():
-    with pytest.raises(ProgramError, match=r"line 1: a program starts with: # gs_compile 0.1   after vertical   3 lay"):
+    with pytest.raises(ProgramError, match=r"line 1: a program starts with: # gs_compile program 0.1   after vertical   3 lay"):
         parse("x1_0.device = forward(x0_0.device, w0.device)")
 
 
