@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal, TypeVar, get_args
 
 from gs_compile.errors import OptionError
@@ -193,15 +194,20 @@ class Options:
         given = dict(options or {})
         if mode is not None:
             given["mode"] = mode
-        return _from_mapping(cls, given, "")
+        return from_mapping(cls, given, "")
 
 
-def _from_mapping(cls: type[T], given: Mapping[str, Any], prefix: str) -> T:
+def from_mapping(cls: type[T], given: Mapping[str, Any], prefix: str) -> T:
+    """A dataclass of what is given; raises OptionError for a field that it does not have, with the nearest one."""
     known = [entry.name for entry in fields(cls)]  # type: ignore[arg-type]
     for key in given:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(prefix + k for k in known)}"
+            hint = (
+                f"did you mean {prefix}{close[0]}?"
+                if close
+                else shorten(f"known: {', '.join(prefix + k for k in known)}", 500)
+            )
             raise OptionError(f"unknown option {prefix}{key}; {hint}")
     return cls(**given)
 
@@ -210,7 +216,7 @@ def _nested(name: str, cls: type[T], value: Any) -> T:
     if isinstance(value, cls):
         return value
     if isinstance(value, Mapping):
-        return _from_mapping(cls, value, f"{name}.")
+        return from_mapping(cls, value, f"{name}.")
     raise OptionError(f"{name} must be a dict or gs_compile.{cls.__name__}; got {value!r}")
 
 

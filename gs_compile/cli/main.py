@@ -13,6 +13,7 @@ import gc
 import json
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -166,3 +167,21 @@ def simulate(
     found = make_plan(request, schedule=schedule)
     files = save(found, trace=trace, page=page, figures=figures)
     typer.echo(json.dumps(step_dict(found, files), indent=2) if as_json else step_report(found, files))
+
+
+@app.command()
+def train(
+    file: Annotated[Path, typer.Argument(help="The run, in YAML.", metavar="FILE", show_default=False)],
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(help="Entries in the place of the file's: args.max_steps=5", metavar="[NAME=VALUE]..."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a model as a file says, with TRL's SFTTrainer, and save it: no script is needed."""
+    from gs_compile.cli.train import train
+
+    gc.enable()
+    done = train(file, changes or ())
+    loss = "" if done["loss"] is None else f", loss {done['loss']:.4g}"
+    typer.echo(json.dumps(done) if as_json else f"{done['steps']} steps{loss}; saved in {done['saved']}")

@@ -19,7 +19,9 @@ from gs_compile.program.ir import DRAIN, FILL, KINDS, VERBS, Op, Program, Stage,
 from gs_compile.program.verbs import SIGNATURES
 
 _TIERS: dict[str, Tier] = {tier: tier for tier in get_args(Tier)}
-_HEADER = re.compile(r"# gs_compile program (\S+) +after (\S+) +(\d+) layers x (\d+) micro-batches(?: +peak(.*) bytes)?")
+_HEADER = re.compile(
+    r"# gs_compile program (\S+) +after (\S+) +(\d+) layers x (\d+) micro-batches(?: +peak(.*) bytes)?"
+)
 _STAGE = re.compile(r"# (fill|drain|(?:forward|backward) (?:e|h|\d+)(?: of \d+)?)( +micro-batches.*)?")
 _FOLDED = re.compile(r"# (forward|backward) (\d+) \.\. (\d+)(?: of \d+)? +repeat \1 (\d+)( \d+)?")
 _VALUE = re.compile(rf"({'|'.join(KINDS)})(?:(e|h|t|\d+)([a-z]*))?(?:_(\d+))?(?:\.({'|'.join(_TIERS)}))?(?:\[(\d+)\])?")

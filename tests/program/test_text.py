@@ -87,7 +87,9 @@ def test_a_mistake_is_shown_with_its_line(text, complaint):
 
 
 def test_text_without_a_header():
-    with pytest.raises(ProgramError, match=r"line 1: a program starts with: # gs_compile program 0.1   after vertical   3 lay"):
+    with pytest.raises(
+        ProgramError, match=r"line 1: a program starts with: # gs_compile program 0.1   after vertical   3 lay"
+    ):
         parse("x1_0.device = forward(x0_0.device, w0.device)")
 
 

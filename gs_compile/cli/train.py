@@ -1,0 +1,72 @@
+"""train: what ``greedysnake train`` does: a run from a file, with changes from the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gs_compile.errors import OptionError
+from gs_compile.hf.recipe import Recipe, trainer_of
+
+EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+
+
+def train(file: Path, changes: Sequence[str]) -> dict[str, Any]:
+    """Train and save: where, steps and the last loss. changes: as ``args.max_steps=5``, over what the file says.
+
+    Raises OptionError for a file or a change that is no such thing, and what `Recipe.of` and `trainer_of` raise.
+    """
+    given = _read(file)
+    for change in changes:
+        _apply(given, change)
+    trainer = trainer_of(Recipe.of(given))
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    trainer.save_model()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "saved": trainer.args.output_dir,
+        "steps": trainer.state.global_step,
+        "loss": losses[-1] if losses else None,
+    }
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        given = _parsed(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{file} cannot be read: {error}") from error
+    if not isinstance(given, dict):
+        raise OptionError(f"{file} must have entries such as model: and data:")
+    return given
+
+
+def _apply(given: dict[str, Any], change: str) -> None:
+    """Set an entry by its dotted name."""
+    name, equals, text = change.partition("=")
+    *above, last = name.split(".")
+    if not equals or not last:
+        raise OptionError(f"{change!r} is no change of the file: write it as args.max_steps=5")
+    for each in above:
+        given = given.setdefault(each, {})
+        if not isinstance(given, dict):
+            raise OptionError(f"{change}: {each} is {given!r} in the file, and has no entries of its own")
+    given[last] = _parsed(text)
+
+
+def _parsed(text: str) -> Any:
+    """YAML; 1e-4 is a number too, which YAML 1.1 takes for text."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise OptionError("train needs PyYAML: pip install 'greedysnake[hf]'") from error
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
+        pass
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise OptionError(f"this is no YAML: {error}") from error

@@ -1,0 +1,109 @@
+"""`greedysnake train`: a run from a file, and what is said of files that are wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from gs_compile.cli.main import app
+from gs_compile.cli.train import _apply, _parsed
+from gs_compile.errors import OptionError
+from gs_compile.hf.recipe import Recipe
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "train.yaml"
+
+
+def run(file, *changes):
+    return CliRunner().invoke(app, ["train", str(file), *changes, "--json"], catch_exceptions=False)
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Write a run that has the example's entries, and some of its own; and its path."""
+
+    def write(**entries):
+        given = {**yaml.safe_load(EXAMPLE.read_text()), "data": str(ROOT / "README.md"), **entries}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(given))
+        return tmp_path / "run.yaml"
+
+    return write
+
+
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
+)  # of libraries
+def test_the_example_learns_and_goes_on(tmp_path, monkeypatch):
+    """From nothing; then with adapters from what was saved, on other data."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "chat.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f"{n} + {n} = ", "completion": str(2 * n)}) for n in range(64))
+    )
+    changes = (f"options.storage={tmp_path}/tiers", "options.expert.compiler=eager", f"data={ROOT}/README.md")
+    first = run(EXAMPLE, *changes, f"args.output_dir={tmp_path}/first")
+    assert first.exit_code == 0, first.stderr
+    done = json.loads(first.stdout.splitlines()[-1])
+    assert (done["saved"], done["steps"]) == (f"{tmp_path}/first", 12)
+    assert done["loss"] < 5.2
+    tokenizer = AutoTokenizer.from_pretrained(done["saved"])
+    assert tokenizer.decode(tokenizer("Grüße, snake").input_ids) == "Grüße, snake"
+    second = run(
+        EXAMPLE, *changes, f"model={tmp_path}/first", "tokenizer=null", f"data={tmp_path}/chat.jsonl",
+        f"args.output_dir={tmp_path}/second", "args.max_steps=2", "args.packing=false",
+        "lora={r: 2, target_modules: all-linear}",
+    )  # fmt: skip
+    assert second.exit_code == 0, second.stderr
+    assert AutoModelForCausalLM.from_pretrained(f"{tmp_path}/second").peft_config["default"].r == 2
+
+
+@pytest.mark.parametrize(
+    ("entries", "change", "message"),
+    [
+        ({"modle": "x"}, "", "unknown option modle; did you mean model?"),
+        ({}, "args.learning_rte=1", "unknown option args.learning_rte; did you mean args.learning_rate?"),
+        ({}, "options.storag=x", "unknown option storag; did you mean storage?"),
+        ({}, "lora.rank=4", "unknown option lora.rank"),
+        ({}, "args.max_steps", "'args.max_steps' is no change of the file: write it as args.max_steps=5"),
+        ({}, "data.x=1", "has no entries of its own"),
+        ({"data": None}, "", "'data' is missing"),
+        ({"options": 3}, "", "options must have entries of its own; got 3"),
+        ({"tokenizer": None}, "", "a model from scratch has no tokenizer"),
+        ({"data": "none.txt"}, "", "data: there is no file none.txt"),
+        ({"data": __file__}, "", "test_train.py is not known; known: .txt"),
+        ({}, "model.model_type=lama", "model: Unrecognized model identifier: lama"),
+        ({}, "model.vocab_size=256", "the tokenizer has 257 tokens, more than the model's vocab_size of 256"),
+        ({}, "model=./none", "model: "),
+        ({}, "args.eval_strategy=sometimes", "args: sometimes is not a valid IntervalStrategy"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in TRL
+def test_what_is_wrong_is_said(entries, change, message, written):
+    result = run(written(**entries), *[change] if change else [])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+def test_columns_that_no_trainer_knows(written, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "data.csv").write_text("question,answer\n1,2\n")
+    assert (
+        "has columns ['question', 'answer'], none of text, messages" in run(written(data=f"{tmp_path}/data.csv")).stderr
+    )
+
+
+def test_values_of_changes():
+    given = {"args": {"lr": 1}}
+    for change in ("args.lr=1e-4", "args.layers=[0, 1]", "options.storage=/a=b", "model.tied=false"):
+        _apply(given, change)
+    assert given == {
+        "args": {"lr": 1e-4, "layers": [0, 1]}, "options": {"storage": "/a=b"}, "model": {"tied": False}
+    }  # fmt: skip
+    with pytest.raises(OptionError, match="this is no YAML"):
+        _parsed("[")
+    with pytest.raises(OptionError, match="'model' is missing: say what to train on what"):
+        Recipe.of({"data": "x.txt"})
