@@ -16,6 +16,7 @@ from gs_compile.errors import OptionError
 from gs_compile.hf.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in TRL
 EXAMPLE = ROOT / "examples" / "train.yaml"
 
 
@@ -81,7 +82,6 @@ def test_the_example_learns_and_goes_on(tmp_path, monkeypatch):
         ({}, "args.eval_strategy=sometimes", "args: sometimes is not a valid IntervalStrategy"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in TRL
 def test_what_is_wrong_is_said(entries, change, message, written):
     result = run(written(**entries), *[change] if change else [])
     assert (result.exit_code, result.stdout) == (2, "")
