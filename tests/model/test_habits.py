@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from learner import learner, same_tensors
-from safetensors.torch import load, save
+from safetensors.torch import load, save, save_model
 from tiered import tokens
 from torch import nn
 from torch.func import functional_call
@@ -56,6 +59,19 @@ def saved(model):
     return torch.load(file, weights_only=True)
 
 
+def state_saved(model):
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    return dict(torch.load(file, weights_only=True))
+
+
+def model_saved(model):
+    with tempfile.NamedTemporaryFile() as file:
+        save_model(model, file.name)
+        return sorted(load(Path(file.name).read_bytes()).items())
+
+
 def averaged(model):
     """An exponential moving average as people write it."""
     shadow = {name: parameter.clone().detach() for name, parameter in model.named_parameters()}
@@ -90,32 +106,40 @@ def generated(model):
 
 
 READS = {
-    "clone": lambda m: {name: parameter.clone() for name, parameter in m.named_parameters()},
-    "data": lambda m: {name: parameter.data + 1 for name, parameter in m.named_parameters()},
-    "cast": lambda m: [weight(m).double(), weight(m).half().float(), weight(m).to(torch.float64), weight(m).cpu() + 1],
-    "copied into another": lambda m: torch.zeros(weight(m).shape).copy_(weight(m)),
-    "norm": lambda m: torch.stack([parameter.norm() for parameter in m.parameters()]),
-    "foreach norm": lambda m: torch.stack(torch._foreach_norm(list(m.parameters()))),
-    "compared": lambda m: [weight(m) == weight(m), torch.equal(weight(m), m.transformer.wte.weight)],
-    "sums": lambda m: sum(parameter.float().sum().item() for parameter in m.parameters()),
-    "an item": lambda m: weight(m)[3, 5].item(),
-    "numpy": lambda m: weight(m).detach().float().numpy().tolist(),
-    "no number is NaN": lambda m: not any(bool(parameter.isnan().any()) for parameter in m.parameters()),
-    "flat": lambda m: parameters_to_vector(parameter.float() for parameter in m.parameters()),
-    "slices": lambda m: torch.cat([weight(m)[:3], weight(m).data[3:5], weight(m).view(-1, 32)[5:7], weight(m).T[:1, :32]]),
-    "zeros like": lambda m: torch.zeros_like(weight(m)),
-    "numbers of elements": lambda m: [(len(p), p.numel(), p.shape, p.dtype, p.nbytes) for p in m.parameters()],
-    "average": averaged,
-    "saved": saved,
-    "safetensors": lambda m: sorted(load(save({"w": weight(m).data, "b": m.transformer.ln_f.bias.detach()})).items()),
-    "state dict with parameters": lambda m: {k: v.clone() for k, v in m.state_dict(keep_vars=True).items()},
-    "pickled data": lambda m: pickle.loads(pickle.dumps(weight(m).data)),
-    "copied data": lambda m: copy.deepcopy(weight(m).data),
-    "an eager forward": eager,
-    "inference mode": inferred,
+    "p.clone()": lambda m: {name: parameter.clone() for name, parameter in m.named_parameters()},
+    "p.data": lambda m: {name: parameter.data + 1 for name, parameter in m.named_parameters()},
+    "p.float(), p.to(dtype), p.cpu()": lambda m: [weight(m).double(), weight(m).half().float(), weight(m).to(torch.float64), weight(m).cpu() + 1],
+    "tensor.copy_(p)": lambda m: torch.zeros(weight(m).shape).copy_(weight(m)),
+    "p.norm()": lambda m: torch.stack([parameter.norm() for parameter in m.parameters()]),
+    "torch._foreach_norm(parameters)": lambda m: torch.stack(torch._foreach_norm(list(m.parameters()))),
+    "p == q, torch.equal(p, q)": lambda m: [weight(m) == weight(m), torch.equal(weight(m), m.transformer.wte.weight)],
+    "p.sum().item()": lambda m: sum(parameter.float().sum().item() for parameter in m.parameters()),
+    "p[3, 5].item()": lambda m: weight(m)[3, 5].item(),
+    "p.numpy()": lambda m: weight(m).detach().float().numpy().tolist(),
+    "p.isnan().any()": lambda m: not any(bool(parameter.isnan().any()) for parameter in m.parameters()),
+    "parameters_to_vector": lambda m: parameters_to_vector(parameter.float() for parameter in m.parameters()),
+    "p[:3], p.view(...), p.T": lambda m: torch.cat([weight(m)[:3], weight(m).data[3:5], weight(m).view(-1, 32)[5:7], weight(m).T[:1, :32]]),
+    "torch.zeros_like(p)": lambda m: torch.zeros_like(weight(m)),
+    "p.numel(), p.shape, p.nbytes": lambda m: [(len(p), p.numel(), p.shape, p.dtype, p.nbytes) for p in m.parameters()],
+    "exponential averages": averaged,
+    "torch.save of tensors": saved,
+    "safetensors.torch.save": lambda m: sorted(load(save({"w": weight(m).data, "b": m.transformer.ln_f.bias.detach()})).items()),
+    "state_dict(keep_vars=True)": lambda m: {k: v.clone() for k, v in m.state_dict(keep_vars=True).items()},
+    "pickle of p.data": lambda m: pickle.loads(pickle.dumps(weight(m).data)),
+    "copy.deepcopy(p.data)": lambda m: copy.deepcopy(weight(m).data),
+    "an eager forward without gradients": eager,
+    "torch.inference_mode()": inferred,
     "functional_call": called_by_function,
-    "sparse": lambda m: weight(m).to_sparse().to_dense(),
-    "generate": generated,
+    "p.to_sparse()": lambda m: weight(m).to_sparse().to_dense(),
+    "model.generate()": generated,
+    "p.tolist(), for row in p": lambda m: [*(row.sum() for row in weight(m)), m.transformer.ln_f.bias.tolist()],
+    "p @ x, functional.linear(x, p)": lambda m: [(weight(m) @ weight(m).T).detach(), nn.functional.linear(weight(m), weight(m)).detach()],
+    "get_total_norm(parameters)": lambda m: nn.utils.get_total_norm(m.parameters()),
+    "torch.save(model.state_dict())": state_saved,
+    "safetensors.torch.save_model": model_saved,
+    "p in {p}": lambda m: weight(m) in {weight(m)},
+    "model.get_input_embeddings()": lambda m: m.get_input_embeddings().weight.mean(),
+    "model.num_parameters(), get_memory_footprint()": lambda m: (m.num_parameters(), m.get_memory_footprint()),
 }  # fmt: skip
 
 
@@ -157,16 +181,18 @@ def by_data(model):
 
 
 WRITES = {
-    "in place": changed_in_place,
-    "foreach and out": lerped,
-    ".data": by_data,
-    "initialised": lambda m: (torch.manual_seed(3), [nn.init.normal_(p) for p in m.parameters()]),
-    "from a vector": lambda m: vector_to_parameters(
+    "p.mul_(...), p[2].zero_(), p[4, 5] = 7": changed_in_place,
+    "torch._foreach_mul_, out=p": lerped,
+    "p.data.mul_(...), p.data = values": by_data,
+    "nn.init.*": lambda m: (torch.manual_seed(3), [nn.init.normal_(p) for p in m.parameters()]),
+    "vector_to_parameters": lambda m: vector_to_parameters(
         torch.arange(sum(p.numel() for p in m.parameters())).to(weight(m).dtype) / 100, m.parameters()
     ),
     "load_state_dict": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}),
-    "applied": lambda m: m.apply(lambda each: each.weight.data.fill_(0.5) if isinstance(each, nn.LayerNorm) else None),
-    "tied again": lambda m: m.tie_weights(),
+    "model.apply(...)": lambda m: m.apply(
+        lambda each: each.weight.data.fill_(0.5) if isinstance(each, nn.LayerNorm) else None
+    ),
+    "tie_weights()": lambda m: m.tie_weights(),
 }
 
 
@@ -179,21 +205,24 @@ def test_changes_are_written(habit, pair):
 
 
 REFUSED = {
-    "deepcopy": (copy.deepcopy, "cannot be copied or pickled"),
-    "pickle": (pickle.dumps, "cannot be copied or pickled"),
-    "torch.save of the model": (lambda m: torch.save(m, io.BytesIO()), "cannot be copied or pickled"),
-    "AveragedModel": (
+    "copy.deepcopy(model)": (copy.deepcopy, "cannot be copied or pickled"),
+    "pickle of the model": (pickle.dumps, "cannot be copied or pickled"),
+    "torch.save(model)": (lambda m: torch.save(m, io.BytesIO()), "cannot be copied or pickled"),
+    "swa_utils.AveragedModel": (
         lambda m: AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
         "cannot be copied or pickled",
     ),
-    "to a dtype": (lambda m: m.to(torch.float64), "Convert the model before its first call"),
-    "half": (lambda m: m.half(), "Convert the model before its first call"),
-    "to meta": (lambda m: m.to("meta"), "cannot become"),
-    "share_memory": (lambda m: m.share_memory(), "has no memory of its own"),
-    "data of another shape": (lambda m: setattr(weight(m), "data", torch.zeros(3)), "cannot be given .data of shape"),
-    "resized": (lambda m: m.resize_token_embeddings(80), "cannot be given .data of shape"),
-    "a hook on a gradient": (lambda m: weight(m).register_hook(print), "gives its gradient to its update alone"),
-    "an address": (lambda m: weight(m).data_ptr(), "has no memory of its own"),
+    "model.to(dtype)": (lambda m: m.to(torch.float64), "Convert the model before its first call"),
+    "model.half()": (lambda m: m.half(), "Convert the model before its first call"),
+    'model.to("meta")': (lambda m: m.to("meta"), "cannot become"),
+    "model.share_memory()": (lambda m: m.share_memory(), "has no memory of its own"),
+    "p.data = values of another shape": (
+        lambda m: setattr(weight(m), "data", torch.zeros(3)),
+        "cannot be given .data of shape",
+    ),
+    "resize_token_embeddings": (lambda m: m.resize_token_embeddings(80), "cannot be given .data of shape"),
+    "p.register_hook": (lambda m: weight(m).register_hook(print), "gives its gradient to its update alone"),
+    "p.data_ptr()": (lambda m: weight(m).data_ptr(), "has no memory of its own"),
     "an eager backward": (
         lambda m: m.forward(input_ids=tokens(3), labels=tokens(3)).loss.backward(),
         "gets its gradient from the compiled model's own backward",
@@ -216,6 +245,23 @@ def test_a_view_from_before_a_step_is_refused(one):
     one.train(1)
     with pytest.raises(ReleasedParameterError, match="take it from the parameter again"):
         view.zero_()
+
+
+def test_what_is_printed_is_no_placeholder(one):
+    assert "OffloadedParameter(shape=(70, 32)" in repr(weight(one.model))
+    assert "nan" not in repr(weight(one.model)) + repr(weight(one.model).data) + repr(one.model) + repr(
+        one.model.state_dict()
+    )
+
+
+def test_the_documents_say_what_each_habit_does():
+    """The table has every habit that is tried here, where it belongs, and no other."""
+    text = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text().partition("## Habits")[2]
+    rows = re.findall(r"^\| (.+) \| (read|written|refused): .+ \|$", text, re.M)
+    said = [(outcome, habit.replace("`", "")) for habits, outcome in rows for habit in habits.split("; ")]
+    tried = {"read": [*READS, "print(p), repr(model)"], "written": [*WRITES], "refused": [*REFUSED]}
+    assert sorted(said) == sorted((outcome, habit) for outcome, habits in tried.items() for habit in habits)
+    assert len(said) >= 30
 
 
 def test_no_step_reads_a_parameter(one, monkeypatch):
