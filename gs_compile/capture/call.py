@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 
-from gs_compile.capture.dynamo import capture, hint, ignore_logging
+from gs_compile.capture.dynamo import absorb_libraries, capture, hint
 from gs_compile.capture.graph import Captured
 from gs_compile.errors import InspectionError
 
@@ -31,7 +31,7 @@ def captured_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Captured
         entries = zip(found.inputs, example_inputs, strict=True)
         raise _CapturedError(found, {entry.name: hint(value) for entry, value in entries if entry.role == "size"})
 
-    ignore_logging()
+    absorb_libraries()
     for tensor in filter(torch.is_tensor, inputs.values()):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)  # so that Dynamo traces once
     try:

@@ -25,6 +25,7 @@ import sympy
 import torch
 from torch import fx
 
+from gs_compile.capture.adapters import trace_adapters
 from gs_compile.capture.graph import Captured, Input, Role
 from gs_compile.errors import CaptureError, GraphBreakError, MixedDeviceError, NoBatchInputError, VersionError
 
@@ -111,7 +112,12 @@ def _autocast(device_type: str) -> tuple[Any, ...] | None:
     return (device_type, torch.get_autocast_dtype(device_type), True, torch.is_autocast_cache_enabled())
 
 
-def ignore_logging() -> bool:
+def absorb_libraries() -> bool:
+    """Keep calls of libraries that are imported by now from breaking graphs; returns whether this changed anything."""
+    return any([_ignore_logging(), trace_adapters()])
+
+
+def _ignore_logging() -> bool:
     """Let Dynamo pass over the "once" logging methods of HuggingFace, which break its graphs otherwise.
 
     Some language model heads log a warning inside forward (no `loss_type` in the config). The warning is then not
@@ -218,8 +224,8 @@ def _has_float_symbols(module: fx.GraphModule) -> bool:
 def _refuse_graph_break(module: fx.GraphModule) -> None:
     found, reason = getattr(module, "compile_subgraph_reason", None), "step_unsupported"
     if found is not None and found.graph_break:
-        if ignore_logging():
-            raise _TraceAgain(restart_reason="greedysnake: a logging call that can be passed over")
+        if absorb_libraries():
+            raise _TraceAgain(restart_reason="greedysnake: a call that can be passed over, or traced otherwise")
         stack = [frame for frame in found.user_stack if "torch/_dynamo" not in frame.filename]
         where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
         reason = str(found.reason)

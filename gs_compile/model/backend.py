@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from gs_compile.capture.dynamo import add_graph_breaks, capture, current_compile_id, ignore_logging, note_last_compile
+from gs_compile.capture.dynamo import absorb_libraries, add_graph_breaks, capture, current_compile_id, note_last_compile
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import (
@@ -34,7 +34,7 @@ from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 from gs_compile.runtime.units import CompiledUnits
 
-ignore_logging()
+absorb_libraries()
 
 
 def greedysnake(

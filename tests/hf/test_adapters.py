@@ -6,12 +6,14 @@ import peft
 import pytest
 import torch
 from learner import distance, values
+from peft.utils.integrations import dequantize_module_weight
 from test_trainer import EAGER, curve, padded, samples
 from transformers import Trainer, TrainingArguments
 from zoo import huggingface
 
 import gs_compile
 import gs_compile.hf
+from gs_compile.capture.dynamo import absorb_libraries
 from gs_compile.errors import UniformityError
 from gs_compile.model.residency import is_offloaded
 from gs_compile.placement.placement import QUANTUM
@@ -21,6 +23,7 @@ TASK = {"task_type": "CAUSAL_LM"}
 LORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **TASK)
 ADAPTERS = {
     "lora": LORA,
+    "dora": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True, **TASK),
     "ia3": peft.IA3Config(**TASK),
     "prefix": peft.PrefixTuningConfig(num_virtual_tokens=4, **TASK),
 }
@@ -31,7 +34,7 @@ def adapted(config=LORA):
     return peft.get_peft_model(huggingface("llama").train(), config)
 
 
-def trained(model, folder, *, checkpointing=True, **options):
+def trained(model, folder, *, checkpointing=True, save_steps=0, resume=None, **options):
     """Trainer with a model, after 4 steps; with options, on the tiers."""
     torch._dynamo.reset()
     args = TrainingArguments(
@@ -43,14 +46,15 @@ def trained(model, folder, *, checkpointing=True, **options):
         logging_steps=1,
         activation_checkpointing=checkpointing,  # as TRL's trainers have it by default
         report_to=[],
-        save_strategy="no",
+        save_strategy="steps" if save_steps else "no",
+        save_steps=save_steps or 500,
         use_cpu=True,
     )
     model.enable_input_require_grads()
     trainer = Trainer(model, args, train_dataset=samples(), data_collator=padded)
     if options:
         gs_compile.hf.attach(trainer, storage=folder / "storage", **options)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume and str(resume))
     return trainer
 
 
@@ -87,6 +91,33 @@ def test_frozen_weights_are_never_written(trainer):
     assert (written["w"], written["s"]) == (4 * num_trained, 8 * num_trained)
 
 
+def test_adapters_are_saved_and_loaded(trainer, tmp_path):
+    """As an ordinary model's, and back into the tiers."""
+    trainer.save_model(tmp_path)
+    wanted = {name: each.clone() for name, each in peft.get_peft_model_state_dict(trainer.model).items()}
+    loaded = peft.PeftModel.from_pretrained(huggingface("llama"), tmp_path)
+    torch.testing.assert_close(dict(peft.get_peft_model_state_dict(loaded)), wanted, rtol=0, atol=0)
+    adapter = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        for parameter in adapter:
+            parameter.zero_()
+    trainer.model.load_adapter(tmp_path, "default", is_trainable=True)
+    assert all(is_offloaded(parameter) for parameter in adapter)
+    torch.testing.assert_close(dict(peft.get_peft_model_state_dict(trainer.model)), wanted, rtol=0, atol=0)
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    """Bit for bit; a checkpoint has the adapter alone."""
+    whole = trained(adapted(), tmp_path / "whole", expert=EAGER)
+    first = trained(adapted(), tmp_path / "first", expert=EAGER, save_steps=2)
+    assert not (tmp_path / "first" / "out" / "checkpoint-2" / "model.safetensors").exists()
+    again = trained(adapted(), tmp_path / "again", expert=EAGER, resume=tmp_path / "first" / "out" / "checkpoint-2")
+    assert curve(again, "loss") == curve(whole, "loss") == curve(first, "loss")
+    torch.testing.assert_close(
+        peft.get_peft_model_state_dict(again.model), peft.get_peft_model_state_dict(whole.model), rtol=0, atol=0
+    )
+
+
 @torch.no_grad()
 def test_adapters_are_switched_off_and_merged(trainer):
     """Without its adapter it is the model that it was; merged, it computes what it computed."""
@@ -110,3 +141,22 @@ def test_a_break_inside_a_call_is_named(tmp_path):
     with pytest.raises(UniformityError) as found:
         model(input_ids=ids, labels=ids)
     assert "requires_grad_() intermediate leaked as output" in found.value.__notes__[0]
+
+
+class Quantized(torch.nn.Parameter):
+    """As a library of quantized weights has them."""
+
+
+def test_a_quantized_weight_is_read_by_peft():
+    """What Dynamo traces in the place of PEFT's function is for weights that are not."""
+    absorb_libraries()
+
+    def read(layer):
+        return 2 * dequantize_module_weight(layer)
+
+    layer = torch.nn.Linear(2, 2)
+    torch.testing.assert_close(torch.compile(read, backend="eager", fullgraph=True)(layer), 2 * layer.weight)
+    layer.weight = Quantized(layer.weight.detach())
+    with pytest.raises(Exception, match="graph_break"):
+        torch.compile(read, backend="eager", fullgraph=True)(layer)
+    torch.testing.assert_close(torch.compile(read, backend="eager")(layer), 2 * layer.weight, check_dtype=False)

@@ -1,0 +1,35 @@
+"""adapters: what PEFT's layers do that Dynamo cannot trace, said in a way that it can."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+_PLAIN = ("Parameter", "OffloadedParameter")  # types of weights that are not quantized
+
+
+def trace_adapters() -> bool:
+    """Have Dynamo trace how DoRA reads a weight that may be quantized; returns whether this changed anything.
+
+    PEFT asks for the name of the weight's module, at which Dynamo breaks the graph. A quantized weight breaks it still,
+    and PEFT's own function reads it.
+    """
+    integrations = sys.modules.get("peft.utils.integrations")
+    original = getattr(integrations, "dequantize_module_weight", None)
+    if original is None:
+        return False
+    try:
+        torch.compiler.substitute_in_graph(original)(_weight)
+    except ValueError:  # Dynamo has a substitute
+        return False
+    return True
+
+
+def _weight(module: Any) -> Any:
+    if hasattr(module, "W_q"):
+        return module.dequantize()
+    if type(module.weight).__name__ not in _PLAIN:
+        torch._dynamo.graph_break()
+    return module.weight
