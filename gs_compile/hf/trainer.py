@@ -66,7 +66,9 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         args = self.args
         _check(args)
         packs = getattr(self, "padding_free", False)  # TRL's: a batch is one row
-        chosen = {"micro_batch_size": 1 if packs else args.per_device_train_batch_size, "outputs": "loss", **options}
+        known = getattr(self.model, "greedysnake_options", {})  # of from_pretrained
+        size = 1 if packs else args.per_device_train_batch_size
+        chosen = {"micro_batch_size": size, "outputs": "loss", **known, **options}
         storage = Options.of(chosen).storage  # refuses what is wrong
         if self.optimizer is None:
             self.optimizer_cls_and_kwargs = self._equivalent()

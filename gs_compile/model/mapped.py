@@ -20,6 +20,7 @@ import torch
 from gs_compile.errors import StorageError, StorageFullError
 from gs_compile.machine import free_storage
 from gs_compile.options import default_storage
+from gs_compile.runtime.stream import is_in_host_memory
 
 SMALL_NBYTES = 64 << 10  # below, a tensor stays in memory: norms and biases, too little to be worth a file each
 CHUNK_NBYTES = 16 << 20  # what is in memory while a file is written: large requests, and a small part of any budget
@@ -77,6 +78,8 @@ def is_mapped(storage: torch.UntypedStorage) -> bool:
     return (storage.filename or "").startswith("/dev/fd/")
 
 
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc's; others do without
+_MADV_PAGEOUT = 21  # Linux 5.4; not among mmap's names
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -84,3 +87,19 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def leave_memory(storage: torch.UntypedStorage) -> None:
     """Unmap the pages of a mapped file; they come back as they were when they are next used."""
     assert _madvise(storage.data_ptr(), storage.nbytes(), mmap.MADV_DONTNEED) == 0, os.strerror(ctypes.get_errno())
+
+
+def trim() -> None:
+    """Give the free pages of the heap back: the C library keeps those between blocks that are in use."""
+    _malloc_trim(0)
+
+
+def drop_read(tensor: torch.Tensor) -> None:
+    """Have the kernel take back the pages of a tensor that others have mapped from a file, as safetensors does.
+
+    Nothing is lost: pages come back from the file, changed ones stay. Of memory from torch's allocator none are taken.
+    """
+    storage = tensor.untyped_storage()
+    if is_in_host_memory(tensor) and storage.nbytes() >= SMALL_NBYTES and not storage.resizable():
+        start = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        _madvise(start, storage.data_ptr() + storage.nbytes() - start, _MADV_PAGEOUT)  # a kernel without it keeps them

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from gs_compile.capture.internals import TorchDispatchMode, tree_leaves, tree_map_only
 from gs_compile.errors import InitialisationError
-from gs_compile.model.mapped import SMALL_NBYTES, directory, is_mapped, leave_memory, map_file
+from gs_compile.model.mapped import SMALL_NBYTES, directory, drop_read, is_mapped, leave_memory, map_file, trim
 from gs_compile.model.residency import is_offloaded, stash
 from gs_compile.runtime.stream import is_in_host_memory
 
@@ -55,30 +55,46 @@ def init_on_storage(
     Warns of parameters whose values were not made by torch operations in this thread, as those from numpy: their
     values are right, but they were in memory until all was built.
     """
-    with _NewTensorsInFiles(directory(storage)) as files:
+    with NewTensorsInFiles(directory(storage)) as files:
         model = factory()
+    resident = offload(model, files)
+    if resident:
+        warnings.warn(
+            "initial values that no torch operation of this thread has made (from_numpy, a checkpoint, a thread) were "
+            f"in memory until the model was built; they are right, but took their room: {', '.join(resident)}",
+            stacklevel=2,
+        )
+    return model if device is None else model.to(device)
+
+
+def offload(model: nn.Module, files: NewTensorsInFiles) -> list[str]:
+    """Offload the parameters of a model that was built within `files`; raises as `init_on_storage`.
+
+    Returns the names of those whose values were not in files, and are now.
+    """
     parameters = {name: each for name, each in model.named_parameters() if not is_offloaded(each)}
     buffers = dict(model.named_buffers())
     for name, parameter in parameters.items():
         _check(name, parameter)
     _check_apart(parameters, buffers)
-    _stash_all(parameters, files)
+    resident = _stash_all(parameters, files)
     mapped = [buffer for buffer in buffers.values() if _in_file(buffer)]
     for buffer, copied in zip(mapped, copy.deepcopy([buffer.detach() for buffer in mapped]), strict=True):
         buffer.data = copied  # in memory; those that shared a file go on sharing
     files.drop_pages(down_to_nbytes=0)
-    return model if device is None else model.to(device)
+    return resident
 
 
 # While the factory runs -----------------------------------------------------------------------------------------------
 
 
-class _NewTensorsInFiles(TorchDispatchMode):
-    """Every large new tensor lives in a file, and only those used last are in memory."""
+class NewTensorsInFiles(TorchDispatchMode):
+    """Every large new tensor lives in a file, and only those used last are in memory: `cache_nbytes` of them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cache_nbytes: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.folder = folder
+        self.cache_nbytes = CACHE_NBYTES if cache_nbytes is None else cache_nbytes
         self.recent: OrderedDict[int, torch.UntypedStorage] = OrderedDict()  # by address; what was used last is last
 
     def __torch_dispatch__(
@@ -106,6 +122,10 @@ class _NewTensorsInFiles(TorchDispatchMode):
             return _alias(result, files[storage.data_ptr()])
 
         results = tree_map_only(torch.Tensor, in_file, results)
+        if files:
+            trim()  # of what the operation has made in memory
+        for each in given if files else ():
+            drop_read(each)  # of a checkpoint that is mapped
         self._touch(each for each in tree_leaves(results) if _is_plain(each))
         return results
 
@@ -119,7 +139,7 @@ class _NewTensorsInFiles(TorchDispatchMode):
         for tensor in filter(_in_file, tensors):
             self.recent[_address(tensor)] = tensor.untyped_storage()
             self.recent.move_to_end(_address(tensor))
-        self.drop_pages(down_to_nbytes=CACHE_NBYTES)
+        self.drop_pages(down_to_nbytes=self.cache_nbytes)
 
 
 def _refuse_resize(operation: Any, args: tuple[Any, ...]) -> None:
@@ -160,25 +180,20 @@ def _alias(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) ->
 # When it has run ------------------------------------------------------------------------------------------------------
 
 
-def _stash_all(parameters: dict[str, nn.Parameter], files: _NewTensorsInFiles) -> None:
-    """Stash the values of parameters in their files; those that are in memory, with a warning, in new ones."""
+def _stash_all(parameters: dict[str, nn.Parameter], files: NewTensorsInFiles) -> list[str]:
+    """Stash the values of parameters in their files; those that are elsewhere, which it names, in new ones."""
     resident = [
         name
         for name, each in parameters.items()
         if each.untyped_storage().nbytes() >= SMALL_NBYTES and not _in_file(each)
     ]
-    if resident:
-        warnings.warn(
-            "initial values that no torch operation of this thread has made (from_numpy, a checkpoint, a thread) were "
-            f"in memory until the model was built; they are right, but took their room: {', '.join(resident)}",
-            stacklevel=3,
-        )
     for name, parameter in parameters.items():
         values = _alias(parameter)
         if name in resident:
             with files:
                 values = values.clone()
         stash(parameter, values=values, folder=files.folder)  # [3]
+    return resident
 
 
 def _check(name: str, parameter: torch.Tensor) -> None:

@@ -62,7 +62,7 @@ class Planner:
         self.options = options
         self.layouts = layouts
         self.device = device
-        self.host_nbytes = _host_nbytes(options)
+        self.host_nbytes = host_budget(options)
         self.builder = StepBuilder(
             sizes=sizes,
             num_layers=layouts[0].split.num_layers,
@@ -237,7 +237,7 @@ def _fixed(options: Options, clip: bool) -> Fixed:
     return replace(fixed, alpha=expert.alpha or 0.0) if SCHEDULES[expert.schedule].order == "horizontal" else fixed
 
 
-def _host_nbytes(options: Options) -> int:
+def host_budget(options: Options) -> int:
     if options.host_memory is None:
         return int(available_memory() * DEFAULT_SHARE)
     return parse_bytes(options.host_memory, whole=usable_memory(), name="host_memory")

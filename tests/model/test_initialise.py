@@ -220,5 +220,5 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path, all_to_files):
     missing = tmp_path / "missing"
-    with pytest.raises(StorageError, match="cannot make a file of 256 bytes"), initialise._NewTensorsInFiles(missing):
+    with pytest.raises(StorageError, match="cannot make a file of 256 bytes"), initialise.NewTensorsInFiles(missing):
         nn.Linear(8, 8)

@@ -112,7 +112,7 @@ class Model(nn.Module):
 
 torch.set_num_threads(1)
 storage_init.CACHE_NBYTES = 8 << 20
-with storage_init._NewTensorsInFiles(storage_init.directory(sys.argv[1])):
+with storage_init.NewTensorsInFiles(storage_init.directory(sys.argv[1])):
     nn.init.trunc_normal_(nn.Linear(300, 300).weight)
 nn.Sequential(nn.Linear(8, 8))(torch.ones(8)).sum().backward()
 before = status("VmHWM")
