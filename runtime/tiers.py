@@ -24,7 +24,7 @@ from gs_compile.program.ir import LANES, Program, Unit, Value
 from gs_compile.runtime.coordinators import Activations, Parameters, Setting
 from gs_compile.runtime.lanes import Failure, Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, Recipe, StepRecord
-from gs_compile.runtime.slab import Block, Slab
+from gs_compile.runtime.slab import Block, Slab, map_memory
 from gs_compile.runtime.store import Extent, Store
 from gs_compile.runtime.stream import Event, device_of
 from gs_compile.runtime.trace import Trace
@@ -128,7 +128,7 @@ class Tiers:
         self._write(place, component, values.to(self.setting.state_dtype(place.unit)))
 
     def _read(self, place: Slice, component: int | None, dtype: torch.dtype) -> Tensor:
-        flat = torch.empty(place.numel, dtype=dtype)
+        flat = map_memory(place.numel * dtype.itemsize).view(dtype)  # the heap would keep it, in pieces
         for content, start, target in self._pieces(place, component, flat):
             if isinstance(content, Extent):
                 content.read(target, start * dtype.itemsize).wait()
