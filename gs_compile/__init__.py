@@ -15,7 +15,7 @@ from gs_compile.errors import GreedySnakeError
 from gs_compile.options import Expert, Options, Ratios
 
 if TYPE_CHECKING:
-    from gs_compile.hf.weights import from_pretrained
+    from gs_compile.hf.weights import from_pretrained, save_pretrained
     from gs_compile.model.inspection import Inspection, inspect
     from gs_compile.model.materialize import materialize
     from gs_compile.model.optim import SGD, Adam, AdamW, Lion
@@ -44,10 +44,11 @@ __all__ = [
     "inspect",
     "materialize",
     "plan",
+    "save_pretrained",
 ]
 
 _LATER = {  # names that need torch come when they are first used: importing this package takes no time
-    "hf.weights": ("from_pretrained",),
+    "hf.weights": ("from_pretrained", "save_pretrained"),
     "model.inspection": ("Inspection", "inspect"),
     "model.materialize": ("materialize",),
     "model.optim": ("AdamW", "Adam", "SGD", "Lion"),

@@ -183,7 +183,7 @@ def has_own_memory(device: torch.device) -> bool:
     return device_of(device).has_own_memory
 
 
-def is_in_host_memory(tensor: Tensor) -> bool:
+def is_in_host_memory(tensor: Tensor | torch.UntypedStorage) -> bool:
     return tensor.device.type == "cpu"
 
 

@@ -12,11 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils import serialization
 
 from gs_compile.errors import OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.gather import gathered
 from gs_compile.hf.together import answered, compile_for_strands, stored_reference
+from gs_compile.hf.weights import streamed
 from gs_compile.model.optim import SGD, Adam, AdamW, Lion
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
@@ -118,6 +120,16 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
         """The norm of all gradients, before clipping."""
         return self._tiered_optimizer.grad_norm
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """The model's values are read as they are written."""
+        with streamed(self.model) as values:
+            super()._save(output_dir, state_dict or values)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """States stay in their file until they go to the tiers."""
+        with serialization.config.patch({"load.mmap": True}):  # type: ignore[attr-defined]
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """With what moved in the step before: bytes of each lane."""

@@ -1,14 +1,24 @@
-"""weights: checkpoints of transformers, read to storage and written from it, within a part of their size in memory."""
+"""weights: checkpoints of transformers, read to storage and written from it, within a part of their size in memory.
+
+from_pretrained    the model is built without values; each goes from the checkpoint to a file as it is read
+save_pretrained    transformers asks for values a shard at a time, as for a model of which it has left some on a disk
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
+
+import torch
+from torch import nn
 
 from gs_compile.errors import OptionError
 from gs_compile.model.mapped import directory
+from gs_compile.model.residency import as_masters, is_offloaded, residency_of
 from gs_compile.model.storage_init import CACHE_NBYTES, NewTensorsInFiles, offload
 from gs_compile.options import Options
 from gs_compile.planner.planner import host_budget
@@ -25,7 +35,12 @@ _REFUSED = {
 
 
 def from_pretrained(
-    model_class: Any, name_or_path: str | os.PathLike[str], *, storage: Any = None, host_memory: Any = None, **given: Any
+    model_class: Any,
+    name_or_path: str | os.PathLike[str],
+    *,
+    storage: Any = None,
+    host_memory: Any = None,
+    **given: Any,
 ) -> Any:
     """``model_class.from_pretrained(name_or_path, **given)``, its parameters offloaded as by `init_on_storage`.
 
@@ -46,6 +61,66 @@ def from_pretrained(
     offload(model, files)
     model.greedysnake_options = {"storage": options.storage, "host_memory": options.host_memory}
     return found
+
+
+def save_pretrained(model: Any, folder: str | os.PathLike[str], *, master: bool = False, **given: Any) -> None:
+    """``model.save_pretrained(folder, **given)``, values read as they are written: memory holds one shard of them.
+
+    A shard has `max_shard_size`, here "5GB" where nothing is given. With `master`, parameters that are computed with in
+    bf16 are their fp32 masters. Adapters alone are saved as transformers and PEFT do.
+    """
+    with streamed(model, master=master) as values:
+        model.save_pretrained(folder, **{"max_shard_size": "5GB", "state_dict": values, **given})
+
+
+@contextmanager
+def streamed(model: nn.Module, *, master: bool = False) -> Iterator[dict[str, torch.Tensor] | None]:
+    """A state dict for `model.save_pretrained`, of which transformers reads the values in this block.
+
+    Offloaded parameters are on the meta device in it. None: it has to have all values first, as where only adapters are
+    saved, or where the checkpoint merges parameters, which may be of two shards.
+    """
+    import transformers
+
+    model = getattr(model, "_orig_mod", model)
+    known = isinstance(model, transformers.PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False)
+    conversions = getattr(model, "_weight_conversions", None) or ()
+    if not known or any(len(each.target_patterns) > 1 for each in conversions):
+        yield None
+        return
+    shown = dict(model.state_dict(keep_vars=True))
+    with ExitStack() as stack:
+        for parameter in {value for value in shown.values() if master and is_offloaded(value)}:
+            stack.enter_context(as_masters(parameter))
+        stack.enter_context(_with_values(model, _Values(shown, master)))
+        yield {
+            name: torch.empty_like(each, device="meta") if is_offloaded(each) else each.detach()
+            for name, each in shown.items()
+        }
+
+
+class _Values:
+    """Values by name, each read when it is asked for."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], master: bool) -> None:
+        self.parameters = parameters
+        self.master = master
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        parameter = self.parameters[name]
+        return residency_of(parameter).value(parameter, master=self.master)
+
+
+@contextmanager
+def _with_values(model: Any, values: _Values) -> Iterator[None]:
+    """transformers takes the model for one that was left on a disk, whose values a hook of Accelerate reads."""
+    model.hf_device_map, model._hf_hook = {"": "disk"}, SimpleNamespace(weights_map=values)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
+            yield
+    finally:
+        del model.hf_device_map, model._hf_hook
 
 
 def _check(name_or_path: str | os.PathLike[str], given: Mapping[str, Any]) -> None:

@@ -78,28 +78,24 @@ def is_mapped(storage: torch.UntypedStorage) -> bool:
     return (storage.filename or "").startswith("/dev/fd/")
 
 
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc's; others do without
+_malloc_trim = ctypes.CDLL(None).malloc_trim
 _MADV_PAGEOUT = 21  # Linux 5.4; not among mmap's names
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def leave_memory(storage: torch.UntypedStorage) -> None:
-    """Unmap the pages of a mapped file; they come back as they were when they are next used."""
-    assert _madvise(storage.data_ptr(), storage.nbytes(), mmap.MADV_DONTNEED) == 0, os.strerror(ctypes.get_errno())
+    """Have the kernel take back the pages of a mapped file; they come back as they were when they are next used.
+
+    That is one of `map_file`, or one that others have mapped, as safetensors does with a checkpoint.
+    """
+    if is_mapped(storage):
+        assert _madvise(storage.data_ptr(), storage.nbytes(), mmap.MADV_DONTNEED) == 0, os.strerror(ctypes.get_errno())
+    elif is_in_host_memory(storage) and storage.nbytes() >= SMALL_NBYTES and not storage.resizable():  # not torch's own
+        start = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        _madvise(start, storage.data_ptr() + storage.nbytes() - start, _MADV_PAGEOUT)  # keeps what has changed
 
 
 def trim() -> None:
     """Give the free pages of the heap back: the C library keeps those between blocks that are in use."""
     _malloc_trim(0)
-
-
-def drop_read(tensor: torch.Tensor) -> None:
-    """Have the kernel take back the pages of a tensor that others have mapped from a file, as safetensors does.
-
-    Nothing is lost: pages come back from the file, changed ones stay. Of memory from torch's allocator none are taken.
-    """
-    storage = tensor.untyped_storage()
-    if is_in_host_memory(tensor) and storage.nbytes() >= SMALL_NBYTES and not storage.resizable():
-        start = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        _madvise(start, storage.data_ptr() + storage.nbytes() - start, _MADV_PAGEOUT)  # a kernel without it keeps them

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gs_compile.errors import OptimizerError
-from gs_compile.model.mapped import CHUNK_NBYTES, directory, mapped
+from gs_compile.model.mapped import CHUNK_NBYTES, directory, leave_memory, mapped
 from gs_compile.runtime.tiers import Slice, Tiers
 
 Tensor = torch.Tensor
@@ -53,6 +53,7 @@ class ParameterStore:
             if own != wide and new.dtype == own:
                 new = torch.where(new == self.tiers.read(piece), self.tiers.read(piece, master=True), new.to(wide))
             self.tiers.fill(piece, new)
+            leave_memory(values.untyped_storage())
 
     def state(self, span: Slice, num_steps: int) -> dict[str, Any]:
         """A parameter's optimizer state after all updates, as torch has it; its master, where there is one, beside."""
@@ -89,6 +90,7 @@ class ParameterStore:
                         f"entries {MASTER!r} out, if these are to go on from other values)"
                     )
                 self.tiers.write_state(piece, number, new)
+                leave_memory(values.untyped_storage())
 
     def _components(self, span: Slice) -> Sequence[str]:
         """Names of the tensors of a parameter's state, in their order."""

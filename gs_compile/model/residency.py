@@ -24,7 +24,7 @@ from torch import nn
 
 from gs_compile.capture.internals import changes
 from gs_compile.errors import ReleasedParameterError
-from gs_compile.model.mapped import mapped
+from gs_compile.model.mapped import leave_memory, mapped
 from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder, shares_memory
 from gs_compile.model.parameter_store import ParameterStore
 from gs_compile.runtime.tiers import Slice
@@ -86,6 +86,13 @@ class Residency:
         values = self.stashed_value(parameter)
         return values if master else values.to(parameter.dtype)
 
+    def master_dtype(self, parameter: Tensor) -> torch.dtype:
+        """Of `value` with `master`."""
+        if self.tiered is not None:
+            store, span = self.tiered
+            return store.tiers.dtype(span, master=True)
+        return self.stashed_value(parameter).dtype
+
     def shown_value(self, parameter: Tensor, device: torch.device) -> Tensor:
         """`value` on a device; the same tensor again while it is in use and true, so that tied entries stay tied."""
         known = self.shown.get(device)
@@ -109,6 +116,8 @@ class Residency:
         elif (own := self.stashed_value(parameter)).data_ptr() != values.data_ptr():
             with torch.no_grad():
                 own.copy_(values)
+            for each in (own, values):
+                leave_memory(each.untyped_storage())
         known = self.shown.get(values.device)
         self.num_writes += 1
         if known is not None and (shown := known.values()) is not None and shares_memory(shown, values):
@@ -219,6 +228,17 @@ def mark_gradient_unavailable(parameter: Tensor) -> None:
             whole = placeholder(parameter.dtype, parameter.device).expand(parameter.shape)
             residency.gradient = whole.as_subclass(UnavailableGradient)
         parameter.grad = residency.gradient
+
+
+@contextmanager
+def as_masters(parameter: Tensor) -> Iterator[None]:
+    """An offloaded parameter is seen in the dtype of its master."""
+    residency, dtype = residency_of(parameter), parameter.dtype
+    residency.release(parameter, residency.master_dtype(parameter))
+    try:
+        yield
+    finally:
+        residency.release(parameter, dtype)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from gs_compile.capture.internals import TorchDispatchMode, tree_leaves, tree_map_only
 from gs_compile.errors import InitialisationError
-from gs_compile.model.mapped import SMALL_NBYTES, directory, drop_read, is_mapped, leave_memory, map_file, trim
+from gs_compile.model.mapped import SMALL_NBYTES, directory, is_mapped, leave_memory, map_file, trim
 from gs_compile.model.residency import is_offloaded, stash
 from gs_compile.runtime.stream import is_in_host_memory
 
@@ -124,8 +124,8 @@ class NewTensorsInFiles(TorchDispatchMode):
         results = tree_map_only(torch.Tensor, in_file, results)
         if files:
             trim()  # of what the operation has made in memory
-        for each in given if files else ():
-            drop_read(each)  # of a checkpoint that is mapped
+        for each in [each for each in given if files and not _in_file(each)]:
+            leave_memory(each.untyped_storage())  # of a checkpoint that is mapped
         self._touch(each for each in tree_leaves(results) if _is_plain(each))
         return results
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from learner import values
+import transformers
+from learner import Learner, inside, same_tensors, values
+from safetensors.torch import load_file, load_model, save_model
+from test_trainer import EAGER
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from transformers import AutoModelForCausalLM
 from zoo import configuration, huggingface
 
@@ -37,10 +44,15 @@ def assert_same(found, wanted):
     assert found.training == wanted.training
 
 
-@pytest.mark.parametrize("shard", ["50GB", "20KB"], ids=["one file", "sharded"])
-@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["as saved", "to fp32"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "saved", "dtype", "shard"),
+    [
+        ("gpt2", torch.bfloat16, torch.float32, "20KB"),
+        ("llama", torch.float32, None, "50GB"),
+        ("mixtral", torch.bfloat16, None, "20KB"),
+        ("mixtral", torch.float32, torch.bfloat16, "50GB"),
+    ],
+)
 def test_values_are_those_of_transformers(name, dtype, saved, shard, tmp_path, all_to_files):
     """Tied weights (gpt2) and experts, which are merged when they are read (mixtral), too."""
     huggingface(name).to(saved).save_pretrained(tmp_path / "saved", max_shard_size=shard)
@@ -61,7 +73,7 @@ def test_keys_that_do_not_match_are_named(tmp_path, caplog):
     )
     assert told == wanted
     assert "model.layers.2.mlp.up_proj.weight" in told["missing_keys"]
-    assert float(found.model.layers[2].mlp.up_proj.weight.std()) == pytest.approx(0.02, rel=0.1)
+    assert float(found.model.layers[2].mlp.up_proj.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path):
@@ -74,3 +86,95 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
         gs_compile.from_pretrained(AutoModelForCausalLM, tmp_path)
     with pytest.raises(OptionError, match="host_memory"):
         gs_compile.from_pretrained(AutoModelForCausalLM, tmp_path, host_memory="much")
+
+
+# Back again -----------------------------------------------------------------------------------------------------------
+
+
+def run(model, folder, *, steps=2, **options):
+    """After some steps on the tiers: the optimizer."""
+    torch._dynamo.reset()
+    optimizer = gs_compile.AdamW(model.parameters(), lr=1e-2)
+    model.train().compile(backend="greedysnake", options={"storage": folder, "expert": EAGER, **options})
+    for number in range(steps):
+        ids = torch.arange(number, number + 8).view(2, 4)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    return optimizer
+
+
+def saved_values(folder):
+    """Of all files of a folder, by name."""
+    return {name: value for path in Path(folder).glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_files_are_those_of_transformers(name, tmp_path):
+    """Bit for bit: as they came, and after two steps those that transformers writes of a model in memory."""
+    huggingface(name).save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    model = gs_compile.from_pretrained(AutoModelForCausalLM, tmp_path / "saved", storage=tmp_path)
+    gs_compile.save_pretrained(model, tmp_path / "round", max_shard_size="20KB")
+    assert len(list((tmp_path / "round").glob("*.safetensors"))) > 3
+    same_tensors(saved_values(tmp_path / "round"), saved_values(tmp_path / "saved"))
+    optimizer = run(model, tmp_path)
+    gs_compile.save_pretrained(model, tmp_path / "trained", max_shard_size="20KB")
+    model.save_pretrained(tmp_path / "habit")
+    with gs_compile.materialize(model):
+        model.save_pretrained(tmp_path / "wanted")
+    wanted = saved_values(tmp_path / "wanted")
+    same_tensors(saved_values(tmp_path / "trained"), wanted)
+    same_tensors(saved_values(tmp_path / "habit"), wanted)
+    assert optimizer.num_steps == 2
+    assert not hasattr(model, "hf_device_map")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    same_tensors(values(again), inside(Learner(model, optimizer)))
+
+
+def test_masters_are_saved_on_request(tmp_path):
+    model = huggingface("llama")
+    optimizer = run(model, tmp_path, precision="bf16")
+    gs_compile.save_pretrained(model, tmp_path / "narrow")
+    gs_compile.save_pretrained(model, tmp_path / "wide", master=True)
+    assert optimizer.engine is not None
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    narrow, wide = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("narrow", "wide"))
+    assert (narrow.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+    with gs_compile.materialize(model, master=True):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(wide.get_parameter(name), parameter)
+            assert torch.equal(narrow.get_parameter(name), parameter.to(torch.bfloat16))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_other_formats_have_the_values(tmp_path, monkeypatch):
+    """safetensors, torch.save, torch.distributed.checkpoint, and what goes to the hub; they come back to the tiers."""
+    model = huggingface("gpt2")
+    optimizer = run(model, tmp_path)
+    wanted = inside(Learner(model, optimizer))
+    save_model(model, str(tmp_path / "model.safetensors"))
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    checkpoint.save(get_model_state_dict(model), checkpoint_id=tmp_path / "dcp")
+    sent = {}
+    hub = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name))
+    monkeypatch.setattr(transformers.modeling_utils, "hf_api", lambda: hub)
+    monkeypatch.setattr(model, "_upload_modified_files", lambda folder, *_, **__: sent.update(saved_values(folder)))
+    gs_compile.save_pretrained(model, tmp_path / "hub", push_to_hub=True, repo_id="me/it")
+    same_tensors(sent, saved_values(tmp_path / "hub"))
+
+    def from_dcp():
+        state = get_model_state_dict(model)
+        checkpoint.load(state, checkpoint_id=tmp_path / "dcp")
+        set_model_state_dict(model, state)
+
+    backs = [
+        lambda: load_model(model, str(tmp_path / "model.safetensors")),
+        lambda: model.load_state_dict(torch.load(tmp_path / "model.pt", mmap=True)),
+        from_dcp,
+        lambda: model.load_state_dict(AutoModelForCausalLM.from_pretrained(tmp_path / "hub").state_dict()),
+    ]
+    for back in backs:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        back()
+        same_tensors(inside(Learner(model, optimizer)), wanted)
