@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from gs_compile.errors import OptimizerError, OptionError
 from gs_compile.hf.gather import gathered
 from gs_compile.hf.trainer import leave_out_checkpointing
+from gs_compile.hf.weights import options_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 
@@ -49,7 +50,7 @@ def prepare(
         raise OptionError(
             "the loader has a batch sampler of its own, so its batches have no size: give micro_batch_size"
         )
-    chosen = {"outputs": "loss", **options, "micro_batch_size": size}
+    chosen = {"outputs": "loss", **options_of(model, options), "micro_batch_size": size}
     Options.of(chosen)  # refuses what is wrong
     loader = _of_steps(loader, accelerator.gradient_accumulation_steps, size, model)
     leave_out_checkpointing(model)

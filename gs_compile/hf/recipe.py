@@ -10,6 +10,7 @@ from typing import Any
 
 from gs_compile.errors import OptionError
 from gs_compile.hf.trainer import attach
+from gs_compile.hf.weights import from_pretrained
 from gs_compile.options import Options, from_mapping
 
 BYTES, END = "bytes", "</s>"
@@ -68,7 +69,7 @@ def trainer_of(recipe: Recipe) -> Any:
     if recipe.eval_data:
         data["eval_dataset"] = _samples(recipe.eval_data, args.dataset_text_field)
     transformers.set_seed(args.seed)  # before a model is drawn
-    model, tokenizer = _model(recipe.model), _tokenizer(recipe)
+    model, tokenizer = _model(recipe), _tokenizer(recipe)
     if len(tokenizer) > model.config.get_text_config().vocab_size:
         raise OptionError(
             f"the tokenizer has {len(tokenizer)} tokens, more than the model's vocab_size of "
@@ -110,13 +111,14 @@ def _samples(files: str | list[str], text: str) -> Any:
     return samples
 
 
-def _model(model: str | Mapping[str, Any]) -> Any:
+def _model(recipe: Recipe) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with _named("model"):
-        if isinstance(model, str):
-            return AutoModelForCausalLM.from_pretrained(model)
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**model))
+        if isinstance(recipe.model, str):
+            places = {name: recipe.options[name] for name in ("storage", "host_memory") if name in recipe.options}
+            return from_pretrained(AutoModelForCausalLM, recipe.model, **places)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**recipe.model))
 
 
 def _tokenizer(recipe: Recipe) -> Any:

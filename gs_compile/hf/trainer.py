@@ -18,7 +18,7 @@ from gs_compile.errors import OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.gather import gathered
 from gs_compile.hf.together import answered, compile_for_strands, stored_reference
-from gs_compile.hf.weights import streamed
+from gs_compile.hf.weights import options_of, streamed
 from gs_compile.model.optim import SGD, Adam, AdamW, Lion
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
@@ -68,9 +68,8 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         args = self.args
         _check(args)
         packs = getattr(self, "padding_free", False)  # TRL's: a batch is one row
-        known = getattr(self.model, "greedysnake_options", {})  # of from_pretrained
         size = 1 if packs else args.per_device_train_batch_size
-        chosen = {"micro_batch_size": size, "outputs": "loss", **known, **options}
+        chosen = {"micro_batch_size": size, "outputs": "loss", **options_of(self.model, options)}
         storage = Options.of(chosen).storage  # refuses what is wrong
         if self.optimizer is None:
             self.optimizer_cls_and_kwargs = self._equivalent()

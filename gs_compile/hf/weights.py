@@ -63,6 +63,21 @@ def from_pretrained(
     return found
 
 
+def options_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a model has of `from_pretrained`, and over them those given.
+
+    Raises OptionError for a model that transformers or Accelerate has placed: its values are not in it.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()) or any(
+        hasattr(module, "_hf_hook") for module in model.modules()
+    ):
+        raise OptionError(
+            "device_map= has left parameters of this model elsewhere (on the meta device, or with hooks that bring "
+            "them): load it with gs_compile.from_pretrained(..., storage=...), without device_map"
+        )
+    return {**getattr(model, "greedysnake_options", {}), **given}
+
+
 def save_pretrained(model: Any, folder: str | os.PathLike[str], *, master: bool = False, **given: Any) -> None:
     """``model.save_pretrained(folder, **given)``, values read as they are written: memory holds one shard of them.
 

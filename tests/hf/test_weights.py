@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 import transformers
 from learner import Learner, inside, same_tensors, values
 from safetensors.torch import load_file, load_model, save_model
-from test_trainer import EAGER
+from test_adapters import LORA, trained
+from test_trainer import EAGER, curve
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from transformers import AutoModelForCausalLM
@@ -19,6 +22,7 @@ from zoo import configuration, huggingface
 
 import gs_compile
 from gs_compile.errors import OptionError
+from gs_compile.hf.weights import options_of
 from gs_compile.model import storage_init
 from gs_compile.model.residency import is_offloaded
 
@@ -86,6 +90,31 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
         gs_compile.from_pretrained(AutoModelForCausalLM, tmp_path)
     with pytest.raises(OptionError, match="host_memory"):
         gs_compile.from_pretrained(AutoModelForCausalLM, tmp_path, host_memory="much")
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
+def test_a_trainer_takes_up_the_options(tmp_path):
+    """With adapters in front of the model; and so does a loop."""
+    huggingface("llama").save_pretrained(tmp_path / "saved")
+    load = partial(gs_compile.from_pretrained, AutoModelForCausalLM, tmp_path / "saved")
+    model = load(storage=tmp_path / "storage", host_memory="1GiB")
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(model.train(), LORA)
+    known = {"storage": (tmp_path / "storage",), "host_memory": 1 << 30}
+    assert options_of(adapted, {}) == known
+    assert options_of(adapted, {"host_memory": "2GiB"}) == known | {"host_memory": "2GiB"}
+    torch.manual_seed(0)
+    theirs = trained(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), LORA), tmp_path)
+    mine = trained(adapted, tmp_path, expert=EAGER)
+    assert curve(mine, "loss") == pytest.approx(curve(theirs, "loss"), rel=1e-5)
+
+
+def test_a_model_that_is_placed_elsewhere_is_refused(tmp_path):
+    huggingface("llama").save_pretrained(tmp_path / "saved")
+    places = {"model": "cpu", "lm_head": "disk"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", device_map=places, offload_folder=tmp_path)
+    with pytest.raises(OptionError, match=r"device_map= has left .*: load it with gs_compile.from_pretrained"):
+        options_of(model, {})
 
 
 # Back again -----------------------------------------------------------------------------------------------------------
