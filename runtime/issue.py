@@ -12,10 +12,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 
+from gs_compile.placement.device_memory import DeviceMemory
 from gs_compile.placement.liveness import Slots
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import range_of
@@ -60,6 +62,7 @@ class TieredExecutor(Executor):
         self._block = tiers.block(program)
         self._slots = Slots(placement)
         self._handlers = Handlers(tiers, placement, units, bindings)
+        self._on_device = program.device and DeviceMemory(program.device, attrgetter("done"), tiers.ended_on_device)
         self._computing = False
 
     def scale(self, factor: torch.Tensor) -> None:
@@ -98,7 +101,8 @@ class TieredExecutor(Executor):
         try:
             for at in range(start, stop):
                 self.tiers.failure.check()
-                self._issue(self.program.ops[at])
+                self._wait_for_memory(at)
+                self._issue_at(at)
         except BaseException as error:
             forward = self._computing and stop == forward_end(self.program)
             if forward and self.tiers.failure.first is None:  # the model's own error: nothing of the run is lost
@@ -111,17 +115,28 @@ class TieredExecutor(Executor):
         """End a forward that has failed: late updates still run, the rest is let go of."""
         for value in [value for value in self.env if value.kind not in UNIT_KINDS]:
             self.values.free(value)
-        for op in self.program.ops[at : forward_end(self.program)]:
+        for index in range(at, forward_end(self.program)):
+            op = self.program.ops[index]
             values = (*op.reads, *op.into, *op.results)
             is_gone = op.verb == "free" and op.reads[0] not in self._table(op.reads[0]).contents
             if all(value.kind in UNIT_KINDS for value in values) and not is_gone:
-                self._issue(op)
+                self._issue_at(index)
         self.close()
 
-    def _issue(self, op: Op) -> None:
+    def _wait_for_memory(self, at: int) -> None:
+        """Until there is room on the device for what an operation takes: lanes may lag behind this thread."""
+        if self._on_device is not None:
+            while users := self._on_device.awaited(at):
+                join_all(users, None)
+            self._on_device.take(at)
+
+    def _issue_at(self, at: int) -> None:
+        op = self.program.ops[at]
         match op.lane, op.verb:
             case "memory", "free":
-                self._table(op.reads[0]).free(op.reads[0])
+                users = self._table(op.reads[0]).free(op.reads[0])
+                if self._on_device is not None:
+                    self._on_device.give(at, users)
             case "memory", "commit":
                 self._commit(op)
             case "memory", _:

@@ -11,7 +11,7 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,7 @@ class Tiers:
         self.values = ValueTable()
         self.homes = placement.homes(late=False) | placement.homes(late=True)
         self.begun: Event | None = None  # the latest computation has begun, on a device that computes asynchronously
+        self.ended_on_device: list[tuple[int, Sequence[Ticket]]] = []  # bytes of values, and who still uses them
         self.pending: StepRecord | None = None  # of the step whose late updates are still to come
         self._lanes: dict[str, Lane] = {}
         self._num_threads = num_threads

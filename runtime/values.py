@@ -99,10 +99,11 @@ class ValueTable:
         for table in tables:
             table[one], table[other] = table[other], table[one]
 
-    def free(self, value: Value) -> None:
-        """The end of a value: its memory is for others once all who use it are done."""
+    def free(self, value: Value) -> list[Ticket]:
+        """The end of a value; its memory is for others once all who still use it are done: these."""
         users = [ticket for ticket in self.idle(value) if not ticket.done]
         del self.contents[value], self._made[value], self._used[value]
         place = self.places.pop(value, None)
         if place is not None:
             place.end(users)
+        return users

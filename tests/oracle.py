@@ -32,6 +32,12 @@ class Oracle:
         self.users: dict[Value, list[Any]] = {}
         self.slots: dict[Value, Any] = {}
         self.ended: list[tuple[int, int, list[Any]]] = []  # ranges of the slab that were left, and who used them
+        self.alive: dict[
+            object, tuple[int, set[Value], list[Any]]
+        ] = {}  # on the device: bytes, values, users of others
+        self.leaving: list[tuple[int, list[Any]]] = []  # from there: bytes, and who still uses them
+        for value in self.placement.present(self.programs[0].ops) if self.placement else ():
+            self._take(value)
         self.lanes = {lane: simpy.Store(self.env) for lane in LANES}
         for store in self.lanes.values():
             self.env.process(self._lane(store))
@@ -59,6 +65,7 @@ class Oracle:
                 elif op.lane == "compute":
                     yield begun
                 yield self.env.timeout(self.op_seconds)
+                yield from self._make_room(program, op)
                 former = self._former(op)
                 if op.verb == "alias":
                     yield self.env.all_of(former)
@@ -98,6 +105,7 @@ class Oracle:
             where = self._range(value)
             if where is not None:
                 self.ended.append((*where, [*events, *self.users.get(value, ())]))
+            self._give(value, [*events, *self.users.get(value, ())])
             self.ready.pop(value, None)
             self.users.pop(value, None)
         for value in op.results:
@@ -115,6 +123,38 @@ class Oracle:
             return None
         offset = self.offsets[slot.key]
         return offset, offset + slot.nbytes
+
+    # Device memory ---------------------------------------------------------------------------------------------------
+
+    def _make_room(self, program: Program, op: Op) -> Iterator[Any]:
+        """Wait until what begins on the device fits beside what is there; enter what begins and ends."""
+        slots = [slot_of(self.placement, value) for value in op.results] if program.device else []
+        begun = {slot.key: slot.nbytes for slot in slots if slot.tier == "device" and slot.key not in self.alive}
+        while sum(begun.values()) and sum(begun.values()) + self._device_nbytes() > program.device.nbytes:
+            changed = self.env.event()  # not an any_of: once that happens, it takes the all_of among its events apart
+            for user in (user for _, users in self.leaving for user in users if not user.processed):
+                user.callbacks.append(lambda _, changed=changed: changed.triggered or changed.succeed())
+            yield changed
+        for value in op.results if program.device else ():
+            self._take(value)
+
+    def _device_nbytes(self) -> int:
+        leaving = [nbytes for nbytes, users in self.leaving if not all(user.processed for user in users)]
+        return sum(leaving) + sum(nbytes for nbytes, _, _ in self.alive.values())
+
+    def _take(self, value: Value) -> None:
+        slot = slot_of(self.placement, value)
+        if slot.tier == "device":
+            self.alive.setdefault(slot.key, (slot.nbytes, set(), []))[1].add(value)
+
+    def _give(self, value: Value, users: list[Any]) -> None:
+        for key, (nbytes, values, others) in list(self.alive.items()):
+            if value in values:
+                values.remove(value)
+                others += users
+                if not values:
+                    self.leaving.append((nbytes, others))
+                    del self.alive[key]
 
     def _former(self, op: Op) -> list[Any]:
         """Who has ever used what the results of an operation take anew."""

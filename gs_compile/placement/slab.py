@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gs_compile.placement.device_memory import bounded
 from gs_compile.placement.kinds import Slot, slot_of
 from gs_compile.placement.liveness import LiveRange, live_ranges, nbytes_alive
 from gs_compile.placement.placement import Placement
@@ -122,13 +123,18 @@ def plan(ops: Sequence[Op], placement: Placement) -> tuple[tuple[tuple[str, int]
     return (("device", device), ("host", host_nbytes), ("ssd", ssd)), offsets
 
 
-def packed(program: Program, placement: Placement, host_nbytes: int | None = None) -> Program:
+def packed(
+    program: Program, placement: Placement, host_nbytes: int | None = None, device_nbytes: int | None = None
+) -> Program:
     """A program as `free` leaves it, in the slab of at most `host_nbytes` in which it waits least.
 
     What a transfer uses last is given on when the transfer has had some stages to end: the most of LAGS that fits; the
-    slab stays the smallest where none does.
+    slab stays the smallest where none does. On the device it waits for room within `device_nbytes`; None: of either,
+    without a bound.
     """
     ranges = live_ranges(program.ops, placement)
+    if device_nbytes is not None:
+        program = replace(program, device=bounded(ranges, len(program.ops), device_nbytes))
     for lag in LAGS:
         prolonged, most = _prolonged(ranges, program.ops, lag), math.inf if host_nbytes is None else host_nbytes
         if nbytes_alive(prolonged, "host", len(program.ops)).max(initial=0) > most:

@@ -81,11 +81,12 @@ class PlanCache:
     ) -> tuple[Program, ...]:
         """The last one in the host memory that programs so far have, or where it needs more, in all there may be."""
         before = max((known[-1].slab_nbytes for known in self._programs.values()), default=0)
-        found = packed(programs[-1], placement, before)
+        on_device = self.planner.values_nbytes
+        found = packed(programs[-1], placement, before, on_device)
         if found.slab_nbytes > before and largest is not None:
             found = placed_as(found, largest, placement)
         if found.slab_nbytes > before:
-            found = packed(programs[-1], placement, self.host_nbytes)
+            found = packed(programs[-1], placement, self.host_nbytes, on_device)
         return (*programs[:-1], replace(found, slab_nbytes=max(before, found.slab_nbytes)))
 
     def sized(self, layouts: Sequence[SpecializedModel], shape: StepShape) -> Placement:
@@ -111,8 +112,9 @@ class PlanCache:
     def predict(self, placement: Placement, shape: StepShape) -> Simulation:
         """What consecutive steps of a kind take on this machine, by the simulator."""
         program = replace(self.builder, shape=replace(shape, training=True)).usual(placement)
-        planner = self.planner
-        return predict(program, placement, planner.workload, planner.profile, host_nbytes=self.host_nbytes)
+        planner, host_nbytes = self.planner, self.host_nbytes
+        budgets = {"host_nbytes": host_nbytes, "device_nbytes": planner.values_nbytes}
+        return predict(program, placement, planner.workload, planner.profile, **budgets)
 
     @property
     def uses_ssd(self) -> bool:

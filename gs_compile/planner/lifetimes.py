@@ -71,9 +71,9 @@ def room_of(problem: Problem) -> Room:
     Where the device reads host memory itself a copy reads and writes there.
     """
     budgets, profile = problem.budgets, problem.profile
-    spare = max(budgets.device_nbytes - problem.workload.workspace_nbytes, 0) if budgets.device_nbytes else ENDLESS
+    spare = budgets.values_nbytes(problem.workload.workspace_nbytes)
     return Room(
-        device_nbytes=spare,
+        device_nbytes=ENDLESS if spare is None else spare,
         host_nbytes=budgets.host_nbytes,
         bytes_per_second=tuple((lane, profile.transfer_rate(lane)) for lane in TRANSFER_LANES.values()),
     )

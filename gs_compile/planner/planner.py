@@ -102,6 +102,14 @@ class Planner:
         log.info("%s", reason)
         return chosen
 
+    @property
+    def values_nbytes(self) -> int | None:
+        """Device memory, without what code computes with where that is known; None: nothing is said of it."""
+        plan = self.plan
+        if plan is not None and plan.profile.separate:
+            return plan.budgets.values_nbytes(plan.workload.workspace_nbytes)
+        return self._device_nbytes() if self.builder.separate else None
+
     def _prolonged(self, plain: Placement, reason: str) -> tuple[Placement, str]:
         """With what is inactive kept where it is, as far as there is room and that is faster."""
         found, why = prolonged(self._problem(replace(self.fixed, speculative=False)), plain)

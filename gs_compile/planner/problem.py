@@ -9,6 +9,7 @@ A plan for a model that is named and the one for a model at hand are made here a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -77,15 +78,22 @@ class Problem:
         """Of steps none of which is rolled back; the memory they are given is that of the program."""
         if placement.speculative:
             program = replace(self.builder.usual(placement), peaks=program.peaks)
-        return predict(program, placement, self.workload, self.profile, host_nbytes=self.budgets.host_nbytes)
+        host_nbytes, device_nbytes = self.budgets.host_nbytes, self.values_nbytes
+        return predict(
+            program, placement, self.workload, self.profile, host_nbytes=host_nbytes, device_nbytes=device_nbytes
+        )
 
-    def excess(self, simulation: Simulation) -> dict[str, int]:
-        """By tier, the bytes that a step takes beyond its budget; what code computes with counts on the device."""
-        program, peaks = simulation.program, simulation.peaks
-        over = {"host": peak(program, "host") - self.budgets.host_nbytes}
-        if self.profile.separate and self.budgets.device_nbytes:
-            needed = max(peak(program, "device"), peaks["device"]) + self.workload.workspace_nbytes
-            over["device"] = needed - self.budgets.device_nbytes
+    @property
+    def values_nbytes(self) -> int | None:
+        """Device memory without what code computes with; None: the device has none of its own."""
+        return self.budgets.values_nbytes(self.workload.workspace_nbytes) if self.profile.separate else None
+
+    def excess(self, program: Program, spare: Mapping[str, int]) -> dict[str, int]:
+        """By tier, the bytes that a step takes beyond its budget; `spare` bytes of it are left free."""
+        most = {"host": self.budgets.host_nbytes}
+        if (on_device := self.values_nbytes) is not None:
+            most["device"] = on_device
+        over = {tier: peak(program, tier) + spare[tier] - nbytes for tier, nbytes in most.items()}
         return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}
 
     def bundled(self, number: int) -> tuple[Problem, int]:

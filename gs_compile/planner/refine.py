@@ -1,21 +1,20 @@
 """refine: from the linear program's solution to the placement whose own program keeps the budgets and takes least time.
 
-Why the program is asked. The linear program knows neither cuts at whole tensors nor how far lanes lag behind the order
-of issue: what leaves the device late, say, is there beside what comes next. Where a program takes more than a budget,
-the linear program is given less. A full host memory can cost more than it brings, too: where the drive is busy, writes
-end late, and the step waits for their buffers, so some is left free where that is faster. And a late update that costs
-nothing in the linear program, as long as the forward hides its traffic, stands between two steps in the program.
+Why the program is asked. The linear program does not know cuts at whole tensors, nor how values fit beside each other.
+Where a program takes more than a budget, the linear program is given less. A full host memory can cost more than it
+brings, too: where the drive is busy, writes end late, and the step waits for their buffers, so some is left free where
+that is faster. And a late update that costs nothing in the linear program, as long as the forward hides its traffic,
+stands between two steps in the program.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
-from gs_compile.planner.builder import peak
 from gs_compile.planner.lp.search import Search, allowed_alphas
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.problem import Problem
@@ -23,8 +22,10 @@ from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.step_plan import StepPlan
 
 MOST_ROUNDS = 8  # of solving again with less: each takes off what the program before was over
-SPARE_TURNS = (0, 1, 2, 4)  # of a layer's data, left free for writes that lag behind; tried as long as that is faster
+SPARE_TURNS = (1, 2, 4)  # of a layer's data, left free for what leaves late; tried as long as that is faster
+NOTHING: Mapping[str, int] = {"host": 0, "device": 0}  # bytes of a tier that are left free
 LEAST_PART = 32  # of host memory, that alphas are tried with less and less of
+FASTER = 0.999  # than without so much left free: the rest is nothing
 GOOD_ENOUGH = 1.03  # of the linear program's time with the same memory: nothing else is tried then
 
 
@@ -38,11 +39,19 @@ class Candidate:
     solution: Solution
     simulation: Simulation
     less: Mapping[str, int]
-    spare: int
+    spare: Mapping[str, int]
 
     @property
     def seconds(self) -> float:
         return self.simulation.seconds
+
+    @property
+    def is_good_enough(self) -> bool:
+        return self.seconds <= GOOD_ENOUGH * self.solution.seconds
+
+    def fills(self, tier: str) -> bool:
+        """Whether data may have the memory of a tier that waits could be shorter with."""
+        return tier == "host" or any(self.solution.device_ratios.values())
 
 
 def planned(problem: Problem, found: Search, *, whole: bool = False) -> StepPlan:
@@ -88,25 +97,28 @@ def refined(problem: Problem, best: Solution, *, whole: bool) -> Candidate:
     return scarce
 
 
-def _tries(problem: Problem, number: int, best: Solution) -> Iterator[Candidate]:
+def _tries(problem: Problem, number: int, best: Solution) -> list[Candidate]:
     """With memory left free as long as that is faster; then without late updates, where they may be faster."""
-    found: list[Candidate] = []
-    turn_nbytes = _turn_nbytes(problem)
-    for spare in (turns * turn_nbytes for turns in SPARE_TURNS):
-        less = {**found[-1].less, "host": found[-1].less["host"] + spare - found[-1].spare} if found else None
-        candidate = _fitting(problem, number, found[-1].solution.alpha if found else None, spare, less)
-        if candidate is None or (found and candidate.seconds >= found[-1].seconds):
-            break
-        found.append(candidate)
-        if candidate.seconds <= GOOD_ENOUGH * candidate.solution.seconds:
-            yield from found
-            return
+    found = [candidate] if (candidate := _fitting(problem, number, None, NOTHING)) else []
+    for tier, turn_nbytes in _turns(problem).items():
+        for turns in SPARE_TURNS:
+            if not found or found[-1].is_good_enough or not found[-1].fills(tier):
+                break
+            last = found[-1]
+            more = turns * turn_nbytes - last.spare[tier]
+            spare, less = ({**given, tier: given[tier] + more} for given in (last.spare, last.less))
+            candidate = _fitting(problem, number, last.solution.alpha, spare, less)
+            if candidate is None or candidate.seconds > FASTER * last.seconds:
+                break
+            found.append(candidate)
+    if found and found[-1].is_good_enough:
+        return found
     late = found[-1].solution.alpha if found else best.alpha
     bound = problem.solved(number, 0.0) if late and 0.0 in allowed_alphas(problem.fixed) else None
     if bound and (not found or bound.seconds < found[-1].seconds):
-        candidate = _fitting(problem, number, 0.0, found[-1].spare if found else 0)
+        candidate = _fitting(problem, number, 0.0, found[-1].spare if found else NOTHING)
         found += [candidate] if candidate else []
-    yield from found
+    return found
 
 
 def _of_any_alpha(problem: Problem, number: int) -> Candidate | None:
@@ -117,21 +129,25 @@ def _of_any_alpha(problem: Problem, number: int) -> Candidate | None:
         best = problem.solved(number, None, budgets=less)
         if best is None:
             return None
-        if best.alpha not in tried and (found := _fitting(problem, number, best.alpha, 0)):
+        if best.alpha not in tried and (found := _fitting(problem, number, best.alpha, NOTHING)):
             return found
         tried.add(best.alpha)
     return None
 
 
 def _fitting(
-    problem: Problem, number: int, alpha: float | None, spare: int, less: Mapping[str, int] | None = None
+    problem: Problem,
+    number: int,
+    alpha: float | None,
+    spare: Mapping[str, int],
+    less: Mapping[str, int] | None = None,
 ) -> Candidate | None:
     """A candidate whose program keeps the budgets and leaves `spare` bytes free; None if there is none.
 
     alpha: None: in each round the best with the memory that is left, as some need less than others.
     """
-    less = dict(less or {"host": spare, "device": 0})
-    times: Counter[str] = Counter()  # more each time: units that are cut whole may stay where they were
+    less = dict(less or spare)
+    times: Counter[str] = Counter()  # twice as much each time: tensors that are cut whole may stay where they were
     for _ in range(MOST_ROUNDS):
         left = {f"{tier}_nbytes": getattr(problem.budgets, f"{tier}_nbytes") - nbytes for tier, nbytes in less.items()}
         if left["host_nbytes"] <= 0 or left["device_nbytes"] < 0:
@@ -141,23 +157,24 @@ def _fitting(
             return None
         placement = problem.placed(solution)
         program = problem.at(number).program(placement)
-        excess = {"host": peak(program, "host") - (problem.budgets.host_nbytes - spare)}
-        if excess["host"] <= 0:
-            simulation = problem.predicted(program, placement)
-            excess = problem.excess(simulation)
-            if not excess:
-                return Candidate(solution, simulation, less, spare)
+        excess = problem.excess(program, spare)
+        if not excess:
+            return Candidate(solution, problem.predicted(program, placement), less, spare)
         for tier, nbytes in excess.items():
+            less[tier] += nbytes << times[tier]
             times[tier] += 1
-            less[tier] += times[tier] * nbytes
     return None
 
 
-def _turn_nbytes(problem: Problem) -> int:
-    """What the largest layer's update has in host memory: its state, its parameters, its gradient."""
+def _turns(problem: Problem) -> dict[str, int]:
+    """By tier, the bytes that the largest layer's update has there: its gradient, its parameters, in host memory its
+    state.
+    """
     layers = [size for size in problem.workload.sizes if isinstance(size.unit, int)]
-    itemsizes = ((size.num_trained, size.state_itemsize + size.itemsize + size.gradient_itemsize) for size in layers)
-    return max((numel * itemsize for numel, itemsize in itemsizes), default=0)
+    device = ((size.num_trained, size.itemsize + size.gradient_itemsize) for size in layers)
+    host = ((size.num_trained, size.state_itemsize + size.itemsize + size.gradient_itemsize) for size in layers)
+    found = {"device": device, "host": host} if problem.values_nbytes is not None else {"host": host}
+    return {tier: max((numel * itemsize for numel, itemsize in each), default=0) for tier, each in found.items()}
 
 
 def _too_little(problem: Problem) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gs_compile.errors import ProgramError
 from gs_compile.options import ORDERS, Order, Schedule
@@ -34,8 +34,8 @@ from gs_compile.program.verbs import LANES, MEMORY_VERBS, TRANSFER_LANES, VERBS,
 # fmt: off
 __all__ = [  # the whole language, for whoever reads or makes programs
     "DRAIN", "EPILOGUE", "FILL", "KINDS", "LANES", "MEMORY_VERBS", "ORDERS", "PROLOGUE", "SHADOWS", "TIED",
-    "TRANSFER_LANES", "VERBS", "Op", "Order", "Program", "Schedule", "Stage", "StepShape", "Tier", "Unit", "Value",
-    "height", "homed", "shifted",
+    "TRANSFER_LANES", "VERBS", "DeviceBound", "Op", "Order", "Program", "Schedule", "Stage", "StepShape", "Tier",
+    "Unit", "Value", "height", "homed", "shifted",
 ]
 # fmt: on
 
@@ -76,6 +76,18 @@ class StepShape:
         return height(self.first_grad) < height(unit)
 
 
+class DeviceBound(NamedTuple):
+    """The bytes that a step may have on the device, and what its operations take and give back there, by their index.
+
+    present_nbytes: from before the first; gives: by `free`, the slot its value is in, and the bytes with the last one.
+    """
+
+    nbytes: int
+    present_nbytes: int
+    takes: Mapping[int, int]
+    gives: Mapping[int, tuple[object, int]]
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """A training step (or a forward-only step) of `num_layers` layers over `num_micro_batches` micro-batches."""
@@ -87,6 +99,7 @@ class Program:
     peaks: tuple[tuple[str, int], ...] = ()  # the planned peak of each tier in bytes, once `free` has counted it
     offsets: Mapping[object, int] = field(default_factory=dict, compare=False, repr=False)  # in host memory, by slot
     slab_nbytes: int = field(default=0, compare=False, repr=False)  # of the host memory that these offsets are in
+    device: DeviceBound | None = field(default=None, compare=False, repr=False)  # None: without a bound
 
     @property
     def order(self) -> Order:

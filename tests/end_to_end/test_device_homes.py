@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +14,7 @@ from tiered import Harness, adamw, gpt2, options, outcome, step, tokens
 
 import gs_compile
 from gs_compile.errors import OptionError
+from gs_compile.runtime.handlers import Handlers
 
 KEEPS_CAPTURES = True
 LINK = ["h2d_bytes_per_second", "d2h_bytes_per_second", "h2d_mixed_bytes_per_second", "d2h_mixed_bytes_per_second"]
@@ -43,6 +46,39 @@ def test_a_larger_batch_keeps_no_more_on_the_device_than_was_planned(harness, tm
     found, placements = sequence(harness, separate(tmp_path, ratios=ON_DEVICE), sizes)
     assert [placement.device_checkpoint_ratio for placement in placements] == [0.5, 0.0, 0.5]
     assert not found.differences(sequence(harness, separate(tmp_path), sizes)[0])
+
+
+def test_a_slow_way_from_the_device_fills_no_more_of_it_than_it_may(tmp_path, monkeypatch):
+    """Gradients wait for their way to the host; as many come beside them as the device has room for."""
+    harness, alive, most = Harness(partial(gpt2, num_layers=8)), [0], [0]
+    allocate, move = Handlers.allocate, Handlers.move
+
+    def counted(handlers, verb, value, source, memory):
+        made = allocate(handlers, verb, value, source, memory)
+        if value.kind == "dw" and value.tier == "device":
+            nbytes = made.flat.nbytes
+            alive[0] += nbytes
+            most[0] = max(most[0], alive[0])
+            weakref.finalize(made.flat, lambda: alive.__setitem__(0, alive[0] - nbytes))
+        return made
+
+    def slow(handlers, op, *args):
+        if op.lane == "d2h" and op.reads[0].kind == "dw":
+            time.sleep(0.02)
+        return move(handlers, op, *args)
+
+    monkeypatch.setattr(Handlers, "allocate", counted)
+    monkeypatch.setattr(Handlers, "move", slow)
+    chosen = separate(tmp_path, alpha=0.0)
+    plain = harness.train(adamw, chosen, 2, 1)
+    with harness.fresh(adamw, chosen) as optimizer:
+        step(harness.model, optimizer, tokens(0, 1))
+        planned = dict(optimizer.engine.programs[-1].peaks)["device"]
+    assert most[0] > planned
+    most[0] = 0
+    found = harness.train(adamw, {**chosen, "device_memory": planned}, 2, 1)
+    assert not found.differences(plain)
+    assert most[0] < planned
 
 
 def test_without_storage_they_go_to_host_memory(harness, tmp_path):

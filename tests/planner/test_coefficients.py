@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from planned import A100, formulas, gpt, lowered, on_device, placed, ratios
 
+from gs_compile.errors import NoFitError
 from gs_compile.placement import liveness
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.cost.workload import ModelSpec
@@ -63,6 +64,10 @@ def shared(machine, ranks):
 @pytest.mark.parametrize(("machine", "ranks"), MACHINES)
 def test_simulated_peaks_keep_the_budgets(model, machine, ranks):
     """With what code computes with, and as far as lanes lag behind the order of issue (fault 20)."""
+    if (model, machine) == ("gpt-175b", "rtx4090"):
+        with pytest.raises(NoFitError, match=r"602.3 GiB more than it may use"):  # 2.2 TiB of states, 1.6 of SSD
+            plan(model, machine=machine, sequence=2048)
+        return
     found = plan(share(model, ranks), machine=shared(profile(machine), ranks), sequence=2048)
     peaks = found.simulation.peaks
     assert peaks["device"] + found.workload.workspace_nbytes <= found.budgets.device_nbytes

@@ -26,12 +26,15 @@ CPU = replace(A100, device="cpu", device_nbytes=0)
 class Faked:
     """The linear program gives all the memory there is to one number; its program takes `over` more than that.
 
-    A device's peak is `lag` above what the linear program gives it.
+    A device's peak is `beyond` above what the linear program gives it.
     """
 
     profile = CPU
     workload = WORKLOAD
-    lag = 0
+    beyond = 0
+    seconds_on_device = staticmethod(lambda nbytes: 1.0)
+    values_nbytes = Problem.values_nbytes
+    excess = Problem.excess
 
     def __init__(self, over=lambda alpha: 0, seconds=lambda resident: 1.0, bound=1.0, late=lambda alpha: 1 + alpha):
         self.over, self.seconds, self.bound, self.late = over, seconds, bound, late
@@ -45,6 +48,7 @@ class Faked:
         if budgets.host_nbytes < LEAST:
             return None
         names = {"resident": budgets.host_nbytes, "device": budgets.device_nbytes, "seconds": self.bound}
+        names["device_ratios"] = {"parameter": 0.5 * bool(budgets.device_nbytes)}
         return SimpleNamespace(alpha=self.best if alpha is None else alpha, num_micro_batches=number, **names)
 
     def bundled(self, number):
@@ -58,16 +62,17 @@ class Faked:
         return self
 
     def program(self, placement):
-        peaks = {"device": placement.device, "host": placement.resident + self.over(placement.alpha)}
+        inside = self.workload.workspace_nbytes
+        peaks = {
+            "device": placement.device + self.beyond - inside,
+            "host": placement.resident + self.over(placement.alpha),
+        }
         return SimpleNamespace(peaks=tuple(peaks.items()))
 
     def predicted(self, program, placement):
         seconds = self.seconds(placement.resident) * self.late(placement.alpha)
-        peaks = {"device": placement.device + self.lag}
-        return SimpleNamespace(program=program, seconds=seconds, peaks=peaks)
-
-    def excess(self, simulation):
-        return Problem.excess(self, simulation)
+        seconds *= self.seconds_on_device(placement.device)
+        return SimpleNamespace(program=program, seconds=seconds)
 
     def refined(self, host_nbytes=BUDGET, best=0.0, device_nbytes=0, **fixed):
         self.budgets = replace(BUDGETS, host_nbytes=host_nbytes, device_nbytes=device_nbytes)
@@ -119,19 +124,30 @@ def test_nothing_is_late_where_that_is_faster_or_fits_alone(settings, fixed, alp
     assert faked.refined(best=0.25, **fixed).solution.alpha == alpha
 
 
-def test_the_device_keeps_its_budget_as_lanes_lag():
-    """What is late to leave the device, and what code computes with, count (fault 20)."""
+def test_the_device_keeps_its_budget():
+    """What tensors are cut at, and what code computes with, count (fault 20)."""
     faked = Faked()
-    faked.profile, faked.lag = A100, 300
+    faked.profile, faked.beyond = A100, 300
     inside = WORKLOAD.workspace_nbytes
     found = faked.refined(device_nbytes=inside + 1000)
-    assert faked.device_asked == [inside + 1000, 700]
-    assert found.solution.device + 300 + inside == inside + 1000
-    faked.lag = 2000 + inside
+    assert faked.device_asked == [inside + 1000, inside + 700]
+    assert found.solution.device + 300 == inside + 1000
+    faked.beyond = 2000 + inside
     with pytest.raises(
         MemoryBudgetError, match=r"^host memory of .* or device memory of .* is too little for this step"
     ):
         faked.refined(device_nbytes=inside + 1000)
+
+
+def test_device_memory_is_left_free_for_what_leaves_late():
+    """Data that lives there takes the room that gradients wait in: a layer's gradient and parameters is enough."""
+    turn = max(size.num_trained for size in WORKLOAD.sizes if isinstance(size.unit, int)) * (2 + 4)
+    faked = Faked()
+    faked.profile = A100
+    faked.seconds_on_device = lambda nbytes: 2.0 if nbytes > 7 * turn else 1.0
+    found = faked.refined(device_nbytes=8 * turn)
+    assert (found.seconds, found.spare) == (1.0, {"host": 0, "device": turn})
+    assert set(faked.asked) == {BUDGET}
 
 
 @pytest.mark.parametrize("over", [lambda alpha: BUDGET, None])

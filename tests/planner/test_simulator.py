@@ -83,18 +83,21 @@ def expected(oracle: Oracle) -> dict[int, tuple[float, float]]:
     return {index: (started[index] - since, stopped[index] - since) for index in started}
 
 
-@given(runs(), st.booleans(), st.floats(1.0, 1.5))
-def test_times_are_those_of_the_rule(run, in_slab, room):
+@given(runs(), st.booleans(), st.floats(1.0, 1.5), st.floats(0.5, 2.0))
+def test_times_are_those_of_the_rule(run, in_slab, room, on_device):
     """Without a placement nothing is in memory; with one, in as much as is needed, or more."""
     programs, seconds, placement, inline, op_seconds = run
     placement = placement if in_slab else None
     if placement is not None:
-        programs = [packed(each, placement, int(room * dict(each.peaks)["host"])) for each in programs]
+        most = int(on_device * max(dict(each.peaks)["device"] for each in programs)) if placement.separate else None
+        programs = [packed(each, placement, int(room * dict(each.peaks)["host"]), most) for each in programs]
     found = simulate(programs, seconds, placement=placement, inline=inline, op_seconds=op_seconds)
     oracle = Oracle(programs, seconds, inline, op_seconds, placement).run()
     assert times(found) == expected(oracle)
     assert found.seconds == oracle.steps[-1] - oracle.steps[-2]
     assert not in_slab or found.peaks["host"] <= max(program.slab_nbytes for program in programs)
+    bounds = [program.device.nbytes for program in programs if program.device]
+    assert not bounds or found.peaks["device"] <= max(bounds)
 
 
 @given(runs(), st.sampled_from((0.5, 1.0)))

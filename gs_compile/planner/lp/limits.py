@@ -24,6 +24,10 @@ class Budgets:
         nbytes: int = getattr(self, f"{tier}_nbytes")
         return max(nbytes, 1)
 
+    def values_nbytes(self, workspace_nbytes: int) -> int | None:
+        """Of the device, without what code computes with; None: it has no memory of its own."""
+        return max(self.device_nbytes - workspace_nbytes, 0) if self.device_nbytes else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:

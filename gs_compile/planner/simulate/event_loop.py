@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
+from gs_compile.placement.device_memory import DeviceMemory
 from gs_compile.planner.simulate.dependencies import COMPUTE, MEMORY, Dependencies
-from gs_compile.program.ir import LANES
+from gs_compile.program.ir import LANES, Program
 
 
 class Times(NamedTuple):
@@ -44,11 +45,16 @@ class Rule:
 class EventLoop:
     """Carries out all operations; `seconds`: what each takes alone."""
 
-    def __init__(self, order: Dependencies, seconds: Sequence[float], rule: Rule) -> None:
+    def __init__(self, order: Dependencies, seconds: Sequence[float], rule: Rule, programs: Sequence[Program]) -> None:
         number = len(order.ops)
         self.order = order
         self.seconds = seconds
         self.rule = rule
+        self.coming = deque(zip(order.starts, programs, strict=True))  # programs that are not begun yet
+        self.start = 0  # of the program that is issued
+        self.device: DeviceMemory[int] | None = None  # that it has, where that is bounded
+        self.ended: list[tuple[int, Sequence[int]]] = []  # what is still in use on the device
+        self.awaited: Sequence[int] = ()  # whom the issue loop waits for, for room on the device
         self.times = Times([0.0] * number, [math.inf] * number, [math.inf] * number, [-1] * number, [0.0] * number)
         self.now = 0.0
         self.at = 0  # what is issued next
@@ -97,7 +103,7 @@ class EventLoop:
                     self._go_on(before, released[before])
             due = self.free_from + self.rule.op_seconds
             held = lane == MEMORY and after[index]
-            if (lane != MEMORY or held) and due > self.now:
+            if (lane != MEMORY or held or self._takes(index)) and due > self.now:
                 return due
             if held:
                 last = max(held, key=stopped.__getitem__)
@@ -106,11 +112,35 @@ class EventLoop:
                 if stopped[last] > due:
                     self._go_on(last, stopped[last])
                     due = stopped[last]
-            self._enter(index, lane, due)
+            if self._takes(index) and not self._has_room(index):
+                return math.inf
+            self._enter(index, lane, max(due, self.free_from))
         return math.inf
+
+    def _takes(self, index: int) -> bool:
+        """Whether an operation takes device memory that is bounded."""
+        if self.coming and self.coming[0][0] == index:
+            self.start, program = self.coming.popleft()
+            self.device = program.device and DeviceMemory(program.device, self._is_done, self.ended)
+        return self.device is not None and index - self.start in self.device.bound.takes
+
+    def _has_room(self, index: int) -> bool:
+        """Whether there is room on the device; the issue loop goes on from when those it has waited for were done."""
+        assert self.device is not None
+        awaited = self.device.awaited(index - self.start)
+        if self.awaited and not awaited:
+            self._go_on(max(self.awaited, key=self.times.stopped.__getitem__), self.now)
+        self.awaited = awaited
+        return not awaited
+
+    def _is_done(self, user: int) -> bool:
+        return self.times.stopped[user] <= self.now
 
     def _enter(self, index: int, lane: int, due: float) -> None:
         times = self.times
+        if self.device is not None:
+            self.device.take(index - self.start)
+            self.device.give(index - self.start, self.order.users[index])
         times.issued[index] = self.free_from = due
         times.holders[index], times.released[index] = self.holder, self.released_at
         if lane == MEMORY:

@@ -11,6 +11,8 @@ The executor and the simulator share one rule, so that a prediction and a run di
    Where a stream computes, it issues a computation once the one before has begun: it is never further ahead than one.
 5. An operation that writes a new value into host memory waits for those who still work on what was in that range of
    the program's slab before.
+6. An operation that takes device memory is issued once there is room for it, within what the program may have there
+   (`placement.device_memory`).
 
 The fourth keeps transfers from running ahead without bound: a prefetch is issued when the computation it stands beside
 is near. Between steps nothing waits: the issue loop goes on with the next program, and lanes with what they have.
@@ -72,18 +74,25 @@ def simulate(
     order = dependencies(programs, placement)
     durations = [each for program in seconds for each in program]
     assert len(durations) == len(order.ops), "seconds are not one an operation"
-    return Simulation(order, durations, EventLoop(order, durations, rule).run(), tuple(programs), placement)
+    return Simulation(order, durations, EventLoop(order, durations, rule, programs).run(), tuple(programs), placement)
 
 
 def predict(
-    program: Program, placement: Placement, workload: Workload, profile: Profile, *, host_nbytes: int | None = None
+    program: Program,
+    placement: Placement,
+    workload: Workload,
+    profile: Profile,
+    *,
+    host_nbytes: int | None = None,
+    device_nbytes: int | None = None,
 ) -> Simulation:
     """A step of `program` in its steady state, after others like it.
 
     host_nbytes: the budget of host memory; None: there is always enough. The less there is, the sooner its ranges are
         used anew, and the longer they are waited for.
+    device_nbytes: what values may have of device memory; None: all that they want.
     """
-    program = packed(program, placement, host_nbytes)
+    program = packed(program, placement, host_nbytes, device_nbytes)
     seconds = op_prices(program, placement, workload, profile)
     rule = Rule(speeds=profile.speeds(), inline=not profile.separate, op_seconds=profile.op_seconds)
     for number in NUM_STEPS:

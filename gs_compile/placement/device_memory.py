@@ -1,0 +1,70 @@
+"""device_memory: how far a step may run ahead in the device's memory, which has no planned offsets.
+
+A value takes its memory when the operation that defines it is issued. The memory is free again when the value has been
+freed and all who use it are done: where lanes lag behind the issue loop, that is later than the program's order says.
+Gradients that wait for room in host memory would pile up on the device, say. So an operation is issued once what it
+takes fits beside what is alive and what is still in use. What is alive fits by the plan, and who uses the rest has been
+issued, so this never waits for ever. The runtime and the simulator ask one object alike, `DeviceMemory`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from gs_compile.placement.liveness import BEFORE, LiveRange, nbytes_alive
+from gs_compile.program.ir import DeviceBound
+
+User = TypeVar("User")
+
+
+def bounded(ranges: Sequence[LiveRange], num_ops: int, nbytes: int) -> DeviceBound:
+    """The live ranges of a program on the device, which may have so many bytes, or its planned peak if that is more."""
+    takes: Counter[int] = Counter()
+    gives: dict[int, tuple[object, int]] = {}
+    for live in ranges:
+        if live.slot.tier == "device" and live.slot.nbytes:
+            takes[live.first] += live.slot.nbytes
+            gives |= {at: (live.slot.key, live.slot.nbytes if at == live.last else 0) for at in live.frees}
+    peak = int(nbytes_alive(ranges, "device", num_ops).max(initial=0))
+    return DeviceBound(max(nbytes, peak), takes.pop(BEFORE, 0), takes, gives)
+
+
+class DeviceMemory(Generic[User]):
+    """What one step has on the device.
+
+    ended: bytes of values that have ended, and who may still use them; steps that follow each other share it.
+    """
+
+    def __init__(
+        self, bound: DeviceBound, is_done: Callable[[User], bool], ended: list[tuple[int, Sequence[User]]]
+    ) -> None:
+        self.bound = bound
+        self._is_done = is_done
+        self._ended = ended
+        self._alive_nbytes = bound.present_nbytes
+        self._users: dict[object, list[User]] = {}  # of values that have ended, in slots that are alive
+
+    def awaited(self, at: int) -> Sequence[User]:
+        """Who has to be done before there is room for what an operation takes; nobody where there is."""
+        wanted = self.bound.takes.get(at)
+        if not wanted:
+            return ()
+        self._ended[:] = [each for each in self._ended if not all(map(self._is_done, each[1]))]
+        in_use = sum(nbytes for nbytes, _ in self._ended)
+        is_full = self._alive_nbytes + in_use + wanted > self.bound.nbytes
+        return self._ended[0][1] if is_full and self._ended else ()
+
+    def take(self, at: int) -> None:
+        """An operation is issued."""
+        self._alive_nbytes += self.bound.takes.get(at, 0)
+
+    def give(self, at: int, users: Sequence[User]) -> None:
+        """A `free` is issued; `users` may still use its value."""
+        if at in self.bound.gives:
+            key, nbytes = self.bound.gives[at]
+            self._users.setdefault(key, []).extend(users)
+            if nbytes:
+                self._alive_nbytes -= nbytes
+                self._ended.append((nbytes, self._users.pop(key)))
