@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gs_compile.capture.graph import TensorSpec
 
@@ -35,10 +36,11 @@ class Generator:
         """The ATen graph of `function` of tensors like `specs`, without what its results do not need.
 
         `function` may call autograd, which would run the backward of tensors on a GPU in a thread of its own, where
-        nothing is traced.
+        nothing is traced. inductor keeps what it compiles on disk only for tensors with a `ShapeEnv`.
         """
         one_thread = torch.autograd.set_multithreading_enabled(False)
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # none depend on the data
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
         with mode, one_thread, torch.enable_grad(), torch._C._DisableAutocast():
             inputs = [
                 torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device, requires_grad=s.requires_grad)

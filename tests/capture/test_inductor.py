@@ -4,12 +4,15 @@ import logging
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch._inductor import compile_fx as inductor
 from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _triton
 
+from gs_compile.capture.graph import TensorSpec
 from gs_compile.capture.inductor import Generator, best_compiler
 
 
@@ -36,6 +39,18 @@ def test_inductor_computes_the_same():
     x = torch.linspace(0, 1, 3)
     (found,) = Generator("inductor").generate(graph())(x)
     torch.testing.assert_close(found, x.sin() + 1)
+
+
+def test_what_inductor_has_compiled_is_kept_on_disk():
+    """The graph is a product alone, for which no C++ has to be compiled."""
+    spec = TensorSpec((4, 4), (4, 1), torch.float32, torch.device("cpu"), False, ())
+    generator, x = Generator("inductor"), torch.eye(4)
+    with fresh_cache():
+        for found in ("fxgraph_cache_miss", "fxgraph_cache_hit"):
+            counters.clear()
+            (result,) = generator.generate(generator.trace(lambda x: (torch.mm(x, x),), [spec]))(x)
+            assert torch.equal(result, x)
+            assert counters["inductor"][found] == 1, dict(counters["inductor"])
 
 
 @pytest.mark.parametrize(
