@@ -47,6 +47,10 @@ class UniformityWarning(UserWarning):
     """The model's blocks are of several kinds; each is compiled once. Names the difference."""
 
 
+class LengthWarning(UserWarning):
+    """Code has to be compiled for each length of the inputs. Names the unit, torch's reason, and what to do."""
+
+
 class SeparationError(CaptureError):
     """An output of the whole batch cannot be computed from micro-batches; names the operation and its source line."""
 

@@ -7,7 +7,7 @@ the user's.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import sympy
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from gs_compile.program.ir import EPILOGUE, Unit
 
@@ -45,6 +46,23 @@ class Captured:
 
     def names(self, *roles: Role) -> frozenset[str]:
         return frozenset(entry.name for entry in self.inputs if entry.role in roles)
+
+
+class Length(int):
+    """A size that sizes of the call decide which are not the batch's: the number in this call, and where it is from.
+
+    Graphs and specs have lengths among their numbers. One code serves the calls that differ in nothing else.
+    """
+
+    expression: sympy.Expr
+    symbols: Mapping[sympy.Symbol, int]  # their values in this call
+
+    @classmethod
+    def of(cls, number: int, expression: sympy.Expr, values: Mapping[sympy.Symbol, int]) -> Length:
+        found = cls(number)
+        found.expression = expression
+        found.symbols = {symbol: values[symbol] for symbol in expression.free_symbols}
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +109,20 @@ class UnitGraph:
     sources: tuple[Source, ...]  # one for each placeholder
     specs: tuple[TensorSpec, ...]  # one for each placeholder
     results: tuple[str, ...]  # the kind of each element returned: "x", "side", "loss", "y" or "total"
+
+    @cached_property
+    def symbols(self) -> dict[sympy.Symbol, int]:
+        """The sizes that its lengths follow from, by name."""
+        found: dict[sympy.Symbol, int] = {}
+
+        def note(value: Any) -> Any:
+            found.update(value.symbols if isinstance(value, Length) else {})
+            return value
+
+        for node in self.module.graph.nodes:
+            map_aggregate((node.args, node.kwargs), note)
+        map_aggregate([(spec.shape, spec.stride) for spec in (*self.specs, *self.result_specs)], note)
+        return dict(sorted(found.items(), key=str))
 
     @cached_property
     def arguments(self) -> tuple[int, ...]:

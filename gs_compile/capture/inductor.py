@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.node import map_aggregate
 
-from gs_compile.capture.graph import TensorSpec
+from gs_compile.capture.graph import Length, TensorSpec
 
 log = logging.getLogger(__name__)
 
@@ -32,21 +37,32 @@ class Generator:
     compiler: Compiler
     mode: str | None = None
 
-    def trace(self, function: Callable[..., Any], specs: Iterable[TensorSpec]) -> fx.GraphModule:
+    def trace(
+        self, function: Callable[..., Any], specs: Iterable[TensorSpec], sizes: Sizes | None = None
+    ) -> fx.GraphModule:
         """The ATen graph of `function` of tensors like `specs`, without what its results do not need.
 
+        With `sizes`, lengths are symbolic: `function` gets, and the graph begins with, their symbols.
+
         `function` may call autograd, which would run the backward of tensors on a GPU in a thread of its own, where
-        nothing is traced. inductor keeps what it compiles on disk only for tensors with a `ShapeEnv`.
+        nothing is traced.
         """
         one_thread = torch.autograd.set_multithreading_enabled(False)
-        sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # none depend on the data
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
-        with mode, one_thread, torch.enable_grad(), torch._C._DisableAutocast():
+        sizes = sizes or Sizes({})
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env)
+        in_python = enable_python_dispatcher() if sizes.symbols else nullcontext()  # C++ asks for numbers
+        with mode, in_python, one_thread, torch.enable_grad(), torch._C._DisableAutocast():
             inputs = [
-                torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device, requires_grad=s.requires_grad)
+                torch.empty_strided(
+                    sizes.symbolic(s.shape),
+                    sizes.symbolic(s.stride),
+                    dtype=s.dtype,
+                    device=s.device,
+                    requires_grad=s.requires_grad,
+                )
                 for s in specs
             ]
-            graph = make_fx(function, decomposition_table=self.decompositions)(*inputs)
+            graph = make_fx(function, decomposition_table=self.decompositions)(*sizes.symbols.values(), *inputs)
         graph.graph.eliminate_dead_code()
         graph.recompile()
         return graph
@@ -78,6 +94,50 @@ class Generator:
             compiled: Any = compile_fx(graph, inputs, config_patches=patches)
         function: Callable[..., Any] = compiled
         return function
+
+
+class Sizes:
+    """Symbols in the place of lengths, and what a trace and a compilation with them take for granted.
+
+    `values`: of each of Dynamo's symbols in the call at hand. Without any this is what inductor asks for to keep what
+    it compiles on disk.
+    """
+
+    def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
+        # Sizes that depend on the data stay refused.
+        self.env = ShapeEnv(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self.values = values
+        self.symbols: dict[sympy.Symbol, Any] = {}
+        for symbol, value in values.items():
+            source = ConstantSource(f"length_{symbol}")
+            own = self.env.create_symbol(value, source, DimDynamic.DYNAMIC)
+            self.symbols[symbol] = self.env.create_symintnode(own, hint=value, source=source)
+
+    def symbolic(self, value: Any) -> Any:
+        """`value`, a number or several, with symbolic numbers for its lengths."""
+        return map_aggregate(value, lambda each: self._symbolic(each) if isinstance(each, Length) and self.symbols else each)
+
+    def _symbolic(self, length: Length) -> Any:
+        own = {symbol: number.node.expr for symbol, number in self.symbols.items()}
+        return self.env.create_symintnode(length.expression.xreplace(own), hint=int(length))
+
+    def guard(self) -> str:
+        """What values have to be like for what was traced and compiled so far."""
+        return self.env.produce_guards_expression(list(self.symbols.values())) or "True"
+
+    def holds(self, guard: str, values: Sequence[int]) -> bool:
+        return bool(self.env.evaluate_guards_expression(guard, values))
+
+
+class Resized(fx.Interpreter):
+    """Runs a graph with symbolic numbers for its lengths."""
+
+    def __init__(self, module: fx.GraphModule, sizes: Sizes) -> None:
+        super().__init__(module)
+        self._sizes = sizes
+
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        return super().map_nodes_to_values(self._sizes.symbolic(args), n)
 
 
 @cache

@@ -3,7 +3,8 @@
 The captured graph is symbolic in the batch. Everything after this pass wants plain numbers, and Dynamo shares size
 expressions between layers, so they are folded before the graph is split. What is folded is remembered where it
 matters: which dimensions of a value grow with the batch (`TensorSpec.batch_dims`), and which operands are the batch
-size itself (`node.meta["batch_numbers"]`), as in ``loss / input_ids.shape[0]``.
+size itself (`node.meta["batch_numbers"]`), as in ``loss / input_ids.shape[0]``. Numbers that follow from other symbolic
+sizes, such as the length of sequences, are `Length`s.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from gs_compile.capture.graph import Captured, Source, TensorSpec
+from gs_compile.capture.graph import Captured, Length, Source, TensorSpec
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 GRAD_MODE = torch._C._set_grad_enabled
@@ -86,6 +87,9 @@ class _Fold:
                 proportional = bool(sympy.expand(doubled - 2 * expression) == 0)
             is_unknown = bool(number.free_symbols)
             folded = -1 if is_unknown else kind(number)
+            of_lengths = sympy.sympify(expression.xreplace({symbol: self.numbers[symbol] for symbol in self.batch}))
+            if kind is int and not is_unknown and of_lengths.free_symbols:
+                folded = Length.of(folded, of_lengths, self.numbers)
             self.known[expression] = _Size(folded, is_unknown or is_of_batch, is_of_batch, proportional)
         return self.known[expression]
 

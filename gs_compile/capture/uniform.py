@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gs_compile.capture.graph import Captured, UnitGraph, layer_name
+from gs_compile.capture.graph import Captured, Length, TensorSpec, UnitGraph, layer_name
 from gs_compile.capture.split import Split
 from gs_compile.errors import UniformityError
 
@@ -59,9 +59,13 @@ def uniform(cut: Split, captured: Captured) -> Uniform:
 
 
 def structure(unit: UnitGraph) -> Hashable:
-    """The key that two units of one class share."""
-    inputs = tuple((source.kind, spec) for source, spec in zip(unit.sources, unit.specs, strict=True))
+    """The key that two units of one class share; lengths count as what they follow from, not by their number."""
+    inputs = tuple((source.kind, _spec_key(spec)) for source, spec in zip(unit.sources, unit.specs, strict=True))
     return (unit.results, unit.differentiated, inputs, _graph_key(unit.module))  # no_grad differentiates nothing
+
+
+def _spec_key(spec: TensorSpec) -> Hashable:
+    return (_key((spec.shape, spec.stride), {}), spec.dtype, spec.device, spec.requires_grad, spec.batch_dims)
 
 
 def _graph_key(module: fx.GraphModule) -> Hashable:
@@ -79,6 +83,8 @@ def _key(value: Any, number: Mapping[fx.Node, int]) -> Hashable:
     match value:
         case fx.Node():
             return ("node", number[value])
+        case Length():
+            return ("length", value.expression)
         case slice():
             return ("slice", *(_key(part, number) for part in (value.start, value.stop, value.step)))
         case float():

@@ -35,7 +35,8 @@ from gs_compile.program.ir import EPILOGUE, ORDERS, PROLOGUE, TIED, Program, Ste
 # For inspection: the compilations of each parameter's model. By identity: `==` of two tensors is a tensor.
 compilations_of: MutableMapping[torch.nn.Parameter, list[Compilation]] = WeakTensorKeyDictionary()
 
-_codes: dict[Hashable, Differentiated] = {}  # equal layers of all captures share their code
+# Equal layers of all captures share their code: of each, by its lengths.
+_codes: dict[Hashable, dict[tuple[int, ...], Differentiated]] = {}
 MOST_CODES = 512  # a model has three for each size of the micro-batch
 MOST_MODELS = 64  # of one capture: sequence lengths, and sizes of the last micro-batch
 
@@ -190,7 +191,7 @@ class Compilation:
         cut = split(separated, captured, halved=self.halved)
         alike = uniform(cut, captured)
         self._warn(alike)
-        codes = {unit.unit: self._code(unit, key) for unit, key in zip(cut.units, alike.keys, strict=True)}
+        codes = {unit.unit: _code(unit, key, self.options) for unit, key in zip(cut.units, alike.keys, strict=True)}
         return SpecializedModel(micro_batch_size, separated, cut, alike, codes)
 
     def _warn(self, alike: Uniform) -> None:
@@ -203,16 +204,24 @@ class Compilation:
                 stacklevel=2,
             )
 
-    def _code(self, unit: UnitGraph, key: Hashable) -> Differentiated:
-        device, chosen = unit.device_type, self.options.expert.compiler
-        compiler: Compiler = best_compiler(device) if chosen == "auto" or device == "meta" else chosen
-        generator = Generator(compiler, self.options.mode)
-        full_key = (key, generator, _global_settings())
-        code = _codes.pop(full_key, None) or Differentiated(unit, generator)
-        _codes[full_key] = code  # the latest last
-        while len(_codes) > MOST_CODES:
-            del _codes[next(iter(_codes))]
-        return code
+
+def _code(unit: UnitGraph, key: Hashable, options: Options) -> Differentiated:
+    """The code of a class of units, with what it has in common with the same class at other lengths."""
+    device, chosen = unit.device_type, options.expert.compiler
+    compiler: Compiler = best_compiler(device) if chosen == "auto" or device == "meta" else chosen
+    generator = Generator(compiler, options.mode)
+    full_key = (key, generator, _global_settings())
+    codes = _codes.pop(full_key, {})
+    _codes[full_key] = codes  # the latest last
+    while len(_codes) > MOST_CODES:
+        del _codes[next(iter(_codes))]
+    lengths = tuple(unit.symbols.values())
+    if lengths not in codes:
+        common = next(iter(codes.values())).common if codes else None
+        codes[lengths] = Differentiated(unit, generator, common)
+        while len(codes) > MOST_MODELS:
+            del codes[next(iter(codes))]
+    return codes[lengths]
 
 
 def _global_settings() -> Hashable:

@@ -15,65 +15,113 @@ HuggingFace's mixture-of-experts layers.)
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import partial
+from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import fx
 
 from gs_compile.capture.graph import UnitGraph
-from gs_compile.capture.inductor import Generator, draws_random
+from gs_compile.capture.inductor import Generator, Resized, Sizes, draws_random
 from gs_compile.codegen.factor import assemble, factor
+from gs_compile.errors import LengthWarning
 
 Tensors = Sequence[torch.Tensor]
+Function = Callable[..., Sequence[Any]]
+
+
+@dataclass
+class OfAllLengths:
+    """What units that differ in lengths alone have in common."""
+
+    functions: dict[str, list[tuple[Sizes, str, Function]]] = field(default_factory=dict)  # with what they ask of sizes
+    draws_random: bool | None = None
 
 
 class Differentiated:
     """The functions of one class of units, each traced and compiled by `generator` when it is first asked for.
 
-    `graphs` holds the ATen graphs made so far.
+    `graphs` holds the ATen graphs made so far. `common` is shared with the same class at other lengths.
     """
 
-    def __init__(self, unit: UnitGraph, generator: Generator) -> None:
+    def __init__(self, unit: UnitGraph, generator: Generator, common: OfAllLengths | None = None) -> None:
         self.unit = unit
+        self.common = common or OfAllLengths()
         self.graphs: dict[str, fx.GraphModule] = {}
         self.seconds = 0.0  # spent in tracing and compiling
         self._generator = generator
-        self._functions: dict[str, Callable[..., Sequence[Any]]] = {}
+        self._functions: dict[str, Function] = {}
 
-    def function(self, name: str) -> Callable[..., Sequence[Any]]:
+    def function(self, name: str) -> Function:
         """The compiled "forward", "backward" or "both"; gradients of parameters come as factors where they can."""
         if name not in self._functions:
-            graph = self.graph(name)
-            self._functions[name] = self._compiled(name, graph) if name == "forward" else self._factored(name, graph)
+            has_lengths = bool(self.unit.symbols) and min(self.unit.symbols.values()) > 1  # 0 and 1 are like no other
+            self._functions[name] = self._of_all_lengths(name) if has_lengths else self._compiled(name, self.graph(name))
         return self._functions[name]
 
-    @cached_property
+    def _of_all_lengths(self, name: str) -> Function:
+        """The function with lengths as they are here: one that is there, if it may be used with these."""
+        values = list(self.unit.symbols.values())
+        known = self.common.functions.setdefault(name, [])
+        for sizes, guard, function in known:
+            if sizes.holds(guard, values):
+                return partial(function, *values)
+        sizes = Sizes(self.unit.symbols)
+        try:
+            with self._timed():
+                graph = self._traced(name, sizes)
+            function = self._compiled(name, graph)
+        except Exception as error:  # of any kind, from any of torch's operations
+            warnings.warn(
+                f"the code of {self.unit.unit!r} has to be compiled for each length of the inputs, as torch cannot make "
+                f"it for all lengths ({shorten(str(error), 200)}): pad to few lengths (pad_to_multiple_of), or pack",
+                LengthWarning,
+                stacklevel=2,
+            )
+            return self._compiled(name, self.graph(name))
+        known.append((sizes, sizes.guard(), function))
+        return partial(function, *values)
+
+    @property
     def draws_random(self) -> bool:
         """Whether the forward draws random numbers, so that the backward must draw the same."""
-        return any(map(draws_random, self.graph("forward").graph.nodes))
+        if self.common.draws_random is None:
+            self.common.draws_random = any(map(draws_random, self.graph("forward").graph.nodes))
+        return self.common.draws_random
 
     def graph(self, name: str) -> fx.GraphModule:
         """The ATen graph of "forward", "backward" or "both"; traced, not compiled, when it is first asked for."""
         if name not in self.graphs:
-            functions = {"forward": self._run, "backward": self._backward, "both": self._both}
-            results = [self.unit.result_specs[index] for index in self.unit.differentiated]
-            gradients = [replace(spec, requires_grad=False) for spec in results if name == "backward"]
             with self._timed():
-                self.graphs[name] = self._generator.trace(functions[name], (*self.unit.specs, *gradients))
+                self.graphs[name] = self._traced(name)
         return self.graphs[name]
 
-    def _factored(self, name: str, whole: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+    def _traced(self, name: str, sizes: Sizes | None = None) -> fx.GraphModule:
+        """The graph; with `sizes`, of all lengths."""
+        functions = {"forward": self._run, "backward": self._backward, "both": self._both}
+        results = [self.unit.result_specs[index] for index in self.unit.differentiated]
+        gradients = [replace(spec, requires_grad=False) for spec in results if name == "backward"]
+        run = Resized(self.unit.module, sizes).run if sizes else self.unit.module
+        skipped = len(sizes.symbols) if sizes else 0
+        return self._generator.trace(
+            lambda *inputs: functions[name](run, *inputs[skipped:]), (*self.unit.specs, *gradients), sizes
+        )
+
+    def _compiled(self, name: str, whole: fx.GraphModule) -> Function:
+        if name == "forward":
+            return self._generated(whole)
         num_results = len(self.unit.results) if name == "both" else 0
         chosen = [self.unit.sources[index].kind == "input" for index in self.unit.differentiable]
         graph, forms = factor(whole, [*[False] * num_results, *chosen])
-        compiled = self._compiled(name, graph)
+        compiled = self._generated(graph)
         return lambda *arguments: assemble(compiled(*arguments), forms)
 
-    def _compiled(self, name: str, graph: fx.GraphModule) -> Callable[..., Sequence[torch.Tensor]]:
+    def _generated(self, graph: fx.GraphModule) -> Callable[..., Sequence[torch.Tensor]]:
         with self._timed():
             return self._generator.generate(graph)
 
@@ -83,19 +131,18 @@ class Differentiated:
         yield
         self.seconds += time.perf_counter() - start
 
-    # The functions that are traced -----------------------------------------------------------------------------------
+    # The functions that are traced, of what runs the unit ------------------------------------------------------------
 
-    def _run(self, *inputs: torch.Tensor) -> Tensors:
-        results: Tensors = self.unit.module(*inputs)
-        return results
+    def _run(self, run: Function, *inputs: torch.Tensor) -> Tensors:
+        return run(*inputs)
 
-    def _backward(self, *arguments: torch.Tensor) -> Tensors:
+    def _backward(self, run: Function, *arguments: torch.Tensor) -> Tensors:
         inputs, gradients = arguments[: len(self.unit.specs)], arguments[len(self.unit.specs) :]
-        results = self._run(*inputs)
+        results = run(*inputs)
         return self._pull([results[index] for index in self.unit.differentiated], inputs, gradients)
 
-    def _both(self, *inputs: torch.Tensor) -> Tensors:
-        results = self._run(*inputs)
+    def _both(self, run: Function, *inputs: torch.Tensor) -> Tensors:
+        results = run(*inputs)
         loss = results[self.unit.results.index("loss")]
         gradients = self._pull([loss], inputs, [torch.ones_like(loss)])
         return (*(result.detach() for result in results), *gradients)

@@ -110,5 +110,6 @@ def _nodes(node: fx.Node, count: int) -> list[fx.Node]:
     return found
 
 
-def _numel(*nodes: fx.Node) -> int:
-    return sum(int(node.meta["val"].numel()) for node in nodes)
+def _numel(*nodes: fx.Node) -> Any:
+    """A number; a symbolic one, whose comparisons become conditions of the code, where lengths are symbolic."""
+    return sum(node.meta["val"].numel() for node in nodes)
