@@ -80,7 +80,7 @@ class StorageLockedError(StorageError):
 
 
 class LeftoverError(StorageError):
-    """The directory holds the files of a run that was killed."""
+    """The folder of a run has something in it that no run makes."""
 
 
 class MemoryBudgetError(GreedySnakeError, ValueError):

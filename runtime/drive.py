@@ -1,7 +1,8 @@
 """drive: one directory of a run's storage: its folder, who has it, and the threads that move its files.
 
 <directory>/greedysnake-run/    the only folder that is touched, 0700; others' files beside it stay as they are
-                                (greedysnake-run-3 of the process that a launcher calls rank 3)
+                                (greedysnake-run-3 of the process that a launcher calls rank 3, and with .2 at its end
+                                of a process's second model)
     .lock                       held with flock while the run lives; says by whom
     w3-b, s3-a, dw3, ...        this directory's share of each extent, 0600, preallocated
 """
@@ -11,21 +12,26 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import mmap
 import os
+import stat
 import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 
 from gs_compile.errors import LeftoverError, SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
-from gs_compile.machine import free_storage
+from gs_compile.machine import format_bytes, free_storage
 from gs_compile.runtime import ssd
 from gs_compile.runtime.ssd import File, Memory, Transfer, Verb
+
+log = logging.getLogger(__name__)
 
 FOLDER = "greedysnake-run"
 LOCK = ".lock"
@@ -39,10 +45,9 @@ class Drive:
     """One directory: the folder of our files in it, locked, and the threads that move them."""
 
     def __init__(self, directory: Path, threads: int) -> None:
-        self.folder = folder_in(directory)
-        with contextlib.ExitStack() as opened, _as_storage_error("open", self.folder):
-            self._folder_fd, self._lock_fd = lock(self.folder)
-            opened.callback(self._release)
+        with contextlib.ExitStack() as opened, _as_storage_error("open", directory):
+            self.folder, self._folder_fd, lock_fd = _own_folder(directory)
+            opened.callback(release, self.folder, self._folder_fd, lock_fd)
             self._files: list[File] = []
             opened.callback(lambda: list(map(self.remove, list(self._files))))
             self._threads = threads
@@ -50,7 +55,12 @@ class Drive:
                 verb: opened.enter_context(ThreadPoolExecutor(threads, f"greedysnake-{verb}"))
                 for verb in get_args(Verb)
             }
-            refuse_leftovers(self.folder)
+            _clear(self.folder)
+            for other in directory.glob(f"{self.folder.name}.*"):  # of further models of a run that was killed
+                with contextlib.suppress(StorageLockedError):
+                    if (locked := lock(other)) is not None:
+                        opened.callback(release, other, *locked)
+                        _clear(other)
             self.is_direct = True
             self.is_direct = self._takes_direct()
             self._opened = opened.pop_all()
@@ -139,22 +149,31 @@ class Drive:
         with contextlib.suppress(FileNotFoundError):  # someone else has removed it
             os.unlink(name, dir_fd=self._folder_fd)
 
-    def _release(self) -> None:
-        with contextlib.suppress(OSError):  # not empty: someone is taking it over, or put a file there
-            self._unlink(LOCK)
-            self.folder.rmdir()
-        os.close(self._lock_fd)
-        os.close(self._folder_fd)
 
+def folder_in(directory: Path, number: int = 1) -> Path:
+    """The folder of this process's model of that number.
 
-def folder_in(directory: Path) -> Path:
-    """The folder of this process: of several that a launcher starts, such as torchrun, each has its own by its RANK."""
+    Of several processes that a launcher starts, such as torchrun, each has its own by its RANK.
+    """
     rank = os.environ.get("RANK", "")
-    return directory / (f"{FOLDER}-{int(rank)}" if rank.isdecimal() and int(rank) else FOLDER)
+    name = f"{FOLDER}-{int(rank)}" if rank.isdecimal() and int(rank) else FOLDER
+    return directory / (name if number == 1 else f"{name}.{number}")
 
 
-def lock(folder: Path) -> tuple[int, int]:
-    """Make the folder and lock it: its descriptor, and that of the lock."""
+def _own_folder(directory: Path) -> tuple[Path, int, int]:
+    """The first folder that no other model of this process has, locked, with the descriptors of `lock`."""
+    for number in count(1):
+        folder = folder_in(directory, number)
+        if (locked := lock(folder)) is not None:
+            return folder, *locked
+    raise AssertionError
+
+
+def lock(folder: Path) -> tuple[int, int] | None:
+    """Make the folder and lock it: its descriptor, and that of the lock; None: another model of this process has it.
+
+    Raises StorageLockedError where another process has it.
+    """
     while True:
         for path in (*reversed(folder.parents), folder):
             if not path.exists():
@@ -175,8 +194,9 @@ def lock(folder: Path) -> tuple[int, int]:
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 holder = os.pread(lock_fd, 200, 0).decode(errors="replace") or "a process that is just starting"
-                who = "another model of this process" if f"pid {os.getpid()}," in holder else "another run"
-                what = f"{who} uses this folder, {holder}: wait for its end or choose another storage="
+                if f"pid {os.getpid()}," in holder:
+                    return None
+                what = f"another run uses this folder, {holder}: wait for its end or choose another storage="
                 raise StorageLockedError(errno.EAGAIN, what, str(folder)) from error
             if os.fstat(lock_fd).st_nlink == 0:
                 continue  # that was the lock of the run before, just removed
@@ -186,19 +206,37 @@ def lock(folder: Path) -> tuple[int, int]:
             return folder_fd, lock_fd
 
 
-def refuse_leftovers(folder: Path) -> None:
-    """Raise LeftoverError if a run that had the lock could not remove its files."""
-    found = [path.lstat() for path in folder.iterdir() if not path.name.startswith(".")]
-    if found:
-        nbytes = sum(each.st_blocks * 512 for each in found)
-        when = date_of(max(each.st_mtime for each in found))
-        what = (
-            f"a run was killed and left {len(found)} files, {nbytes} bytes, last written {when}; "
-            "nothing in them can be resumed: delete the folder or choose another storage="
-        )
+def release(folder: Path, folder_fd: int, lock_fd: int) -> None:
+    """The inverse of `lock`; a folder that is not empty stays."""
+    with contextlib.suppress(OSError):  # not empty: someone is taking it over, or put a file there
+        os.unlink(LOCK, dir_fd=folder_fd)
+        folder.rmdir()
+    os.close(lock_fd)
+    os.close(folder_fd)
+
+
+def leftovers(folder: Path) -> str:
+    """What a run that was killed has left in a folder that nobody has locked, in words; empty: nothing.
+
+    Raises LeftoverError where something is there that no run makes.
+    """
+    found = {path.name: path.lstat() for path in folder.iterdir() if not path.name.startswith(".")}
+    if foreign := [name for name, each in found.items() if not stat.S_ISREG(each.st_mode)]:
+        what = f"{', '.join(foreign)} in this folder is of no run: move it, or choose another storage="
         raise LeftoverError(errno.EEXIST, what, str(folder))
-    with contextlib.suppress(FileNotFoundError):
-        (folder / PROBE).unlink()
+    if not found:
+        return ""
+    nbytes, when = sum(each.st_blocks * 512 for each in found.values()), max(each.st_mtime for each in found.values())
+    return f"a run was killed and left {len(found)} files, {format_bytes(nbytes)}, last written {date_of(when)}"
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a run that was killed has left in a folder that is locked; the log says so."""
+    if words := leftovers(folder):
+        log.warning("%s: %s; they are removed, as nothing in them can be resumed", folder, words)
+    for path in folder.iterdir():
+        if path.name != LOCK:
+            path.unlink()
 
 
 def date_of(seconds: float) -> str:

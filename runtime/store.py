@@ -37,7 +37,7 @@ class Store:
 
     `weights` are the bandwidths of the directories, in any unit; without them, several directories are measured, for
     about a third of a second each. `threads` is the number for each direction and directory. Raises StorageLockedError
-    if another run has one of the directories, LeftoverError if one was killed there.
+    if another run has one of the directories, LeftoverError if there is in its folder what no run makes.
     """
 
     def __init__(

@@ -21,6 +21,8 @@ from gs_compile.model.optim import TieredOptimizer
 from gs_compile.model.residency import residency_of, restore, stash
 from gs_compile.options import Options
 from gs_compile.placement.traffic import traffic
+from gs_compile.runtime.drive import LOCK
+from gs_compile.runtime.store import Store
 
 VOCABULARY, LENGTH = 70, 8
 BATCH = 5  # in micro-batches of 2 the last is smaller
@@ -276,6 +278,14 @@ def our_threads() -> list[str]:
 
 def _named_as_ours() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("greedysnake"))
+
+
+@contextmanager
+def another_run(directory: Path) -> Iterator[None]:
+    """The directory is in use by a process of another number."""
+    with Store([directory]) as store:
+        (store.drives[0].folder / LOCK).write_text("pid 1, started just now")
+        yield
 
 
 def files_in(*directories: Path) -> list[str]:

@@ -115,9 +115,11 @@ class Sizes:
 
     def symbolic(self, value: Any) -> Any:
         """`value`, a number or several, with symbolic numbers for its lengths."""
-        return map_aggregate(value, lambda each: self._symbolic(each) if isinstance(each, Length) and self.symbols else each)
+        return map_aggregate(value, self._symbolic)
 
-    def _symbolic(self, length: Length) -> Any:
+    def _symbolic(self, length: Any) -> Any:
+        if not isinstance(length, Length) or not self.symbols:
+            return length
         own = {symbol: number.node.expr for symbol, number in self.symbols.items()}
         return self.env.create_symintnode(length.expression.xreplace(own), hint=int(length))
 

@@ -60,32 +60,38 @@ class Differentiated:
     def function(self, name: str) -> Function:
         """The compiled "forward", "backward" or "both"; gradients of parameters come as factors where they can."""
         if name not in self._functions:
-            has_lengths = bool(self.unit.symbols) and min(self.unit.symbols.values()) > 1  # 0 and 1 are like no other
-            self._functions[name] = self._of_all_lengths(name) if has_lengths else self._compiled(name, self.graph(name))
+            make = self._of_all_lengths if self.unit.symbols else self._of_this
+            self._functions[name] = make(name)
         return self._functions[name]
 
     def _of_all_lengths(self, name: str) -> Function:
-        """The function with lengths as they are here: one that is there, if it may be used with these."""
+        """The function for lengths as they are here: one that is there, if it may be used with these."""
         values = list(self.unit.symbols.values())
         known = self.common.functions.setdefault(name, [])
         for sizes, guard, function in known:
             if sizes.holds(guard, values):
                 return partial(function, *values)
+        if min(values) < 2:  # torch treats 0 and 1 as like no other
+            return self._of_this(name)
         sizes = Sizes(self.unit.symbols)
         try:
             with self._timed():
                 graph = self._traced(name, sizes)
             function = self._compiled(name, graph)
-        except Exception as error:  # of any kind, from any of torch's operations
+            known.append((sizes, sizes.guard(), function))
+        except Exception as error:  # noqa: BLE001 (of any kind, from any of torch's operations)
             warnings.warn(
-                f"the code of {self.unit.unit!r} has to be compiled for each length of the inputs, as torch cannot make "
-                f"it for all lengths ({shorten(str(error), 200)}): pad to few lengths (pad_to_multiple_of), or pack",
+                f"the code of unit {self.unit.unit} has to be compiled for each length of the inputs, as torch cannot "
+                f"make it for all ({shorten(str(error), 200)}): pad to few lengths (pad_to_multiple_of), or pack",
                 LengthWarning,
                 stacklevel=2,
             )
-            return self._compiled(name, self.graph(name))
-        known.append((sizes, sizes.guard(), function))
+            return self._of_this(name)
         return partial(function, *values)
+
+    def _of_this(self, name: str) -> Function:
+        """The function for these lengths alone."""
+        return self._compiled(name, self.graph(name))
 
     @property
     def draws_random(self) -> bool:

@@ -7,6 +7,8 @@ import torch
 from torch.nn import functional
 from zoo import GPT, WIDTH, assert_same_gradients, batch, both_ways, gradients, train
 
+from gs_compile.capture.inductor import Generator, Sizes
+from gs_compile.errors import LengthWarning
 from gs_compile.model.backend import greedysnake
 
 
@@ -74,6 +76,33 @@ def test_other_sizes_are_not_captured_again(options):
         ids, _ = batch(size, tokens)
         assert_same_gradients(train(model, ids, ids)[1], train(reference, ids, ids)[1])
         assert len(captures) == (1 if options else num_captures), (size, tokens)
+
+
+def test_one_code_serves_all_lengths(monkeypatch):
+    """Of the sizes that are symbolic in a capture; another one is made only where a gradient takes another form."""
+    generated = []
+    generate = Generator.generate
+    monkeypatch.setattr(Generator, "generate", lambda self, graph: generated.append(graph) or generate(self, graph))
+    model, reference = GPT(), GPT()
+    model.compile(backend=greedysnake, options={"micro_batch_size": 2, "expert": {"compiler": "eager"}})
+    for tokens, number in [(40, 5), (48, 5), (41, 0), (57, 0), (48, 0), (63, 0)]:
+        generated.clear()
+        model.zero_grad(), reference.zero_grad()
+        ids, _ = batch(4, tokens)
+        assert_same_gradients(train(model, ids, ids)[1], train(reference, ids, ids)[1])
+        assert len(generated) == number, tokens
+
+
+def test_where_lengths_cannot_be_symbolic(monkeypatch):
+    """Each length has its code, and a warning says so."""
+    monkeypatch.setattr(Sizes, "guard", lambda self: 1 / 0)
+    model, reference = GPT(), GPT()
+    model.compile(backend=greedysnake, options={"micro_batch_size": 2, "expert": {"compiler": "eager"}})
+    train(model, *batch(4, 12))
+    model.zero_grad()
+    with pytest.warns(LengthWarning, match=r"for each length of the inputs.*division by zero.*pad_to_multiple_of"):
+        found = train(model, *batch(4, 7))[1]
+    assert_same_gradients(found, train(reference, *batch(4, 7))[1])
 
 
 # Ways to compile -------------------------------------------------------------------------------------------------------

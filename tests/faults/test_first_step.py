@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from test_step import Counted
-from tiered import adamw, files_in, options, our_threads, outcome, step, tokens
+from tiered import adamw, another_run, files_in, options, our_threads, outcome, step, tokens
 
 from gs_compile.errors import MemoryBudgetError, SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
 from gs_compile.runtime import ssd
@@ -60,7 +60,7 @@ OBSTACLES = {
     "a small disk": (small, StorageFullError, r"\d+ bytes are needed and 10000 are free"),
     "a failing drive": (partial(failing, index=2), StorageError, r"write of [wts]"),
     "a drive that fails late": (partial(failing, index=12), StorageError, r"write of [wts]"),
-    "another run": (lambda _, directory: Store([directory]), StorageLockedError, f"pid {os.getpid()}"),
+    "another run": (lambda _, directory: another_run(directory), StorageLockedError, "pid 1, started"),
 }
 
 

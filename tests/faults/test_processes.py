@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from tiered import files_in
 
 from gs_compile.errors import LeftoverError, StorageLockedError
@@ -74,29 +74,35 @@ time.sleep(60)
             process.kill()
 
 
-def test_a_directory_has_one_run_in_one_process(tmp_path):
-    with Store([tmp_path]), pytest.raises(StorageLockedError, match=rf"pid {os.getpid()}, started 20\d\d-.*storage="):
-        Store([tmp_path])
-    Store([tmp_path]).close()
+def test_each_model_of_a_process_has_its_folder(tmp_path):
+    """Files of the same names in one directory."""
+    with Store([tmp_path]) as first, Store([tmp_path]) as second:
+        for store, value in ((first, 1), (second, 2)):
+            store.allocate("w3", MIB).write(torch.full((MIB,), value, dtype=torch.uint8)).wait()
+        assert sorted(path.name for path in tmp_path.iterdir()) == [FOLDER, f"{FOLDER}.2"]
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_killed_run_leaves_files_that_are_refused_by_name(tmp_path):
+def test_what_a_killed_run_has_left_is_removed(tmp_path, caplog):
+    """Also the files of its second model; not while it lives, and not what others have put there."""
     (tmp_path / "theirs").write_text("kept")
     with (
         another_process(tmp_path) as process,  # it is killed at the end
-        pytest.raises(StorageLockedError, match=f"pid {process.pid}, started"),
+        pytest.raises(StorageLockedError, match=f"pid {process.pid}, started 20.*storage="),
     ):
         Store([tmp_path])
-    for _ in range(2):
-        with pytest.raises(
-            LeftoverError, match=rf"left 1 files, {MIB} bytes, last written 20\d\d-.*delete the folder"
-        ) as caught:
-            Store([tmp_path])
-        assert caught.value.filename == str(tmp_path / FOLDER)
     assert (tmp_path / FOLDER / "w3").stat().st_size == MIB
-    (tmp_path / FOLDER / "w3").unlink()
-    Store([tmp_path]).close()
+    (tmp_path / f"{FOLDER}.2").mkdir(mode=0o700)
+    (tmp_path / f"{FOLDER}.2" / "w4").write_text("of its second model")
+    with Store([tmp_path]):
+        assert [path.name for path in (tmp_path / FOLDER).iterdir()] == [".lock"]
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+    words = "a run was killed and left 1 files, 1.0 MiB, last written 20"
+    assert words in caplog.text
+    (tmp_path / FOLDER / "folder").mkdir(parents=True)
+    (tmp_path / FOLDER).chmod(0o700)
+    with pytest.raises(LeftoverError, match="folder in this folder is of no run: move it"):
+        Store([tmp_path])
 
 
 def test_a_run_killed_before_it_had_files_is_no_obstacle(tmp_path):

@@ -10,6 +10,7 @@ from itertools import count
 
 import pytest
 import torch
+from tiered import another_run
 
 from gs_compile.errors import SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
 from gs_compile.runtime import drive, ssd
@@ -202,7 +203,7 @@ def test_a_plan_larger_than_the_disk_is_refused_before_anything_is_allocated(tmp
 
 def test_a_failure_while_opening_gives_every_directory_back(tmp_path, monkeypatch):
     threads = set(threading.enumerate())
-    with Store([tmp_path / "b"]), pytest.raises(StorageLockedError):
+    with another_run(tmp_path / "b"), pytest.raises(StorageLockedError):
         Store([tmp_path / "a", tmp_path / "b"])
     with monkeypatch.context() as broken:
         fail(broken, "_pwritev", errno.EIO)

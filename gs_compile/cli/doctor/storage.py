@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from gs_compile.cli.doctor.check import Check
-from gs_compile.errors import LeftoverError, StorageError, StorageLockedError
+from gs_compile.errors import StorageError, StorageLockedError
 from gs_compile.machine import format_bytes, free_storage
 from gs_compile.planner.measure.probe_drive import existing
-from gs_compile.runtime.drive import Drive, folder_in
+from gs_compile.runtime.drive import Drive, folder_in, leftovers, lock, release
 
 NBYTES_PER_ELEMENT = 14  # a parameter in bf16, and AdamW's fp32 master and moments
 LITTLE_NBYTES = 20 << 30  # a model of 1.5 billion parameters: smaller ones hardly need the tier
@@ -57,16 +57,20 @@ def run_folder(directory: Path) -> Check:
     """Whether a run could begin here now."""
     folder = folder_in(directory)
     try:
-        if folder.exists():
-            with warnings.catch_warnings(action="ignore"), closing(Drive(directory, threads=1)):
-                pass
+        if not folder.exists():
+            return Check("none")
+        locked = lock(folder)
+        if locked is None:
+            return Check(f"{folder} is in use by this process")
+        try:
+            found = leftovers(folder)
+        finally:
+            release(folder, *locked)
     except StorageLockedError:
         return Check(f"{folder} is in use", "one run at a time: give each its own directory")
-    except LeftoverError:
-        return Check(f"{folder} holds files of a run that was killed", f"delete {folder}", is_bad=True)
     except StorageError as error:
         return Check(str(error), f"delete {folder}, or name another directory", is_bad=True)
-    return Check("none")
+    return Check(f"{folder}: {found}; the next run removes them" if found else "none")
 
 
 def room(directory: Path) -> Check:
