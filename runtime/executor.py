@@ -33,6 +33,8 @@ class Executor:
         self.program = program
         self.units = units
         self.env: dict[Value, Any] = dict(inputs)
+        self.wanted: frozenset[Value] = frozenset()  # values that the model returns, also where the program frees them
+        self.returned: dict[Value, Any] = {}  # what has been made of these
 
     def forward(self) -> None:
         self._run(0, forward_end(self.program))
@@ -71,4 +73,6 @@ class Executor:
         }
         wants = tuple(value.kind for value in op.results)
         results: tuple[Any, ...] = getattr(self.units, op.verb)(op.unit, op.micro_batch, wants=wants, **keywords)
+        pairs = zip(op.results, results, strict=True)
+        self.returned |= {value: result for value, result in pairs if value in self.wanted}
         return results

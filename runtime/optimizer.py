@@ -51,6 +51,11 @@ class StepRecord:
         return self.is_too_large or not all(math.isfinite(reading()) for reading in readings)
 
     @property
+    def spoiled(self) -> str:
+        """Of a step that is skipped: where it shows."""
+        return "a gradient" if all(math.isfinite(loss()) for loss in self.losses) else "the loss"
+
+    @property
     def updated(self) -> list[Unit]:
         """The units that have been updated before it was known that the step is skipped."""
         finite = [math.isfinite(square()) for square in self.squares.values()]

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = [
     "TorchDispatchMode",
     "add_artifact",
+    "backward_hooks",
     "changes",
     "tree_leaves",
     "tree_map_only",
@@ -38,6 +39,12 @@ def wrap_compiled_call(module: torch.nn.Module, wrapper: Callable[[Callable[...,
 def changes(tensor: torch.Tensor) -> int:
     """How often the tensor was changed in place."""
     return tensor._version
+
+
+def backward_hooks(holder: torch.Tensor | torch.nn.Module) -> list[Any]:
+    """What the user has registered to be called with gradients of a tensor, or in the backward of a module."""
+    names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    return [hook for name in names for hook in (getattr(holder, name, None) or {}).values()]
 
 
 def add_artifact(name: str, content: Callable[[], str], compile_id: object) -> None:

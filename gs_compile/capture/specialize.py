@@ -55,6 +55,10 @@ def specialize(captured: Captured, micro_batch_size: int, sizes: Mapping[str, in
     return result
 
 
+class OfBatch(int):
+    """A size that the model returns, at one size of the micro-batch: that of the whole batch is the sum."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Size:
     """A size, or another number of the graph, at one size of the micro-batch."""
@@ -136,7 +140,7 @@ class _Copy:
         for node in [node for node in module.graph.nodes if node not in known]:
             example = node.meta.get("example_value")
             if node.op == "output":
-                return map_arg(node.args[0], known.__getitem__)
+                return map_arg(node.args[0], lambda each: self._returned(each, known[each]))
             if node.target is GRAD_MODE:
                 self.grad_mode = bool(node.args[0])
             elif node.target is ENTER_AUTOCAST:
@@ -152,6 +156,11 @@ class _Copy:
             else:
                 known[node] = self._node(module, node, known)
         raise AssertionError("a graph ends in an output")
+
+    def _returned(self, node: fx.Node, value: Any) -> Any:
+        return (
+            OfBatch(value) if type(value) is int and self.fold.size(node.meta["example_value"]).is_of_batch else value
+        )
 
     def _inline(self, module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
         body_node, *arguments = node.args

@@ -186,7 +186,8 @@ class Compilation:
         module = specialize(captured, micro_batch_size, sizes)
         given = output_values(module)
         losses = losses_among(given)
-        kept = [self.options.outputs == "all" or not losses or value in losses for value in given]
+        all_are = self.options.outputs == "all" or not losses
+        kept = [all_are or value in losses or not isinstance(value, fx.Node) for value in given]
         separated = loss(module, captured, kept=kept, alone=alone)
         cut = split(separated, captured, halved=self.halved)
         alike = uniform(cut, captured)

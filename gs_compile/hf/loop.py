@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from gs_compile.errors import OptimizerError, OptionError
+from gs_compile.hf.fitting import fit_for_capture
 from gs_compile.hf.gather import gathered
-from gs_compile.hf.trainer import leave_out_checkpointing
 from gs_compile.hf.weights import options_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
@@ -53,7 +53,7 @@ def prepare(
     chosen = {"outputs": "loss", **options_of(model, options), "micro_batch_size": size}
     Options.of(chosen)  # refuses what is wrong
     loader = _of_steps(loader, accelerator.gradient_accumulation_steps, size, model)
-    leave_out_checkpointing(model)
+    fit_for_capture(model)
     accelerator.gradient_accumulation_steps = 1
     accelerator.clip_grad_norm_ = partial(_clip_grad_norm, optimizer, accelerator.clip_grad_norm_)
     model.compile(backend="greedysnake", options=chosen)

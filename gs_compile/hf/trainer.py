@@ -6,7 +6,6 @@ of them to the model at once; the backend cuts them into micro-batches again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from torch.utils import serialization
 
 from gs_compile.errors import OptionError
 from gs_compile.hf import strands
+from gs_compile.hf.fitting import fit_for_capture
 from gs_compile.hf.gather import gathered
 from gs_compile.hf.together import answered, compile_for_strands, stored_reference
 from gs_compile.hf.weights import options_of, streamed
@@ -81,7 +81,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
                 "optimizer to the arguments, or give one of gs_compile (AdamW, Adam, SGD, Lion)"
             )
         args.gradient_checkpointing = args.activation_checkpointing = False
-        leave_out_checkpointing(self.model)
+        fit_for_capture(self.model)
         self._batches = []
         self._has_own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
         compile_for_strands(self.model, chosen)
@@ -185,15 +185,6 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         return found, {"max_grad_norm": _bound(args), **settings}
 
 
-def leave_out_checkpointing(model: Any) -> None:
-    """Each layer is run again in its backward anyway."""
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False
-    if hasattr(model, "disable_input_require_grads"):
-        model.disable_input_require_grads()  # which checkpointing with adapters has asked for
-
-
 def _bound(args: Any) -> float | None:
     """The norm to clip by; None: no clip."""
     return args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
@@ -206,10 +197,10 @@ def _check(args: Any) -> None:
         "deepspeed: leave it out, the backend has its place": args.deepspeed is not None,
         "fsdp: leave it out, the backend has its place": bool(args.fsdp),
         "torch_compile=True: leave it out, the model is compiled already": args.torch_compile,
+        "auto_find_batch_size=True: a step that ran out of memory cannot be tried again, as some parameters are "
+        "updated. Choose a smaller per_device_train_batch_size": args.auto_find_batch_size,
         f"{max(args.world_size, args.n_gpu)} devices: one device only so far": max(args.world_size, args.n_gpu) > 1,
     }
     for reason, found in reasons.items():
         if found:
             raise OptionError(reason)
-    if not math.isfinite(args.max_grad_norm or 0.0):
-        raise OptionError(f"max_grad_norm must be finite; got {args.max_grad_norm}")

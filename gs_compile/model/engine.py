@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gs_compile.capture.internals import backward_hooks
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import Layout, arrange, bind, tied_units
 from gs_compile.errors import OptimizerError, StepOrderError
@@ -269,7 +270,7 @@ class Engine(ParameterStore):
 def _param_groups(
     compilation: Compilation, model: SpecializedModel, args: Sequence[Any], group_of: Mapping[Tensor, int]
 ) -> dict[int, int]:
-    """The param group of each trained parameter, by input index; raises `OptimizerError` where it has none."""
+    """The param group of each trained parameter, by input index; raises `OptimizerError` for none, and for a hook."""
     captured = compilation.captured
     read = {index for graph in model.split.units for index in graph.parameters(captured) if args[index].requires_grad}
     for index in read:
@@ -277,5 +278,10 @@ def _param_groups(
             raise OptimizerError(
                 f"{captured.inputs[index].path} is trained, but the gs_compile optimizer does not have it; give the "
                 "optimizer all parameters that require a gradient, or freeze this one"
+            )
+        if found := backward_hooks(args[index]):
+            raise OptimizerError(
+                f"{captured.inputs[index].path} has a hook on its gradient, {found[0]}, which would never be called: a "
+                "parameter on the tiers gives its gradient to its update alone. Remove the hook"
             )
     return {index: group_of[args[index]] for index in read}

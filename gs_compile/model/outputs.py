@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gs_compile.capture.graph import OutputSpec, layer_name
+from gs_compile.capture.specialize import OfBatch
 from gs_compile.codegen.compiled import SpecializedModel
 from gs_compile.errors import OutputGradientError
 from gs_compile.program.ir import EPILOGUE, Unit, Value
@@ -30,6 +31,12 @@ class Outputs:
         """The outputs that the step computes."""
         return self.models[0].split.made
 
+    @property
+    def inner(self) -> frozenset[Value]:
+        """The hidden states among the results, which a program does not keep for them."""
+        units = {output.unit for output in self.made if output.kind == "x"}
+        return frozenset(Value("x", unit, j) for unit in units for j in range(len(self.models)))
+
     def collect(self, env: Mapping[Value, Any]) -> list[Tensor]:
         """The contents of `made`, from the values of a step."""
         return [_combined(output, [_part(output, env, j) for j in range(len(self.models))]) for output in self.made]
@@ -38,8 +45,10 @@ class Outputs:
         """All that the model returns."""
         computed = iter(made)
         outputs: list[Any] = []
-        for output in self.models[0].split.outputs:
+        for number, output in enumerate(self.models[0].split.outputs):
             given = self.args[output.index] if output.combine == "input" else output.value
+            if isinstance(given, OfBatch):
+                given = sum(model.split.outputs[number].value for model in self.models)
             outputs.append(given if output.spec is None else next(computed))
         return outputs
 

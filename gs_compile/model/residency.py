@@ -99,7 +99,7 @@ class Residency:
         values = known.values() if known is not None else None
         if values is None or not self.is_shown(values):
             with torch.inference_mode(False):  # its changes are counted
-                values = self.value(parameter).to(device)
+                values = self.value(parameter).to(device).detach()  # no view of another: views of it keep it alive
             self._show(values)
         return values
 

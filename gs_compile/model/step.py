@@ -77,7 +77,8 @@ class Call:
                 self.engine.forward(executor)
             else:
                 executor.forward()
-        made = self.outputs.collect(executor.env)
+        made = self.outputs.collect({**executor.env, **executor.returned})
+        executor.returned.clear()
         # Detached: an output leads to the autograd node, which leads to this call, and nobody would collect the three.
         pairs = zip(made, self.outputs.made, strict=True)
         self.losses = [content.detach() for content, output in pairs if output.kind == "loss"]
@@ -133,6 +134,7 @@ class Call:
             executor = self.engine.begin(self.models, self.args, self.units, self._inputs(), self.shape)
             describe = partial(self.engine.planning.describe, executor.program)
             self.compilation.latest = Step(self.models[0], self.shape, self.engine.programs, describe)
+        executor.wanted = self.outputs.inner
         if is_first:
             report(self.compilation)
         return executor

@@ -139,7 +139,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self.num_steps += not record.skipped
             self._shown_steps.fill_(self.num_steps)
             if record.skipped:
-                self._warn(record.updated)
+                self._warn(record)
             lanes = self.engine.tiers.trace.totals(reset=True)
             rolled_back = self.engine.placement.rolls_back(confirmed=record.confirmed)
             self.last_step = StepInfo(
@@ -183,10 +183,11 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
         self.engine.tiers.trace.save(path)
 
-    def _warn(self, updated: list[Any]) -> None:
-        done = f"; units {', '.join(map(str, updated))} were updated before it showed" if updated else ""
+    def _warn(self, record: StepRecord) -> None:
+        units = ", ".join(map(str, record.updated))
+        done = f"; units {units} were updated before it showed" if units else ""
         warnings.warn(
-            f"a gradient is not finite: step {self.num_steps + 1} was skipped{done}"
+            f"{record.spoiled} is not finite: step {self.num_steps + 1} was skipped{done}"
             + (". With max_grad_norm= (inf to clip nothing) such a step is skipped as a whole" if done else ""),
             NonFiniteWarning,
             stacklevel=4,

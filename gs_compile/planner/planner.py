@@ -187,8 +187,7 @@ class Planner:
         words = ", ".join(f"{name} {ratios[name]:g}" for name in _classes(self.options))
         message = (
             f"host_memory is {format_bytes(self.host_nbytes)}; this step needs {format_bytes(needed)} ({needed} bytes) "
-            f"of it at least, with ratios {words}: give it more, lower ratios, a lower alpha, or a smaller "
-            "micro_batch_size"
+            f"of it at least, with ratios {words}: {self._remedies()}"
         )
         if self.alpha and not self.fixed.speculative and (most := self._most_alpha()) is not None:
             why = " (max_grad_norm makes all gradients wait)" if self.fixed.clip else ""
@@ -213,8 +212,15 @@ class Planner:
         if budget is not None and needed > budget:
             raise MemoryBudgetError(
                 f"device_memory is {format_bytes(budget)}; this step keeps {format_bytes(needed)} there, and what a "
-                "layer computes with comes on top: give it more, or a smaller micro_batch_size"
+                f"layer computes with comes on top: {self._remedies()}"
             )
+
+    def _remedies(self) -> str:
+        """What of all that makes a step smaller can still be done."""
+        found = ["give it more"]
+        found += ["lower ratios"] if any(self.fixed.ratios.values()) else []
+        found += ["give a smaller micro_batch_size"] if self.options.micro_batch_size > 1 else []
+        return ", or ".join(found)
 
     def _device_nbytes(self) -> int | None:
         if self.options.device_memory is None:

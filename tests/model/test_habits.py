@@ -42,7 +42,7 @@ def pair(one):
     """The model on the tiers, and a copy in memory; values on the tiers are what they were afterwards."""
     with gs_compile.materialize(one.model):
         memory = copy.deepcopy(one.model)
-    before = one.model.state_dict()
+    before = {name: value.clone() for name, value in one.model.state_dict().items()}  # what is read is not kept
     yield one.model, memory
     assert all(is_offloaded(parameter) for parameter in one.model.parameters())
     one.model.load_state_dict(before)

@@ -107,6 +107,14 @@ def test_without_a_norm_to_wait_for_the_warning_says_what_was_updated(tmp_path):
         assert {"head.weight", "blocks.2.up.weight"} <= changed
 
 
+def test_a_loss_that_is_not_finite_is_named(tmp_path):
+    with learner(tmp_path, partial(gs_compile.AdamW, max_grad_norm=1.0)) as one:
+        one.train(0)
+        next(one.model.parameters()).data.fill_(math.nan)
+        with pytest.warns(NonFiniteWarning, match=r"^the loss is not finite: step 2 was skipped$"):
+            one.train(1)
+
+
 def test_without_a_norm_to_wait_for_nothing_bad_is_taken_in(tmp_path):
     with learner(tmp_path, alpha=0.5) as one:
         one.train(0)

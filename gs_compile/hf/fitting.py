@@ -1,0 +1,39 @@
+"""fitting: what is taken out of a model of transformers, or put in, so that its forward is one graph."""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch import nn
+
+from gs_compile.capture.internals import backward_hooks
+from gs_compile.errors import OptionError
+
+
+def fit_for_capture(model: nn.Module) -> None:
+    """Leave out activation checkpointing, and put in what `output_hidden_states=True` reads with.
+
+    Raises OptionError where a module has a hook on its backward, which runs layer by layer without the module.
+    """
+    for name, module in model.named_modules():
+        if found := backward_hooks(module):
+            raise OptionError(
+                f"{name or 'the model'} has a backward hook, {found[0]}: which would never be called: "
+                "remove it (the handle's .remove()). Forward hooks are part of the model"
+            )
+        if getattr(module, "gradient_checkpointing", False):  # each layer is run again in its backward anyway
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+    if callable(disable := getattr(model, "disable_input_require_grads", None)):
+        disable()  # which checkpointing with adapters has asked for
+    _install_recorders(model)
+
+
+def _install_recorders(model: nn.Module) -> None:
+    """Forward hooks that transformers would install in the first call that asks for hidden states, behind a lock."""
+    with contextlib.suppress(ImportError):  # of another release: such a call is then refused
+        from transformers import PreTrainedModel
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+        outermost = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        if outermost is not None:
+            maybe_install_capturing_hooks(outermost)
