@@ -22,7 +22,7 @@ def fit_for_capture(model: nn.Module) -> None:
                 "remove it (the handle's .remove()). Forward hooks are part of the model"
             )
         if getattr(module, "gradient_checkpointing", False):  # each layer is run again in its backward anyway
-            module.gradient_checkpointing = False  # type: ignore[assignment]
+            module.gradient_checkpointing = False
     if callable(disable := getattr(model, "disable_input_require_grads", None)):
         disable()  # which checkpointing with adapters has asked for
     _install_recorders(model)

@@ -20,9 +20,9 @@ from gs_compile.hf.weights import options_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 
-_KEPT = (  # of a data loader that is made anew
-    "num_workers pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor persistent_workers"
-).split()
+_KEPT = tuple(  # of a data loader that is made anew
+    "num_workers pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor persistent_workers".split()
+)
 
 
 def prepare(
