@@ -20,8 +20,10 @@ from gs_compile.hf.weights import options_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 
-_KEPT = tuple(  # of a data loader that is made anew
-    "num_workers pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor persistent_workers".split()
+# Of a data loader that is made anew.
+_KEPT = frozenset(
+    "num_workers pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor "
+    "persistent_workers".split()
 )
 
 
