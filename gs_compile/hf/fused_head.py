@@ -45,7 +45,8 @@ def make_capturable(model: Any) -> None:
         from trl.trainer.utils import FusedCausalLMOutput
 
         found = forward(*args, **kwargs)
-        return FusedCausalLMOutput(**log_probabilities(found.logits[:, :-1], labels[:, 1:], results, temperature))
+        made = log_probabilities(found.logits[:, :-1], labels[:, 1:], results, temperature)
+        return FusedCausalLMOutput(**made, aux_loss=getattr(found, "aux_loss", None))
 
     model.forward = types.MethodType(capturable, model)
 

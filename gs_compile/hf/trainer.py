@@ -66,7 +66,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         import transformers
 
         args = self.args
-        _check(args)
+        _check(self)
         packs = getattr(self, "padding_free", False)  # TRL's: a batch is one row
         size = 1 if packs else args.per_device_train_batch_size
         chosen = {"micro_batch_size": size, "outputs": "loss", **options_of(self.model, options)}
@@ -190,8 +190,11 @@ def _bound(args: Any) -> float | None:
     return args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
 
 
-def _check(args: Any) -> None:
-    """Refuse arguments that cannot be followed, before anything is compiled."""
+def _check(trainer: Any) -> None:
+    """Refuse what cannot be followed, before anything is compiled."""
+    from transformers import Trainer
+
+    args = trainer.args
     reasons = {
         "fp16=True: updates run in the backward, before a loss scale could be divided out. Use bf16=True": args.fp16,
         "deepspeed: leave it out, the backend has its place": args.deepspeed is not None,
@@ -199,6 +202,11 @@ def _check(args: Any) -> None:
         "torch_compile=True: leave it out, the model is compiled already": args.torch_compile,
         "auto_find_batch_size=True: a step that ran out of memory cannot be tried again, as some parameters are "
         "updated. Choose a smaller per_device_train_batch_size": args.auto_find_batch_size,
+        "activation_offloading=True: leave it out, the inputs of layers are stored anyway": getattr(
+            args, "activation_offloading", False
+        ),
+        f"{type(trainer).__name__} makes batches of its own while it trains: the batches of a step cannot be put "
+        "together": type(trainer)._prepare_inputs is not Trainer._prepare_inputs,
         f"{max(args.world_size, args.n_gpu)} devices: one device only so far": max(args.world_size, args.n_gpu) > 1,
     }
     for reason, found in reasons.items():

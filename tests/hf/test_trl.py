@@ -175,6 +175,17 @@ def test_a_reference_that_is_not_there(tmp_path):
         gs_compile.hf.attach(dpo(tmp_path), storage=tmp_path, reference={})
 
 
+def test_what_cannot_be_followed_is_refused(tmp_path):
+    trainer = sft(tmp_path)
+    trainer.args.activation_offloading = True
+    with pytest.raises(OptionError, match="the inputs of layers are stored anyway"):
+        gs_compile.hf.attach(trainer, storage=tmp_path)
+    trainer.args.activation_offloading = False
+    trainer.__class__ = type("Sampled", (SFTTrainer,), {"_prepare_inputs": lambda self, inputs: inputs})
+    with pytest.raises(OptionError, match="Sampled makes batches of its own while it trains"):
+        gs_compile.hf.attach(trainer, storage=tmp_path)
+
+
 def test_pairs_stay_pairs(tmp_path):
     """A batch is its chosen samples and then its rejected ones: the batches of a step cannot be one batch."""
     assert_alike(*both(reward, tmp_path), ("loss", "grad_norm"), 1e-5)
