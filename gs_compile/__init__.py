@@ -17,7 +17,7 @@ from gs_compile.options import Expert, Options, Ratios
 if TYPE_CHECKING:
     from gs_compile.hf.weights import from_pretrained, save_pretrained
     from gs_compile.model.inspection import Inspection, inspect
-    from gs_compile.model.materialize import materialize
+    from gs_compile.model.materialize import materialize, streaming
     from gs_compile.model.optim import SGD, Adam, AdamW, Lion
     from gs_compile.model.storage_init import init_on_storage
     from gs_compile.planner.measure.profile import Profile
@@ -45,12 +45,13 @@ __all__ = [
     "materialize",
     "plan",
     "save_pretrained",
+    "streaming",
 ]
 
 _LATER = {  # names that need torch come when they are first used: importing this package takes no time
     "hf.weights": ("from_pretrained", "save_pretrained"),
     "model.inspection": ("Inspection", "inspect"),
-    "model.materialize": ("materialize",),
+    "model.materialize": ("materialize", "streaming"),
     "model.optim": ("AdamW", "Adam", "SGD", "Lion"),
     "model.storage_init": ("init_on_storage",),
     "planner.measure.profile": ("Profile",),

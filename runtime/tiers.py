@@ -121,6 +121,15 @@ class Tiers:
         component = 0 if master and self.has_master(place) else None
         return self._read(place, component, self.dtype(place, master=master))
 
+    def here(self, place: Slice) -> Tensor | None:
+        """A parameter's values where they live, if that is memory in one piece; they change with the next update."""
+        pieces = list(self._pieces(place, None, torch.empty(place.numel, device="meta")))
+        if len(pieces) != 1 or isinstance(pieces[0][0], Extent):
+            return None
+        content, start, _ = pieces[0]
+        found: Tensor = content[start : start + place.numel].view(place.shape)
+        return found
+
     def read_state(self, place: Slice, component: int) -> Tensor:
         """One component of a parameter's optimizer state; the master, where there is one, is the first."""
         return self._read(place, component, self.setting.state_dtype(place.unit))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from functools import wraps
+from typing import Any
 
 from torch import nn
 
 from gs_compile.capture.internals import backward_hooks
 from gs_compile.errors import OptionError
+from gs_compile.model.materialize import streaming
 
 
 def fit_for_capture(model: nn.Module) -> None:
-    """Leave out activation checkpointing, and put in what `output_hidden_states=True` reads with.
+    """Leave out activation checkpointing; put in what `output_hidden_states=True` and `generate` read with.
 
     Raises OptionError where a module has a hook on its backward, which runs layer by layer without the module.
     """
@@ -26,6 +29,21 @@ def fit_for_capture(model: nn.Module) -> None:
     if callable(disable := getattr(model, "disable_input_require_grads", None)):
         disable()  # which checkpointing with adapters has asked for
     _install_recorders(model)
+    _stream_generation(model)
+
+
+def _stream_generation(model: nn.Module) -> None:
+    """Have `generate` read parameters as layers use them: its cache is no input that a compiled model takes."""
+    generate = getattr(model, "generate", None)
+    if generate is None or "generate" in vars(model):
+        return
+
+    @wraps(generate)
+    def streamed(*args: Any, **kwargs: Any) -> Any:
+        with streaming(model):
+            return generate(*args, **kwargs)
+
+    vars(model)["generate"] = streamed
 
 
 def _install_recorders(model: nn.Module) -> None:

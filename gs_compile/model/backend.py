@@ -64,6 +64,8 @@ def greedysnake(
         except BaseException as error:
             if isinstance(error, CaptureError):
                 add_graph_breaks(error)
+                if not torch.is_grad_enabled():
+                    error.add_note("`with gs_compile.streaming(model):` evaluates any model as plain PyTorch does")
             roll_back(args)
             note_last_compile(error, compile_id)
             raise

@@ -92,6 +92,14 @@ class Engine(ParameterStore):
     def placement(self) -> Placement:
         return self.planning.placement
 
+    @property
+    def room_nbytes(self) -> int:
+        """What steps leave of the budget of the memory that the model computes from."""
+        device = self.tiers.setting.device
+        if device.has_own_memory:
+            return device.memory_nbytes()[0] // 2  # the other half for what is computed
+        return max(0, self.planning.host_nbytes - self.tiers.slab.nbytes)
+
     def predict(self) -> Simulation:
         """Simulate steps like the latest call; measures the machine and the layers' code first."""
         return self.planning.predict(*self._latest)

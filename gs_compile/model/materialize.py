@@ -1,4 +1,4 @@
-"""materialize: offloaded parameters in their model again, for whatever reads or changes them.
+"""materialize, streaming: offloaded parameters in their model again, for whatever reads or changes them.
 
     with gs_compile.materialize(model):             with gs_compile.materialize(model, write=True):
         model.generate(ids)                             model.lm_head.weight.mul_(0.5)
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from gs_compile.errors import StepOrderError
-from gs_compile.model.residency import in_memory, is_offloaded, residency_of
+from gs_compile.model.residency import Reader, in_memory, is_offloaded, residency_of
 
 
 @contextmanager
@@ -36,17 +36,48 @@ def materialize(model: nn.Module, *, write: bool = False, master: bool = False) 
     with ExitStack() as stack:
         for parameter in offloaded:
             stack.enter_context(in_memory(parameter, master=master))
-        for module in model.modules() if offloaded else ():
-            if module is model or module._compiled_call_impl is not None:
-                stack.enter_context(_plain_calls(module))
+        if offloaded:
+            stack.enter_context(_plain_calls(model))
         yield model
         for parameter in offloaded if write else ():
             residency_of(parameter).write(parameter, parameter.data)
 
 
 @contextmanager
-def _plain_calls(module: nn.Module) -> Iterator[None]:
-    """Calls of a compiled module run as they are, and not as a step."""
+def streaming(model: nn.Module) -> Iterator[nn.Module]:
+    """The model runs as plain PyTorch does, and reads its parameters as layers use them, every update done.
+
+    For evaluations that are no step of a model in layers, such as `generate` with its cache. Each use reads a parameter
+    once; what lives in memory is not copied, and what the budget has room for is kept until the end of the block: of
+    `host_memory`, or of the device's own memory. As in `materialize` a call with gradients enabled raises
+    StepOrderError.
+    """
+    places = [residency_of(parameter) for parameter in model.parameters() if is_offloaded(parameter)]
+    stores = {place.tiered[0] for place in places if place.tiered is not None}
+    for store in stores:
+        store.synchronize()
+    reader = Reader(min((store.room_nbytes for store in stores), default=0))
+    with ExitStack() as stack:
+        if places:
+            stack.enter_context(_plain_calls(model))
+        for place in places:
+            stack.callback(setattr, place, "reader", place.reader)
+            place.reader = reader
+        yield model
+
+
+@contextmanager
+def _plain_calls(model: nn.Module) -> Iterator[None]:
+    """Calls of a model that is compiled, as a whole or in part, run as they are, and not as a step."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if module is model or module._compiled_call_impl is not None:
+                stack.enter_context(_plain_call(module))
+        yield
+
+
+@contextmanager
+def _plain_call(module: nn.Module) -> Iterator[None]:
     own = module.__dict__  # past the __setattr__ of what torch.compile returns, which is its model's
     before = own.get("_compiled_call_impl")
     own["_compiled_call_impl"] = partial(_evaluate, getattr(module, "_orig_mod", module))  # that model itself
@@ -59,7 +90,7 @@ def _plain_calls(module: nn.Module) -> Iterator[None]:
 def _evaluate(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.is_grad_enabled():
         raise StepOrderError(
-            "inside gs_compile.materialize() the model cannot be trained, only evaluated: call it under "
-            "torch.no_grad(), or leave the block"
+            "inside gs_compile.materialize() or streaming() the model cannot be trained, only evaluated: call it "
+            "under torch.no_grad(), or leave the block"
         )
     return module._call_impl(*args, **kwargs)

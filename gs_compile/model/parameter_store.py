@@ -44,6 +44,11 @@ class ParameterStore:
         dtype = self.tiers.dtype(span, master=master)
         return self._mapped(span, dtype, lambda piece: self.tiers.read(piece, master=master))
 
+    @property
+    def room_nbytes(self) -> int:
+        """The memory that values may take for the time of an evaluation."""
+        return 0
+
     def write(self, span: Slice, values: Tensor) -> None:
         """A new value, in the parameter's dtype or the master's. A master that rounds to it stays as it is."""
         self.synchronize()

@@ -47,6 +47,24 @@ class Shown:
         return known and (version, changes(tensor)) == (self.version, self.changes)
 
 
+@dataclass
+class Reader:
+    """Reads values for an evaluation, when no updates are to come, and keeps those that there is room for."""
+
+    room_nbytes: int
+    kept: list[Tensor] = field(default_factory=list)
+
+    def read(self, store: ParameterStore, span: Slice, device: torch.device) -> Tensor:
+        """A value, not copied if it lives in memory in one piece."""
+        here = store.tiers.here(span)
+        values = (store.tiers.read(span) if here is None else here).to(device).detach()
+        nbytes = 0 if here is not None and shares_memory(values, here) else values.nbytes
+        if nbytes <= self.room_nbytes:
+            self.room_nbytes -= nbytes
+            self.kept.append(values)
+        return values
+
+
 @dataclass(eq=False)
 class Residency:
     """Where one parameter's value is. An attribute of the parameter, so that both end together."""
@@ -60,6 +78,7 @@ class Residency:
     kind: type = nn.Parameter  # of the resident parameter
     is_materialized: bool = False
     shown: dict[torch.device, Shown] = field(default_factory=dict)
+    reader: Reader | None = None  # for the time of an evaluation
     num_writes: int = 0  # of values that somebody has given
 
     def __reduce__(self) -> Any:
@@ -99,7 +118,10 @@ class Residency:
         values = known.values() if known is not None else None
         if values is None or not self.is_shown(values):
             with torch.inference_mode(False):  # its changes are counted
-                values = self.value(parameter).to(device).detach()  # no view of another: views of it keep it alive
+                if self.reader is not None and self.tiered is not None:
+                    values = self.reader.read(*self.tiered, device)
+                else:
+                    values = self.value(parameter).to(device).detach()  # no view of another: views of it keep it alive
             self._show(values)
         return values
 

@@ -162,13 +162,17 @@ def test_the_best_model_comes_back(tmp_path):
 
 
 def test_predictions_have_logits(tmp_path):
-    """The loss alone is for training."""
+    """The loss alone is for training. Text is generated from the stored model."""
     mine, theirs = attached(tmp_path / "mine"), trainer(tmp_path / "theirs")
     for each in (mine, theirs):
         each.train()
     found, wanted = (each.predict(samples()[:4]).predictions for each in (mine, theirs))
     assert found.shape == wanted.shape == (4, 12, VOCAB)
     assert torch.allclose(torch.tensor(found), torch.tensor(wanted), atol=1e-4)
+    prompt = samples()[0]["input_ids"][None]
+    texts = [each.model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0) for each in (mine, theirs)]
+    assert torch.equal(*texts)
+    assert all(is_offloaded(parameter) for parameter in mine.model.parameters())
 
 
 @pytest.mark.parametrize(

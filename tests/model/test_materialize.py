@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -13,7 +14,9 @@ from tiered import options, step, tokens, two_groups
 
 import gs_compile
 from gs_compile.errors import ReleasedParameterError, StepOrderError
+from gs_compile.model.engine import Engine
 from gs_compile.model.residency import is_offloaded
+from gs_compile.runtime.tiers import Tiers
 
 KEEPS_CAPTURES = True
 
@@ -59,6 +62,29 @@ def test_training_and_evaluation_alternate(tmp_path):
                     torch.testing.assert_close(one.loss(7), wanted, rtol=1e-5, atol=0)
             one.model.train()
             reference.train()
+
+
+@pytest.mark.parametrize("room_nbytes", [0, 1 << 30])
+def test_streaming_reads_what_is_used(room_nbytes, tmp_path, monkeypatch):
+    """Once for each use, and once for the block what there is room for; a step in between is not needed."""
+    reads = Counter()
+    read = Tiers.read
+    monkeypatch.setattr(Tiers, "read", lambda self, place: (reads.update([place]), read(self, place))[1])
+    monkeypatch.setattr(Engine, "room_nbytes", room_nbytes)
+    with learner(tmp_path, make, alpha=0.5) as one:
+        for number in range(2):
+            one.train(number)
+            with torch.no_grad():
+                wanted = one.loss(7)
+            reads.clear()
+            with gs_compile.streaming(one.model), torch.no_grad():
+                for _ in range(3):
+                    torch.testing.assert_close(one.loss(7), wanted, rtol=1e-5, atol=0)
+            number_of_uses = {3, 6} if room_nbytes == 0 else {1}  # the embedding is the head too
+            assert set(reads.values()) == number_of_uses
+            assert len(reads) == len(list(one.model.parameters()))
+        with gs_compile.streaming(one.model), pytest.raises(StepOrderError, match="cannot be trained, only evaluated"):
+            one.loss(7)
 
 
 def test_what_torch_compile_returns(tmp_path):
