@@ -9,8 +9,9 @@ cent of one core. With O_DIRECT the drive reads and writes the caller's memory i
     file     page     page                                     page    page
 
 [1] O_DIRECT moves whole pages of the file to and from page-aligned memory: those blocks go straight.
-[2] The head and the tail, less than a page each, go through a buffer of the thread; so does a block whose memory is not
-    aligned. Writing a part of a page reads the page first, under the file's lock: two writes may share a page.
+[2] The head and the tail, less than a page each, go through a small buffer of the thread; so does a block whose memory
+    is not aligned, piece by piece. Writing a part of a page reads the page first, under the file's lock: two writes may
+    share a page.
 [3] Without O_DIRECT the kernel copies, and is told to forget each block at once.
 """
 
@@ -43,6 +44,7 @@ Verb = Literal["read", "write"]
 
 PAGE = PAGE_NBYTES
 BLOCK = 8 << 20  # 1 to 16 MiB are equally fast with enough threads (benchmarks/ssd.py); large ones cost less CPU
+BOUNCE = 1 << 20  # of a thread's buffer: all threads' are not in the budget
 SMALL_BLOCK = 1 << 20  # a short request is cut finer, to this and no less, so that it too has several in flight
 THREADS = 4  # of a drive, for each direction: two are slower, eight are no faster (benchmarks/ssd.py)
 MAX_RETRIES = 64  # without progress, after pauses that add up to three seconds: then the drive is not coming back
@@ -100,6 +102,11 @@ def move_block(verb: Verb, file: File, memory: Memory, offset: int, label: str) 
     if not file.direct or not any(place % PAGE for place in places):  # [1]
         move(verb, file, memory, offset, label)
         return
+    for begin in range(0, memory.nbytes, BOUNCE):
+        _move_bounced(verb, file, memory[begin : begin + BOUNCE], offset + begin, label)
+
+
+def _move_bounced(verb: Verb, file: File, memory: Memory, offset: int, label: str) -> None:
     inside, pages = bounce(offset, memory.nbytes)  # [2]
     begin = offset - inside.start
     if verb == "read":
@@ -118,11 +125,11 @@ _thread = threading.local()
 
 
 def bounce(offset: int, nbytes: int) -> tuple[slice, Memory]:
-    """Memory of this thread, page-aligned and the same at every call, for the pages around a range, at most a block;
-    and where in it the range is.
+    """Memory of this thread, page-aligned and the same at every call, for the pages around a range, BOUNCE at most; and
+    where in it the range is.
     """
     if not hasattr(_thread, "bounce"):
-        _thread.bounce = np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8)
+        _thread.bounce = np.frombuffer(mmap.mmap(-1, BOUNCE), np.uint8)
     start = offset % PAGE
     return slice(start, start + nbytes), _thread.bounce[: rounded(start + nbytes)]
 

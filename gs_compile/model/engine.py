@@ -25,6 +25,7 @@ from gs_compile.capture.internals import backward_hooks
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import Layout, arrange, bind, tied_units
 from gs_compile.errors import OptimizerError, StepOrderError
+from gs_compile.model.mapped import trim
 from gs_compile.model.parameter_store import ParameterStore
 from gs_compile.model.residency import adopt, hand_back, is_offloaded, residency_of, stash
 from gs_compile.placement.placement import Placement
@@ -137,6 +138,7 @@ class Engine(ParameterStore):
                 adopt(parameter, self, span)
                 undo.callback(hand_back, parameter)
             undo.pop_all()
+        trim()  # of what capturing and converting have left
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
