@@ -14,6 +14,7 @@ from gs_compile.errors import OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.fused_head import has_fused_head, make_capturable
 from gs_compile.hf.gather import gathered, parted
+from gs_compile.hf.weights import options_of
 from gs_compile.model.optim import SGD
 
 
@@ -51,16 +52,20 @@ def compile_for_strands(
 
 
 def stored_reference(
-    model: Any, options: Mapping[str, Any], autocast: Callable[[], AbstractContextManager[Any]]
+    model: Any,
+    options: Mapping[str, Any],
+    given: Mapping[str, Any],
+    autocast: Callable[[], AbstractContextManager[Any]],
 ) -> SGD:
     """Compile a model that is never trained, so that its parameters are stored; returns the optimizer that holds them.
 
+    options: of the model that is trained; given: in what this one differs, over what it has of `from_pretrained`;
     autocast: what Accelerate has wrapped its forward in. Raises OptionError where there is no model.
     """
     if model is None:
         raise OptionError("reference=: this Trainer has no ref_model; with adapters, the model without them is it")
     model.requires_grad_(False)
-    compile_for_strands(model, options, autocast)
+    compile_for_strands(model, {**options, **options_of(model, given)}, autocast)
     return SGD(model.parameters(), lr=0.0)
 
 

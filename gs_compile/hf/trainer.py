@@ -20,6 +20,7 @@ from gs_compile.hf.gather import gathered
 from gs_compile.hf.together import answered, compile_for_strands, stored_reference
 from gs_compile.hf.weights import options_of, streamed
 from gs_compile.model.optim import SGD, Adam, AdamW, Lion
+from gs_compile.model.residency import is_offloaded
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 
@@ -33,7 +34,7 @@ def attach(trainer: Any, *, reference: Mapping[str, Any] | None = None, **option
     """Have a Trainer train its model layer-major; `options` are those of the backend (`gs_compile.Options`).
 
     reference: have the Trainer's `ref_model`, if it has one, run layer-major and be stored too, with these options and,
-    where they say nothing, those of the model; without it, it stays in memory. Its files are in a folder of `storage`.
+    where they say nothing, those of the model. Without it, it stays in memory, or where `from_pretrained` has put it.
 
     Call it before `train()`. The model is compiled in place, micro-batches have `per_device_train_batch_size` samples,
     and the optimizer is this package's equivalent of what the arguments ask for. Evaluation, saving, loading and
@@ -70,7 +71,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         packs = getattr(self, "padding_free", False)  # TRL's: a batch is one row
         size = 1 if packs else args.per_device_train_batch_size
         chosen = {"micro_batch_size": size, "outputs": "loss", **options_of(self.model, options)}
-        storage = Options.of(chosen).storage  # refuses what is wrong
+        Options.of(chosen)  # refuses what is wrong
         if self.optimizer is None:
             self.optimizer_cls_and_kwargs = self._equivalent()
         elif isinstance(self.optimizer, TieredOptimizer):
@@ -85,11 +86,9 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         self._batches = []
         self._has_own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
         compile_for_strands(self.model, chosen)
-        if reference is not None:
-            apart = {"storage": [folder / "reference" for folder in storage]}
-            self._reference_optimizer = stored_reference(
-                getattr(self, "ref_model", None), {**chosen, **apart, **reference}, self.accelerator.autocast
-            )
+        second = getattr(self, "ref_model", None)
+        if reference is not None or (second is not None and any(map(is_offloaded, second.parameters()))):
+            self._reference_optimizer = stored_reference(second, chosen, reference or {}, self.accelerator.autocast)
 
     # Trainer's own methods -------------------------------------------------------------------------------------------
 
