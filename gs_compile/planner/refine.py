@@ -9,8 +9,9 @@ stands between two steps in the program.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from gs_compile.errors import MemoryBudgetError
@@ -25,6 +26,7 @@ MOST_ROUNDS = 8  # of solving again with less: each takes off what the program b
 SPARE_TURNS = (1, 2, 4)  # of a layer's data, left free for what leaves late; tried as long as that is faster
 NOTHING: Mapping[str, int] = {"host": 0, "device": 0}  # bytes of a tier that are left free
 LEAST_PART = 32  # of host memory, that alphas are tried with less and less of
+SMALL = 100  # computations of a forward
 FASTER = 0.999  # than without so much left free: the rest is nothing
 GOOD_ENOUGH = 1.03  # of the linear program's time with the same memory: nothing else is tried then
 
@@ -113,12 +115,30 @@ def _tries(problem: Problem, number: int, best: Solution) -> list[Candidate]:
             found.append(candidate)
     if found and found[-1].is_good_enough:
         return found
-    late = found[-1].solution.alpha if found else best.alpha
-    bound = problem.solved(number, 0.0) if late and 0.0 in allowed_alphas(problem.fixed) else None
-    if bound and (not found or bound.seconds < found[-1].seconds):
-        candidate = _fitting(problem, number, 0.0, found[-1].spare if found else NOTHING)
-        found += [candidate] if candidate else []
+    first = found[-1] if found else None
+    for alpha in _other_alphas(problem, number, first.solution if first else best):
+        bound = problem.solved(number, alpha)
+        if bound and (first is None or bound.seconds < first.seconds):
+            candidate = _fitting(problem, number, alpha, first.spare if first else NOTHING)
+            found += [candidate] if candidate else []
     return found
+
+
+def _other_alphas(problem: Problem, number: int, best: Solution) -> Iterator[float]:
+    """None late; and of a small step, which is quickly simulated, the most that costs the linear program nothing."""
+    alphas = allowed_alphas(problem.fixed)
+    if best.alpha and 0.0 in alphas:
+        yield 0.0
+    above = [alpha for alpha in alphas if alpha > best.alpha]
+    if above and number * problem.workload.num_layers <= SMALL:
+
+        def costs(alpha: float) -> bool:
+            found = problem.solved(number, alpha)
+            return found is None or found.seconds > GOOD_ENOUGH * best.seconds
+
+        free = bisect_left(above, True, key=costs)
+        if free:
+            yield above[free - 1]
 
 
 def _of_any_alpha(problem: Problem, number: int) -> Candidate | None:

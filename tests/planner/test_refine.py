@@ -99,11 +99,11 @@ def test_it_shrinks_until_the_program_fits():
 
 def test_memory_is_left_free_as_long_as_the_step_is_faster():
     faked = Faked(seconds=falling)
-    found = faked.refined()
+    found = faked.refined(alpha=0.0)
     assert faked.asked == [BUDGET - turns * TURN for turns in (0, 1, 2, 4)]
     assert (found.seconds, found.solution.resident) == (1.5, BUDGET - 2 * TURN)
     faked = Faked(seconds=lambda resident: 3.0)
-    assert faked.refined().solution.resident == BUDGET
+    assert faked.refined(alpha=0.0).solution.resident == BUDGET
     assert len(faked.asked) == 2
 
 
@@ -114,7 +114,8 @@ def test_memory_is_left_free_as_long_as_the_step_is_faster():
         ({"seconds": falling}, {}, 0.0),
         ({"seconds": falling}, {"alpha": 0.25}, 0.25),
         ({"seconds": falling}, {"clip": True}, 0.25),
-        ({"seconds": lambda resident: 2.0, "late": lambda alpha: 1 - alpha}, {}, 0.25),
+        ({"seconds": lambda resident: 2.0, "late": lambda alpha: 1 - alpha}, {}, 0.5),  # costs the LP nothing
+        ({"seconds": lambda resident: 2.0, "late": lambda alpha: 1 + (alpha - 0.25) ** 2}, {}, 0.25),
         ({"over": lambda alpha: BUDGET * (alpha > 0)}, {}, 0.0),
         ({"seconds": lambda resident: 2.0, "over": lambda alpha: BUDGET * (alpha == 0)}, {}, 0.25),
     ],
@@ -158,7 +159,7 @@ def test_a_program_that_never_fits_is_refused(over):
         faked.program = lambda placement: SimpleNamespace(peaks=(("host", BUDGET + 1),))
     with pytest.raises(MemoryBudgetError, match=r"^host memory of .* is too little for this step: give it more, fewer"):
         faked.refined()
-    assert len(faked.asked) <= 3 * refine.MOST_ROUNDS
+    assert len(faked.asked) <= 4 * refine.MOST_ROUNDS
 
 
 @pytest.mark.parametrize(("machine", "hidden"), [(A100, 1024), (CPU, 512)], ids=["gpu", "cpu"])
