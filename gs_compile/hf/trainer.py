@@ -57,7 +57,6 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
     model: Any
     optimizer: Any
     optimizer_cls_and_kwargs: Any
-    loss_is_scaled_for_ga: bool | None
     compute_loss: Any
     _batches: list[Any]
     _has_own_loss: bool  # by a `compute_loss` that is not Trainer's
@@ -106,11 +105,8 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         if self._has_own_loss and len(batches) > 1:
             return self._own_training_step(model, batches, num_items_in_batch)
         batch = gathered(batches, self._pad_token_id)
-        known, self.loss_is_scaled_for_ga = self.loss_is_scaled_for_ga, True  # it is the loss of the whole step
-        try:
-            return super().training_step(model, batch, num_items_in_batch)  # type: ignore[no-any-return]
-        finally:
-            self.loss_is_scaled_for_ga = known
+        self.current_gradient_accumulation_steps = 1  # it is the loss of the whole step, which is not divided again
+        return super().training_step(model, batch, num_items_in_batch)  # type: ignore[no-any-return]
 
     def _clip_grad_norm(self, model: Any) -> float:
         return self._get_grad_norm(model)  # the optimizer clips

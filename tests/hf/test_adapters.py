@@ -7,7 +7,7 @@ import pytest
 import torch
 from learner import distance, values
 from peft.utils.integrations import dequantize_module_weight
-from test_trainer import EAGER, curve, padded, samples
+from test_trainer import CHECKPOINTING, EAGER, curve, padded, samples
 from transformers import Trainer, TrainingArguments
 from zoo import huggingface
 
@@ -44,7 +44,7 @@ def trained(model, folder, *, checkpointing=True, save_steps=0, resume=None, **o
         learning_rate=1e-2,
         max_steps=4,
         logging_steps=1,
-        activation_checkpointing=checkpointing,  # as TRL's trainers have it by default
+        **{CHECKPOINTING: checkpointing},  # as TRL's trainers have it by default
         report_to=[],
         save_strategy="steps" if save_steps else "no",
         save_steps=save_steps or 500,

@@ -83,6 +83,9 @@ def assert_alike(mine, theirs, tolerance=1e-5):
     assert distance(values(mine.model), values(theirs.model)) < tolerance
 
 
+CHECKPOINTING = "activation_checkpointing"  # its name since transformers 5.23
+if CHECKPOINTING not in TrainingArguments.__dataclass_fields__:
+    CHECKPOINTING = "gradient_checkpointing"
 CASES = {
     "every batch a step": {},
     "accumulated, ragged end": {"gradient_accumulation_steps": 4},
@@ -90,7 +93,7 @@ CASES = {
     "no clip": {"max_grad_norm": 0.0, "lr_scheduler_type": "cosine"},
     "norm of no clip": {"max_grad_norm": math.inf},
     "sgd": {"optim": "sgd", "gradient_accumulation_steps": 3},
-    "checkpointed": {"activation_checkpointing": True},
+    "checkpointed": {CHECKPOINTING: True},
     "bf16": {"bf16": True, "gradient_accumulation_steps": 2},
 }
 OF_ALL = ["accumulated, ragged end"]  # the rest is Trainer's own work, whatever the model
