@@ -1,6 +1,6 @@
 """The bounds of the source tree, read from its folders: who imports whom, how long things are, what touches torch.
 
-    errors, machine, options < program < placement < capture < passes | runtime < codegen < planner < model < hf < cli
+    errors, machine, options, progress < program < placement < capture < passes | runtime < codegen < planner < model < hf < cli
 
 Left never imports right; `passes` and `runtime` never import each other."""
 
@@ -17,7 +17,7 @@ from bounds import ROOT, hold, library, lines_of
 import gs_compile
 
 LAYERS = (
-    ("errors", "machine", "options"),
+    ("errors", "machine", "options", "progress"),
     ("program",),
     ("placement",),
     ("capture",),

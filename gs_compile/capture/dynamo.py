@@ -28,6 +28,7 @@ from torch import fx
 from gs_compile.capture.adapters import trace_adapters
 from gs_compile.capture.graph import Captured, Input, Role
 from gs_compile.errors import CaptureError, GraphBreakError, MixedDeviceError, NoBatchInputError, VersionError
+from gs_compile.progress import stage
 
 OLDEST_TORCH = (2, 11)
 
@@ -286,6 +287,7 @@ def _trace_again(sources: Iterable[str]) -> None:
     retrace = _Retrace()
     for config, name, value in settings:
         retrace.enter_context(config.patch(name, value))
+    retrace.enter_context(stage("tracing the model"))
     callback_handler.register_end_callback(retrace.end)
     log.debug("tracing again with a symbolic batch: %s", entries)
     raise _TraceAgain(restart_reason="greedysnake: symbolic batch dimension")

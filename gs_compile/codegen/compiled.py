@@ -31,6 +31,7 @@ from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import EPILOGUE, ORDERS, PROLOGUE, TIED, Program, StepShape, Unit, Value, height
+from gs_compile.progress import stage
 
 # For inspection: the compilations of each parameter's model. By identity: `==` of two tensors is a tensor.
 compilations_of: MutableMapping[torch.nn.Parameter, list[Compilation]] = WeakTensorKeyDictionary()
@@ -96,12 +97,19 @@ class SpecializedModel:
 
     def compile_code(self, shape: StepShape) -> None:
         """Compile what a step of this shape runs: backwards run in a thread of autograd's, which must not compile."""
+        missing: dict[tuple[Differentiated, str], None] = {}  # each once, in order
         for unit, graph in self.split.by_unit.items():
             has_backward = bool(graph.differentiable and graph.differentiated)
             runs_backward = shape.training and has_backward and height(unit) >= height(shape.first_grad)
             together = runs_backward and "loss" in graph.results
             for name in ("both",) if together else ("forward", "backward")[: 1 + runs_backward]:
-                self.codes[unit].function(name)
+                if not self.codes[unit].has_function(name):
+                    missing[self.codes[unit], name] = None
+        if missing:
+            with stage("compiling the layers' code", len(missing)) as advance:
+                for code, name in missing:
+                    code.function(name)
+                    advance()
 
     @cached_property
     def draws_random(self) -> bool:

@@ -64,6 +64,9 @@ class Differentiated:
             self._functions[name] = make(name)
         return self._functions[name]
 
+    def has_function(self, name: str) -> bool:
+        return name in self._functions
+
     def _of_all_lengths(self, name: str) -> Function:
         """The function for lengths as they are here: one that is there, if it may be used with these."""
         values = list(self.unit.symbols.values())

@@ -32,6 +32,7 @@ from gs_compile.placement.placement import Placement
 from gs_compile.planner.cache import PlanCache
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, StepShape, Unit, Value
+from gs_compile.progress import stage
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.kernels import Rule
@@ -129,7 +130,7 @@ class Engine(ParameterStore):
 
     def _adopt(self, spans: Mapping[torch.nn.Parameter, Slice]) -> None:
         """Move values into the tiers. What fails midway stashes again what it has moved, and ends the tiers."""
-        with ExitStack() as undo:
+        with stage("moving parameters", len(spans)) as advance, ExitStack() as undo:
             undo.callback(self.tiers.close)
             for parameter, span in spans.items():
                 if not is_offloaded(parameter):
@@ -137,6 +138,7 @@ class Engine(ParameterStore):
                 self.tiers.fill(span, residency_of(parameter).stashed_value(parameter).cpu())
                 adopt(parameter, self, span)
                 undo.callback(hand_back, parameter)
+                advance()
             undo.pop_all()
         trim()  # of what capturing and converting have left
 

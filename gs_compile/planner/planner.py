@@ -38,6 +38,7 @@ from gs_compile.planner.refine import planned
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import paragraph
 from gs_compile.program.ir import StepShape
+from gs_compile.progress import stage
 from gs_compile.runtime.stream import device_of, has_own_memory
 
 if TYPE_CHECKING:
@@ -119,12 +120,14 @@ class Planner:
 
     @cached_property
     def profile(self) -> Profile:
-        return find_profile(self.options.machine, self.options.storage)
+        with stage("measuring this machine, once"):
+            return find_profile(self.options.machine, self.options.storage)
 
     @cached_property
     def workload(self) -> Workload:
         workload = workload_of(self.layouts[0], self.builder.sizes)
-        return replace(timed(workload, self.layouts[0]), shape=self.builder.shape)
+        with stage("compiling and timing the layers' code"):
+            return replace(timed(workload, self.layouts[0]), shape=self.builder.shape)
 
     def _problem(self, fixed: Fixed) -> Problem:
         device = self._device_nbytes()

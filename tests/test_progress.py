@@ -1,0 +1,56 @@
+"""What takes seconds before a first step is shown."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+
+import pytest
+import torch
+from captured import Tiny, batch
+
+import gs_compile
+from gs_compile import progress
+from gs_compile.codegen import compiled
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+STAGES = ["tracing the model", "moving parameters", "compiling the layers' code"]
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_a_first_step(stream, tmp_path, monkeypatch, caplog):
+    """On a terminal a line is written over and over, and is gone at the end; the log has a line for each stage."""
+    monkeypatch.setattr(progress, "LOGGED_SECONDS", 0.0)
+    monkeypatch.setattr(compiled, "_codes", {})  # nothing is compiled
+    monkeypatch.setattr(sys, "stderr", shown := stream())
+    model = Tiny()
+    optimizer = gs_compile.SGD(model.parameters(), lr=0.1)
+    expert = {"compiler": "eager"}
+    model.compile(backend="greedysnake", options={"micro_batch_size": 2, "storage": tmp_path, "expert": expert})
+    with caplog.at_level(logging.INFO, progress.log.name):
+        for _ in range(2):  # the second has nothing to wait for
+            model(*batch(4)).backward()
+            optimizer.step()
+    logged = [message.split(" took ")[0] for message in caplog.messages if " took " in message]
+    assert logged == STAGES
+    if stream is Terminal:
+        assert shown.getvalue().startswith(f"{progress.CLEAR}greedysnake: tracing the model ...{progress.CLEAR}")
+        assert (
+            f"{progress.CLEAR}greedysnake: moving parameters {'━' * progress.WIDTH}{progress.CLEAR}" in shown.getvalue()
+        )
+        assert shown.getvalue().endswith(progress.CLEAR)
+    else:
+        assert shown.getvalue() == ""
+
+
+def test_a_stage_that_fails_leaves_no_line(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", shown := Terminal())
+    with pytest.raises(ZeroDivisionError), progress.stage("dividing"):
+        torch.tensor(1 / 0)
+    assert shown.getvalue() == f"{progress.CLEAR}greedysnake: dividing ...{progress.CLEAR}"
