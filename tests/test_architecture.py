@@ -1,6 +1,7 @@
 """The bounds of the source tree, read from its folders: who imports whom, how long things are, what touches torch.
 
-    errors, machine, options, progress < program < placement < capture < passes | runtime < codegen < planner < model < hf < cli
+    errors, machine, options, progress < program < placement < capture < passes | runtime < codegen < planner < model
+    < hf < cli
 
 Left never imports right; `passes` and `runtime` never import each other."""
 

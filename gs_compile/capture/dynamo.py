@@ -12,7 +12,6 @@ Facts of Dynamo that this file rests on are each under a test in ``tests/capture
 from __future__ import annotations
 
 import linecache
-import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -31,8 +30,6 @@ from gs_compile.errors import CaptureError, GraphBreakError, MixedDeviceError, N
 from gs_compile.progress import stage
 
 OLDEST_TORCH = (2, 11)
-
-log = logging.getLogger(__name__)
 
 
 def check_torch(version: str = torch.__version__) -> None:
@@ -289,7 +286,6 @@ def _trace_again(sources: Iterable[str]) -> None:
         retrace.enter_context(config.patch(name, value))
     retrace.enter_context(stage("tracing the model"))
     callback_handler.register_end_callback(retrace.end)
-    log.debug("tracing again with a symbolic batch: %s", entries)
     raise _TraceAgain(restart_reason="greedysnake: symbolic batch dimension")
 
 
