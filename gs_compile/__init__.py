@@ -34,6 +34,7 @@ __all__ = [
     "GreedySnakeError",
     "Inspection",
     "Lion",
+    "LossScaler",
     "Options",
     "Profile",
     "Ratios",
@@ -51,6 +52,7 @@ __all__ = [
 _LATER = {  # names that need torch come when they are first used: importing this package takes no time
     "hf.weights": ("from_pretrained", "save_pretrained"),
     "model.inspection": ("Inspection", "inspect"),
+    "model.loss_scale": ("LossScaler",),
     "model.materialize": ("materialize", "streaming"),
     "model.optim": ("AdamW", "Adam", "SGD", "Lion"),
     "model.storage_init": ("init_on_storage",),

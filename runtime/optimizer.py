@@ -34,7 +34,8 @@ class StepRecord:
     max_grad_norm: float | None = None
     squares: dict[Unit | str, Reading] = field(default_factory=dict)  # of gradients, in the order of norms
     losses: Sequence[Reading] = ()
-    scale: float = 1.0
+    loss_scale: float = 1.0  # in all gradients
+    scale: float = 1.0  # that clips
     is_too_large: bool = False  # the norm, for float32
     issued: list[tuple[Unit, int]] = field(default_factory=list)  # an update, and how many norms were there before it
 
@@ -42,7 +43,12 @@ class StepRecord:
     def grad_norm(self) -> float:
         """The norm of all gradients, before clipping; infinite where an element is not finite."""
         squares = [square() for square in self.squares.values()]
-        return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.inf
+        return math.sqrt(math.fsum(squares)) / self.loss_scale if all(map(math.isfinite, squares)) else math.inf
+
+    @property
+    def factor(self) -> float:
+        """What gradients are multiplied by in updates."""
+        return self.scale / self.loss_scale
 
     @property
     def skipped(self) -> bool:
@@ -51,9 +57,9 @@ class StepRecord:
         return self.is_too_large or not all(math.isfinite(reading()) for reading in readings)
 
     @property
-    def spoiled(self) -> str:
-        """Of a step that is skipped: where it shows."""
-        return "a gradient" if all(math.isfinite(loss()) for loss in self.losses) else "the loss"
+    def is_loss_bad(self) -> bool:
+        """Whether the loss itself is not finite."""
+        return not all(math.isfinite(loss()) for loss in self.losses)
 
     @property
     def updated(self) -> list[Unit]:
@@ -159,7 +165,7 @@ class OptimizerStep:
                 w.copy_(_parameters(kept, piece))
             master, low = (state.pop(0), w) if unit.has_master else (w, None)
             if not record.skipped:
-                hyper = {**record.hypers[hyper_index], "scale": record.scale}
+                hyper = {**record.hypers[hyper_index], "scale": record.factor}
                 self.recipe.rule.update(master, g, state, hyper, record.number, low)
             elif low is not None:
                 low.copy_(master)

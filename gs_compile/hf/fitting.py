@@ -1,4 +1,4 @@
-"""fitting: what is taken out of a model of transformers, or put in, so that its forward is one graph."""
+"""fitting: what is changed in a model of transformers, and in an Accelerator, so that they fit the backend."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import contextlib
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 
 from gs_compile.capture.internals import backward_hooks
 from gs_compile.errors import OptionError
+from gs_compile.model.loss_scale import LossScaler
 from gs_compile.model.materialize import streaming
 
 
@@ -44,6 +46,14 @@ def _stream_generation(model: nn.Module) -> None:
             return generate(*args, **kwargs)
 
     vars(model)["generate"] = streamed
+
+
+def scale_losses(accelerator: Any) -> LossScaler | None:
+    """Have Accelerate scale losses of fp16 by this package's scale in the place of torch's; None where it does not."""
+    if isinstance(accelerator.scaler, torch.amp.GradScaler):
+        accelerator.scaler = LossScaler.like(accelerator.scaler)
+    scaler: LossScaler | None = accelerator.scaler
+    return scaler
 
 
 def _install_recorders(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from gs_compile.errors import OptimizerError, OptionError
-from gs_compile.hf.fitting import fit_for_capture
+from gs_compile.hf.fitting import fit_for_capture, scale_losses
 from gs_compile.hf.gather import gathered
 from gs_compile.hf.weights import options_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
@@ -44,7 +44,7 @@ def prepare(
     batches' means. others: schedulers, loaders of data to evaluate on, prepared as they come.
 
     Returns what `accelerator.prepare` does: the model, the optimizer, the loader and the others, in this order. Raises
-    OptionError for another optimizer, fp16, fp8, a dynamo backend and several devices.
+    OptionError for another optimizer, fp8, a dynamo backend and several devices.
     """
     _check(accelerator, optimizer, loader)
     size = options.get("micro_batch_size") or loader.batch_size
@@ -59,6 +59,8 @@ def prepare(
     accelerator.gradient_accumulation_steps = 1
     accelerator.clip_grad_norm_ = partial(_clip_grad_norm, optimizer, accelerator.clip_grad_norm_)
     model.compile(backend="greedysnake", options=chosen)
+    if (scaler := scale_losses(accelerator)) is not None:
+        scaler.serve(optimizer)
     prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, loader, *others)
     return prepared
 
@@ -73,10 +75,8 @@ def _check(accelerator: Any, optimizer: Any, loader: Any) -> None:
     if not isinstance(loader, DataLoader) or getattr(loader, "_is_accelerate_prepared", False):
         raise OptionError("the third is the DataLoader of the training data, as it was made: not prepared before")
     precision, backend = accelerator.mixed_precision, accelerator.state.dynamo_plugin.backend.value
-    if precision not in ("no", "bf16"):
-        raise OptionError(
-            f"mixed_precision={precision!r}: updates run before a loss scale could be divided out. Use bf16"
-        )
+    if precision not in ("no", "bf16", "fp16"):
+        raise OptionError(f"mixed_precision={precision!r}: use bf16 or fp16")
     if str(backend).lower() != "no":
         raise OptionError(f"dynamo_backend={backend!r}: leave it out, the model is compiled already")
     if accelerator.distributed_type.value != "NO":

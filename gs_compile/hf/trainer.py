@@ -15,7 +15,7 @@ from torch.utils import serialization
 
 from gs_compile.errors import OptionError
 from gs_compile.hf import strands
-from gs_compile.hf.fitting import fit_for_capture
+from gs_compile.hf.fitting import fit_for_capture, scale_losses
 from gs_compile.hf.gather import gathered
 from gs_compile.hf.together import answered, compile_for_strands, stored_reference
 from gs_compile.hf.weights import options_of, streamed
@@ -85,6 +85,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         self._batches = []
         self._has_own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
         compile_for_strands(self.model, chosen)
+        scale_losses(self.accelerator)
         second = getattr(self, "ref_model", None)
         if reference is not None or (second is not None and any(map(is_offloaded, second.parameters()))):
             self._reference_optimizer = stored_reference(second, chosen, reference or {}, self.accelerator.autocast)
@@ -107,6 +108,13 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         batch = gathered(batches, self._pad_token_id)
         self.current_gradient_accumulation_steps = 1  # it is the loss of the whole step, which is not divided again
         return super().training_step(model, batch, num_items_in_batch)  # type: ignore[no-any-return]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; with fp16 it divides by the loss scale."""
+        found = super().create_optimizer(*args, **kwargs)
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.serve(self._tiered_optimizer)
+        return found
 
     def _clip_grad_norm(self, model: Any) -> float:
         return self._get_grad_norm(model)  # the optimizer clips
@@ -191,7 +199,6 @@ def _check(trainer: Any) -> None:
 
     args = trainer.args
     reasons = {
-        "fp16=True: updates run in the backward, before a loss scale could be divided out. Use bf16=True": args.fp16,
         "deepspeed: leave it out, the backend has its place": args.deepspeed is not None,
         "fsdp: leave it out, the backend has its place": bool(args.fsdp),
         "torch_compile=True: leave it out, the model is compiled already": args.torch_compile,

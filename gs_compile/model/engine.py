@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
-from gs_compile.capture.internals import backward_hooks
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import Layout, arrange, bind, tied_units
 from gs_compile.errors import OptimizerError, StepOrderError
 from gs_compile.model.mapped import trim
 from gs_compile.model.parameter_store import ParameterStore
 from gs_compile.model.residency import adopt, hand_back, is_offloaded, residency_of, stash
+from gs_compile.model.trained import param_groups
 from gs_compile.placement.placement import Placement
 from gs_compile.planner.cache import PlanCache
 from gs_compile.planner.simulate.simulator import Simulation
@@ -51,6 +51,7 @@ class Optimizer(Protocol):
 
     rule: Rule
     max_grad_norm: float | None
+    loss_scale: Callable[[], float]
 
     @property
     def components(self) -> tuple[str, ...]: ...
@@ -73,7 +74,7 @@ class Engine(ParameterStore):
         self.programs: tuple[Program, ...] = ()  # of the latest call
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
         components = optimizer.components
-        split, groups = models[0].split, _param_groups(compilation, models[0], args, optimizer.group_of)
+        split, groups = models[0].split, param_groups(compilation, models[0], args, optimizer.group_of)
         layout = arrange(split, compilation.captured, len(components), groups)
         device = next(args[index].device for index in layout.spans)
         self.planning = PlanCache(
@@ -89,6 +90,12 @@ class Engine(ParameterStore):
         super().__init__(tiers, self.options.storage[0], components)
         self._adopt({args[index]: span for index, span in layout.spans.items()})
         weakref.finalize(self, self.tiers.close).atexit = False
+
+    @property
+    def accepted_factors(self) -> tuple[float, float]:
+        """Of the loss: that of the optimizer's own scale, and one that was no GradScaler's."""
+        optimizer = self._optimizer()
+        return self.accepted_factor, 1.0 if optimizer is None else optimizer.loss_scale()
 
     @property
     def placement(self) -> Placement:
@@ -277,23 +284,3 @@ class Engine(ParameterStore):
                 "optimizer.step() first (greedysnake makes one step of each backward; give the model the whole batch "
                 "instead of accumulating)"
             )
-
-
-def _param_groups(
-    compilation: Compilation, model: SpecializedModel, args: Sequence[Any], group_of: Mapping[Tensor, int]
-) -> dict[int, int]:
-    """The param group of each trained parameter, by input index; raises `OptimizerError` for none, and for a hook."""
-    captured = compilation.captured
-    read = {index for graph in model.split.units for index in graph.parameters(captured) if args[index].requires_grad}
-    for index in read:
-        if args[index] not in group_of:
-            raise OptimizerError(
-                f"{captured.inputs[index].path} is trained, but the gs_compile optimizer does not have it; give the "
-                "optimizer all parameters that require a gradient, or freeze this one"
-            )
-        if found := backward_hooks(args[index]):
-            raise OptimizerError(
-                f"{captured.inputs[index].path} has a hook on its gradient, {found[0]}, which would never be called: a "
-                "parameter on the tiers gives its gradient to its update alone. Remove the hook"
-            )
-    return {index: group_of[args[index]] for index in read}

@@ -73,6 +73,6 @@ def _step(rule: Rule, parameter: Tensor, hyper: Mapping[str, Any], state: dict[s
     for name in components:
         if not isinstance(state.get(name), Tensor) or state[name].is_meta:
             state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
-    values, gradient = (each.detach().cpu().reshape(-1) for each in (parameter, parameter.grad * record.scale))
+    values, gradient = (each.detach().cpu().reshape(-1) for each in (parameter, parameter.grad * record.factor))
     rule.apply(values, gradient, [state[name].view(-1) for name in components], hyper, record.number)
     parameter.copy_(values.view(parameter.shape))

@@ -177,14 +177,14 @@ class Call:
             )
         gradient = self.outputs.loss_gradient(gradients)
         factor = math.inf if gradient is None else float(gradient)
-        if factor <= 1 or factor == engine.accepted_factor:
+        if factor <= 1 or factor in engine.accepted_factors:
             return
         scalers = [each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)]
         if any(scaler.is_enabled() and scaler.get_scale() > 1 for scaler in scalers):
             raise OptimizerError(
                 "a torch.amp.GradScaler is in use, and multiplies the loss: with parameters on the tiers updates run "
-                "during the backward, before it can divide the gradients. Train in bf16 or fp32, which need no loss "
-                "scale, and leave the scaler out or make it with enabled=False; nothing was updated"
+                "during the backward, before it can divide the gradients. Put gs_compile.LossScaler(optimizer) in its "
+                "place, or train in bf16 or fp32, which need no loss scale; nothing was updated"
             )
         engine.accepted_factor = factor
 

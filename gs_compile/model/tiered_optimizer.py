@@ -62,6 +62,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
         self.engine: Engine | None = None
         self.max_grad_norm = max_grad_norm
+        self.loss_scale: Callable[[], float] = lambda: 1.0  # a LossScaler's
         self._check_norm()
         self.num_steps = 0
         self.num_skipped = 0
@@ -98,6 +99,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise OptimizerError("momentum was 0 when the model first ran, so there is no state for it: set it before")
         settings = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         record = StepRecord(self.num_steps + 1, settings, self.max_grad_norm)
+        record.loss_scale = self.loss_scale()
         resident_update.count(self._resident, record)
         return record
 
@@ -138,7 +140,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self.num_skipped += record.skipped
             self.num_steps += not record.skipped
             self._shown_steps.fill_(self.num_steps)
-            if record.skipped:
+            if record.skipped and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
                 self._warn(record)
             lanes = self.engine.tiers.trace.totals(reset=True)
             rolled_back = self.engine.placement.rolls_back(confirmed=record.confirmed)
@@ -154,6 +156,12 @@ class TieredOptimizer(torch.optim.Optimizer):
         if record is not None:
             return record.grad_norm
         return math.nan if self.last_step is None else self.last_step.grad_norm
+
+    @property
+    def will_skip(self) -> bool:
+        """Whether `step` is to close a step that changes nothing."""
+        record = self.engine.record if self.engine is not None else None
+        return record is not None and record.skipped
 
     @property
     def _resident(self) -> list[torch.Tensor]:
@@ -184,10 +192,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.engine.tiers.trace.save(path)
 
     def _warn(self, record: StepRecord) -> None:
-        units = ", ".join(map(str, record.updated))
+        spoiled, units = "the loss" if record.is_loss_bad else "a gradient", ", ".join(map(str, record.updated))
         done = f"; units {units} were updated before it showed" if units else ""
         warnings.warn(
-            f"{record.spoiled} is not finite: step {self.num_steps + 1} was skipped{done}"
+            f"{spoiled} is not finite: step {self.num_steps + 1} was skipped{done}"
             + (". With max_grad_norm= (inf to clip nothing) such a step is skipped as a whole" if done else ""),
             NonFiniteWarning,
             stacklevel=4,
