@@ -66,7 +66,7 @@ def log_probabilities(logits: Tensor, labels: Tensor, results: tuple[str, ...], 
     logits: (samples, tokens, vocabulary); labels: (samples, tokens). In float32.
     """
     counted = labels != _IGNORED
-    logits = logits.float() / temperature
+    logits = logits.float() if temperature == 1 else logits.float() / temperature
     log_p = functional.log_softmax(logits, -1)
     targets = labels.clamp(min=0)
     made: dict[str, Callable[[], Tensor]] = {

@@ -43,7 +43,7 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]]) -> list[Any]:
     Tensors are (samples, tokens, ...) or (samples, ...). A loss is that of all batches, and each gets its share: the
     whole where it is a mean, which Trainer divides by the number of batches.
     """
-    sizes = [batch["input_ids"].shape for batch in batches]
+    sizes = [_size(batch) for batch in batches]
     longest = max(length for _, length in sizes)
 
     def part(start: int, number: int, missing: int, whole: Tensor) -> Tensor:
@@ -58,6 +58,12 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]]) -> list[Any]:
         tree_map_only(Tensor, partial(part, start, number, longest - length), outputs)
         for start, (number, length) in zip(starts, sizes, strict=False)
     ]
+
+
+def _size(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Samples and tokens."""
+    number, length, *_ = next(each for each in batch.values() if isinstance(each, Tensor) and each.dim() > 1).shape
+    return number, length
 
 
 def _joined(name: str, values: Sequence[Any], padding: int, first: Mapping[str, Any]) -> Any:

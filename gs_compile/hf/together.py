@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -42,9 +43,10 @@ def compile_for_strands(
                 return call(*args, **batch)
 
         def ask(*args: Any, **batch: Any) -> Any:
-            if args or not strands.in_strand():
+            if not strands.in_strand():
                 return run(*args, **batch)
-            return strands.ask(_Question(run, batch, torch.is_grad_enabled()))
+            named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
+            return strands.ask(_Question(run, {**named, **batch}, torch.is_grad_enabled()))
 
         return ask
 

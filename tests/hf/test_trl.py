@@ -68,10 +68,12 @@ def settings(config, folder, **changes):
 
 
 def sft(folder, data=("text", (9,)), adapter=True, callbacks=(), **changes):
+    samples = rows(*data[:-1], lengths=data[-1])
     return SFTTrainer(
         huggingface("llama"),
         settings(SFTConfig, folder, **changes),
-        train_dataset=rows(*data[:-1], lengths=data[-1]),
+        train_dataset=samples,
+        eval_dataset=samples.select(range(3)),
         processing_class=tokenizer(),
         peft_config=peft.LoraConfig() if adapter else None,
         callbacks=list(callbacks),
@@ -142,10 +144,11 @@ def test_adapters_with_all_defaults(tmp_path):
     assert written == 3 * 4 * sum(unit.num_trained for unit in optimizer.engine.placement.units)
 
 
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
 CASES = {
     "packed": {"packing": True, "max_length": 24},  # in rows of many lengths
     "completions only": {"data": ("prompt", "completion", (4, 5)), "gradient_accumulation_steps": 3},
-    "all weights": {"adapter": False, "gradient_accumulation_steps": 1},
+    "all weights, evaluated": {"adapter": False, "gradient_accumulation_steps": 1, **EVALUATED},
 }
 
 
@@ -153,6 +156,9 @@ CASES = {
 def test_supervised(case, tmp_path):
     mine, theirs = both(sft, tmp_path, bf16=False, learning_rate=1e-2, **CASES[case])
     assert_alike(mine, theirs, (*METRICS, "grad_norm"), 1e-5)
+    for key in ("eval_loss", "eval_mean_token_accuracy"):
+        assert curve(mine, key) == pytest.approx(curve(theirs, key), rel=1e-5)
+    assert len(curve(mine, "eval_loss")) == ("evaluated" in case)
     if case == "packed":
         assert len(mine.train_dataset["seq_lengths"][0]) > 1
 
@@ -192,8 +198,9 @@ def test_pairs_stay_pairs(tmp_path):
 
 
 class Doubled(Trainer):
-    def compute_loss(self, *args, **kwargs):
-        return 2 * super().compute_loss(*args, **kwargs)
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        ids = inputs.pop("input_ids")
+        return 2 * model(ids, **inputs, **kwargs).loss
 
 
 def doubled(folder):
