@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gs_compile.errors import OptionError
+from gs_compile.errors import GreedySnakeError, OptionError
 from gs_compile.hf.trainer import attach
 from gs_compile.hf.weights import from_pretrained
 from gs_compile.options import Options, from_mapping
@@ -85,7 +85,7 @@ def _named(section: str) -> Iterator[None]:
     """Say of which section of a recipe a library complains."""
     try:
         yield
-    except OptionError:
+    except GreedySnakeError:
         raise
     except (OSError, TypeError, ValueError) as error:
         raise OptionError(f"{section}: {error}") from error

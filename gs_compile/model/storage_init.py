@@ -95,6 +95,7 @@ class NewTensorsInFiles(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.folder = folder
         self.cache_nbytes = CACHE_NBYTES if cache_nbytes is None else cache_nbytes
+        self.left_nbytes = 0  # in the heap, of what is in files now
         self.recent: OrderedDict[int, torch.UntypedStorage] = OrderedDict()  # by address; what was used last is last
 
     def __torch_dispatch__(
@@ -122,8 +123,7 @@ class NewTensorsInFiles(TorchDispatchMode):
             return _alias(result, files[storage.data_ptr()])
 
         results = tree_map_only(torch.Tensor, in_file, results)
-        if files:
-            trim()  # of what the operation has made in memory
+        self._trim(sum(file.nbytes() for file in files.values()))
         for each in [each for each in given if files and not _in_file(each)]:
             leave_memory(each.untyped_storage())  # of a checkpoint that is mapped
         self._touch(each for each in tree_leaves(results) if _is_plain(each))
@@ -133,6 +133,13 @@ class NewTensorsInFiles(TorchDispatchMode):
         """[2] The kernel writes them to the file when it wants to; they are no memory of this process any more."""
         while sum(storage.nbytes() for storage in self.recent.values()) > down_to_nbytes:
             leave_memory(self.recent.popitem(last=False)[1])
+
+    def _trim(self, nbytes: int) -> None:
+        """Note what an operation has made in memory before it went to files; the heap gives such back now and then."""
+        self.left_nbytes += nbytes
+        if self.left_nbytes > self.cache_nbytes // 4:
+            trim()
+            self.left_nbytes = 0
 
     def _touch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that they are used; what was used longest ago makes room."""

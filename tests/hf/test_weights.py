@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
-from learner import Learner, inside, same_tensors, values
+from learner import Learner, distance, inside, same_tensors
 from safetensors.torch import load_file, load_model, save_model
 from test_adapters import LORA, trained
 from test_trainer import EAGER, curve
@@ -138,25 +138,54 @@ def saved_values(folder):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
-def test_files_are_those_of_transformers(name, tmp_path):
-    """Bit for bit: as they came, and after two steps those that transformers writes of a model in memory."""
+def test_files_go_round(name, tmp_path):
+    """Bit for bit; the experts of mixtral are parted again."""
     huggingface(name).save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     model = gs_compile.from_pretrained(AutoModelForCausalLM, tmp_path / "saved", storage=tmp_path)
-    gs_compile.save_pretrained(model, tmp_path / "round", max_shard_size="20KB")
-    assert len(list((tmp_path / "round").glob("*.safetensors"))) > 3
-    same_tensors(saved_values(tmp_path / "round"), saved_values(tmp_path / "saved"))
+    gs_compile.save_pretrained(model, tmp_path / "again", max_shard_size="20KB")
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 3
+    same_tensors(saved_values(tmp_path / "again"), saved_values(tmp_path / "saved"))
+    assert not hasattr(model, "hf_device_map")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_all_formats_have_the_values(tmp_path, monkeypatch):
+    """As transformers writes them of a model in memory; and they come back to the tiers."""
+    huggingface("gpt2").save_pretrained(tmp_path / "begun")
+    model = gs_compile.from_pretrained(AutoModelForCausalLM, tmp_path / "begun", storage=tmp_path)
     optimizer = run(model, tmp_path)
-    gs_compile.save_pretrained(model, tmp_path / "trained", max_shard_size="20KB")
-    model.save_pretrained(tmp_path / "habit")
+    wanted = inside(Learner(model, optimizer))
     with gs_compile.materialize(model):
         model.save_pretrained(tmp_path / "wanted")
-    wanted = saved_values(tmp_path / "wanted")
-    same_tensors(saved_values(tmp_path / "trained"), wanted)
-    same_tensors(saved_values(tmp_path / "habit"), wanted)
-    assert optimizer.num_steps == 2
-    assert not hasattr(model, "hf_device_map")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
-    same_tensors(values(again), inside(Learner(model, optimizer)))
+    model.save_pretrained(tmp_path / "habit")
+    sent = {}
+    hub = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name))
+    monkeypatch.setattr(transformers.modeling_utils, "hf_api", lambda: hub)
+    monkeypatch.setattr(model, "_upload_modified_files", lambda folder, *_, **__: sent.update(saved_values(folder)))
+    gs_compile.save_pretrained(model, tmp_path / "shards", max_shard_size="20KB", push_to_hub=True, repo_id="me/it")
+    for found in (sent, saved_values(tmp_path / "shards"), saved_values(tmp_path / "habit")):
+        same_tensors(found, saved_values(tmp_path / "wanted"))
+    assert distance(saved_values(tmp_path / "shards"), saved_values(tmp_path / "begun")) > 1e-3
+    save_model(model, str(tmp_path / "model.safetensors"))
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    checkpoint.save(get_model_state_dict(model), checkpoint_id=tmp_path / "dcp")
+
+    def from_dcp():
+        state = get_model_state_dict(model)
+        checkpoint.load(state, checkpoint_id=tmp_path / "dcp")
+        set_model_state_dict(model, state)
+
+    for back in (
+        from_dcp,
+        lambda: load_model(model, str(tmp_path / "model.safetensors")),
+        lambda: model.load_state_dict(torch.load(tmp_path / "model.pt", mmap=True)),
+        lambda: model.load_state_dict(AutoModelForCausalLM.from_pretrained(tmp_path / "shards").state_dict()),
+    ):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        back()
+        same_tensors(inside(Learner(model, optimizer)), wanted)
 
 
 def test_masters_are_saved_on_request(tmp_path):
@@ -172,38 +201,3 @@ def test_masters_are_saved_on_request(tmp_path):
         for name, parameter in model.named_parameters():
             assert torch.equal(wide.get_parameter(name), parameter)
             assert torch.equal(narrow.get_parameter(name), parameter.to(torch.bfloat16))
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_other_formats_have_the_values(tmp_path, monkeypatch):
-    """safetensors, torch.save, torch.distributed.checkpoint, and what goes to the hub; they come back to the tiers."""
-    model = huggingface("gpt2")
-    optimizer = run(model, tmp_path)
-    wanted = inside(Learner(model, optimizer))
-    save_model(model, str(tmp_path / "model.safetensors"))
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    checkpoint.save(get_model_state_dict(model), checkpoint_id=tmp_path / "dcp")
-    sent = {}
-    hub = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name))
-    monkeypatch.setattr(transformers.modeling_utils, "hf_api", lambda: hub)
-    monkeypatch.setattr(model, "_upload_modified_files", lambda folder, *_, **__: sent.update(saved_values(folder)))
-    gs_compile.save_pretrained(model, tmp_path / "hub", push_to_hub=True, repo_id="me/it")
-    same_tensors(sent, saved_values(tmp_path / "hub"))
-
-    def from_dcp():
-        state = get_model_state_dict(model)
-        checkpoint.load(state, checkpoint_id=tmp_path / "dcp")
-        set_model_state_dict(model, state)
-
-    backs = [
-        lambda: load_model(model, str(tmp_path / "model.safetensors")),
-        lambda: model.load_state_dict(torch.load(tmp_path / "model.pt", mmap=True)),
-        from_dcp,
-        lambda: model.load_state_dict(AutoModelForCausalLM.from_pretrained(tmp_path / "hub").state_dict()),
-    ]
-    for back in backs:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        back()
-        same_tensors(inside(Learner(model, optimizer)), wanted)
