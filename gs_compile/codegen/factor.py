@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from gs_compile.capture.dynamo import hint
 from gs_compile.capture.gradients import Factors, Product, Rows, Term
 from gs_compile.capture.graph import output_values
 
@@ -110,6 +111,6 @@ def _nodes(node: fx.Node, count: int) -> list[fx.Node]:
     return found
 
 
-def _numel(*nodes: fx.Node) -> Any:
-    """A number; a symbolic one, whose comparisons become conditions of the code, where lengths are symbolic."""
-    return sum(node.meta["val"].numel() for node in nodes)
+def _numel(*nodes: fx.Node) -> int:
+    """Where lengths are symbolic, that of the first: a form for each would be another code."""
+    return sum(hint(node.meta["val"].numel()) for node in nodes)

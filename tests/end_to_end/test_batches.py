@@ -79,13 +79,13 @@ def test_other_sizes_are_not_captured_again(options):
 
 
 def test_one_code_serves_all_lengths(monkeypatch):
-    """Of the sizes that are symbolic in a capture; another one is made only where a gradient takes another form."""
+    """Of the sizes that are symbolic in a capture, also where a gradient's factors become larger than it."""
     generated = []
     generate = Generator.generate
     monkeypatch.setattr(Generator, "generate", lambda self, graph: generated.append(graph) or generate(self, graph))
     model, reference = GPT(), GPT()
     model.compile(backend=greedysnake, options={"micro_batch_size": 2, "expert": {"compiler": "eager"}})
-    for tokens, number in [(40, 5), (48, 5), (41, 0), (57, 0), (48, 0), (63, 0)]:
+    for tokens, number in [(40, 5), (8, 5), (41, 0), (2, 0), (63, 0)]:
         generated.clear()
         model.zero_grad(), reference.zero_grad()
         ids, _ = batch(4, tokens)
