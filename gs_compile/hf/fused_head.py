@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from gs_compile.errors import OptionError
+from gs_compile.errors import OptionError, VersionError
 
 Tensor = torch.Tensor
 _IGNORED = -100  # a label that no loss counts
+_SETTINGS = {"cast_lm_head_to_fp32", "original_forward", "outputs", "temperature"}  # of `add_fused_lm_head`
 
 
 def has_fused_head(model: Any) -> bool:
@@ -30,10 +31,13 @@ def has_fused_head(model: Any) -> bool:
 def make_capturable(model: Any) -> None:
     """Give a model with a fused head one that computes the same and can be captured.
 
-    Raises OptionError for a head that computes in another dtype than the rest of the model.
+    Raises OptionError for a head that computes in another dtype than the rest of the model, and VersionError where its
+    settings are not where TRL 1.16 has them.
     """
     fused = _fused(model)
     settings = inspect.getclosurevars(fused).nonlocals
+    if missing := _SETTINGS - settings.keys():
+        raise VersionError(f"this release of TRL keeps {', '.join(sorted(missing))} of its head elsewhere: use trl 1.16")
     if settings["cast_lm_head_to_fp32"]:
         raise OptionError("cast_lm_head_to_fp32=True: leave it out, the head computes in the dtype of the model")
     results, temperature, forward = settings["outputs"], settings["temperature"], settings["original_forward"]
