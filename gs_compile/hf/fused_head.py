@@ -20,7 +20,7 @@ from gs_compile.errors import OptionError, VersionError
 
 Tensor = torch.Tensor
 _IGNORED = -100  # a label that no loss counts
-_SETTINGS = {"cast_lm_head_to_fp32", "original_forward", "outputs", "temperature"}  # of `add_fused_lm_head`
+_SETTINGS = frozenset({"cast_lm_head_to_fp32", "original_forward", "outputs", "temperature"})  # of `add_fused_lm_head`
 
 
 def has_fused_head(model: Any) -> bool:
@@ -37,7 +37,9 @@ def make_capturable(model: Any) -> None:
     fused = _fused(model)
     settings = inspect.getclosurevars(fused).nonlocals
     if missing := _SETTINGS - settings.keys():
-        raise VersionError(f"this release of TRL keeps {', '.join(sorted(missing))} of its head elsewhere: use trl 1.16")
+        raise VersionError(
+            f"this release of TRL keeps {', '.join(sorted(missing))} of its head elsewhere: use trl 1.16"
+        )
     if settings["cast_lm_head_to_fp32"]:
         raise OptionError("cast_lm_head_to_fp32=True: leave it out, the head computes in the dtype of the model")
     results, temperature, forward = settings["outputs"], settings["temperature"], settings["original_forward"]

@@ -16,7 +16,7 @@ from gs_compile.errors import OptionError
 Tensor = torch.Tensor
 _IGNORED = -100  # a label that no loss counts
 # Where the sequences packed in a row begin, for attention that takes them so: `position_ids` tell the same.
-_OFFSETS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def gathered(batches: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Any]:

@@ -6,47 +6,41 @@ answer while others run.
 
 from __future__ import annotations
 
-import contextvars
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from queue import SimpleQueue
-from threading import Thread
 from typing import Any
-
-_current: contextvars.ContextVar[_Strand | None] = contextvars.ContextVar("strand", default=None)
 
 
 class _Abandoned(BaseException):
     """Ends a strand that nobody waits for."""
 
 
-@dataclass(eq=False)
-class _Strand:
-    function: Callable[[], Any]
-    to: SimpleQueue[Any] = field(default_factory=SimpleQueue)  # answers
-    back: SimpleQueue[bool] = field(default_factory=SimpleQueue)  # the strand has asked, or come to its end
-    question: Any = None
-    result: Any = None
-    error: BaseException | None = None
-    thread: Thread | None = None
+class _Strand(threading.Thread):
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self.function = function
+        self.to: SimpleQueue[Any] = SimpleQueue()  # answers
+        self.back: SimpleQueue[bool] = SimpleQueue()  # the strand has asked, or come to its end
+        self.question: Any = None
+        self.result: Any = None
+        self.error: BaseException | None = None
 
     def resume(self, answer: Any = None) -> bool:
         """Run on to the next question; False where the function has come to its end."""
-        if self.thread is None:
-            self.thread = Thread(target=contextvars.copy_context().run, args=(self._run,), daemon=True)
-            self.thread.start()
+        if self.ident is None:
+            self.start()
         else:
             self.to.put(answer)
         return self.back.get()
 
     def end(self) -> None:
         """Return when the thread has come to its end, wherever it is."""
-        if self.thread is not None:
+        if self.ident is not None:
             self.to.put(_Abandoned())
-            self.thread.join()
+            self.join()
 
-    def _run(self) -> None:
-        _current.set(self)
+    def run(self) -> None:
         try:
             self.result = self.function()
         except BaseException as error:  # noqa: BLE001  (`run` raises it again)
@@ -76,8 +70,8 @@ def run(functions: Sequence[Callable[[], Any]], answer: Callable[[Sequence[Any]]
 
 def ask(question: Any) -> Any:
     """The answer to a question of the strand that runs."""
-    strand = _current.get()
-    assert strand is not None
+    strand = threading.current_thread()
+    assert isinstance(strand, _Strand)
     strand.question = question
     strand.back.put(True)
     found = strand.to.get()
@@ -88,4 +82,4 @@ def ask(question: Any) -> Any:
 
 def in_strand() -> bool:
     """Whether a strand runs."""
-    return _current.get() is not None
+    return isinstance(threading.current_thread(), _Strand)
