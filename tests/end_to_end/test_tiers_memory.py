@@ -121,6 +121,7 @@ def test_the_memory_that_a_refusal_names_is_enough(harnesses, storage, batch_siz
     ):
         step(harness.model, optimizer, tokens(0, batch_size))
     (needed,) = re.findall(r"\((\d+) bytes\) of it at least", str(refusal.value))
+    assert not re.search("lower ratios|smaller micro_batch_size", str(refusal.value))  # than the least there is
     with harness.fresh(adamw, options(storage, host_memory=int(needed), **chosen)) as optimizer:
         for number in range(3):
             step(harness.model, optimizer, tokens(number, batch_size))

@@ -29,12 +29,14 @@ def data(number=32, lengths=(12, 9)):
 class Loop:
     """The loop of accelerate's guides; `mine`: with the model prepared layer-major."""
 
-    def __init__(self, folder, *, mine, gas=4, precision="no", dropout=0.0, make=None, options=()):
+    def __init__(self, folder, *, mine, gas=4, precision="no", dropout=0.0, make=None, scaled=False, options=()):
         torch._dynamo.reset()
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         accelerate.state.GradientState._reset_state()
         accelerate.utils.set_seed(0)
         self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=gas, mixed_precision=precision)
+        if scaled:  # as Accelerate has it for fp16, where a device is fit for that
+            self.accelerator.scaler = torch.amp.GradScaler("cpu")
         model = huggingface("gpt2", dropout=dropout)
         settings = {"lr": 1e-2, "weight_decay": 0.1}
         loader = torch.utils.data.DataLoader(data(), batch_size=2, shuffle=True, collate_fn=padded)
@@ -76,7 +78,9 @@ def trained(folder, **given):
     return loop
 
 
-@pytest.mark.parametrize(("gas", "precision", "tolerance"), [(4, "no", 1e-5), (2, "bf16", 1e-3)])
+@pytest.mark.parametrize(
+    ("gas", "precision", "tolerance"), [(4, "no", 1e-5), pytest.param(2, "bf16", 1e-3, marks=pytest.mark.slow)]
+)
 def test_the_same_curve_and_weights(gas, precision, tolerance, tmp_path):
     theirs, mine = (trained(tmp_path, mine=mine, gas=gas, precision=precision) for mine in (False, True))
     assert all(is_offloaded(parameter) for parameter in mine.model.parameters())
@@ -91,7 +95,13 @@ def test_the_same_curve_and_weights(gas, precision, tolerance, tmp_path):
 @pytest.mark.parametrize("precision", ["model", "bf16"])
 def test_a_saved_state_goes_on(precision, tmp_path):
     """Bit for bit, from the middle of an epoch, also where masters are wider than what the model computes with."""
-    settings = {"mine": True, "gas": 2, "dropout": 0.1, "options": {"precision": precision}}
+    settings = {
+        "mine": True,
+        "gas": 2,
+        "dropout": 0.1,
+        "scaled": precision == "model",
+        "options": {"precision": precision},
+    }
     whole = Loop(tmp_path, **settings)
     whole.epoch(stop=3)
     whole.accelerator.save_state(tmp_path / "state")
@@ -101,6 +111,9 @@ def test_a_saved_state_goes_on(precision, tmp_path):
     again.epoch(again.accelerator.skip_first_batches(again.loader, 3))
     assert again.losses == whole.losses[3:]
     assert again.norms == whole.norms[3:]
+    if precision == "model":
+        assert again.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
+        assert again.accelerator.scaler.state_dict()["_growth_tracker"] == 8
     found, wanted = values(again.model), values(whole.model)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 

@@ -32,7 +32,11 @@ def train(one, scaler, *numbers):
     return losses, norms
 
 
-@pytest.mark.parametrize("changes", [{"alpha": 0.5, "clip": "speculative"}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"alpha": 0.5, "clip": "speculative"}, pytest.param({"precision": "bf16"}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_the_scale_changes_nothing(changes, tmp_path):
     """It is a power of two: bit for bit, wherever the updates run, also after a step that it has spoiled."""
     with learner(tmp_path, MAKE, **changes) as one:
