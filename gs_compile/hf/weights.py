@@ -18,6 +18,7 @@ from torch import nn
 
 from gs_compile.errors import OptionError
 from gs_compile.model.mapped import directory
+from gs_compile.model.materialize import materialize
 from gs_compile.model.residency import as_masters, is_offloaded, residency_of
 from gs_compile.model.storage_init import CACHE_NBYTES, NewTensorsInFiles, offload
 from gs_compile.options import Options
@@ -82,9 +83,12 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], *, master: bool 
     """``model.save_pretrained(folder, **given)``, values read as they are written: memory holds one shard of them.
 
     A shard has `max_shard_size`, here "5GB" where nothing is given. With `master`, parameters that are computed with in
-    bf16 are their fp32 masters. Adapters alone are saved as transformers and PEFT do.
+    bf16 are their fp32 masters. Where transformers has to have all values first (see `streamed`), they are mapped from
+    files.
     """
-    with streamed(model, master=master) as values:
+    with streamed(model, master=master) as values, ExitStack() as stack:
+        if values is None and master:
+            stack.enter_context(materialize(model, master=True))
         model.save_pretrained(folder, **{"max_shard_size": "5GB", "state_dict": values, **given})
 
 
@@ -92,15 +96,15 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], *, master: bool 
 def streamed(model: nn.Module, *, master: bool = False) -> Iterator[dict[str, torch.Tensor] | None]:
     """A state dict for `model.save_pretrained`, of which transformers reads the values in this block.
 
-    Offloaded parameters are on the meta device in it. None: it has to have all values first, as where only adapters are
-    saved, or where the checkpoint merges parameters, which may be of two shards.
+    Offloaded parameters are on the meta device in it. None: there are none, or transformers has to have all values
+    first, as where only adapters are saved, or where the checkpoint merges parameters, which may be of two shards.
     """
     import transformers
 
     model = getattr(model, "_orig_mod", model)
     known = isinstance(model, transformers.PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False)
-    conversions = getattr(model, "_weight_conversions", None) or ()
-    if not known or any(len(each.target_patterns) > 1 for each in conversions):
+    merges = any(len(each.target_patterns) > 1 for each in getattr(model, "_weight_conversions", None) or ())
+    if not known or merges or not any(map(is_offloaded, model.parameters())):
         yield None
         return
     shown = dict(model.state_dict(keep_vars=True))
@@ -129,6 +133,7 @@ class _Values:
 @contextmanager
 def _with_values(model: Any, values: _Values) -> Iterator[None]:
     """transformers takes the model for one that was left on a disk, whose values a hook of Accelerate reads."""
+    before = {name: found for name, found in vars(model).items() if name in ("hf_device_map", "_hf_hook")}
     model.hf_device_map, model._hf_hook = {"": "disk"}, SimpleNamespace(weights_map=values)
     try:
         with warnings.catch_warnings():
@@ -136,6 +141,7 @@ def _with_values(model: Any, values: _Values) -> Iterator[None]:
             yield
     finally:
         del model.hf_device_map, model._hf_hook
+        vars(model).update(before)
 
 
 def _check(name_or_path: str | os.PathLike[str], given: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from test_trainer import EAGER, curve
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Chunk, WeightConverter
 from zoo import configuration, huggingface
 
 import gs_compile
@@ -201,3 +202,8 @@ def test_masters_are_saved_on_request(tmp_path):
         for name, parameter in model.named_parameters():
             assert torch.equal(wide.get_parameter(name), parameter)
             assert torch.equal(narrow.get_parameter(name), parameter.to(torch.bfloat16))
+    parts = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]  # which a checkpoint may have as one
+    model._weight_conversions = [WeightConverter("mlp.gate_up.weight", parts, operations=[Chunk(dim=0)])]
+    gs_compile.save_pretrained(model, tmp_path / "merged", master=True, max_shard_size="2KB")
+    whole = torch.cat([wide.get_parameter(f"model.layers.1.{part}") for part in parts])
+    assert torch.equal(saved_values(tmp_path / "merged")["model.layers.1.mlp.gate_up.weight"], whole)
