@@ -10,11 +10,19 @@ import torch
 from datasets import Dataset
 from test_trainer import EAGER, curve, padded, samples
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 from zoo import VOCAB, configuration, huggingface
 
+import gs_compile
 import gs_compile.hf
 from gs_compile.errors import OptionError
 from gs_compile.hf import strands
@@ -67,10 +75,19 @@ def settings(config, folder, **changes):
     )
 
 
-def sft(folder, data=("text", (9,)), adapter=True, callbacks=(), **changes):
+def stored(folder):
+    """A model that is on storage before it is trained, where it is mine."""
+    model = huggingface("llama")
+    if folder.name != "mine":
+        return model
+    model.save_pretrained(folder / "checkpoint")
+    return gs_compile.from_pretrained(LlamaForCausalLM, folder / "checkpoint", storage=folder / "model")
+
+
+def sft(folder, data=("text", (9,)), model=None, adapter=True, callbacks=(), **changes):
     samples = rows(*data[:-1], lengths=data[-1])
     return SFTTrainer(
-        huggingface("llama"),
+        huggingface("llama") if model is None else model(folder),
         settings(SFTConfig, folder, **changes),
         train_dataset=samples,
         eval_dataset=samples.select(range(3)),
@@ -92,8 +109,6 @@ def dpo(folder, adapter=True, **changes):
 
 
 def reward(folder, **changes):
-    from transformers import LlamaForSequenceClassification
-
     torch.manual_seed(0)
     return RewardTrainer(
         LlamaForSequenceClassification(configuration("llama", num_labels=1)),
@@ -148,7 +163,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_s
 CASES = {
     "packed": {"packing": True, "max_length": 24},  # in rows of many lengths
     "completions only": {"data": ("prompt", "completion", (4, 5)), "gradient_accumulation_steps": 3},
-    "all weights, evaluated": {"adapter": False, "gradient_accumulation_steps": 1, **EVALUATED},
+    "all weights, evaluated": {"model": stored, "adapter": False, "gradient_accumulation_steps": 1, **EVALUATED},
 }
 
 
