@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from gs_compile.codegen.compiled import SpecializedModel
 
 
+MOST_PROGRAMS = 256  # of one model, the latest: each length of the inputs has up to four
+
+
 class PlanCache:
     """The placement of one model's data, decided at its first call, and its programs by size and shape."""
 
@@ -66,6 +69,8 @@ class PlanCache:
                 largest = self.programs(placement, shape, late=True, redo=True)[-1]
             step = self.builder.step(placement, late=late, redo=redo)
             self._programs[key] = self._packed(lower(replace(step, shape=shape)), placement, largest)
+            while len(self._programs) > MOST_PROGRAMS:  # the latest one has the most host memory of all so far
+                del self._programs[next(iter(self._programs))]
         return self._programs[key]
 
     def flush(self, *, redo: bool) -> Program:

@@ -11,6 +11,7 @@ from zoo import huggingface
 
 import gs_compile
 from gs_compile.errors import OptimizerError
+from gs_compile.planner import cache
 
 
 class Pair:
@@ -47,10 +48,13 @@ def pair(tmp_path):
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_batches_of_any_size_in_any_order(pair, separate):
+def test_batches_of_any_size_in_any_order(pair, separate, monkeypatch):
+    """Also of more sizes than programs are kept for."""
+    monkeypatch.setattr(cache, "MOST_PROGRAMS", 4)
     both = pair(separate_device=separate)
     for seed, samples in enumerate((4, 2, 3, 5, 1, 4)):
         both.step(samples, seed)
+    assert len(both.optimizer.engine.planning._programs) == 4
 
 
 @pytest.mark.parametrize("separate", [False, True])
