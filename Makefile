@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest # as many workers as cores: threads of torch would be in their way
 PEERS := .venv-peers
+OLDEST := .venv-oldest
 ACCELERATOR := $(if $(shell command -v nvidia-smi),cuda,cpu)
 GPU_ARGS ?= --minutes 60
 RACE_ARGS ?= --preset 25m --minutes 15 --output benchmarks/results/race-25m.json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint types race gpu clean
+.PHONY: help demo test slow oldest lint types race gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +30,9 @@ test: $(STAMP) ## run the tests
 slow: $(STAMP) ## run the slow tests
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
+oldest: $(OLDEST)/.installed ## run the tests of HuggingFace's tools with their oldest versions
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(PYTEST_ARGS) tests/hf
+
 lint: $(STAMP) ## check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,13 +47,18 @@ gpu: $(STAMP) $(PEERS)/.installed ## on a CUDA device: its tests, rates of lanes
 	$(BIN)/python -m benchmarks.gpu --peers-python $(PEERS)/bin/python $(GPU_ARGS)
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) $(PEERS) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(OLDEST) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is older than Python 3.11: choose another with PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[test]'
 	@touch $@
 
 # The peers' environment: their versions, and DeepSpeed with its C++ operators, which take minutes to build, once.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import configparser
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -81,3 +83,10 @@ def test_a_link_makes_a_wing_importable_under_one_name(wing):
     run = python("-c", f"import {wing}", cwd=ROOT)
     assert run.returncode == 1
     assert f"ImportError: import gs_compile.{wing}: the bare name `{wing}` is not this package's" in run.stderr
+
+
+def test_the_oldest_versions_are_those_that_are_tested():
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["hf"]
+    bounds = dict(each.split(">=") for each in extra if ">=" in each)
+    pins = dict(re.findall(r"^(\w+)==(.+)$", (ROOT / "constraints-oldest.txt").read_text(), re.M))
+    assert {name: pins[name] for name in bounds} == {name: f"{bound}.0" for name, bound in bounds.items()}

@@ -90,9 +90,10 @@ def test_what_is_wrong_is_said(entries, change, message, written):
 
 def test_columns_that_no_trainer_knows(written, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "data.csv").write_text("question,answer\n1,2\n")
+    (tmp_path / "data.jsonl").write_text('{"question": 1, "answer": 2}')
     assert (
-        "has columns ['question', 'answer'], none of text, messages" in run(written(data=f"{tmp_path}/data.csv")).stderr
+        "has columns ['question', 'answer'], none of text, messages"
+        in run(written(data=f"{tmp_path}/data.jsonl")).stderr
     )
 
 
