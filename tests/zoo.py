@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -33,6 +34,13 @@ OLD_NAMES = {
 GROUPED = {"llama", "qwen2", "qwen3", "mistral", "mixtral", "olmo2", "phi3", "gemma2", "gemma3_text", "gpt_oss"}
 OTHERS = {"gpt_neox", "falcon", "bert"}
 HUGGINGFACE = sorted({*OLD_NAMES, *GROUPED, *OTHERS})
+WARNINGS = [  # the `pytestmark` of who captures all of them
+    # bloom instantiates an autograd.Function; mamba calls a cached function: Dynamo warns of both, for plain torch too
+    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
+    # gemma2 and gpt_oss give back caches of two kinds
+    pytest.mark.filterwarnings("ignore:the model's (half-)?blocks are of . kinds:gs_compile.errors.UniformityWarning"),
+]
 
 
 def configuration(name: str, **changes):

@@ -9,6 +9,7 @@ import torch
 from zoo import (
     BATCH,
     MODELS,
+    WARNINGS,
     accumulate,
     assert_same_gradients,
     batch,
@@ -22,13 +23,7 @@ from zoo import (
 
 from gs_compile.codegen.compiled import compilations_of
 
-pytestmark = [
-    # bloom instantiates an autograd.Function; mamba calls a cached function: Dynamo warns of both, for plain torch too
-    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
-    # gemma2 and gpt_oss give back caches of two kinds
-    pytest.mark.filterwarnings("ignore:the model's blocks are of 2 kinds:gs_compile.errors.UniformityWarning"),
-]
+pytestmark = WARNINGS
 
 
 # What the other families have, one of these has too: tied and untied embeddings, rotary positions, experts, blocks

@@ -30,7 +30,7 @@ def executors(monkeypatch):
     def sleep(name):
         time.sleep(0.005 * (1 + zlib.crc32(name.encode()) % 5))
 
-    def slow_submit(self, name, run, after, **told):
+    def slow_submit(self, name, run, after=(), **told):
         return submit(self, name, lambda: (sleep(name), run()), after, **told)
 
     def slow_compute(self, op):

@@ -10,11 +10,12 @@ import torch
 from learner import distance
 from tiered import Harness, adamw, gpt2, options, sgd
 from torch import nn
-from zoo import GPT, LAYERS, assert_same_gradients, batch, gradients, huggingface, loss_of, train
+from zoo import GPT, LAYERS, WARNINGS, assert_same_gradients, batch, gradients, huggingface, loss_of, train
 
 import gs_compile
 
 KEEPS_CAPTURES = True
+pytestmark = WARNINGS
 NUM_BLOCKS, WIDTH, BATCH = 2, 32, 4
 HALVES = {"vertical": 1, "single": 2}  # layers of a block
 PLACES = [
