@@ -17,6 +17,13 @@ Tensor = torch.Tensor
 _IGNORED = -100  # a label that no loss counts
 # Where the sequences packed in a row begin, for attention that takes them so: `position_ids` tell the same.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_OF_SAMPLES = ("logits", "pooler_output")  # of a model: without tokens where they are (samples, ...), of any width
+
+
+def pad_token_id_of(model: Any, tokenizer: Any = None) -> int:
+    """The token to pad with: the model's, by which classifiers find the end of a sequence, or the tokenizer's."""
+    known = (getattr(of, "pad_token_id", None) for of in (getattr(model, "config", None), tokenizer))
+    return next((each for each in known if each is not None), 0)
 
 
 def gathered(batches: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Any]:
@@ -43,14 +50,20 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]]) -> list[Any]:
     Tensors are (samples, tokens, ...) or (samples, ...). A loss is that of all batches, and each gets its share: the
     whole where it is a mean, which Trainer divides by the number of batches.
     """
+    named = outputs if isinstance(outputs, Mapping) else {}
+    of_samples = [named.get(name) for name in _OF_SAMPLES]
     sizes = [_size(batch) for batch in batches]
     longest = max(length for _, length in sizes)
+    lengths = (longest, longest - 1)  # which a shifted label leaves
 
     def part(start: int, number: int, missing: int, whole: Tensor) -> Tensor:
         if not whole.dim():
             return whole / len(batches) if "num_items_in_batch" in batches[0] else whole
         rows = whole[start : start + number]
-        has_tokens = whole.dim() > 1 and whole.shape[1] >= longest - 1  # which a shifted label leaves
+        if whole.dim() == 2:
+            has_tokens = whole.shape[1] in lengths and all(whole is not each for each in of_samples)
+        else:
+            has_tokens = whole.dim() > 2 and whole.shape[1] >= min(lengths)
         return rows[:, : whole.shape[1] - missing] if has_tokens and missing else rows
 
     starts = itertools.accumulate((number for number, _ in sizes), initial=0)

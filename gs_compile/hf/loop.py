@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from gs_compile.errors import OptimizerError, OptionError
 from gs_compile.hf.fitting import fit_for_capture, scale_losses
-from gs_compile.hf.gather import gathered
+from gs_compile.hf.gather import gathered, pad_token_id_of
 from gs_compile.hf.weights import options_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
@@ -91,10 +91,11 @@ def _clip_grad_norm(
     norm_type: float = 2,
 ) -> Any:
     """The norm of all gradients, as the updates are clipped by it; `ordinary` for parameters of other optimizers."""
-    given = {p for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters) if p.requires_grad}
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    given = {parameter for parameter in parameters if parameter.requires_grad}
     own = {parameter for parameter in optimizer.group_of if parameter.requires_grad}
     if not given & own:
-        return ordinary(list(given), max_norm, norm_type)
+        return ordinary(parameters, max_norm, norm_type)
     if given != own or norm_type != 2:
         raise OptimizerError(
             "clip_grad_norm_: only the 2-norm of all parameters of the optimizer together is clipped by"
@@ -115,8 +116,7 @@ def _of_steps(loader: DataLoader[Any], num_batches: int, size: int, model: Any) 
     if num_batches == 1:
         return loader
     kept = {name: getattr(loader, name) for name in _KEPT}
-    pad_token_id = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
-    kept["collate_fn"] = partial(_collated, loader.collate_fn, loader.batch_size or size, pad_token_id)
+    kept["collate_fn"] = partial(_collated, loader.collate_fn, loader.batch_size or size, pad_token_id_of(model))
     if isinstance(loader.dataset, IterableDataset) and loader.batch_size:
         return DataLoader(
             loader.dataset, batch_size=num_batches * loader.batch_size, drop_last=loader.drop_last, **kept

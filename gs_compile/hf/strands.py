@@ -13,7 +13,7 @@ from typing import Any
 
 
 class _Abandoned(BaseException):
-    """Ends a strand that nobody waits for."""
+    """Ends a strand that nobody waits for, whatever it asks."""
 
 
 class _Strand(threading.Thread):
@@ -23,6 +23,7 @@ class _Strand(threading.Thread):
         self.to: SimpleQueue[Any] = SimpleQueue()  # answers
         self.back: SimpleQueue[bool] = SimpleQueue()  # the strand has asked, or come to its end
         self.question: Any = None
+        self.is_abandoned = False
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -37,7 +38,8 @@ class _Strand(threading.Thread):
     def end(self) -> None:
         """Return when the thread has come to its end, wherever it is."""
         if self.ident is not None:
-            self.to.put(_Abandoned())
+            self.is_abandoned = True
+            self.to.put(None)
             self.join()
 
     def run(self) -> None:
@@ -72,11 +74,12 @@ def ask(question: Any) -> Any:
     """The answer to a question of the strand that runs."""
     strand = threading.current_thread()
     assert isinstance(strand, _Strand)
-    strand.question = question
-    strand.back.put(True)
-    found = strand.to.get()
-    if isinstance(found, _Abandoned):
-        raise found
+    if not strand.is_abandoned:  # else it asks as it ends
+        strand.question = question
+        strand.back.put(True)
+        found = strand.to.get()
+    if strand.is_abandoned:
+        raise _Abandoned
     return found
 
 

@@ -16,7 +16,7 @@ from torch.utils import serialization
 from gs_compile.errors import OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.fitting import fit_for_capture, scale_losses
-from gs_compile.hf.gather import gathered
+from gs_compile.hf.gather import gathered, pad_token_id_of
 from gs_compile.hf.together import answered, compile_for_strands, stored_reference
 from gs_compile.hf.weights import options_of, streamed
 from gs_compile.model.optim import SGD, Adam, AdamW, Lion
@@ -40,14 +40,17 @@ def attach(trainer: Any, *, reference: Mapping[str, Any] | None = None, **option
     and the optimizer is this package's equivalent of what the arguments ask for. Evaluation, saving, loading and
     callbacks are Trainer's own.
 
-    Raises OptionError for arguments that cannot be followed: an optimizer that has no equivalent, fp16, DeepSpeed,
-    FSDP, several devices.
+    Raises OptionError for arguments that cannot be followed: an optimizer that has no equivalent, DeepSpeed, FSDP,
+    several devices. The Trainer's class is then as it was.
     """
     kind = type(trainer)
     if not issubclass(kind, TrainerMixin):
         trainer.__class__ = type(kind.__name__, (TrainerMixin, kind), {"__module__": kind.__module__})
-    assert isinstance(trainer, TrainerMixin)
-    trainer.run_layer_major(reference=reference, **options)
+    try:
+        trainer.run_layer_major(reference=reference, **options)
+    except BaseException:
+        trainer.__class__ = kind
+        raise
 
 
 class TrainerMixin(_Trainer):  # type: ignore[misc]
@@ -59,7 +62,8 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
     optimizer_cls_and_kwargs: Any
     compute_loss: Any
     _batches: list[Any]
-    _has_own_loss: bool  # by a `compute_loss` that is not Trainer's
+    compute_loss_func: Any
+    _has_own_loss: bool  # by a `compute_loss` that is not Trainer's, or a `compute_loss_func`
 
     def run_layer_major(self, *, reference: Mapping[str, Any] | None = None, **options: Any) -> None:
         """As `attach`."""
@@ -83,7 +87,8 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         args.gradient_checkpointing = args.activation_checkpointing = False
         fit_for_capture(self.model)
         self._batches = []
-        self._has_own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
+        overrides = type(self).compute_loss is not transformers.Trainer.compute_loss
+        self._has_own_loss = overrides or self.compute_loss_func is not None
         compile_for_strands(self.model, chosen)
         scale_losses(self.accelerator)
         second = getattr(self, "ref_model", None)
@@ -168,9 +173,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
 
     @property
     def _pad_token_id(self) -> int:
-        of = getattr(self, "processing_class", None)
-        found = getattr(of, "pad_token_id", None)
-        return int(found) if found is not None else 0
+        return pad_token_id_of(self.model, getattr(self, "processing_class", None))
 
     def _equivalent(self) -> tuple[type[TieredOptimizer], dict[str, Any]]:
         """This package's optimizer for what the arguments ask for, and its settings."""

@@ -205,8 +205,10 @@ def test_predictions_have_logits(tmp_path):
     ],
 )
 def test_what_cannot_be_followed_is_refused(changes, message, tmp_path):
+    found = trainer(tmp_path, **changes)
     with pytest.raises(OptionError, match=message):
-        attached(tmp_path, **changes)
+        gs_compile.hf.attach(found)
+    assert type(found) is Trainer
 
 
 def test_an_optimizer_of_this_package_gets_the_bound(tmp_path):

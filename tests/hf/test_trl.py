@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from test_trainer import EAGER, curve, padded, samples
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn import functional
 from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -224,8 +225,57 @@ def doubled(folder):
     )
 
 
-def test_a_loss_of_the_users_own(tmp_path):
-    assert_alike(*both(doubled, tmp_path), ("loss", "grad_norm"), 1e-5)
+def mean_loss(outputs, labels, num_items_in_batch=None):
+    return functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def of_a_function(folder):
+    return Trainer(
+        huggingface("gpt2"),
+        settings(TrainingArguments, folder),
+        train_dataset=samples(),
+        data_collator=padded,
+        compute_loss_func=mean_loss,
+    )
+
+
+@pytest.mark.parametrize("make", [doubled, of_a_function])
+def test_a_loss_of_the_users_own(make, tmp_path):
+    assert_alike(*both(make, tmp_path), ("loss", "grad_norm"), 1e-5)
+
+
+class Weighted(Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        labels = inputs.pop("labels")
+        return functional.cross_entropy(model(**inputs).logits, labels, torch.linspace(1, 2, NUM_CLASSES))
+
+
+NUM_CLASSES = 12  # as many as the longest sequence has tokens
+
+
+def weighted(folder):
+    torch.manual_seed(0)
+    config = configuration("llama", num_labels=NUM_CLASSES)
+    config.pad_token_id = 5
+
+    def collate(batch):
+        ids, mask = (
+            torch.nn.utils.rnn.pad_sequence([each[name] for each in batch], batch_first=True, padding_value=value)
+            for name, value in (("input_ids", 5), ("attention_mask", 0))
+        )
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.sum(1) % NUM_CLASSES}
+
+    return Weighted(
+        LlamaForSequenceClassification(config),
+        settings(TrainingArguments, folder),
+        train_dataset=samples(lengths=(12, 8, 8, 8)),
+        data_collator=collate,
+    )
+
+
+def test_a_classifier_with_classes_as_many_as_tokens(tmp_path):
+    """Logits of samples have no tokens, and padding is the model's own, by which it finds the last token."""
+    assert_alike(*both(weighted, tmp_path), ("loss", "grad_norm"), 1e-5)
 
 
 def test_the_head_gives_what_the_fused_one_gives():
@@ -253,6 +303,7 @@ def test_a_strand_that_fails_ends_the_others():
             return strands.ask(number) + strands.ask(number)
         finally:
             ended.append(number)
+            strands.ask(number)
 
     assert strands.run([lambda: asks(1), lambda: asks(2)], lambda numbers: [10 * n for n in numbers]) == [20, 40]
     ended.clear()
