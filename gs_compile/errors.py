@@ -103,6 +103,10 @@ class ReleasedParameterError(GreedySnakeError, RuntimeError):
     """A parameter that lives on the tiers was used as if it were in memory."""
 
 
+class MasterWarning(UserWarning):
+    """A state has come without fp32 masters, and the values have been rounded: masters begin at these."""
+
+
 class NonFiniteWarning(UserWarning):
     """A gradient was not finite, and the step was skipped."""
 

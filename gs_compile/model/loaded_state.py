@@ -1,12 +1,18 @@
-"""loaded_state: which parameter of an optimizer each entry of a state dict belongs to."""
+"""loaded_state: which parameter of an optimizer each entry of a state dict belongs to, and what it has to have."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from gs_compile.errors import OptimizerError
+import torch
+
+from gs_compile.errors import MasterWarning, OptimizerError
+from gs_compile.model.mapped import mapped
+from gs_compile.model.parameter_store import MASTER, ParameterStore
+from gs_compile.model.residency import residency_of
 
 Groups = Sequence[Mapping[str, Any]]  # of an optimizer, or of a state dict, which has numbers for parameters
 
@@ -53,3 +59,32 @@ def num_steps(states: Iterable[Mapping[str, Any]]) -> int:
             "for all of them together"
         )
     return steps.pop() if steps else int(any(state.get("momentum_buffer") is not None for state in states))
+
+
+def zeros(parameter: torch.Tensor, shown: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A state that has not begun, into which torch.distributed.checkpoint reads; None where nothing is trained."""
+    folder = residency_of(parameter).folder
+
+    def made(like: torch.Tensor) -> torch.Tensor:
+        if not like.is_meta:
+            return like.clone()
+        if folder is None:
+            return torch.zeros(like.shape, dtype=like.dtype)
+        return mapped(like.shape, like.dtype, folder, lambda start, stop: torch.zeros(stop - start, dtype=like.dtype))
+
+    return {name: made(like) for name, like in shown.items()} if parameter.requires_grad else None
+
+
+def warn_of_masters(store: ParameterStore, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+    """Warn where states have come without fp32 masters, and values are those of bf16: masters begin at these."""
+    tensors = {p: [each for key, each in state.items() if key != "step"] for p, state in states.items()}
+    given = [p for p, found in tensors.items() if found and not all(torch.is_tensor(x) and x.is_meta for x in found)]
+    places = [place for p in given if MASTER not in states[p] and (place := residency_of(p).tiered) is not None]
+    if places and all(store.is_rounded(span) for _, span in places):
+        warnings.warn(
+            "the optimizer's state has no fp32 masters, and the model's values are those of bf16: the masters begin at "
+            "these. If the run that was saved had masters, and torch.distributed.checkpoint reads them: call the model "
+            "once, under torch.no_grad(), before the state dicts that are read into are made",
+            MasterWarning,
+            stacklevel=3,
+        )

@@ -69,6 +69,13 @@ class ParameterStore:
             found[name] = self._mapped(span, dtype, lambda piece, n=number: self.tiers.read_state(piece, n))  # type: ignore[misc]
         return found
 
+    def is_rounded(self, span: Slice) -> bool:
+        """Whether there is a master, and it is no finer than the value."""
+        pieces = [piece for _, piece in _pieces(span, 4)] if self.tiers.has_master(span) else []
+        return bool(pieces) and all(
+            torch.equal(self.tiers.read(piece, master=True), self.tiers.read(piece).float()) for piece in pieces
+        )
+
     def load_state(self, span: Slice, state: Mapping[str, Any]) -> None:
         """The inverse of `state`; a master that is not in `state` stays.
 
@@ -91,8 +98,9 @@ class ParameterStore:
                 if name == MASTER and not torch.equal(new.to(self.tiers.dtype(span)), self.tiers.read(piece)):
                     raise OptimizerError(
                         f"the state of a parameter of shape {span.shape} has a master that does not round to the "
-                        "parameter's value: load the model's state dict first, then the optimizer's (or take the "
-                        f"entries {MASTER!r} out, if these are to go on from other values)"
+                        "parameter's value: load the model's state dict first, then the optimizer's (with "
+                        "set_model_state_dict and set_optimizer_state_dict, not set_state_dict; or take the entries "
+                        f"{MASTER!r} out, if these are to go on from other values)"
                     )
                 self.tiers.write_state(piece, number, new)
                 leave_memory(values.untyped_storage())

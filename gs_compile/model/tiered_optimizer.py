@@ -209,11 +209,11 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @untraced
     def state_dict(self) -> dict[str, Any]:
-        """As torch's optimizers have it; tensors are mapped from files, so they take no memory until they are used."""
+        """As torch's optimizers have it, and zeros before a step; mapped from files, so no memory until it is used."""
         self.synchronize()
         shown = self.state
         if self.engine is not None or not self.num_steps:
-            states = {p: self.stored_state(p) for p in self._parameters} if self.num_steps else {}
+            states = {p: self.stored_state(p) for p in self._parameters}
             self.state = defaultdict(dict, {p: state for p, state in states.items() if state is not None})
         try:
             return super().state_dict()
@@ -251,12 +251,13 @@ class TieredOptimizer(torch.optim.Optimizer):
             return self.engine.state(span, self.num_steps)
         state = self.state.get(parameter, {})
         is_shown = any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
-        return None if is_shown else resident_update.copied(state)
+        return loaded_state.zeros(parameter, state) if is_shown else resident_update.copied(state)
 
     def load_into_engine(self) -> None:
         """Bring a loaded state to the tiers, once there are any."""
         if self.engine is None:
             return
+        loaded_state.warn_of_masters(self.engine, self.state)
         for parameter, state in list(self.state.items()):
             span = self.engine.trained_span(parameter)
             if span is None:

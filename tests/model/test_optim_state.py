@@ -9,10 +9,16 @@ import pytest
 import torch
 from learner import EVERY, distance, gpt2, learner, plain, same_tensors, values
 from tiered import step, tokens, two_groups
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 import gs_compile
-from gs_compile.errors import OptimizerError
+from gs_compile.errors import MasterWarning, OptimizerError
 
 KEEPS_CAPTURES = True
 
@@ -44,7 +50,7 @@ def test_a_state_that_waits_for_the_first_call_is_still_there():
     reference = torch.optim.AdamW(model.parameters())
     step(model, reference, tokens(0))
     optimizer = gs_compile.AdamW(model.parameters())
-    assert optimizer.state_dict()["state"] == {}
+    assert all(not values.any() for state in optimizer.state_dict()["state"].values() for values in state.values())
     optimizer.load_state_dict(reference.state_dict())
     optimizer.param_groups[0]["lr"] = 0.5
     found = optimizer.state_dict()
@@ -132,7 +138,6 @@ def test_hooks_of_state_dicts_run(tmp_path):
 def test_the_state_shows_without_memory_and_without_a_step(tmp_path):
     """As torch.distributed.checkpoint looks for it."""
     with learner(tmp_path, alpha=1.0) as one:
-        assert not get_optimizer_state_dict(one.model, one.optimizer)["state"]
         for num_steps in range(2):
             assert len(one.optimizer.state) == len(list(one.model.parameters()))
             for parameter, state in one.optimizer.state.items():
@@ -146,3 +151,34 @@ def test_the_state_shows_without_memory_and_without_a_step(tmp_path):
         assert one.optimizer.num_steps == 2
         same_tensors(one.values(), before)
         assert torch.equal(found["transformer.wpe.weight"]["exp_avg"], before["transformer.wpe.weight.exp_avg"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_a_distributed_checkpoint_is_read_into_a_fresh_run(precision, called, tmp_path):
+    """In place: what its state dict does not have is not read. Masters are known from the first call on."""
+
+    def state(one):
+        model, optimizer = get_state_dict(one.model, one.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    with learner(tmp_path, alpha=0.5, precision=precision) as one:
+        one.train(0, 1)
+        checkpoint.save(state(one), checkpoint_id=tmp_path / "saved", no_dist=True)
+        one.train(2)
+        wanted = one.values()
+    with learner(tmp_path, alpha=0.0, precision=precision) as one:
+        if called:
+            torch.no_grad()(one.loss)(7)
+        found = state(one)
+        checkpoint.load(found, checkpoint_id=tmp_path / "saved", no_dist=True)
+        set_model_state_dict(one.model, found["model"])  # set_state_dict loads the optimizer's first
+        set_optimizer_state_dict(one.model, one.optimizer, found["optimizer"])
+        assert one.optimizer.num_steps == 2
+        if called or precision == "model":
+            one.train(2)
+            same_tensors(one.values(), wanted)
+        else:
+            with pytest.warns(MasterWarning, match="call the model once"):
+                one.train(2)
