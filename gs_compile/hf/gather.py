@@ -58,7 +58,7 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]]) -> list[Any]:
 
     def part(start: int, number: int, missing: int, whole: Tensor) -> Tensor:
         if not whole.dim():
-            return whole / len(batches) if "num_items_in_batch" in batches[0] else whole
+            return whole if batches[0].get("num_items_in_batch") is None else whole / len(batches)
         rows = whole[start : start + number]
         if whole.dim() == 2:
             has_tokens = whole.shape[1] in lengths and all(whole is not each for each in of_samples)

@@ -28,6 +28,7 @@ import gs_compile.hf
 from gs_compile.errors import OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.fused_head import make_capturable
+from gs_compile.hf.gather import parted
 from gs_compile.model.residency import is_offloaded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
@@ -276,6 +277,13 @@ def weighted(folder):
 def test_a_classifier_with_classes_as_many_as_tokens(tmp_path):
     """Logits of samples have no tokens, and padding is the model's own, by which it finds the last token."""
     assert_alike(*both(weighted, tmp_path), ("loss", "grad_norm"), 1e-5)
+
+
+@pytest.mark.parametrize(("num_items", "share"), [(None, 6.0), (4, 3.0)])
+def test_a_batchs_share_of_a_loss(num_items, share):
+    """The shares of a sum over tokens add up to it; of a mean, Trainer takes the mean."""
+    batch = {"input_ids": torch.zeros(2, 3), "num_items_in_batch": num_items}
+    assert [each["loss"].item() for each in parted({"loss": torch.tensor(6.0)}, [batch, batch])] == [share, share]
 
 
 def test_the_head_gives_what_the_fused_one_gives():
