@@ -26,7 +26,14 @@ from torch import fx
 
 from gs_compile.capture.adapters import trace_adapters
 from gs_compile.capture.graph import Captured, Input, Role
-from gs_compile.errors import CaptureError, GraphBreakError, MixedDeviceError, NoBatchInputError, VersionError
+from gs_compile.errors import (
+    NO_VALUES,
+    CaptureError,
+    GraphBreakError,
+    MixedDeviceError,
+    NoBatchInputError,
+    VersionError,
+)
 from gs_compile.progress import stage
 
 OLDEST_TORCH = (2, 11)
@@ -232,6 +239,8 @@ def _refuse_graph_break(module: fx.GraphModule) -> None:
     if where:
         counted = list(counters["graph_break"])  # it has the words of a break inside an inlined call
         words = counted[-1] if counted and reason == "step_unsupported" else reason
+        if "accelerate/hooks.py" in where:
+            raise GraphBreakError(f"Dynamo breaks the model's forward at {where}\n{NO_VALUES}")
         raise GraphBreakError(
             f"the model's forward is not one graph: Dynamo breaks it at {where}\n"
             f"Dynamo's reason: {str(words).strip()}\n"
@@ -242,8 +251,9 @@ def _refuse_graph_break(module: fx.GraphModule) -> None:
 
 def add_graph_breaks(error: CaptureError) -> None:
     """Add to an error what Dynamo has broken forwards at: where it has, the graph may be a part of one."""
-    if not isinstance(error, GraphBreakError) and counters["graph_break"]:
-        words = list(counters["graph_break"])[-1].strip()
+    in_loops = [words for words in counters["unimplemented"] if "frame skipped" in words]  # Dynamo gives a frame up
+    if not isinstance(error, GraphBreakError) and (found := list(counters["graph_break"]) + in_loops):
+        words = found[-1].strip()
         error.add_note(f"If Dynamo has broken this model's forward, that is the cause. Its latest reason:\n{words}")
 
 

@@ -195,7 +195,7 @@ class Engine(ParameterStore):
         if executor is not self.open:
             raise StepOrderError(
                 "this loss belongs to a step that was given up when the model was called again: call backward before "
-                "the next forward (greedysnake holds the checkpoints of one step)"
+                "the next forward, or give it both batches as one (greedysnake holds the checkpoints of one step)"
             )
         optimizer = self._optimizer()
         if optimizer is None:

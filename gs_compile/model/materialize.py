@@ -58,8 +58,7 @@ def streaming(model: nn.Module) -> Iterator[nn.Module]:
         store.synchronize()
     reader = Reader(min((store.room_nbytes for store in stores), default=0))
     with ExitStack() as stack:
-        if places:
-            stack.enter_context(_plain_calls(model))
+        stack.enter_context(_plain_calls(model))
         for place in places:
             stack.callback(setattr, place, "reader", place.reader)
             place.reader = reader

@@ -173,7 +173,8 @@ class Call:
         if outside - self.shape.outside:
             raise OutputGradientError(
                 "a gradient arrived for another output than the loss; with parameters on the tiers greedysnake "
-                "differentiates the loss that the model itself computes (give it labels)"
+                "differentiates the loss that the model itself computes (give it labels). Compute other terms in the "
+                "model's forward, or call it without labels and compute the whole loss from what it returns"
             )
         gradient = self.outputs.loss_gradient(gradients)
         factor = math.inf if gradient is None else float(gradient)

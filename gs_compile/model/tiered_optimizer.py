@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from gs_compile.capture.internals import untraced
-from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParameterError
+from gs_compile.errors import NO_VALUES, NonFiniteWarning, OptimizerError, ReleasedParameterError
 from gs_compile.model import loaded_state, resident_update
 from gs_compile.model.engine import Engine
 from gs_compile.model.offloaded import UnavailableGradient
@@ -75,9 +75,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         if getattr(self, "engine", None) is not None:
             raise OptimizerError("parameters cannot be added once the model has run: add_param_group before that")
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        self._check(group)
+        self._check(group := self.param_groups[-1])
         for parameter in group["params"]:
+            if parameter.is_meta:
+                raise OptimizerError(NO_VALUES)
             residency = residency_of(parameter)
             if residency.tiered is not None:
                 raise OptimizerError("another gs_compile optimizer trains this parameter already")
@@ -269,8 +270,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._show_state(parameter)
 
     def _show_state(self, parameter: torch.Tensor) -> None:
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        like = torch.empty(parameter.shape, dtype=wide, device="meta")
+        like = torch.empty(parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device="meta")
         self.state[parameter] = {"step": self._shown_steps, **dict.fromkeys(self.components, like)}
 
     @property

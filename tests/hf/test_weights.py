@@ -19,10 +19,10 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter
-from zoo import configuration, huggingface
+from zoo import batch, configuration, huggingface
 
 import gs_compile
-from gs_compile.errors import OptionError
+from gs_compile.errors import GraphBreakError, OptimizerError, OptionError
 from gs_compile.hf.weights import options_of
 from gs_compile.model import storage_init
 from gs_compile.model.residency import is_offloaded
@@ -114,8 +114,15 @@ def test_a_model_that_is_placed_elsewhere_is_refused(tmp_path):
     huggingface("llama").save_pretrained(tmp_path / "saved")
     places = {"model": "cpu", "lm_head": "disk"}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", device_map=places, offload_folder=tmp_path)
-    with pytest.raises(OptionError, match=r"device_map= has left .*: load it with gs_compile.from_pretrained"):
+    refusal = r"device_map= has left .*: load it with gs_compile.from_pretrained"
+    with pytest.raises(OptionError, match=refusal):
         options_of(model, {})
+    with pytest.raises(OptimizerError, match=refusal):
+        gs_compile.AdamW(model.parameters())
+    torch._dynamo.reset()
+    model.compile(backend="greedysnake", options={"micro_batch_size": 2})
+    with pytest.raises(GraphBreakError, match=refusal):
+        model(input_ids=batch()[0])
 
 
 # Back again -----------------------------------------------------------------------------------------------------------

@@ -171,3 +171,14 @@ def test_a_model_on_storage_trains_bitwise_after_a_conversion(convert, tmp_path)
     (losses, wanted), (others, ours) = found
     assert losses == others
     same_tensors(ours, wanted)
+
+
+def test_a_break_in_a_hook_of_a_block_is_named():
+    """Dynamo gives up a frame that breaks in a loop: it hands over each block for itself, without a reason."""
+    torch._dynamo.reset()
+    model = gpt2()
+    model.transformer.h[1].register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    model.compile(backend="greedysnake", options={"micro_batch_size": 2})
+    with pytest.raises(CaptureError) as caught:
+        model(input_ids=tokens(0), labels=tokens(0))
+    assert "graph_break()" in "".join(caught.value.__notes__)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from learner import PLACES, gpt2, inside, learner, same_tensors, values
 from tiered import options, step, tokens, two_groups
+from zoo import huggingface
 
 import gs_compile
-from gs_compile.errors import ReleasedParameterError, StepOrderError
+from gs_compile.errors import CaptureError, ReleasedParameterError, StepOrderError
 from gs_compile.model.engine import Engine
 from gs_compile.model.residency import is_offloaded
 from gs_compile.runtime.tiers import Tiers
@@ -224,3 +225,22 @@ def test_a_model_on_storage_that_has_not_run(tmp_path):
             one.loss(0)
         same_tensors(inside(one), wanted)
         one.train(0)
+
+
+def test_streaming_runs_a_resident_model_as_it_is():
+    """`generate` says so, and nothing is lost by its failure."""
+    torch._dynamo.reset()
+    model = huggingface("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.compile(backend="greedysnake", options={"micro_batch_size": 2, "expert": {"compiler": "eager"}})
+    ids = tokens(0)
+    before = step(model, optimizer, ids)
+    with pytest.raises(CaptureError) as caught:
+        model.generate(ids[:, :3], max_new_tokens=3)
+    assert "gs_compile.streaming(model)" in "".join(caught.value.__notes__)
+    with gs_compile.streaming(model):
+        found = model.generate(ids[:, :3], max_new_tokens=3, do_sample=False)
+    reference = huggingface("gpt2")
+    reference.load_state_dict(model.state_dict())
+    assert torch.equal(found, reference.generate(ids[:, :3], max_new_tokens=3, do_sample=False))
+    assert step(model, optimizer, ids) < before
