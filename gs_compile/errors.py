@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-NO_VALUES = (  # of a model that somebody has placed
+ABSENT = (  # of a model that somebody has placed
     "the meta device or device_map= has left parameters of this model without values here (hooks may bring them): load "
     "it with gs_compile.from_pretrained(..., storage=...), without device_map, or build it with "
     "gs_compile.init_on_storage(..., storage=...)"

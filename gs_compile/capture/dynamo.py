@@ -26,14 +26,7 @@ from torch import fx
 
 from gs_compile.capture.adapters import trace_adapters
 from gs_compile.capture.graph import Captured, Input, Role
-from gs_compile.errors import (
-    NO_VALUES,
-    CaptureError,
-    GraphBreakError,
-    MixedDeviceError,
-    NoBatchInputError,
-    VersionError,
-)
+from gs_compile.errors import ABSENT, CaptureError, GraphBreakError, MixedDeviceError, NoBatchInputError, VersionError
 from gs_compile.progress import stage
 
 OLDEST_TORCH = (2, 11)
@@ -240,7 +233,7 @@ def _refuse_graph_break(module: fx.GraphModule) -> None:
         counted = list(counters["graph_break"])  # it has the words of a break inside an inlined call
         words = counted[-1] if counted and reason == "step_unsupported" else reason
         if "accelerate/hooks.py" in where:
-            raise GraphBreakError(f"Dynamo breaks the model's forward at {where}\n{NO_VALUES}")
+            raise GraphBreakError(f"Dynamo breaks the model's forward at {where}\n{ABSENT}")
         raise GraphBreakError(
             f"the model's forward is not one graph: Dynamo breaks it at {where}\n"
             f"Dynamo's reason: {str(words).strip()}\n"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gs_compile.errors import NO_VALUES, OptionError
+from gs_compile.errors import ABSENT, OptionError
 from gs_compile.model.mapped import directory
 from gs_compile.model.materialize import materialize
 from gs_compile.model.residency import as_masters, is_offloaded, residency_of
@@ -72,7 +72,7 @@ def options_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     if any(parameter.is_meta for parameter in model.parameters()) or any(
         hasattr(module, "_hf_hook") for module in model.modules()
     ):
-        raise OptionError(NO_VALUES)
+        raise OptionError(ABSENT)
     return {**getattr(model, "greedysnake_options", {}), **given}
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from gs_compile.capture.internals import untraced
-from gs_compile.errors import NO_VALUES, NonFiniteWarning, OptimizerError, ReleasedParameterError
+from gs_compile.errors import ABSENT, NonFiniteWarning, OptimizerError, ReleasedParameterError
 from gs_compile.model import loaded_state, resident_update
 from gs_compile.model.engine import Engine
 from gs_compile.model.offloaded import UnavailableGradient
@@ -78,7 +78,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._check(group := self.param_groups[-1])
         for parameter in group["params"]:
             if parameter.is_meta:
-                raise OptimizerError(NO_VALUES)
+                raise OptimizerError(ABSENT)
             residency = residency_of(parameter)
             if residency.tiered is not None:
                 raise OptimizerError("another gs_compile optimizer trains this parameter already")
