@@ -20,15 +20,11 @@ from transformers import (
     TrainingArguments,
 )
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
-from trl.trainer.utils import add_fused_lm_head
 from zoo import VOCAB, configuration, huggingface
 
 import gs_compile
 import gs_compile.hf
 from gs_compile.errors import OptionError
-from gs_compile.hf import strands
-from gs_compile.hf.fused_head import make_capturable
-from gs_compile.hf.gather import parted
 from gs_compile.model.residency import is_offloaded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
@@ -277,44 +273,3 @@ def weighted(folder):
 def test_a_classifier_with_classes_as_many_as_tokens(tmp_path):
     """Logits of samples have no tokens, and padding is the model's own, by which it finds the last token."""
     assert_alike(*both(weighted, tmp_path), ("loss", "grad_norm"), 1e-5)
-
-
-@pytest.mark.parametrize(("num_items", "share"), [(None, 6.0), (4, 3.0)])
-def test_a_batchs_share_of_a_loss(num_items, share):
-    """The shares of a sum over tokens add up to it; of a mean, Trainer takes the mean."""
-    batch = {"input_ids": torch.zeros(2, 3), "num_items_in_batch": num_items}
-    assert [each["loss"].item() for each in parted({"loss": torch.tensor(6.0)}, [batch, batch])] == [share, share]
-
-
-def test_the_head_gives_what_the_fused_one_gives():
-    model, ids = huggingface("llama").eval(), torch.randint(VOCAB, (2, 9))
-    labels = ids.masked_fill(torch.rand(2, 9) < 0.3, -100)
-    add_fused_lm_head(model, 0.7, outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"))
-    found = []
-    for prepare in (lambda _: None, make_capturable):
-        prepare(model)
-        made = model(ids, labels=labels, fused_lm_head=True)
-        model.zero_grad()
-        (made.log_probs.sum() + 0.1 * made.entropy.square().sum()).backward()
-        found.append({**made, "gradient": model.lm_head.weight.grad})
-    theirs, mine = found
-    assert len(mine) == 7
-    for key in mine:
-        torch.testing.assert_close(mine[key], theirs[key], msg=key)
-
-
-def test_a_strand_that_fails_ends_the_others():
-    ended = []
-
-    def asks(number):
-        try:
-            return strands.ask(number) + strands.ask(number)
-        finally:
-            ended.append(number)
-            strands.ask(number)
-
-    assert strands.run([lambda: asks(1), lambda: asks(2)], lambda numbers: [10 * n for n in numbers]) == [20, 40]
-    ended.clear()
-    with pytest.raises(ZeroDivisionError):
-        strands.run([lambda: asks(1), lambda: 1 // 0, lambda: asks(2)], list)
-    assert sorted(ended) == [1, 2]
