@@ -8,6 +8,7 @@ from torch.nn import functional
 from zoo import GPT, WIDTH, assert_same_gradients, batch, both_ways, gradients, train
 
 from gs_compile.capture.inductor import Generator, Sizes
+from gs_compile.codegen import compiled
 from gs_compile.errors import LengthWarning
 from gs_compile.model.backend import greedysnake
 
@@ -80,6 +81,7 @@ def test_other_sizes_are_not_captured_again(options):
 
 def test_one_code_serves_all_lengths(monkeypatch):
     """Of the sizes that are symbolic in a capture, also where a gradient's factors become larger than it."""
+    monkeypatch.setattr(compiled, "_codes", {})  # none is there already
     generated = []
     generate = Generator.generate
     monkeypatch.setattr(Generator, "generate", lambda self, graph: generated.append(graph) or generate(self, graph))

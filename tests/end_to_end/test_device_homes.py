@@ -94,13 +94,13 @@ def test_values_are_read_and_written_where_they_live(harness, tmp_path):
         with harness.fresh(adamw, separate(tmp_path, ratios=ratios)) as optimizer:
             losses = [step(harness.model, optimizer, tokens(0))]
             before = {name: values.clone() for name, values in harness.model.state_dict().items()}
+            kept = optimizer.state_dict()
             with gs_compile.materialize(harness.model, write=True), torch.no_grad():
                 for parameter in harness.model.parameters():
                     parameter.mul_(1.25)
-            kept = optimizer.state_dict()
             losses.append(step(harness.model, optimizer, tokens(1)))
-            optimizer.load_state_dict(kept)
             harness.model.load_state_dict(before)
+            optimizer.load_state_dict(kept)
             losses.append(step(harness.model, optimizer, tokens(2)))
             return before, outcome(harness.model, optimizer, losses, [])
 
