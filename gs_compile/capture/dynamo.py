@@ -245,9 +245,9 @@ def _refuse_graph_break(module: fx.GraphModule) -> None:
 def add_graph_breaks(error: CaptureError) -> None:
     """Add to an error what Dynamo has broken forwards at: where it has, the graph may be a part of one."""
     in_loops = [words for words in counters["unimplemented"] if "frame skipped" in words]  # Dynamo gives a frame up
-    if not isinstance(error, GraphBreakError) and (found := list(counters["graph_break"]) + in_loops):
-        words = found[-1].strip()
-        error.add_note(f"If Dynamo has broken this model's forward, that is the cause. Its latest reason:\n{words}")
+    words = "\n".join(found[-1].strip() for found in (list(counters["graph_break"]), in_loops) if found)
+    if words and not isinstance(error, GraphBreakError):
+        error.add_note(f"If Dynamo has broken this model's forward, that is the cause. Its latest reasons:\n{words}")
 
 
 def _resumed_at(node: fx.Node) -> str:
