@@ -95,6 +95,9 @@ class EventLoop:
         stopped, released = self.times.stopped, self.times.stopped if inline else self.times.started
         while self.at < len(lanes):
             index = self.at
+            if self.coming and self.coming[0][0] == index:
+                self._begin(*self.coming.popleft())
+            takes = self.device is not None and index - self.start in self.device.bound.takes
             lane, before = lanes[index], computed[index]
             if before >= 0 and (inline or lane == COMPUTE):
                 if released[before] > self.now:
@@ -103,7 +106,7 @@ class EventLoop:
                     self._go_on(before, released[before])
             due = self.free_from + self.rule.op_seconds
             held = lane == MEMORY and after[index]
-            if (lane != MEMORY or held or self._takes(index)) and due > self.now:
+            if (lane != MEMORY or held or takes) and due > self.now:
                 return due
             if held:
                 last = max(held, key=stopped.__getitem__)
@@ -112,17 +115,15 @@ class EventLoop:
                 if stopped[last] > due:
                     self._go_on(last, stopped[last])
                     due = stopped[last]
-            if self._takes(index) and not self._has_room(index):
+            if takes and not self._has_room(index):
                 return math.inf
             self._enter(index, lane, max(due, self.free_from))
         return math.inf
 
-    def _takes(self, index: int) -> bool:
-        """Whether an operation takes device memory that is bounded."""
-        if self.coming and self.coming[0][0] == index:
-            self.start, program = self.coming.popleft()
-            self.device = program.device and DeviceMemory(program.device, self._is_done, self.ended)
-        return self.device is not None and index - self.start in self.device.bound.takes
+    def _begin(self, start: int, program: Program) -> None:
+        """Go on with the next program, whose first operation has the index `start`."""
+        self.start = start
+        self.device = program.device and DeviceMemory(program.device, self._is_done, self.ended)
 
     def _has_room(self, index: int) -> bool:
         """Whether there is room on the device; the issue loop goes on from when those it has waited for were done."""
