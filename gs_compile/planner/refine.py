@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
+from gs_compile.placement.workload import UnitSize
 from gs_compile.planner.lp.search import Search, allowed_alphas
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.problem import Problem
@@ -191,10 +192,13 @@ def _turns(problem: Problem) -> dict[str, int]:
     state.
     """
     layers = [size for size in problem.workload.sizes if isinstance(size.unit, int)]
-    device = ((size.num_trained, size.itemsize + size.gradient_itemsize) for size in layers)
-    host = ((size.num_trained, size.state_itemsize + size.itemsize + size.gradient_itemsize) for size in layers)
-    found = {"device": device, "host": host} if problem.values_nbytes is not None else {"host": host}
-    return {tier: max((numel * itemsize for numel, itemsize in each), default=0) for tier, each in found.items()}
+
+    def nbytes(size: UnitSize, tier: str) -> int:
+        state = size.state_itemsize if tier == "host" else 0
+        return size.num_trained * (size.itemsize + size.gradient_itemsize + state)
+
+    tiers = ("host",) if problem.values_nbytes is None else ("device", "host")
+    return {tier: max((nbytes(size, tier) for size in layers), default=0) for tier in tiers}
 
 
 def _too_little(problem: Problem) -> str:
