@@ -79,9 +79,15 @@ def test_other_sizes_are_not_captured_again(options):
         assert len(captures) == (1 if options else num_captures), (size, tokens)
 
 
+@pytest.fixture
+def no_codes(monkeypatch):
+    """No code is there already, from another test of the process."""
+    monkeypatch.setattr(compiled, "_codes", {})
+
+
+@pytest.mark.usefixtures("no_codes")
 def test_one_code_serves_all_lengths(monkeypatch):
     """Of the sizes that are symbolic in a capture, also where a gradient's factors become larger than it."""
-    monkeypatch.setattr(compiled, "_codes", {})  # none is there already
     generated = []
     generate = Generator.generate
     monkeypatch.setattr(Generator, "generate", lambda self, graph: generated.append(graph) or generate(self, graph))
@@ -95,6 +101,7 @@ def test_one_code_serves_all_lengths(monkeypatch):
         assert len(generated) == number, tokens
 
 
+@pytest.mark.usefixtures("no_codes")
 def test_where_lengths_cannot_be_symbolic(monkeypatch):
     """Each length has its code, and a warning says so."""
     monkeypatch.setattr(Sizes, "guard", lambda self: 1 / 0)

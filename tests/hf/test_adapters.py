@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import peft
 import pytest
 import torch
@@ -32,9 +34,11 @@ ADAPTERS = {
 }
 
 
-def adapted(config=LORA):
+def adapted(config=LORA, model=None):
     torch.manual_seed(0)
-    return peft.get_peft_model(huggingface("llama").train(), config)
+    return peft.get_peft_model(
+        (model or huggingface("llama")).train(), copy.deepcopy(config)
+    )  # PEFT keeps and changes it
 
 
 def trained(model, folder, *, checkpointing=True, save_steps=0, resume=None, **options):

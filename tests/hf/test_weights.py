@@ -7,13 +7,12 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import peft
 import pytest
 import torch
 import transformers
 from learner import Learner, distance, inside, same_tensors
 from safetensors.torch import load_file, load_model, save_model
-from test_adapters import LORA, trained
+from test_adapters import adapted, trained
 from test_trainer import EAGER, curve
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -98,15 +97,12 @@ def test_a_trainer_takes_up_the_options(tmp_path):
     """With adapters in front of the model; and so does a loop."""
     huggingface("llama").save_pretrained(tmp_path / "saved")
     load = partial(gs_compile.from_pretrained, AutoModelForCausalLM, tmp_path / "saved")
-    model = load(storage=tmp_path / "storage", host_memory="1GiB")
-    torch.manual_seed(0)
-    adapted = peft.get_peft_model(model.train(), LORA)
+    model = adapted(model=load(storage=tmp_path / "storage", host_memory="1GiB"))
     known = {"storage": (tmp_path / "storage",), "host_memory": 1 << 30}
-    assert options_of(adapted, {}) == known
-    assert options_of(adapted, {"host_memory": "2GiB"}) == known | {"host_memory": "2GiB"}
-    torch.manual_seed(0)
-    theirs = trained(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), LORA), tmp_path)
-    mine = trained(adapted, tmp_path, expert=EAGER)
+    assert options_of(model, {}) == known
+    assert options_of(model, {"host_memory": "2GiB"}) == known | {"host_memory": "2GiB"}
+    theirs = trained(adapted(model=AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), tmp_path)
+    mine = trained(model, tmp_path, expert=EAGER)
     assert curve(mine, "loss") == pytest.approx(curve(theirs, "loss"), rel=1e-5)
 
 
