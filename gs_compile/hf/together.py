@@ -30,12 +30,14 @@ class _Question:
 
 def compile_for_strands(
     model: Any, options: Mapping[str, Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> None:
-    """Compile a model in place, to run in a context. From now on strands ask for its results; `answered` calls it."""
+) -> Callable[[int], None]:
+    """Compile a model in place, to run in a context. From now on strands ask for its results; `answered` calls it.
+
+    Returns what compiles it again, with micro-batches of so many samples at most.
+    """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if has_fused_head(base):
         make_capturable(base)
-    model.compile(backend="greedysnake", options=options)
 
     def asking(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **batch: Any) -> Any:
@@ -50,7 +52,13 @@ def compile_for_strands(
 
         return ask
 
-    wrap_compiled_call(model, asking)
+    def compile_within(most_samples: int) -> None:
+        size = min(most_samples, options["micro_batch_size"])
+        model.compile(backend="greedysnake", options={**options, "micro_batch_size": size})
+        wrap_compiled_call(model, asking)
+
+    compile_within(options["micro_batch_size"])
+    return compile_within
 
 
 def stored_reference(
@@ -58,8 +66,10 @@ def stored_reference(
     options: Mapping[str, Any],
     given: Mapping[str, Any],
     autocast: Callable[[], AbstractContextManager[Any]],
-) -> SGD:
-    """Compile a model that is never trained, so that its parameters are stored; returns the optimizer that holds them.
+) -> tuple[SGD, Callable[[int], None]]:
+    """Compile a model that is never trained, so that its parameters are stored.
+
+    Returns the optimizer that holds them, and what `compile_for_strands` does.
 
     options: of the model that is trained; given: in what this one differs, over what it has of `from_pretrained`;
     autocast: what Accelerate has wrapped its forward in. Raises OptionError where there is no model.
@@ -67,8 +77,8 @@ def stored_reference(
     if model is None:
         raise OptionError("reference=: this Trainer has no ref_model; with adapters, the model without them is it")
     model.requires_grad_(False)
-    compile_for_strands(model, {**options, **options_of(model, given)}, autocast)
-    return SGD(model.parameters(), lr=0.0)
+    compile_within = compile_for_strands(model, {**options, **options_of(model, given)}, autocast)
+    return SGD(model.parameters(), lr=0.0), compile_within
 
 
 def answered(questions: Sequence[_Question], pad_token_id: int) -> list[Any]:

@@ -6,14 +6,16 @@ of them to the model at once; the backend cuts them into micro-batches again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils import serialization
 
-from gs_compile.errors import OptionError
+from gs_compile.errors import LaneError, MemoryBudgetError, NoFitError, OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.fitting import fit_for_capture, scale_losses
 from gs_compile.hf.gather import gathered, pad_token_id_of
@@ -23,6 +25,8 @@ from gs_compile.model.optim import SGD, Adam, AdamW, Lion
 from gs_compile.model.residency import is_offloaded
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
+
+log = logging.getLogger(__name__)
 
 _Trainer: Any = object  # of transformers or derived from it: the other base of whoever has the mixin
 _EQUIVALENT = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD}
@@ -64,6 +68,8 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
     _batches: list[Any]
     compute_loss_func: Any
     _has_own_loss: bool  # by a `compute_loss` that is not Trainer's, or a `compute_loss_func`
+    _train_batch_size: int  # Trainer's, which `auto_find_batch_size` changes
+    _batch_size: int  # for which the model is compiled
 
     def run_layer_major(self, *, reference: Mapping[str, Any] | None = None, **options: Any) -> None:
         """As `attach`."""
@@ -89,11 +95,14 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         self._batches = []
         overrides = type(self).compute_loss is not transformers.Trainer.compute_loss
         self._has_own_loss = overrides or self.compute_loss_func is not None
-        compile_for_strands(self.model, chosen)
+        self._compile_within = [compile_for_strands(self.model, chosen)]
+        self._batch_size = self._train_batch_size
         scale_losses(self.accelerator)
         second = getattr(self, "ref_model", None)
         if reference is not None or (second is not None and any(map(is_offloaded, second.parameters()))):
-            self._reference_optimizer = stored_reference(second, chosen, reference or {}, self.accelerator.autocast)
+            given = reference or {}
+            self._reference_optimizer, within = stored_reference(second, chosen, given, self.accelerator.autocast)
+            self._compile_within.append(within)
 
     # Trainer's own methods -------------------------------------------------------------------------------------------
 
@@ -108,11 +117,12 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._batches = self._batches, []
-        if self._has_own_loss and len(batches) > 1:
-            return self._own_training_step(model, batches, num_items_in_batch)
-        batch = gathered(batches, self._pad_token_id)
-        self.current_gradient_accumulation_steps = 1  # it is the loss of the whole step, which is not divided again
-        return super().training_step(model, batch, num_items_in_batch)  # type: ignore[no-any-return]
+        with self._smaller_if_too_large():
+            if self._has_own_loss and len(batches) > 1:
+                return self._own_training_step(model, batches, num_items_in_batch)
+            batch = gathered(batches, self._pad_token_id)
+            self.current_gradient_accumulation_steps = 1  # it is the loss of the whole step, not divided again
+            return super().training_step(model, batch, num_items_in_batch)  # type: ignore[no-any-return]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's; with fp16 it divides by the loss scale."""
@@ -146,6 +156,34 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         super().log(logs, *args, **kwargs)
 
     # -----------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _smaller_if_too_large(self) -> Iterator[None]:
+        """With `auto_find_batch_size`: micro-batches follow the batch, and Accelerate learns of one that does not fit.
+
+        It tries the run again with a smaller batch after a RuntimeError that says so in words that it knows.
+        """
+        if not self.args.auto_find_batch_size:
+            yield
+            return
+        if self._batch_size != self._train_batch_size:
+            self._batch_size = self._train_batch_size
+            torch.compiler.reset()  # Dynamo compiles a model a few times only
+            for compile_within in self._compile_within:
+                compile_within(self._batch_size)
+        try:
+            yield
+        except (MemoryBudgetError, NoFitError, RuntimeError) as error:
+            engine = self._tiered_optimizer.engine
+            if engine is not None and engine.closed:
+                raise LaneError(
+                    "a step has failed when some parameters were updated, so a smaller batch cannot be tried: choose a "
+                    "smaller per_device_train_batch_size"
+                ) from error
+            if isinstance(error, RuntimeError) or self._batch_size == 1:
+                raise
+            log.warning("a batch of %d does not fit: %s", self._batch_size, error)
+            raise RuntimeError("the batch is out of memory.") from error
 
     def _own_training_step(self, model: Any, batches: list[Any], num_items_in_batch: Any) -> torch.Tensor:
         """Each batch's loss is computed by itself; they meet where they call the model, which runs once for all."""
@@ -205,8 +243,6 @@ def _check(trainer: Any) -> None:
         "deepspeed: leave it out, the backend has its place": args.deepspeed is not None,
         "fsdp: leave it out, the backend has its place": bool(args.fsdp),
         "torch_compile=True: leave it out, the model is compiled already": args.torch_compile,
-        "auto_find_batch_size=True: a step that ran out of memory cannot be tried again, as some parameters are "
-        "updated. Choose a smaller per_device_train_batch_size": args.auto_find_batch_size,
         "activation_offloading=True: leave it out, the inputs of layers are stored anyway": getattr(
             args, "activation_offloading", False
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from zoo import VOCAB, huggingface
 
 import gs_compile
 import gs_compile.hf
-from gs_compile.errors import OptionError
+from gs_compile.errors import MemoryBudgetError, OptionError
 from gs_compile.model.residency import is_offloaded
 
 EAGER = {"compiler": "eager", "ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}, "alpha": 0.5}
@@ -197,16 +198,42 @@ def test_predictions_have_logits(tmp_path):
     assert all(is_offloaded(parameter) for parameter in mine.model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"optim": "adafactor"}, "optim='adafactor' has no equivalent here"),
-        ({"auto_find_batch_size": True}, "Choose a smaller per_device_train_batch_size"),
-    ],
-)
-def test_what_cannot_be_followed_is_refused(changes, message, tmp_path):
-    found = trainer(tmp_path, **changes)
-    with pytest.raises(OptionError, match=message):
+class Full(Trainer):
+    """Has memory for one long sequence at a time."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        if inputs["input_ids"].numel() > 48:
+            raise RuntimeError("The device is out of memory.")
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize(("short", "gas"), [(0, 2), (4, 1)])
+def test_a_batch_that_does_not_fit_becomes_smaller(short, gas, tmp_path, caplog):
+    """The first one, or one that comes when the model has run."""
+    long = samples(lengths=(48,))
+    settings = {
+        "gradient_accumulation_steps": gas,
+        "max_grad_norm": 0.0,
+        "max_steps": 4,
+        "train_sampling_strategy": "sequential",
+    }
+    options = {"expert": {**EAGER, "ratios": {**EAGER["ratios"], "checkpoint": 1.0}}}
+    with pytest.raises(MemoryBudgetError, match="of it at least") as error:
+        attached(tmp_path, data=long, options={**options, "host_memory": 1}, **settings).train()
+    options["host_memory"] = int(re.search(r"\((\d+) bytes\)", str(error.value))[1]) - 1  # a byte too few
+    settings |= {"data": samples(short) + long, "auto_find_batch_size": True}
+    mine, theirs = attached(tmp_path / "mine", options=options, **settings), trainer(tmp_path / "theirs", **settings)
+    theirs.__class__ = Full
+    for each in (mine, theirs):
+        each.train()
+        assert each.state.train_batch_size == 1
+    assert "a batch of 2 does not fit" in caplog.text
+    assert_alike(mine, theirs)
+
+
+def test_what_cannot_be_followed_is_refused(tmp_path):
+    found = trainer(tmp_path, optim="adafactor")
+    with pytest.raises(OptionError, match="optim='adafactor' has no equivalent here"):
         gs_compile.hf.attach(found)
     assert type(found) is Trainer
 
