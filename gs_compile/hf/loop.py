@@ -6,6 +6,7 @@ so each turn of the loop is a whole step: its loss is that of the step, and grad
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -118,9 +119,8 @@ def _of_steps(loader: DataLoader[Any], num_batches: int, size: int, model: Any) 
     kept = {name: getattr(loader, name) for name in _KEPT}
     kept["collate_fn"] = partial(_collated, loader.collate_fn, loader.batch_size or size, pad_token_id_of(model))
     if isinstance(loader.dataset, IterableDataset) and loader.batch_size:
-        return DataLoader(
-            loader.dataset, batch_size=num_batches * loader.batch_size, drop_last=loader.drop_last, **kept
-        )
+        samples = _FullBatches(loader.dataset, loader.batch_size) if loader.drop_last else loader.dataset
+        return DataLoader(samples, batch_size=num_batches * loader.batch_size, **kept)
     if loader.batch_sampler is None:
         raise OptionError("the loader has batch_size=None, so its batches cannot be gathered: give it a batch size")
     return DataLoader(loader.dataset, batch_sampler=_Steps(loader.batch_sampler, num_batches), **kept)
@@ -147,6 +147,27 @@ class _Steps(BatchSampler):
 
     def __len__(self) -> int:
         return -(-len(self.batch_sampler) // self.num_batches)
+
+
+class _FullBatches(IterableDataset[Any]):
+    """The samples of another one, without those after the last batch that is full."""
+
+    def __init__(self, dataset: Any, size: int) -> None:
+        self.dataset = dataset
+        self.size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = iter(self.dataset)
+        while len(batch := list(itertools.islice(samples, self.size))) == self.size:
+            yield from batch
+
+    def __len__(self) -> int:
+        return len(self.dataset) // self.size * self.size
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.dataset, name)  # such as `set_epoch`, which Accelerate calls
 
 
 def _collated(collate: Callable[[Any], Any], size: int, pad_token_id: int, samples: Sequence[Any]) -> Any:

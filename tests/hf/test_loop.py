@@ -29,7 +29,9 @@ def data(number=32, lengths=(12, 9)):
 class Loop:
     """The loop of accelerate's guides; `mine`: with the model prepared layer-major."""
 
-    def __init__(self, folder, *, mine, gas=4, precision="no", dropout=0.0, make=None, scaled=False, options=()):
+    def __init__(
+        self, folder, *, mine, gas=4, precision="no", dropout=0.0, make=None, loader=None, scaled=False, options=()
+    ):
         torch._dynamo.reset()
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         accelerate.state.GradientState._reset_state()
@@ -39,7 +41,7 @@ class Loop:
             self.accelerator.scaler = torch.amp.GradScaler("cpu")
         model = huggingface("gpt2", dropout=dropout)
         settings = {"lr": 1e-2, "weight_decay": 0.1}
-        loader = torch.utils.data.DataLoader(data(), batch_size=2, shuffle=True, collate_fn=padded)
+        loader = loader or torch.utils.data.DataLoader(data(), batch_size=2, shuffle=True, collate_fn=padded)
         if not mine:
             optimizer = torch.optim.AdamW(model.parameters(), **settings)
             prepare = self.accelerator.prepare
@@ -111,11 +113,32 @@ def test_a_saved_state_goes_on(precision, tmp_path):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_ragged_end(tmp_path):
-    """The last step of an epoch has the batches that are left."""
-    loop = Loop(tmp_path, mine=True, gas=3)
-    assert [len(batch["input_ids"]) for batch in loop.loader] == [6, 6, 6, 6, 6, 2]
-    assert len(loop.loader) == 6
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, number):
+        self.number = number
+
+    def __iter__(self):
+        return iter(data(self.number))
+
+    def __len__(self):
+        return self.number
+
+
+@pytest.mark.parametrize(
+    ("dataset", "drop_last", "sizes"),
+    [
+        (data(), False, [6, 6, 6, 6, 6, 2]),
+        (Stream(11), False, [6, 5]),
+        (Stream(11), True, [6, 4]),
+        (Stream(13), True, [6, 6]),
+    ],
+)
+def test_a_ragged_end(dataset, drop_last, sizes, tmp_path):
+    """The last step of an epoch has the batches that are left, and a batch that is not full may be left out."""
+    loader = torch.utils.data.DataLoader(dataset, batch_size=2, drop_last=drop_last, collate_fn=padded)
+    loop = Loop(tmp_path, mine=True, gas=3, loader=loader)
+    assert [len(batch["input_ids"]) for batch in loop.loader] == sizes
+    assert len(loop.loader) == len(sizes)
 
 
 def test_what_cannot_be_followed_is_refused(tmp_path):
