@@ -132,7 +132,7 @@ def both(make, tmp_path, options=None, **changes):
 def assert_alike(mine, theirs, keys, tolerance=1e-4):
     assert all(is_offloaded(parameter) for parameter in mine.model.parameters())
     for key in keys:
-        assert len(curve(mine, key)) == 3, key
+        assert len(curve(mine, key)) == mine.args.max_steps, key
         assert curve(mine, key) == pytest.approx(curve(theirs, key), rel=tolerance, abs=tolerance), key
 
 
@@ -179,6 +179,22 @@ def test_supervised(case, tmp_path):
 def test_preferences_against_the_model_without_adapters(tmp_path):
     """Two forwards before the backward, each for all batches of the step."""
     assert_alike(*both(dpo, tmp_path), (*METRICS, *REWARDS))
+
+
+LONG = {
+    "defaults": (sft, {"adapter": False}),
+    "adapters": (sft, {}),
+    "packed": (sft, {"adapter": False, "packing": True, "max_length": 24}),
+    "preferences": (dpo, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LONG)
+def test_twenty_steps(case, tmp_path):
+    """In bf16, as all is by default."""
+    make, changes = LONG[case]
+    assert_alike(*both(make, tmp_path, max_steps=20, **changes), ("loss",))
 
 
 def test_preferences_against_a_stored_reference(tmp_path):
