@@ -166,6 +166,7 @@ class Engine(ParameterStore):
         self._refuse_unfinished()
         spans = self._spans(args, check=shape.training)
         if shape.training:
+            self.refuse_masters()
             self.abandon()  # its loss was never differentiated
         else:
             self.flush()

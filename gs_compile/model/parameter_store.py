@@ -29,6 +29,7 @@ class ParameterStore:
         self.folder = folder
         self.components = components
         self.num_steps = 0  # after which values have changed
+        self._masters: dict[Slice, Tensor] = {}  # that came before the values that they round to
 
     @property
     def closed(self) -> bool:
@@ -52,17 +53,22 @@ class ParameterStore:
     def write(self, span: Slice, values: Tensor) -> None:
         """A new value, in the parameter's dtype or the master's. A master that rounds to it stays as it is."""
         self.synchronize()
-        flat, own, wide = values.detach().reshape(-1), self.tiers.dtype(span), self.tiers.dtype(span, master=True)
-        for start, piece in _pieces(span, wide.itemsize):
-            new = flat[start : start + piece.numel].cpu()
+        own, wide = self.tiers.dtype(span), self.tiers.dtype(span, master=True)
+        given = self._masters.get(span)
+        for piece in _pieces(span, wide.itemsize):
+            new = _part(values, span, piece)
             if own != wide and new.dtype == own:
-                new = torch.where(new == self.tiers.read(piece), self.tiers.read(piece, master=True), new.to(wide))
+                master = self.tiers.read(piece, master=True) if given is None else _part(given, span, piece).to(wide)
+                new = torch.where(new == master.to(own), master, new.to(wide))
             self.tiers.fill(piece, new)
             leave_memory(values.untyped_storage())
+        if given is not None and self._rounds_to_value(given, span):
+            del self._masters[span]
 
     def state(self, span: Slice, num_steps: int) -> dict[str, Any]:
         """A parameter's optimizer state after all updates, as torch has it; its master, where there is one, beside."""
         self.synchronize()
+        self.refuse_masters()
         dtype = self.tiers.setting.state_dtype(span.unit)
         found: dict[str, Any] = {"step": torch.tensor(float(num_steps))}
         for number, name in enumerate(self._components(span)):
@@ -71,7 +77,7 @@ class ParameterStore:
 
     def is_rounded(self, span: Slice) -> bool:
         """Whether there is a master, and it is no finer than the value."""
-        pieces = [piece for _, piece in _pieces(span, 4)] if self.tiers.has_master(span) else []
+        pieces = _pieces(span, 4) if self.tiers.has_master(span) else []
         return bool(pieces) and all(
             torch.equal(self.tiers.read(piece, master=True), self.tiers.read(piece).float()) for piece in pieces
         )
@@ -79,10 +85,11 @@ class ParameterStore:
     def load_state(self, span: Slice, state: Mapping[str, Any]) -> None:
         """The inverse of `state`; a master that is not in `state` stays.
 
-        Raises OptimizerError where another component is missing, where one is of another shape, and where a master does
-        not round to the parameter's value: the value is loaded first.
+        A master that does not round to the parameter's value waits for one to which it does. Raises OptimizerError
+        where another component is missing, and where one is of another shape.
         """
         self.synchronize()
+        self._masters.pop(span, None)
         for number, name in enumerate(self._components(span)):
             values = state.get(name)
             if values is None and name == MASTER:
@@ -92,18 +99,29 @@ class ParameterStore:
             if not isinstance(values, Tensor) or values.shape != span.shape:
                 found = tuple(values.shape) if isinstance(values, Tensor) else values
                 raise OptimizerError(f"the state of a parameter of shape {span.shape} has {name} {found}")
-            flat = values.detach().reshape(-1)
-            for start, piece in _pieces(span, 4):
-                new = flat[start : start + piece.numel].cpu()
-                if name == MASTER and not torch.equal(new.to(self.tiers.dtype(span)), self.tiers.read(piece)):
-                    raise OptimizerError(
-                        f"the state of a parameter of shape {span.shape} has a master that does not round to the "
-                        "parameter's value: load the model's state dict first, then the optimizer's (with "
-                        "set_model_state_dict and set_optimizer_state_dict, not set_state_dict; or take the entries "
-                        f"{MASTER!r} out, if these are to go on from other values)"
-                    )
-                self.tiers.write_state(piece, number, new)
+            if name == MASTER and not self._rounds_to_value(values, span):
+                self._masters[span] = values
+                continue
+            for piece in _pieces(span, 4):
+                self.tiers.write_state(piece, number, _part(values, span, piece))
                 leave_memory(values.untyped_storage())
+
+    def refuse_masters(self) -> None:
+        """Raise OptimizerError where masters still wait for values that they round to."""
+        if self._masters:
+            raise OptimizerError(
+                f"the state that was loaded has masters of {len(self._masters)} parameters that do not round to the "
+                "parameters' values: load the model's state dict, too (or the optimizer's without its entries "
+                f"{MASTER!r}, if these are to go on from other values)"
+            )
+
+    def _rounds_to_value(self, master: Tensor, span: Slice) -> bool:
+        def is_alike(piece: Slice) -> bool:
+            found = torch.equal(_part(master, span, piece).to(self.tiers.dtype(span)), self.tiers.read(piece))
+            leave_memory(master.untyped_storage())
+            return found
+
+        return all(map(is_alike, _pieces(span, 4)))
 
     def _components(self, span: Slice) -> Sequence[str]:
         """Names of the tensors of a parameter's state, in their order."""
@@ -113,11 +131,16 @@ class ParameterStore:
         return mapped(span.shape, dtype, directory(self.folder), lambda start, stop: read(_within(span, start, stop)))
 
 
-def _pieces(span: Slice, itemsize: int) -> list[tuple[int, Slice]]:
-    """A parameter in pieces of CHUNK_NBYTES: where each starts in it, and each as a span."""
+def _pieces(span: Slice, itemsize: int) -> list[Slice]:
+    """A parameter in pieces of CHUNK_NBYTES."""
     step = CHUNK_NBYTES // itemsize
-    return [(start, _within(span, start, min(start + step, span.numel))) for start in range(0, span.numel, step)]
+    return [_within(span, start, min(start + step, span.numel)) for start in range(0, span.numel, step)]
 
 
 def _within(span: Slice, start: int, stop: int) -> Slice:
     return replace(span, offset=span.offset + start, shape=(stop - start,))
+
+
+def _part(values: Tensor, span: Slice, piece: Slice) -> Tensor:
+    """What a piece has of a parameter's values, flat and on the CPU."""
+    return values.detach().reshape(-1).narrow(0, piece.offset - span.offset, piece.numel).cpu()

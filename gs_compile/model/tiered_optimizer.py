@@ -225,7 +225,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up the state of one of these or of a torch optimizer of the same kind, as `loaded_state` maps it.
 
-        fp32 masters, which only one of these has, have to round to the model's values: load those first.
+        fp32 masters, which only one of these has, have to round to the model's values, once the next step begins.
         """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
