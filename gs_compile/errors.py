@@ -97,6 +97,10 @@ class LaneError(GreedySnakeError, RuntimeError):
     """An operation of the step failed on its lane; its cause is the error itself. The step cannot go on."""
 
 
+class RankError(GreedySnakeError, RuntimeError):
+    """Another rank has failed or ended, or the ranks differ: says which, why, and in what operation."""
+
+
 class StepOrderError(GreedySnakeError, RuntimeError):
     """Calls came in an order that a step cannot have: a second backward before `step()`, and the like."""
 

@@ -163,6 +163,9 @@ class Options:
     machine: the profile that the plan is made for: a `Profile`, the name of one that is shipped, or a file. None: this
         machine's own, measured once for each storage.
     precision: "model" computes in the model's own dtype; "bf16" in bf16, with the parameters kept in fp32 beside it.
+    group: the ProcessGroup of the ranks that train one model together. None: all of torch.distributed's, or torchrun's.
+    mesh: in the place of a group, a DeviceMesh with the dimension "shard", and "replicate" where several groups hold
+        the model.
     expert: an `Expert`, or a dict of its fields.
     mode: torch.compile's `mode`, passed on to inductor.
     """
@@ -174,6 +177,8 @@ class Options:
     device_memory: int | str | None = None
     machine: Any = None
     precision: Literal["model", "bf16"] = "model"
+    group: Any = None
+    mesh: Any = None
     expert: Expert = field(default_factory=Expert)
     mode: str | None = None
 
@@ -185,6 +190,7 @@ class Options:
         for name in ("host_memory", "device_memory"):
             object.__setattr__(self, name, _budget(name, getattr(self, name)))
         object.__setattr__(self, "expert", _nested("expert", Expert, self.expert))
+        _group_or_mesh(self.group, self.mesh)
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | Options | None, mode: str | None = None) -> Options:
@@ -218,6 +224,27 @@ def _nested(name: str, cls: type[T], value: Any) -> T:
     if isinstance(value, Mapping):
         return from_mapping(cls, value, f"{name}.")
     raise OptionError(f"{name} must be a dict or gs_compile.{cls.__name__}; got {value!r}")
+
+
+def _group_or_mesh(group: Any, mesh: Any) -> None:
+    """Raise OptionError for what says not which ranks train together."""
+    if group is None and mesh is None:
+        return
+    from torch.distributed import ProcessGroup  # not needed by one rank
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if group is not None and mesh is not None:
+        raise OptionError("group and mesh both say which ranks train together: leave one of the two out")
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise OptionError(f"group must be a torch.distributed.ProcessGroup that this rank is in; got {group!r}")
+    if mesh is None:
+        return
+    names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None
+    if names is None or "shard" not in names or not {*names} <= {"replicate", "shard"}:
+        raise OptionError(
+            'mesh must be a DeviceMesh with the dimensions "replicate" and "shard", or "shard" alone, such as '
+            f'init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard")); got {mesh!r}'
+        )
 
 
 def _directories(storage: Any) -> tuple[Path, ...]:

@@ -200,6 +200,11 @@ def cuda_devices() -> list[tuple[str, int]]:
     return [(each.name, each.total_memory) for each in properties]
 
 
+def network_backend() -> str:
+    """What torch.distributed moves data with between ranks, for the memory of the host and of a device."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
 def pinned_block(nbytes: int) -> Tensor:
     """Pinned memory of torch's own, which is rounded up to a power of two; RuntimeError where there is none."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

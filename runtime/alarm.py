@@ -1,0 +1,206 @@
+"""alarm: the first failure of any rank, told to all ranks at once.
+
+    rank 1 ──┐  reason, or "ended"      ┌── rank 1 .. N-1: the same lines
+    rank 2 ──┼──> rank 0: a thread for ─┤
+    ...    ──┘    each connection       └── its own checks
+
+A rank that fails says why; a rank whose script is over says so. A connection that closes without a word is of a rank
+that was killed: its system closes it at once, or keeps silent for some seconds if the machine is gone. So nobody sends
+signs of life, and a rank that computes for long is never taken for dead.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+LIMIT = 8.0  # seconds that a user's thread may take to notice: then the process is ended, as others wait for its end
+MEETING = 60.0  # seconds for all connections
+REASON = 4000  # characters of a reason
+OF_US = "greedysnake"  # how the names of this package's threads begin
+
+Exchange = Callable[[Any], list[Any]]  # every rank's value, by its place
+
+
+class Alarm:
+    """One rank's connection to the first rank; on the first rank, those of all others.
+
+    place: this rank's, in the order of `names`; exchange: a collective call that gives every rank's value.
+    """
+
+    def __init__(self, place: int, names: Sequence[int], exchange: Exchange) -> None:
+        self.names = names
+        self.failed: tuple[int, str] | None = None  # the rank, and its reason
+        self.ended: dict[int, float] = {}  # ranks whose script is over, and since when (time.monotonic)
+        self._place = place
+        self._is_noticed = False
+        self._is_closed = False
+        self._guard = threading.Lock()
+        self._sending = threading.Lock()
+        self._connections = self._meet(exchange)
+        for other, connection in self._connections.items():
+            name = f"{OF_US} alarm {other}"
+            threading.Thread(target=self._listen, args=(other, connection), name=name, daemon=True).start()
+
+    @property
+    def name(self) -> int:
+        return self.names[self._place]
+
+    def fail(self, reason: str) -> None:
+        """Tell all ranks that this one has failed; of several failures the first counts."""
+        self._hear(self.name, reason[:REASON])
+
+    def notice(self) -> tuple[int, str] | None:
+        """The rank that has failed, and why; None: none has. The user's thread is then expected to end by itself."""
+        if self.failed is not None and not threading.current_thread().name.startswith(OF_US):
+            self._is_noticed = True
+        return self.failed
+
+    def wait(self, seconds: float) -> None:
+        """Return once a failure is known, or after `seconds`."""
+        end = time.monotonic() + seconds
+        while self.failed is None and time.monotonic() < end:
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """This rank has ended without failing, or its failure was told; once is enough."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._send(self.name, None)
+            for connection in self._connections.values():
+                connection.close()
+
+    # Connections -----------------------------------------------------------------------------------------------------
+
+    def _meet(self, exchange: Exchange) -> dict[int, socket.socket]:
+        """The connections, by the other's place. The first rank listens until all others have come."""
+        machine = f"{socket.gethostname()} {_boot()}"
+        is_one_machine = len(set(exchange(machine))) == 1
+        if self._place:
+            return {0: self._call(*exchange(None)[0])}
+        with socket.create_server(("127.0.0.1" if is_one_machine else "", 0), backlog=len(self.names)) as server:
+            hosts = ["127.0.0.1"] if is_one_machine else _addresses()
+            secret = secrets.token_hex(16)
+            exchange((hosts, server.getsockname()[1], secret))
+            return self._accept(server, secret)
+
+    def _accept(self, server: socket.socket, secret: str) -> dict[int, socket.socket]:
+        found: dict[int, socket.socket] = {}
+        end = time.monotonic() + MEETING
+        while len(found) < len(self.names) - 1:
+            server.settimeout(max(0.01, end - time.monotonic()))
+            connection, _ = server.accept()
+            connection.settimeout(5)
+            try:
+                said, place = _line(connection).split()
+                if secrets.compare_digest(said, secret) and int(place) not in found:
+                    found[int(place)] = _kept_alive(connection)
+                    connection.sendall(b"welcome\n")
+            except (OSError, ValueError):  # somebody else
+                connection.close()
+        return found
+
+    def _call(self, hosts: Sequence[str], port: int, secret: str) -> socket.socket:
+        errors = []
+        for host in hosts:
+            try:
+                connection = socket.create_connection((host, port), timeout=MEETING / len(hosts))
+                connection.sendall(f"{secret} {self._place}\n".encode())
+                if _line(connection) == "welcome":
+                    return _kept_alive(connection)
+                errors.append(f"{host}:{port}: another program answers")
+            except OSError as error:
+                errors.append(f"{host}:{port}: {error}")
+        raise ConnectionError(f"rank {self.names[0]} cannot be reached at {'; '.join(errors)}")
+
+    # Messages --------------------------------------------------------------------------------------------------------
+
+    def _listen(self, other: int, connection: socket.socket) -> None:
+        try:
+            with connection.makefile("rb") as lines:
+                for line in lines:
+                    self._hear(*json.loads(line))
+        except (OSError, ValueError):  # closed by the other, or by us
+            pass
+        name = self.names[other]
+        if not self._is_closed and name not in self.ended:
+            self._hear(name, "it was killed, or its machine is gone")
+
+    def _hear(self, name: int, reason: str | None) -> None:
+        """Take note of a rank's failure, or without a reason of its end; the first rank tells all others."""
+        with self._guard:
+            if reason is None:
+                self.ended[name] = time.monotonic()
+            elif self.failed is not None:
+                return
+            else:
+                self.failed = name, reason
+        if self._place == 0 or name == self.name:
+            self._send(name, reason)
+        if reason is not None and name != self.name:
+            last = threading.Timer(LIMIT, self._end)
+            last.name, last.daemon = f"{OF_US} end", True
+            last.start()
+
+    def _send(self, name: int, reason: str | None) -> None:
+        line = json.dumps([name, reason]).encode() + b"\n"
+        with self._sending:
+            for other, connection in self._connections.items():
+                if self.names[other] != name:
+                    try:
+                        connection.sendall(line)
+                    except OSError:  # it is gone, which its own thread tells
+                        continue
+
+    def _end(self) -> None:
+        """The end of a process that has not noticed: its thread computes, waits for data, or for a device."""
+        if not self._is_noticed and not self._is_closed and self.failed is not None:
+            log.critical("rank %d has failed, so rank %d is ended: %s", self.failed[0], self.name, self.failed[1])
+            os._exit(1)
+
+
+def _line(connection: socket.socket) -> str:
+    """What comes before the end of the line; nothing is read beyond."""
+    found = b""
+    while not found.endswith(b"\n") and len(found) < 100 and (more := connection.recv(1)):
+        found += more
+    return found.decode(errors="replace").strip()
+
+
+def _kept_alive(connection: socket.socket) -> socket.socket:
+    """A connection that ends, at the latest, 8 seconds after the other machine has."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection
+
+
+def _boot() -> str:
+    """What tells this machine from others of the same name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _addresses() -> list[str]:
+    """Where others may reach this machine: where they met, its name, the address of its default route."""
+    found = [os.environ.get("MASTER_ADDR", ""), socket.getfqdn(), socket.gethostname()]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # nothing is sent
+            found.append(probe.getsockname()[0])
+        except OSError:
+            pass
+    return list(dict.fromkeys(filter(None, found)))

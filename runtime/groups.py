@@ -1,0 +1,98 @@
+"""groups: which of torch's ranks train together, and the process groups that they do it in."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from gs_compile.errors import OptionError
+from gs_compile.options import Options
+from gs_compile.runtime.stream import network_backend
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of torch's ranks train together, and where this one is among them.
+
+    replicas: rows of ranks; each row has the whole model, a shard on each rank. One row without HSDP.
+    """
+
+    replicas: tuple[tuple[int, ...], ...]
+    row: int
+    rank: int  # in its row
+    backend: str  # of the group that the user gave
+
+    @property
+    def number(self) -> int:
+        return len(self.replicas[0])
+
+    @property
+    def is_world(self) -> bool:
+        return len(self.everyone) == dist.get_world_size()
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        return tuple(sorted(name for row in self.replicas for name in row))
+
+    def new_group(self, rows: Sequence[Sequence[int]], backend: str, limit: timedelta) -> Any:
+        """A group of those of the `rows` that have this rank; all ranks call this with the same rows."""
+        own, me = None, dist.get_rank()
+        for row in rows:
+            if self.is_world or me in row:
+                local = not self.is_world  # ranks outside do not know of it
+                group = dist.new_group(list(row), limit, backend, use_local_synchronization=local)
+                own = group if me in row else own
+        return own
+
+
+def place_of(options: Options) -> Place | None:
+    """This process's place among the ranks; None: it trains alone. Initialises torch.distributed under torchrun.
+
+    Raises `OptionError` where this process is not in the group or mesh of the options.
+    """
+    if options.mesh is None and options.group is None and not dist.is_initialized():
+        _initialize()
+    if not dist.is_initialized():
+        return None
+    name = dist.get_rank()
+    if options.mesh is not None:
+        mesh = options.mesh
+        ranks = mesh.mesh if mesh.mesh_dim_names[-1] == "shard" else mesh.mesh.transpose(0, 1)
+        replicas = tuple(tuple(row) for row in ranks.reshape(-1, ranks.shape[-1]).tolist())
+        group = mesh.get_group("shard")
+    else:
+        group = options.group or dist.group.WORLD
+        replicas = (tuple(dist.get_process_group_ranks(group)),)
+    rows = [index for index, row in enumerate(replicas) if name in row]
+    if not rows:
+        raise OptionError(f"rank {name} is not in the group of the options, which has {replicas}: leave it out there")
+    if any(list(row) != sorted(row) for row in replicas):
+        raise OptionError(f"the ranks of a group that shards have to ascend; got {replicas}")
+    place = Place(replicas, rows[0], replicas[rows[0]].index(name), dist.get_backend(group))
+    return place if len(place.everyone) > 1 else None
+
+
+def new_groups(place: Place, timeout: float) -> tuple[Any, Any, Any]:
+    """Groups of all ranks, for their values; of those that share the model; and of those that have the same shard."""
+    backend = "gloo" if place.backend == "gloo" else network_backend()
+    limit = timedelta(seconds=timeout + 60)  # our own ends first, and says more
+    everyone = place.new_group([place.everyone], "gloo", limit)
+    rows = place.new_group(place.replicas, backend, limit)
+    columns = (
+        place.new_group(list(zip(*place.replicas, strict=True)), backend, limit) if len(place.replicas) > 1 else None
+    )
+    return everyone, rows, columns
+
+
+def _initialize() -> None:
+    """What torchrun asks for: its variables name the ranks, and where they meet."""
+    environment = os.environ
+    if int(environment.get("WORLD_SIZE", "1")) > 1 and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        dist.init_process_group(network_backend())
+        atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)

@@ -1,0 +1,257 @@
+"""ranks: the processes that train one model together, and every word between them.
+
+    lane "net"       all_gather, reduce_scatter, all_reduce   of the program, each rank the same ones in the same order
+    user's thread    broadcast, agree, from_first             before the first step, and for reads and writes between
+    any thread       fail, check                              what ends one rank ends all of them
+
+A lane and the user's thread issue independently of each other, so each has process groups of its own. No wait is
+longer than the life of the ranks that are waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.util
+import pickle
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gs_compile.errors import RankError
+from gs_compile.options import Options
+from gs_compile.runtime.alarm import Alarm
+from gs_compile.runtime.groups import Place, new_groups, place_of
+from gs_compile.runtime.stream import is_in_host_memory
+
+T = TypeVar("T")
+Tensor = torch.Tensor
+
+TIMEOUT = 1800.0  # seconds: a rank may evaluate or save alone for that long
+POLL = timedelta(seconds=0.2)  # between two looks at the other ranks' health
+LABEL = 128  # bytes that tell which call of the user's thread it is
+GRACE = 5.0  # seconds: for the reason of a connection that broke, or for what a rank has sent before its end
+
+# Their names since torch 2.13, which warns of the older ones
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def ranks_of(options: Options) -> Ranks | None:
+    """The ranks that train one model with these options; None: one rank. Every rank calls it, in the same order."""
+    place = place_of(options)
+    return None if place is None else Ranks(place)
+
+
+class Ranks:
+    """All ranks of a run.
+
+    rank, number: this rank, and how many there are, in the group that shards.
+    total: all of them, replicas too: losses are averaged over these.
+    name: torch's number of this rank, by which messages call it.
+    timeout: seconds that a wait takes at most.
+    """
+
+    def __init__(self, place: Place, timeout: float = TIMEOUT) -> None:
+        self.rank, self.number, self.total = place.rank, place.number, len(place.everyone)
+        self.name = dist.get_rank()
+        self.names = place.everyone
+        self.timeout = timeout
+        self._place = self.names.index(self.name)
+        self._alarm: Alarm | None = None
+        self._first_row = place.replicas[0]
+        self._all, self._row, self._column = groups = new_groups(place, timeout)
+        self._alarm = Alarm(self._place, self.names, lambda value: self.agree("addresses", value))
+        self._close = weakref.finalize(self, _close, self._alarm, groups if place.is_world else ())
+        self._close.atexit = False
+        multiprocessing.util.Finalize(None, _end, (weakref.ref(self._alarm),), exitpriority=100)  # a child's end, too
+
+    # On the lane -----------------------------------------------------------------------------------------------------
+
+    def all_gather(self, whole: Tensor, shard: Tensor, what: str = "all_gather") -> None:
+        """Every rank's `shard`, one after the other, into `whole`; both are contiguous, `what` names it in an error."""
+        self._finish(what, whole, lambda: _all_gather(whole, shard, group=self._row, async_op=True))
+
+    def reduce_scatter(self, shard: Tensor, whole: Tensor, what: str = "reduce_scatter") -> None:
+        """This rank's part of the sum of every rank's `whole`, replicas too, into `shard`."""
+        if is_in_host_memory(whole):  # gloo would reduce all of it on each rank: twice the bytes
+            parts = torch.empty_like(whole)
+            self._finish(what, whole, lambda: dist.all_to_all_single(parts, whole, group=self._row, async_op=True))
+            torch.sum(parts.view(self.number, -1), 0, out=shard)
+        else:
+            self._finish(what, shard, lambda: _reduce_scatter(shard, whole, group=self._row, async_op=True))
+        if self._column is not None:
+            self._finish(what, shard, lambda: dist.all_reduce(shard, group=self._column, async_op=True))
+
+    def all_reduce(self, numbers: Tensor, what: str = "all_reduce") -> None:
+        """The sum over the ranks that shard, in place: of what each shard has, which replicas have as well."""
+        self._finish(what, numbers, lambda: dist.all_reduce(numbers, group=self._row, async_op=True))
+
+    # On the user's thread --------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: Tensor, source: int = 0, what: str = "broadcast") -> None:
+        """Everybody gets the values of rank `source` (of the group that shards), in place; host memory, contiguous."""
+        self._same_call(f"{what} of {tuple(tensor.shape)}, {tensor.dtype}, from rank {self._first_row[source]}")
+        self._send(tensor, self._first_row[source], what)
+
+    def agree(self, what: str, value: Any) -> list[Any]:
+        """Every rank's value, by rank, replicas one after the other; `what` names it in an error."""
+        self._same_call(what)
+        content = _as_bytes(value)
+        lengths = torch.zeros(self.total, dtype=torch.int64)
+        self._gather(lengths, torch.tensor([len(content)]), what)
+        longest = int(lengths.max())
+        whole = torch.zeros(self.total * longest, dtype=torch.uint8)
+        self._gather(whole, torch.cat([content, content.new_zeros(longest - len(content))]), what)
+        parts = whole.view(self.total, longest)
+        return [_from_bytes(part[:length]) for part, length in zip(parts, lengths.tolist(), strict=True)]
+
+    def from_first(self, what: str, make: Callable[[], T]) -> T:
+        """What the first rank makes, for everybody; where it fails, all fail with its reason."""
+        self._same_call(what)
+        content = torch.zeros(0, dtype=torch.uint8)
+        if self._place == 0:
+            try:
+                made = make()
+            except BaseException as error:
+                self.fail(error)
+                raise
+            content = _as_bytes(made)
+        length = torch.tensor([len(content)])
+        self._send(length, self.names[0], what)
+        content = content if self._place == 0 else torch.zeros(int(length), dtype=torch.uint8)
+        self._send(content, self.names[0], what)
+        return made if self._place == 0 else _from_bytes(content)
+
+    def require_same(self, what: str, facts: dict[str, Any]) -> None:
+        """Raise `RankError` on all ranks where a fact is not the same on all; it names the ranks and their values."""
+        given = self.agree(what, facts)
+        for fact in dict.fromkeys(key for each in given for key in each):
+            values: dict[str, list[int]] = {}
+            for name, each in zip(self.names, given, strict=True):
+                values.setdefault(str(each.get(fact, "absent")), []).append(name)
+            if len(values) > 1:
+                words = "; ".join(f"{value} on {_rank_words(names)}" for value, names in values.items())
+                raise RankError(f"{what}: {fact} is {words}. It has to be the same on all ranks")
+
+    # Failure ---------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks that this one ends with `error`; the first failure counts, on any rank."""
+        if self._alarm is not None:
+            self._alarm.fail(_words(error))
+
+    def check(self, what: str = "") -> None:
+        """Raise `RankError` if a rank has failed: which one, and why. what: the operation that cannot go on."""
+        failed = self._alarm.notice() if self._alarm is not None else None
+        if failed is not None:
+            doing = f"; rank {self.name} was in {what}" if what else ""
+            raise RankError(f"rank {failed[0]} has failed: {failed[1]}{doing}")
+
+    def close(self) -> None:
+        """Tell the others that this rank has ended, and give the groups back; once is enough."""
+        self._close()
+
+    # Waits -----------------------------------------------------------------------------------------------------------
+
+    def _finish(self, what: str, tensor: Tensor, begin: Callable[[], Any]) -> None:
+        """Begin a collective and wait for it; on a device, let the current stream wait for it."""
+        self.check(what)
+        try:
+            work = begin()
+            self._poll(what, work) if is_in_host_memory(tensor) else work.wait()
+        except RuntimeError as error:
+            if isinstance(error, RankError):
+                raise
+            if self._alarm is not None:
+                self._alarm.wait(GRACE)  # a connection has closed: the reason is on its way
+            self.check(what)
+            raise RankError(f"{what} failed on rank {self.name}: {error}") from error
+
+    def _poll(self, what: str, work: Any) -> None:
+        """Wait for a collective for as long as all ranks take part in it."""
+        start = time.monotonic()
+        while True:
+            try:
+                work.wait(POLL)
+                return
+            except RuntimeError:  # too early, unless it has failed
+                if work.is_completed():
+                    raise
+            self.check(what)
+            now = time.monotonic()
+            ended = self._alarm.ended if self._alarm is not None else {}
+            gone = sorted(name for name, since in ended.items() if now - since > GRACE)
+            if gone and now - start > GRACE:
+                raise RankError(
+                    f"{what}: rank {self.name} waits for {_rank_words(gone)}, whose script has ended. All ranks have "
+                    "to make the same number of steps, and read the same parameters between them"
+                )
+            if now - start > self.timeout:
+                raise RankError(
+                    f"{what}: rank {self.name} has waited {self.timeout:.0f} s for the others. All ranks have to make "
+                    "the same steps, and read the same parameters in the same order between them"
+                )
+
+    def _same_call(self, what: str) -> None:
+        """Raise `RankError` on all ranks where one of them asks for something else."""
+        own = torch.zeros(LABEL, dtype=torch.uint8)
+        text = what.encode()[:LABEL]
+        own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        labels = torch.zeros(self.total * LABEL, dtype=torch.uint8)
+        self._gather(labels, own, what)
+        found = [bytes(label.tolist()).rstrip(b"\0").decode() for label in labels.view(self.total, LABEL)]
+        if len(set(found)) > 1:
+            words = ", ".join(f"rank {name}: {label}" for name, label in zip(self.names, found, strict=True))
+            raise RankError(
+                f"the ranks ask for different things ({words}); all have to call the same in the same order"
+            )
+
+    def _gather(self, whole: Tensor, own: Tensor, what: str) -> None:
+        self._finish(what, whole, lambda: _all_gather(whole, own, group=self._all, async_op=True))
+
+    def _send(self, tensor: Tensor, source: int, what: str) -> None:
+        self._finish(what, tensor, lambda: dist.broadcast(tensor, source, group=self._all, async_op=True))
+
+
+def _as_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _from_bytes(content: Tensor) -> Any:
+    return pickle.loads(content.numpy().tobytes())
+
+
+def _rank_words(names: Sequence[int]) -> str:
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(map(str, names))}"
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _close(alarm: Alarm, groups: Sequence[Any]) -> None:
+    """groups: to give back. torch names those of a part of the ranks by these, so such a name is never free again."""
+    alarm.close()
+    if alarm.failed is None and dist.is_initialized():  # what waits in a group for a rank that is gone ends with us
+        for group in filter(None, groups):
+            with contextlib.suppress(ValueError):  # the user has destroyed it
+                dist.destroy_process_group(group)
+
+
+def _end(found: weakref.ref[Alarm]) -> None:
+    """The end of this process: an error that ends it ends the other ranks as well."""
+    alarm = found()
+    if alarm is None:
+        return
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit):  # a launcher may have made it of an error
+        error = error.__context__ if error.code else None
+    if error is not None:
+        alarm.fail(_words(error))
+    alarm.close()
