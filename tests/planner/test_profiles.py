@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -110,6 +112,21 @@ def test_this_machine_is_measured_once(tmp_path, probe):
     assert profile(None, [tmp_path]) == MEASURED
     assert probe.calls == [(tmp_path,)]
     assert [path.suffix for path in remembered(tmp_path)] == [".json"]
+
+
+ANOTHER = """
+import sys
+from gs_compile.planner.measure import machines
+machines.probe = None
+print(machines.profile(None, sys.argv[1]).name)
+"""
+
+
+def test_another_process_knows_what_was_measured(tmp_path, probe):
+    profile(None, tmp_path)
+    command, root = [sys.executable, "-c", ANOTHER, str(tmp_path)], Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "measured\n"), done.stderr
 
 
 def test_what_is_free_is_looked_up_every_time(tmp_path, probe):
