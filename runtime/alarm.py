@@ -11,6 +11,7 @@ signs of life, and a rank that computes for long is never taken for dead.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -58,7 +59,8 @@ class Alarm:
 
     def fail(self, reason: str) -> None:
         """Tell all ranks that this one has failed; of several failures the first counts."""
-        self._hear(self.name, reason[:REASON])
+        if not self._is_closed:
+            self._hear(self.name, reason[:REASON])
 
     def notice(self) -> tuple[int, str] | None:
         """The rank that has failed, and why; None: none has. The user's thread is then expected to end by itself."""
@@ -67,9 +69,9 @@ class Alarm:
         return self.failed
 
     def wait(self, seconds: float) -> None:
-        """Return once a failure is known, or after `seconds`."""
+        """Return once it is known that a rank has failed or ended, or after `seconds`."""
         end = time.monotonic() + seconds
-        while self.failed is None and time.monotonic() < end:
+        while self.failed is None and not self.ended and time.monotonic() < end:
             time.sleep(0.02)
 
     def close(self) -> None:
@@ -78,7 +80,8 @@ class Alarm:
             self._is_closed = True
             self._send(self.name, None)
             for connection in self._connections.values():
-                connection.close()
+                with contextlib.suppress(OSError):  # the other was faster
+                    connection.shutdown(socket.SHUT_WR)
 
     # Connections -----------------------------------------------------------------------------------------------------
 
@@ -130,7 +133,7 @@ class Alarm:
             with connection.makefile("rb") as lines:
                 for line in lines:
                     self._hear(*json.loads(line))
-        except (OSError, ValueError):  # closed by the other, or by us
+        except (OSError, ValueError):  # what it was sending as it was killed
             pass
         name = self.names[other]
         if not self._is_closed and name not in self.ended:
@@ -157,16 +160,19 @@ class Alarm:
         with self._sending:
             for other, connection in self._connections.items():
                 if self.names[other] != name:
-                    try:
+                    with contextlib.suppress(OSError):  # it is gone, as its own thread will hear
                         connection.sendall(line)
-                    except OSError:  # it is gone, which its own thread tells
-                        continue
 
     def _end(self) -> None:
         """The end of a process that has not noticed: its thread computes, waits for data, or for a device."""
         if not self._is_noticed and not self._is_closed and self.failed is not None:
             log.critical("rank %d has failed, so rank %d is ended: %s", self.failed[0], self.name, self.failed[1])
             os._exit(1)
+
+
+def words(error: BaseException) -> str:
+    """An error as the reason of a rank's end."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _line(connection: socket.socket) -> str:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
+import torch.distributed as dist
 
 from gs_compile.errors import LeftoverError, SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
 from gs_compile.machine import format_bytes, free_storage
@@ -153,9 +154,10 @@ class Drive:
 def folder_in(directory: Path, number: int = 1) -> Path:
     """The folder of this process's model of that number.
 
-    Of several processes that a launcher starts, such as torchrun, each has its own by its RANK.
+    Of several processes that a launcher starts, such as torchrun, each has its own by its RANK; of those that meet
+    without one, by torch.distributed's.
     """
-    rank = os.environ.get("RANK", "")
+    rank = str(dist.get_rank()) if dist.is_initialized() else os.environ.get("RANK", "")
     name = f"{FOLDER}-{int(rank)}" if rank.isdecimal() and int(rank) else FOLDER
     return directory / (name if number == 1 else f"{name}.{number}")
 

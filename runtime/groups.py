@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
+import multiprocessing.util
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -95,4 +96,17 @@ def _initialize() -> None:
     environment = os.environ
     if int(environment.get("WORLD_SIZE", "1")) > 1 and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         dist.init_process_group(network_backend())
-        atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+        multiprocessing.util.Finalize(None, _destroy, exitpriority=50)  # once the others know how this rank ends
+
+
+def _destroy() -> None:
+    if dist.is_initialized() and ending_error() is None:  # otherwise it might wait for what never comes
+        dist.destroy_process_group()
+
+
+def ending_error() -> BaseException | None:
+    """The error with which this process ends, as it ends; None: none."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit):  # a launcher may have made it of an error
+        error = error.__context__ if error.code else None
+    return error

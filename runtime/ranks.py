@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.util
 import pickle
-import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,8 +24,8 @@ import torch.distributed as dist
 
 from gs_compile.errors import RankError
 from gs_compile.options import Options
-from gs_compile.runtime.alarm import Alarm
-from gs_compile.runtime.groups import Place, new_groups, place_of
+from gs_compile.runtime.alarm import Alarm, words
+from gs_compile.runtime.groups import Place, ending_error, new_groups, place_of
 from gs_compile.runtime.stream import is_in_host_memory
 
 T = TypeVar("T")
@@ -144,7 +143,7 @@ class Ranks:
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one ends with `error`; the first failure counts, on any rank."""
         if self._alarm is not None:
-            self._alarm.fail(_words(error))
+            self._alarm.fail(words(error))
 
     def check(self, what: str = "") -> None:
         """Raise `RankError` if a rank has failed: which one, and why. what: the operation that cannot go on."""
@@ -171,6 +170,7 @@ class Ranks:
             if self._alarm is not None:
                 self._alarm.wait(GRACE)  # a connection has closed: the reason is on its way
             self.check(what)
+            self._check_ended(what, time.monotonic())
             raise RankError(f"{what} failed on rank {self.name}: {error}") from error
 
     def _poll(self, what: str, work: Any) -> None:
@@ -185,18 +185,22 @@ class Ranks:
                     raise
             self.check(what)
             now = time.monotonic()
-            ended = self._alarm.ended if self._alarm is not None else {}
-            gone = sorted(name for name, since in ended.items() if now - since > GRACE)
-            if gone and now - start > GRACE:
-                raise RankError(
-                    f"{what}: rank {self.name} waits for {_rank_words(gone)}, whose script has ended. All ranks have "
-                    "to make the same number of steps, and read the same parameters between them"
-                )
+            if now - start > GRACE:
+                self._check_ended(what, now - GRACE)
             if now - start > self.timeout:
                 raise RankError(
                     f"{what}: rank {self.name} has waited {self.timeout:.0f} s for the others. All ranks have to make "
                     "the same steps, and read the same parameters in the same order between them"
                 )
+
+    def _check_ended(self, what: str, before: float) -> None:
+        """Raise `RankError` where a rank's script has ended, and had before that moment."""
+        ended = self._alarm.ended if self._alarm is not None else {}
+        if gone := sorted(name for name, since in ended.items() if since < before):
+            raise RankError(
+                f"{what}: rank {self.name} waits for {_rank_words(gone)}, whose script has ended. All ranks have to "
+                "make the same number of steps, and read the same parameters between them"
+            )
 
     def _same_call(self, what: str) -> None:
         """Raise `RankError` on all ranks where one of them asks for something else."""
@@ -231,10 +235,6 @@ def _rank_words(names: Sequence[int]) -> str:
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(map(str, names))}"
 
 
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
 def _close(alarm: Alarm, groups: Sequence[Any]) -> None:
     """groups: to give back. torch names those of a part of the ranks by these, so such a name is never free again."""
     alarm.close()
@@ -246,12 +246,8 @@ def _close(alarm: Alarm, groups: Sequence[Any]) -> None:
 
 def _end(found: weakref.ref[Alarm]) -> None:
     """The end of this process: an error that ends it ends the other ranks as well."""
-    alarm = found()
-    if alarm is None:
-        return
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    if isinstance(error, SystemExit):  # a launcher may have made it of an error
-        error = error.__context__ if error.code else None
-    if error is not None:
-        alarm.fail(_words(error))
-    alarm.close()
+    alarm, error = found(), ending_error()
+    if alarm is not None and error is not None:
+        alarm.fail(words(error))
+    if alarm is not None:
+        alarm.close()

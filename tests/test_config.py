@@ -8,7 +8,7 @@ import pytest
 from gs_compile.errors import OptionError
 from gs_compile.options import Expert, Options, Ratios, parse_bytes
 
-KNOWN = "micro_batch_size, outputs, storage, host_memory, device_memory, machine, precision, expert, mode"
+KNOWN = "micro_batch_size, outputs, storage, host_memory, device_memory, machine, precision, group, mesh, expert, mode"
 KNOWN_EXPERT = "schedule, compiler, snake, alpha, ratios, clip, separate_device, threads, trace"
 
 
@@ -46,6 +46,7 @@ def test_from_a_mapping():
             "expert.ratios.gradient is 0.5, but gradient sums leave the device between two micro-batches in the "
             'horizontal order alone: leave it out, or choose expert.schedule="horizontal"',
         ),
+        ({"group": 3}, "group must be a torch.distributed.ProcessGroup that this rank is in; got 3"),
         ({"expert": {"compiler": "gcc"}}, "expert.compiler must be one of 'auto', 'inductor', 'eager'; got 'gcc'"),
         ({"micro_batchsize": 2}, "unknown option micro_batchsize; did you mean micro_batch_size?"),
         ({"snake": False}, f"unknown option snake; known: {KNOWN}"),

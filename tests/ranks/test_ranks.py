@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 from launch import Fleet
+from torch.distributed.device_mesh import init_device_mesh
 
-from gs_compile.errors import RankError
+from gs_compile.errors import OptionError, RankError
 from gs_compile.options import Options
+from gs_compile.runtime.drive import folder_in
 from gs_compile.runtime.ranks import ranks_of
 
 KEEPS_CAPTURES = True  # captures nothing
@@ -69,3 +74,52 @@ def test_ranks_that_differ(pair, tmp_path):
     assert first == second
     assert first[0] == "a run: micro_batch_size is 1 on rank 0; 2 on rank 1. It has to be the same on all ranks"
     assert "rank 0: what rank 0 wants, rank 1: what rank 1 wants" in first[1]
+
+
+def shares(info, tmp_path):
+    """Two rows of two ranks that share a model each, by a mesh and by groups; no launcher's variables are set."""
+    del os.environ["RANK"]
+    found = {"folder": folder_in(tmp_path).name}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    ranks = ranks_of(Options(mesh=mesh))
+    shard, values, numbers = torch.empty(1), torch.tensor([info.rank]), torch.tensor([2**info.rank])
+    ranks.reduce_scatter(shard, torch.tensor([1.0, 10.0]) * (info.rank + 1))
+    ranks.broadcast(values, 1)
+    ranks.all_reduce(numbers)
+    names = ranks.agree("names", info.rank)
+    found["mesh"] = ranks.rank, ranks.number, ranks.total, shard.item(), values.item(), numbers.item(), names
+    ranks.close()
+    for _ in range(2):  # after the first is closed
+        halves = dist.new_group([0, 1]), dist.new_group([2, 3])
+        ranks = ranks_of(Options(group=halves[info.rank // 2]))
+        found["group"] = ranks.rank, ranks.number, ranks.total, ranks.agree("names", info.rank)
+        ranks.close()
+    with pytest.raises(OptionError, match=r"^group must be a torch.distributed.ProcessGroup that this rank is in; got"):
+        Options(group=halves[1 - info.rank // 2])
+    with pytest.raises(OptionError, match=r'^mesh must be a DeviceMesh with the dimensions "replicate" and "shard"'):
+        Options(mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("data",)))
+    with pytest.raises(OptionError, match=r"^group and mesh both say which ranks train together"):
+        Options(group=dist.group.WORLD, mesh=mesh)
+    return found
+
+
+def test_a_mesh_and_groups(tmp_path):
+    with Fleet(4) as fleet:
+        found = fleet.run(shares, tmp_path)
+    for rank, each in enumerate(found):
+        row, shard = divmod(rank, 2)
+        both = [0, 1] if row == 0 else [2, 3]
+        assert each["folder"] == (f"greedysnake-run-{rank}" if rank else "greedysnake-run")
+        assert each["mesh"] == (shard, 2, 4, [10, 100][shard], 1, sum(2**name for name in both), [0, 1, 2, 3])
+        assert each["group"] == (shard, 2, 2, both)
+
+
+def launched(info, tmp_path):
+    assert not dist.is_initialized()
+    ranks = ranks_of(Options())
+    return ranks.rank, ranks.number, dist.get_backend()
+
+
+def test_torchruns_variables_are_enough(tmp_path):
+    with Fleet(2, initialize=False) as fleet:
+        assert fleet.run(launched, tmp_path) == [(0, 2, "gloo"), (1, 2, "gloo")]

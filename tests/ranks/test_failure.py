@@ -1,0 +1,132 @@
+"""The end of one rank is the end of all, within 10 s, with its reason on each."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from launch import Fleet
+
+from gs_compile.errors import RankError
+from gs_compile.options import Options
+from gs_compile.runtime import alarm
+from gs_compile.runtime.groups import place_of
+from gs_compile.runtime.ranks import Ranks, ranks_of
+
+KEEPS_CAPTURES = True  # captures nothing
+LIMIT = 10  # seconds
+
+
+def ends(info, tmp_path, how, last=1):
+    """Steps without end; the last rank ends after some of them."""
+    ranks = ranks_of(Options())
+    alarm.LIMIT = 3  # of the 8 that a user's thread has to notice
+    shard, whole = torch.ones(1000), torch.empty(1000 * info.number)
+    for step in range(10**6):
+        ranks.all_gather(whole, shard, f"all_gather of step {min(step, 3)}")
+        if step == 3 and info.rank == last:
+            if how == "raises":
+                ranks.fail(ValueError("its loss is negative"))
+                raise ValueError("its loss is negative")
+            if how == "raises elsewhere":
+                raise KeyboardInterrupt("its user is tired")  # what the harness does not catch
+            if how == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "returns":
+                return
+        if step == 3 and how == "is killed" and info.rank == 0 != last:
+            time.sleep(60)  # a user's thread that notices nothing
+
+
+@pytest.mark.parametrize(
+    ("number", "how", "reason"),
+    [
+        (3, "raises", "rank 2 has failed: ValueError: its loss is negative; rank {} was in all_gather of step 3"),
+        (2, "raises elsewhere", "rank 1 has failed: KeyboardInterrupt: its user is tired; rank {} was in all_gather"),
+        (3, "is killed", "rank 2 has failed: it was killed, or its machine is gone"),
+    ],
+)
+def test_one_ends_and_so_do_all(number, how, reason, tmp_path):
+    with Fleet(number) as fleet:
+        found = fleet.outcomes(ends, tmp_path, LIMIT + 30, how=how, last=number - 1)
+    first = min(each.seconds for each in found)
+    for rank, each in enumerate(found[:-1]):
+        assert each.seconds - first < LIMIT
+        assert "RankError" in each.failure or "has failed, so rank 0 is ended" in each.failure
+        assert reason.format(rank) in each.failure.replace("so rank 0 is ended: ", "").replace("failed, ", "failed: ")
+
+
+def ends_early(info, tmp_path):
+    ranks = ranks_of(Options())
+    if info.rank == 1:
+        raise SystemExit
+    ranks.agree("the next step", None)
+
+
+def test_a_script_that_ends_before_the_others(tmp_path):
+    with Fleet(2) as fleet:
+        first, _ = fleet.outcomes(ends_early, tmp_path, LIMIT + 10)
+    assert "the next step: rank 0 waits for rank 1, whose script has ended" in first.failure
+    assert first.seconds < LIMIT
+
+
+def waits(info, tmp_path):
+    ranks = Ranks(place_of(Options()), timeout=0.5)
+    if info.rank == 0:
+        with pytest.raises(RankError, match=r"^all_gather of w1: rank 0 has waited 0 s for the others"):
+            ranks.all_gather(torch.empty(2), torch.ones(1), "all_gather of w1")
+    else:
+        time.sleep(1)
+
+
+def refuses(info, tmp_path):
+    ranks = ranks_of(Options())
+
+    def plan():
+        raise MemoryError("the model fits nowhere")
+
+    with pytest.raises(RankError if info.rank else MemoryError) as caught:
+        ranks.from_first("the plan", plan)
+    return str(caught.value)
+
+
+def test_waits_end_and_refusals_are_told(tmp_path):
+    with Fleet(2) as fleet:
+        fleet.run(waits, tmp_path)
+        own, told = fleet.run(refuses, tmp_path)
+    assert own == "the model fits nowhere"
+    assert told == "rank 0 has failed: MemoryError: the model fits nowhere; rank 1 was in the plan"
+
+
+def steps(info, tmp_path):
+    ranks = ranks_of(Options())
+    shard, whole = torch.ones(100_000), torch.empty(100_000 * info.number)
+    (tmp_path / f"ready{info.rank}").touch()
+    while True:
+        ranks.all_gather(whole, shard)
+        ranks.reduce_scatter(shard, whole)
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_at_any_moment(times, tmp_path):
+    draw = random.Random(0)
+    for index in range(times):
+        place = tmp_path / str(index)
+        place.mkdir()
+        with Fleet(3) as fleet:
+            fleet.begin(steps, place)
+            while len(list(place.glob("ready*"))) < 3:
+                time.sleep(0.05)
+            time.sleep(draw.random())
+            killed = draw.randrange(3)
+            at = time.monotonic()
+            fleet.processes[killed].kill()
+            found = fleet.end(place, 60)
+            assert time.monotonic() - at < LIMIT
+        for rank, each in enumerate(found):
+            if rank != killed:
+                assert f"RankError: rank {killed} has failed: it was killed, or its machine is gone" in each.failure
