@@ -28,7 +28,7 @@ from typing import Any
 
 from gs_compile.cli.report.draw import Point, Roofline, lanes, throughput, traffic_bars
 from gs_compile.errors import NoFitError
-from gs_compile.placement.placement import QUANTUM
+from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.measure.machines import profile

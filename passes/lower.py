@@ -11,6 +11,7 @@ from gs_compile.passes.free import free
 from gs_compile.passes.offload import offload
 from gs_compile.passes.overlap import overlap
 from gs_compile.passes.pipeline import pipeline
+from gs_compile.passes.shard import shard
 from gs_compile.passes.snake import snake
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.verify import verify
@@ -62,6 +63,7 @@ def passes(step: StepSpec) -> tuple[Pass, ...]:
         *turns,
         partial(overlap, placement=placement, late=step.late, redo=step.redo),  # optimizer beside the backward
         partial(offload, placement=placement),  # every value to the tier it is stored on and back, just in time
+        *((partial(shard, placement=placement),) if placement.world > 1 else ()),  # units among the ranks
         partial(pipeline, placement=placement),  # each transfer in the latest stage that still hides it
         *own,  # what only this schedule has
         partial(free, placement=placement, late=late),  # last: lifetimes follow from the reads that are left

@@ -73,7 +73,7 @@ class _Units:
         if not self.placement.separate:
             yield Op("gather", parts, stage, (whole,))
             return
-        pieces = tuple(whole._replace(piece=k) for k in range(self.placement.num_pieces) if parts)
+        pieces = tuple(whole._replace(piece=k) for k in self.placement.pieces(unit) if parts)
         for piece in pieces:
             yield Op("prefetch", parts, stage, (piece,))
         yield Op("gather", (*pieces, *(value for value in stored if value.tier == "device")), stage, (whole,))

@@ -2,7 +2,7 @@
 
 The rows below say it: with S the stage of the layer itself, in the forward or the backward, a transfer is issued in
 S + the number in its row. The second number is for a device that reads host memory itself: no stage is spent on the way
-between them. A unit that is updated in several groups, as it is larger than a layer, takes one stage more for each.
+between them; where ranks share the units, one is spent on gathering. A unit that is updated in several groups, as it is larger than a layer, takes one stage more for each.
 
 What would come before the first stage stands in `fill`, what would come after the last in `drain`.
 """
@@ -33,6 +33,9 @@ class Row(NamedTuple):
 ROWS = {
     "prefetch w ssd>host": Row(-2, -1),  # parameters, the whole unit
     "prefetch w host>device": Row(-1, -1, "piece"),
+    "prefetch w": Row(-1, -1, "piece"),  # a rank's share
+    "all_gather shard": Row(-1, -1, "piece"),
+    "all_gather w": Row(-1, -1, "piece"),
     "prefetch x ssd>host": Row(-1, -1),  # a checkpoint, all micro-batches of the layer
     "prefetch x host>device": Row(0, 0, "read"),  # the first is still there
     "prefetch dx host>device": Row(0, 0, "read"),
@@ -42,6 +45,9 @@ ROWS = {
     "alias x device>host": Row(0, 0, "made"),
     "alias x host>device": Row(0, 0, "read"),
     "norm dw": Row(0, 0, "end"),
+    "reduce_scatter dw": Row(0, 0, "end"),
+    "alias dshard": Row(0, 0, "end"),
+    "offload dshard": Row(1, 1),
     "alias dw device>host": Row(0, 0, "end"),
     "clip norm": Row(0, 0, "end"),
     "offload dw device>host": Row(1, 1),  # a complete gradient, or a sum between micro-batches
@@ -128,7 +134,7 @@ class _StageAssigner:
         part = _part_in_update(op)
         name = f"{'late' if op.stage == FILL else 'early'} update" if part else _row_of(op)
         row = ROWS.get(name, HERE)
-        stage = row.own_memory if self.placement.separate else row.one_memory
+        stage = row.own_memory if self.placement.separate or self.placement.world > 1 else row.one_memory
         stage += self._update_origin(op) + BESIDE_UPDATE[part] if part else here
         match row.place:
             case "made":
@@ -136,14 +142,19 @@ class _StageAssigner:
             case "read":
                 return self._before_reader(here, position - (op.verb != "alias"))
             case "piece":  # so that it shares the link with that micro-batch's checkpoint
-                return (
-                    IssuePoint(stage, op.results[0].piece or 0, BEFORE) if 0 <= stage < self.last else IssuePoint(stage)
-                )
+                return IssuePoint(stage, self._beside(op, stage), BEFORE) if 0 <= stage < self.last else IssuePoint(stage)
             case "end":
                 return IssuePoint(stage, self.sizes[stage], AFTER)
         if name == "offload dw host>ssd":  # has to have left before the stage that needs it again
             stage = min(stage, next(at for at in self.fetches[op.results[0]] if at > here))
         return IssuePoint(stage, rank=READS_FIRST[op.reads[0].kind] if op.lane == "ssd_read" else OTHERS)
+
+    def _beside(self, op: Op, stage: int) -> int:
+        """The micro-batch beside which a piece of a unit moves."""
+        if self.placement.world == 1:
+            return op.results[0].piece or 0
+        number = len(self.placement.by_unit[op.results[0].unit or 0].pieces)
+        return (op.results[0].piece or 0) * self.sizes[stage] // number
 
     def _update_origin(self, op: Op) -> int:
         """The stage that an update's row counts from. Of several groups of a unit each has one of its own."""

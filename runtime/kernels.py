@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gs_compile.placement.placement import QUANTUM
+from gs_compile.placement.shards import QUANTUM
 from gs_compile.runtime.stream import fused_adam, fused_adamw, fused_sgd, is_in_host_memory
 
 CHUNK = 64 * 1024  # elements a thread: 1 MB with scratch and two states. Half is slower by calls, twice by L2 misses

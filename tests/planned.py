@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tiers import frozen_quanta, tensors, tiered_steps, with_gradient
 
 from gs_compile.passes.lower import StepSpec, lower
-from gs_compile.placement.placement import QUANTUM, Placement
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
 from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.lp.coefficients import Formulas

@@ -16,7 +16,8 @@ from toy import steps
 from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.cut import cut
-from gs_compile.placement.placement import QUANTUM, Placement
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import Program, StepShape, Unit, Value
 

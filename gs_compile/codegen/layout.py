@@ -13,7 +13,7 @@ from gs_compile.capture.graph import Captured, TensorSpec
 from gs_compile.capture.split import Split
 from gs_compile.errors import CaptureError, OptimizerError
 from gs_compile.options import Options
-from gs_compile.placement.placement import QUANTUM
+from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIED, Unit
 from gs_compile.runtime.coordinators import Binding, Bindings

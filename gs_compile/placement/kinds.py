@@ -46,8 +46,10 @@ def nbytes_of(placement: Placement, value: Value) -> int:
             return unit.w[value.part].numel * unit.itemsize
         case "s":
             return unit.s[value.part].numel * unit.state_itemsize
+        case "dshard":
+            return unit.num_trained * unit.gradient_itemsize
         case _:
-            numel = unit.dw[value.part].numel if value.part else unit.num_trained
+            numel = unit.dw[value.part].numel if value.part else placement.world * unit.num_trained
             return numel * unit.gradient_itemsize
 
 
@@ -81,12 +83,16 @@ def _part(placement: Placement, value: Value) -> Slot:
 
 def _parameters(placement: Placement, value: Value) -> Slot:
     """What comes from SSD stands together in host memory, as in its file. Where the device reads host memory itself the
-    whole unit is there: its host zone in one piece, and beside it what has come.
+    whole unit is there: its host zone in one piece, and beside it what has come. What is gathered from all ranks stands
+    by itself.
     """
     unit = placement.by_unit.get(value.unit) if value.unit is not None else None
     if unit is None:
         return _none(placement, value)
     part = unit.w.get(value.part)
+    if part is None and placement.world > 1:
+        whole = placement.world * unit.numel * unit.itemsize
+        return Slot((value.unit, "w.device"), placement.device_tier, whole)
     if part is None and placement.separate:
         return Slot((value.unit, "w.device"), "device", (unit.numel - unit.num_resident) * unit.itemsize)
     if part is None or (value.tier != "ssd" and part.tier == "ssd"):
@@ -104,10 +110,24 @@ def _gradient(placement: Placement, value: Value) -> Slot:
     if unit is None:
         return _none(placement, value)
     stays = not placement.separate and value.tier == "host" and (not value.part or placement.keeps_gradient(unit))
+    if stays and value.part and placement.world > 1:
+        return _gradient_shard(placement, value)
     if value.tier == "device" or stays:
-        whole = unit.num_trained * unit.gradient_itemsize
-        return Slot((value.unit, "dw"), "device" if placement.separate else "host", whole)
+        whole = placement.world * unit.num_trained * unit.gradient_itemsize
+        return Slot((value.unit, "dw"), placement.device_tier, whole)
     return _part(placement, value)
+
+
+def _shard(placement: Placement, value: Value) -> Slot:
+    """All pieces that come from host memory, together."""
+    assert value.unit is not None
+    unit = placement.by_unit[value.unit]
+    return Slot((value.unit, "shard"), "device", (unit.numel - unit.num_resident) * unit.itemsize)
+
+
+def _gradient_shard(placement: Placement, value: Value) -> Slot:
+    nbytes = nbytes_of(placement, value._replace(kind="dshard"))
+    return Slot((value.unit, "dshard"), placement.device_tier, nbytes)
 
 
 KIND_TABLE: Mapping[str, Kind] = {
@@ -122,6 +142,8 @@ KIND_TABLE: Mapping[str, Kind] = {
     "dy": Kind("step", _none),
     "dside": Kind("step", _none),
     "dw": Kind("placed", _gradient),
+    "shard": Kind("step", _shard),
+    "dshard": Kind("step", _gradient_shard),
     "s": Kind("placed", _part),
     "norm": Kind("caller", _none),
     "scale": Kind("placed", _none),

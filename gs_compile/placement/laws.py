@@ -14,7 +14,7 @@ from gs_compile.placement.placement import Placement
 from gs_compile.placement.slab import conflicts, plan
 from gs_compile.program.ir import Op, Program, Tier, Unit, Value, homed
 from gs_compile.program.values import SHADOWED
-from gs_compile.program.verbs import MOVEMENTS
+from gs_compile.program.verbs import MOVEMENTS, NORMS
 
 INPUT_KINDS = frozenset({"batch", "w", "dy"})  # defined before the step begins
 PLACED_KINDS = frozenset({"w", "s", "sw", "ss", "dw", "scale"})  # of placed units there if they are stored
@@ -236,7 +236,7 @@ class Lifetimes:
 def at_the_end(program: Program, placement: Placement, updates: Updates, lifetimes: Lifetimes) -> Iterator[str]:
     """All that must outlive the step does, nothing else is left behind, and the planned peaks are true."""
     yield from updates.missing({value.unit for value in lifetimes.all_additions})
-    stored = placement.homes(late=placement.has_late and any(op.verb == "norm" for op in program.ops))
+    stored = placement.homes(late=placement.has_late and any(op.verb in NORMS for op in program.ops))
     for value in sorted(stored, key=str):
         if _anywhere(value) in updates.changed:
             yield f"{value} is not what the update has made"

@@ -20,11 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from gs_compile.placement.shards import pieces
 from gs_compile.program.ir import ORDERS, SHADOWS, Op, Order, Schedule, Tier, Unit, Value, homed
-
-# Elements. Cuts are at multiples, so that a part begins on a 4 KiB page in 16 bits and in 32, and that the optimizer's
-# vector code takes every element the same way wherever a unit is cut.
-QUANTUM = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +92,11 @@ class UnitPlacement:
     @cached_property
     def dw(self) -> dict[str, Group]:
         return {group.letter: group for group in self.groups}
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """Where each starts and stops, of those in which ranks exchange a unit."""
+        return pieces(self.num_trained, self.numel)
 
     @cached_property
     def ssd_zone(self) -> tuple[int, int]:
@@ -176,6 +178,7 @@ class Placement:
     device_checkpoint_ratio: of the checkpoints, how many stay in memory of the device's own.
     gradient_ratio: of the units, how many have their gradient sums in host memory between two micro-batches of the
         horizontal order; those of the others go to SSD.
+    world: the ranks that share all units; `units` and all sizes but activations are one rank's share.
     room: for what the schedule `lifetime` keeps where it is; None: nothing is kept, as in the horizontal schedule.
     """
 
@@ -191,6 +194,7 @@ class Placement:
     device_checkpoint_ratio: float = 0.0
     room: Room | None = None
     speculative: bool = False
+    world: int = 1
 
     def __post_init__(self) -> None:
         on_device = self.device_checkpoint_ratio or any(unit.num_resident for unit in self.units)
@@ -230,9 +234,19 @@ class Placement:
         return "host" if _is_chosen(self.units.index(unit), self.gradient_ratio) else "ssd"
 
     @property
-    def num_pieces(self) -> int:
-        """In how many pieces a unit's parameters go to the device: one beside each micro-batch of a stage."""
-        return 1 if self.order == "horizontal" else len(self.x_nbytes)
+    def device_tier(self) -> Tier:
+        """Where the device's memory is counted."""
+        return "device" if self.separate else "host"
+
+    def pieces(self, unit: UnitPlacement) -> Mapping[int, tuple[int, int]]:
+        """Where each piece in which a unit goes to the device starts and stops: one beside each micro-batch of a stage,
+        or those in which ranks gather it.
+        """
+        first = unit.num_resident
+        if self.world > 1:
+            return {k: (start, stop) for k, (start, stop) in enumerate(unit.pieces) if start >= first}
+        number, numel = 1 if self.order == "horizontal" else len(self.x_nbytes), unit.numel - first
+        return {k: (first + numel * k // number, first + numel * (k + 1) // number) for k in range(number)}
 
     def speculated(self, unit: UnitPlacement) -> tuple[Group, ...]:
         """The groups of a unit whose updates may be rolled back."""

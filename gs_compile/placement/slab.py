@@ -31,6 +31,7 @@ from gs_compile.placement.liveness import LiveRange, live_ranges, nbytes_alive
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import Occupants
 from gs_compile.program.ir import TIED, Op, Program, Tier, Value, height
+from gs_compile.program.verbs import NORMS
 
 PAGE_NBYTES = 4096  # what direct I/O asks of addresses, offsets and lengths; no drive asks for more
 EVER = -(1 << 30), 1 << 30  # a span that overlaps all others
@@ -104,7 +105,7 @@ def plan_offsets(ranges: Sequence[LiveRange], ops: Sequence[Op], placement: Plac
         if live.slot.tier == "host" and nbytes and key not in fixed.always:
             span = live.first, len(ops) if live.last is None else live.last
             wanted[key] = rounded(nbytes), (*wanted.get(key, (0, ()))[1], span)
-    updates = any(op.verb in ("norm", "update") for op in ops)
+    updates = any(op.verb in NORMS or op.verb == "update" for op in ops)
     packing = _Packing(fixed.always_nbytes if updates else fixed.nbytes)
     packing.put((EVER,), fixed.nbytes, 0)
     for key in wanted.keys() & fixed.shared.keys():

@@ -12,6 +12,7 @@ from collections import Counter
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import Op, Program
+from gs_compile.program.values import whole_kind
 
 
 def traffic(program: Program, placement: Placement) -> dict[tuple[str, str], int]:
@@ -23,16 +24,19 @@ def traffic(program: Program, placement: Placement) -> dict[tuple[str, str], int
     """
     moved: Counter[tuple[str, str]] = Counter()
     for op in program.ops:
-        if op.verb in ("prefetch", "offload"):
-            moved[op.lane, op.reads[0].kind] += op_nbytes(op, placement)
+        if op.verb in ("prefetch", "offload") or op.lane == "net":
+            moved[op.lane, whole_kind(op.reads[0])] += op_nbytes(op, placement)
     return {key: nbytes for key, nbytes in sorted(moved.items()) if nbytes}
 
 
 def op_nbytes(op: Op, placement: Placement) -> int:
-    """The bytes that one transfer moves."""
+    """The bytes that one transfer moves; of a collective those that come from other ranks, and as many go there."""
+    if op.verb == "reduce_scatter":
+        return (placement.world - 1) * nbytes_of(placement, op.results[0])
     piece = op.results[0].piece if op.results else None
     if piece is not None:
-        nbytes, number = sum(nbytes_of(placement, value) for value in op.reads), placement.num_pieces
-        return nbytes * (piece + 1) // number - nbytes * piece // number  # such that all shares add up
+        unit = placement.by_unit[op.results[0].unit or 0]
+        start, stop = (unit.pieces if op.lane == "net" else placement.pieces(unit))[piece]
+        return (stop - start) * unit.itemsize * (placement.world - 1 if op.lane == "net" else 1)
     # A whole gradient leaves the device as parts, and not always all of them: what arrives is what has moved.
     return sum(nbytes_of(placement, value) for value in (*op.results, *op.into))

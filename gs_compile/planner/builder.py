@@ -17,7 +17,8 @@ class StepBuilder:
     """Of one model: its units, and how its steps are laid out.
 
     x_nbytes, side_nbytes: of the checkpoint and of the side inputs of each micro-batch.
-    separate: the device has memory of its own. clip: gradients are clipped.
+    separate: the device has memory of its own. clip: gradients are clipped. world: the ranks that share the units, of
+        which `sizes` are one's shares.
     """
 
     sizes: tuple[UnitSize, ...]
@@ -29,6 +30,7 @@ class StepBuilder:
     clip: bool = False
     schedule: Schedule = "vertical"
     snake: bool = True
+    world: int = 1
 
     @classmethod
     def of(
@@ -73,6 +75,7 @@ class StepBuilder:
             side_nbytes=self.side_nbytes,
             num_layers=self.num_layers,
             schedule=self.schedule,
+            world=self.world,
         )
 
     def program(self, placement: Placement, *, redo: bool = True) -> Program:

@@ -30,6 +30,8 @@ KINDS = {
     "dside": "gradient of the side inputs, summed over layers",
     "dw": "gradient of a unit's parameters, summed over micro-batches in fp32",
     "s": "optimizer state of a unit: fp32 master parameters, where the parameters are narrower, and moments",
+    "shard": "what one rank has of a unit's parameters, on its way to all ranks",
+    "dshard": "what one rank has of a unit's gradient, summed over all ranks",
     "norm": "sum of squares of a unit's gradient",
     "scale": "what clipping multiplies all gradients of a step by",
     "sw": "shadow copy of parameters: what an update makes that may be rolled back",
@@ -38,6 +40,7 @@ KINDS = {
 
 SHADOWS = {"w": "sw", "s": "ss"}  # the kind of a part's shadow copy
 SHADOWED = {shadow: kind for kind, shadow in SHADOWS.items()}
+SHARDS = {"shard": "w", "dshard": "dw"}  # of what each is a rank's share
 
 
 class Value(NamedTuple):
@@ -65,6 +68,11 @@ class Value(NamedTuple):
 def homed(value: Value) -> Value:
     """The part that a value is a shadow copy of; any other value itself."""
     return value._replace(kind=SHADOWED[value.kind]) if value.kind in SHADOWED else value
+
+
+def whole_kind(value: Value) -> str:
+    """The kind of what a value is a rank's share of; of any other value its own."""
+    return SHARDS.get(value.kind, value.kind)
 
 
 class Stage(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from gs_compile.program.values import EPILOGUE, PROLOGUE, SHADOWS, TIED, Stage, Tier, Unit, Value, homed
+from gs_compile.program.values import EPILOGUE, PROLOGUE, SHADOWS, TIED, Stage, Tier, Unit, Value, homed, whole_kind
 
 Role = Literal["reads", "results", "into"]
 
@@ -29,6 +29,8 @@ VERBS = {
     "prefetch": "movement towards the device",
     "offload": "movement away from the device; with into=, to where the value is stored",
     "gather": "a unit's parameters from their parts or pieces",
+    "all_gather": "a piece of a unit's parameters, of which each rank has a share",
+    "reduce_scatter": "this rank's share of the sum of a complete gradient over all ranks, and the norm of the whole",
     "alias": "the same under another name, for later: no copy where that can be",
     "empty": "memory that is about to be filled",
     "zeros": "a gradient's accumulator",
@@ -37,7 +39,7 @@ VERBS = {
 
 # What takes no time on any resource of the machine: it happens when issued.
 MEMORY_VERBS = frozenset({"gather", "alias", "empty", "zeros", "free", "commit"})
-MOVEMENTS = frozenset({"prefetch", "offload", "alias", "gather", "empty"})  # may define what has been there before
+MOVEMENTS = frozenset({"prefetch", "offload", "alias", "gather", "all_gather", "empty"})  # may define what has been there before
 
 # The lanes of transfers, by where from and where to. A lane is first-in-first-out; lanes run side by side.
 TRANSFER_LANES = {
@@ -46,6 +48,8 @@ TRANSFER_LANES = {
     ("ssd", "host"): "ssd_read",
     ("host", "ssd"): "ssd_write",
 }
+COLLECTIVES = frozenset({"all_gather", "reduce_scatter"})  # all ranks take part, in the same order
+NORMS = frozenset({"norm", "reduce_scatter"})  # complete a gradient
 LANES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu", "net")
 
 SHARED_KINDS = frozenset({"total", "w", "dw"})  # one value for all micro-batches of a step
@@ -82,6 +86,8 @@ class Op:
             return "memory"
         if self.verb in ("prefetch", "offload"):
             return TRANSFER_LANES[self.reads[0].tier or "", (*self.results, *self.into)[0].tier or ""]
+        if self.verb in COLLECTIVES:
+            return "net"
         return "cpu" if self.verb == "update" else "compute"
 
     def __str__(self) -> str:
@@ -187,7 +193,7 @@ def _is_transfer(op: Op) -> bool:
     tiers = {value.tier for value in op.reads}, {value.tier for value in to}
     if not (op.reads and to) or bool(op.results) == bool(op.into) or any(len(side) != 1 for side in tiers):
         return False
-    if len({(homed(value).kind, value.unit) for value in (*op.reads, *to)}) != 1:
+    if len({(whole_kind(homed(value)), value.unit) for value in (*op.reads, *to)}) != 1:
         return False
     route = (op.reads[0].tier or "", to[0].tier or "")
     return route in TRANSFER_LANES and (op.verb == "prefetch") == (route in (("ssd", "host"), ("host", "device")))
@@ -199,8 +205,15 @@ def _is_gather(op: Op) -> bool:
     return op.results == (whole,) and not op.into and bool(op.reads) and are_parts
 
 
+def _is_all_gather(op: Op) -> bool:
+    (unit,) = {value.unit for value in op.values} if len({value.unit for value in op.values}) == 1 else (None,)
+    whole = [result._replace(piece=None) for result in op.results] == [Value("w", unit)]
+    kinds = {value.kind for value in op.reads if value.kind == "shard" or value.part}
+    return whole and not op.into and kinds in ({"shard"}, {"w"}) and len(op.reads) >= 1
+
+
 def _is_alias(op: Op) -> bool:
-    same = {(value.kind, value.unit, value.micro_batch) for value in (*op.reads, *op.results)}
+    same = {(whole_kind(value), value.unit, value.micro_batch) for value in (*op.reads, *op.results)}
     return len(op.reads) == 1 and bool(op.results) and not op.into and len(same) == 1
 
 
@@ -208,7 +221,7 @@ def _is_update(op: Op) -> bool:
     """Speculative, it also reads what stays as it is."""
     units = {value.unit for value in op.reads + op.into if value.kind != "scale"}
     changed = {homed(value).kind for value in op.into}
-    is_known = re.match("dw( scale|( w| s)*) >  > ", _shape(op)) is not None
+    is_known = re.match("(dw|dshard)( scale|( w| s)*) >  > ", _shape(op)) is not None
     return is_known and len(units) == 1 and {"w"} <= changed <= CHANGED_KINDS
 
 
@@ -229,6 +242,14 @@ LAWS: dict[str, tuple[str, Callable[[Op], bool]]] = {
     "prefetch": ("takes values of one kind and unit from ssd to host, or from host to device", _is_transfer),
     "offload": ("takes values of one kind and unit from device to host, or from host to ssd", _is_transfer),
     "gather": ("takes all parts or pieces of one unit's parameters, and defines the whole on the device", _is_gather),
+    "all_gather": ("takes a unit's shard or parts of it, and defines a piece of the whole", _is_all_gather),
+    "reduce_scatter": (
+        "takes a complete gradient, and defines this rank's share of it, and its norm",
+        lambda op: (
+            _shape(op) == "dw > dshard norm > "
+            and op.results == (Value("dshard", op.reads[0].unit), Value("norm", op.reads[0].unit))
+        ),
+    ),
     "alias": ("takes one value, and defines it under another name", _is_alias),
     "empty": ("takes nothing, and defines a part of a unit's parameters", lambda op: _shape(op) == " > w > "),
     "norm": (

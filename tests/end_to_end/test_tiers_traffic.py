@@ -7,7 +7,7 @@ import re
 import pytest
 from tiered import LENGTH, Harness, adamw, gpt2, moved, options, step, tokens
 
-from gs_compile.placement.placement import QUANTUM
+from gs_compile.placement.shards import QUANTUM
 
 KEEPS_CAPTURES = True
 NUM_LAYERS, WIDTH, VOCABULARY = 3, 32, 301

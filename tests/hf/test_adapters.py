@@ -18,7 +18,7 @@ import gs_compile.hf
 from gs_compile.capture.dynamo import absorb_libraries
 from gs_compile.errors import UniformityError
 from gs_compile.model.residency import is_offloaded
-from gs_compile.placement.placement import QUANTUM
+from gs_compile.placement.shards import QUANTUM
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),  # in PEFT

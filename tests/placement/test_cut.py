@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gs_compile.placement.cut import cut, cut_units
-from gs_compile.placement.placement import QUANTUM
+from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.workload import UnitSize
 
 Q = QUANTUM

@@ -12,7 +12,7 @@ from planned import A100, gpt
 from transformers import GPT2Config
 
 from gs_compile.errors import NoFitError, OptionError, PlanError, ProfileError
-from gs_compile.placement.placement import QUANTUM
+from gs_compile.placement.shards import QUANTUM
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.plan import plan
 

@@ -7,7 +7,7 @@ import torch
 import zoo
 
 from gs_compile.errors import CaptureError
-from gs_compile.placement.placement import QUANTUM
+from gs_compile.placement.shards import QUANTUM
 from gs_compile.planner.cost import workload as module
 from gs_compile.planner.cost.meta import DEPTH
 from gs_compile.planner.cost.workload import ModelSpec
