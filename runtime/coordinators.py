@@ -21,6 +21,7 @@ import torch
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement, UnitPlacement
 from gs_compile.program.ir import Op, Unit, Value, homed
+from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.ssd import Transfer
 from gs_compile.runtime.store import Extent, Store
 from gs_compile.runtime.stream import Device
@@ -50,15 +51,22 @@ class Bindings:
 
 
 class Setting:
-    """What the coordinators of a run share: where values live, in which type, and on which device.
+    """What the coordinators of a run share: where values live, in which type, on which device, and with which ranks.
 
-    dtypes: of the parameters of each unit; store: None where everything is in host memory.
+    dtypes: of the parameters of each unit; store: None where everything is in host memory; ranks: None where there are
+        no others.
     """
 
     def __init__(
-        self, placement: Placement, dtypes: Mapping[Unit, torch.dtype], store: Store | None, device: Device
+        self,
+        placement: Placement,
+        dtypes: Mapping[Unit, torch.dtype],
+        store: Store | None,
+        device: Device,
+        ranks: Ranks | None = None,
     ) -> None:
         self.placement = placement
+        self.ranks = ranks
         self.dtypes = dtypes
         self.store = store
         self.device = device
@@ -100,7 +108,7 @@ class Parameters:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._zones: dict[Unit, Tensor] = {}  # what a unit's code reads where it is stored
-        self._staged: WeakValueDictionary[Unit, Tensor] = WeakValueDictionary()  # where its pieces come together
+        self._staged: WeakValueDictionary[tuple[Unit, str], Tensor] = WeakValueDictionary()  # where pieces come together
 
     def close(self) -> None:
         """Let go of all memory."""
@@ -128,14 +136,18 @@ class Parameters:
         home.copy_(shadow)
 
     def allocate(self, value: Value, memory: Tensor | None) -> Tensor:
-        """Memory of a part in host memory, or of the whole unit on the device, to which pieces come."""
+        """Memory of a part in host memory, or of the unit or its shard on the device, to which pieces come."""
         if value.tier != "device":
             return self.setting.part(value, memory)
-        unit = self.setting.unit(value)
-        if value.piece != 0:
-            return self._staged[unit.unit]
-        numel, dtype = unit.numel - unit.num_resident, self.setting.dtypes[unit.unit]
-        whole = self._staged[unit.unit] = self.setting.device.empty((numel,), dtype)
+        placement, unit = self.setting.placement, self.setting.unit(value)
+        is_gathered = placement.world > 1 and value.kind == "w"
+        numel = placement.world * unit.numel if is_gathered else unit.numel - unit.num_resident
+        if not placement.separate:
+            return flat(memory, numel, self.setting.dtypes[unit.unit])
+        if value.piece != (0 if is_gathered else min(placement.pieces(unit))):
+            return self._staged[unit.unit, value.kind]
+        whole = self.setting.device.empty((numel,), self.setting.dtypes[unit.unit])
+        self._staged[unit.unit, value.kind] = whole
         return whole
 
     def gather(
@@ -143,9 +155,13 @@ class Parameters:
     ) -> dict[int, Tensor]:
         """A unit's parameters as its code takes them: views, nothing is moved.
 
-        They are in the zone that stays, on the device or in host memory that it reads, or in what has come behind it.
+        They are in the zone that stays, on the device or in host memory that it reads, or in what has come behind it;
+        where ranks share the unit, in what was gathered.
         """
         unit = self.setting.unit(value)
+        if self.setting.ranks:
+            assert staged is not None
+            return {binding.input: binding.view(staged) for binding in bindings}
         stays, first, came = self._zones.get(unit.unit), unit.num_resident, staged
         if not self.setting.placement.separate:
             first, (start, stop) = unit.host_numel, unit.ssd_zone
@@ -157,9 +173,9 @@ class Parameters:
             tensors[binding.input] = binding.view(source, 0 if binding.offset < first else first)
         return tensors
 
-    def send_piece(self, op: Op, reads: Sequence[Tensor], whole: Tensor, number: int) -> None:
-        """Copy the k-th of n equal shares of a unit from its parts to the device, where they are not there already."""
-        unit, (start, stop) = self.setting.unit(op.results[0]), self.share(op.results[0], number)
+    def send_piece(self, op: Op, reads: Sequence[Tensor], whole: Tensor) -> None:
+        """Copy a piece of a unit from its parts to the device, where they are not there already."""
+        unit, (start, stop) = self.setting.unit(op.results[0]), self.piece(op.results[0])
         first = unit.num_resident
         for value, content in zip(op.reads, reads, strict=True):
             part = unit.w[value.part]
@@ -168,12 +184,20 @@ class Parameters:
                 source = content[begin - part.start : end - part.start]
                 self.setting.device.copy(whole[begin - first : end - first], source)
 
-    def share(self, piece: Value, number: int) -> tuple[int, int]:
-        """The elements of one of so many pieces."""
-        unit = self.setting.unit(piece)
-        k, first = piece.piece or 0, unit.num_resident
-        numel = unit.numel - first
-        return first + numel * k // number, first + numel * (k + 1) // number
+    def piece(self, value: Value) -> tuple[int, int]:
+        """The elements of a unit that are in a piece which comes from host memory."""
+        return self.setting.placement.pieces(self.setting.unit(value))[value.piece or 0]
+
+    def all_gather(self, op: Op, reads: Sequence[Tensor], whole: Tensor) -> None:
+        """A piece of a unit from all ranks; this one's share is in one stretch of memory, of one or several parts."""
+        ranks, unit = self.setting.ranks, self.setting.unit(op.results[0])
+        assert ranks is not None
+        start, stop = unit.pieces[op.results[0].piece or 0]
+        first = unit.num_resident if op.reads[0].kind == "shard" else unit.w[op.reads[0].part].start
+        offset = int(reads[0].storage_offset()) + start - first
+        share = reads[0].as_strided((stop - start,), (1,), offset)
+        ranks.all_gather(whole[ranks.number * start : ranks.number * stop], share)
+        self.setting.device.hold(whole, share)
 
 
 class Activations:

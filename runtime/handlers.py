@@ -12,9 +12,12 @@ from typing import Any
 import torch
 
 from gs_compile.placement.placement import Placement
+from gs_compile.placement.traffic import op_nbytes
 from gs_compile.program.ir import Op, Value
+from gs_compile.program.values import whole_kind
 from gs_compile.runtime import coordinators
 from gs_compile.runtime.coordinators import Bindings
+from gs_compile.runtime.optimizer import SharedNorm
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.values import flat_of
 
@@ -44,8 +47,12 @@ class Handlers:
                 return tiers.optimizer.gradient(verb, value, source, memory, self.bindings.parameters[unit])
             case "alias", _:
                 return tiers.activations.keep(value, source, memory)
-            case _, "w":
+            case _, "w" | "shard":
                 return tiers.parameters.allocate(value, memory)
+            case _, "dshard":
+                return tiers.optimizer.shard(value, memory)
+            case _, "norm":
+                return SharedNorm()
             case _, "s":
                 return tiers.setting.part(value, memory)
             case _:
@@ -55,9 +62,11 @@ class Handlers:
         """What a transfer's lane does, given the contents it reads and those it defines or changes."""
         if op.lane in ("ssd_read", "ssd_write"):
             coordinators.transfer(reads, targets)
+        elif op.verb == "all_gather":
+            self.tiers.parameters.all_gather(op, reads, targets[0])
         elif op.results and op.results[0].piece is not None:
-            self.tiers.parameters.send_piece(op, reads, targets[0], self.placement.num_pieces)
-        elif op.reads[0].kind == "dw" and op.results[0].part:
+            self.tiers.parameters.send_piece(op, reads, targets[0])
+        elif whole_kind(op.reads[0]) == "dw" and op.results[0].part:
             self.tiers.optimizer.split(op, reads[0], targets)
         else:
             for source, target in zip(reads, targets, strict=True):
@@ -67,7 +76,9 @@ class Handlers:
         """The bytes that an operation of a lane moves into `targets`."""
         if op.verb == "update":
             return 0
+        if op.lane == "net":
+            return op_nbytes(op, self.placement)
         if op.results and op.results[0].piece is not None:
-            start, stop = self.tiers.parameters.share(op.results[0], self.placement.num_pieces)
+            start, stop = self.tiers.parameters.piece(op.results[0])
             return (stop - start) * self.tiers.setting.unit(op.results[0]).itemsize
         return sum(target.nbytes for target in targets)

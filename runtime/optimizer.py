@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,30 @@ from gs_compile.placement.placement import Group, Stretch, UnitPlacement
 from gs_compile.program.ir import SHADOWS, Op, Unit, Value, homed
 from gs_compile.runtime.coordinators import Binding, Setting, flat
 from gs_compile.runtime.kernels import CHUNK, Rule, sum_of_squares
+from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.store import Extent
 from gs_compile.runtime.stream import Reading
 from gs_compile.runtime.values import Gradient, flat_of
 
 Tensor = torch.Tensor
+
+
+@dataclass
+class SharedNorm:
+    """The sum of squares of a gradient that ranks share, and the sum of their losses.
+
+    losses: this rank's, with the first gradient of a step; factor: of the gradient.
+    """
+
+    losses: Sequence[Reading] = ()
+    factor: Tensor | None = None
+    ticket: Ticket | None = None  # of the exchange
+    arrived: Sequence[Reading] = ()
+
+    def reading(self, index: int) -> float:
+        assert self.ticket is not None
+        self.ticket.wait()
+        return self.arrived[index]()
 
 
 @dataclass
@@ -66,6 +86,13 @@ class StepRecord:
         """The units that have been updated before it was known that the step is skipped."""
         finite = [math.isfinite(square()) for square in self.squares.values()]
         return [unit for unit, number in self.issued if all(finite[:number])]
+
+    def share(self, unit: Unit, norm: SharedNorm, ticket: Ticket) -> None:
+        """Read the norm of a unit from an exchange that was submitted, and of the first one whether a loss is bad."""
+        norm.ticket = ticket
+        if norm.losses:
+            self.losses = (partial(norm.reading, 1),)
+        self.squares[unit] = partial(norm.reading, 0)
 
     def so_far(self) -> StepRecord:
         """What is known when an update is issued; what comes later does not change it."""
@@ -117,33 +144,60 @@ class OptimizerStep:
             return setting.extent(f"dw{unit.unit}", nbytes_of(setting.placement, value))
         elif value.tier == "host":
             return setting.part(value, memory)
-        elif setting.placement.separate:
-            whole = setting.device.empty((unit.num_trained,), setting.state_dtype(unit.unit))
         else:
-            whole = flat(memory, unit.num_trained, setting.state_dtype(unit.unit))
+            whole = self._on_device(unit, setting.placement.world * unit.num_trained, memory)
         if value.tier != "device":
             return whole
         views = {binding.input: binding.view(whole) for binding in bindings if binding.trained}
         return Gradient(whole, views, () if verb == "zeros" else self._added[unit.unit])
 
-    def split(self, op: Op, gradient: Gradient, targets: Sequence[Tensor]) -> None:
+    def shard(self, value: Value, memory: Tensor | None) -> Tensor:
+        """Memory of this rank's share of a gradient."""
+        unit = self.setting.unit(value)
+        return self._on_device(unit, unit.num_trained, memory)
+
+    def _on_device(self, unit: UnitPlacement, numel: int, memory: Tensor | None) -> Tensor:
+        """Elements of a gradient; `memory`: where the device's is the host's."""
+        dtype = self.setting.state_dtype(unit.unit)
+        return self.setting.device.empty((numel,), dtype) if self.setting.placement.separate else flat(memory, numel, dtype)
+
+    def split(self, op: Op, gradient: Gradient | Tensor, targets: Sequence[Tensor]) -> None:
         """Copy the parts of a gradient off the device."""
+        whole = flat_of(gradient)
         for value, target in zip(op.results, targets, strict=True):
             at = 0
             for part in self.setting.unit(value).dw[value.part].w:
-                self.setting.device.copy(target[at : at + part.numel], gradient.flat[part.start : part.stop])
+                self.setting.device.copy(target[at : at + part.numel], whole[part.start : part.stop])
                 at += part.numel
 
     def norm(self, unit: Unit, gradient: Gradient, record: StepRecord) -> Reading:
         """The sum of squares of a complete gradient; where it is not finite, nothing is updated from then on."""
         gradient.complete()
         if self.setting.device.has_own_memory:
-            square = torch.linalg.vector_norm(gradient.flat, dtype=torch.float64).square()
-            record.squares[unit] = self.setting.device.read(square)
+            record.squares[unit] = self.setting.device.read(self._square(gradient.flat))
         else:
             total = sum_of_squares(gradient.flat)
             record.squares[unit] = lambda: total
         return record.squares[unit]
+
+    def _square(self, flat: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+
+    def reduce_scatter(self, unit: UnitPlacement, gradient: Gradient, shard: Tensor, norm: SharedNorm) -> None:
+        """This rank's share of the sum over all ranks, and the sum of squares of the whole; and of the ranks' losses."""
+        ranks, device = self.setting.ranks, self.setting.device
+        assert ranks is not None
+        if norm.factor is not None:
+            gradient.scale(norm.factor)
+        gradient.complete()
+        for start, stop in unit.pieces:
+            if start < unit.num_trained:
+                ranks.reduce_scatter(shard[start:stop], gradient.flat[ranks.number * start : ranks.number * stop])
+        device.hold(gradient.flat, shard)
+        square = self._square(shard) if device.has_own_memory else torch.tensor(sum_of_squares(shard)).double()
+        numbers = torch.stack([square, torch.tensor(sum(loss() for loss in norm.losses)).to(square)])
+        ranks.all_reduce(numbers)
+        norm.arrived = [device.read(number) for number in numbers.unbind()]
 
     def update(self, op: Op, reads: Sequence[Any], targets: Sequence[Tensor], record: StepRecord) -> None:
         """Update parts of a unit, in place."""
@@ -151,7 +205,7 @@ class OptimizerStep:
         group = unit.group_of(op.into[0])
         flats = {(homed(value).kind, value.part): flat for value, flat in zip(op.into, targets, strict=True)}
         kept = {(v.kind, v.part): flat for v, flat in zip(op.reads, reads, strict=True) if v.kind in SHADOWS}
-        is_whole = isinstance(gradient, Gradient) or self.setting.placement.keeps_gradient(unit)
+        is_whole = not op.reads[0].part or self.setting.placement.keeps_gradient(unit)
         sums = flat_of(gradient)
         size = CHUNK * torch.get_num_threads() if kept else None  # copied and updated while it is in cache
         for piece, hyper_index in self._pieces(unit, group, size):

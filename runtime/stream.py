@@ -94,6 +94,9 @@ class Device:
         """Copy on the current stream; on return it is launched. Memory of the device stays until it has been used."""
         target.copy_(source)
 
+    def hold(self, *tensors: Tensor) -> None:
+        """Memory of the device stays until what was launched on the current stream has used it."""
+
     def read(self, number: Tensor) -> Reading:
         """Bring a number of the current stream to the host, without a wait where the device can."""
         value = float(number)
@@ -148,7 +151,10 @@ class Cuda(Device):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
-        for tensor in (target, source):
+        self.hold(target, source)
+
+    def hold(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(self.device))
 

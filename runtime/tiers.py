@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ import torch
 from gs_compile.errors import LaneError
 from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.placement import Placement
+from gs_compile.placement.shards import Owned, owned
 from gs_compile.program.ir import LANES, Program, Unit, Value
 from gs_compile.runtime.coordinators import Activations, Parameters, Setting
 from gs_compile.runtime.lanes import Failure, Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, Recipe, StepRecord
+from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.slab import Block, Slab, map_memory
 from gs_compile.runtime.store import Extent, Store
 from gs_compile.runtime.stream import Event, device_of
@@ -49,7 +52,8 @@ class Slice:
 class Tiers:
     """The homes of a model's parameters and optimizer states, and everything that moves them.
 
-    host_nbytes: the most host memory that is mapped; None: without a bound.
+    host_nbytes: the most host memory that is mapped; None: without a bound. ranks: that share all units; what is read
+        and written are whole parameters, and all ranks read the same ones.
     """
 
     def __init__(
@@ -63,8 +67,9 @@ class Tiers:
         trace: Trace,
         host_nbytes: int | None = None,
         num_threads: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        setting = Setting(placement, dtypes, store, device_of(device))
+        setting = Setting(placement, dtypes, store, device_of(device), ranks)
         self.setting = setting
         self.trace = trace
         self.failure = Failure()
@@ -123,6 +128,8 @@ class Tiers:
 
     def here(self, place: Slice) -> Tensor | None:
         """A parameter's values where they live, if that is memory in one piece; they change with the next update."""
+        if self.setting.ranks:
+            return None
         pieces = list(self._pieces(place, None, torch.empty(place.numel, device="meta")))
         if len(pieces) != 1 or isinstance(pieces[0][0], Extent):
             return None
@@ -144,6 +151,10 @@ class Tiers:
                 content.read(target, start * dtype.itemsize).wait()
             else:
                 target.copy_(content[start : start + len(target)])
+        if ranks := self.setting.ranks:
+            for rank in range(ranks.number):
+                for each in self._owned(place, rank):
+                    ranks.broadcast(flat[each.whole - place.offset :][: each.numel], rank)
         return flat.view(place.shape)
 
     def _write(self, place: Slice, component: int | None, values: Tensor) -> None:
@@ -154,17 +165,26 @@ class Tiers:
                 content[start : start + len(source)].copy_(source)
 
     def _pieces(self, place: Slice, component: int | None, flat: Tensor) -> Iterator[tuple[Any, int, Tensor]]:
-        """Each content that has some of a parameter, or of a component of its state: from where on, and its `flat`."""
+        """Each content that has some of a parameter, or of a component of its state: from where on, and its `flat`.
+
+        Where ranks share the parameter, this rank's.
+        """
         unit = self.placement.by_unit[place.unit]
-        for group in unit.groups:
-            for each in unit.stretches(group, place.offset, place.offset + place.numel):
-                at = each.unit_start - place.offset
+        for group, mine in product(unit.groups, self._owned(place)):
+            for each in unit.stretches(group, mine.local, mine.local + mine.numel):
+                at = each.unit_start - mine.local + mine.whole - place.offset
                 elements = flat[at : at + each.numel]
                 if component is None:
                     yield self._home(unit.value("w", each.w)), each.unit_start - each.w.start, elements
                 elif each.s is not None:
                     start = component * each.s.numel + each.start - each.s.start
                     yield self._home(unit.value("s", each.s)), start, elements
+
+    def _owned(self, place: Slice, rank: int | None = None) -> list[Owned]:
+        """The elements of a parameter that this rank, or another, has."""
+        unit, ranks = self.placement.by_unit[place.unit], self.setting.ranks
+        mine, number = (ranks.rank, ranks.number) if ranks else (0, 1)
+        return list(owned(unit.pieces, mine if rank is None else rank, number, place.offset, place.offset + place.numel))
 
     def _home(self, value: Value) -> Any:
         """What is at home, once nobody works on it any more."""
@@ -188,7 +208,7 @@ class Tiers:
         """The lane of that name; its thread starts with its first operation."""
         assert name in LANES, name
         if name not in self._lanes:
-            stream = self.setting.device.new_stream() if name in ("h2d", "d2h") else None
+            stream = self.setting.device.new_stream() if name in ("h2d", "d2h", "net") else None
             threads = self._num_threads if name == "cpu" else 1  # a copy's team of threads would spin beside compute
             self._lanes[name] = Lane(
                 name, self.failure, self.trace, device=self.setting.device, stream=stream, num_threads=threads

@@ -13,7 +13,7 @@ from gs_compile.capture.graph import Captured, TensorSpec
 from gs_compile.capture.split import Split
 from gs_compile.errors import CaptureError, OptimizerError
 from gs_compile.options import Options
-from gs_compile.placement.shards import QUANTUM
+from gs_compile.placement.shards import QUANTUM, owned, pieces, sharded
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIED, Unit
 from gs_compile.runtime.coordinators import Binding, Bindings
@@ -26,7 +26,8 @@ Run = tuple[int, int, int]  # trained elements of one param group: start, stop, 
 class Layout:
     """The parameters of each unit: trained ones first, by param group, then frozen ones, each at a multiple of QUANTUM.
 
-    A parameter that several units read belongs to unit "t".
+    A parameter that several units read belongs to unit "t". Where ranks share the units, spans and runs are places in
+    what all ranks have together, and sizes are one rank's.
     """
 
     spans: Mapping[int, Slice]  # by input index
@@ -34,12 +35,32 @@ class Layout:
     sizes: tuple[UnitSize, ...]
     dtypes: Mapping[Unit, torch.dtype]
 
+    def runs_of(self, rank: int, world: int) -> Mapping[Unit, Sequence[Run]]:
+        """The runs of one rank's share."""
+        found: dict[Unit, Sequence[Run]] = {}
+        for size in self.sizes:
+            cuts = pieces(size.num_trained, size.numel)
+            found[size.unit] = [
+                (mine.local, mine.local + mine.numel, group)
+                for start, stop, group in self.runs[size.unit]
+                for mine in owned(cuts, rank, world, start, stop)
+            ]
+        return found
 
-def arrange(split: Split, captured: Captured, num_components: int, groups: Mapping[int, int] | None = None) -> Layout:
+
+def arrange(
+    split: Split,
+    captured: Captured,
+    num_components: int,
+    groups: Mapping[int, int] | None = None,
+    *,
+    world: int = 1,
+) -> Layout:
     """The layout of a captured model.
 
     num_components: of the optimizer's state besides a master; groups: the param group of each trained parameter, by
-    input index; None: they are all in one. Raises `CaptureError` for a unit with parameters of several dtypes.
+    input index; None: they are all in one; world: the ranks that share each unit. Raises `CaptureError` for a unit with
+    parameters of several dtypes.
     """
     specs: dict[int, TensorSpec] = {}
     owners: dict[int, Unit] = {}
@@ -56,10 +77,10 @@ def arrange(split: Split, captured: Captured, num_components: int, groups: Mappi
 
     for unit in dict.fromkeys(owners.values()):
         members = sorted((index for index, owner in owners.items() if owner == unit), key=order)
-        sizes.append(_size(unit, [specs[index] for index in members], num_components))
+        sizes.append(sharded(_size(unit, [specs[index] for index in members], num_components), world))
         runs[unit], stop = [], 0
         for (is_frozen, group), same in groupby(members, key=order):
-            start = stop
+            start = stop = world * sizes[-1].num_trained if is_frozen else stop
             for index in same:
                 spans[index] = Slice(unit, stop, specs[index].shape)
                 stop += _padded(specs[index].numel)

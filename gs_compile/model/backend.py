@@ -87,6 +87,8 @@ def _begin(compilation: Compilation, args: Sequence[Any]) -> Call:
         _refuse_a_loss(models[0])
     seed = int(torch.randint(2**62, (), device="cpu")) if any(model.draws_random for model in models) else None
     engine = _engine_for(compilation, models, args)
+    if seed is not None and engine is not None and engine.ranks:
+        seed ^= engine.ranks.rank << 48  # each rank draws its own
     return Call(compilation, models, args, CompiledUnits(parts, seed), training, engine)
 
 

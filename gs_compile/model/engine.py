@@ -37,6 +37,7 @@ from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import Recipe, StepRecord
+from gs_compile.runtime.ranks import ranks_of
 from gs_compile.runtime.store import Store
 from gs_compile.runtime.stream import has_own_memory
 from gs_compile.runtime.threads import update_threads
@@ -75,7 +76,8 @@ class Engine(ParameterStore):
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
         components = optimizer.components
         split, groups = models[0].split, param_groups(compilation, models[0], args, optimizer.group_of)
-        layout = arrange(split, compilation.captured, len(components), groups)
+        self.ranks = ranks_of(self.options)
+        layout = arrange(split, compilation.captured, len(components), groups, world=self._world)
         device = next(args[index].device for index in layout.spans)
         self.planning = PlanCache(
             self.options,
@@ -84,6 +86,7 @@ class Engine(ParameterStore):
             tied_units(split, layout.spans),
             clip=optimizer.max_grad_norm is not None,
             device=device,
+            ranks=self.ranks,
         )
         self._latest = self.planning.placement, self.planning.first_shape  # of the latest call
         tiers = self._make_tiers(layout, optimizer.rule, len(components), device)
@@ -100,6 +103,11 @@ class Engine(ParameterStore):
     @property
     def placement(self) -> Placement:
         return self.planning.placement
+
+    @property
+    def _world(self) -> int:
+        """The ranks that share each unit."""
+        return self.ranks.number if self.ranks else 1
 
     @property
     def room_nbytes(self) -> int:
@@ -127,12 +135,13 @@ class Engine(ParameterStore):
         return Tiers(
             planning.placement,
             layout.dtypes,
-            Recipe(rule, layout.runs, components),
+            Recipe(rule, layout.runs_of(self.ranks.rank if self.ranks else 0, self._world), components),
             store,
             device,
             trace=Trace(events=expert.trace),
             host_nbytes=planning.host_nbytes,
             num_threads=expert.threads or update_threads(beside_compute=not has_own_memory(device)),
+            ranks=self.ranks,
         )
 
     def _adopt(self, spans: Mapping[torch.nn.Parameter, Slice]) -> None:
@@ -142,7 +151,10 @@ class Engine(ParameterStore):
             for parameter, span in spans.items():
                 if not is_offloaded(parameter):
                     stash(parameter)
-                self.tiers.fill(span, residency_of(parameter).stashed_value(parameter).cpu())
+                values = residency_of(parameter).stashed_value(parameter).cpu()
+                if self.ranks:
+                    self.ranks.broadcast(values, 0)
+                self.tiers.fill(span, values)
                 adopt(parameter, self, span)
                 undo.callback(hand_back, parameter)
                 advance()
@@ -202,6 +214,8 @@ class Engine(ParameterStore):
         if optimizer is None:
             raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
         record = optimizer.begin_step()
+        if self.ranks:
+            record.loss_scale *= self.ranks.total  # gradients are summed, and are those of the mean of the ranks' losses
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         executor.record = self.record = record
 

@@ -23,6 +23,7 @@ from gs_compile.planner.planner import Planner
 from gs_compile.planner.simulate.simulator import Simulation, predict
 from gs_compile.planner.step_plan import nbytes_by_home
 from gs_compile.program.ir import Program, StepShape, Unit
+from gs_compile.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from gs_compile.codegen.compiled import SpecializedModel
@@ -43,12 +44,13 @@ class PlanCache:
         *,
         clip: bool,
         device: torch.device,
+        ranks: Ranks | None = None,
     ) -> None:
         self.sizes = sizes
         self._programs: dict[Any, tuple[Program, ...]] = {}
         self._placements: dict[Any, Placement] = {}
         self.first_shape = self.shape(layouts[0], tied, training=True)
-        self.planner = Planner(options, sizes, layouts, self.first_shape, clip=clip, device=device)
+        self.planner = Planner(options, sizes, layouts, self.first_shape, clip=clip, device=device, ranks=ranks)
         self.builder = self.planner.builder
         self.host_nbytes = self.planner.host_nbytes
         self.placement = self.planner.placement()

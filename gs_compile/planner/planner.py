@@ -39,6 +39,7 @@ from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import paragraph
 from gs_compile.program.ir import StepShape
 from gs_compile.progress import stage
+from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.stream import device_of, has_own_memory
 
 if TYPE_CHECKING:
@@ -59,8 +60,10 @@ class Planner:
         *,
         clip: bool,
         device: torch.device,
+        ranks: Ranks | None = None,
     ) -> None:
         self.options = options
+        self.ranks = ranks
         self.layouts = layouts
         self.device = device
         self.host_nbytes = host_budget(options)
@@ -74,6 +77,7 @@ class Planner:
             clip=clip,
             schedule=options.expert.schedule,
             snake=options.expert.snake,
+            world=ranks.number if ranks else 1,
         )
         self.fixed = _fixed(options, clip)
         self.alpha = self.fixed.alpha or 0.0  # without the linear program nothing says that more would be faster
@@ -85,7 +89,13 @@ class Planner:
             raise OptionError(wrong)
 
     def placement(self) -> Placement:
-        """Raises `MemoryBudgetError` where not even the least fits; it says what is needed."""
+        """Raises `MemoryBudgetError` where not even the least fits; it says what is needed. All ranks have the first's."""
+        if self.ranks is None:
+            return self._chosen()
+        chosen = self.ranks.from_first("the plan", self._chosen)
+        return replace(chosen, x_nbytes=self.builder.x_nbytes, side_nbytes=self.builder.side_nbytes)
+
+    def _chosen(self) -> Placement:
         smallest, largest = self._make(0.0, self.alpha), self._make(1.0, self.alpha)
         self._refuse_too_large(smallest)
         if smallest == largest and self.fixed.alpha is not None:
