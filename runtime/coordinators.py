@@ -108,7 +108,7 @@ class Parameters:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._zones: dict[Unit, Tensor] = {}  # what a unit's code reads where it is stored
-        self._staged: WeakValueDictionary[tuple[Unit, str], Tensor] = WeakValueDictionary()  # where pieces come together
+        self._staged: WeakValueDictionary[Unit, Tensor] = WeakValueDictionary()  # where its pieces come together
 
     def close(self) -> None:
         """Let go of all memory."""
@@ -136,18 +136,20 @@ class Parameters:
         home.copy_(shadow)
 
     def allocate(self, value: Value, memory: Tensor | None) -> Tensor:
-        """Memory of a part in host memory, or of the unit or its shard on the device, to which pieces come."""
+        """Memory of a part in host memory; on the device of a piece of a shard, or of all that pieces come to."""
         if value.tier != "device":
             return self.setting.part(value, memory)
         placement, unit = self.setting.placement, self.setting.unit(value)
-        is_gathered = placement.world > 1 and value.kind == "w"
-        numel = placement.world * unit.numel if is_gathered else unit.numel - unit.num_resident
+        dtype = self.setting.dtypes[unit.unit]
+        if value.kind == "shard":
+            start, stop = self.piece(value)
+            return self.setting.device.empty((stop - start,), dtype)
+        numel = placement.world * unit.numel if placement.world > 1 else unit.numel - unit.num_resident
         if not placement.separate:
-            return flat(memory, numel, self.setting.dtypes[unit.unit])
-        if value.piece != (0 if is_gathered else min(placement.pieces(unit))):
-            return self._staged[unit.unit, value.kind]
-        whole = self.setting.device.empty((numel,), self.setting.dtypes[unit.unit])
-        self._staged[unit.unit, value.kind] = whole
+            return flat(memory, numel, dtype)
+        if value.piece != 0:
+            return self._staged[unit.unit]
+        whole = self._staged[unit.unit] = self.setting.device.empty((numel,), dtype)
         return whole
 
     def gather(
@@ -176,7 +178,7 @@ class Parameters:
     def send_piece(self, op: Op, reads: Sequence[Tensor], whole: Tensor) -> None:
         """Copy a piece of a unit from its parts to the device, where they are not there already."""
         unit, (start, stop) = self.setting.unit(op.results[0]), self.piece(op.results[0])
-        first = unit.num_resident
+        first = start if op.results[0].kind == "shard" else unit.num_resident
         for value, content in zip(op.reads, reads, strict=True):
             part = unit.w[value.part]
             begin, end = max(start, part.start), min(stop, part.stop)
@@ -193,7 +195,7 @@ class Parameters:
         ranks, unit = self.setting.ranks, self.setting.unit(op.results[0])
         assert ranks is not None
         start, stop = unit.pieces[op.results[0].piece or 0]
-        first = unit.num_resident if op.reads[0].kind == "shard" else unit.w[op.reads[0].part].start
+        first = start if op.reads[0].kind == "shard" else unit.w[op.reads[0].part].start
         offset = int(reads[0].storage_offset()) + start - first
         share = reads[0].as_strided((stop - start,), (1,), offset)
         ranks.all_gather(whole[ranks.number * start : ranks.number * stop], share)

@@ -119,10 +119,10 @@ def _gradient(placement: Placement, value: Value) -> Slot:
 
 
 def _shard(placement: Placement, value: Value) -> Slot:
-    """All pieces that come from host memory, together."""
     assert value.unit is not None
     unit = placement.by_unit[value.unit]
-    return Slot((value.unit, "shard"), "device", (unit.numel - unit.num_resident) * unit.itemsize)
+    start, stop = unit.pieces[value.piece or 0]
+    return Slot(value, "device", (stop - start) * unit.itemsize)
 
 
 def _gradient_shard(placement: Placement, value: Value) -> Slot:
