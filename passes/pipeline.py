@@ -2,7 +2,8 @@
 
 The rows below say it: with S the stage of the layer itself, in the forward or the backward, a transfer is issued in
 S + the number in its row. The second number is for a device that reads host memory itself: no stage is spent on the way
-between them; where ranks share the units, one is spent on gathering. A unit that is updated in several groups, as it is larger than a layer, takes one stage more for each.
+between them; where ranks share the units, one is spent on gathering. A unit that is updated in several groups, as it is
+larger than a layer, takes one stage more for each.
 
 What would come before the first stage stands in `fill`, what would come after the last in `drain`.
 """
@@ -142,7 +143,9 @@ class _StageAssigner:
             case "read":
                 return self._before_reader(here, position - (op.verb != "alias"))
             case "piece":  # so that it shares the link with that micro-batch's checkpoint
-                return IssuePoint(stage, self._beside(op, stage), BEFORE) if 0 <= stage < self.last else IssuePoint(stage)
+                return (
+                    IssuePoint(stage, self._beside(op, stage), BEFORE) if 0 <= stage < self.last else IssuePoint(stage)
+                )
             case "end":
                 return IssuePoint(stage, self.sizes[stage], AFTER)
         if name == "offload dw host>ssd":  # has to have left before the stage that needs it again

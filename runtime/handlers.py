@@ -13,8 +13,7 @@ import torch
 
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import op_nbytes
-from gs_compile.program.ir import Op, Value
-from gs_compile.program.values import whole_kind
+from gs_compile.program.ir import Op, Value, whole_kind
 from gs_compile.runtime import coordinators
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.optimizer import SharedNorm
@@ -64,6 +63,8 @@ class Handlers:
             coordinators.transfer(reads, targets)
         elif op.verb == "all_gather":
             self.tiers.parameters.all_gather(op, reads, targets[0])
+        elif op.verb == "reduce_scatter":
+            self.tiers.optimizer.reduce_scatter(op, reads[0], *targets)
         elif op.results and op.results[0].piece is not None:
             self.tiers.parameters.send_piece(op, reads, targets[0])
         elif whole_kind(op.reads[0]) == "dw" and op.results[0].part:

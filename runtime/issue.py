@@ -10,7 +10,7 @@ it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -21,7 +21,7 @@ from gs_compile.placement.device_memory import DeviceMemory
 from gs_compile.placement.liveness import Slots
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import range_of
-from gs_compile.program.ir import Op, Program, Value, homed
+from gs_compile.program.ir import Op, Program, Value, homed, whole_kind
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.executor import Executor, forward_end
 from gs_compile.runtime.handlers import Handlers
@@ -30,7 +30,7 @@ from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.slab import Place
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Label, name_of
-from gs_compile.runtime.values import Gradient, ValueTable
+from gs_compile.runtime.values import ValueTable
 
 UNIT_KINDS = frozenset({"w", "s", "dw", "scale"})  # of units, not of micro-batches
 
@@ -63,7 +63,6 @@ class TieredExecutor(Executor):
         self._slots = Slots(placement)
         self._handlers = Handlers(tiers, placement, units, bindings)
         self._on_device = program.device and DeviceMemory(program.device, attrgetter("done"), tiers.ended_on_device)
-        self._computing = False
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients there are: between forward and backward, the head's own.
@@ -265,10 +264,10 @@ class TieredExecutor(Executor):
         targets = [*(content for content, _ in made), *(self._content(value) for value in op.into)]
         if op.lane in ("h2d", "net"):
             after += self._launched()  # the memory was in use on the stream that computes
+        if op.verb == "reduce_scatter" and self.record:
+            self.record.share(op.reads[0].unit or 0, targets[1], self._factor)
         if op.verb == "update":
             work = partial(self.tiers.optimizer.update, op, reads, targets, self._record_of(op))
-        elif op.verb == "reduce_scatter":
-            work = self._reduce_scatter(op, reads[0], targets)
         else:
             work = partial(self._handlers.move, op, reads, targets)
         ticket = self.tiers.lane(op.lane).submit(
@@ -276,25 +275,17 @@ class TieredExecutor(Executor):
             work,
             after,
             nbytes=self._handlers.moved_nbytes(op, targets),
-            kind=homed(op.values[0]).kind,
+            kind=whole_kind(homed(op.values[0])),
             stage=str(op.stage),
         )
-        if op.verb == "reduce_scatter" and self.record is not None:
-            self.record.share(op.reads[0].unit or 0, targets[1], ticket)
+        if op.verb == "reduce_scatter":
+            targets[1].ticket = ticket
         for value in op.reads:
             self._table(value).use(value, ticket)
         for value, (content, place) in zip(op.results, made, strict=True):
             self._table(value).define(value, content, (ticket,), place=place)
         for value in op.into:
             self._table(value).change(value, ticket)
-
-    def _reduce_scatter(self, op: Op, gradient: Gradient, targets: Sequence[Any]) -> Callable[[], None]:
-        """The exchange of a complete gradient; the first of a step tells all ranks of this one's losses."""
-        assert self.record is not None
-        shard, norm = targets
-        norm.factor, norm.losses = self._factor, () if self.record.squares else self.record.losses
-        unit = self.tiers.setting.unit(op.reads[0])
-        return partial(self.tiers.optimizer.reduce_scatter, unit, gradient, shard, norm)
 
     def _record_of(self, op: Op) -> StepRecord:
         """Whose update: a late one belongs to the step before. What an early one reads is what is known by now."""

@@ -87,11 +87,11 @@ class StepRecord:
         finite = [math.isfinite(square()) for square in self.squares.values()]
         return [unit for unit, number in self.issued if all(finite[:number])]
 
-    def share(self, unit: Unit, norm: SharedNorm, ticket: Ticket) -> None:
-        """Read the norm of a unit from an exchange that was submitted, and of the first one whether a loss is bad."""
-        norm.ticket = ticket
-        if norm.losses:
-            self.losses = (partial(norm.reading, 1),)
+    def share(self, unit: Unit, norm: SharedNorm, factor: Tensor | None) -> None:
+        """Read the norm of a unit from an exchange, and from the first of a step whether any rank's loss is bad."""
+        norm.factor = factor
+        if not self.squares:
+            norm.losses, self.losses = self.losses, (partial(norm.reading, 1),)
         self.squares[unit] = partial(norm.reading, 0)
 
     def so_far(self) -> StepRecord:
@@ -159,7 +159,11 @@ class OptimizerStep:
     def _on_device(self, unit: UnitPlacement, numel: int, memory: Tensor | None) -> Tensor:
         """Elements of a gradient; `memory`: where the device's is the host's."""
         dtype = self.setting.state_dtype(unit.unit)
-        return self.setting.device.empty((numel,), dtype) if self.setting.placement.separate else flat(memory, numel, dtype)
+        return (
+            self.setting.device.empty((numel,), dtype)
+            if self.setting.placement.separate
+            else flat(memory, numel, dtype)
+        )
 
     def split(self, op: Op, gradient: Gradient | Tensor, targets: Sequence[Tensor]) -> None:
         """Copy the parts of a gradient off the device."""
@@ -174,18 +178,15 @@ class OptimizerStep:
         """The sum of squares of a complete gradient; where it is not finite, nothing is updated from then on."""
         gradient.complete()
         if self.setting.device.has_own_memory:
-            record.squares[unit] = self.setting.device.read(self._square(gradient.flat))
+            record.squares[unit] = self.setting.device.read(_square(gradient.flat))
         else:
             total = sum_of_squares(gradient.flat)
             record.squares[unit] = lambda: total
         return record.squares[unit]
 
-    def _square(self, flat: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
-
-    def reduce_scatter(self, unit: UnitPlacement, gradient: Gradient, shard: Tensor, norm: SharedNorm) -> None:
-        """This rank's share of the sum over all ranks, and the sum of squares of the whole; and of the ranks' losses."""
-        ranks, device = self.setting.ranks, self.setting.device
+    def reduce_scatter(self, op: Op, gradient: Gradient, shard: Tensor, norm: SharedNorm) -> None:
+        """This rank's share of the sum over all ranks, the sum of squares of the whole, and the sum of the losses."""
+        unit, ranks, device = self.setting.unit(op.reads[0]), self.setting.ranks, self.setting.device
         assert ranks is not None
         if norm.factor is not None:
             gradient.scale(norm.factor)
@@ -194,7 +195,7 @@ class OptimizerStep:
             if start < unit.num_trained:
                 ranks.reduce_scatter(shard[start:stop], gradient.flat[ranks.number * start : ranks.number * stop])
         device.hold(gradient.flat, shard)
-        square = self._square(shard) if device.has_own_memory else torch.tensor(sum_of_squares(shard)).double()
+        square = _square(shard) if device.has_own_memory else torch.tensor(sum_of_squares(shard), dtype=torch.float64)
         numbers = torch.stack([square, torch.tensor(sum(loss() for loss in norm.losses)).to(square)])
         ranks.all_reduce(numbers)
         norm.arrived = [device.read(number) for number in numbers.unbind()]
@@ -245,3 +246,8 @@ class OptimizerStep:
 
 def _parameters(flats: Mapping[tuple[str, str], Tensor], piece: Stretch) -> Tensor:
     return flats["w", piece.w.letter][piece.unit_start - piece.w.start :][: piece.numel]
+
+
+def _square(flat: Tensor) -> Tensor:
+    found: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+    return found

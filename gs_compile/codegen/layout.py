@@ -17,6 +17,7 @@ from gs_compile.placement.shards import QUANTUM, owned, pieces, sharded
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIED, Unit
 from gs_compile.runtime.coordinators import Binding, Bindings
+from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.tiers import Slice
 
 Run = tuple[int, int, int]  # trained elements of one param group: start, stop, group
@@ -26,26 +27,14 @@ Run = tuple[int, int, int]  # trained elements of one param group: start, stop, 
 class Layout:
     """The parameters of each unit: trained ones first, by param group, then frozen ones, each at a multiple of QUANTUM.
 
-    A parameter that several units read belongs to unit "t". Where ranks share the units, spans and runs are places in
-    what all ranks have together, and sizes are one rank's.
+    A parameter that several units read belongs to unit "t". Where ranks share the units, spans are places in what all
+    have together; runs and sizes are this rank's.
     """
 
     spans: Mapping[int, Slice]  # by input index
     runs: Mapping[Unit, Sequence[Run]]  # the trained elements, cut where the param group changes
     sizes: tuple[UnitSize, ...]
     dtypes: Mapping[Unit, torch.dtype]
-
-    def runs_of(self, rank: int, world: int) -> Mapping[Unit, Sequence[Run]]:
-        """The runs of one rank's share."""
-        found: dict[Unit, Sequence[Run]] = {}
-        for size in self.sizes:
-            cuts = pieces(size.num_trained, size.numel)
-            found[size.unit] = [
-                (mine.local, mine.local + mine.numel, group)
-                for start, stop, group in self.runs[size.unit]
-                for mine in owned(cuts, rank, world, start, stop)
-            ]
-        return found
 
 
 def arrange(
@@ -54,19 +43,20 @@ def arrange(
     num_components: int,
     groups: Mapping[int, int] | None = None,
     *,
-    world: int = 1,
+    ranks: Ranks | None = None,
 ) -> Layout:
     """The layout of a captured model.
 
     num_components: of the optimizer's state besides a master; groups: the param group of each trained parameter, by
-    input index; None: they are all in one; world: the ranks that share each unit. Raises `CaptureError` for a unit with
-    parameters of several dtypes.
+    input index; None: they are all in one; ranks: that share each unit. Raises `CaptureError` for a unit whose
+    parameters have several dtypes.
     """
     specs: dict[int, TensorSpec] = {}
     owners: dict[int, Unit] = {}
     for graph in split.units:
         for index, spec in graph.parameters(captured).items():
             specs[index], owners[index] = spec, TIED if index in owners else graph.unit
+    rank, world = (ranks.rank, ranks.number) if ranks else (0, 1)
     spans: dict[int, Slice] = {}
     runs: dict[Unit, list[Run]] = {}
     sizes: list[UnitSize] = []
@@ -78,13 +68,15 @@ def arrange(
     for unit in dict.fromkeys(owners.values()):
         members = sorted((index for index, owner in owners.items() if owner == unit), key=order)
         sizes.append(sharded(_size(unit, [specs[index] for index in members], num_components), world))
+        cuts = pieces(sizes[-1].num_trained, sizes[-1].numel)
         runs[unit], stop = [], 0
         for (is_frozen, group), same in groupby(members, key=order):
             start = stop = world * sizes[-1].num_trained if is_frozen else stop
             for index in same:
                 spans[index] = Slice(unit, stop, specs[index].shape)
                 stop += _padded(specs[index].numel)
-            runs[unit] += [] if is_frozen else [(start, stop, group)]
+            mine = () if is_frozen else owned(cuts, rank, world, start, stop)
+            runs[unit] += [(each.local, each.local + each.numel, group) for each in mine]
     return Layout(spans, runs, tuple(sizes), {unit: specs[index].dtype for index, unit in owners.items()})
 
 

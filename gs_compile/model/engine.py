@@ -77,7 +77,7 @@ class Engine(ParameterStore):
         components = optimizer.components
         split, groups = models[0].split, param_groups(compilation, models[0], args, optimizer.group_of)
         self.ranks = ranks_of(self.options)
-        layout = arrange(split, compilation.captured, len(components), groups, world=self._world)
+        layout = arrange(split, compilation.captured, len(components), groups, ranks=self.ranks)
         device = next(args[index].device for index in layout.spans)
         self.planning = PlanCache(
             self.options,
@@ -105,11 +105,6 @@ class Engine(ParameterStore):
         return self.planning.placement
 
     @property
-    def _world(self) -> int:
-        """The ranks that share each unit."""
-        return self.ranks.number if self.ranks else 1
-
-    @property
     def room_nbytes(self) -> int:
         """What steps leave of the budget of the memory that the model computes from."""
         device = self.tiers.setting.device
@@ -135,7 +130,7 @@ class Engine(ParameterStore):
         return Tiers(
             planning.placement,
             layout.dtypes,
-            Recipe(rule, layout.runs_of(self.ranks.rank if self.ranks else 0, self._world), components),
+            Recipe(rule, layout.runs, components),
             store,
             device,
             trace=Trace(events=expert.trace),
@@ -215,7 +210,9 @@ class Engine(ParameterStore):
             raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
         record = optimizer.begin_step()
         if self.ranks:
-            record.loss_scale *= self.ranks.total  # gradients are summed, and are those of the mean of the ranks' losses
+            record.loss_scale *= (
+                self.ranks.total
+            )  # gradients are summed, and are those of the mean of the ranks' losses
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         executor.record = self.record = record
 

@@ -1,7 +1,7 @@
 """shards: how ranks share a unit's parameters, gradients and optimizer states among themselves.
 
 A rank's shard is a unit's flat space as everything else knows it: it is cut into parts, stored and updated like the
-whole unit of a run with one rank. Trained elements come first, then frozen ones, and each of the two is cut into pieces.
+whole unit of a run with one rank. Trained elements come first, then frozen ones, and each of these is cut into pieces.
 The same piece of all ranks, end to end, is a stretch of the unit's whole space, so that one collective gathers it:
 
     shard of rank 0    [ piece 0 | piece 1 ]            whole space    [ piece 0 of 0, of 1 | piece 1 of 0, of 1 ]

@@ -11,8 +11,7 @@ from collections import Counter
 
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
-from gs_compile.program.ir import Op, Program
-from gs_compile.program.values import whole_kind
+from gs_compile.program.ir import Op, Program, whole_kind
 
 
 def traffic(program: Program, placement: Placement) -> dict[tuple[str, str], int]:

@@ -89,7 +89,7 @@ class Planner:
             raise OptionError(wrong)
 
     def placement(self) -> Placement:
-        """Raises `MemoryBudgetError` where not even the least fits; it says what is needed. All ranks have the first's."""
+        """The first rank's. Raises `MemoryBudgetError` where not even the least fits; it says what is needed."""
         if self.ranks is None:
             return self._chosen()
         chosen = self.ranks.from_first("the plan", self._chosen)

@@ -28,6 +28,7 @@ from gs_compile.program.values import (
     Value,
     height,
     homed,
+    whole_kind,
 )
 from gs_compile.program.verbs import LANES, MEMORY_VERBS, TRANSFER_LANES, VERBS, Op
 
@@ -35,7 +36,7 @@ from gs_compile.program.verbs import LANES, MEMORY_VERBS, TRANSFER_LANES, VERBS,
 __all__ = [  # the whole language, for whoever reads or makes programs
     "DRAIN", "EPILOGUE", "FILL", "KINDS", "LANES", "MEMORY_VERBS", "ORDERS", "PROLOGUE", "SHADOWS", "TIED",
     "TRANSFER_LANES", "VERBS", "DeviceBound", "Op", "Order", "Program", "Schedule", "Stage", "StepShape", "Tier",
-    "Unit", "Value", "height", "homed", "shifted",
+    "Unit", "Value", "height", "homed", "shifted", "whole_kind",
 ]
 # fmt: on
 

@@ -39,7 +39,9 @@ VERBS = {
 
 # What takes no time on any resource of the machine: it happens when issued.
 MEMORY_VERBS = frozenset({"gather", "alias", "empty", "zeros", "free", "commit"})
-MOVEMENTS = frozenset({"prefetch", "offload", "alias", "gather", "all_gather", "empty"})  # may define what has been there before
+MOVEMENTS = frozenset(
+    {"prefetch", "offload", "alias", "gather", "all_gather", "empty"}
+)  # may define what has been there before
 
 # The lanes of transfers, by where from and where to. A lane is first-in-first-out; lanes run side by side.
 TRANSFER_LANES = {
