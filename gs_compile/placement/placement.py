@@ -239,7 +239,7 @@ class Placement:
         return "device" if self.separate else "host"
 
     def pieces(self, unit: UnitPlacement) -> Mapping[int, tuple[int, int]]:
-        """Where each piece that goes to the device starts and stops: one a micro-batch, or those that ranks exchange."""
+        """Where each piece that goes to the device starts and stops: one a micro-batch, or those ranks exchange."""
         first = unit.num_resident
         if self.world > 1:
             return {k: (start, stop) for k, (start, stop) in enumerate(unit.pieces) if start >= first}
