@@ -51,8 +51,7 @@ def arrange(
     input index; None: they are all in one; ranks: that share each unit. Raises `CaptureError` for a unit whose
     parameters have several dtypes.
     """
-    specs: dict[int, TensorSpec] = {}
-    owners: dict[int, Unit] = {}
+    specs, owners = dict[int, TensorSpec](), dict[int, Unit]()
     for graph in split.units:
         for index, spec in graph.parameters(captured).items():
             specs[index], owners[index] = spec, TIED if index in owners else graph.unit
