@@ -74,6 +74,7 @@ class Engine(ParameterStore):
         self.record: StepRecord | None = None  # of a backward that optimizer.step() has not closed yet
         self.programs: tuple[Program, ...] = ()  # of the latest call
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
+        self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
         components = optimizer.components
         split, groups = models[0].split, param_groups(compilation, models[0], args, optimizer.group_of)
         self.ranks = ranks_of(self.options)

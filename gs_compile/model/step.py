@@ -8,6 +8,7 @@ several forwards before a backward and losses made outside of the model behave a
 from __future__ import annotations
 
 import gc
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, Step
-from gs_compile.errors import OptimizerError, OutputGradientError
+from gs_compile.errors import OptimizerError
 from gs_compile.model.engine import Engine
 from gs_compile.model.inspection import report
 from gs_compile.model.outputs import Gradients, Outputs
@@ -28,6 +29,8 @@ from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.stream import without_autocast
 from gs_compile.runtime.units import CompiledUnits
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -55,7 +58,8 @@ class Call:
         if not self.training:
             return replace(shape, training=False)
         is_head_apart = not shape.has_loss or self.models[0].scales_gradients
-        return replace(shape, outside=frozenset({EPILOGUE})) if is_head_apart else shape
+        expected = frozenset() if self.engine is None else self.engine.outside
+        return replace(shape, outside=expected or frozenset({EPILOGUE} if is_head_apart else ()))
 
     @property
     def trained(self) -> list[torch.Tensor]:
@@ -96,7 +100,9 @@ class Call:
         executor = self.executor
         assert executor is not None
         if isinstance(executor, TieredExecutor) and self.engine is not None:
-            self._refuse_on_tiers(self.engine, gradients, outside)
+            self._refuse_on_tiers(self.engine, gradients)
+            if executor is self.engine.open and outside != self.shape.outside:
+                executor = self._begun_again(self.engine, outside)
             self.engine.backward(executor, self.losses)
         with without_autocast():
             if not outside:
@@ -163,19 +169,26 @@ class Call:
             redo.forward()  # its checkpoints went with the backwards that the first half has run
         return redo
 
-    def _refuse_on_tiers(self, engine: Engine, gradients: Gradients, outside: frozenset[Unit]) -> None:
-        """Raise `OutputGradientError` and `OptimizerError` for gradients of which updates cannot be made.
+    def _begun_again(self, engine: Engine, outside: frozenset[Unit]) -> TieredExecutor:
+        """The step after its forward once more, by a program whose backward takes gradients from outside.
+
+        The head's backward has run with the forward, for the loss alone. From now on it waits for such gradients.
+        """
+        log.info("a gradient has arrived for another output than the loss, so this step's forward runs once more")
+        engine.abandon()
+        engine.outside = outside
+        del self.shape
+        self.forward()
+        assert isinstance(self.executor, TieredExecutor)
+        return self.executor
+
+    def _refuse_on_tiers(self, engine: Engine, gradients: Gradients) -> None:
+        """Raise `OptimizerError` for gradients of which updates cannot be made.
 
         A GradScaler multiplies the loss, and updates run before it could divide again. A scaled loss looks like any
         other that the user has multiplied, or computed outside of the model. So where the factor may be a scale, which
         is more than 1, the scalers are looked up among all objects; once for each factor.
         """
-        if outside - self.shape.outside:
-            raise OutputGradientError(
-                "a gradient arrived for another output than the loss; with parameters on the tiers greedysnake "
-                "differentiates the loss that the model itself computes (give it labels). Compute other terms in the "
-                "model's forward, or call it without labels and compute the whole loss from what it returns"
-            )
         gradient = self.outputs.loss_gradient(gradients)
         factor = math.inf if gradient is None else float(gradient)
         if factor <= 1 or factor in engine.accepted_factors:
