@@ -60,6 +60,9 @@ ROWS = {
 }
 # What belongs to an update, in stages from it. `store` brings its result to where that is stored: SSD, or the device.
 BESIDE_UPDATE = {"prefetch": -1, "empty": 0, "update": 0, "store": 1}
+# The same where a layer takes several updates: all in the update's stage, in halves of an update. So the next piece is
+# on its way in, and the one before on its way out, while one is updated; no more are in memory.
+BESIDE_PIECE = {"prefetch": -3, "empty": 0, "update": 0, "store": 2}
 HERE = Row(0, 0)  # what takes no time stays in its stage
 READS_FIRST = {"x": 0, "w": 1, "dw": 1, "s": 2}  # on the SSD's read lane, by how soon they are needed
 OTHERS = 3
@@ -136,7 +139,9 @@ class _StageAssigner:
         name = f"{'late' if op.stage == FILL else 'early'} update" if part else _row_of(op)
         row = ROWS.get(name, HERE)
         stage = row.own_memory if self.placement.separate or self.placement.world > 1 else row.one_memory
-        stage += self._update_origin(op) + BESIDE_UPDATE[part] if part else here
+        if part:
+            return self._beside_update(op, part, stage)
+        stage += here
         match row.place:
             case "made":
                 return IssuePoint(here, position - 1, AFTER)
@@ -159,15 +164,19 @@ class _StageAssigner:
         number = len(self.placement.by_unit[op.results[0].unit or 0].pieces)
         return (op.results[0].piece or 0) * self.sizes[stage] // number
 
-    def _update_origin(self, op: Op) -> int:
-        """The stage that an update's row counts from. Of several groups of a unit each has one of its own."""
+    def _beside_update(self, op: Op, part: str, stage: int) -> IssuePoint:
+        """Where what belongs to an update stands; `stage`: of the update, from its unit's."""
         value = next(value for value in map(homed, (*op.into, *op.results)) if value.kind in ("w", "s"))
         unit = self.placement.by_unit[value.unit or 0]
         group = unit.group_of(value)
-        if op.stage != FILL:
-            return self.index[op.stage] + unit.trained(group.when).index(group)
-        groups = unit.trained(*self.late)
-        return self.first_stage[unit.unit] - (len(groups) - 1 - groups.index(group))
+        groups = unit.trained(*(self.late if op.stage == FILL else (group.when,)))
+        place, turn = groups.index(group), self.placement.turn
+        stage += turn(place)
+        stage += self.first_stage[unit.unit] - turn(len(groups) - 1) if op.stage == FILL else self.index[op.stage]
+        if self.placement.layer_updates > 1:
+            return IssuePoint(stage, rank=OTHERS + 2 * place + BESIDE_PIECE[part])
+        is_read = op.lane == "ssd_read"
+        return IssuePoint(stage + BESIDE_UPDATE[part], rank=READS_FIRST[op.reads[0].kind] if is_read else OTHERS)
 
     def _before_reader(self, stage: int, position: int) -> IssuePoint:
         """Before the computation `position` of a stage; -1 is the last of the stage before."""

@@ -40,6 +40,7 @@ class Options:
     device_parameter: float = 0.0
     device_checkpoint: float = 0.0
     speculative: bool = False
+    layer_updates: int = 1
 
 
 RESIDENT = Options(parameter_ratio=1.0, optimizer_ratio=1.0, checkpoint_ratio=1.0, separate=False)
@@ -62,6 +63,7 @@ def options(draw: st.DrawFn) -> Options:
         has_state=draw(st.booleans()),
         clip=clip,
         device_parameter=draw(st.sampled_from((0.0, 0.6, 1.0))) if separate else 0.0,
+        layer_updates=draw(st.sampled_from((1, 4))),
         device_checkpoint=draw(st.sampled_from((0.0, (1 - checkpoint) / 2, 1 - checkpoint))) if separate else 0.0,
     )
 
@@ -119,6 +121,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         num_layers,
         device_checkpoint_ratio=options.device_checkpoint,
         speculative=options.speculative,
+        layer_updates=options.layer_updates,
     )
 
 

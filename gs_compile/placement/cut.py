@@ -23,14 +23,16 @@ def cut_units(
     *,
     alpha: float,
     separate: bool,
+    layer_updates: int = 1,
 ) -> tuple[UnitPlacement, ...]:
     """The units as ratios and alpha describe them. No update takes more elements at a time than a whole layer has.
 
+    layer_updates: in how many updates a layer's elements are taken; a larger unit's in as many for each layer's worth.
     device_ratios: what part of "parameter" lives on a device with memory of its own. Whole tensors do: what one unit is
         short of its part, the next ones may have on top.
     """
     layers = [size.num_trained for size in sizes if isinstance(size.unit, int)]
-    most_numel = max(layers, default=0) or max(size.num_trained for size in sizes) or 1
+    most_numel = ceil((max(layers, default=0) or max(size.num_trained for size in sizes) or 1) / layer_updates)
     units: list[UnitPlacement] = []
     spare = 0.0  # elements that the units so far have left of the device's part
     for size in sizes:

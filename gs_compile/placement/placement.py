@@ -179,6 +179,7 @@ class Placement:
     gradient_ratio: of the units, how many have their gradient sums in host memory between two micro-batches of the
         horizontal order; those of the others go to SSD.
     world: the ranks that share all units; `units` and all sizes but activations are one rank's share.
+    layer_updates: in how many updates a layer's elements are taken, one after the other.
     room: for what the schedule `lifetime` keeps where it is; None: nothing is kept, as in the horizontal schedule.
     """
 
@@ -195,6 +196,7 @@ class Placement:
     room: Room | None = None
     speculative: bool = False
     world: int = 1
+    layer_updates: int = 1
 
     def __post_init__(self) -> None:
         on_device = self.device_checkpoint_ratio or any(unit.num_resident for unit in self.units)
@@ -232,6 +234,10 @@ class Placement:
     def gradient_home(self, unit: UnitPlacement) -> Tier:
         """Host or SSD, for a unit's gradient sums between two micro-batches: the ratio's share of all units."""
         return "host" if _is_chosen(self.units.index(unit), self.gradient_ratio) else "ssd"
+
+    def turn(self, place: int) -> int:
+        """The stages from a unit's first update to the one at `place` among them: one for each layer's elements."""
+        return place // self.layer_updates
 
     @property
     def device_tier(self) -> Tier:

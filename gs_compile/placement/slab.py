@@ -74,15 +74,16 @@ def _late(placement: Placement) -> Iterator[tuple[Slot, Spans]]:
     """Parameters that are stale until their late update, and gradients that wait for it: when they are in memory.
 
     Times are stages of a step with n units: up from 0, and down to 2 n. Of a unit with several groups each is updated
-    in a stage of its own, the last in the unit's. Tied parameters are updated when the first unit needs them, wherever
-    that is: they are in memory all the time, and so may their gradients be.
+    in the stage of its turn, the last in the unit's. Tied parameters are updated when the first unit needs them,
+    wherever that is: they are in memory all the time, and so may their gradients be.
     """
     units = sorted(placement.units, key=lambda unit: height(unit.unit))
     for number, unit in enumerate(units):
         down = 2 * len(units) - number
         groups = unit.trained(*placement.waiting(redo=True))
+        last = placement.turn(len(groups) - 1)
         for place, group in enumerate(groups):
-            up = number if placement.keeps_gradient(unit) else number + place + 1 - len(groups)
+            up = number if placement.keeps_gradient(unit) else number + placement.turn(place) - last
             is_tied = unit.unit == TIED
             gradient = slot_of(placement, unit.gradient(group))
             yield gradient, (EVER,) if is_tied else ((EVER[0], up + 1), (down, EVER[1]))

@@ -11,6 +11,8 @@ from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.program.ir import DRAIN, Op, Program, Schedule, StepShape
 
+SCARCE_UPDATES = 4  # of a layer, where memory is scarce: three pieces of state, not three layers' states, are in it
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepBuilder:
@@ -18,7 +20,7 @@ class StepBuilder:
 
     x_nbytes, side_nbytes: of the checkpoint and of the side inputs of each micro-batch.
     separate: the device has memory of its own. clip: gradients are clipped. world: the ranks that share the units, of
-        which `sizes` are one's shares.
+        which `sizes` are one's shares. layer_updates: as in `Placement`.
     """
 
     sizes: tuple[UnitSize, ...]
@@ -31,6 +33,7 @@ class StepBuilder:
     schedule: Schedule = "vertical"
     snake: bool = True
     world: int = 1
+    layer_updates: int = 1
 
     @classmethod
     def of(
@@ -62,9 +65,9 @@ class StepBuilder:
         is 1; a smaller one describes a step without clipping.
         """
         device_ratios = device_ratios or {}
-        on_device = device_ratios.get("checkpoint", 0.0)
+        on_device, updates = device_ratios.get("checkpoint", 0.0), self.layer_updates
         return Placement(
-            cut_units(self.sizes, ratios, device_ratios, alpha=alpha, separate=self.separate),
+            cut_units(self.sizes, ratios, device_ratios, alpha=alpha, separate=self.separate, layer_updates=updates),
             separate=self.separate,
             clip=self.clip and (speculative or alpha == 1.0),
             speculative=speculative,
@@ -76,6 +79,7 @@ class StepBuilder:
             num_layers=self.num_layers,
             schedule=self.schedule,
             world=self.world,
+            layer_updates=updates,
         )
 
     def program(self, placement: Placement, *, redo: bool = True) -> Program:

@@ -51,9 +51,9 @@ class PlanCache:
         self._placements: dict[Any, Placement] = {}
         self.first_shape = self.shape(layouts[0], tied, training=True)
         self.planner = Planner(options, sizes, layouts, self.first_shape, clip=clip, device=device, ranks=ranks)
-        self.builder = self.planner.builder
         self.host_nbytes = self.planner.host_nbytes
         self.placement = self.planner.placement()
+        self.builder = self.planner.builder
 
     def shape(self, layout: SpecializedModel, tied: Set[Unit], *, training: bool) -> StepShape:
         """The layout's shape where parameters of the units `tied` are apart."""

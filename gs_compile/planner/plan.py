@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,7 @@ from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
 from gs_compile.options import parse_bytes
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.workload import Workload
-from gs_compile.planner.builder import StepBuilder
+from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder
 from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.lifetimes import with_room
 from gs_compile.planner.lp.counting import Counted
@@ -102,10 +103,8 @@ def plan(
         num_micro_batches=num_micro_batches,
         saturation=saturation,
     )
-    if SCHEDULES[schedule].halves_blocks:
-        halves = replace(request, workload_at=_workloads(model, sequence, precision, schedule))
-        return halves.single(*replace(request, schedule="vertical").searched(sizes)[0])
-    return request.baseline(sizes) if SCHEDULES[schedule].order == "horizontal" else request.planned(sizes)
+    halves = _workloads(model, sequence, precision, schedule) if SCHEDULES[schedule].halves_blocks else None
+    return request.answered(sizes, halves)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +119,21 @@ class _Request:
     batch_size: int | None
     num_micro_batches: int | None
     saturation: Saturation
+    layer_updates: int = 1
+
+    def answered(self, sizes: Sequence[int], halves: Callable[[int], Workload] | None) -> StepPlan:
+        """The plan of the schedule; with updates in pieces, which takes less memory, where no other fits.
+
+        halves: the workload with two layers of every block, where the schedule has these.
+        """
+        with suppress(NoFitError, MemoryBudgetError):
+            return self._answered(sizes, halves)
+        return replace(self, layer_updates=SCARCE_UPDATES)._answered(sizes, halves)
+
+    def _answered(self, sizes: Sequence[int], halves: Callable[[int], Workload] | None) -> StepPlan:
+        if halves is not None:
+            return replace(self, workload_at=halves).single(*replace(self, schedule="vertical").searched(sizes)[0])
+        return self.baseline(sizes) if SCHEDULES[self.schedule].order == "horizontal" else self.planned(sizes)
 
     def problem(self, size: int, counted: Counted | None = None) -> Problem:
         workload, fixed, schedule = self.workload_at(size), self.fixed, self.schedule
@@ -127,12 +141,13 @@ class _Request:
             fixed = replace(fixed, alpha=fixed.alpha or 0.0)  # as it is known, the baseline does not delay updates
         if counted and (counted.workload.sizes, counted.workload.shape) != (workload.sizes, workload.shape):
             counted = None
+        builder = StepBuilder.of(workload, 0, separate=self.profile.separate, clip=fixed.clip, schedule=schedule)
         return Problem(
             workload=workload,
             profile=self.profile,
             budgets=self.budgets,
             fixed=fixed,
-            builder=StepBuilder.of(workload, 0, separate=self.profile.separate, clip=fixed.clip, schedule=schedule),
+            builder=replace(builder, layer_updates=self.layer_updates),
             counted=counted,
         )
 

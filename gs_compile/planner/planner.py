@@ -25,7 +25,7 @@ from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.cut import DEVICE_CLASSES, on_device
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize, Workload
-from gs_compile.planner.builder import StepBuilder, peak
+from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder, peak
 from gs_compile.planner.cost.timing import timed
 from gs_compile.planner.cost.workload import workload_of
 from gs_compile.planner.lifetimes import prolonged
@@ -96,8 +96,7 @@ class Planner:
         return replace(chosen, x_nbytes=self.builder.x_nbytes, side_nbytes=self.builder.side_nbytes)
 
     def _chosen(self) -> Placement:
-        smallest, largest = self._make(0.0, self.alpha), self._make(1.0, self.alpha)
-        self._refuse_too_large(smallest)
+        smallest, largest = self._smallest(), self._make(1.0, self.alpha)
         if smallest == largest and self.fixed.alpha is not None:
             chosen, reason = smallest, "ratios and alpha are given: nothing was planned"
         elif not self.builder.separate and self._host_needed(largest) <= self.host_nbytes:
@@ -192,10 +191,16 @@ class Planner:
     def _host_needed(self, placement: Placement) -> int:
         return peak(self.builder.program(placement), "host")
 
-    def _refuse_too_large(self, placement: Placement) -> None:
-        needed = self._host_needed(placement)
-        if needed <= self.host_nbytes:
-            return
+    def _smallest(self) -> Placement:
+        """The least that host memory may keep; updates are in pieces where whole ones do not fit."""
+        for layer_updates in (1, SCARCE_UPDATES):
+            self.builder = replace(self.builder, layer_updates=layer_updates)
+            placement = self._make(0.0, self.alpha)
+            if (needed := self._host_needed(placement)) <= self.host_nbytes:
+                return placement
+        raise MemoryBudgetError(self._too_large(needed))
+
+    def _too_large(self, needed: int) -> str:
         ratios = self._ratios(0.0)
         words = ", ".join(f"{name} {ratios[name]:g}" for name in _classes(self.options))
         message = (
@@ -208,7 +213,7 @@ class Planner:
                 ". Late gradients need the memory that obsolete parameters and checkpoints leave: the largest alpha "
                 f"possible here is {most:.2f}, not {self.alpha:g}{why}"
             )
-        raise MemoryBudgetError(message)
+        return message
 
     def _most_alpha(self) -> float | None:
         """The largest alpha of 0.00, 0.01 ... below the one asked for with which the least fits; None without one."""
