@@ -67,6 +67,8 @@ def notes(plan: StepPlan) -> Iterator[str]:
     """What a reader should know before spending time on this."""
     if plan.num_micro_batches == 1 and plan.schedule == "vertical":
         yield "one micro-batch: the horizontal order is the same step"
+    if plan.placement.layer_updates > 1:
+        yield "host memory is scarce: layers are updated in pieces, one after the other"
     if not any(tier == "ssd" for _, tier in plan.homes):
         where = "device and host memory" if any(tier == "device" for _, tier in plan.homes) else "host memory"
         yield f"everything fits in {where}: nothing is moved to SSD"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,16 @@ def tight(harness, storage, make=adamw, **changes):
     return sum(peaks) // 2
 
 
+def least(harness, storage, make=adamw, **changes):
+    """The bytes that a refusal names."""
+    with (
+        harness.fresh(make, given(storage, host_memory=1, **changes)) as optimizer,
+        pytest.raises(MemoryBudgetError) as refusal,
+    ):
+        step(harness.model, optimizer, tokens(0))
+    return int(re.search(r"\((\d+) bytes\) of it at least", str(refusal.value))[1])
+
+
 # Without the linear program -------------------------------------------------------------------------------------------
 
 
@@ -96,9 +107,9 @@ def test_too_little_memory_is_refused_before_anything_is_measured(harness, stora
 
 
 def test_too_little_memory_for_clipping_says_what_would_fit_without(harness, storage, unasked):
-    budget = tight(harness, storage, ratios=dict.fromkeys(EVERYTHING, 0.0), alpha=0.0)
+    make = partial(adamw, max_grad_norm=0.5)
     with (
-        harness.fresh(partial(adamw, max_grad_norm=0.5), given(storage, host_memory=budget)) as optimizer,
+        harness.fresh(make, given(storage, host_memory=least(harness, storage, make) - 1)) as optimizer,
         pytest.raises(MemoryBudgetError, match=r"the largest alpha possible here is 0\.\d\d, not 1 \(max_grad_norm"),
     ):
         step(harness.model, optimizer, tokens(0))
@@ -146,6 +157,30 @@ def test_what_does_not_fit_is_planned_and_learns_the_same(harness, storage, capl
     changes["clip"] = "delayed"
     in_memory = options(storage, ratios=EVERYTHING, alpha=float(clip is not None), **changes)
     assert found.differences(replace(harness.train(make, in_memory, num_steps=3), losses=[], norms=[])) == []
+
+
+@pytest.mark.parametrize(
+    ("separate_device", "clip"), [(False, None), (True, "delayed"), (False, "speculative")], ids=str
+)
+def test_a_vocabulary_larger_than_layers_fits_with_updates_in_pieces_and_learns_the_same(
+    storage, separate_device, clip
+):
+    """In less host memory than whole updates need."""
+    harness = Harness(partial(gpt2, num_layers=3, width=64, vocab_size=2500, tied=False))
+    make = partial(adamw, max_grad_norm=0.5) if clip else adamw
+    changes = {"separate_device": separate_device, "clip": clip, "alpha": 1.0 if clip == "delayed" else 0.0}
+    nothing = dict.fromkeys(EVERYTHING, 0.0)
+    whole = tight(harness, storage, make, **changes, ratios=nothing)
+    budget = least(harness, storage, make, **changes)
+    assert budget < 0.8 * whole
+    with harness.fresh(make, given(storage, host_memory=budget, **changes)) as optimizer:
+        losses = [step(harness.model, optimizer, tokens(number)) for number in range(3)]
+        engine = optimizer.engine
+        assert engine.placement.layer_updates > 1
+        found = outcome(harness.model, optimizer, losses, [])
+        assert engine.tiers.slab.nbytes <= budget
+    in_memory = options(storage, ratios=EVERYTHING, **changes)
+    assert found.differences(replace(harness.train(make, in_memory, num_steps=3), norms=[])) == []
 
 
 def test_bytes_are_those_of_the_program(harness, storage):

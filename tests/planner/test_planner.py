@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planned import A100, gpt
+from planned import A100, gpt, ratios
 from transformers import GPT2Config
 
 from gs_compile.errors import NoFitError, OptionError, PlanError, ProfileError
 from gs_compile.placement.shards import QUANTUM
+from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder, peak
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.plan import plan
 
@@ -242,6 +243,21 @@ def test_a_model_that_fits_nowhere_is_refused():
         plan(TINY, machine=HERE, host_memory="20MiB", **FIVE)
     with pytest.raises(NoFitError, match=r"with 5 micro-batches of 1 and alpha 0: it needs .* of host memory"):
         plan(TINY, machine=HERE, host_memory="60MiB", schedule="horizontal", **FIVE)
+
+
+@pytest.mark.parametrize("machine", [HERE, "a100"])
+@pytest.mark.parametrize("alpha", [0.0, 0.3])
+def test_a_vocabulary_larger_than_layers_fits_with_updates_in_pieces(machine, alpha):
+    """In less host memory than whole updates need; with enough of it they stay whole."""
+    words = gpt(6, 512, sequence=256, vocabulary=20000, tied=False)  # 10 M words beside 3 M elements of a layer
+    given = {"machine": machine, "alpha": alpha, **FIVE}
+    whole = StepBuilder.of(words, 5, separate=machine == "a100")
+    least = peak(whole.program(whole.placement(ratios(0.0, 0.0, 0.0), alpha)), "host")
+    for host_memory, layer_updates in ((2 * least, 1), (3 * least // 4, SCARCE_UPDATES)):
+        found = plan(words, host_memory=host_memory, **given)
+        assert found.placement.layer_updates == layer_updates
+        assert found.peaks["host"] <= host_memory
+        assert any("in pieces" in note for note in found.notes) == (layer_updates > 1)
 
 
 def test_what_others_refuse_arrives_as_it_is():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from planned import A100, GB, gpt
 
+from gs_compile.placement.placement import Placement
 from gs_compile.planner.lp.limits import Budgets, Fixed
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Solution
@@ -122,6 +123,7 @@ def made(**changes):
         "seconds": 2.0,
         "written": 100,
         "homes": {("states", "ssd"): 1},
+        "placement": Placement(layer_updates=changes.pop("layer_updates", 1)),
     }
     simulation = SimpleNamespace(busy={"compute": changes.pop("compute", 0.5)})
     budgets = replace(BUDGETS, wear_bytes_per_second=changes.pop("wear", None))
@@ -134,6 +136,7 @@ def made(**changes):
         ({}, []),
         ({"num_micro_batches": 1}, ["one micro-batch: the horizontal order is the same step"]),
         ({"homes": {("states", "host"): 1}}, ["everything fits in host memory: nothing is moved to SSD"]),
+        ({"layer_updates": 4}, ["host memory is scarce: layers are updated in pieces, one after the other"]),
         ({"compute": 0.995}, ["the computation never waits"]),
         ({"wear": 50.0}, []),
         ({"wear": 10.0}, ["the drives last as long as asked if a step begins every 10 s, and not sooner"]),
