@@ -2,8 +2,8 @@
 
 The rows below say it: with S the stage of the layer itself, in the forward or the backward, a transfer is issued in
 S + the number in its row. The second number is for a device that reads host memory itself: no stage is spent on the way
-between them; where ranks share the units, one is spent on gathering. A unit that is updated in several groups, as it is
-larger than a layer, takes one stage more for each.
+between them; where ranks share the units, one is spent on gathering. A unit that is larger than a layer is updated in
+several groups: each layer's worth takes a stage more.
 
 What would come before the first stage stands in `fill`, what would come after the last in `drain`.
 """
@@ -60,8 +60,8 @@ ROWS = {
 }
 # What belongs to an update, in stages from it. `store` brings its result to where that is stored: SSD, or the device.
 BESIDE_UPDATE = {"prefetch": -1, "empty": 0, "update": 0, "store": 1}
-# The same where a layer takes several updates: all in the update's stage, in halves of an update. So the next piece is
-# on its way in, and the one before on its way out, while one is updated; no more are in memory.
+# The same where a layer takes several updates: in the update's own stage, in halves of an update. While one piece is
+# updated the next one comes in and the one before goes out: no more are in memory.
 BESIDE_PIECE = {"prefetch": -3, "empty": 0, "update": 0, "store": 2}
 HERE = Row(0, 0)  # what takes no time stays in its stage
 READS_FIRST = {"x": 0, "w": 1, "dw": 1, "s": 2}  # on the SSD's read lane, by how soon they are needed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hypothesis import strategies as st
 from tiers import frozen_quanta, tensors, tiered_steps, with_gradient
@@ -120,13 +121,17 @@ def placed(
     clip: bool = False,
     device_ratios: Mapping[str, float] | None = None,
     speculative: bool = False,
+    layer_updates: int = 1,
 ) -> Placement:
     builder = StepBuilder.of(workload, num_micro_batches, separate=separate, clip=clip)
-    return builder.placement(ratios, alpha, device_ratios, speculative=speculative)
+    return replace(builder, layer_updates=layer_updates).placement(
+        ratios, alpha, device_ratios, speculative=speculative
+    )
 
 
-def formulas(workload: Workload, profile: Profile, *, speculative: bool = False) -> Formulas:
+def formulas(workload: Workload, profile: Profile, *, speculative: bool = False, layer_updates: int = 1) -> Formulas:
     builder = StepBuilder.of(workload, 0, separate=profile.separate, clip=speculative)
+    builder = replace(builder, layer_updates=layer_updates)
     return Formulas(workload, profile, Counted(workload, builder, speculative=speculative))
 
 

@@ -11,7 +11,9 @@ from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.program.ir import DRAIN, Op, Program, Schedule, StepShape
 
-SCARCE_UPDATES = 4  # of a layer, where memory is scarce: three pieces of state, not three layers' states, are in it
+# Updates of a layer where memory is scarce: three pieces of state, not the states of three layers, are in it. As less is
+# read ahead a step that waits for drives is slower so: nothing that fits with whole updates has pieces.
+SCARCE_UPDATES = 4
 
 
 @dataclass(frozen=True, kw_only=True)

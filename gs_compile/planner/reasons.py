@@ -68,7 +68,7 @@ def notes(plan: StepPlan) -> Iterator[str]:
     if plan.num_micro_batches == 1 and plan.schedule == "vertical":
         yield "one micro-batch: the horizontal order is the same step"
     if plan.placement.layer_updates > 1:
-        yield "host memory is scarce: layers are updated in pieces, one after the other"
+        yield "host memory is scarce: layers are updated in pieces, and less is read ahead"
     if not any(tier == "ssd" for _, tier in plan.homes):
         where = "device and host memory" if any(tier == "device" for _, tier in plan.homes) else "host memory"
         yield f"everything fits in {where}: nothing is moved to SSD"

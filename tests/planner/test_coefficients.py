@@ -23,16 +23,17 @@ MACHINES = [("a100", 1), ("a100", 4), ("h200", 1), ("a5000", 1), ("rtx4090", 1)]
 
 @pytest.mark.parametrize("point", POINTS, ids=["ssd", "host", "device"])
 @pytest.mark.parametrize("alpha", [0.0, 0.4])
-@pytest.mark.parametrize("separate", [True, False])
-def test_whole_programs_are_what_short_ones_say(separate, alpha, point):
-    """A model of 16 layers from programs of 10 and 11, seven micro-batches from two and three."""
+@pytest.mark.parametrize(("separate", "layer_updates"), [(True, 1), (False, 1), (True, 4), (False, 4)])
+def test_whole_programs_are_what_short_ones_say(separate, layer_updates, alpha, point):
+    """A model of 16 layers from programs of 10 and 11, seven micro-batches from two and three; updates in pieces too."""
     if not separate and point[3]:
         pytest.skip("there is no device memory")
     workload, machine = gpt(16, 1024, vocabulary=5000), A100 if separate else CPU
-    known = formulas(workload, machine)
+    known = formulas(workload, machine, layer_updates=layer_updates)
     assert len(known.counted.lengths) == 2
     found, one = known.of(alpha, 7), np.array([1.0, *point, 0.0])
-    placement = placed(workload, 7, ratios(*point[:3]), alpha, separate=separate, device_ratios=on_device(*point[3:]))
+    homes = {"separate": separate, "device_ratios": on_device(*point[3:]), "layer_updates": layer_updates}
+    placement = placed(workload, 7, ratios(*point[:3]), alpha, **homes)
     program = lowered(workload, placement)[-1]
     peaks = liveness.peaks(program.ops, placement)
     for tier, alive in found.alive.items():

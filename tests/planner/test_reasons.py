@@ -136,7 +136,7 @@ def made(**changes):
         ({}, []),
         ({"num_micro_batches": 1}, ["one micro-batch: the horizontal order is the same step"]),
         ({"homes": {("states", "host"): 1}}, ["everything fits in host memory: nothing is moved to SSD"]),
-        ({"layer_updates": 4}, ["host memory is scarce: layers are updated in pieces, one after the other"]),
+        ({"layer_updates": 4}, ["host memory is scarce: layers are updated in pieces, and less is read ahead"]),
         ({"compute": 0.995}, ["the computation never waits"]),
         ({"wear": 50.0}, []),
         ({"wear": 10.0}, ["the drives last as long as asked if a step begins every 10 s, and not sooner"]),
