@@ -11,8 +11,8 @@ from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.program.ir import DRAIN, Op, Program, Schedule, StepShape
 
-# Updates of a layer where memory is scarce: three pieces of state, not the states of three layers, are in it. As less is
-# read ahead a step that waits for drives is slower so: nothing that fits with whole updates has pieces.
+# Updates of a layer where memory is scarce: three pieces of state, not the states of three layers, are in it. As less
+# is read ahead a step that waits for drives is slower so: nothing that fits with whole updates has pieces.
 SCARCE_UPDATES = 4
 
 
