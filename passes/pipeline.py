@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from gs_compile.placement.cut import turn
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Value, homed
 
@@ -170,10 +171,10 @@ class _StageAssigner:
         unit = self.placement.by_unit[value.unit or 0]
         group = unit.group_of(value)
         groups = unit.trained(*(self.late if op.stage == FILL else (group.when,)))
-        place, turn = groups.index(group), self.placement.turn
-        stage += turn(place)
-        stage += self.first_stage[unit.unit] - turn(len(groups) - 1) if op.stage == FILL else self.index[op.stage]
-        if self.placement.layer_updates > 1:
+        place, updates = groups.index(group), self.placement.layer_updates
+        own = self.first_stage[unit.unit] - turn(len(groups) - 1, updates) if op.stage == FILL else self.index[op.stage]
+        stage += own + turn(place, updates)
+        if updates > 1:
             return IssuePoint(stage, rank=OTHERS + 2 * place + BESIDE_PIECE[part])
         is_read = op.lane == "ssd_read"
         return IssuePoint(stage + BESIDE_UPDATE[part], rank=READS_FIRST[op.reads[0].kind] if is_read else OTHERS)

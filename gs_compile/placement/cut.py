@@ -45,6 +45,11 @@ def cut_units(
     return tuple(units)
 
 
+def turn(place: int, layer_updates: int) -> int:
+    """The stages from a unit's first update to the one at `place` among them: one for each layer's worth."""
+    return place // layer_updates
+
+
 def on_device(ratios: Mapping[str, float]) -> dict[str, float]:
     """The ratios of what lives on the device, by class, among those that users give."""
     return {name.removeprefix("device_"): ratio for name, ratio in ratios.items() if name in DEVICE_CLASSES}

@@ -174,12 +174,11 @@ class Placement:
     speculative: early ones do not; should gradients have to be scaled, they are rolled back and are late ones too. What
         they make goes to shadow copies until the scale is known.
     x_nbytes, side_nbytes: of the checkpoint, and of the side inputs, of each micro-batch.
-    schedule: the order of a training step.
+    schedule: the order of a training step. layer_updates: in how many updates a layer's elements are taken.
     device_checkpoint_ratio: of the checkpoints, how many stay in memory of the device's own.
     gradient_ratio: of the units, how many have their gradient sums in host memory between two micro-batches of the
         horizontal order; those of the others go to SSD.
     world: the ranks that share all units; `units` and all sizes but activations are one rank's share.
-    layer_updates: in how many updates a layer's elements are taken, one after the other.
     room: for what the schedule `lifetime` keeps where it is; None: nothing is kept, as in the horizontal schedule.
     """
 
@@ -234,10 +233,6 @@ class Placement:
     def gradient_home(self, unit: UnitPlacement) -> Tier:
         """Host or SSD, for a unit's gradient sums between two micro-batches: the ratio's share of all units."""
         return "host" if _is_chosen(self.units.index(unit), self.gradient_ratio) else "ssd"
-
-    def turn(self, place: int) -> int:
-        """The stages from a unit's first update to the one at `place` among them: one for each layer's elements."""
-        return place // self.layer_updates
 
     @property
     def device_tier(self) -> Tier:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gs_compile.placement.cut import turn
 from gs_compile.placement.device_memory import bounded
 from gs_compile.placement.kinds import Slot, slot_of
 from gs_compile.placement.liveness import LiveRange, live_ranges, nbytes_alive
@@ -81,9 +82,9 @@ def _late(placement: Placement) -> Iterator[tuple[Slot, Spans]]:
     for number, unit in enumerate(units):
         down = 2 * len(units) - number
         groups = unit.trained(*placement.waiting(redo=True))
-        last = placement.turn(len(groups) - 1)
+        last = turn(len(groups) - 1, placement.layer_updates)
         for place, group in enumerate(groups):
-            up = number if placement.keeps_gradient(unit) else number + placement.turn(place) - last
+            up = number if placement.keeps_gradient(unit) else number + turn(place, placement.layer_updates) - last
             is_tied = unit.unit == TIED
             gradient = slot_of(placement, unit.gradient(group))
             yield gradient, (EVER,) if is_tied else ((EVER[0], up + 1), (down, EVER[1]))
