@@ -1,4 +1,4 @@
-"""fsdp2: PyTorch's own sharding with CPU offload, in a world of one: the step in memory, through its machinery.
+"""fsdp2: PyTorch's own sharding with CPU offload, over the ranks of the case: the step in memory, by its machinery.
 
 Every block is sharded on its own, and what is left of the model after them; parameters are all-gathered for a block's
 forward, again for its backward, and dropped after each. Gradients go to the offloaded shards after every micro-batch,
@@ -33,10 +33,13 @@ class Fsdp2(Contestant):
     name = "fsdp2"
 
     def build(self) -> dict[str, Any]:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        if self.case.ranks == 1:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group("gloo")
         bf16 = self.case.precision == "bf16"
         options: dict[str, Any] = {
-            "mesh": init_device_mesh("cpu", (1,)),
+            "mesh": init_device_mesh("cpu", (self.case.ranks,)),
             "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy(),
             "offload_policy": CPUOffloadPolicy(pin_memory=False),
         }

@@ -104,7 +104,7 @@ class GreedySnake(Contestant):
             expert["ratios"] = dict.fromkeys(("parameter", "checkpoint", "optimizer"), RATIOS[home])
             alpha = 0.0 if alpha is None else alpha
         else:
-            options["host_memory"] = int((PARTS.get(home) or float(home)) * self._trained_bytes())
+            options["host_memory"] = int((PARTS.get(home) or float(home)) * self._trained_bytes() / self.case.ranks)
         if alpha is not None and self.case.max_grad_norm is None:  # clipping settles it
             expert["alpha"] = alpha
         return options

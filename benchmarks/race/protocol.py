@@ -62,6 +62,7 @@ class Case:
     seed: int = 0
     max_grad_norm: float | None = None
     device: str = "cpu"  # that computes
+    ranks: int = 1  # each with micro_batches of its own; plain has all of them
     tokens: str | None = None  # a .npy file of token numbers in a row: real text; without it they are drawn evenly
 
     @classmethod
@@ -81,7 +82,8 @@ class Case:
 
     @property
     def samples(self) -> int:
-        return self.micro_batch_size * self.micro_batches
+        """Of all ranks."""
+        return self.micro_batch_size * self.micro_batches * self.ranks
 
 
 PRESETS = {
@@ -116,7 +118,16 @@ def build_model(case: Case) -> GPT2LMHeadModel:
 
 
 def batch(case: Case, step: int) -> torch.Tensor:
-    """The token numbers of one step, (samples, sequence); micro-batch i has rows i * micro_batch_size and on."""
+    """The token numbers of one step, (samples, sequence); micro-batch i has rows i * micro_batch_size and on.
+
+    A process that is one of several ranks gets its share of the rows.
+    """
+    rows = _rows(case, step)
+    return rows.chunk(case.ranks)[int(os.environ["RANK"])] if "RANK" in os.environ else rows
+
+
+def _rows(case: Case, step: int) -> torch.Tensor:
+    """The batch of all ranks."""
     import numpy
     import torch
 

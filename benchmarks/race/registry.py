@@ -10,6 +10,8 @@ vertical/ssd/eager/alpha=0.3     the same with a setting of its own
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.race.protocol import ENVIRONMENT, Case
-from benchmarks.race.worker import Worker
+from benchmarks.race.worker import Team, Worker
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -63,8 +65,11 @@ class Entry:
         peers_python: Path = PEERS_PYTHON,
         machine: Path | None,
         environment: Mapping[str, str] | None = None,
-    ) -> Worker:
-        """Its process, with a directory and a log of its own in `storage`; ours plan with the profile in `machine`."""
+    ) -> Worker | Team:
+        """Its process, or one for each rank, with a directory and a log of its own in `storage`.
+
+        Ours plan with the profile in `machine`.
+        """
         folder = storage / self.name.replace("/", "-")
         folder.mkdir(parents=True, exist_ok=True)
         python = sys.executable if self.is_ours or not peers_python.exists() else str(peers_python)
@@ -72,9 +77,29 @@ class Entry:
         given = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), **(environment or {})}
         if machine is not None:
             given["GREEDYSNAKE_MACHINE"] = str(machine)
-        return Worker(
-            self.name, [python, "-m", self.module, *arguments], log=folder.with_suffix(".log"), environment=given
+        command = [python, "-m", self.module, *arguments]
+        if case.ranks == 1 or self.name.split("/")[0] == PLAIN:
+            return Worker(self.name, command, log=folder.with_suffix(".log"), environment=given)
+        given |= {"WORLD_SIZE": str(case.ranks), **meeting_place()}
+        given["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // case.ranks))
+        return Team(
+            [
+                Worker(
+                    self.name,
+                    command,
+                    log=folder.with_suffix(f".{rank}.log"),
+                    environment={**given, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                )
+                for rank in range(case.ranks)
+            ]
         )
+
+
+def meeting_place() -> dict[str, str]:
+    """Where ranks on this machine meet, for torch.distributed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
 
 
 def _setting(word: str) -> tuple[str, Any]:

@@ -21,7 +21,7 @@ from benchmarks.race.measures import DriveSpeed, MachineSpeed, spread
 from benchmarks.race.protocol import Case
 from benchmarks.race.registry import PLAIN, Entry
 from benchmarks.race.settings import MOST_STEPS, Settings
-from benchmarks.race.worker import Worker, WorkerError
+from benchmarks.race.worker import Team, Worker, WorkerError
 from gs_compile.machine import available_memory, format_bytes
 
 CHECKED_STEPS = 2  # before anything is timed; they also compile, and fill whatever is kept from step to step
@@ -32,7 +32,7 @@ STEP_SECONDS = 1800.0
 HEADROOM = 1.25  # memory that has to be free for the next start, in peaks of the largest so far
 
 
-def warmed_up(worker: Worker) -> float:
+def warmed_up(worker: Worker | Team) -> float:
     """Seconds of the last of a contestant's first steps."""
     return [worker.ask(f"step {number}", STEP_SECONDS)["seconds"] for number in range(CHECKED_STEPS)][-1]
 
@@ -42,7 +42,7 @@ class Runner:
     """A contestant that has started, and what is known of it."""
 
     entry: Entry
-    worker: Worker
+    worker: Worker | Team
     result: dict[str, Any]
     step_seconds: float = math.inf
 
@@ -132,7 +132,7 @@ class Run:
         print(f"  {entry.name}: losses within {result['difference']:.1e}, {steps[-1]['seconds']:.3g} s", flush=True)
         return Runner(entry, worker, result, steps[-1]["seconds"])
 
-    def _out(self, entry: Entry, worker: Worker, verdict: str) -> None:
+    def _out(self, entry: Entry, worker: Worker | Team, verdict: str) -> None:
         worker.close()
         self.results[entry.name]["verdict"] = verdict
         print(f"  {entry.name}: {verdict}", flush=True)

@@ -65,6 +65,7 @@ def add_case_arguments(parser: argparse.ArgumentParser, preset: str = "25m") -> 
     for name in ("layers", "hidden", "heads", "vocabulary", "sequence"):
         parser.add_argument(f"--{name}", type=int, help="instead of the preset's")
     parser.add_argument("--micro-batch-size", type=int)
+    parser.add_argument("--ranks", type=int, help="processes of a contestant, each with micro-batches of its own")
     parser.add_argument("--precision", choices=["fp32", "bf16"])
     parser.add_argument("--max-grad-norm", type=float)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="that computes")

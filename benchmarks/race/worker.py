@@ -9,10 +9,11 @@ import json
 import os
 import selectors
 import signal
+import statistics
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,16 +61,24 @@ class Worker:
 
     def ready(self, timeout: float) -> dict[str, Any]:
         """Its settings and versions, once it can take a step."""
-        return self._checked(self._answer(timeout))
+        return self.answer(timeout)
 
     def ask(self, question: str, timeout: float) -> dict[str, Any]:
         """Its answer to a line such as ``step 3``."""
+        self.tell(question)
+        return self.answer(timeout)
+
+    def tell(self, question: str) -> None:
+        """Ask, and do not wait."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{question}\n".encode())
             self._process.stdin.flush()
         except OSError as error:
             raise WorkerError(self._ended()) from error
+
+    def answer(self, timeout: float) -> dict[str, Any]:
+        """Its next answer."""
         return self._checked(self._answer(timeout))
 
     def close(self) -> None:
@@ -132,3 +141,60 @@ class Worker:
 
     def _tail(self) -> str:
         return self.log.read_text(errors="replace")[-TAIL:].strip().replace(f"{Path.cwd()}/", "")
+
+
+class Team:
+    """A contestant of several ranks, each a process: asked and answering as one `Worker`."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = workers
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with ExitStack() as stack:
+            for worker in self.workers:
+                stack.push(worker.__exit__)
+            if kind is None:
+                self.close()
+
+    def ready(self, timeout: float) -> dict[str, Any]:
+        """The first rank's settings, once all can take a step."""
+        first, *_ = [worker.ready(timeout) for worker in self.workers]
+        return first
+
+    def ask(self, question: str, timeout: float) -> dict[str, Any]:
+        """Seconds are those of the slowest rank, losses the mean, memory and bytes all ranks' together."""
+        for worker in self.workers:
+            worker.tell(question)
+        answers = [worker.answer(timeout) for worker in self.workers]
+        found = dict(answers[0])
+        for key, combine in _COMBINED.items():
+            if key in found:
+                found[key] = combine([each[key] for each in answers])
+        return found
+
+    def close(self) -> None:
+        """End them all: none ends before all are told."""
+        for worker in self.workers:
+            with suppress(WorkerError):
+                worker.tell("quit")
+        for worker in self.workers:
+            worker.close()
+
+
+def _means(losses: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.fmean(each) for each in zip(*losses, strict=True)]
+
+
+_COMBINED: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "seconds": max,
+    "loss": statistics.fmean,
+    "losses": _means,
+    "peak_rss": sum,
+    "read_bytes": sum,
+    "write_bytes": sum,
+}

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -47,6 +46,7 @@ import torch
 
 from benchmarks.race.plain import checkpoint_blocks
 from benchmarks.race.protocol import BETAS, EPSILON, WEIGHT_DECAY, Cannot, Case, Contestant, batch, build_model, main
+from benchmarks.race.registry import meeting_place
 from benchmarks.race.zero_breakdown import parts, spent
 
 SETTINGS: dict[str, Any] = {
@@ -75,9 +75,8 @@ class ZeroInfinity(Contestant):
     packages = ("torch", "transformers", "deepspeed")
 
     def build(self) -> dict[str, Any]:
-        os.environ.update(DS_ACCELERATOR=self.case.device, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **meeting_place()}
+        os.environ.update({**alone, **os.environ, "DS_ACCELERATOR": self.case.device})
         try:
             import deepspeed
         except ImportError as error:
@@ -193,12 +192,6 @@ def _swap_in_once() -> None:
         swap_in(self, list(dict.fromkeys(params)), async_op=async_op, swap_in_buffers=swap_in_buffers)
 
     Swapper.swap_in = once
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":
