@@ -104,7 +104,8 @@ class TieredExecutor(Executor):
                 self._issue_at(at)
         except BaseException as error:
             forward = self._computing and stop == forward_end(self.program)
-            if forward and self.tiers.failure.first is None:  # the model's own error: nothing of the run is lost
+            is_alone = self.tiers.setting.ranks is None
+            if forward and is_alone and self.tiers.failure.first is None:  # the model's own error: nothing is lost
                 self._give_up(at)
             else:
                 self.tiers.fail(error)

@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from gs_compile.errors import LaneError
+from gs_compile.errors import LaneError, RankError
+from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.stream import Device, Event, Stream
 from gs_compile.runtime.threads import limit_threads
 from gs_compile.runtime.trace import Label, Trace
@@ -39,7 +40,7 @@ class Ticket:
         return self._launched.is_set() and (self.event is None or self.event.query())
 
     def wait(self) -> None:
-        """Return when the operation is done; raises `LaneError` from its error."""
+        """Return when the operation is done; raises `LaneError` from its error, `RankError` from another rank's."""
         self.join(None)
 
     def join(self, stream: Stream | None) -> None:
@@ -61,7 +62,8 @@ class Ticket:
     def _wait_for_launch(self) -> None:
         self._launched.wait()
         if self.error is not None:
-            raise LaneError(f"{self.name}: {str(self.error) or type(self.error).__name__}") from self.error
+            kind = RankError if isinstance(self.error, RankError) else LaneError
+            raise kind(f"{self.name}: {str(self.error) or type(self.error).__name__}") from self.error
 
 
 def join_all(tickets: Sequence[Ticket], stream: Stream | None) -> None:
@@ -71,20 +73,26 @@ def join_all(tickets: Sequence[Ticket], stream: Stream | None) -> None:
 
 
 class Failure:
-    """The first error on any lane of a run. After it nothing more is carried out."""
+    """The first error on any lane of a run, or on another rank. After it nothing more is carried out."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None = None) -> None:
         self.first: Ticket | None = None
+        self._ranks = ranks
         self._guard = threading.Lock()
 
-    def note(self, ticket: Ticket) -> None:
+    def note(self, ticket: Ticket, error: BaseException) -> None:
+        """An operation has failed, which its ticket is about to tell; the other ranks hear of it now."""
         with self._guard:
             self.first = self.first or ticket
+        if self._ranks is not None:
+            self._ranks.fail(error)
 
     def check(self) -> None:
         """Raise the error, if there is one."""
         if self.first is not None:
             self.first.wait()
+        if self._ranks is not None:
+            self._ranks.check()
 
 
 class _Task(NamedTuple):
@@ -139,7 +147,7 @@ class Lane:
                 failed = error
             del task  # holds the buffers of its operation: whoever waits for the ticket may take their memory
             if failed is not None:
-                self._failure.note(ticket)  # before any that fails because of it
+                self._failure.note(ticket, failed)  # before any that fails because of it
             ticket.finish(failed)
 
     def _carry_out(self, task: _Task) -> None:

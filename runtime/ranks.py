@@ -15,7 +15,7 @@ import multiprocessing.util
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -47,12 +47,23 @@ def ranks_of(options: Options) -> Ranks | None:
     return None if place is None else Ranks(place)
 
 
+@contextlib.contextmanager
+def told(ranks: Ranks | None) -> Iterator[None]:
+    """Tell the other ranks of an error inside: it ends them, too."""
+    try:
+        yield
+    except BaseException as error:
+        if ranks is not None:
+            ranks.fail(error)
+        raise
+
+
 class Ranks:
     """All ranks of a run.
 
     rank, number: this rank, and how many there are, in the group that shards.
     total: all of them, replicas too: losses are averaged over these.
-    name: torch's number of this rank, by which messages call it.
+    place: this one's among all; name: torch's number of it, by which messages call it.
     timeout: seconds that a wait takes at most.
     """
 
@@ -61,11 +72,11 @@ class Ranks:
         self.name = dist.get_rank()
         self.names = place.everyone
         self.timeout = timeout
-        self._place = self.names.index(self.name)
+        self.place = self.names.index(self.name)
         self._alarm: Alarm | None = None
         self._first_row = place.replicas[0]
         self._all, self._row, self._column = groups = new_groups(place, timeout)
-        self._alarm = Alarm(self._place, self.names, lambda value: self.agree("addresses", value))
+        self._alarm = Alarm(self.place, self.names, lambda value: self.agree("addresses", value))
         self._close = weakref.finalize(self, _close, self._alarm, groups if place.is_world else ())
         self._close.atexit = False
         multiprocessing.util.Finalize(None, _end, (weakref.ref(self._alarm),), exitpriority=100)  # a child's end, too
@@ -114,7 +125,7 @@ class Ranks:
         """What the first rank makes, for everybody; where it fails, all fail with its reason."""
         self._same_call(what)
         content = torch.zeros(0, dtype=torch.uint8)
-        if self._place == 0:
+        if self.place == 0:
             try:
                 made = make()
             except BaseException as error:
@@ -123,9 +134,9 @@ class Ranks:
             content = _as_bytes(made)
         length = torch.tensor([len(content)])
         self._send(length, self.names[0], what)
-        content = content if self._place == 0 else torch.zeros(int(length), dtype=torch.uint8)
+        content = content if self.place == 0 else torch.zeros(int(length), dtype=torch.uint8)
         self._send(content, self.names[0], what)
-        return made if self._place == 0 else _from_bytes(content)
+        return made if self.place == 0 else _from_bytes(content)
 
     def require_same(self, what: str, facts: dict[str, Any]) -> None:
         """Raise `RankError` on all ranks where a fact is not the same on all; it names the ranks and their values."""
@@ -164,14 +175,16 @@ class Ranks:
         try:
             work = begin()
             self._poll(what, work) if is_in_host_memory(tensor) else work.wait()
+            return
+        except RankError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, RankError):
-                raise
-            if self._alarm is not None:
-                self._alarm.wait(GRACE)  # a connection has closed: the reason is on its way
-            self.check(what)
-            self._check_ended(what, time.monotonic())
-            raise RankError(f"{what} failed on rank {self.name}: {error}") from error
+            broken = error
+        if self._alarm is not None:
+            self._alarm.wait(GRACE)  # a connection has closed: the reason is on its way
+        self.check(what)
+        self._check_ended(what, time.monotonic())
+        raise RankError(f"{what} failed on rank {self.name}: {broken}") from broken
 
     def _poll(self, what: str, work: Any) -> None:
         """Wait for a collective for as long as all ranks take part in it."""

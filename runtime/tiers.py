@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gs_compile.errors import LaneError
+from gs_compile.errors import LaneError, RankError
 from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.shards import Owned, owned
@@ -72,7 +72,7 @@ class Tiers:
         setting = Setting(placement, dtypes, store, device_of(device), ranks)
         self.setting = setting
         self.trace = trace
-        self.failure = Failure()
+        self.failure = Failure(ranks)
         self.parameters = Parameters(setting)
         self.activations = Activations(setting)
         self.optimizer = OptimizerStep(setting, recipe)
@@ -83,7 +83,7 @@ class Tiers:
         self.pending: StepRecord | None = None  # of the step whose late updates are still to come
         self._lanes: dict[str, Lane] = {}
         self._num_threads = num_threads
-        self._finalizer = weakref.finalize(self, _close, self._lanes, store)
+        self._finalizer = weakref.finalize(self, _close, self._lanes, store, ranks)
         self.slab = Slab(placement, setting.device, host_nbytes)
         try:
             self.slab.map()
@@ -229,15 +229,17 @@ class Tiers:
     def synchronize(self) -> None:
         """Wait until all lanes are idle; raises what failed on them, and then it is over."""
         for ticket in [lane.submit("synchronize", lambda: None) for lane in self._lanes.values()]:
-            with contextlib.suppress(LaneError):  # what failed first is raised below
+            with contextlib.suppress(LaneError, RankError):  # what failed first is raised below
                 ticket.wait()
         self.check()
 
     def check(self) -> None:
-        """Raise what has failed on a lane, if anything; then it is over."""
-        if self.failure.first is not None:
+        """Raise what has failed on a lane or on another rank, if anything; then it is over."""
+        try:
+            self.failure.check()
+        except (LaneError, RankError):
             self.close()
-        self.failure.check()
+            raise
 
     @property
     def closed(self) -> bool:
@@ -254,19 +256,21 @@ class Tiers:
         """After an error nothing goes on: threads end, files go. Raises what failed first, where that is the cause."""
         ticket = Ticket("the step")
         ticket.finish(error)
-        self.failure.note(ticket)
+        self.failure.note(ticket, error)
         self.close()
-        if isinstance(error, LaneError):
+        if isinstance(error, LaneError | RankError):
             self.failure.check()
 
 
-def _close(lanes: dict[str, Lane], store: Store | None) -> None:
+def _close(lanes: dict[str, Lane], store: Store | None, ranks: Ranks | None) -> None:
     """End what moves data. Garbage is collected on any thread: one of ours cannot wait for itself, so another does."""
     if threading.current_thread().name.startswith("greedysnake"):
-        threading.Thread(target=_close, args=(lanes, store), name="closing greedysnake").start()
+        threading.Thread(target=_close, args=(lanes, store, ranks), name="closing greedysnake").start()
         return
     for lane in lanes.values():
         lane.close()
     lanes.clear()
     if store is not None:
         store.close()
+    if ranks is not None:
+        ranks.close()

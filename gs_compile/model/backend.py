@@ -30,8 +30,9 @@ from gs_compile.model.engine import Engine
 from gs_compile.model.micro_batches import cut_batch
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
 from gs_compile.model.step import Call
-from gs_compile.model.tiered_optimizer import TieredOptimizer
+from gs_compile.model.together import agree, meet, optimizers_of, refuse_empty
 from gs_compile.options import Options
+from gs_compile.runtime.ranks import Ranks, told
 from gs_compile.runtime.units import CompiledUnits
 
 absorb_libraries()
@@ -49,8 +50,8 @@ def greedysnake(
     An error of this package is raised at the model's call, as itself: raised here, Dynamo would wrap it in one of its
     own.
     """
-    compile_id = current_compile_id()
-    begin: Callable[[Sequence[Any]], Call]
+    compile_id, checked = current_compile_id(), Options()
+    begin: Callable[[Sequence[Any], Ranks | None], Call]
     try:
         checked = Options.of(options, mode)
         compilation = Compilation(capture(module, example_inputs, partial(_detach, options=checked)), checked)
@@ -59,8 +60,13 @@ def greedysnake(
         begin = partial(_refuse, type(error), str(error))  # not the error: its traceback holds the model
 
     def run(*args: Any) -> list[Any]:
+        ranks = meet(args, checked)
+        with told(ranks):
+            return run_together(args, ranks)
+
+    def run_together(args: Sequence[Any], ranks: Ranks | None) -> list[Any]:
         try:
-            call = begin(args)
+            call = begin(args, ranks)
         except BaseException as error:
             if isinstance(error, CaptureError):
                 add_graph_breaks(error)
@@ -74,21 +80,23 @@ def greedysnake(
     return run
 
 
-def _refuse(kind: type[GreedySnakeError], message: str, args: Sequence[Any]) -> NoReturn:
+def _refuse(kind: type[GreedySnakeError], message: str, args: Sequence[Any], ranks: Ranks | None) -> NoReturn:
     raise kind(message)
 
 
-def _begin(compilation: Compilation, args: Sequence[Any]) -> Call:
+def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -> Call:
     """The call of a captured model, before anything has run; `args` are those of the captured graph."""
     _register(compilation, args)
     models, parts = cut_batch(compilation, args)
+    if ranks is not None:
+        refuse_empty(ranks, sum(model.micro_batch_size for model in models))
     training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     if torch.is_grad_enabled() and not training:
         _refuse_a_loss(models[0])
     seed = int(torch.randint(2**62, (), device="cpu")) if any(model.draws_random for model in models) else None
-    engine = _engine_for(compilation, models, args)
-    if seed is not None and engine is not None and engine.ranks:
-        seed ^= engine.ranks.rank << 48  # each rank draws its own
+    engine = _engine_for(compilation, models, args, ranks)
+    if seed is not None and ranks is not None:
+        seed ^= ranks.place << 48  # each rank draws its own
     return Call(compilation, models, args, CompiledUnits(parts, seed), training, engine)
 
 
@@ -121,7 +129,7 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
     if any(residency_of(parameter).is_materialized for parameter in parameters):
         return False  # their call will be refused
     tiered = options.precision == "bf16" or any(is_offloaded(parameter) for parameter in parameters)
-    if not tiered and not _optimizers_of(parameters):
+    if not tiered and not optimizers_of(parameters):
         return False
     changed = False
     for parameter in parameters:
@@ -132,14 +140,16 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
     return changed
 
 
-def _engine_for(compilation: Compilation, models: Sequence[SpecializedModel], args: Sequence[Any]) -> Engine | None:
+def _engine_for(
+    compilation: Compilation, models: Sequence[SpecializedModel], args: Sequence[Any], ranks: Ranks | None
+) -> Engine | None:
     """The engine of the parameters that a call reads, made at the first call; None where they are the user's."""
     parameters = [arg for arg in args if isinstance(arg, torch.nn.Parameter)]
     _refuse_materialized(parameters)
     if not any(is_offloaded(parameter) for parameter in parameters):
         return None
     engines = {found[0] for parameter in parameters if (found := residency_of(parameter).tiered) is not None}
-    optimizers = _optimizers_of(parameters)
+    optimizers = optimizers_of(parameters)
     if len(engines) == 1 and len(optimizers) < 2:
         (engine,) = engines
         assert isinstance(engine, Engine)
@@ -156,17 +166,13 @@ def _engine_for(compilation: Compilation, models: Sequence[SpecializedModel], ar
     (optimizer,) = optimizers
     if optimizer.engine is None:
         with torch.inference_mode(False):  # what is made lives longer than this call
-            optimizer.engine = Engine(optimizer, compilation, models, args)
+            if ranks is not None:
+                agree(ranks, compilation, models[0], args, optimizer)
+            optimizer.engine = Engine(optimizer, compilation, models, args, ranks)
             optimizer.load_into_engine()
         # `model.compile` ties a module into a reference cycle; it often goes with its optimizer, and its files with it.
         weakref.finalize(optimizer, gc.collect).atexit = False
     return optimizer.engine
-
-
-def _optimizers_of(parameters: Sequence[torch.Tensor]) -> set[TieredOptimizer]:
-    """The gs_compile optimizers that were made for the parameters, and are alive."""
-    references = [residency_of(parameter).optimizer for parameter in parameters]
-    return {found for reference in references if reference is not None and (found := reference()) is not None}
 
 
 def _refuse_materialized(parameters: Sequence[torch.nn.Parameter]) -> None:

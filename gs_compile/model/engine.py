@@ -37,7 +37,7 @@ from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import Recipe, StepRecord
-from gs_compile.runtime.ranks import ranks_of
+from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.store import Store
 from gs_compile.runtime.stream import has_own_memory
 from gs_compile.runtime.threads import update_threads
@@ -65,11 +65,16 @@ class Engine(ParameterStore):
     """One model's parameters, and the updates of them."""
 
     def __init__(
-        self, optimizer: Optimizer, compilation: Compilation, models: Sequence[SpecializedModel], args: Sequence[Any]
+        self,
+        optimizer: Optimizer,
+        compilation: Compilation,
+        models: Sequence[SpecializedModel],
+        args: Sequence[Any],
+        ranks: Ranks | None = None,
     ) -> None:
         gc.collect()  # what earlier models have left: memory that counts against the budget, and locks of storage
         self._optimizer = weakref.ref(optimizer)
-        self.options = compilation.options
+        self.options, self.ranks = compilation.options, ranks
         self.open: TieredExecutor | None = None  # a training step between its forward and the end of its backward
         self.record: StepRecord | None = None  # of a backward that optimizer.step() has not closed yet
         self.programs: tuple[Program, ...] = ()  # of the latest call
@@ -77,18 +82,10 @@ class Engine(ParameterStore):
         self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
         components = optimizer.components
         split, groups = models[0].split, param_groups(compilation, models[0], args, optimizer.group_of)
-        self.ranks = ranks_of(self.options)
-        layout = arrange(split, compilation.captured, len(components), groups, ranks=self.ranks)
-        device = next(args[index].device for index in layout.spans)
-        self.planning = PlanCache(
-            self.options,
-            layout.sizes,
-            models,
-            tied_units(split, layout.spans),
-            clip=optimizer.max_grad_norm is not None,
-            device=device,
-            ranks=self.ranks,
-        )
+        layout = arrange(split, compilation.captured, len(components), groups, ranks=ranks)
+        device, tied = next(args[index].device for index in layout.spans), tied_units(split, layout.spans)
+        clip = optimizer.max_grad_norm is not None
+        self.planning = PlanCache(self.options, layout.sizes, models, tied, clip=clip, device=device, ranks=ranks)
         self._latest = self.planning.placement, self.planning.first_shape  # of the latest call
         tiers = self._make_tiers(layout, optimizer.rule, len(components), device)
         super().__init__(tiers, self.options.storage[0], components)
@@ -211,9 +208,7 @@ class Engine(ParameterStore):
             raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
         record = optimizer.begin_step()
         if self.ranks:
-            record.loss_scale *= (
-                self.ranks.total
-            )  # gradients are summed, and are those of the mean of the ranks' losses
+            record.loss_scale *= self.ranks.total  # gradients are summed over ranks, for the mean of their losses
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         executor.record = self.record = record
 

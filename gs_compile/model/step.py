@@ -27,6 +27,7 @@ from gs_compile.model.residency import mark_gradient_unavailable
 from gs_compile.program.ir import EPILOGUE, StepShape, Unit, Value
 from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
+from gs_compile.runtime.ranks import told
 from gs_compile.runtime.stream import without_autocast
 from gs_compile.runtime.units import CompiledUnits
 
@@ -234,4 +235,5 @@ class _Step(torch.autograd.Function):
         call: Call = ctx.call
         outside = call.outside(gradients)
         ctx.call = None  # a loss that lives on keeps nothing of its step
-        return (None, *call.backward(gradients, outside))
+        with told(call.engine.ranks if call.engine is not None else None):
+            return (None, *call.backward(gradients, outside))

@@ -40,9 +40,7 @@ import torch
 import torch.distributed as dist
 
 context: Any = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["torch", "torch.distributed.tensor", "gs_compile", "gs_compile.model.backend", "launch"]
-)
+context.set_forkserver_preload(["torch.distributed.tensor", "networkx", "gs_compile.model.backend"])
 
 
 class Info(NamedTuple):

@@ -1,0 +1,84 @@
+"""together: ranks that train one model meet at its first call, and go on only if all have the same one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from itertools import chain
+from typing import Any
+
+import torch
+
+from gs_compile.codegen.compiled import Compilation, SpecializedModel
+from gs_compile.errors import RankError
+from gs_compile.model.residency import residency_of
+from gs_compile.model.tiered_optimizer import TieredOptimizer
+from gs_compile.options import Options
+from gs_compile.runtime.ranks import Ranks, ranks_of
+
+OWN = ("storage", "group", "mesh", "expert")  # options that each rank may have its own of, or that are looked into
+
+
+def optimizers_of(parameters: Iterable[torch.Tensor]) -> set[TieredOptimizer]:
+    """The gs_compile optimizers that were made for the parameters, and are alive."""
+    references = [residency_of(parameter).optimizer for parameter in parameters]
+    return {found for reference in references if reference is not None and (found := reference()) is not None}
+
+
+def meet(args: Sequence[Any], options: Options) -> Ranks | None:
+    """The ranks that train the parameters among `args` with an optimizer of ours; None where there are no others.
+
+    The first call waits for all of them, so that what is refused on one ends them all.
+    """
+    for arg in args:
+        if isinstance(arg, torch.nn.Parameter) and (found := optimizers_of([arg])):
+            (optimizer,) = found
+            return ranks_of(options) if optimizer.engine is None else optimizer.engine.ranks
+    return None
+
+
+def agree(
+    ranks: Ranks, compilation: Compilation, model: SpecializedModel, args: Sequence[Any], optimizer: TieredOptimizer
+) -> None:
+    """Raise `RankError` on all ranks where they have different options, models, inputs, optimizers or versions."""
+    facts = chain(_of_options(compilation.options), _of_optimizer(optimizer), _of_model(compilation, model, args))
+    ranks.require_same("the first step", {"torch's version": torch.__version__, **dict(facts)})
+
+
+def refuse_empty(ranks: Ranks, num_rows: int) -> None:
+    """Raise `RankError` where this rank has nothing to train on in a step of all."""
+    if num_rows == 0:
+        raise RankError(
+            f"the batch of rank {ranks.name} has no rows, and all ranks take part in each step: give every rank at "
+            "least one row (a DistributedSampler does), or end the epoch on all ranks"
+        )
+
+
+Facts = Iterator[tuple[str, Any]]
+
+
+def _of_options(options: Options) -> Facts:
+    yield "greedysnake's version", sys.modules["gs_compile"].__version__
+    yield "the number of directories of storage", len(options.storage)
+    for prefix, given in (("", options), ("expert.", options.expert)):
+        for entry in fields(given):
+            if entry.name not in OWN:
+                yield f"the option {prefix}{entry.name}", getattr(given, entry.name)
+
+
+def _of_optimizer(optimizer: TieredOptimizer) -> Facts:
+    yield "the optimizer", type(optimizer).__name__
+    yield "max_grad_norm", optimizer.max_grad_norm
+    for number, group in enumerate(optimizer.param_groups):
+        yield f"param group {number}", {name: value for name, value in group.items() if name != "params"}
+
+
+def _of_model(compilation: Compilation, model: SpecializedModel, args: Sequence[Any]) -> Facts:
+    for entry, arg in zip(compilation.captured.inputs, args, strict=True):
+        if entry.role == "batch":
+            yield f"the dtype of {entry.path}", arg.dtype
+    for graph in model.split.units:
+        specs = graph.parameters(compilation.captured).values()
+        words = (f"{spec.dtype} {tuple(spec.shape)}{'' if spec.requires_grad else ' frozen'}" for spec in specs)
+        yield f"what unit {graph.unit} has", ", ".join(words)

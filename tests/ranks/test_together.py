@@ -1,0 +1,141 @@
+"""A model that ranks train together: what is refused on one, or fails there, ends all; two ranks never share a folder."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from launch import Fleet
+from tiered import gpt2, options, tokens
+
+import gs_compile
+from gs_compile.errors import LaneError, RankError, StorageError
+from gs_compile.runtime import ssd
+
+LIMIT = 10  # seconds
+
+
+def begin(tmp_path, num_layers=2, kind=gs_compile.AdamW, **changes):
+    model = gpt2(num_layers)
+    optimizer = kind(model.parameters(), lr=1e-2)
+    model.compile(backend="greedysnake", options=options(tmp_path / "storage", **changes))
+    return model, optimizer
+
+
+def step(model, optimizer, ids):
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def steps(model, optimizer, rows):
+    """More than the ranks that are whole will make."""
+    for index in range(1000):
+        step(model, optimizer, tokens(index, rows))
+
+
+def refused(info, tmp_path, mine, others, rows=4):
+    """The message of the `RankError` that the first step raises on this rank."""
+    model, optimizer = begin(tmp_path, **(mine if info.rank == 1 else others))
+    with pytest.raises(RankError) as caught:
+        step(model, optimizer, tokens(0, rows if info.rank == 1 else 4))
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with Fleet(2) as fleet:
+        yield fleet
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "message"),
+    [
+        ({"micro_batch_size": 1}, {}, "the option micro_batch_size is 2 on rank 0; 1 on rank 1."),
+        ({"kind": gs_compile.Lion}, {}, "the optimizer is AdamW on rank 0; Lion on rank 1."),
+        ({"num_layers": 3}, {"num_layers": 2}, "what unit 2 has is absent on rank 0; torch.float32 (32,), "),
+    ],
+)
+def test_what_differs_is_refused_by_name(pair, tmp_path, mine, others, message):
+    for each in pair.run(refused, tmp_path, mine=mine, others=others):
+        assert each.startswith(f"the first step: {message}")
+        assert each.endswith("It has to be the same on all ranks")
+    assert not list(tmp_path.glob("storage/*"))
+
+
+def empty(info, tmp_path):
+    model, optimizer = begin(tmp_path)
+    step(model, optimizer, tokens(0, 4))
+    with pytest.raises(RankError) as caught:
+        steps(model, optimizer, 4 * (1 - info.rank))
+    return str(caught.value)
+
+
+def test_a_rank_without_a_batch_is_refused_on_all(pair, tmp_path):
+    for each in pair.run(empty, tmp_path):
+        assert "the batch of rank 1 has no rows, and all ranks take part in each step" in each
+
+
+def test_a_rank_without_a_first_batch_is_refused_on_all(pair, tmp_path):
+    for each in pair.run(refused, tmp_path, mine={}, others={}, rows=0):
+        assert "the batch of rank 1 has no rows" in each
+
+
+def breaks(info, tmp_path):
+    """The drive of one rank fails in a later step."""
+    model, optimizer = begin(tmp_path)
+    step(model, optimizer, tokens(0, 4))
+    if info.rank == 1:
+
+        def broken(*args):
+            raise StorageError(5, "the drive is gone")
+
+        ssd.move_block = broken
+    with pytest.raises((RankError, LaneError)) as caught:
+        steps(model, optimizer, 4)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_lane_that_fails_on_one_rank_ends_all(pair, tmp_path):
+    (kind, told), (own, reason) = pair.run(breaks, tmp_path)
+    assert kind == "RankError"
+    assert "rank 1 has failed: " in told
+    assert "the drive is gone" in told
+    assert own == "LaneError"
+    assert "the drive is gone" in reason
+
+
+def trains(info, tmp_path):
+    model, optimizer = begin(tmp_path)
+    step(model, optimizer, tokens(0, 4))
+    (tmp_path / f"ready{info.rank}").touch()
+    while True:
+        steps(model, optimizer, 4)
+
+
+def stored(info, tmp_path):
+    model, optimizer = begin(tmp_path)
+    step(model, optimizer, tokens(0, 4))
+    return sorted(path.name for path in (tmp_path / "storage").iterdir())
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_while_it_trains(times, tmp_path):
+    draw = random.Random(0)
+    for index in range(times):
+        with Fleet(2) as fleet:
+            place = tmp_path / str(index)
+            place.mkdir()
+            fleet.begin(trains, place)
+            while len(list(place.glob("ready*"))) < 2:
+                time.sleep(0.05)
+            time.sleep(draw.random())
+            killed = draw.randrange(2)
+            fleet.processes[killed].kill()
+            at = time.monotonic()
+            found = fleet.end(place, 60)
+            assert time.monotonic() - at < LIMIT
+        assert f"rank {killed} has failed: it was killed, or its machine is gone" in found[1 - killed].failure
+    with Fleet(2) as fleet:  # where the last were
+        assert fleet.run(stored, place) == 2 * [["greedysnake-run", "greedysnake-run-1"]]
