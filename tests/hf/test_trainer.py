@@ -8,12 +8,12 @@ import re
 import pytest
 import torch
 from learner import distance, values
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from zoo import VOCAB, huggingface
 
 import gs_compile
 import gs_compile.hf
-from gs_compile.errors import MemoryBudgetError, OptionError
+from gs_compile.errors import LaneError, MemoryBudgetError, OptionError
 from gs_compile.model.residency import is_offloaded
 
 EAGER = {"compiler": "eager", "ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}, "alpha": 0.5}
@@ -229,6 +229,18 @@ def test_a_batch_that_does_not_fit_becomes_smaller(short, gas, tmp_path, caplog)
         assert each.state.train_batch_size == 1
     assert "a batch of 2 does not fit" in caplog.text
     assert_alike(mine, theirs)
+
+
+class MemoryEnds(TrainerCallback):
+    def on_step_end(self, args, state, control, optimizer, **kwargs):
+        optimizer.optimizer.engine.tiers.fail(RuntimeError("The device is out of memory."))
+
+
+def test_a_step_that_failed_half_way_is_not_tried_again(tmp_path):
+    mine = attached(tmp_path, auto_find_batch_size=True)
+    mine.add_callback(MemoryEnds())
+    with pytest.raises(LaneError, match="choose a smaller per_device_train_batch_size"):
+        mine.train()
 
 
 def test_what_cannot_be_followed_is_refused(tmp_path):
