@@ -185,16 +185,19 @@ LONG = {
     "defaults": (sft, {"adapter": False}),
     "adapters": (sft, {}),
     "packed": (sft, {"adapter": False, "packing": True, "max_length": 24}),
-    "preferences": (dpo, {}),
+    "preferences": (dpo, {"learning_rate": 1e-6}),  # as by default; at 1e-3 bf16 makes 1.1e-4 of it
+    "preferences, learning": (dpo, {"bf16": False}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LONG)
 def test_twenty_steps(case, tmp_path):
-    """In bf16, as all is by default."""
+    """In bf16, as all is by default, and learning faster than by default."""
     make, changes = LONG[case]
-    assert_alike(*both(make, tmp_path, max_steps=20, **changes), ("loss",))
+    mine, theirs = both(make, tmp_path, max_steps=20, **changes)
+    assert len(curve(mine, "loss")) == 20
+    assert curve(mine, "loss") == pytest.approx(curve(theirs, "loss"), rel=1e-4)
 
 
 def test_preferences_against_a_stored_reference(tmp_path):
