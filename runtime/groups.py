@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.errors import OptionError
 from gs_compile.options import Options
@@ -28,6 +29,7 @@ class Place:
     row: int
     rank: int  # in its row
     backend: str  # of the group that the user gave
+    group: Any  # that one, where it has everyone
 
     @property
     def number(self) -> int:
@@ -75,7 +77,9 @@ def place_of(options: Options) -> Place | None:
         raise OptionError(f"rank {name} is not in the group of the options, which has {replicas}: leave it out there")
     if any(list(row) != sorted(row) for row in replicas):
         raise OptionError(f"the ranks of a group that shards have to ascend; got {replicas}")
-    place = Place(replicas, rows[0], replicas[rows[0]].index(name), dist.get_backend(group))
+    place = Place(
+        replicas, rows[0], replicas[rows[0]].index(name), dist.get_backend(group), group if len(replicas) == 1 else None
+    )
     return place if len(place.everyone) > 1 else None
 
 
@@ -89,6 +93,13 @@ def new_groups(place: Place, timeout: float) -> tuple[Any, Any, Any]:
         place.new_group(list(zip(*place.replicas, strict=True)), backend, limit) if len(place.replicas) > 1 else None
     )
     return everyone, rows, columns
+
+
+def mesh_of(place: Place, timeout: float) -> DeviceMesh:
+    """Everyone in one dimension, for tensors in host memory; it lasts as long as the user's group."""
+    if place.group is not None and place.backend != "nccl":
+        return DeviceMesh.from_group(place.group, "cpu")
+    return DeviceMesh.from_group(place.new_group([place.everyone], "gloo", timedelta(seconds=timeout)), "cpu")
 
 
 def _initialize() -> None:

@@ -17,15 +17,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.errors import RankError
 from gs_compile.options import Options
 from gs_compile.runtime.alarm import Alarm, words
-from gs_compile.runtime.groups import Place, ending_error, new_groups, place_of
+from gs_compile.runtime.groups import Place, ending_error, mesh_of, new_groups, place_of
 from gs_compile.runtime.stream import is_in_host_memory
 
 T = TypeVar("T")
@@ -72,6 +74,7 @@ class Ranks:
         self.name = dist.get_rank()
         self.names = place.everyone
         self.timeout = timeout
+        self._mesh = partial(mesh_of, place, timeout)
         self.place = self.names.index(self.name)
         self._alarm: Alarm | None = None
         self._first_row = place.replicas[0]
@@ -80,6 +83,11 @@ class Ranks:
         self._close = weakref.finalize(self, _close, self._alarm, groups if place.is_world else ())
         self._close.atexit = False
         multiprocessing.util.Finalize(None, _end, (weakref.ref(self._alarm),), exitpriority=100)  # a child's end, too
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """All ranks in one dimension, by which state dicts share tensors out. All ranks ask for it together."""
+        return self._mesh()
 
     # On the lane -----------------------------------------------------------------------------------------------------
 

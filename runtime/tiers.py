@@ -114,7 +114,7 @@ class Tiers:
     def has_master(self, place: Slice) -> bool:
         """Whether a parameter is a narrow copy of a master in its state; a frozen one is not."""
         unit = self.placement.by_unit[place.unit]
-        return unit.has_master and place.offset < unit.num_trained
+        return unit.has_master and place.offset < self.placement.world * unit.num_trained
 
     def dtype(self, place: Slice, *, master: bool = False) -> torch.dtype:
         """Of a parameter at home, or of its master if it has one."""
@@ -152,9 +152,10 @@ class Tiers:
             else:
                 target.copy_(content[start : start + len(target)])
         if ranks := self.setting.ranks:
+            what = f"reading a parameter of unit {place.unit}"
             for rank in range(ranks.number):
                 for each in self._owned(place, rank):
-                    ranks.broadcast(flat[each.whole - place.offset :][: each.numel], rank)
+                    ranks.broadcast(flat[each.whole - place.offset :][: each.numel], rank, what)
         return flat.view(place.shape)
 
     def _write(self, place: Slice, component: int | None, values: Tensor) -> None:

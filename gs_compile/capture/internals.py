@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -15,6 +16,7 @@ __all__ = [
     "add_artifact",
     "backward_hooks",
     "changes",
+    "makes_state_dict",
     "tree_leaves",
     "tree_map_only",
     "untraced",
@@ -39,6 +41,11 @@ def wrap_compiled_call(module: torch.nn.Module, wrapper: Callable[[Callable[...,
 def changes(tensor: torch.Tensor) -> int:
     """How often the tensor was changed in place."""
     return tensor._version
+
+
+def makes_state_dict() -> bool:
+    """Whether a parameter's __torch_function__, by a function of its own, asks this for a module's state dict."""
+    return sys._getframe(3).f_code is torch.nn.Module._save_to_state_dict.__code__
 
 
 def backward_hooks(holder: torch.Tensor | torch.nn.Module) -> list[Any]:

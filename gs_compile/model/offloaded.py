@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from gs_compile.capture.internals import changes, tree_map_only
+from gs_compile.capture.internals import changes, makes_state_dict, tree_map_only
 from gs_compile.errors import ReleasedParameterError
 
 Tensor = torch.Tensor
@@ -43,6 +43,9 @@ class Place(Protocol):
 
     def is_shown(self, values: Tensor) -> bool:
         """Whether a tensor of `shown_value`, or a view of it, still has the value."""
+
+    def rows(self, parameter: Tensor) -> Tensor:
+        """The value as state dicts have it."""
 
     def write(self, parameter: Tensor, values: Tensor) -> None:
         """Give the parameter another value, of its shape."""
@@ -238,7 +241,8 @@ def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         if name == "__set__" and attribute == "data":
             return first._assign(args[1])
         if name == "detach":
-            return first._greedysnake.shown_value(first, torch.device("cpu"))
+            place = first._greedysnake
+            return place.rows(first) if makes_state_dict() else place.shown_value(first, torch.device("cpu"))
         if name == "copy_" and not torch.is_grad_enabled():
             first._greedysnake.write(first, _read(args[1]).expand(first.shape))
             return first

@@ -11,6 +11,7 @@ import torch
 
 from gs_compile.errors import OptimizerError
 from gs_compile.model.mapped import CHUNK_NBYTES, directory, leave_memory, mapped
+from gs_compile.model.rows import mapped_rows, whole
 from gs_compile.runtime.tiers import Slice, Tiers
 
 Tensor = torch.Tensor
@@ -45,6 +46,11 @@ class ParameterStore:
         dtype = self.tiers.dtype(span, master=master)
         return self._mapped(span, dtype, lambda piece: self.tiers.read(piece, master=master))
 
+    def rows(self, span: Slice) -> Tensor:
+        """A parameter's value after all updates, for a state dict: under ranks a DTensor, of which each has rows."""
+        self.synchronize()
+        return self._rows(span, self.tiers.dtype(span), self.tiers.read)
+
     @property
     def room_nbytes(self) -> int:
         """The memory that values may take for the time of an evaluation."""
@@ -53,6 +59,7 @@ class ParameterStore:
     def write(self, span: Slice, values: Tensor) -> None:
         """A new value, in the parameter's dtype or the master's. A master that rounds to it stays as it is."""
         self.synchronize()
+        values = whole(values)
         own, wide = self.tiers.dtype(span), self.tiers.dtype(span, master=True)
         given = self._masters.get(span)
         for piece in _pieces(span, wide.itemsize):
@@ -66,13 +73,16 @@ class ParameterStore:
             del self._masters[span]
 
     def state(self, span: Slice, num_steps: int) -> dict[str, Any]:
-        """A parameter's optimizer state after all updates, as torch has it; its master, where there is one, beside."""
+        """A parameter's optimizer state after all updates, as torch has it; its master, where there is one, beside.
+
+        Under ranks its tensors are as those of `rows`.
+        """
         self.synchronize()
         self.refuse_masters()
         dtype = self.tiers.setting.state_dtype(span.unit)
         found: dict[str, Any] = {"step": torch.tensor(float(num_steps))}
         for number, name in enumerate(self._components(span)):
-            found[name] = self._mapped(span, dtype, lambda piece, n=number: self.tiers.read_state(piece, n))  # type: ignore[misc]
+            found[name] = self._rows(span, dtype, lambda piece, n=number: self.tiers.read_state(piece, n))  # type: ignore[misc]
         return found
 
     def is_rounded(self, span: Slice) -> bool:
@@ -99,6 +109,7 @@ class ParameterStore:
             if not isinstance(values, Tensor) or values.shape != span.shape:
                 found = tuple(values.shape) if isinstance(values, Tensor) else values
                 raise OptimizerError(f"the state of a parameter of shape {span.shape} has {name} {found}")
+            values = whole(values)
             if name == MASTER and not self._rounds_to_value(values, span):
                 self._masters[span] = values
                 continue
@@ -129,6 +140,13 @@ class ParameterStore:
 
     def _mapped(self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor]) -> Tensor:
         return mapped(span.shape, dtype, directory(self.folder), lambda start, stop: read(_within(span, start, stop)))
+
+    def _rows(self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor]) -> Tensor:
+        ranks = self.tiers.setting.ranks
+        if ranks is None or not span.shape:
+            return self._mapped(span, dtype, read)
+        folder = directory(self.folder)
+        return mapped_rows(span.shape, dtype, folder, lambda start, stop: read(_within(span, start, stop)), ranks.mesh)
 
 
 def _pieces(span: Slice, itemsize: int) -> list[Slice]:

@@ -105,6 +105,13 @@ class Residency:
         values = self.stashed_value(parameter)
         return values if master else values.to(parameter.dtype)
 
+    def rows(self, parameter: Tensor) -> Tensor:
+        """The value as state dicts have it: under ranks a DTensor, of which this one has some rows."""
+        if self.tiered is not None and self.tiered[0].tiers.setting.ranks:
+            store, span = self.tiered
+            return store.rows(span)
+        return self.shown_value(parameter, torch.device("cpu"))
+
     def master_dtype(self, parameter: Tensor) -> torch.dtype:
         """Of `value` with `master`."""
         if self.tiered is not None:
