@@ -28,9 +28,7 @@ def mapped_rows(
         first, last = _bounds(shape[0], rank, mesh.size())
         start, stop = first * width, last * width
         if rank == mesh.get_local_rank():
-            own = mapped(
-                (last - first, *shape[1:]), dtype, folder, lambda low, high, at=start: read(at + low, at + high)
-            )
+            own = mapped((last - first, *shape[1:]), dtype, folder, _from(start, read))
         else:
             for low in range(start, stop, chunk):
                 read(low, min(low + chunk, stop))
@@ -42,6 +40,10 @@ def mapped_rows(
 def whole(values: Tensor) -> Tensor:
     """All of a tensor of which ranks have some rows each: all of them call this. Others are as they are."""
     return values.full_tensor() if isinstance(values, DTensor) else values
+
+
+def _from(start: int, read: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
+    return lambda low, high: read(start + low, start + high)
 
 
 def _bounds(num_rows: int, rank: int, number: int) -> tuple[int, int]:
