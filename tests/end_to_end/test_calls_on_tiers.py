@@ -6,8 +6,9 @@ import json
 
 import pytest
 import torch
+from learner import distance
 from tiered import LENGTH, VOCABULARY, gpt2, options, step, tokens
-from zoo import huggingface
+from zoo import VOCAB, huggingface
 
 import gs_compile
 from gs_compile.errors import OptimizerError
@@ -103,6 +104,33 @@ def test_an_input_that_wants_a_gradient_is_refused(tmp_path):
     embedded = torch.randn(2, LENGTH, 32, requires_grad=True)
     with pytest.raises(OptimizerError, match=r"an input of shape .* requires a gradient"):
         model(inputs_embeds=embedded, labels=tokens(0, 2))
+    optimizer.engine.tiers.close()
+
+
+TERMS = [
+    lambda found: found.loss + found.logits.square().mean(),
+    lambda found: found.loss + found.logits.square().mean(),
+    lambda found: found.loss,
+    lambda found: found.loss + found.hidden_states[2].square().mean(),
+]
+
+
+@pytest.mark.parametrize("separate", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_terms_beside_the_loss(separate, tmp_path):
+    """They come and go."""
+    model, reference = huggingface("gpt2"), huggingface("gpt2")
+    optimizer, theirs = gs_compile.SGD(model.parameters(), lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
+    for each in (model, reference):
+        each(tokens(0) % VOCAB, output_hidden_states=True)  # installs hooks, which Dynamo cannot
+    given = options(tmp_path, alpha=0.5, separate_device=separate)
+    model.compile(backend="greedysnake", options={**given, "outputs": "all"})
+    for number, loss_of in enumerate(TERMS):
+        ids = tokens(number) % VOCAB
+        for each, update in ((model, optimizer), (reference, theirs)):
+            loss_of(each(input_ids=ids, labels=ids, output_hidden_states=True)).backward()
+            update.step()
+            update.zero_grad()
+    assert distance(model.state_dict(), reference.state_dict()) < 1e-7
     optimizer.engine.tiers.close()
 
 

@@ -14,7 +14,6 @@ import torch
 from learner import distance, gpt2, inside, learner, plain, same_tensors, values
 from tiered import adamw, options, our_threads, step, tokens, two_groups
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from zoo import VOCAB, huggingface
 
 import gs_compile
 from gs_compile.errors import OptimizerError, ReleasedParameterError, StepOrderError
@@ -200,33 +199,6 @@ def test_one_backward_is_one_step(tmp_path):
         new.backward()
         one.optimizer.step()
         assert one.optimizer.num_steps == 2
-
-
-TERMS = [
-    lambda found: found.loss + found.logits.square().mean(),
-    lambda found: found.loss + found.logits.square().mean(),
-    lambda found: found.loss,
-    lambda found: found.loss + found.hidden_states[2].square().mean(),
-]
-
-
-@pytest.mark.parametrize("separate", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_terms_beside_the_loss(separate, tmp_path):
-    """They come and go."""
-    model, reference = huggingface("gpt2"), huggingface("gpt2")
-    optimizer, theirs = gs_compile.SGD(model.parameters(), lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
-    for each in (model, reference):
-        each(tokens(0) % VOCAB, output_hidden_states=True)  # installs hooks, which Dynamo cannot
-    given = options(tmp_path, alpha=0.5, separate_device=separate)
-    model.compile(backend="greedysnake", options={**given, "outputs": "all"})
-    for number, loss_of in enumerate(TERMS):
-        ids = tokens(number) % VOCAB
-        for each, update in ((model, optimizer), (reference, theirs)):
-            loss_of(each(input_ids=ids, labels=ids, output_hidden_states=True)).backward()
-            update.step()
-            update.zero_grad()
-    assert distance(model.state_dict(), reference.state_dict()) < 1e-7
-    optimizer.engine.tiers.close()
 
 
 def test_a_loss_that_is_dropped_leaves_nothing(tmp_path):
