@@ -16,6 +16,7 @@ def stand_in() -> Any:
         budgets=SimpleNamespace(device_nbytes=80 * GiB, host_nbytes=400 * GiB, ssd_nbytes=4096 * GiB),
         simulation=SimpleNamespace(bubbles={"ssd_read s": 10.5}),
         schedule="vertical",
+        ranks=1,
         num_micro_batches=32,
         alpha=0.13,
         ratios={"parameter": 0.5, "checkpoint": 1.0, "optimizer": 0.0},

@@ -73,7 +73,7 @@ class PlanRequest(NamedTuple):
     machine: str | None = option('"a100", or the path of a profile.', None, metavar="NAME", unset="this one, measured")
     sequence: int = option("Tokens of a sample.", 2048, min=1, metavar="T")
     batch_size: int | None = option(
-        "Samples of a step.", None, "--batch", min=1, metavar="B", unset="as few as keep it busy"
+        "Samples of a step, of all GPUs.", None, "--batch", min=1, metavar="B", unset="as few as keep it busy"
     )
     micro_batch_size: int | None = option("Samples of a micro-batch.", None, min=1, metavar="S", unset="chosen")
     num_micro_batches: int | None = option(
@@ -95,3 +95,6 @@ class PlanRequest(NamedTuple):
     precision: Literal["bf16", "model"] = option("bf16 with fp32 masters, or the model's own.", "bf16")
     wear_years: float | None = option("Years that the drives are to last, training all day.", None, min=0, metavar="Y")
     storage: Storage = None
+    gpus: int = option("GPUs of a node; each has micro-batches of its own.", 1, min=1, metavar="G")
+    nodes: int = option("Nodes, each like the machine.", 1, min=1, metavar="N")
+    network: str | None = option("What a node receives of others, such as 25GB/s.", None, metavar="RATE", unset="none")

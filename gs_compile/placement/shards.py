@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from gs_compile.placement.workload import UnitSize
+from gs_compile.placement.workload import UnitSize, Workload
 
 # Elements. Cuts are at multiples, so that a part begins on a 4 KiB page in 16 bits and in 32, and that the optimizer's
 # vector code takes every element the same way wherever a unit is cut.
@@ -42,6 +42,13 @@ def sharded(size: UnitSize, world: int) -> UnitSize:
         return size
     trained, frozen = (_cut(share(sum(numels), world)) for numels in (size.trained, size.frozen))
     return replace(size, trained=trained, frozen=frozen)
+
+
+def shared(workload: Workload, world: int) -> Workload:
+    """What one of `world` ranks has of a model; each has micro-batches of its own."""
+    if world == 1:
+        return workload
+    return replace(workload, sizes=tuple(sharded(size, world) for size in workload.sizes), world=world)
 
 
 def share(numel: int, world: int) -> int:

@@ -11,7 +11,7 @@ from collections import Counter
 
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
-from gs_compile.program.ir import Op, Program, whole_kind
+from gs_compile.program.ir import TRANSFERS, Op, Program, whole_kind
 
 
 def traffic(program: Program, placement: Placement) -> dict[tuple[str, str], int]:
@@ -23,7 +23,7 @@ def traffic(program: Program, placement: Placement) -> dict[tuple[str, str], int
     """
     moved: Counter[tuple[str, str]] = Counter()
     for op in program.ops:
-        if op.verb in ("prefetch", "offload") or op.lane == "net":
+        if op.verb in TRANSFERS:
             moved[op.lane, whole_kind(op.reads[0])] += op_nbytes(op, placement)
     return {key: nbytes for key, nbytes in sorted(moved.items()) if nbytes}
 

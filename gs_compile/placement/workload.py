@@ -57,6 +57,7 @@ class UnitCost:
 class Workload:
     """One model at one micro-batch size.
 
+    world: the ranks that share it: `sizes` are one rank's shares, and each rank has micro-batches of its own.
     costs: by unit: "e", 0 ... num_layers - 1, "h"; layers of one class share one `UnitCost`.
     x_nbytes, side_nbytes: of the checkpoint, and of all side inputs, of one micro-batch.
     dtype: the matrix rate that its code is held against ("fp32", "bf16", "fp16").
@@ -72,6 +73,7 @@ class Workload:
     side_nbytes: int = 0
     dtype: str = "fp32"
     shape: StepShape = field(default_factory=StepShape)
+    world: int = 1
 
     @cached_property
     def num_trained(self) -> int:
@@ -93,12 +95,12 @@ class Workload:
 
     @cached_property
     def tokens(self) -> int:
-        """Of one micro-batch."""
-        return self.micro_batch_size * self.sequence
+        """Of one micro-batch of every rank."""
+        return self.world * self.micro_batch_size * self.sequence
 
     @cached_property
     def model_flops(self) -> float:
-        """Of one micro-batch, as throughput is usually stated: one forward and a backward of twice that, without
-        what is recomputed.
+        """Of one micro-batch of every rank, as throughput is usually stated: one forward and a backward of twice that,
+        without what is recomputed.
         """
-        return sum(3 * cost.forward_flops for cost in self.costs.values())
+        return self.world * sum(3 * cost.forward_flops for cost in self.costs.values())

@@ -51,6 +51,7 @@ class StepBuilder:
             separate=separate,
             clip=clip,
             schedule=schedule,
+            world=workload.world,
         )
 
     def placement(

@@ -15,28 +15,27 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
-from gs_compile.options import parse_bytes
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder
-from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.lifetimes import with_room
 from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.lp.limits import Budgets, Fixed
 from gs_compile.planner.lp.search import Saturation, Search
+from gs_compile.planner.measure.cluster import of_one_rank, samples_of_one_rank
 from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.problem import Problem, scaled
+from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, explained
 from gs_compile.planner.refine import planned
-from gs_compile.planner.step_plan import SECONDS_PER_DAY, StepPlan
+from gs_compile.planner.requested import budgets, micro_batch_sizes, workloads
+from gs_compile.planner.step_plan import StepPlan
 from gs_compile.program.ir import Schedule
 
 if TYPE_CHECKING:
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SECONDS_PER_YEAR = 365 * SECONDS_PER_DAY
-MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # tried where none is given
 MORE = 1e-3  # of throughput: less is nothing
 
 Found = tuple[Problem, Search]
@@ -69,8 +66,11 @@ def plan(
     wear_years: float | None = None,
     schedule: Schedule = "vertical",
     saturation: Saturation = "relative",
+    gpus: int = 1,
+    nodes: int = 1,
+    network: str | float | None = None,
 ) -> StepPlan:
-    """The plan for one model on one machine. What is given is kept; the rest is solved around it.
+    """The plan for one model on one machine, or for ranks of several. What is given is kept, the rest solved around it.
 
     model: "gpt-65b", a HuggingFace model type, a config or its path, a module, or a `Workload`, which has a sequence
         and precision of its own.
@@ -85,26 +85,25 @@ def plan(
         "lifetime" the same step, with what is inactive kept where it is as far as the budgets have room for it.
     saturation: when a batch is large enough: "relative", where more micro-batches bring less than a tenth of what they
         are more, or "paper", where one more brings less than 1 %.
+    gpus, nodes, network: ranks of a node, nodes, bytes a second that a node receives; `batch_size` is of all ranks.
 
     Raises `PlanError` where settings contradict each other or the model fits nowhere, and `MemoryBudgetError` where
     the linear program has a solution but none whose program keeps the budgets.
     """
-    if schedule not in SCHEDULES:
-        raise PlanError(f"schedule is {schedule!r}; there are {' and '.join(SCHEDULES)}")
-    sizes = _micro_batch_sizes(batch_size, micro_batch_size, num_micro_batches)
-    profile = find_profile(machine, storage)
+    profile = of_one_rank(find_profile(machine, storage), gpus, nodes, network)
+    batch_size = samples_of_one_rank(batch_size, gpus * nodes)
+    sizes = micro_batch_sizes(batch_size, micro_batch_size, num_micro_batches)
     request = _Request(
         schedule=schedule,
-        workload_at=_workloads(model, sequence, precision, "vertical"),
+        workload_of=workloads(model, sequence, precision, gpus * nodes),
         profile=profile,
-        budgets=_budgets(profile, host_memory, device_memory, wear_years),
+        budgets=budgets(profile, host_memory, device_memory, wear_years),
         fixed=Fixed(alpha=alpha, ratios=dict(ratios or {}), clip=clip, device=profile.separate),
         batch_size=batch_size,
         num_micro_batches=num_micro_batches,
         saturation=saturation,
     )
-    halves = _workloads(model, sequence, precision, schedule) if SCHEDULES[schedule].halves_blocks else None
-    return request.answered(sizes, halves)
+    return request.made(sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +111,7 @@ class _Request:
     """What is asked for, whatever the micro-batch size."""
 
     schedule: Schedule
-    workload_at: Callable[[int], Workload]
+    workload_of: Callable[..., Workload]
     profile: Profile
     budgets: Budgets
     fixed: Fixed
@@ -121,22 +120,25 @@ class _Request:
     saturation: Saturation
     layer_updates: int = 1
 
-    def answered(self, sizes: Sequence[int], halves: Callable[[int], Workload] | None) -> StepPlan:
+    def made(self, sizes: Sequence[int]) -> StepPlan:
         """The plan of the schedule; with updates in pieces, which takes less memory, where no other fits.
 
-        halves: the workload with two layers of every block, where the schedule has these.
+        sizes: of micro-batches, to be tried.
         """
+        if self.schedule not in SCHEDULES:
+            raise PlanError(f"schedule is {self.schedule!r}; there are {' and '.join(SCHEDULES)}")
         with suppress(NoFitError, MemoryBudgetError):
-            return self._answered(sizes, halves)
-        return replace(self, layer_updates=SCARCE_UPDATES)._answered(sizes, halves)
+            return self._made(sizes)
+        return replace(self, layer_updates=SCARCE_UPDATES)._made(sizes)
 
-    def _answered(self, sizes: Sequence[int], halves: Callable[[int], Workload] | None) -> StepPlan:
-        if halves is not None:
-            return replace(self, workload_at=halves).single(*replace(self, schedule="vertical").searched(sizes)[0])
+    def _made(self, sizes: Sequence[int]) -> StepPlan:
+        if SCHEDULES[self.schedule].halves_blocks:
+            return self.single(*replace(self, schedule="vertical").searched(sizes)[0])
         return self.baseline(sizes) if SCHEDULES[self.schedule].order == "horizontal" else self.planned(sizes)
 
     def problem(self, size: int, counted: Counted | None = None) -> Problem:
-        workload, fixed, schedule = self.workload_at(size), self.fixed, self.schedule
+        fixed, schedule = self.fixed, self.schedule
+        workload = self.workload_of(size, halves=SCHEDULES[schedule].halves_blocks)
         if SCHEDULES[schedule].order == "horizontal" and not fixed.clip:
             fixed = replace(fixed, alpha=fixed.alpha or 0.0)  # as it is known, the baseline does not delay updates
         if counted and (counted.workload.sizes, counted.workload.shape) != (workload.sizes, workload.shape):
@@ -231,69 +233,6 @@ class _Request:
             return self.planned(sizes)
         same = replace(self, batch_size=None, num_micro_batches=search.best.num_micro_batches)
         return same.planned([problem.workload.micro_batch_size])
-
-
-def _micro_batch_sizes(
-    batch_size: int | None, micro_batch_size: int | None, num_micro_batches: int | None
-) -> Sequence[int]:
-    """The sizes to be tried: the one that is given or follows, or those that a batch can be cut into."""
-    given = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "num_micro_batches": num_micro_batches}
-    for name, value in given.items():
-        if value is not None and value < 1:
-            raise PlanError(f"{name} is {value}; it is 1 or more")
-    if batch_size is None:
-        return [micro_batch_size] if micro_batch_size else MICRO_BATCH_SIZES
-    if micro_batch_size is None and num_micro_batches is None:
-        return [size for size in MICRO_BATCH_SIZES if batch_size % size == 0]
-    size = micro_batch_size or -(-batch_size // (num_micro_batches or 1))
-    number = num_micro_batches or -(-batch_size // size)
-    if not (number - 1) * size < batch_size <= number * size or size > batch_size:
-        raise PlanError(
-            f"a batch of {batch_size} cannot be cut into {number} micro-batch{'es' if number > 1 else ''} of {size}: "
-            "leave one of batch_size, micro_batch_size and num_micro_batches out"
-        )
-    return [size]
-
-
-def _workloads(
-    model: str | Path | PretrainedConfig | nn.Module | Workload,
-    sequence: int,
-    precision: str | None,
-    schedule: Schedule,
-) -> Callable[[int], Workload]:
-    """The model's workload at any micro-batch size; a workload given as such is scaled from its own."""
-    if not isinstance(model, Workload):
-        wanted = precision or ("model" if isinstance(model, nn.Module) else "bf16")
-        return cache(ModelSpec.of(model, sequence=sequence, precision=wanted, schedule=schedule).workload)
-    if SCHEDULES[schedule].halves_blocks:
-        raise PlanError(
-            f"the single schedule cuts each block in two, and the numbers of the workload {model.name} do not tell "
-            "where: give the model by name, as a config or as a module"
-        )
-
-    def workload(size: int) -> Workload:
-        times = size / model.micro_batch_size
-        return replace(scaled(model, code=times, activations=times, workspace=times), micro_batch_size=size)
-
-    return workload
-
-
-def _budgets(
-    profile: Profile, host_memory: int | str | None, device_memory: int | str | None, wear_years: float | None
-) -> Budgets:
-    host, device = profile.host_nbytes, profile.device_nbytes
-    if wear_years is not None and not wear_years > 0:
-        raise PlanError(f"wear_years is {wear_years:g}; it is more than 0")
-    if wear_years is not None and not profile.ssd_rated_nbytes:
-        raise PlanError(f"{profile.name} does not say what its drives are rated for: give its profile ssd_rated_nbytes")
-    return Budgets(
-        host_nbytes=host if host_memory is None else parse_bytes(host_memory, whole=host, name="host_memory"),
-        device_nbytes=(
-            device if device_memory is None else parse_bytes(device_memory, whole=device or None, name="device_memory")
-        ),
-        ssd_nbytes=profile.ssd_nbytes,
-        wear_bytes_per_second=profile.ssd_rated_nbytes / (wear_years * SECONDS_PER_YEAR) if wear_years else None,
-    )
 
 
 def _tokens_per_second(found: Found) -> float:

@@ -136,7 +136,7 @@ class Planner:
     def workload(self) -> Workload:
         workload = workload_of(self.layouts[0], self.builder.sizes)
         with stage("compiling and timing the layers' code"):
-            return replace(timed(workload, self.layouts[0]), shape=self.builder.shape)
+            return replace(timed(workload, self.layouts[0]), shape=self.builder.shape, world=self.builder.world)
 
     def _problem(self, fixed: Fixed) -> Problem:
         device = self._device_nbytes()

@@ -93,6 +93,8 @@ def _richer(problem: Problem) -> Iterator[tuple[str, Problem]]:
         more = replace(budgets, device_nbytes=budgets.device_nbytes + device)
         yield f"{format_bytes(device)} more device memory", problem.other(budgets=more)
         yield "a link to the device twice as fast", problem.other(profile=_faster(profile, "h2d", "d2h"))
+    if problem.workload.world > 1:
+        yield "a network twice as fast", problem.other(profile=_faster(profile, "net"))
     yield "an optimizer twice as fast", problem.other(profile=_faster(profile, "update"))
     faster = scaled(problem.workload, code=1 / (1 + FASTER_DEVICE))
     yield f"a device that computes {FASTER_DEVICE:.0%} faster", problem.other(workload=faster)

@@ -77,6 +77,11 @@ class StepPlan:
         return self.simulation.seconds
 
     @property
+    def ranks(self) -> int:
+        """That share the model; bytes and seconds are those of one of them, throughput is of all."""
+        return self.workload.world
+
+    @property
     def tokens_per_second(self) -> float:
         return self.num_micro_batches * self.workload.tokens / self.seconds
 

@@ -40,16 +40,22 @@ def paragraph(plan: StepPlan) -> str:
 
 
 def settings(plan: StepPlan) -> str:
-    """``vertical: 32 micro-batches of 2 samples of 2048 tokens, alpha 0.13``"""
+    """``vertical: 32 micro-batches of 2 samples of 2048 tokens on each of 4 ranks, alpha 0.13``"""
     workload = plan.workload
     samples = "1 sample" if workload.micro_batch_size == 1 else f"{workload.micro_batch_size} samples"
     number = "1 micro-batch" if plan.num_micro_batches == 1 else f"{plan.num_micro_batches} micro-batches"
-    return f"{plan.schedule}: {number} of {samples} of {workload.sequence} tokens, alpha {plan.alpha:g}"
+    where = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
+    return f"{plan.schedule}: {number} of {samples} of {workload.sequence} tokens{where}, alpha {plan.alpha:g}"
 
 
 def throughput(plan: StepPlan) -> str:
-    """``419 tokens/s, 164 TFLOP/s``"""
-    return f"{rate_text(plan.tokens_per_second)} tokens/s, {plan.flops_per_second / 1e12:.3g} TFLOP/s"
+    """``419 tokens/s, 164 TFLOP/s``, of all ranks and of each"""
+
+    def rates(ranks: int) -> str:
+        tokens, flops = plan.tokens_per_second / ranks, plan.flops_per_second / ranks
+        return f"{rate_text(tokens)} tokens/s, {flops / 1e12:.3g} TFLOP/s"
+
+    return rates(1) + (f"; {rates(plan.ranks)} of each rank" if plan.ranks > 1 else "")
 
 
 def tiers(plan: StepPlan) -> tuple[str, ...]:

@@ -30,13 +30,13 @@ from gs_compile.program.values import (
     homed,
     whole_kind,
 )
-from gs_compile.program.verbs import LANES, MEMORY_VERBS, TRANSFER_LANES, VERBS, Op
+from gs_compile.program.verbs import LANES, MEMORY_VERBS, TRANSFER_LANES, TRANSFERS, VERBS, Op
 
 # fmt: off
 __all__ = [  # the whole language, for whoever reads or makes programs
     "DRAIN", "EPILOGUE", "FILL", "KINDS", "LANES", "MEMORY_VERBS", "ORDERS", "PROLOGUE", "SHADOWS", "TIED",
-    "TRANSFER_LANES", "VERBS", "DeviceBound", "Op", "Order", "Program", "Schedule", "Stage", "StepShape", "Tier",
-    "Unit", "Value", "height", "homed", "shifted", "whole_kind",
+    "TRANSFERS", "TRANSFER_LANES", "VERBS", "DeviceBound", "Op", "Order", "Program", "Schedule", "Stage", "StepShape",
+    "Tier", "Unit", "Value", "height", "homed", "shifted", "whole_kind",
 ]
 # fmt: on
 

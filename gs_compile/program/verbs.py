@@ -51,6 +51,7 @@ TRANSFER_LANES = {
     ("host", "ssd"): "ssd_write",
 }
 COLLECTIVES = frozenset({"all_gather", "reduce_scatter"})  # all ranks take part, in the same order
+TRANSFERS = COLLECTIVES | {"prefetch", "offload"}  # move data: between ranks, or between tiers
 NORMS = frozenset({"norm", "reduce_scatter"})  # complete a gradient
 LANES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu", "net")
 

@@ -48,7 +48,7 @@ STYLE = {
     "hatch.linewidth": 0.6,
     "svg.hashsalt": "greedysnake",  # the same figure is the same file
 }
-SHOWN = {"h2d": "load", "d2h": "offload", "ssd_read": "SSD read", "ssd_write": "SSD write"}
+SHOWN = {"h2d": "load", "d2h": "offload", "ssd_read": "SSD read", "ssd_write": "SSD write", "net": "network"}
 GIB = 2**30
 APART = 0.08  # of a figure's width, between two notes on a line
 COMPARED: tuple[Schedule, ...] = ("vertical", "horizontal")  # that figures show side by side
@@ -108,7 +108,7 @@ def _planned(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterat
 
 def _point(plan: StepPlan) -> Point:
     """A plan's, with its alpha where there is one."""
-    samples = plan.num_micro_batches * plan.workload.micro_batch_size
+    samples = plan.ranks * plan.num_micro_batches * plan.workload.micro_batch_size
     return Point(samples, plan.tokens_per_second, f"α {plan.alpha:.0%}" if plan.alpha else "")
 
 

@@ -27,7 +27,7 @@ NAMES = {
     "dx": "gradients of layer inputs",
     "dw": "gradients",
 }
-FIELDS = "schedule num_micro_batches alpha ratios device_ratios seconds bound_seconds tokens_per_second".split()
+FIELDS = "schedule ranks num_micro_batches alpha ratios device_ratios seconds bound_seconds tokens_per_second".split()
 FIELDS += "flops_per_second binding notes wear".split()
 HISTORY = ("num_micro_batches", "seconds", "tokens_per_second")
 DIGITS = 6  # significant ones in JSON: more would only differ from machine to machine
@@ -53,7 +53,7 @@ def as_dict(plan: StepPlan) -> dict[str, Any]:
         "machine": plan.profile.name,
         "sequence": workload.sequence,
         "micro_batch_size": workload.micro_batch_size,
-        "batch_size": plan.num_micro_batches * workload.micro_batch_size,
+        "batch_size": plan.ranks * plan.num_micro_batches * workload.micro_batch_size,
         **{name: getattr(plan, name) for name in FIELDS},
         "homes": _nested(plan.homes),
         "peaks": {tier: plan.peaks[tier] for tier in TIERS if tier in plan.peaks},

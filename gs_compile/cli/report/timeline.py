@@ -17,7 +17,7 @@ from typing import Any
 
 from gs_compile.planner.simulate.prices import CODE, runs_backward
 from gs_compile.planner.simulate.simulator import Simulation, Span
-from gs_compile.program.ir import Op
+from gs_compile.program.ir import TRANSFERS, Op, whole_kind
 
 PAGE = Path(__file__).with_name("timeline.html")
 KINDS = ("w", "x", "dx", "s", "dw", "update", "forward", "backward", "other")
@@ -75,8 +75,8 @@ def _data(simulation: Simulation) -> dict[str, Any]:
 
 def kind_of(op: Op) -> str:
     """The kind that colours an operation: one of `KINDS`."""
-    if op.verb in ("prefetch", "offload"):
-        return op.reads[0].kind if op.reads[0].kind in KINDS else "other"
+    if op.verb in TRANSFERS:
+        return kind if (kind := whole_kind(op.reads[0])) in KINDS else "other"
     if op.verb in CODE:
         return "backward" if runs_backward(op) else "forward"
     return "update" if op.verb == "update" else "other"

@@ -28,13 +28,13 @@ from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.simulate.prices import runs_backward, work_nbytes
-from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Unit, Value, homed
+from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Unit, Value, homed, whole_kind
 
 Array = npt.NDArray[np.float64]
 RATIOS = ("checkpoint", "parameter", "optimizer", "device_checkpoint", "device_parameter", "gradient")
 WIDTH = 1 + len(RATIOS)
 PHASES = ("forward", "backward")
-TIMED = ("compute", "cpu", "h2d", "d2h", "ssd_read", "ssd_write")
+TIMED = ("compute", "cpu", "h2d", "d2h", "ssd_read", "ssd_write", "net")
 TIERS = ("host", "device", "ssd")
 
 PHASE_OF = {"fill": 0, "forward": 0, "backward": 1, "drain": 1}
@@ -216,11 +216,11 @@ class _Count:
 
 def _moment(op: Op) -> int:
     """The point of a stage that an operation belongs to."""
-    return 2 if op.micro_batch is not None else min(op.verb not in ("prefetch", "free", "gather"), 1)
+    return 2 if op.micro_batch is not None else min(op.verb not in ("prefetch", "free", "gather", "all_gather"), 1)
 
 
 def _class(value: Value) -> int:
-    return KINDS.get(homed(value).kind, NUM_CLASSES - 1)
+    return KINDS.get(whole_kind(homed(value)), NUM_CLASSES - 1)
 
 
 # Short models ---------------------------------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ class Profile:
     memory_bytes_per_second: of a pass over memory of the device that reads it.
     op_seconds: what issuing one operation costs.
     request_seconds: from asking the SSD to the first byte.
+    net_bytes_per_second: what a rank receives of other ranks while it sends as much; no bound: there are no others.
+    net_hop_seconds: from one rank to the next; a ring takes as many as there are other ranks.
     ssd_rated_nbytes: bytes the drives may be written in their life (their endurance); 0 if unknown.
     num_ranks: that share host memory and drives; all figures are one rank's share.
     """
@@ -67,6 +69,8 @@ class Profile:
     transfer_compute_speed: float = 1.0
     op_seconds: float = 0.0
     request_seconds: float = 0.0
+    net_bytes_per_second: float = math.inf
+    net_hop_seconds: float = 0.0
     ssd_rated_nbytes: int = 0
     num_ranks: int = 1
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -116,6 +120,8 @@ class Profile:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; rates without a bound are left out."""
         values = {k: v for k, v in asdict(self).items() if not (isinstance(v, float) and math.isinf(v))}
+        if "net_bytes_per_second" not in values:
+            del values["net_hop_seconds"]
         return {"format": FORMAT, **values}
 
     def save(self, path: str | Path) -> None:
@@ -178,9 +184,9 @@ def _is_possible(name: str, value: Any) -> bool:
             return type(value) is int and value >= 0
         case "compute_mixed_speed" | "compute_transfer_speed" | "transfer_compute_speed":
             return _is_number(value) and 0 < value <= 1
-        case "op_seconds" | "request_seconds":
+        case "op_seconds" | "request_seconds" | "net_hop_seconds":
             return _is_number(value) and 0 <= value < 1
-    has_bound = not name.startswith(("h2d", "d2h"))
+    has_bound = not name.startswith(("h2d", "d2h", "net"))
     return _is_number(value) and (0 < value < math.inf or (value == math.inf and not has_bound))
 
 

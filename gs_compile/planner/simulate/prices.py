@@ -7,6 +7,8 @@ simulator (`Profile.speeds`). Nothing here looks at the order of operations.
     norm, zeros                            a pass over the gradient
     count, clip                            a few numbers: what issuing any operation costs
     prefetch, offload                      bytes by the lane's rate; of the SSD also the wait for the first one
+    all_gather, reduce_scatter             bytes by the lane's rate, and a ring's steps, one for each other rank; of a
+                                           gradient also a pass over this rank's share
     update                                 elements by the optimizer's rate, as the rule's bytes are to AdamW's
     commit                                 copies of what the device reads in host memory; all else changes places
     gather, alias, empty, free             nothing: memory under another name
@@ -56,7 +58,7 @@ def runs_backward(op: Op) -> bool:
 def work_nbytes(op: Op, placement: Placement) -> int:
     """The bytes that an operation moves between tiers, or passes over in memory; a unit's code has none."""
     match op.verb:
-        case "prefetch" | "offload":
+        case "prefetch" | "offload" | "all_gather" | "reduce_scatter":
             return op_nbytes(op, placement)
         case "update":
             unit = placement.by_unit[op.into[0].unit or 0]
@@ -93,6 +95,14 @@ def _seconds(op: Op, placement: Placement, workload: Workload, profile: Profile)
         case "prefetch" | "offload" | "update" | "norm" | "zeros":
             asked = profile.request_seconds if op.lane in ("ssd_read", "ssd_write") else 0.0
             return work_nbytes(op, placement) / lane_rate(op.lane, profile) + asked
+        case "all_gather" | "reduce_scatter":
+            rings, passed = 1, 0
+            if op.verb == "reduce_scatter":
+                unit, passed = placement.by_unit[op.reads[0].unit or 0], nbytes_of(placement, op.results[0])
+                rings = sum(start < unit.num_trained for start, _ in unit.pieces)
+            hops = rings * (placement.world - 1) * profile.net_hop_seconds
+            moved = work_nbytes(op, placement) / lane_rate(op.lane, profile)
+            return moved + hops + passed / profile.memory_bytes_per_second
         case "count" | "clip":
             return profile.op_seconds
         case "commit":

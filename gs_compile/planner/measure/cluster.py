@@ -1,0 +1,79 @@
+"""cluster: one rank's share of machines that train one model together.
+
+A ring over all ranks, which is how NCCL gathers and scatters, enters and leaves each node once, so it is as fast as the
+slower of two: the link between the GPUs of a node, and the network of a node. Its steps are hops of both kinds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from gs_compile.errors import PlanError
+from gs_compile.options import parse_bytes
+from gs_compile.planner.measure.profile import Profile
+
+NETWORK_HOP_SECONDS = 14e-6  # between nodes; NCCL's own estimate (hwLatencies of its tuning, ring, Simple)
+
+
+def of_one_rank(machine: Profile, gpus: int, nodes: int, network: str | float | None) -> Profile:
+    """What one of `gpus` ranks has of each of `nodes` machines like this one.
+
+    network: bytes a second that a node receives while it sends as many, or text such as "25GB/s".
+
+    Raises `PlanError` where a number is none, or where it is not known how fast ranks exchange data.
+    """
+    if gpus < 1 or nodes < 1:
+        raise PlanError(f"{gpus} GPUs on each of {nodes} nodes: both are 1 or more")
+    ranks, rate = gpus * nodes, machine.net_bytes_per_second
+    if ranks == 1:
+        return machine
+    if gpus > 1 and rate == inf:
+        raise PlanError(
+            f"{machine.name} does not say how fast its GPUs exchange data: give its profile net_bytes_per_second, or "
+            "measure it with torchrun --nproc-per-node 2 -m gs_compile probe"
+        )
+    if nodes > 1 and network is None:
+        raise PlanError(f"{nodes} nodes: give the network between them, such as network 25GB/s")
+    hops = (gpus - 1) * nodes * machine.net_hop_seconds
+    if nodes > 1:
+        rate = min(rate, _rate(network))
+        hops += (nodes - 1) * NETWORK_HOP_SECONDS
+    return replace(
+        machine,
+        **_shared(machine, machine.num_ranks / gpus),
+        name=f"{nodes} x {gpus} GPUs, each node {machine.name}",
+        net_bytes_per_second=rate,
+        net_hop_seconds=hops / (ranks - 1),
+        num_ranks=gpus,
+    )
+
+
+def samples_of_one_rank(batch_size: int | None, world: int) -> int | None:
+    """Of a step of so many in all."""
+    if batch_size is not None and batch_size % world:
+        raise PlanError(f"batch_size is {batch_size}: {world} ranks cannot have equal parts of it")
+    return None if batch_size is None else batch_size // world
+
+
+def _rate(network: str | float | None) -> float:
+    """Bytes a second."""
+    if isinstance(network, str):
+        return parse_bytes(network.removesuffix("/s"), name="network")
+    if not network or network <= 0:
+        raise PlanError(f"network is {network}; it is bytes a second, or text such as 25GB/s")
+    return network
+
+
+def _shared(machine: Profile, part: float) -> dict[str, Any]:
+    """What the ranks of a node divide among themselves; a GPU, its memory and its link to the host are a rank's own."""
+    names = ("host", "ssd", "update", *(() if machine.separate else ("memory",)))
+    found: dict[str, Any] = {}
+    for name, value in vars(machine).items():
+        if name.startswith(names):
+            found[name] = int(value * part) if name.endswith("_nbytes") else value * part
+    if not machine.separate:
+        rates = machine.matmul_flops_per_second
+        found["matmul_flops_per_second"] = {dtype: rate * part for dtype, rate in rates.items()}
+    return found
