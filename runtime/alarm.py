@@ -19,7 +19,9 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ class Alarm:
         self._guard = threading.Lock()
         self._sending = threading.Lock()
         self._connections = self._meet(exchange)
+        os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
         for other, connection in self._connections.items():
             name = f"{OF_US} alarm {other}"
             threading.Thread(target=self._listen, args=(other, connection), name=name, daemon=True).start()
@@ -168,6 +171,15 @@ class Alarm:
         if not self._is_noticed and not self._is_closed and self.failed is not None:
             log.critical("rank %d has failed, so rank %d is ended: %s", self.failed[0], self.name, self.failed[1])
             os._exit(1)
+
+
+def _leave(found: weakref.ref[Alarm]) -> None:
+    """A child of this process, such as a worker of a DataLoader, is no rank: it would hold the connections open."""
+    alarm = found()
+    if alarm is not None and not alarm._is_closed:
+        alarm._is_closed = True
+        for connection in alarm._connections.values():
+            os.close(connection.detach())
 
 
 def words(error: BaseException) -> str:

@@ -103,9 +103,8 @@ class TieredExecutor(Executor):
                 self._wait_for_memory(at)
                 self._issue_at(at)
         except BaseException as error:
-            forward = self._computing and stop == forward_end(self.program)
-            is_alone = self.tiers.setting.ranks is None
-            if forward and is_alone and self.tiers.failure.first is None:  # the model's own error: nothing is lost
+            forward = self._computing and stop == forward_end(self.program) and self.tiers.setting.ranks is None
+            if forward and self.tiers.failure.first is None:  # the model's own error: nothing of the run is lost
                 self._give_up(at)
             else:
                 self.tiers.fail(error)

@@ -11,6 +11,8 @@ longer than the life of the ranks that are waited for.
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import multiprocessing.util
 import pickle
 import time
@@ -30,12 +32,15 @@ from gs_compile.runtime.alarm import Alarm, words
 from gs_compile.runtime.groups import Place, ending_error, mesh_of, new_groups, place_of
 from gs_compile.runtime.stream import is_in_host_memory
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Tensor = torch.Tensor
 
 TIMEOUT = 1800.0  # seconds: a rank may evaluate or save alone for that long
 POLL = timedelta(seconds=0.2)  # between two looks at the other ranks' health
 LABEL = 128  # bytes that tell which call of the user's thread it is
+PATIENCE = 60.0  # seconds: what is waited for is said then, in case that others wait for something else
 GRACE = 5.0  # seconds: for the reason of a connection that broke, or for what a rank has sent before its end
 
 # Their names since torch 2.13, which warns of the older ones
@@ -197,6 +202,7 @@ class Ranks:
     def _poll(self, what: str, work: Any) -> None:
         """Wait for a collective for as long as all ranks take part in it."""
         start = time.monotonic()
+        patience = start + PATIENCE
         while True:
             try:
                 work.wait(POLL)
@@ -206,6 +212,11 @@ class Ranks:
                     raise
             self.check(what)
             now = time.monotonic()
+            if now > patience:
+                patience = math.inf
+                log.warning(
+                    "%s: rank %d has waited %.0f s for the other ranks, and waits on", what, self.name, PATIENCE
+                )
             if now - start > GRACE:
                 self._check_ended(what, now - GRACE)
             if now - start > self.timeout:

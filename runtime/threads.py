@@ -40,7 +40,8 @@ def correct_thread_count() -> int:
     """The calling thread's number of threads, after undoing torchrun's OMP_NUM_THREADS=1 where more cores are there.
 
     torchrun sets it for every job of more than one process a node whose user has not; the optimizer would be left one
-    core. Any other number is the user's own and stays. Only a count of one is ever corrected, so the log says it once.
+    core. Any other number is the user's own and stays. Only a count of one is ever corrected, and only a node's first
+    process logs it, so it is said once.
     """
     count, environment = torch.get_num_threads(), os.environ
     processes = int(environment.get("LOCAL_WORLD_SIZE", "1"))
@@ -50,7 +51,9 @@ def correct_thread_count() -> int:
     share = max(1, usable_cores() // processes)
     if share > count:
         torch.set_num_threads(share)
-        log.warning(
+        is_first = environment.get("LOCAL_RANK", "0") == "0"
+        log.log(
+            logging.WARNING if is_first else logging.DEBUG,
             "torchrun set OMP_NUM_THREADS=1, but each of the %d processes here has %d cores: computing with as many "
             "threads. To choose the number, set OMP_NUM_THREADS yourself, to more than 1.",
             processes,

@@ -16,6 +16,7 @@ from gs_compile.model.residency import residency_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 from gs_compile.runtime.ranks import Ranks, ranks_of
+from gs_compile.runtime.threads import correct_thread_count
 
 OWN = ("storage", "group", "mesh", "expert")  # options that each rank may have its own of, or that are looked into
 
@@ -41,7 +42,11 @@ def meet(args: Sequence[Any], options: Options) -> Ranks | None:
 def agree(
     ranks: Ranks, compilation: Compilation, model: SpecializedModel, args: Sequence[Any], optimizer: TieredOptimizer
 ) -> None:
-    """Raise `RankError` on all ranks where they have different options, models, inputs, optimizers or versions."""
+    """Raise `RankError` on all ranks where they have different options, models, inputs, optimizers or versions.
+
+    This thread's number of threads is corrected before anything is timed on it.
+    """
+    correct_thread_count()
     facts = chain(_of_options(compilation.options), _of_optimizer(optimizer), _of_model(compilation, model, args))
     ranks.require_same("the first step", {"torch's version": torch.__version__, **dict(facts)})
 

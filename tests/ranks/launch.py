@@ -89,6 +89,12 @@ class Fleet:
         for pipe in self._pipes:
             pipe.send((case, tmp_path, given))
 
+    def wait_for(self, tmp_path: Path, pattern: str, timeout: float = 120) -> None:
+        """Return once the case has made as many such files as there are ranks."""
+        while len(list(tmp_path.glob(pattern))) < self.number:
+            assert time.monotonic() < self._begun + timeout, f"no {pattern} after {timeout:.0f} s"
+            time.sleep(0.02)
+
     def end(self, tmp_path: Path, timeout: float = 120) -> list[Outcome]:
         found: dict[int, Outcome] = {}
         pending = dict(enumerate(self._pipes))

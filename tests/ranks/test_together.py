@@ -120,6 +120,7 @@ def stored(info, tmp_path):
     return sorted(path.name for path in (tmp_path / "storage").iterdir())
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_while_it_trains(times, tmp_path):
     draw = random.Random(0)
@@ -128,8 +129,7 @@ def test_a_rank_that_is_killed_while_it_trains(times, tmp_path):
             place = tmp_path / str(index)
             place.mkdir()
             fleet.begin(trains, place)
-            while len(list(place.glob("ready*"))) < 2:
-                time.sleep(0.05)
+            fleet.wait_for(place, "ready*")
             time.sleep(draw.random())
             killed = draw.randrange(2)
             fleet.processes[killed].kill()

@@ -86,6 +86,8 @@ def test_torchruns_one_is_corrected_and_said_once(launched, caplog):
     with caplog.at_level(logging.WARNING):
         assert correct_thread_count() == correct_thread_count() == torch.get_num_threads() == 8
     assert in_new_thread(torch.get_num_threads) == 8
+    launched(LOCAL_RANK="1")
+    assert correct_thread_count() == 8  # and says nothing
     assert [record.getMessage() for record in caplog.records] == [
         "torchrun set OMP_NUM_THREADS=1, but each of the 2 processes here has 8 cores: computing with as many threads. "
         "To choose the number, set OMP_NUM_THREADS yourself, to more than 1."
