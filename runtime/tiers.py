@@ -11,7 +11,7 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -80,6 +80,7 @@ class Tiers:
         self.homes = placement.homes(late=False) | placement.homes(late=True)
         self.begun: Event | None = None  # the latest computation has begun, on a device that computes asynchronously
         self.ended_on_device: list[tuple[int, Sequence[Ticket]]] = []  # bytes of values, and who still uses them
+        self.before_read: Callable[..., None] | None = None  # tells the other ranks what this one reads alone
         self.pending: StepRecord | None = None  # of the step whose late updates are still to come
         self._lanes: dict[str, Lane] = {}
         self._num_threads = num_threads
@@ -124,7 +125,7 @@ class Tiers:
     def read(self, place: Slice, *, master: bool = False) -> Tensor:
         """A parameter's values as they are at home, or its master's if it has one."""
         component = 0 if master and self.has_master(place) else None
-        return self._read(place, component, self.dtype(place, master=master))
+        return self.read_any(place, component, self.dtype(place, master=master))
 
     def here(self, place: Slice) -> Tensor | None:
         """A parameter's values where they live, if that is memory in one piece; they change with the next update."""
@@ -139,12 +140,15 @@ class Tiers:
 
     def read_state(self, place: Slice, component: int) -> Tensor:
         """One component of a parameter's optimizer state; the master, where there is one, is the first."""
-        return self._read(place, component, self.setting.state_dtype(place.unit))
+        return self.read_any(place, component, self.setting.state_dtype(place.unit))
 
     def write_state(self, place: Slice, component: int, values: Tensor) -> None:
         self._write(place, component, values.to(self.setting.state_dtype(place.unit)))
 
-    def _read(self, place: Slice, component: int | None, dtype: torch.dtype) -> Tensor:
+    def read_any(self, place: Slice, component: int | None, dtype: torch.dtype) -> Tensor:
+        """Of a parameter: a component of its state, or None for itself; in the dtype that it is stored in."""
+        if self.before_read is not None:
+            self.before_read(place, component, dtype)
         flat = map_memory(place.numel * dtype.itemsize).view(dtype)  # the heap would keep it, in pieces
         for content, start, target in self._pieces(place, component, flat):
             if isinstance(content, Extent):

@@ -18,7 +18,7 @@ from torch import nn
 
 from gs_compile.errors import ABSENT, OptionError
 from gs_compile.model.mapped import directory
-from gs_compile.model.materialize import materialize
+from gs_compile.model.materialize import materialize, on_first_rank
 from gs_compile.model.residency import as_masters, is_offloaded, residency_of
 from gs_compile.model.storage_init import CACHE_NBYTES, NewTensorsInFiles, offload
 from gs_compile.options import Options
@@ -81,9 +81,11 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], *, master: bool 
 
     A shard has `max_shard_size`, here "5GB" where nothing is given. With `master`, parameters that are computed with in
     bf16 are their fp32 masters. Where transformers has to have all values first (see `streamed`), they are mapped from
-    files.
+    files. Of several ranks all call it; the first one writes, and no other keeps what it reads.
     """
-    with streamed(model, master=master) as values, ExitStack() as stack:
+    with on_first_rank(model) as is_first, streamed(model, master=master) as values, ExitStack() as stack:
+        if not is_first:
+            return
         if values is None and master:
             stack.enter_context(materialize(model, master=True))
         model.save_pretrained(folder, **{"max_shard_size": "5GB", "state_dict": values, **given})

@@ -18,6 +18,9 @@ from torch import nn
 
 from gs_compile.errors import StepOrderError
 from gs_compile.model.residency import Reader, in_memory, is_offloaded, residency_of
+from gs_compile.runtime.ranks import Ranks
+
+_ALONE = "what the first rank reads alone"
 
 
 @contextmanager
@@ -41,6 +44,43 @@ def materialize(model: nn.Module, *, write: bool = False, master: bool = False) 
         yield model
         for parameter in offloaded if write else ():
             residency_of(parameter).write(parameter, parameter.data)
+
+
+@contextmanager
+def on_first_rank(model: nn.Module) -> Iterator[bool]:
+    """All ranks enter it. The first, which is told by True, reads what it likes in the block, and gets whole tensors.
+
+    The others read with it at the end of their block, and keep nothing. So state dicts are as those of one rank.
+    """
+    places = [residency_of(parameter).tiered for parameter in model.parameters() if is_offloaded(parameter)]
+    stores = list(dict.fromkeys(place[0] for place in places if place is not None))
+    for store in stores:
+        store.synchronize()
+    ranks = stores[0].tiers.setting.ranks if stores else None
+    if ranks is None:
+        yield True
+    elif ranks.place:
+        yield False
+        while (asked := ranks.from_first(_ALONE, _nothing)) is not None:
+            number, *what = asked
+            stores[number].tiers.read_any(*what)
+    else:
+        for number, store in enumerate(stores):
+            store.tiers.before_read = partial(_tell, ranks, number)
+        try:
+            yield True
+        finally:
+            for store in stores:
+                store.tiers.before_read = None
+            ranks.from_first(_ALONE, _nothing)
+
+
+def _nothing() -> Any:
+    """The end of what the first rank reads."""
+
+
+def _tell(ranks: Ranks, number: int, *what: Any) -> None:
+    ranks.from_first(_ALONE, lambda: (number, *what))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.errors import OptimizerError
 from gs_compile.model.mapped import CHUNK_NBYTES, directory, leave_memory, mapped
@@ -35,6 +36,12 @@ class ParameterStore:
     @property
     def closed(self) -> bool:
         return self.tiers.closed
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """Of the ranks that have some rows each of what state dicts hold; None: this rank has all of it."""
+        ranks = self.tiers.setting.ranks
+        return None if ranks is None or self.tiers.before_read else ranks.mesh
 
     def synchronize(self) -> None:
         """Return when all updates are done and written."""
@@ -142,11 +149,11 @@ class ParameterStore:
         return mapped(span.shape, dtype, directory(self.folder), lambda start, stop: read(_within(span, start, stop)))
 
     def _rows(self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor]) -> Tensor:
-        ranks = self.tiers.setting.ranks
-        if ranks is None or not span.shape:
+        mesh = self.mesh
+        if mesh is None or not span.shape:
             return self._mapped(span, dtype, read)
         folder = directory(self.folder)
-        return mapped_rows(span.shape, dtype, folder, lambda start, stop: read(_within(span, start, stop)), ranks.mesh)
+        return mapped_rows(span.shape, dtype, folder, lambda start, stop: read(_within(span, start, stop)), mesh)
 
 
 def _pieces(span: Slice, itemsize: int) -> list[Slice]:

@@ -107,7 +107,7 @@ class Residency:
 
     def rows(self, parameter: Tensor) -> Tensor:
         """The value as state dicts have it: under ranks a DTensor, of which this one has some rows."""
-        if self.tiered is not None and self.tiered[0].tiers.setting.ranks:
+        if self.tiered is not None and self.tiered[0].mesh is not None:
             store, span = self.tiered
             return store.rows(span)
         return self.shown_value(parameter, torch.device("cpu"))

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
+
 import pytest
 import torch
+import transformers
 from launch import Fleet
 from learner import same_tensors
 from tiered import gpt2, options, step, tokens, two_groups
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from zoo import huggingface
 
 import gs_compile
+from gs_compile.errors import RankError
+from gs_compile.model.materialize import on_first_rank
 
 KEEPS_CAPTURES = True  # each process captures its own
 
@@ -28,9 +40,9 @@ def pair():
 class Learner:
     """A model and its optimizer on one rank."""
 
-    def __init__(self, info, folder, seed=0, **changes):
+    def __init__(self, info, folder, seed=0, build=gpt2, **changes):
         self.info = info
-        self.model = gpt2(seed=seed)
+        self.model = build(seed=seed)
         self.optimizer = gs_compile.AdamW(two_groups(self.model), lr=1e-3, max_grad_norm=1.0)
         self.model.compile(backend="greedysnake", options=options(folder, alpha=0.5, **changes))
 
@@ -95,3 +107,71 @@ def test_from_two_ranks_to_others_and_back(precision, numbers, pair, tmp_path):
     for each in pair.run(loads, tmp_path, precision=precision, source=f"{number}"):
         same_tensors(each["loaded"], saved["saved"])
         same_tensors(each["trained"], saved["trained"])
+
+
+def reads(info, tmp_path):
+    """Reads of many kinds, and what they give back is the same."""
+    one = Learner(info, tmp_path, build=partial(huggingface, "gpt2"))
+    one.train(0)
+    wanted, optimizer = one.values(), one.optimizer.state_dict()
+    model = one.model.state_dict()
+    for value in [*model.values(), *optimizer["state"][0].values()][:-1]:
+        if value.dim():
+            assert value.placements == (Shard(0),)
+            assert value.to_local().shape[0] <= -(-value.shape[0] // info.number)
+    weight = one.model.transformer.h[1].attn.c_attn.weight
+    assert weight.norm() == wanted["transformer.h.1.attn.c_attn.weight"].norm()
+    assert type(weight.detach()) is torch.Tensor
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found = (
+        get_model_state_dict(one.model, options=full),
+        get_optimizer_state_dict(one.model, one.optimizer, options=full),
+    )
+    if info.rank:
+        assert not found[0]
+    else:
+        same_tensors(found[0], {name: wanted[name] for name in found[0]})
+    torch.save(model, tmp_path / f"model{info.rank}.pt")
+    torch.save(optimizer, tmp_path / f"optimizer{info.rank}.pt")
+    gs_compile.save_pretrained(one.model, tmp_path / "saved", max_shard_size="50KB")
+    one.train(1)
+    trained = one.values()
+    for again in (False, True):
+        if again:  # rank 0 has it all
+            everything = dataclasses.replace(full, broadcast_from_rank0=True)
+            set_model_state_dict(one.model, found[0], options=everything)
+            set_optimizer_state_dict(one.model, one.optimizer, found[1], options=everything)
+        else:  # each has its own
+            one.model.load_state_dict(torch.load(tmp_path / f"model{info.rank}.pt"))
+            one.optimizer.load_state_dict(torch.load(tmp_path / f"optimizer{info.rank}.pt"))
+        same_tensors(one.values(), wanted)
+        one.train(1)
+        same_tensors(one.values(), trained)
+    with on_first_rank(one.model) as is_first:
+        if is_first:
+            same_tensors(one.model.state_dict(), {name: trained[name] for name in model})
+            assert torch.equal(one.optimizer.state_dict()["state"][0]["exp_avg"], trained["0.exp_avg"])
+    with pytest.raises(RankError, match=r"different things \(rank 0: reading a parameter of unit [eth] .* rank 1: rea"):
+        one.model.transformer.h[0].mlp.c_fc.weight.norm() if info.rank else one.model.transformer.wte.weight.norm()
+    return {name: wanted[name] for name in model}
+
+
+def test_reads_and_writes_of_all_kinds(pair, tmp_path):
+    wanted, _ = pair.run(reads, tmp_path)
+    assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 2
+    same_tensors(dict(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved").state_dict()), wanted)
+
+
+def reads_alone(info, tmp_path):
+    one = Learner(info, tmp_path)
+    one.call()
+    if info.rank == 0:
+        one.model.lm_head.weight.norm()
+
+
+@pytest.mark.slow
+def test_a_read_of_one_rank_alone(tmp_path):
+    with Fleet(2) as fleet:
+        first, _ = fleet.outcomes(reads_alone, tmp_path, 60)
+    assert "reading a parameter of unit" in first.failure
+    assert "rank 0 waits for rank 1, whose script has ended" in first.failure
