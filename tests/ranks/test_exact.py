@@ -1,0 +1,207 @@
+"""Ranks learn what DistributedDataParallel learns on the same batches, and the same bits wherever data is stored."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import zoo
+from launch import Fleet
+from learner import distance
+from tiered import Harness, adamw, gpt2, options, outcome, step, tokens, two_groups
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import gs_compile
+from gs_compile.errors import NonFiniteWarning
+from gs_compile.runtime.optimizer import OptimizerStep
+
+KEEPS_CAPTURES = True  # each process captures its own
+NUM_STEPS = 10
+# gpt2 is tied, of mixtral not every expert is met by every rank, of llama some layers train alone, as adapters do.
+# Each with a norm that some of its steps are clipped by.
+MODELS = {"gpt2": 1.6, "llama": 0.5, "qwen3": 1.6, "mixtral": 1.6, "positional": 1.6}
+# Gradients that are zero but for rounding, as those of the keys' biases, differ by as much as they are; with eps 1e-8
+# AdamW would make whole steps of them, in either system.
+SETTINGS = {"lr": 1e-3, "eps": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with Fleet(2) as fleet:
+        yield fleet
+
+
+# Against DistributedDataParallel --------------------------------------------------------------------------------------
+
+
+def build(name):
+    model = zoo.build(name)
+    for parameter_name, parameter in model.named_parameters() if name == "llama" else ():
+        parameter.requires_grad_(any(part in parameter_name for part in ("q_proj", "v_proj")))
+    return model
+
+
+def batch(rank, number):
+    """Ranks have different numbers of samples, micro-batches and labels, and sequences of different lengths."""
+    return zoo.batch(2 + (number + 2 * rank) % 3, zoo.TOKENS + rank, seed=10 * number + rank)
+
+
+def train(info, model, optimizer, clip):
+    """Losses, norms and parameters; `clip` returns the norm of a step."""
+    losses, norms = [], []
+    for number in range(NUM_STEPS):
+        ids, labels = batch(info.rank, number)
+        output = model(ids, labels=labels)
+        loss = output if isinstance(output, torch.Tensor) else output.loss
+        loss.backward()
+        norms.append(clip())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    norms = [optimizer.last_step.grad_norm if norm is None else norm for norm in norms]
+    return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def learns(info, tmp_path, name, **changes):
+    """How far from DDP one model is."""
+    reference = DistributedDataParallel(model := build(name))
+    model = copy.deepcopy(model)
+    plain = torch.optim.AdamW(two_groups(reference), **SETTINGS)
+    clip = partial(torch.nn.utils.clip_grad_norm_, list(reference.parameters()), MODELS[name])
+    losses, norms, values = train(info, reference, plain, lambda: clip().item())
+    assert min(norms) < MODELS[name] < max(norms), norms
+
+    if changes.pop("mesh", False):
+        changes["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    ours = gs_compile.AdamW(two_groups(model), max_grad_norm=MODELS[name], **SETTINGS)
+    model.compile(backend="greedysnake", options={**options(tmp_path, ratios={"parameter": 0.5}), **changes})
+    found = train(info, model, ours, lambda: ours.grad_norm)
+    return {
+        "losses": max(abs(a - b) / b for a, b in zip(found[0], losses, strict=True)),
+        "norms": max(abs(a - b) / b for a, b in zip(found[1], norms, strict=True)),
+        "parameters": distance(found[2], {key.removeprefix("module."): value for key, value in values.items()}),
+    }
+
+
+def learn_all(info, tmp_path, names, **changes):
+    return {name: learns(info, tmp_path, name, **changes) for name in names}
+
+
+def check(found):
+    for each in found:
+        for name, errors in each.items():
+            assert errors["parameters"] <= 1e-6, (name, errors)
+            assert max(errors["losses"], errors["norms"]) <= 2e-6, (name, errors)  # of sums in another order, in fp32
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_against_ddp(pair, tmp_path, name):
+    check(pair.run(learn_all, tmp_path, names=[name]))
+
+
+@pytest.mark.slow
+def test_four_ranks_against_ddp(tmp_path):
+    with Fleet(4) as fleet:
+        check(fleet.run(learn_all, tmp_path, timeout=400, names=list(MODELS)))
+        check(fleet.run(learn_all, tmp_path, names=["gpt2"], mesh=True))
+
+
+# Placements -----------------------------------------------------------------------------------------------------------
+
+CLIPPED = 1.4  # by which some steps are clipped
+SPLIT = {"ratios": dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.4)}
+ON_DEVICE = {"ratios": {"device_parameter": 0.6, "device_checkpoint": 0.5}, "separate_device": True}
+PLACES = [  # the first of each norm is what the others are compared with
+    (None, {"alpha": 0.0}),
+    (None, {"alpha": 0.3, **SPLIT}),
+    (None, {"alpha": 1.0, **ON_DEVICE}),
+    (CLIPPED, {"clip": "delayed"}),
+    (CLIPPED, {"clip": "delayed", "separate_device": True, **SPLIT}),
+    (CLIPPED, {"clip": "speculative", "alpha": 0.0, **ON_DEVICE}),
+    (CLIPPED, {"clip": "speculative", "alpha": 0.5, **SPLIT}),
+]
+
+
+def run(info, harness, given, bound, spoiled=()):
+    """Six steps, with what is `spoiled` on the last rank: losses, gradients, or an element of one, by step."""
+    torch.manual_seed(1)
+    losses, norms, skipped, words = [], [], [], []
+    bad = dict(spoiled) if info.rank == info.number - 1 else {}
+    reduce_scatter = OptimizerStep.reduce_scatter
+
+    def spoil(self, op, gradient, *others):
+        if bad.get(len(losses)) == "element" and op.reads[0].unit == 1:
+            gradient.flat[5] = math.inf
+        reduce_scatter(self, op, gradient, *others)
+
+    with pytest.MonkeyPatch.context() as patched, harness.fresh(partial(adamw, max_grad_norm=bound), given) as one:
+        patched.setattr(OptimizerStep, "reduce_scatter", spoil)
+        for number in range(6):
+            ids = tokens(number, 5 + 3 * info.rank * (number > 0))  # the first is the same on all ranks
+            labels = torch.full_like(ids, -100) if bad.get(number) == "loss" else ids
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", NonFiniteWarning)
+                loss = harness.model(input_ids=ids, labels=labels).loss
+                (loss * math.nan if bad.get(number) == "gradient" else loss).backward()
+                one.step()
+            losses.append(loss.item())
+            norms.append(one.last_step.grad_norm)
+            skipped.append(one.last_step.skipped)
+            words += [str(warning.message) for warning in caught]
+        return outcome(harness.model, one, losses, norms), skipped, words
+
+
+def places(info, tmp_path, precision):
+    """How each place differs from the first, and the losses of that."""
+    harness = Harness(partial(gpt2, dropout=0.1), precision)
+    found, firsts = {}, {}
+    for bound, given in PLACES:
+        one, skipped, _ = run(info, harness, options(tmp_path, **given), bound)
+        assert not any(skipped)
+        found[str(given)] = one.differences(firsts.setdefault(bound, one))
+    assert firsts[None].values["lm_head.weight"].dtype == torch.float32
+    norms = firsts[CLIPPED].norms
+    assert min(norms) < CLIPPED < max(norms), norms
+    return found, firsts[None].losses
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_the_same_bits_wherever_data_is_stored(pair, tmp_path, precision):
+    """With dropout, whose masks are of a rank and a step."""
+    (found, losses), (others, other_losses) = pair.run(places, tmp_path, precision=precision)
+    assert {place: names for place, names in (found | others).items() if names} == {}
+    assert losses[0] != other_losses[0], "the same batch, with masks of each rank's own"
+
+
+# What is not finite ---------------------------------------------------------------------------------------------------
+
+SPOILED = {1: "gradient", 3: "element", 4: "loss"}
+UPDATES = {"early": (None, {"alpha": 0.0}), **{str(given["clip"]): (bound, given) for bound, given in PLACES[3:]}}
+
+
+def spoils(info, tmp_path):
+    harness, first = Harness(gpt2), None
+    found = {}
+    for name, (bound, given) in UPDATES.items():
+        one, skipped, words = run(info, harness, options(tmp_path, **given), bound, SPOILED)
+        first = one if name == "delayed" else first
+        losses = [loss for loss in one.losses if math.isfinite(loss)]
+        found[name] = skipped, words, first.differences(one) if name == "speculative" else [], losses
+    return found
+
+
+def test_what_is_not_finite_on_one_rank_is_skipped_on_all(pair, tmp_path):
+    first, second = pair.run(spoils, tmp_path)
+    for name in UPDATES:
+        skipped, words, differences, losses = first[name]
+        assert (skipped, words) == second[name][:2]
+        assert skipped == [number in SPOILED for number in range(6)]
+        assert [text.split(" is not finite: step ")[0] for text in words] == ["a gradient", "a gradient", "the loss"]
+        assert all(text.endswith("was skipped") for text in words) == (name != "early")
+        assert (differences, second[name][2]) == ([], [])
+        assert (len(losses), len(second[name][3])) == (6, 5)
