@@ -133,7 +133,7 @@ class Alarm:
 
     def _listen(self, other: int, connection: socket.socket) -> None:
         try:
-            with connection.makefile("rb") as lines:
+            with connection, connection.makefile("rb") as lines:
                 for line in lines:
                     self._hear(*json.loads(line))
         except (OSError, ValueError):  # what it was sending as it was killed

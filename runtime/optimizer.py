@@ -55,6 +55,7 @@ class StepRecord:
     squares: dict[Unit | str, Reading] = field(default_factory=dict)  # of gradients, in the order of norms
     losses: Sequence[Reading] = ()
     loss_scale: float = 1.0  # in all gradients
+    num_ranks: int = 1  # over which gradients are summed: they are those of the mean of the ranks' losses
     scale: float = 1.0  # that clips
     is_too_large: bool = False  # the norm, for float32
     issued: list[tuple[Unit, int]] = field(default_factory=list)  # an update, and how many norms were there before it
@@ -63,12 +64,13 @@ class StepRecord:
     def grad_norm(self) -> float:
         """The norm of all gradients, before clipping; infinite where an element is not finite."""
         squares = [square() for square in self.squares.values()]
-        return math.sqrt(math.fsum(squares)) / self.loss_scale if all(map(math.isfinite, squares)) else math.inf
+        finite = all(map(math.isfinite, squares))
+        return math.sqrt(math.fsum(squares)) / (self.loss_scale * self.num_ranks) if finite else math.inf
 
     @property
     def factor(self) -> float:
         """What gradients are multiplied by in updates."""
-        return self.scale / self.loss_scale
+        return self.scale / (self.loss_scale * self.num_ranks)
 
     @property
     def skipped(self) -> bool:

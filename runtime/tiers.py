@@ -112,6 +112,11 @@ class Tiers:
         if self.has_master(place):
             self.write_state(place, 0, values)
 
+    def fill_up(self) -> None:
+        """Define what no parameter has elements of, once all are filled: a part may be padding alone."""
+        for value in sorted(self.placement.homes(late=False) - self.values.contents.keys(), key=str):
+            self._define(value)
+
     def has_master(self, place: Slice) -> bool:
         """Whether a parameter is a narrow copy of a master in its state; a frozen one is not."""
         unit = self.placement.by_unit[place.unit]

@@ -151,6 +151,7 @@ class Engine(ParameterStore):
                 adopt(parameter, self, span)
                 undo.callback(hand_back, parameter)
                 advance()
+            self.tiers.fill_up()
             undo.pop_all()
         trim()  # of what capturing and converting have left
 
@@ -208,7 +209,7 @@ class Engine(ParameterStore):
             raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
         record = optimizer.begin_step()
         if self.ranks:
-            record.loss_scale *= self.ranks.total  # gradients are summed over ranks, for the mean of their losses
+            record.num_ranks = self.ranks.total
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         executor.record = self.record = record
 
