@@ -95,7 +95,7 @@ def _part_in_update(op: Op) -> str | None:
 def _row_of(op: Op) -> str:
     """The name of the row of an operation that belongs to no update."""
     value = (*op.reads, *op.results)[0]
-    moves = op.results and op.results[0].kind == value.kind
+    moves = op.lane != "net" and op.results and op.results[0].kind == value.kind
     return f"{op.verb} {value.kind}" + (f" {value.tier}>{op.results[0].tier}" if moves else "")
 
 
@@ -121,11 +121,16 @@ class _StageAssigner:
 
     def ops(self) -> Iterator[Op]:
         points: list[IssuePoint] = []
+        collectives: dict[tuple[str, int], IssuePoint] = {}  # the latest, by verb and stage
         dependencies = _Dependencies()
         done: Counter[Stage] = Counter()  # computations of each stage
         for index, op in enumerate(self.program.ops):
             before = [points[other] for other in dependencies.enter(index, op)]
-            points.append(max([self._issue_point(op, done[op.stage]), *before]))
+            point = max([self._issue_point(op, done[op.stage]), *before])
+            if op.lane == "net":  # in one order whatever the number of micro-batches, which is a rank's own
+                point = max(point, collectives.get((op.verb, point.stage), point))
+                collectives[op.verb, point.stage] = point
+            points.append(point)
             done[op.stage] += op.micro_batch is not None
         for index in sorted(range(len(points)), key=lambda index: (points[index], index)):
             stage = points[index].stage

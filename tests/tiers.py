@@ -17,7 +17,7 @@ from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.cut import cut
 from gs_compile.placement.placement import Placement
-from gs_compile.placement.shards import QUANTUM
+from gs_compile.placement.shards import QUANTUM, sharded
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import Program, StepShape, Unit, Value
 
@@ -40,6 +40,7 @@ class Options:
     device_parameter: float = 0.0
     device_checkpoint: float = 0.0
     speculative: bool = False
+    world: int = 1
     layer_updates: int = 1
 
 
@@ -98,8 +99,11 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         rest = [quanta * QUANTUM for quanta in frozen_quanta(unit)]
         trained, frozen = (sizes, rest) if unit in with_gradient(num_layers, shape) else ([], sizes + rest)
         may_reside = options.has_master or not trained
+        itemsize = 4 if options.has_master else 8
+        whole = UnitSize(unit, tuple(trained), tuple(frozen), itemsize, 8, state, options.has_master)
+        size = sharded(whole, options.world)
         return cut(
-            UnitSize(unit, tuple(trained), tuple(frozen), 4 if options.has_master else 8, 8, state, options.has_master),
+            size,
             {
                 "parameter": options.parameter_ratio,
                 "optimizer": options.optimizer_ratio,
@@ -108,7 +112,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
             alpha=options.alpha,
             most_numel=options.most_numel,
             separate=options.separate,
-            device_numel=int(options.device_parameter * sum(sizes + rest)) if may_reside else 0,
+            device_numel=int(options.device_parameter * sum(size.trained + size.frozen)) if may_reside else 0,
         )
 
     return Placement(
@@ -121,6 +125,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         num_layers,
         device_checkpoint_ratio=options.device_checkpoint,
         speculative=options.speculative,
+        world=options.world,
         layer_updates=options.layer_updates,
     )
 

@@ -6,13 +6,13 @@ what those before it have let pass.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import get_args
 
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.slab import conflicts, plan
-from gs_compile.program.ir import Op, Program, Tier, Unit, Value, homed
+from gs_compile.program.ir import Op, Program, Stage, Tier, Unit, Value, homed
 from gs_compile.program.values import SHADOWED
 from gs_compile.program.verbs import MOVEMENTS, NORMS
 
@@ -172,6 +172,28 @@ class Gathers:
             self.gathered[op.results[0]] = op.reads
         elif op.verb == "free":
             self.gathered.pop(op.reads[0], None)
+
+
+class Collectives:
+    """All ranks issue them in one order: pieces in that in which units are put together, and sums after all others of
+    their stage. So it depends on stages alone, and not on a rank's micro-batches.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: deque[Value] = deque()
+        self.summed: Stage | None = None  # the stage of the latest sum
+
+    def breaks(self, op: Op) -> Iterator[str]:
+        if op.verb == "all_gather" and op.stage == self.summed:
+            yield f"it comes after a reduce_scatter in {op.stage}"
+        elif op.verb == "all_gather":
+            self.pieces.append(op.results[0])
+        elif op.verb == "reduce_scatter":
+            self.summed = op.stage
+        elif op.verb == "gather" and self.pieces:
+            for value in op.reads:
+                if value != (first := self.pieces.popleft() if self.pieces else None):
+                    yield f"{value} here, and ranks have exchanged {first}"
 
 
 class Lifetimes:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from gs_compile.errors import ProgramError
-from gs_compile.placement.laws import Gathers, Lifetimes, Updates, at_the_end
+from gs_compile.placement.laws import Collectives, Gathers, Lifetimes, Updates, at_the_end
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import DRAIN, EPILOGUE, FILL, KINDS, PROLOGUE, Op, Program, Stage, Value, height
 from gs_compile.program.verbs import LAWS, SIGNATURES
@@ -37,6 +37,7 @@ def verify(program: Program, placement: Placement | None = None, *, late: bool =
         lambda op: _numbers(program, op),
         lambda op: _signature(program, op),
         updates.breaks,
+        Collectives().breaks,
         *([Gathers().breaks] if placement and phase == "freed" else []),
         lifetimes.breaks,
     ]
