@@ -149,7 +149,7 @@ def run(info, harness, given, bound, spoiled=()):
                 loss = harness.model(input_ids=ids, labels=labels).loss
                 (loss * math.nan if bad.get(number) == "gradient" else loss).backward()
                 one.step()
-            losses.append(loss.item())
+            losses.append(loss.item() if loss.isfinite() else math.inf)  # equal to itself
             norms.append(one.last_step.grad_norm)
             skipped.append(one.last_step.skipped)
             words += [str(warning.message) for warning in caught]
