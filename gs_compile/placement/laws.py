@@ -176,20 +176,25 @@ class Gathers:
 
 class Collectives:
     """All ranks issue them in one order: pieces in that in which units are put together, and sums after all others of
-    their stage. So it depends on stages alone, and not on a rank's micro-batches.
+    their stage. So it depends on stages alone, and not on a rank's micro-batches. What is summed is not used alone.
     """
 
     def __init__(self) -> None:
         self.pieces: deque[Value] = deque()
-        self.summed: Stage | None = None  # the stage of the latest sum
+        self.summed: dict[Value, Stage] = {}  # gradients of this rank alone, by the stage of their sum over all
 
     def breaks(self, op: Op) -> Iterator[str]:
-        if op.verb == "all_gather" and op.stage == self.summed:
+        for value in op.reads if op.verb != "free" else ():
+            if value in self.summed:
+                yield f"{value} is this rank's alone, and there is the sum of all"
+        for value in op.results:
+            self.summed.pop(value, None)
+        if op.verb == "all_gather" and op.stage in self.summed.values():
             yield f"it comes after a reduce_scatter in {op.stage}"
         elif op.verb == "all_gather":
             self.pieces.append(op.results[0])
         elif op.verb == "reduce_scatter":
-            self.summed = op.stage
+            self.summed[op.reads[0]] = op.stage
         elif op.verb == "gather" and self.pieces:
             for value in op.reads:
                 if value != (first := self.pieces.popleft() if self.pieces else None):

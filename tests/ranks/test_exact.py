@@ -12,7 +12,7 @@ import torch
 import zoo
 from launch import Fleet
 from learner import distance
-from tiered import Harness, adamw, gpt2, options, outcome, step, tokens, two_groups
+from tiered import Harness, adamw, gpt2, options, outcome, tokens, two_groups
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -113,7 +113,7 @@ def test_four_ranks_against_ddp(tmp_path):
 
 # Placements -----------------------------------------------------------------------------------------------------------
 
-CLIPPED = 1.4  # by which some steps are clipped
+CLIPPED = 1.25  # by which some steps are clipped
 SPLIT = {"ratios": dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.4)}
 ON_DEVICE = {"ratios": {"device_parameter": 0.6, "device_checkpoint": 0.5}, "separate_device": True}
 PLACES = [  # the first of each norm is what the others are compared with
@@ -142,7 +142,7 @@ def run(info, harness, given, bound, spoiled=()):
     with pytest.MonkeyPatch.context() as patched, harness.fresh(partial(adamw, max_grad_norm=bound), given) as one:
         patched.setattr(OptimizerStep, "reduce_scatter", spoil)
         for number in range(6):
-            ids = tokens(number, 5 + 3 * info.rank * (number > 0))  # the first is the same on all ranks
+            ids = tokens(number, 5 + 3 * info.rank * (number < 3))  # later ones are the same on all ranks
             labels = torch.full_like(ids, -100) if bad.get(number) == "loss" else ids
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", NonFiniteWarning)
@@ -158,24 +158,25 @@ def run(info, harness, given, bound, spoiled=()):
 
 def places(info, tmp_path, precision):
     """How each place differs from the first, and the losses of that."""
-    harness = Harness(partial(gpt2, dropout=0.1), precision)
+    harness = Harness(partial(gpt2, dropout=0.3), precision)
     found, firsts = {}, {}
     for bound, given in PLACES:
+        if precision == "model":  # what is updated in the type it is computed in does not live on the device
+            given = {**given, "ratios": {**given.get("ratios", {}), "device_parameter": 0.0}}
         one, skipped, _ = run(info, harness, options(tmp_path, **given), bound)
         assert not any(skipped)
         found[str(given)] = one.differences(firsts.setdefault(bound, one))
-    assert firsts[None].values["lm_head.weight"].dtype == torch.float32
     norms = firsts[CLIPPED].norms
     assert min(norms) < CLIPPED < max(norms), norms
     return found, firsts[None].losses
 
 
-@pytest.mark.parametrize("precision", ["model", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("model", marks=pytest.mark.slow), "bf16"])
 def test_the_same_bits_wherever_data_is_stored(pair, tmp_path, precision):
     """With dropout, whose masks are of a rank and a step."""
     (found, losses), (others, other_losses) = pair.run(places, tmp_path, precision=precision)
     assert {place: names for place, names in (found | others).items() if names} == {}
-    assert losses[0] != other_losses[0], "the same batch, with masks of each rank's own"
+    assert losses[3:] != other_losses[3:], "the same batches, with masks of each rank's own"
 
 
 # What is not finite ---------------------------------------------------------------------------------------------------
