@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from gs_compile.errors import ABSENT, OptionError
-from gs_compile.model.mapped import directory
+from gs_compile.model.mapped import directory, trim
 from gs_compile.model.materialize import materialize, on_first_rank
 from gs_compile.model.residency import as_masters, is_offloaded, residency_of
 from gs_compile.model.storage_init import CACHE_NBYTES, NewTensorsInFiles, offload
@@ -107,6 +107,7 @@ def streamed(model: nn.Module, *, master: bool = False) -> Iterator[dict[str, to
         yield None
         return
     shown = dict(model.state_dict(keep_vars=True))
+    trim()  # of what steps have left: a shard comes on top
     with ExitStack() as stack:
         for parameter in {value for value in shown.values() if master and is_offloaded(value)}:
             stack.enter_context(as_masters(parameter))
