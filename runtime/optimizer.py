@@ -92,7 +92,7 @@ class StepRecord:
     def share(self, unit: Unit, norm: SharedNorm, factor: Tensor | None) -> None:
         """Read the norm of a unit from an exchange, and from the first of a step whether any rank's loss is bad."""
         norm.factor = factor
-        if not self.squares:
+        if self.squares.keys() <= {"resident"}:
             norm.losses, self.losses = self.losses, (partial(norm.reading, 1),)
         self.squares[unit] = partial(norm.reading, 0)
 

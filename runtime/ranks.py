@@ -122,6 +122,14 @@ class Ranks:
         self._same_call(f"{what} of {tuple(tensor.shape)}, {tensor.dtype}, from rank {self._first_row[source]}")
         self._send(tensor, self._first_row[source], what)
 
+    def agree_on(self, what: str) -> None:
+        """Raise `RankError` on all ranks where one of them asks for something else than `what`."""
+        self._same_call(what)
+
+    def sum(self, numbers: Tensor, what: str = "sum") -> None:
+        """The sum over all ranks, replicas too, in place; the same shape on all."""
+        self._finish(what, numbers, lambda: dist.all_reduce(numbers, group=self._all, async_op=True))
+
     def agree(self, what: str, value: Any) -> list[Any]:
         """Every rank's value, by rank, replicas one after the other; `what` names it in an error."""
         self._same_call(what)

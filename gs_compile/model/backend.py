@@ -97,7 +97,7 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     engine = _engine_for(compilation, models, args, ranks)
     if seed is not None and ranks is not None:
         seed ^= ranks.place << 48  # each rank draws its own
-    return Call(compilation, models, args, CompiledUnits(parts, seed), training, engine)
+    return Call(compilation, models, args, CompiledUnits(parts, seed), training, engine, ranks)
 
 
 def _register(compilation: Compilation, args: Sequence[Any]) -> None:

@@ -208,8 +208,6 @@ class Engine(ParameterStore):
         if optimizer is None:
             raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
         record = optimizer.begin_step()
-        if self.ranks:
-            record.num_ranks = self.ranks.total
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         executor.record = self.record = record
 

@@ -27,6 +27,7 @@ from gs_compile.errors import ReleasedParameterError
 from gs_compile.model.mapped import leave_memory, mapped
 from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder, shares_memory
 from gs_compile.model.parameter_store import ParameterStore
+from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.tiers import Slice
 
 Tensor = torch.Tensor
@@ -80,6 +81,7 @@ class Residency:
     shown: dict[torch.device, Shown] = field(default_factory=dict)
     reader: Reader | None = None  # for the time of an evaluation
     num_writes: int = 0  # of values that somebody has given
+    ranks: tuple[Ranks | None] | None = None  # over which a resident parameter's gradient is averaged, once known
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of a parameter has a value of its own

@@ -13,16 +13,24 @@ from typing import Any
 import torch
 
 from gs_compile.errors import OptimizerError
+from gs_compile.model.averaged import averaged
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import StepRecord
+from gs_compile.runtime.ranks import Ranks
 
 Tensor = torch.Tensor
 
 
-def count(parameters: Sequence[Tensor], record: StepRecord) -> None:
-    """Have their gradients in the norm of a step, and in its clip."""
+def count(parameters: Sequence[Tensor], record: StepRecord, ranks: Ranks | None = None) -> None:
+    """Have their gradients in the norm of a step, and in its clip; over ranks they are averaged."""
+    if ranks is not None:
+        record.num_ranks = ranks.total
+    if parameters and ranks is not None:
+        means = averaged(ranks, [parameter.grad for parameter in parameters if parameter.grad is not None])
+        for parameter, mean in zip(parameters, means, strict=True):
+            parameter.grad = mean
     if parameters:
-        square = _sum_of_squares(parameters)
+        square = _sum_of_squares(parameters) * record.num_ranks**2  # as the others are, which are summed
         record.squares["resident"] = lambda: square
 
 
@@ -40,7 +48,7 @@ def update(
     """
     if parameters and record.max_grad_norm is not None:
         counted = record.squares["resident"]() if "resident" in record.squares else 0.0
-        if counted != _sum_of_squares(parameters):
+        if counted != _sum_of_squares(parameters) * record.num_ranks**2:
             raise OptimizerError(
                 "gradients of parameters outside of the compiled model came after that model's backward, so they are "
                 "not in the norm that its updates were clipped by: compile the part of the model that has them, too"
@@ -73,6 +81,8 @@ def _step(rule: Rule, parameter: Tensor, hyper: Mapping[str, Any], state: dict[s
     for name in components:
         if not isinstance(state.get(name), Tensor) or state[name].is_meta:
             state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
-    values, gradient = (each.detach().cpu().reshape(-1) for each in (parameter, parameter.grad * record.factor))
+    values, gradient = (
+        each.detach().cpu().reshape(-1) for each in (parameter, parameter.grad * record.factor * record.num_ranks)
+    )
     rule.apply(values, gradient, [state[name].view(-1) for name in components], hyper, record.number)
     parameter.copy_(values.view(parameter.shape))

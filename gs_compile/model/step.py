@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, Step
 from gs_compile.errors import OptimizerError
+from gs_compile.model.averaged import averaged
 from gs_compile.model.engine import Engine
 from gs_compile.model.inspection import report
 from gs_compile.model.outputs import Gradients, Outputs
@@ -27,7 +28,7 @@ from gs_compile.model.residency import mark_gradient_unavailable
 from gs_compile.program.ir import EPILOGUE, StepShape, Unit, Value
 from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
-from gs_compile.runtime.ranks import told
+from gs_compile.runtime.ranks import Ranks, told
 from gs_compile.runtime.stream import without_autocast
 from gs_compile.runtime.units import CompiledUnits
 
@@ -44,6 +45,7 @@ class Call:
     units: CompiledUnits
     training: bool
     engine: Engine | None = None  # where the parameters are on the tiers
+    ranks: Ranks | None = None  # that train together
     executor: Executor | None = None
     losses: Sequence[torch.Tensor] = ()
 
@@ -118,11 +120,20 @@ class Call:
                 executor = self._from_outside(executor, gradients, outside)
             executor.backward()
         if self.engine is None:
-            return self.outputs.argument_gradients(executor.env, self.units.micro_batches)
+            return self._averaged(self.outputs.argument_gradients(executor.env, self.units.micro_batches))
         self.engine.open = None
         for parameter in self.trained:
             mark_gradient_unavailable(parameter)
         return [None for _ in self.trained]
+
+    def _averaged(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of parameters in memory over all ranks, and others as they are."""
+        if self.ranks is None:
+            return gradients
+        pairs = zip(self.trained, gradients, strict=True)
+        own = [each for arg, each in pairs if each is not None and isinstance(arg, torch.nn.Parameter)]
+        means = {id(each): mean for each, mean in zip(own, averaged(self.ranks, own), strict=True)}
+        return [means.get(id(each), each) for each in gradients]
 
     def outside(self, gradients: Gradients) -> frozenset[Unit]:
         """The units whose outputs get a gradient that the program's heads have not made: see `Outputs.outside`."""
@@ -235,5 +246,5 @@ class _Step(torch.autograd.Function):
         call: Call = ctx.call
         outside = call.outside(gradients)
         ctx.call = None  # a loss that lives on keeps nothing of its step
-        with told(call.engine.ranks if call.engine is not None else None):
+        with told(call.ranks):
             return (None, *call.backward(gradients, outside))

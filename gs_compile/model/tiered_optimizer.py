@@ -101,7 +101,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         settings = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         record = StepRecord(self.num_steps + 1, settings, self.max_grad_norm)
         record.loss_scale = self.loss_scale()
-        resident_update.count(self._resident, record)
+        resident_update.count(self._resident, record, self.engine.ranks if self.engine is not None else None)
         return record
 
     def _check_norm(self) -> None:

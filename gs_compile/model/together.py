@@ -12,7 +12,8 @@ import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import RankError
-from gs_compile.model.residency import residency_of
+from gs_compile.model.averaged import ranks_that_average
+from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 from gs_compile.runtime.ranks import Ranks, ranks_of
@@ -28,15 +29,19 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> set[TieredOptimizer]:
 
 
 def meet(args: Sequence[Any], options: Options) -> Ranks | None:
-    """The ranks that train the parameters among `args` with an optimizer of ours; None where there are no others.
+    """The ranks that train the parameters among `args` together; None where there are no others.
 
-    The first call waits for all of them, so that what is refused on one ends them all.
+    The first call waits for all of them, so that what is refused on one ends them all. With an optimizer of ours they
+    share the parameters, otherwise they average gradients.
     """
     for arg in args:
         if isinstance(arg, torch.nn.Parameter) and (found := optimizers_of([arg])):
             (optimizer,) = found
             return ranks_of(options) if optimizer.engine is None else optimizer.engine.ranks
-    return None
+    trained = [arg for arg in args if isinstance(arg, torch.nn.Parameter) and arg.requires_grad]
+    if not trained or not torch.is_grad_enabled() or any(map(is_offloaded, trained)):
+        return None
+    return ranks_that_average(trained, options)
 
 
 def agree(

@@ -1,0 +1,62 @@
+"""averaged: gradients in memory are the mean of all ranks', as those of DistributedDataParallel are."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gs_compile.model.residency import residency_of
+from gs_compile.options import Options
+from gs_compile.runtime.ranks import Ranks, ranks_of
+
+Tensor = torch.Tensor
+BUCKET_NBYTES = 25 << 20  # that are exchanged at once, as DistributedDataParallel does
+
+
+def ranks_that_average(parameters: Sequence[Tensor], options: Options) -> Ranks | None:
+    """The ranks of a model that none of our optimizers trains; None: there are no others, or others average already.
+
+    In its first step all get the first rank's values. The model may be in a DistributedDataParallel, which does both.
+    """
+    residency = residency_of(parameters[0])
+    if residency.ranks is None:
+        ranks = None if _is_wrapped(parameters[0]) else ranks_of(options)
+        for parameter in parameters if ranks is not None else ():
+            values = parameter.detach().cpu().contiguous()
+            ranks.broadcast(values, what="the first values of a parameter")
+            parameter.data.copy_(values)
+        residency.ranks = (ranks,)
+    return residency.ranks[0]
+
+
+def averaged(ranks: Ranks, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The mean over all ranks of each; they have the same shapes on all."""
+    ranks.agree_on(f"the mean of {len(gradients)} gradients, {sum(each.numel() for each in gradients)} elements")
+    found = []
+    for bucket in _buckets(gradients):
+        flat = torch.cat([each.reshape(-1) for each in bucket])
+        ranks.sum(flat, "the mean of gradients")
+        parts = (flat / ranks.total).split([each.numel() for each in bucket])
+        found += [part.view(each.shape) for part, each in zip(parts, bucket, strict=True)]
+    return found
+
+
+def _is_wrapped(parameter: Tensor) -> bool:
+    found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    return any(each is parameter for model in found for each in model.parameters())
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type and device; a large one is alone."""
+    for _, alike in groupby(gradients, lambda each: (each.dtype, each.device)):
+        bucket: list[Tensor] = []
+        for each in alike:
+            if bucket and sum(other.nbytes for other in bucket) + each.nbytes > BUCKET_NBYTES:
+                yield bucket
+                bucket = []
+            bucket.append(each)
+        yield bucket

@@ -1,0 +1,73 @@
+"""Models whose parameters, or some of them, stay in memory: gradients are the mean of all ranks'."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import zoo
+from launch import Fleet
+from learner import distance
+from tiered import options
+from torch.nn.parallel import DistributedDataParallel
+
+import gs_compile
+
+KEEPS_CAPTURES = True  # each process captures its own
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with Fleet(2) as fleet:
+        yield fleet
+
+
+class Headed(torch.nn.Module):
+    """A compiled trunk with an eager head, whose parameters stay in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = zoo.GPT()
+        self.scale = torch.nn.Parameter(torch.tensor([1.5, 0.5]))
+
+    def forward(self, ids, labels):
+        return (self.trunk(ids, labels)[1] * self.scale).sum()
+
+
+def train(info, model, optimizer):
+    for number in range(4):
+        loss = model(*zoo.batch(2 + info.rank, seed=10 * number + info.rank))
+        (loss[1] if isinstance(loss, tuple) else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
+
+
+def learns(info, tmp_path):
+    """How far each way is from DDP of a plain model. Ranks begin with other values: the first rank's count."""
+    found = {}
+    plain = zoo.GPT()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(1 + info.rank)
+    ours, inside = copy.deepcopy(plain), zoo.compile_model(copy.deepcopy(plain))
+    wrapped = DistributedDataParallel(plain)
+    wanted = train(info, wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    both = DistributedDataParallel(inside)
+    found["inside"] = distance(train(info, both, torch.optim.SGD(both.parameters(), lr=0.1)), wanted)
+    zoo.compile_model(ours)
+    found["alone"] = distance(train(info, ours, torch.optim.SGD(ours.parameters(), lr=0.1)), wanted)
+
+    model = Headed()
+    reference = DistributedDataParallel(copy.deepcopy(model))
+    wanted = train(info, reference, torch.optim.SGD(reference.parameters(), lr=0.1))
+    optimizer = gs_compile.SGD(model.parameters(), lr=0.1)
+    model.trunk.compile(backend="greedysnake", options=options(tmp_path))
+    found["head"] = distance(train(info, model, optimizer), wanted)
+    return found
+
+
+def test_as_distributed_data_parallel(pair, tmp_path):
+    for errors in pair.run(learns, tmp_path):
+        assert max(errors.values()) < 1e-6, errors
