@@ -25,10 +25,8 @@ def ranks_that_average(parameters: Sequence[Tensor], options: Options) -> Ranks 
     residency = residency_of(parameters[0])
     if residency.ranks is None:
         ranks = None if _is_wrapped(parameters[0]) else ranks_of(options)
-        for parameter in parameters if ranks is not None else ():
-            values = parameter.detach().cpu().contiguous()
-            ranks.broadcast(values, what="the first values of a parameter")
-            parameter.data.copy_(values)
+        if ranks is not None:
+            _begin_alike(ranks, parameters)
         residency.ranks = (ranks,)
     return residency.ranks[0]
 
@@ -43,6 +41,13 @@ def averaged(ranks: Ranks, gradients: Sequence[Tensor]) -> list[Tensor]:
         parts = (flat / ranks.total).split([each.numel() for each in bucket])
         found += [part.view(each.shape) for part, each in zip(parts, bucket, strict=True)]
     return found
+
+
+def _begin_alike(ranks: Ranks, parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        values = parameter.detach().cpu().contiguous()
+        ranks.broadcast(values, what="the first values of a parameter")
+        parameter.data.copy_(values)
 
 
 def _is_wrapped(parameter: Tensor) -> bool:

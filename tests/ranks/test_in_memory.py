@@ -13,6 +13,7 @@ from tiered import options
 from torch.nn.parallel import DistributedDataParallel
 
 import gs_compile
+from gs_compile.model.residency import residency_of
 
 KEEPS_CAPTURES = True  # each process captures its own
 
@@ -56,6 +57,7 @@ def learns(info, tmp_path):
     wanted = train(info, wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
     both = DistributedDataParallel(inside)
     found["inside"] = distance(train(info, both, torch.optim.SGD(both.parameters(), lr=0.1)), wanted)
+    assert residency_of(inside.head.weight).ranks == (None,), "its gradients are not averaged a second time"
     zoo.compile_model(ours)
     found["alone"] = distance(train(info, ours, torch.optim.SGD(ours.parameters(), lr=0.1)), wanted)
 
