@@ -44,6 +44,7 @@ class Alarm:
     def __init__(self, place: int, names: Sequence[int], exchange: Exchange) -> None:
         self.names = names
         self.failed: tuple[int, str] | None = None  # the rank, and its reason
+        self.num_here = 1  # ranks on this machine
         self.ended: dict[int, float] = {}  # ranks whose script is over, and since when (time.monotonic)
         self._place = place
         self._is_noticed = False
@@ -64,6 +65,7 @@ class Alarm:
         """Tell all ranks that this one has failed; of several failures the first counts."""
         if not self._is_closed:
             self._hear(self.name, reason[:REASON])
+            self.notice()
 
     def notice(self) -> tuple[int, str] | None:
         """The rank that has failed, and why; None: none has. The user's thread is then expected to end by itself."""
@@ -91,7 +93,8 @@ class Alarm:
     def _meet(self, exchange: Exchange) -> dict[int, socket.socket]:
         """The connections, by the other's place. The first rank listens until all others have come."""
         machine = f"{socket.gethostname()} {_boot()}"
-        is_one_machine = len(set(exchange(machine))) == 1
+        machines = exchange(machine)
+        self.num_here, is_one_machine = machines.count(machine), len(set(machines)) == 1
         if self._place:
             return {0: self._call(*exchange(None)[0])}
         with socket.create_server(("127.0.0.1" if is_one_machine else "", 0), backlog=len(self.names)) as server:
@@ -179,7 +182,8 @@ def _leave(found: weakref.ref[Alarm]) -> None:
     if alarm is not None and not alarm._is_closed:
         alarm._is_closed = True
         for connection in alarm._connections.values():
-            os.close(connection.detach())
+            if (fd := connection.detach()) >= 0:
+                os.close(fd)
 
 
 def words(error: BaseException) -> str:

@@ -39,6 +39,7 @@ Tensor = torch.Tensor
 
 TIMEOUT = 1800.0  # seconds: a rank may evaluate or save alone for that long
 POLL = timedelta(seconds=0.2)  # between two looks at the other ranks' health
+CHUNK = 1 << 22  # elements of a sum that come at a time: what is beside it in memory is twice as much
 LABEL = 128  # bytes that tell which call of the user's thread it is
 PATIENCE = 60.0  # seconds: what is waited for is said then, in case that others wait for something else
 GRACE = 5.0  # seconds: for the reason of a connection that broke, or for what a rank has sent before its end
@@ -71,6 +72,7 @@ class Ranks:
     rank, number: this rank, and how many there are, in the group that shards.
     total: all of them, replicas too: losses are averaged over these.
     place: this one's among all; name: torch's number of it, by which messages call it.
+    num_here: how many of all are on this machine, and share its memory and drives.
     timeout: seconds that a wait takes at most.
     """
 
@@ -84,7 +86,8 @@ class Ranks:
         self._alarm: Alarm | None = None
         self._first_row = place.replicas[0]
         self._all, self._row, self._column = groups = new_groups(place, timeout)
-        self._alarm = Alarm(self.place, self.names, lambda value: self.agree("addresses", value))
+        self._alarm = alarm = Alarm(self.place, self.names, lambda value: self.agree("addresses", value))
+        self.num_here = alarm.num_here
         self._close = weakref.finalize(self, _close, self._alarm, groups if place.is_world else ())
         self._close.atexit = False
         multiprocessing.util.Finalize(None, _end, (weakref.ref(self._alarm),), exitpriority=100)  # a child's end, too
@@ -103,9 +106,11 @@ class Ranks:
     def reduce_scatter(self, shard: Tensor, whole: Tensor, what: str = "reduce_scatter") -> None:
         """This rank's part of the sum of every rank's `whole`, replicas too, into `shard`."""
         if is_in_host_memory(whole):  # gloo would reduce all of it on each rank: twice the bytes
-            parts = torch.empty_like(whole)
-            self._finish(what, whole, lambda: dist.all_to_all_single(parts, whole, group=self._row, async_op=True))
-            torch.sum(parts.view(self.number, -1), 0, out=shard)
+            shares = whole.view(self.number, -1).split(max(1, CHUNK // self.number), 1)
+            for share, part in zip(shares, shard.split(shares[0].shape[1]), strict=True):
+                given, taken = share.contiguous(), torch.empty(share.shape, dtype=share.dtype)
+                self._finish(what, taken, partial(dist.all_to_all_single, taken, given, group=self._row, async_op=True))
+                torch.sum(taken, 0, out=part)
         else:
             self._finish(what, shard, lambda: _reduce_scatter(shard, whole, group=self._row, async_op=True))
         if self._column is not None:

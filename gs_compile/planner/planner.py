@@ -67,6 +67,8 @@ class Planner:
         self.layouts = layouts
         self.device = device
         self.host_nbytes = host_budget(options)
+        if ranks is not None:
+            self.host_nbytes = min(ranks.agree("host memory", host_budget(options, ranks.num_here)))
         self.builder = StepBuilder(
             sizes=sizes,
             num_layers=layouts[0].split.num_layers,
@@ -269,7 +271,8 @@ def _fixed(options: Options, clip: bool) -> Fixed:
     return replace(fixed, alpha=expert.alpha or 0.0) if SCHEDULES[expert.schedule].order == "horizontal" else fixed
 
 
-def host_budget(options: Options) -> int:
+def host_budget(options: Options, num_here: int = 1) -> int:
+    """The bytes of host memory that this process may map. num_here: ranks on this machine, which share what it has."""
     if options.host_memory is None:
-        return int(available_memory() * DEFAULT_SHARE)
-    return parse_bytes(options.host_memory, whole=usable_memory(), name="host_memory")
+        return int(available_memory() * DEFAULT_SHARE / num_here)
+    return parse_bytes(options.host_memory, whole=usable_memory() // num_here, name="host_memory")

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gs_compile.errors import OptionError, RankError
 from gs_compile.options import Options
+from gs_compile.runtime import ranks as module
 from gs_compile.runtime.drive import folder_in
 from gs_compile.runtime.ranks import ranks_of
 
@@ -25,7 +26,9 @@ def pair():
 
 
 def moves(info, tmp_path):
+    module.CHUNK = 4  # two elements of each rank
     ranks = ranks_of(Options())
+    assert ranks.num_here == 2
     found = {"place": (ranks.rank, ranks.number, ranks.total)}
     for dtype in (torch.float32, torch.bfloat16):
         shard = torch.full((3,), info.rank + 1, dtype=dtype)

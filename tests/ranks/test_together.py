@@ -6,6 +6,7 @@ import random
 import time
 
 import pytest
+import torch
 from launch import Fleet
 from tiered import gpt2, options, tokens
 
@@ -16,9 +17,9 @@ from gs_compile.runtime import ssd
 LIMIT = 10  # seconds
 
 
-def begin(tmp_path, num_layers=2, kind=gs_compile.AdamW, **changes):
+def begin(tmp_path, num_layers=2, **changes):
     model = gpt2(num_layers)
-    optimizer = kind(model.parameters(), lr=1e-2)
+    optimizer = gs_compile.AdamW(model.parameters(), lr=1e-2)
     model.compile(backend="greedysnake", options=options(tmp_path / "storage", **changes))
     return model, optimizer
 
@@ -37,9 +38,11 @@ def steps(model, optimizer, rows):
 
 def refused(info, tmp_path, mine, others, rows=4):
     """The message of the `RankError` that the first step raises on this rank."""
-    model, optimizer = begin(tmp_path, **(mine if info.rank == 1 else others))
+    given = dict(mine if info.rank == 1 else others)
+    ids = tokens(0, rows if info.rank == 1 else 4).to(given.pop("dtype", torch.int64))
+    model, optimizer = begin(tmp_path, **given)
     with pytest.raises(RankError) as caught:
-        step(model, optimizer, tokens(0, rows if info.rank == 1 else 4))
+        step(model, optimizer, ids)
     return str(caught.value)
 
 
@@ -53,7 +56,7 @@ def pair():
     ("mine", "others", "message"),
     [
         ({"micro_batch_size": 1}, {}, "the option micro_batch_size is 2 on rank 0; 1 on rank 1."),
-        ({"kind": gs_compile.Lion}, {}, "the optimizer is AdamW on rank 0; Lion on rank 1."),
+        ({"dtype": torch.int32}, {}, "the dtype of input_ids is torch.int64 on rank 0; torch.int32 on rank 1."),
         ({"num_layers": 3}, {"num_layers": 2}, "what unit 2 has is absent on rank 0; torch.float32 (32,), "),
     ],
 )
