@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import Layout, arrange, bind, tied_units
@@ -27,6 +28,7 @@ from gs_compile.errors import OptimizerError, StepOrderError
 from gs_compile.model.mapped import trim
 from gs_compile.model.parameter_store import ParameterStore
 from gs_compile.model.residency import adopt, hand_back, is_offloaded, residency_of, stash
+from gs_compile.model.rows import whole
 from gs_compile.model.trained import param_groups
 from gs_compile.placement.placement import Placement
 from gs_compile.planner.cache import PlanCache
@@ -144,8 +146,9 @@ class Engine(ParameterStore):
             for parameter, span in spans.items():
                 if not is_offloaded(parameter):
                     stash(parameter)
-                values = residency_of(parameter).stashed_value(parameter).cpu()
-                if self.ranks:
+                stashed = residency_of(parameter).stashed_value(parameter)
+                values, are_same = whole(stashed).cpu(), isinstance(stashed, DTensor)
+                if self.ranks and not are_same:
                     self.ranks.broadcast(values, 0)
                 self.tiers.fill(span, values)
                 adopt(parameter, self, span)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from gs_compile.errors import MasterWarning, OptimizerError
-from gs_compile.model.mapped import mapped
 from gs_compile.model.parameter_store import MASTER, ParameterStore
 from gs_compile.model.residency import residency_of
+from gs_compile.model.rows import mapped_rows
 
 Groups = Sequence[Mapping[str, Any]]  # of an optimizer, or of a state dict, which has numbers for parameters
 
@@ -63,14 +63,15 @@ def num_steps(states: Iterable[Mapping[str, Any]]) -> int:
 
 def zeros(parameter: torch.Tensor, shown: Mapping[str, Any]) -> dict[str, Any] | None:
     """A state that has not begun, into which torch.distributed.checkpoint reads; None where nothing is trained."""
-    folder = residency_of(parameter).folder
+    folder, mesh = residency_of(parameter).folder, residency_of(parameter).mesh
 
     def made(like: torch.Tensor) -> torch.Tensor:
         if not like.is_meta:
             return like.clone()
         if folder is None:
             return torch.zeros(like.shape, dtype=like.dtype)
-        return mapped(like.shape, like.dtype, folder, lambda start, stop: torch.zeros(stop - start, dtype=like.dtype))
+        zero = torch.zeros((), dtype=like.dtype)
+        return mapped_rows(like.shape, like.dtype, folder, lambda start, stop: zero.expand(stop - start), mesh)
 
     return {name: made(like) for name, like in shown.items()} if parameter.requires_grad else None
 

@@ -149,11 +149,10 @@ class ParameterStore:
         return mapped(span.shape, dtype, directory(self.folder), lambda start, stop: read(_within(span, start, stop)))
 
     def _rows(self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor]) -> Tensor:
-        mesh = self.mesh
-        if mesh is None or not span.shape:
-            return self._mapped(span, dtype, read)
-        folder = directory(self.folder)
-        return mapped_rows(span.shape, dtype, folder, lambda start, stop: read(_within(span, start, stop)), mesh)
+        def stretch(start: int, stop: int) -> Tensor:
+            return read(_within(span, start, stop))
+
+        return mapped_rows(span.shape, dtype, directory(self.folder), stretch, self.mesh)
 
 
 def _pieces(span: Slice, itemsize: int) -> list[Slice]:

@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from gs_compile.capture.internals import changes
 from gs_compile.errors import ReleasedParameterError
-from gs_compile.model.mapped import leave_memory, mapped
+from gs_compile.model import rows
 from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder, shares_memory
 from gs_compile.model.parameter_store import ParameterStore
 from gs_compile.runtime.ranks import Ranks
@@ -104,7 +106,10 @@ class Residency:
         if self.tiered is not None:
             store, span = self.tiered
             return store.read(span, master=master)
-        values = self.stashed_value(parameter)
+        stash = self.stashed_value(parameter)
+        values = rows.whole(stash)
+        if values is not stash and self.folder is not None:
+            values = rows.copied(values, values.dtype, self.folder)
         return values if master else values.to(parameter.dtype)
 
     def rows(self, parameter: Tensor) -> Tensor:
@@ -112,7 +117,16 @@ class Residency:
         if self.tiered is not None and self.tiered[0].mesh is not None:
             store, span = self.tiered
             return store.rows(span)
+        if isinstance(self.stash, DTensor):
+            return self.stash.detach().to(parameter.dtype)
         return self.shown_value(parameter, torch.device("cpu"))
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """Of the ranks that have some rows each of what state dicts hold; None: this one has all."""
+        if self.tiered is not None:
+            return self.tiered[0].mesh
+        return self.stash.device_mesh if isinstance(self.stash, DTensor) else None
 
     def master_dtype(self, parameter: Tensor) -> torch.dtype:
         """Of `value` with `master`."""
@@ -144,11 +158,8 @@ class Residency:
         if self.tiered is not None:
             store, span = self.tiered
             store.write(span, values)
-        elif (own := self.stashed_value(parameter)).data_ptr() != values.data_ptr():
-            with torch.no_grad():
-                own.copy_(values)
-            for each in (own, values):
-                leave_memory(each.untyped_storage())
+        else:
+            rows.write(self.stashed_value(parameter), values)
         known = self.shown.get(values.device)
         self.num_writes += 1
         if known is not None and (shown := known.values()) is not None and shares_memory(shown, values):
@@ -173,8 +184,7 @@ class Residency:
         if self.folder is None:
             values = values.to(dtype)
         elif dtype != parameter.dtype:
-            flat = values.reshape(-1)
-            values = mapped(values.shape, dtype, self.folder, lambda start, stop: flat[start:stop].to(dtype))
+            values = rows.converted(values, dtype, self.folder)
         self.stash = values
         self.release(parameter, dtype, device)
 

@@ -22,13 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gs_compile.capture.internals import TorchDispatchMode, tree_leaves, tree_map_only
-from gs_compile.errors import InitialisationError
+from gs_compile.errors import InitialisationError, RankError
 from gs_compile.model.mapped import SMALL_NBYTES, directory, is_mapped, leave_memory, map_file, trim
-from gs_compile.model.residency import is_offloaded, stash
+from gs_compile.model.residency import is_offloaded, residency_of, stash
+from gs_compile.model.rows import shared
+from gs_compile.options import Options
+from gs_compile.runtime.groups import mesh_of, place_of
+from gs_compile.runtime.ranks import TIMEOUT
 from gs_compile.runtime.stream import is_in_host_memory
 
 CACHE_NBYTES = 256 << 20  # of mapped tensors in memory: a layer's usual weights are drawn, scaled and copied in it
@@ -78,6 +83,7 @@ def offload(model: nn.Module, files: NewTensorsInFiles) -> list[str]:
         _check(name, parameter)
     _check_apart(parameters, buffers)
     resident = _stash_all(parameters, files)
+    _share(parameters, files.folder)
     mapped = [buffer for buffer in buffers.values() if _in_file(buffer)]
     for buffer, copied in zip(mapped, copy.deepcopy([buffer.detach() for buffer in mapped]), strict=True):
         buffer.data = copied  # in memory; those that shared a file go on sharing
@@ -201,6 +207,25 @@ def _stash_all(parameters: dict[str, nn.Parameter], files: NewTensorsInFiles) ->
                 values = values.clone()
         stash(parameter, values=values, folder=files.folder)  # [3]
     return resident
+
+
+def _share(parameters: dict[str, nn.Parameter], folder: Path) -> None:
+    """Where there are several ranks, each keeps its rows of what the first has drawn."""
+    place = place_of(Options())
+    if place is None:
+        return
+    mesh = mesh_of(place, TIMEOUT)
+    built: list[Any] = [None] * mesh.size()
+    own = {name: (tuple(each.shape), each.dtype) for name, each in parameters.items()}
+    dist.all_gather_object(built, own, mesh.get_group())
+    if any(each != built[0] for each in built):
+        names = {name for each in built for name in (*each, *built[0]) if each.get(name) != built[0].get(name)}
+        differ = sorted(names)[:5]
+        raise RankError(f"the ranks have built different models: {', '.join(differ)} differ. Build the same on all")
+    for parameter in parameters.values():
+        residency = residency_of(parameter)
+        if residency.stash is not None and residency.stash.nbytes >= SMALL_NBYTES:
+            residency.stash = shared(residency.stash, folder, mesh)
 
 
 def _check(name: str, parameter: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,8 +26,11 @@ from torch.distributed.tensor import DTensor, Shard
 from zoo import huggingface
 
 import gs_compile
+from gs_compile import init_on_storage
 from gs_compile.errors import RankError
+from gs_compile.model.mapped import SMALL_NBYTES
 from gs_compile.model.materialize import on_first_rank
+from gs_compile.model.rows import whole
 
 KEEPS_CAPTURES = True  # each process captures its own
 
@@ -62,10 +66,7 @@ class Learner:
         found = dict(self.model.state_dict())
         for number, state in self.optimizer.state_dict()["state"].items():
             found |= {f"{number}.{key}": value for key, value in state.items()}
-        return {
-            name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-            for name, value in found.items()
-        }
+        return {name: whole(value).clone() for name, value in found.items()}
 
 
 def saves(info, tmp_path, precision):
@@ -134,6 +135,10 @@ def reads(info, tmp_path):
     torch.save(model, tmp_path / f"model{info.rank}.pt")
     torch.save(optimizer, tmp_path / f"optimizer{info.rank}.pt")
     gs_compile.save_pretrained(one.model, tmp_path / "saved", max_shard_size="50KB")
+    again = gs_compile.from_pretrained(transformers.GPT2LMHeadModel, tmp_path / "saved", storage=tmp_path)
+    same_tensors(
+        {name: whole(value) for name, value in again.state_dict().items()}, {name: wanted[name] for name in model}
+    )
     one.train(1)
     trained = one.values()
     for again in (False, True):
@@ -160,6 +165,50 @@ def test_reads_and_writes_of_all_kinds(pair, tmp_path):
     wanted, _ = pair.run(reads, tmp_path)
     assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 2
     same_tensors(dict(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved").state_dict()), wanted)
+
+
+def mapped_nbytes(folder):
+    """Of files without a name under a folder, which this process has in its address space."""
+    found = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if f" {folder}/#" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in (line[0].split("-") for line in found))
+
+
+def builds(info, tmp_path):
+    """A model that is built on storage by ranks with different seeds is the first rank's, and each keeps its rows."""
+    make = partial(gpt2, width=128)
+    (folder := tmp_path / str(info.rank)).mkdir()
+    stored = Learner(info, folder, build=lambda seed: init_on_storage(lambda: make(seed=info.rank), storage=folder))
+    large = {name for name, p in stored.model.named_parameters() if p.nbytes >= SMALL_NBYTES}
+    nbytes = sum(p.nbytes for name, p in stored.model.named_parameters() if name in large)
+    found = {"share": mapped_nbytes(folder) / nbytes}
+    plain = make(seed=0)
+    state = stored.model.state_dict()
+    for name, parameter in plain.named_parameters() if large else ():
+        if name in large:
+            assert torch.equal(state[name].full_tensor(), parameter)
+            assert torch.equal(stored.model.get_parameter(name).data, parameter)
+    assert {type(state[name]) for name in large} == {DTensor}
+    states = stored.optimizer.state_dict()["state"].values()
+    zeros = max((each["exp_avg"] for each in states), key=torch.Tensor.numel)
+    assert type(zeros) is DTensor
+    assert not zeros.to_local().any()
+    name = min(large)
+    stored.model.get_parameter(name).data.mul_(2)  # a change before the first call
+    assert torch.equal(stored.model.state_dict()[name].full_tensor(), 2 * plain.get_parameter(name))
+    stored.model.load_state_dict(state | {name: plain.get_parameter(name)})
+    (beside := folder / "beside").mkdir()
+    ordinary = Learner(info, beside, build=lambda seed: make(seed=10 * info.rank))
+    for each in (ordinary, stored):
+        each.train(0, 1)
+    same_tensors(stored.values(), ordinary.values())
+    with pytest.raises(RankError, match=r"built different models: .* differ"):
+        init_on_storage(lambda: gpt2(width=128 + 64 * info.rank), storage=folder)
+    return found
+
+
+def test_a_model_built_on_storage(pair, tmp_path):
+    for each in pair.run(builds, tmp_path):
+        assert each["share"] < 0.51
 
 
 def reads_alone(info, tmp_path):
