@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -54,6 +54,12 @@ def scale_losses(accelerator: Any) -> LossScaler | None:
         accelerator.scaler = LossScaler.like(accelerator.scaler)
     scaler: LossScaler | None = accelerator.scaler
     return scaler
+
+
+def share_among_ranks(accelerator: Any) -> None:
+    """Have Accelerate leave models out of DistributedDataParallel: the backend shares them among the ranks."""
+    if accelerator.num_processes > 1:
+        accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
 
 
 def _install_recorders(model: nn.Module) -> None:

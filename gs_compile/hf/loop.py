@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from gs_compile.errors import OptimizerError, OptionError
-from gs_compile.hf.fitting import fit_for_capture, scale_losses
+from gs_compile.hf.fitting import fit_for_capture, scale_losses, share_among_ranks
 from gs_compile.hf.gather import gathered, pad_token_id_of
 from gs_compile.hf.weights import options_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
@@ -45,7 +45,7 @@ def prepare(
     batches' means. others: schedulers, loaders of data to evaluate on, prepared as they come.
 
     Returns what `accelerator.prepare` does: the model, the optimizer, the loader and the others, in this order. Raises
-    OptionError for another optimizer, fp8, a dynamo backend and several devices.
+    OptionError for another optimizer, fp8, a dynamo backend, DeepSpeed and FSDP.
     """
     _check(accelerator, optimizer, loader)
     size = options.get("micro_batch_size") or loader.batch_size
@@ -57,6 +57,7 @@ def prepare(
     Options.of(chosen)  # refuses what is wrong
     loader = _of_steps(loader, accelerator.gradient_accumulation_steps, size, model)
     fit_for_capture(model)
+    share_among_ranks(accelerator)
     accelerator.gradient_accumulation_steps = 1
     accelerator.clip_grad_norm_ = partial(_clip_grad_norm, optimizer, accelerator.clip_grad_norm_)
     model.compile(backend="greedysnake", options=chosen)
@@ -80,8 +81,8 @@ def _check(accelerator: Any, optimizer: Any, loader: Any) -> None:
         raise OptionError(f"mixed_precision={precision!r}: use bf16 or fp16")
     if str(backend).lower() != "no":
         raise OptionError(f"dynamo_backend={backend!r}: leave it out, the model is compiled already")
-    if accelerator.distributed_type.value != "NO":
-        raise OptionError(f"{accelerator.distributed_type.value}: leave it out; one device only so far")
+    if accelerator.distributed_type.value not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise OptionError(f"{accelerator.distributed_type.value}: leave it out, the backend has its place")
 
 
 def _clip_grad_norm(
@@ -134,6 +135,7 @@ class _Steps(BatchSampler):
         self.num_batches = num_batches
         self.sampler: Any = getattr(batch_sampler, "sampler", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self.batch_size = num_batches * (getattr(batch_sampler, "batch_size", None) or 1)
 
     def __iter__(self) -> Iterator[list[Any]]:
         step: list[Any] = []

@@ -17,10 +17,11 @@ from torch.utils import serialization
 
 from gs_compile.errors import LaneError, MemoryBudgetError, NoFitError, OptionError
 from gs_compile.hf import strands
-from gs_compile.hf.fitting import fit_for_capture, scale_losses
+from gs_compile.hf.fitting import fit_for_capture, scale_losses, share_among_ranks
 from gs_compile.hf.gather import gathered, pad_token_id_of
 from gs_compile.hf.together import answered, compile_for_strands, stored_reference
 from gs_compile.hf.weights import options_of, streamed
+from gs_compile.model.materialize import on_first_rank
 from gs_compile.model.optim import SGD, Adam, AdamW, Lion
 from gs_compile.model.residency import is_offloaded
 from gs_compile.model.tiered_optimizer import TieredOptimizer
@@ -45,7 +46,7 @@ def attach(trainer: Any, *, reference: Mapping[str, Any] | None = None, **option
     callbacks are Trainer's own.
 
     Raises OptionError for arguments that cannot be followed: an optimizer that has no equivalent, DeepSpeed, FSDP,
-    several devices. The Trainer's class is then as it was.
+    several devices in one process. The Trainer's class is then as it was.
     """
     kind = type(trainer)
     if not issubclass(kind, TrainerMixin):
@@ -98,6 +99,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         self._compile_within = [compile_for_strands(self.model, chosen)]
         self._batch_size = self._train_batch_size
         scale_losses(self.accelerator)
+        share_among_ranks(self.accelerator)
         second = getattr(self, "ref_model", None)
         if reference is not None or (second is not None and any(map(is_offloaded, second.parameters()))):
             given = reference or {}
@@ -139,9 +141,13 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         return self._tiered_optimizer.grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The model's values are read as they are written."""
-        with streamed(self.model) as values:
+        """The model's values are read as they are written; of several ranks the first writes, and all read."""
+        with on_first_rank(self.model), streamed(self.model) as values:
             super()._save(output_dir, state_dict or values)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with on_first_rank(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """States stay in their file until they go to the tiers."""
@@ -248,7 +254,9 @@ def _check(trainer: Any) -> None:
         ),
         f"{type(trainer).__name__} makes batches of its own while it trains: the batches of a step cannot be put "
         "together": type(trainer)._prepare_inputs is not Trainer._prepare_inputs,
-        f"{max(args.world_size, args.n_gpu)} devices: one device only so far": max(args.world_size, args.n_gpu) > 1,
+        "auto_find_batch_size on several ranks: choose per_device_train_batch_size": args.auto_find_batch_size
+        and args.world_size > 1,
+        f"{args.n_gpu} devices in one process: start a process for each, with torchrun": args.n_gpu > 1,
     }
     for reason, found in reasons.items():
         if found:
