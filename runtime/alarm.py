@@ -11,12 +11,15 @@ signs of life, and a rank that computes for long is never taken for dead.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
+import multiprocessing.util
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -53,6 +56,10 @@ class Alarm:
         self._sending = threading.Lock()
         self._connections = self._meet(exchange)
         os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
+        end = partial(_end, weakref.ref(self))
+        multiprocessing.util.Finalize(None, end, exitpriority=100)  # of a process that Python has started
+        # Of a script: before Python ends the threads of pools, without which lanes would fail for another reason.
+        getattr(threading, "_register_atexit", atexit.register)(end)
         for other, connection in self._connections.items():
             name = f"{OF_US} alarm {other}"
             threading.Thread(target=self._listen, args=(other, connection), name=name, daemon=True).start()
@@ -184,6 +191,23 @@ def _leave(found: weakref.ref[Alarm]) -> None:
         for connection in alarm._connections.values():
             if (fd := connection.detach()) >= 0:
                 os.close(fd)
+
+
+def _end(found: weakref.ref[Alarm]) -> None:
+    """The end of this process: an error that ends it ends the other ranks as well."""
+    alarm, error = found(), ending_error()
+    if alarm is not None and error is not None:
+        alarm.fail(words(error))
+    if alarm is not None:
+        alarm.close()
+
+
+def ending_error() -> BaseException | None:
+    """The error with which this process ends, as it ends; None: none."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit):  # a launcher may have made it of an error
+        error = error.__context__ if error.code else None
+    return error
 
 
 def words(error: BaseException) -> str:

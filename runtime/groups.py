@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.errors import OptionError
 from gs_compile.options import Options
+from gs_compile.runtime.alarm import ending_error
 from gs_compile.runtime.stream import network_backend
 
 
@@ -113,11 +113,3 @@ def _initialize() -> None:
 def _destroy() -> None:
     if dist.is_initialized() and ending_error() is None:  # otherwise it might wait for what never comes
         dist.destroy_process_group()
-
-
-def ending_error() -> BaseException | None:
-    """The error with which this process ends, as it ends; None: none."""
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    if isinstance(error, SystemExit):  # a launcher may have made it of an error
-        error = error.__context__ if error.code else None
-    return error

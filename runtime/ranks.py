@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import multiprocessing.util
 import pickle
 import time
 import weakref
@@ -28,8 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.errors import RankError
 from gs_compile.options import Options
+from gs_compile.progress import stage
 from gs_compile.runtime.alarm import Alarm, words
-from gs_compile.runtime.groups import Place, ending_error, mesh_of, new_groups, place_of
+from gs_compile.runtime.groups import Place, mesh_of, new_groups, place_of
 from gs_compile.runtime.stream import is_in_host_memory
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,16 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 def ranks_of(options: Options) -> Ranks | None:
     """The ranks that train one model with these options; None: one rank. Every rank calls it, in the same order."""
     place = place_of(options)
-    return None if place is None else Ranks(place)
+    if place is None:
+        return None
+    try:
+        with stage("meeting the other ranks"):
+            return Ranks(place)
+    except RuntimeError as error:
+        raise RankError(
+            f"the ranks {', '.join(map(str, place.everyone))} have not met: every one has to call the model, with an "
+            f"optimizer of gs_compile on all or on none ({error})"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -90,7 +99,6 @@ class Ranks:
         self.num_here = alarm.num_here
         self._close = weakref.finalize(self, _close, self._alarm, groups if place.is_world else ())
         self._close.atexit = False
-        multiprocessing.util.Finalize(None, _end, (weakref.ref(self._alarm),), exitpriority=100)  # a child's end, too
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -287,12 +295,3 @@ def _close(alarm: Alarm, groups: Sequence[Any]) -> None:
         for group in filter(None, groups):
             with contextlib.suppress(ValueError):  # the user has destroyed it
                 dist.destroy_process_group(group)
-
-
-def _end(found: weakref.ref[Alarm]) -> None:
-    """The end of this process: an error that ends it ends the other ranks as well."""
-    alarm, error = found(), ending_error()
-    if alarm is not None and error is not None:
-        alarm.fail(words(error))
-    if alarm is not None:
-        alarm.close()

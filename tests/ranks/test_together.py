@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,3 +147,44 @@ def test_a_rank_that_is_killed_while_it_trains(times, tmp_path):
         assert f"rank {killed} has failed: it was killed, or its machine is gone" in found[1 - killed].failure
     with Fleet(2) as fleet:  # where the last were
         assert fleet.run(stored, place) == 2 * [["greedysnake-run", "greedysnake-run-1"]]
+
+
+SCRIPT = """
+import sys, torch, gs_compile
+from tiered import gpt2, options, tokens
+
+model = gpt2()
+optimizer = gs_compile.AdamW(model.parameters(), lr=1e-2)
+model.compile(backend="greedysnake", options=options(sys.argv[1]))
+for index in range(1000):
+    ids = tokens(index, 4)
+    if index == 2 and torch.distributed.get_rank() == 1:
+        raise ValueError("this sample is broken")
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_raises_on_one_rank(tmp_path):
+    """Outside of any call of ours, and without a launcher that ends the others."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    folders = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(tmp_path)],
+            env={**os.environ, **shared, "RANK": str(rank), "PYTHONPATH": os.pathsep.join(folders)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    (_, told), (_, own) = (process.communicate(timeout=120) for process in processes)
+    assert [process.returncode for process in processes] == [1, 1]
+    assert own.endswith("ValueError: this sample is broken\n")
+    assert "RankError: " in told
+    assert "rank 1 has failed: ValueError: this sample is broken" in told
+    assert not list(tmp_path.iterdir())
