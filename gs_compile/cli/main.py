@@ -124,12 +124,17 @@ def probe(
     refresh: Annotated[bool, option("Measure again, whatever is remembered.", ..., "--refresh")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure what this machine can do; it is remembered."""
+    """Measure what this machine can do; it is remembered. With torchrun also what its ranks give each other."""
     from gs_compile.cli.plan import busy, profile_table
+    from gs_compile.options import Options
     from gs_compile.planner.measure.machines import profile
+    from gs_compile.runtime.ranks import ranks_of
 
+    ranks = ranks_of(Options())
     with busy("measuring this machine"):
-        found = profile(None, storage, refresh=refresh)
+        found = profile(None, storage, refresh=refresh, ranks=ranks)
+    if ranks and ranks.name != ranks.names[0]:
+        return
     if output is not None:
         found.save(output)
     typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else profile_table(found))

@@ -66,9 +66,10 @@ class Planner:
         self.ranks = ranks
         self.layouts = layouts
         self.device = device
-        self.host_nbytes = host_budget(options)
-        if ranks is not None:
-            self.host_nbytes = min(ranks.agree("host memory", host_budget(options, ranks.num_here)))
+        own = host_budget(options, ranks.num_here if ranks else 1), self._device_budget()
+        hosts, devices = zip(*(ranks.agree("the budgets", own) if ranks else [own]), strict=True)
+        self.host_nbytes: int = min(hosts)
+        self.device_nbytes: int | None = None if None in devices else min(devices)
         self.builder = StepBuilder(
             sizes=sizes,
             num_layers=layouts[0].split.num_layers,
@@ -94,33 +95,46 @@ class Planner:
         """The first rank's. Raises `MemoryBudgetError` where not even the least fits; it says what is needed."""
         if self.ranks is None:
             return self._chosen()
-        chosen = self.ranks.from_first("the plan", self._chosen)
+        fills = SCHEDULES[self.options.expert.schedule].fills_memory
+        if self.ranks.from_first("whether to plan", lambda: fills or self._settled is None):
+            self.profile = self._measured()  # by all ranks together
+        chosen, self.alpha, self.values_nbytes = self.ranks.from_first(
+            "the plan", lambda: (self._chosen(), self.alpha, self.values_nbytes)
+        )
         return replace(chosen, x_nbytes=self.builder.x_nbytes, side_nbytes=self.builder.side_nbytes)
 
-    def _chosen(self) -> Placement:
+    @cached_property
+    def _settled(self) -> tuple[Placement, str] | None:
+        """What needs no plan, and why; None: the linear program decides."""
         smallest, largest = self._smallest(), self._make(1.0, self.alpha)
         if smallest == largest and self.fixed.alpha is not None:
-            chosen, reason = smallest, "ratios and alpha are given: nothing was planned"
-        elif not self.builder.separate and self._host_needed(largest) <= self.host_nbytes:
-            chosen, reason = largest, "all that may be in host memory fits there: nothing was planned"
+            return smallest, "ratios and alpha are given: nothing was planned"
+        if not self.builder.separate and self._host_needed(largest) <= self.host_nbytes:
+            return largest, "all that may be in host memory fits there: nothing was planned"
+        return None
+
+    def _chosen(self) -> Placement:
+        if self._settled is not None:
+            chosen, reason = self._settled
         elif (plan := self._fastest()) is not None:
             self.plan, self.alpha = plan, plan.alpha
             chosen, reason = plan.placement, paragraph(plan)
         else:  # the program fits, whatever the bounds of the linear program say
-            chosen, reason = smallest, "no plan fits by the linear program's bounds: host memory keeps the least it can"
+            reason = "no plan fits by the linear program's bounds: host memory keeps the least it can"
+            chosen = self._smallest()
         if SCHEDULES[self.options.expert.schedule].fills_memory:
             chosen, reason = self._prolonged(chosen, reason)
         self._check_device(chosen)
         log.info("%s", reason)
         return chosen
 
-    @property
+    @cached_property
     def values_nbytes(self) -> int | None:
         """Device memory, without what code computes with where that is known; None: nothing is said of it."""
         plan = self.plan
         if plan is not None and plan.profile.separate:
             return plan.budgets.values_nbytes(plan.workload.workspace_nbytes)
-        return self._device_nbytes() if self.builder.separate else None
+        return self.device_nbytes if self.builder.separate else None
 
     def _prolonged(self, plain: Placement, reason: str) -> tuple[Placement, str]:
         """With what is inactive kept where it is, as far as there is room and that is faster."""
@@ -131,8 +145,11 @@ class Planner:
 
     @cached_property
     def profile(self) -> Profile:
+        return self._measured()
+
+    def _measured(self) -> Profile:
         with stage("measuring this machine, once"):
-            return find_profile(self.options.machine, self.options.storage)
+            return find_profile(self.options.machine, self.options.storage, ranks=self.ranks)
 
     @cached_property
     def workload(self) -> Workload:
@@ -141,7 +158,7 @@ class Planner:
             return replace(timed(workload, self.layouts[0]), shape=self.builder.shape, world=self.builder.world)
 
     def _problem(self, fixed: Fixed) -> Problem:
-        device = self._device_nbytes()
+        device = self.device_nbytes
         return Problem(
             workload=self.workload,
             profile=self.profile,
@@ -227,7 +244,7 @@ class Planner:
         return (number - 1) / 100 if number else None
 
     def _check_device(self, placement: Placement) -> None:
-        budget = self._device_nbytes()
+        budget = self.device_nbytes
         needed = peak(self.builder.program(placement), "device")
         if budget is not None and needed > budget:
             raise MemoryBudgetError(
@@ -242,7 +259,7 @@ class Planner:
         found += ["give a smaller micro_batch_size"] if self.options.micro_batch_size > 1 else []
         return ", or ".join(found)
 
-    def _device_nbytes(self) -> int | None:
+    def _device_budget(self) -> int | None:
         if self.options.device_memory is None:
             return None
         whole = device_of(self.device).memory_nbytes()[1]

@@ -41,13 +41,25 @@ def of_one_rank(machine: Profile, gpus: int, nodes: int, network: str | float | 
         rate = min(rate, _rate(network))
         hops += (nodes - 1) * NETWORK_HOP_SECONDS
     return replace(
-        machine,
-        **_shared(machine, machine.num_ranks / gpus),
+        share_of(machine, gpus),
         name=f"{nodes} x {gpus} GPUs, each node {machine.name}",
         net_bytes_per_second=rate,
         net_hop_seconds=hops / (ranks - 1),
-        num_ranks=gpus,
     )
+
+
+def share_of(machine: Profile, ranks: int) -> Profile:
+    """What one of so many ranks of a machine has of it; a GPU, its memory and its link to the host are a rank's own."""
+    part = machine.num_ranks / ranks
+    names = ("host", "ssd", "update", *(() if machine.separate else ("memory",)))
+    found: dict[str, Any] = {"num_ranks": ranks}
+    for name, value in vars(machine).items():
+        if name.startswith(names):
+            found[name] = int(value * part) if name.endswith("_nbytes") else value * part
+    if not machine.separate:
+        rates = machine.matmul_flops_per_second
+        found["matmul_flops_per_second"] = {dtype: rate * part for dtype, rate in rates.items()}
+    return replace(machine, **found)
 
 
 def samples_of_one_rank(batch_size: int | None, world: int) -> int | None:
@@ -64,16 +76,3 @@ def _rate(network: str | float | None) -> float:
     if not network or network <= 0:
         raise PlanError(f"network is {network}; it is bytes a second, or text such as 25GB/s")
     return network
-
-
-def _shared(machine: Profile, part: float) -> dict[str, Any]:
-    """What the ranks of a node divide among themselves; a GPU, its memory and its link to the host are a rank's own."""
-    names = ("host", "ssd", "update", *(() if machine.separate else ("memory",)))
-    found: dict[str, Any] = {}
-    for name, value in vars(machine).items():
-        if name.startswith(names):
-            found[name] = int(value * part) if name.endswith("_nbytes") else value * part
-    if not machine.separate:
-        rates = machine.matmul_flops_per_second
-        found["matmul_flops_per_second"] = {dtype: rate * part for dtype, rate in rates.items()}
-    return found

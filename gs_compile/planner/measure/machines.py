@@ -19,8 +19,9 @@ import os
 import platform
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,12 @@ import torch
 from gs_compile.errors import ProfileError
 from gs_compile.machine import DEFAULT_SHARE, available_memory, usable_cores, usable_memory
 from gs_compile.options import Options, default_storage
+from gs_compile.planner.measure.cluster import share_of
 from gs_compile.planner.measure.probe_compute import compute_rates, link_rates, products_on
 from gs_compile.planner.measure.probe_drive import drive_rates, existing, room_nbytes
+from gs_compile.planner.measure.probe_network import network_rates
 from gs_compile.planner.measure.profile import FORMAT, Profile
+from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.stream import default_device, device_of, has_own_memory
 from gs_compile.runtime.threads import correct_thread_count
 
@@ -54,6 +58,7 @@ def profile(
     storage: str | Path | Sequence[str | Path] | None = None,
     *,
     refresh: bool = False,
+    ranks: Ranks | None = None,
 ) -> Profile:
     """The profile of `machine`: a name (see `known`), the path of a file, or a profile; None: this machine.
 
@@ -61,14 +66,20 @@ def profile(
     variable GREEDYSNAKE_MACHINE, a name or a path, takes the place of None. `refresh` measures this machine again,
     whatever is remembered or set. The first measurement takes some ten seconds. Raises `ProfileError` for a name or
     file that is none, and the store's errors where the storage cannot be used.
+
+    ranks: all of them call it, and get the same figures: those of the first rank's machine, the least memory that any
+        has, and the network between them, which is measured where the profile does not say.
     """
     if machine is None and not refresh:
         machine = os.environ.get(ENVIRONMENT) or None
     if isinstance(machine, Profile):
         return machine
-    if machine is not None:
-        return Profile.load(_path(machine))
-    return _this_machine(Options.of({"storage": storage}).storage, refresh)
+    directories = Options.of({"storage": storage}).storage
+
+    def alone() -> Profile:
+        return _this_machine(directories, refresh, ranks) if machine is None else Profile.load(_path(machine))
+
+    return alone() if ranks is None else _of_all(ranks, alone, directories if machine is None else ())
 
 
 def known() -> tuple[str, ...]:
@@ -76,9 +87,9 @@ def known() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
 
 
-def remembered(storage: Sequence[Path]) -> Path:
-    """The file that keeps this machine's figures with these directories, once it is measured."""
-    return default_storage() / CACHE / f"{_fingerprint(storage)}.json"
+def remembered(storage: Sequence[Path], total: int = 1) -> Path:
+    """The file that keeps this machine's figures with these directories and ranks, once it is measured."""
+    return default_storage() / CACHE / f"{_fingerprint(storage, total)}.json"
 
 
 # This machine ---------------------------------------------------------------------------------------------------------
@@ -135,8 +146,27 @@ def num_ranks() -> int:
     return max(1, int(count)) if count.isdigit() else 1
 
 
-def _this_machine(storage: tuple[Path, ...], refresh: bool) -> Profile:
-    path = remembered(storage)
+def _of_all(ranks: Ranks, alone: Callable[[], Profile], storage: tuple[Path, ...]) -> Profile:
+    """What all ranks plan with. storage: of this machine's figures; none: they are of another."""
+    found = ranks.from_first("the machine's figures", alone)
+    own = share_of(replace(found, **free_nbytes(storage)) if storage else found, ranks.num_here)  # type: ignore[arg-type]
+    every = ranks.agree("memory that may be used", own)
+    found = replace(own, **{name: min(getattr(each, name) for each in every) for name in SHARES})
+    if found.net_bytes_per_second < inf:
+        return found
+    figures = network_rates(ranks, default_device())
+    today, load = time.strftime("%Y-%m-%d"), os.getloadavg()[0]
+    sources = {name: f"measured {today} at load {load:.1f}, {figure.how}" for name, figure in figures.items()}
+    values: dict[str, Any] = {name: figure.value for name, figure in figures.items()}
+    measured = replace(found, **values, sources={**found.sources, **sources})
+    measured = ranks.from_first("the network's figures", lambda: measured)
+    if storage and ranks.name == ranks.names[0] and ranks.num_here == num_ranks():
+        _keep(measured, remembered(storage, ranks.total))
+    return measured
+
+
+def _this_machine(storage: tuple[Path, ...], refresh: bool, ranks: Ranks | None) -> Profile:
+    path = remembered(storage, ranks.total if ranks else 1)
     if not refresh and path.exists():
         try:
             return replace(Profile.load(path), **free_nbytes(storage))  # type: ignore[arg-type]
@@ -144,14 +174,18 @@ def _this_machine(storage: tuple[Path, ...], refresh: bool) -> Profile:
             log.warning("measuring this machine again: %s", error)
     log.info("measuring this machine, which takes some ten seconds; the result is kept in %s", path)
     measured = probe(storage)
+    _keep(measured, path)
+    return measured
+
+
+def _keep(measured: Profile, path: Path) -> None:
     try:
         _write(measured, path)
     except OSError as error:
         log.warning("what was measured of this machine could not be kept: %s", error)
-    return measured
 
 
-def _fingerprint(storage: Sequence[Path]) -> str:
+def _fingerprint(storage: Sequence[Path], total: int) -> str:
     """A key of this machine, and of the settings of this process that change what it measures."""
     device = default_device()
     facts = {
@@ -164,6 +198,7 @@ def _fingerprint(storage: Sequence[Path]) -> str:
         "device": device_of(device).name,
         "torch": torch.__version__,
         "ranks": num_ranks(),
+        **({"total": total} if total > 1 else {}),  # what they give each other is measured too
         "drives": [existing(directory).stat().st_dev for directory in storage],
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

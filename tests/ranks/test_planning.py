@@ -1,0 +1,102 @@
+"""One plan for all ranks: from the least that any has, on figures that are the same on all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from math import inf
+from pathlib import Path
+
+import pytest
+from launch import Fleet
+from tiered import Harness, adamw, gpt2, options, outcome, tokens
+from typer.testing import CliRunner
+
+from gs_compile.cli.main import app
+from gs_compile.planner import planner
+from gs_compile.planner.builder import peak
+from gs_compile.planner.measure import machines
+from gs_compile.planner.measure.profile import Profile
+
+KEEPS_CAPTURES = True  # each process captures its own
+MACHINE = Path(__file__).parent.parent / "machine.json"
+CHOSEN = dict.fromkeys(("parameter", "checkpoint", "optimizer"))
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with Fleet(2) as fleet:
+        yield fleet
+
+
+def learn(harness, given):
+    with harness.fresh(adamw, given) as optimizer:
+        for number in range(2):
+            harness.model(input_ids=tokens(number), labels=tokens(number)).loss.backward()
+            optimizer.step()
+        return (
+            optimizer.engine.planning,
+            optimizer.engine.programs[-1],
+            outcome(harness.model, optimizer, [], []).values,
+        )
+
+
+def plans(info, tmp_path):
+    """The second rank has less memory: some is left to choose how to use."""
+    harness = Harness(gpt2)
+    given = options(tmp_path, alpha=0.0), options(tmp_path, alpha=0.0, ratios=dict.fromkeys(CHOSEN, 1.0))
+    (_, small, values), (_, large, _) = (learn(harness, each) for each in given)
+    budget = (peak(small, "host") + peak(large, "host")) // 2 + (1 - info.rank) * 2**20
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(planner, "host_budget", lambda *_: budget)
+        planning, program, found = learn(harness, options(tmp_path, ratios=CHOSEN) | {"machine": MACHINE})
+    profile, plan = planning.planner.profile, planning.planner.plan
+    return {
+        "budget": (budget, planning.host_nbytes, peak(program, "host")),
+        "plan": (planning.placement.units, planning.planner.alpha),
+        "profile": asdict(profile),
+        "lanes": dict(plan.lanes) if plan else None,
+        "same": all(one.equal(other) for one, other in zip(values.values(), found.values(), strict=True)),
+    }
+
+
+def test_ranks_have_one_plan(pair, tmp_path):
+    first, second = pair.run(plans, tmp_path)
+    for each in (first, second):
+        _, budget, needed = each["budget"]
+        assert needed <= budget == second["budget"][0] < first["budget"][0]
+        assert each["plan"] == first["plan"]
+        assert each["profile"] == first["profile"]
+        assert each["same"]
+    given = Profile.load(MACHINE)
+    assert first["profile"]["net_bytes_per_second"] < inf
+    assert first["profile"]["host_nbytes"] == given.host_nbytes // 2
+    assert first["profile"]["ssd_read_bytes_per_second"] == given.ssd_read_bytes_per_second / 2
+    assert 0 < first["lanes"]["net"][0] < 10
+
+
+def probes(info, tmp_path):
+    """The command, with drives and processors that are measured already."""
+    calls = []
+
+    def probe(storage):
+        calls.append(storage)
+        return Profile.load(MACHINE)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        patched.delenv(machines.ENVIRONMENT, raising=False)
+        patched.setattr(machines, "probe", probe)
+        found = [CliRunner().invoke(app, ["probe", "--storage", str(tmp_path), "--json"]) for _ in range(2)]
+    return len(calls), [each.stdout if each.exit_code == 0 else repr(each.exception) + each.output for each in found]
+
+
+def test_the_probe_of_ranks_knows_their_network(pair, tmp_path):
+    (calls, printed), others = pair.run(probes, tmp_path)
+    assert (calls, *others) == (1, 0, ["", ""])  # measured once, by the first, who prints it
+    once, again = map(json.loads, printed)
+    assert once["net_bytes_per_second"] == again["net_bytes_per_second"] > 0
+    assert 0 < once["net_hop_seconds"] < 0.5
+    assert "2 ranks gather and scatter 64 MiB" in once["sources"]["net_bytes_per_second"]
+    shutil.rmtree(tmp_path / "cache")
