@@ -237,8 +237,8 @@ def test_units(name, value, text):
 def test_the_probe(monkeypatch, tmp_path):
     asked = []
 
-    def found(machine, storage, *, refresh):
-        asked.append((machine, storage, refresh))
+    def found(machine, storage, *, refresh, ranks):
+        asked.append((machine, storage, refresh, ranks))
         return Profile.load(machines.SHIPPED / "laptop.json")
 
     monkeypatch.setattr(machines, "profile", found)
@@ -246,4 +246,4 @@ def test_the_probe(monkeypatch, tmp_path):
     saved = tmp_path / "mine.json"
     shown = json.loads(printed("probe", "--refresh", "--json", "--output", saved))
     assert shown == Profile.load(saved).as_dict()
-    assert asked == [(None, [tmp_path, Path("/b")], False), (None, None, True)]
+    assert asked == [(None, [tmp_path, Path("/b")], False, None), (None, None, True, None)]
