@@ -113,7 +113,7 @@ class Engine(ParameterStore):
         return max(0, self.planning.host_nbytes - self.tiers.slab.nbytes)
 
     def predict(self) -> Simulation:
-        """Simulate steps like the latest call; measures the machine and the layers' code first."""
+        """Simulate steps like the latest call; measures the machine and the layers' code first, with all ranks."""
         return self.planning.predict(*self._latest)
 
     # Start -----------------------------------------------------------------------------------------------------------

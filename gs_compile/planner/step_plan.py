@@ -126,6 +126,7 @@ class StepPlan:
         if not self.written_per_day:
             return "nothing is written to SSD"
         words = f"{format_bytes(int(self.written_per_day))} written to SSD in a day"
+        words += " by each rank" if self.ranks > 1 else ""
         if self.profile.ssd_rated_nbytes:
             years = self.profile.ssd_rated_nbytes / self.written_per_day / 365
             words += (

@@ -53,7 +53,7 @@ def throughput(plan: StepPlan) -> str:
 
     def rates(ranks: int) -> str:
         tokens, flops = plan.tokens_per_second / ranks, plan.flops_per_second / ranks
-        return f"{rate_text(tokens)} tokens/s, {flops / 1e12:.3g} TFLOP/s"
+        return f"{rate_text(tokens)} tokens/s, {rate_text(flops / 1e12)} TFLOP/s"
 
     return rates(1) + (f"; {rates(plan.ranks)} of each rank" if plan.ranks > 1 else "")
 
@@ -81,9 +81,9 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds:.3g} s"
 
 
-def rate_text(tokens_per_second: float) -> str:
-    """Tokens a second with three digits, or all that are whole."""
-    return f"{tokens_per_second:,.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:.3g}"
+def rate_text(rate: float) -> str:
+    """A rate, such as tokens a second, with three digits, or all that are whole."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _shares(ratios: Mapping[str, float]) -> str:

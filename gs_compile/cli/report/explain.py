@@ -35,9 +35,10 @@ DIGITS = 6  # significant ones in JSON: more would only differ from machine to m
 
 def report(plan: StepPlan) -> str:
     """All of a plan, as text and tables."""
+    where = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
     sections = {
-        "What lives where:": _homes(plan),
-        "What each lane does in a step:": _lanes(plan),
+        f"What lives where{where}:": _homes(plan),
+        f"What each lane does in a step{where}:": _lanes(plan),
         "What binds:": "\n".join(plan.binding),
         "Notes:": "\n".join(plan.notes),
         "What else there was, by the linear program:": _alternatives(plan) if plan.alternatives else "",
