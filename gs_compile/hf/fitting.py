@@ -12,7 +12,7 @@ from torch import nn
 from gs_compile.capture.internals import backward_hooks
 from gs_compile.errors import OptionError
 from gs_compile.model.loss_scale import LossScaler
-from gs_compile.model.materialize import streaming
+from gs_compile.model.materialize import streaming, whole_states
 
 
 def fit_for_capture(model: nn.Module) -> None:
@@ -56,10 +56,25 @@ def scale_losses(accelerator: Any) -> LossScaler | None:
     return scaler
 
 
-def share_among_ranks(accelerator: Any) -> None:
-    """Have Accelerate leave models out of DistributedDataParallel: the backend shares them among the ranks."""
-    if accelerator.num_processes > 1:
-        accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
+def share_among_ranks(accelerator: Any, model: nn.Module) -> None:
+    """Have Accelerate leave models out of DistributedDataParallel: the backend shares them among the ranks.
+
+    What it saves and loads are whole tensors, as it knows no others.
+    """
+    if accelerator.num_processes == 1:
+        return
+
+    def whole(ordinary: Any) -> Any:
+        @wraps(ordinary)
+        def with_whole_states(*args: Any, **kwargs: Any) -> Any:
+            with whole_states(model):
+                return ordinary(*args, **kwargs)
+
+        return with_whole_states
+
+    accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
+    for name in ("save_state", "load_state", "get_state_dict"):
+        setattr(accelerator, name, whole(getattr(accelerator, name)))
 
 
 def _install_recorders(model: nn.Module) -> None:

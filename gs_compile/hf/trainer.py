@@ -99,7 +99,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         self._compile_within = [compile_for_strands(self.model, chosen)]
         self._batch_size = self._train_batch_size
         scale_losses(self.accelerator)
-        share_among_ranks(self.accelerator)
+        share_among_ranks(self.accelerator, self.model)
         second = getattr(self, "ref_model", None)
         if reference is not None or (second is not None and any(map(is_offloaded, second.parameters()))):
             given = reference or {}

@@ -47,6 +47,20 @@ def materialize(model: nn.Module, *, write: bool = False, master: bool = False) 
 
 
 @contextmanager
+def whole_states(model: nn.Module) -> Iterator[None]:
+    """State dicts that all ranks make in the block hold whole tensors on each, mapped from files."""
+    places = [residency_of(parameter).tiered for parameter in model.parameters() if is_offloaded(parameter)]
+    stores = {place[0] for place in places if place is not None and not place[0].shows_whole}
+    for store in stores:
+        store.shows_whole = True
+    try:
+        yield
+    finally:
+        for store in stores:
+            store.shows_whole = False
+
+
+@contextmanager
 def on_first_rank(model: nn.Module) -> Iterator[bool]:
     """All ranks enter it. The first, which is told by True, reads what it likes in the block, and gets whole tensors.
 

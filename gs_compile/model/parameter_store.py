@@ -30,6 +30,7 @@ class ParameterStore:
         self.tiers = tiers
         self.folder = folder
         self.components = components
+        self.shows_whole = False  # in state dicts, also where ranks have rows of each
         self.num_steps = 0  # after which values have changed
         self._masters: dict[Slice, Tensor] = {}  # that came before the values that they round to
 
@@ -41,7 +42,7 @@ class ParameterStore:
     def mesh(self) -> DeviceMesh | None:
         """Of the ranks that have some rows each of what state dicts hold; None: this rank has all of it."""
         ranks = self.tiers.setting.ranks
-        return None if ranks is None or self.tiers.before_read else ranks.mesh
+        return None if ranks is None or self.tiers.before_read or self.shows_whole else ranks.mesh
 
     def synchronize(self) -> None:
         """Return when all updates are done and written."""

