@@ -228,9 +228,10 @@ class Ranks:
             try:
                 work.wait(POLL)
                 return
-            except RuntimeError:  # too early, unless it has failed
+            except RuntimeError:  # too early, unless it has failed, or has ended just now
                 if work.is_completed():
-                    raise
+                    work.wait()  # raises its own error, if it has one
+                    return
             self.check(what)
             now = time.monotonic()
             if now > patience:
