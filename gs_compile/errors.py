@@ -101,6 +101,10 @@ class RankError(GreedySnakeError, RuntimeError):
     """Another rank has failed or ended, or the ranks differ: says which, why, and in what operation."""
 
 
+class ForkError(GreedySnakeError, RuntimeError):
+    """A forked child used a model that its parent trains: threads and files are the parent's alone."""
+
+
 class StepOrderError(GreedySnakeError, RuntimeError):
     """Calls came in an order that a step cannot have: a second backward before `step()`, and the like."""
 

@@ -154,8 +154,9 @@ class Options:
     micro_batch_size: samples that run through a layer at a time; the last micro-batch of a batch may be smaller.
     outputs: "all" gives back everything the model returns; "loss" keeps the loss alone in training (no logits, no
         caches: they come back as None); under torch.no_grad() everything comes back.
-    storage: the directory for what is kept on SSD, or several, one for each SSD; kept as a tuple of absolute paths.
-        None or empty: in the user's cache, that is $XDG_CACHE_HOME/greedysnake or ~/.cache/greedysnake.
+    storage: the directory for what is kept on SSD, or several, one for each SSD; kept as a tuple of absolute paths,
+        with "~" and environment variables in place. None: in the user's cache, that is $XDG_CACHE_HOME/greedysnake or
+        ~/.cache/greedysnake.
     host_memory: how much memory of the host to use: bytes, text such as "6GiB", or a percentage, "80%", of what this
         process may use. None: chosen by us.
     device_memory: the same for the device; a percentage is of the device's memory, on a CPU of what this process may
@@ -172,7 +173,7 @@ class Options:
 
     micro_batch_size: int = 1
     outputs: Literal["all", "loss"] = "all"
-    storage: tuple[Path, ...] = ()
+    storage: tuple[Path, ...] = None  # type: ignore[assignment]  # as given; the tuple is made of it
     host_memory: int | str | None = None
     device_memory: int | str | None = None
     machine: Any = None
@@ -186,7 +187,7 @@ class Options:
         _whole("micro_batch_size", self.micro_batch_size, "a whole number of samples, 1 or more")
         _one_of("outputs", self.outputs, ("all", "loss"))
         _one_of("precision", self.precision, ("model", "bf16"))
-        object.__setattr__(self, "storage", _directories(self.storage or default_storage()))
+        object.__setattr__(self, "storage", _directories(default_storage() if self.storage is None else self.storage))
         for name in ("host_memory", "device_memory"):
             object.__setattr__(self, name, _budget(name, getattr(self, name)))
         object.__setattr__(self, "expert", _nested("expert", Expert, self.expert))
@@ -250,10 +251,13 @@ def _group_or_mesh(group: Any, mesh: Any) -> None:
 def _directories(storage: Any) -> tuple[Path, ...]:
     given = [storage] if isinstance(storage, str | Path) else storage
     valid = isinstance(given, Sequence) and all(isinstance(entry, str | Path) and str(entry) for entry in given)
-    if not valid or not given:
+    if not valid or not given or "\0" in "".join(map(str, given)):
         raise OptionError(f"storage must be a directory or a list of directories; got {storage!r}")
+    names = [os.path.expandvars(entry) for entry in given]
+    if unset := [name for name in names if re.search(r"\$(\w+|\{\w+\})", name)]:
+        raise OptionError(f"storage cannot be {', '.join(unset)}: no environment variable of that name is set")
     try:
-        paths = tuple(Path(entry).expanduser().absolute() for entry in given)
+        paths = tuple(Path(name).expanduser().absolute() for name in names)
     except RuntimeError as error:  # no home, or nobody of that name
         raise OptionError(f"storage cannot be {', '.join(map(str, given))}: {error}; name another directory") from None
     if len(set(paths)) < len(paths):

@@ -86,8 +86,10 @@ class Drive:
         return file
 
     def remove(self, file: File) -> None:
+        """Never fails: it runs where something else may have failed."""
         self._files.remove(file)
-        os.close(file.fd)
+        with contextlib.suppress(OSError):  # of writes that came to nothing; the descriptor is closed
+            os.close(file.fd)
         self._unlink(file.path.name)
 
     def submit(self, verb: Verb, file: File, memory: Memory, offset: int, label: str) -> list[Future[None]]:
@@ -147,8 +149,12 @@ class Drive:
             self.remove(file)
 
     def _unlink(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # someone else has removed it
+        try:
             os.unlink(name, dir_fd=self._folder_fd)
+        except FileNotFoundError:
+            pass  # someone else has removed it
+        except OSError as error:
+            log.warning("%s/%s cannot be removed: %s; the next run here removes it", self.folder, name, error.strerror)
 
 
 def folder_in(directory: Path, number: int = 1) -> Path:

@@ -1,4 +1,4 @@
-"""How many threads torch computes with: what this process should use, and what one thread uses.
+"""How many threads torch computes with: what this process should use, and what one thread uses; and where none are.
 
 What `torch.set_num_threads(n)` does, by experiment (torch 2.13, OpenMP): it sets the number of the thread that calls
 it, and the default. A thread takes the default when it first asks for its number or computes, even if it has set one
@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from gs_compile.errors import ForkError, StepOrderError
 from gs_compile.machine import usable_cores
 
 log = logging.getLogger(__name__)
@@ -71,3 +72,19 @@ def _in_new_thread(function: Callable[[], None]) -> None:
     thread = threading.Thread(target=function)
     thread.start()
     thread.join()
+
+
+def refuse_without_threads(pid: int, *, uses_pools: bool) -> None:
+    """Raise `ForkError` in a child of the process that has the threads of a run, `pid`, and `StepOrderError` where
+    these have ended: `uses_pools` of concurrent.futures, which end with the main thread.
+    """
+    if os.getpid() != pid:
+        raise ForkError(
+            f"this process was forked from {pid}, which trains this model, and has none of its threads: use the model "
+            "there, or give this process the tensors of a state_dict()"
+        )
+    if uses_pools and not threading.main_thread().is_alive():
+        raise StepOrderError(
+            "the interpreter is ending, and the threads that move data have ended: take state dicts and steps before "
+            "the script ends, in a try ... finally for example, not in atexit"
+        )

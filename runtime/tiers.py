@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.slab import Block, Slab, map_memory
 from gs_compile.runtime.store import Extent, Store
 from gs_compile.runtime.stream import Event, device_of
+from gs_compile.runtime.threads import refuse_without_threads
 from gs_compile.runtime.trace import Trace
 from gs_compile.runtime.values import ValueTable
 
@@ -84,7 +86,8 @@ class Tiers:
         self.pending: StepRecord | None = None  # of the step whose late updates are still to come
         self._lanes: dict[str, Lane] = {}
         self._num_threads = num_threads
-        self._finalizer = weakref.finalize(self, _close, self._lanes, store, ranks)
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _close, self._pid, self._lanes, store, ranks)
         self.slab = Slab(placement, setting.device, host_nbytes)
         try:
             self.slab.map()
@@ -238,13 +241,18 @@ class Tiers:
 
     def synchronize(self) -> None:
         """Wait until all lanes are idle; raises what failed on them, and then it is over."""
+        self.check()
         for ticket in [lane.submit("synchronize", lambda: None) for lane in self._lanes.values()]:
             with contextlib.suppress(LaneError, RankError):  # what failed first is raised below
                 ticket.wait()
         self.check()
 
     def check(self) -> None:
-        """Raise what has failed on a lane or on another rank, if anything; then it is over."""
+        """Raise what has failed on a lane or on another rank, if anything; then it is over.
+
+        Raises also as `refuse_without_threads` does.
+        """
+        refuse_without_threads(self._pid, uses_pools=self.setting.store is not None)
         try:
             self.failure.check()
         except (LaneError, RankError):
@@ -257,10 +265,12 @@ class Tiers:
 
     def close(self) -> None:
         """End all threads, remove all files, give back all memory; once is enough."""
-        self.values = ValueTable()
-        self.parameters.close()
-        self.slab.close()
-        self._finalizer()
+        try:
+            self.values = ValueTable()
+            self.parameters.close()
+            self.slab.close()
+        finally:  # also where the user has interrupted it
+            self._finalizer()
 
     def fail(self, error: BaseException) -> None:
         """After an error nothing goes on: threads end, files go. Raises what failed first, where that is the cause."""
@@ -272,15 +282,18 @@ class Tiers:
             self.failure.check()
 
 
-def _close(lanes: dict[str, Lane], store: Store | None, ranks: Ranks | None) -> None:
+def _close(pid: int, lanes: dict[str, Lane], store: Store | None, ranks: Ranks | None) -> None:
     """End what moves data. Garbage is collected on any thread: one of ours cannot wait for itself, so another does."""
+    if os.getpid() != pid:
+        return  # a forked child's copy
     if threading.current_thread().name.startswith("greedysnake"):
-        threading.Thread(target=_close, args=(lanes, store, ranks), name="closing greedysnake").start()
+        threading.Thread(target=_close, args=(pid, lanes, store, ranks), name="closing greedysnake").start()
         return
-    for lane in lanes.values():
-        lane.close()
+    with contextlib.ExitStack() as ended:  # each of them, last one first, also where the user interrupts a wait
+        if ranks is not None:
+            ended.callback(ranks.close)
+        if store is not None:
+            ended.callback(store.close)
+        for lane in lanes.values():
+            ended.callback(lane.close)
     lanes.clear()
-    if store is not None:
-        store.close()
-    if ranks is not None:
-        ranks.close()

@@ -8,6 +8,7 @@ import pytest
 from gs_compile.errors import OptionError
 from gs_compile.options import Expert, Options, Ratios, parse_bytes
 
+NO_STORAGE = ((), 0, False, b"", {}, [], "", "/a\0")
 KNOWN = "micro_batch_size, outputs, storage, host_memory, device_memory, machine, precision, group, mesh, expert, mode"
 KNOWN_EXPERT = "schedule, compiler, snake, alpha, ratios, clip, separate_device, threads, trace"
 
@@ -70,6 +71,8 @@ def test_from_a_mapping():
         ({"expert": {"clip": "never"}}, "expert.clip must be one of 'delayed', 'speculative', None; got 'never'"),
         ({"expert": {"separate_device": 1}}, "expert.separate_device must be one of True, False; got 1"),
         ({"precision": "fp16"}, "precision must be one of 'model', 'bf16'; got 'fp16'"),
+        *[({"storage": x}, f"storage must be a directory or a list of directories; got {x!r}") for x in NO_STORAGE],
+        ({"storage": "$OF_NOBODY/a"}, "storage cannot be $OF_NOBODY/a: no environment variable of that name is set"),
         ({"storage": 3}, "storage must be a directory or a list of directories; got 3"),
         ({"storage": [""]}, "storage must be a directory or a list of directories; got ['']"),
         ({"storage": {"/a": 1}}, "storage must be a directory or a list of directories; got {'/a': 1}"),
@@ -109,6 +112,8 @@ def test_storage_is_a_tuple_of_absolute_paths(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/home/me")
     assert Options(storage="/a").storage == (Path("/a"),)
     assert Options(storage=["/a", Path("b"), "~/c"]).storage == (Path("/a"), tmp_path / "b", Path("/home/me/c"))
+    monkeypatch.setenv("DRIVE", "~/drive")
+    assert Options(storage=["$DRIVE/a", "/${DRIVE}"]).storage == (Path("/home/me/drive/a"), Path("/~/drive"))
 
 
 def test_storage_of_somebody_unknown():

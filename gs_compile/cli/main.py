@@ -108,7 +108,7 @@ def doctor(storage: Storage = None, as_json: Json = False) -> None:
     from gs_compile.options import Options
     from gs_compile.planner.summary import table
 
-    checks = examine(Options(storage=tuple(storage or ())).storage)
+    checks = examine(Options.of({"storage": storage or None}).storage)
     rows = [check.as_dict() for check in checks]
     if as_json:
         typer.echo(json.dumps({"checks": rows}, indent=2))

@@ -120,24 +120,25 @@ class Engine(ParameterStore):
 
     def _make_tiers(self, layout: Layout, rule: Rule, num_components: int, device: torch.device) -> Tiers:
         planning, expert = self.planning, self.options.expert
-        store = Store(self.options.storage) if planning.uses_ssd else None
-        if store is not None:
-            with ExitStack() as undo:
+        components = {size.unit: num_components + size.has_master for size in layout.sizes}
+        with ExitStack() as undo:
+            store = Store(self.options.storage) if planning.uses_ssd else None
+            if store is not None:
                 undo.callback(store.close)
                 store.reserve_check(planning.ssd_nbytes)
-                undo.pop_all()
-        components = {size.unit: num_components + size.has_master for size in layout.sizes}
-        return Tiers(
-            planning.placement,
-            layout.dtypes,
-            Recipe(rule, layout.runs, components),
-            store,
-            device,
-            trace=Trace(events=expert.trace),
-            host_nbytes=planning.host_nbytes,
-            num_threads=expert.threads or update_threads(beside_compute=not has_own_memory(device)),
-            ranks=self.ranks,
-        )
+            tiers = Tiers(
+                planning.placement,
+                layout.dtypes,
+                Recipe(rule, layout.runs, components),
+                store,
+                device,
+                trace=Trace(events=expert.trace),
+                host_nbytes=planning.host_nbytes,
+                num_threads=expert.threads or update_threads(beside_compute=not has_own_memory(device)),
+                ranks=self.ranks,
+            )
+            undo.pop_all()
+        return tiers
 
     def _adopt(self, spans: Mapping[torch.nn.Parameter, Slice]) -> None:
         """Move values into the tiers. What fails midway stashes again what it has moved, and ends the tiers."""
@@ -202,6 +203,7 @@ class Engine(ParameterStore):
 
     def backward(self, executor: TieredExecutor, losses: Sequence[Tensor]) -> None:
         """Give the backward half what it needs of the optimizer, as it is set now."""
+        self.tiers.check()
         if executor is not self.open:
             raise StepOrderError(
                 "this loss belongs to a step that was given up when the model was called again: call backward before "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -15,6 +16,29 @@ from gs_compile.model.residency import residency_of
 from gs_compile.model.rows import mapped_rows
 
 Groups = Sequence[Mapping[str, Any]]  # of an optimizer, or of a state dict, which has numbers for parameters
+
+
+# What param groups of torch's state dicts have beside settings, such as how torch computes.
+_NOT_SETTINGS = {
+    *("params", "param_names", "foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
+}
+
+
+def parts_of(state_dict: Any) -> tuple[Groups, Mapping[Any, Mapping[str, Any]]]:
+    """The param groups and the states of a state dict; raises OptimizerError where it is none of an optimizer."""
+    if not isinstance(state_dict, Mapping) or not {"param_groups", "state"} <= state_dict.keys():
+        found = sorted(map(str, state_dict))[:5] if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise OptimizerError(
+            f'an optimizer\'s state dict has "param_groups" and "state"; this one has {found or "nothing"}'
+        )
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    if not isinstance(groups, Sequence) or not all(
+        isinstance(group, Mapping) and "params" in group for group in groups
+    ):
+        raise OptimizerError('"param_groups" of a state dict must be a list of dicts, each with its "params"')
+    if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
+        raise OptimizerError('"state" of a state dict must have a dict for each parameter, by its number')
+    return groups, states
 
 
 def numbers_of(own: Groups, given: Groups) -> list[Any]:
@@ -37,6 +61,10 @@ def numbers_of(own: Groups, given: Groups) -> list[Any]:
     return list(chain.from_iterable(group["params"] for group in given))
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
+
+
 def are_alike(own: Groups, given: Groups) -> bool:
     """Whether each group has the parameters of the one in its place, so that it can take that one's settings."""
     pairs = zip(own, given, strict=False)
@@ -52,13 +80,24 @@ def _names(group: Mapping[str, Any]) -> Sequence[str]:
 def num_steps(states: Iterable[Mapping[str, Any]]) -> int:
     """The steps taken so far. torch's SGD does not count: with a momentum, there was one."""
     states = list(states)
-    steps = {int(state["step"]) for state in states if "step" in state}
+    steps = {_whole(state["step"]) for state in states if "step" in state}
     if len(steps) > 1:
         raise OptimizerError(
             f"the state dict has parameters after {min(steps)} steps and others after {max(steps)}; greedysnake counts "
             "for all of them together"
         )
     return steps.pop() if steps else int(any(state.get("momentum_buffer") is not None for state in states))
+
+
+def _whole(step: Any) -> int:
+    """The number of steps that a state says."""
+    try:
+        number = float(step)
+    except (RuntimeError, TypeError, ValueError):  # several elements, None, text
+        number = math.nan
+    if not (number >= 0 and number.is_integer()):
+        raise OptimizerError(f"a state's step is {step}, which counts nothing: the state dict is damaged")
+    return int(number)
 
 
 def zeros(parameter: torch.Tensor, shown: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -19,7 +19,6 @@ import torch
 
 from gs_compile.errors import StorageError, StorageFullError
 from gs_compile.machine import free_storage
-from gs_compile.options import default_storage
 from gs_compile.runtime.stream import is_in_host_memory
 
 SMALL_NBYTES = 64 << 10  # below, a tensor stays in memory: norms and biases, too little to be worth a file each
@@ -44,9 +43,8 @@ def mapped(
     return flat.view(tuple(shape))
 
 
-def directory(storage: str | os.PathLike[str] | None) -> Path:
+def directory(folder: Path) -> Path:
     """The directory of the files; made for this user alone if it is not there."""
-    folder = default_storage() if storage is None else Path(storage)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

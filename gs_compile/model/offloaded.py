@@ -235,6 +235,11 @@ def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     """The function's result for the values of all arguments that are elsewhere."""
     name, first = function.__name__, args[0] if args else None
     attribute = getattr(function.__self__, "__name__", "") if name in ("__get__", "__set__", "__delete__") else None
+    if function is torch.autograd.grad:
+        raise ReleasedParameterError(
+            "torch.autograd.grad: a parameter that lives on the tiers gives its gradient to its update alone. Call "
+            "loss.backward() and optimizer.step(), or use a torch.optim optimizer, which leaves gradients in p.grad"
+        )
     if isinstance(first, OffloadedParameter):
         if name in _REFUSED:
             raise ReleasedParameterError(f"{name}: a parameter that lives on the tiers {_REFUSED[name]}")

@@ -14,7 +14,6 @@ as much in memory as it is used.
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -45,22 +44,22 @@ _UNINITIALISED = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empt
 def init_on_storage(
     factory: Callable[[], nn.Module],
     *,
-    storage: str | os.PathLike[str] | None = None,
+    storage: Any = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:
     """The model that `factory` builds, bitwise, its parameters offloaded and their values in files under `storage`.
 
-    `storage` is a directory, by default ~/.cache/greedysnake. Memory holds no more than CACHE_NBYTES of parameters and
-    what one operation needs; tied parameters stay tied, and buffers are in memory. `device` is where the model
-    computes, by default the CPU, on which the factory builds it; `model.to(device)` changes that later, and moves no
-    parameter's value.
+    `storage` is as in `Options`; of several directories the first has the files. Memory holds no more than CACHE_NBYTES
+    of parameters and what one operation needs; tied parameters stay tied, and buffers are in memory. `device` is where
+    the model computes, by default the CPU, on which the factory builds it; `model.to(device)` changes that later, and
+    moves no parameter's value.
 
     Raises InitialisationError, naming the parameter, for what cannot be kept in a file: values that are not on the CPU,
     lazy or tensor-like parameters, two parameters that share memory, a parameter that is resized; and StorageFullError.
     Warns of parameters whose values were not made by torch operations in this thread, as those from numpy: their
     values are right, but they were in memory until all was built.
     """
-    with NewTensorsInFiles(directory(storage)) as files:
+    with NewTensorsInFiles(directory(Options.of({"storage": storage}).storage[0])) as files:
         model = factory()
     resident = offload(model, files)
     if resident:

@@ -31,11 +31,6 @@ from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.trace import Total
 
-# What param groups of torch's state dicts have beside settings, such as how torch computes.
-_NOT_SETTINGS = {
-    *("params", "param_names", "foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
-}
-
 
 @dataclass(frozen=True)
 class StepInfo:
@@ -227,18 +222,19 @@ class TieredOptimizer(torch.optim.Optimizer):
 
         fp32 masters, which only one of these has, have to round to the model's values, once the next step begins.
         """
-        state_dict = dict(state_dict)
+        state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        groups, given = state_dict["param_groups"], state_dict["state"]
+        groups, given = loaded_state.parts_of(state_dict)
         numbers = loaded_state.numbers_of(self.param_groups, groups)
+        states = {p: dict(given[n]) for p, n in zip(self._parameters, numbers, strict=True) if n in given}
+        num_steps = loaded_state.num_steps(states.values())
         alike = loaded_state.are_alike(self.param_groups, groups)
         for mine, theirs in zip(self.param_groups, groups, strict=True) if alike else ():  # others keep their settings
-            taken = {key: value for key, value in theirs.items() if key not in _NOT_SETTINGS}
+            taken = loaded_state.settings_of(theirs)
             self._check({**mine, **taken, "amsgrad": theirs.get("amsgrad", False)})
             mine.update(taken)
-        states = {p: dict(given[n]) for p, n in zip(self._parameters, numbers, strict=True) if n in given}
-        self.num_steps = loaded_state.num_steps(states.values())
+        self.num_steps = num_steps
         self._shown_steps.fill_(self.num_steps)
         self.state.update(states)
         self.load_into_engine()

@@ -18,7 +18,7 @@ from gs_compile.runtime.store import Store
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = """
-import sys, torch
+import atexit, os, sys, torch
 import gs_compile
 from captured import Tiny, batch
 
@@ -34,6 +34,24 @@ for _ in range(2):
     loss.backward()
     optimizer.step()
 print("trained", flush=True)
+
+def late():
+    for use in (model.state_dict, optimizer.state_dict, lambda: model(*batch())):
+        try:
+            use()
+        except gs_compile.errors.GreedySnakeError as error:
+            print(type(error).__name__, os.getpid() == parent, flush=True)
+
+parent = os.getpid()
+if sys.argv[2] == "late":
+    atexit.register(late)
+    if not (child := os.fork()):
+        late()
+        raise SystemExit(5)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    loss = model(*batch())  # the parent goes on
+    loss.backward()
+    optimizer.step()
 if sys.argv[2] == "raise":
     raise SystemExit(3)
 """
@@ -51,6 +69,17 @@ def test_a_process_that_ends_leaves_nothing(tmp_path, what):
     with run(tmp_path, what) as process:
         out, err = process.communicate(timeout=120)
     assert (out, process.returncode) == ("trained\n", {"end": 0, "raise": 3}[what]), err
+    assert "Exception" not in err
+    assert not [name for name in files_in(tmp_path) if "greedysnake-run" in name]
+
+
+def test_a_process_without_the_threads_of_a_run_is_told_so(tmp_path):
+    """In a forked child, which ends cleanly and used to wait for ever, and at the interpreter's exit."""
+    with run(tmp_path, "late") as process:
+        out, err = process.communicate(timeout=60)
+    in_child = "ForkError False\n" * 3
+    assert (out, process.returncode) == (f"trained\n{in_child * 2}5\n" + "StepOrderError True\n" * 3, 0), err
+    assert "Traceback" not in err
     assert "Exception" not in err
     assert not [name for name in files_in(tmp_path) if "greedysnake-run" in name]
 

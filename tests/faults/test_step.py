@@ -10,6 +10,7 @@ import threading
 import time
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import pytest
 from tiered import adamw, files_in, options, our_threads, outcome, step, tokens
@@ -234,6 +235,33 @@ def test_a_step_whose_backward_failed_is_not_closed(harness, monkeypatch, tmp_pa
         for use in (optimizer.step, partial(harness.model, input_ids=ids, labels=ids), optimizer.synchronize):
             with pytest.raises(LaneError, match="broken on purpose"):
                 use()
+
+
+def num_descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_what_fails_in_the_clean_up_hides_no_cause(harness, monkeypatch, tmp_path, caplog):
+    """A drive that is gone refuses to remove files, too."""
+
+    def gone(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with harness.fresh(adamw, options(tmp_path)) as optimizer:
+        descriptors = num_descriptors()
+        step(harness.model, optimizer, tokens(0))
+        optimizer.synchronize()
+        with monkeypatch.context() as patched:
+            for owner, name in ((ssd, "_preadv"), (ssd, "_pwritev"), (os, "unlink")):
+                patched.setattr(owner, name, gone)
+            with pytest.raises(LaneError, match=r"(read|write) of .* failed"):
+                whole_steps(harness.model, optimizer, 1)
+        assert our_threads() == []
+        assert num_descriptors() <= descriptors
+    assert "cannot be removed: Input/output error; the next run here removes it" in caplog.text
+    with harness.fresh(adamw, options(tmp_path)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+    assert files_in(tmp_path) == []
 
 
 # What users do --------------------------------------------------------------------------------------------------------

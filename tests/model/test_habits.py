@@ -227,6 +227,10 @@ REFUSED = {
         lambda m: m.forward(input_ids=tokens(3), labels=tokens(3)).loss.backward(),
         "gets its gradient from the compiled model's own backward",
     ),
+    "torch.autograd.grad": (
+        lambda m: torch.autograd.grad(weight(m).sum(), [weight(m)], allow_unused=True),
+        "gives its gradient to its update alone",
+    ),
 }
 
 

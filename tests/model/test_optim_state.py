@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 
 import pytest
@@ -96,6 +97,15 @@ def test_states_that_do_not_fit_are_refused(tmp_path):
     other["param_groups"][0]["amsgrad"] = True
     with pytest.raises(OptimizerError, match="amsgrad is not among"):
         optimizer.load_state_dict(other)
+    before = optimizer.state_dict()
+    for damaged in (math.nan, torch.tensor(math.inf), -1, 2.5, None, torch.ones(2)):
+        other = {**state, "state": {number: {**each, "step": damaged} for number, each in state["state"].items()}}
+        with pytest.raises(OptimizerError, match=r"a state's step is .*, which counts nothing"):
+            optimizer.load_state_dict(other)
+    for broken in ({}, None, {"param_groups": []}, {**state, "param_groups": 3}, {**state, "state": {0: 5}}):
+        with pytest.raises(OptimizerError, match=r"state dict (has|must)"):
+            optimizer.load_state_dict(broken)
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
     with learner(tmp_path) as one:
         one.train(0)
         other = copy.deepcopy(state)
