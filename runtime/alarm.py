@@ -104,7 +104,7 @@ class Alarm:
         self.num_here, is_one_machine = machines.count(machine), len(set(machines)) == 1
         if self._place:
             return {0: self._call(*exchange(None)[0])}
-        with socket.create_server(("127.0.0.1" if is_one_machine else "", 0), backlog=len(self.names)) as server:
+        with socket.create_server(("127.0.0.1" if is_one_machine else "", 0), backlog=len(self.names) + 100) as server:
             hosts = ["127.0.0.1"] if is_one_machine else _addresses()
             secret = secrets.token_hex(16)
             exchange((hosts, server.getsockname()[1], secret))
@@ -122,21 +122,26 @@ class Alarm:
                 if secrets.compare_digest(said, secret) and int(place) not in found:
                     found[int(place)] = _kept_alive(connection)
                     connection.sendall(b"welcome\n")
-            except (OSError, ValueError):  # somebody else
-                connection.close()
+                    continue
+            except (OSError, ValueError):  # neither is it one of us
+                pass
+            connection.close()
         return found
 
     def _call(self, hosts: Sequence[str], port: int, secret: str) -> socket.socket:
         errors = []
         for host in hosts:
-            try:
-                connection = socket.create_connection((host, port), timeout=MEETING / len(hosts))
-                connection.sendall(f"{secret} {self._place}\n".encode())
-                if _line(connection) == "welcome":
-                    return _kept_alive(connection)
-                errors.append(f"{host}:{port}: another program answers")
-            except OSError as error:
-                errors.append(f"{host}:{port}: {error}")
+            with contextlib.ExitStack() as opened:
+                try:
+                    connection = socket.create_connection((host, port), timeout=MEETING / len(hosts))
+                    opened.enter_context(connection)
+                    connection.sendall(f"{secret} {self._place}\n".encode())
+                    if _line(connection) == "welcome":
+                        opened.pop_all()
+                        return _kept_alive(connection)
+                    errors.append(f"{host}:{port}: another program answers")
+                except OSError as error:
+                    errors.append(f"{host}:{port}: {error}")
         raise ConnectionError(f"rank {self.names[0]} cannot be reached at {'; '.join(errors)}")
 
     # Messages --------------------------------------------------------------------------------------------------------
@@ -164,7 +169,7 @@ class Alarm:
         if self._place == 0 or name == self.name:
             self._send(name, reason)
         if reason is not None and name != self.name:
-            last = threading.Timer(LIMIT, self._end)
+            last = threading.Timer(LIMIT, self._end_process)
             last.name, last.daemon = f"{OF_US} end", True
             last.start()
 
@@ -176,7 +181,7 @@ class Alarm:
                     with contextlib.suppress(OSError):  # it is gone, as its own thread will hear
                         connection.sendall(line)
 
-    def _end(self) -> None:
+    def _end_process(self) -> None:
         """The end of a process that has not noticed: its thread computes, waits for data, or for a device."""
         if not self._is_noticed and not self._is_closed and self.failed is not None:
             log.critical("rank %d has failed, so rank %d is ended: %s", self.failed[0], self.name, self.failed[1])
@@ -227,7 +232,12 @@ def _kept_alive(connection: socket.socket) -> socket.socket:
     """A connection that ends, at the latest, 8 seconds after the other machine has."""
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)):
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 2),  # seconds of silence
+        (socket.TCP_KEEPINTVL, 2),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 8000),  # milliseconds, for what was sent
+    ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
     return connection
 

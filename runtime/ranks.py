@@ -57,7 +57,7 @@ def ranks_of(options: Options) -> Ranks | None:
     try:
         with stage("meeting the other ranks"):
             return Ranks(place)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise RankError(
             f"the ranks {', '.join(map(str, place.everyone))} have not met: every one has to call the model, with an "
             f"optimizer of gs_compile on all or on none ({error})"
