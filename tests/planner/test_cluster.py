@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from planned import A100, formulas, gpt, lowered, on_device, placed, ratios
 
+from gs_compile.cli.report.timeline import kind_of
 from gs_compile.errors import OptionError, PlanError
 from gs_compile.placement import liveness
 from gs_compile.placement.shards import shared
@@ -121,6 +122,12 @@ def test_more_ranks_are_more_tokens():
             moved = sum(nbytes for (lane, _), nbytes in found.traffic.items() if lane == "net")
             seconds, _ = found.lanes["net"]
             assert moved / found.profile.net_bytes_per_second < seconds <= 1.001 * found.seconds
+            spans = [span for span in found.simulation.spans if span.lane == "net"]
+            assert sum(span.nbytes for span in spans) == moved
+            assert {kind_of(span.op) for span in spans} == {"w", "dw"}
+            peaks, budgets = found.simulation.peaks, found.budgets
+            assert peaks["host"] <= budgets.host_nbytes
+            assert peaks["device"] + found.workload.workspace_nbytes <= budgets.device_nbytes
         rates.append(found.tokens_per_second)
         each.append(sum(size.numel for size in found.workload.sizes))
     assert rates == sorted(rates)
