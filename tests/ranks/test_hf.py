@@ -162,6 +162,7 @@ def loops(info, tmp_path):
     return stock, mine, distance(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_loop_on_two_ranks(pair, tmp_path):
     for stock, mine, difference in pair.run(loops, tmp_path):
         assert len(stock) == len(mine) == 8
