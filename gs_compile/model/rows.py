@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from gs_compile.model.mapped import CHUNK_NBYTES, leave_memory, mapped
+from gs_compile.model.mapped import CHUNK_NBYTES, leave_memory, mapped, trim
 
 Tensor = torch.Tensor
 Read = Callable[[int, int], Tensor]  # the elements from one place to another
@@ -42,6 +42,7 @@ def mapped_rows(shape: Sequence[int], dtype: torch.dtype, folder: Path, read: Re
 
 def shared(values: Tensor, folder: Path, mesh: DeviceMesh) -> DTensor:
     """Of the first rank's values each rank's rows, mapped from a file in `folder`."""
+    trim()  # of what the tensor before has left
     own = distribute_tensor(values.detach(), mesh, [Shard(0)]).to_local()
     leave_memory(values.untyped_storage())
     return _together(copied(own, own.dtype, folder), mesh, values.shape)
@@ -62,7 +63,10 @@ def copied(values: Tensor, dtype: torch.dtype, folder: Path) -> Tensor:
 
 def whole(values: Tensor) -> Tensor:
     """All of a tensor of which ranks have some rows each: all of them call this. Others are as they are."""
-    return values.full_tensor() if isinstance(values, DTensor) else values
+    if not isinstance(values, DTensor):
+        return values
+    trim()  # of what the tensor before has left
+    return values.full_tensor()
 
 
 def write(own: Tensor, values: Tensor) -> None:

@@ -12,6 +12,7 @@ import transformers
 from launch import Fleet
 from learner import same_tensors
 from tiered import gpt2, options, step, tokens, two_groups
+from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,6 +29,7 @@ from zoo import huggingface
 import gs_compile
 from gs_compile import init_on_storage
 from gs_compile.errors import RankError
+from gs_compile.model import storage_init
 from gs_compile.model.mapped import SMALL_NBYTES
 from gs_compile.model.materialize import on_first_rank
 from gs_compile.model.rows import whole
@@ -224,3 +226,65 @@ def test_a_read_of_one_rank_alone(tmp_path):
         first, _ = fleet.outcomes(reads_alone, tmp_path, 60)
     assert "reading a parameter of unit" in first.failure
     assert "rank 0 waits for rank 1, whose script has ended" in first.failure
+
+
+class Wide(nn.Module):
+    """64 MiB of blocks, which are all the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 1024)
+        self.blocks = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
+
+    def forward(self, ids):
+        return self.blocks(self.embedding(ids)).square().mean()
+
+
+def status(name):
+    return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").open() if line.startswith(name))
+
+
+def uses(info, tmp_path, in_host):
+    """MiB that a rank has in memory and on storage for a model, and that were planned."""
+    storage_init.CACHE_NBYTES = 8 << 20
+    (folder := tmp_path / f"{info.number}-{info.rank}").mkdir()
+    nn.Sequential(nn.Linear(8, 8))(torch.ones(8)).sum().backward()
+    start = status("VmHWM")
+    model = init_on_storage(Wide, storage=folder)
+    built = status("VmHWM") - start
+    optimizer = gs_compile.AdamW(model.parameters())
+    ratios = dict.fromkeys(("parameter", "optimizer"), in_host)
+    model.compile(backend="greedysnake", options=options(folder, host_memory="400MiB", ratios=ratios))
+    before = status("VmRSS")
+    for _ in range(2):
+        model(torch.arange(4).view(1, 4)).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    trained = status("VmHWM") - before
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    state = model.state_dict(), optimizer.state_dict()
+    kept = mapped_nbytes(folder)
+    checkpoint.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=tmp_path / f"saved{info.number}")
+    saved = status("VmHWM") - before
+    planned = {"planned": optimizer.engine.tiers.slab.nbytes, "ssd": optimizer.engine.planning.ssd_nbytes}
+    found = {"built": built, "trained": trained, "kept": kept, "saved": saved, **planned}
+    return {name: nbytes / 2**20 for name, nbytes in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_host", [0.0, 1.0])
+def test_memory_and_storage_of_a_rank(in_host, tmp_path):
+    """Of 64 MiB of parameters and 128 MiB of states each rank has its share, wherever that is, and of no more."""
+    for number in (1, 2):
+        with Fleet(number) as fleet:
+            for rank in fleet.run(uses, tmp_path, in_host=in_host):
+                share = (64 + 128) / number
+                assert rank["built"] < 8 + 16  # a cache of 8 MiB, some tensors of 4
+                assert rank["ssd"] < (1 - in_host) * share + 1
+                assert (
+                    rank["planned"] < in_host * share + 66
+                )  # working buffers: some layers, their gradients and states
+                assert rank["trained"] < rank["planned"] + 64  # what a layer computes with, code, messages of 4 MiB each
+                assert rank["kept"] < share + 1
+                assert rank["saved"] < share + 8
