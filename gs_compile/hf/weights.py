@@ -41,14 +41,15 @@ def from_pretrained(
     *,
     storage: Any = None,
     host_memory: Any = None,
+    group: Any = None,
     **given: Any,
 ) -> Any:
     """``model_class.from_pretrained(name_or_path, **given)``, its parameters offloaded as by `init_on_storage`.
 
     model_class: of transformers, such as AutoModelForCausalLM. storage, host_memory: as in `Options`; `hf.attach` takes
-    them from the model. Each value goes from the checkpoint to a file under the first directory of `storage`, in the
-    model's dtype; memory holds one parameter and some that were read last. What the checkpoint misses or has beside is
-    reported by transformers.
+    them from the model. group: as in `init_on_storage`. Each value goes from the checkpoint to a file under the first
+    directory of `storage`, in the model's dtype; memory holds one parameter and some that were read last. What the
+    checkpoint misses or has beside is reported by transformers.
 
     Raises OptionError for weights that are quantized, and for settings that place the model elsewhere;
     InitialisationError and StorageFullError as `init_on_storage` does.
@@ -59,7 +60,7 @@ def from_pretrained(
     with NewTensorsInFiles(directory(options.storage[0]), cache_nbytes) as files, _read_in_order():
         found = model_class.from_pretrained(name_or_path, **given)
     model = found[0] if isinstance(found, tuple) else found  # with output_loading_info
-    offload(model, files)
+    offload(model, files, group)
     model.greedysnake_options = {"storage": options.storage, "host_memory": options.host_memory}
     return found
 

@@ -46,6 +46,7 @@ def init_on_storage(
     *,
     storage: Any = None,
     device: torch.device | str | None = None,
+    group: Any = None,
 ) -> nn.Module:
     """The model that `factory` builds, bitwise, its parameters offloaded and their values in files under `storage`.
 
@@ -54,14 +55,19 @@ def init_on_storage(
     the model computes, by default the CPU, on which the factory builds it; `model.to(device)` changes that later, and
     moves no parameter's value.
 
+    Where several ranks train together, by default all of torch.distributed's, those of `group` otherwise, all of them
+    call this with the same factory. The values are the first rank's, and once all is built each rank's files have its
+    rows of them.
+
     Raises InitialisationError, naming the parameter, for what cannot be kept in a file: values that are not on the CPU,
-    lazy or tensor-like parameters, two parameters that share memory, a parameter that is resized; and StorageFullError.
+    lazy or tensor-like parameters, two parameters that share memory, a parameter that is resized; StorageFullError; and
+    RankError where ranks have built different models.
     Warns of parameters whose values were not made by torch operations in this thread, as those from numpy: their
     values are right, but they were in memory until all was built.
     """
     with NewTensorsInFiles(directory(Options.of({"storage": storage}).storage[0])) as files:
         model = factory()
-    resident = offload(model, files)
+    resident = offload(model, files, group)
     if resident:
         warnings.warn(
             "initial values that no torch operation of this thread has made (from_numpy, a checkpoint, a thread) were "
@@ -71,8 +77,8 @@ def init_on_storage(
     return model if device is None else model.to(device)
 
 
-def offload(model: nn.Module, files: NewTensorsInFiles) -> list[str]:
-    """Offload the parameters of a model that was built within `files`; raises as `init_on_storage`.
+def offload(model: nn.Module, files: NewTensorsInFiles, group: Any) -> list[str]:
+    """Offload the parameters of a model that was built within `files`; group, and what it raises: of `init_on_storage`.
 
     Returns the names of those whose values were not in files, and are now.
     """
@@ -82,7 +88,7 @@ def offload(model: nn.Module, files: NewTensorsInFiles) -> list[str]:
         _check(name, parameter)
     _check_apart(parameters, buffers)
     resident = _stash_all(parameters, files)
-    _share(parameters, files.folder)
+    _share(parameters, files.folder, group)
     mapped = [buffer for buffer in buffers.values() if _in_file(buffer)]
     for buffer, copied in zip(mapped, copy.deepcopy([buffer.detach() for buffer in mapped]), strict=True):
         buffer.data = copied  # in memory; those that shared a file go on sharing
@@ -208,9 +214,9 @@ def _stash_all(parameters: dict[str, nn.Parameter], files: NewTensorsInFiles) ->
     return resident
 
 
-def _share(parameters: dict[str, nn.Parameter], folder: Path) -> None:
+def _share(parameters: dict[str, nn.Parameter], folder: Path, group: Any) -> None:
     """Where there are several ranks, each keeps its rows of what the first has drawn."""
-    place = place_of(Options())
+    place = place_of(Options(group=group))
     if place is None:
         return
     mesh = mesh_of(place, TIMEOUT)

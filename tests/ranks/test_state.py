@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from launch import Fleet
 from learner import same_tensors
@@ -203,6 +204,9 @@ def builds(info, tmp_path):
     for each in (ordinary, stored):
         each.train(0, 1)
     same_tensors(stored.values(), ordinary.values())
+    group = [dist.new_group([rank]) for rank in range(info.number)][info.rank]  # of this rank alone
+    mine = init_on_storage(lambda: make(seed=info.rank), storage=folder, group=group)
+    same_tensors(mine.state_dict(), make(seed=info.rank).state_dict())
     with pytest.raises(RankError, match=r"built different models: .* differ"):
         init_on_storage(lambda: gpt2(width=128 + 64 * info.rank), storage=folder)
     return found
@@ -285,6 +289,8 @@ def test_memory_and_storage_of_a_rank(in_host, tmp_path):
                 assert (
                     rank["planned"] < in_host * share + 66
                 )  # working buffers: some layers, their gradients and states
-                assert rank["trained"] < rank["planned"] + 64  # what a layer computes with, code, messages of 4 MiB each
+                assert (
+                    rank["trained"] < rank["planned"] + 64
+                )  # what a layer computes with, code, messages of 4 MiB each
                 assert rank["kept"] < share + 1
                 assert rank["saved"] < share + 8
