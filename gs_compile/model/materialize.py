@@ -110,7 +110,10 @@ def streaming(model: nn.Module) -> Iterator[nn.Module]:
     stores = {place.tiered[0] for place in places if place.tiered is not None}
     for store in stores:
         store.synchronize()
-    reader = Reader(min((store.room_nbytes for store in stores), default=0))
+    room_nbytes = min((store.room_nbytes for store in stores), default=0)
+    for ranks in {store.tiers.setting.ranks for store in stores if store.tiers.setting.ranks is not None}:
+        room_nbytes = min(ranks.agree("the room for parameters", room_nbytes))  # what one keeps, no other reads again
+    reader = Reader(room_nbytes)
     with ExitStack() as stack:
         stack.enter_context(_plain_calls(model))
         for place in places:
