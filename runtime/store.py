@@ -27,6 +27,7 @@ import torch
 from gs_compile.errors import StorageError
 from gs_compile.runtime import ssd
 from gs_compile.runtime.drive import Drive
+from gs_compile.runtime.signals import end_by_exit
 from gs_compile.runtime.ssd import File, Transfer, as_bytes
 
 ROW = 16 << 20  # bytes of a row for each drive: two blocks, and 256 MiB are eight rows of two drives
@@ -60,6 +61,7 @@ class Store:
             self.weights = tuple(weights or (1.0,))
             self._opened = opened.pop_all()
         atexit.register(self.close)
+        end_by_exit()
 
     def reserve_check(self, nbytes: int) -> None:
         """Raise StorageFullError if extents of `nbytes` together would not fit on the drives as they are now."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,6 +45,10 @@ def late():
         except gs_compile.errors.GreedySnakeError as error:
             print(type(error).__name__, os.getpid() == parent, flush=True)
 
+while sys.argv[2].startswith("SIG"):
+    loss = model(*batch())
+    loss.backward()
+    optimizer.step()
 parent = os.getpid()
 if sys.argv[2] == "late":
     atexit.register(late)
@@ -70,6 +77,21 @@ def test_a_process_that_ends_leaves_nothing(tmp_path, what):
         out, err = process.communicate(timeout=120)
     assert (out, process.returncode) == ("trained\n", {"end": 0, "raise": 3}[what]), err
     assert "Exception" not in err
+    assert not [name for name in files_in(tmp_path) if "greedysnake-run" in name]
+
+
+@pytest.mark.parametrize(("what", "code"), [("SIGTERM", 128 + 15), pytest.param("SIGINT", -2, marks=pytest.mark.slow)])
+def test_a_run_that_is_asked_to_end_leaves_nothing(tmp_path, what, code):
+    """Fault 8: SIGTERM left its files."""
+    with run(tmp_path, what) as process:
+        assert process.stdout.readline() == "trained\n"
+        time.sleep(random.uniform(0, 0.5))
+        assert [name for name in files_in(tmp_path) if "greedysnake-run" in name]
+        process.send_signal(getattr(signal, what))
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert ("Traceback" in err) == (what == "SIGINT")
+    assert "Exception ignored" not in err
     assert not [name for name in files_in(tmp_path) if "greedysnake-run" in name]
 
 

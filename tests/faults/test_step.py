@@ -18,6 +18,7 @@ from tiered import adamw, files_in, options, our_threads, outcome, step, tokens
 from gs_compile.errors import GreedySnakeError, LaneError, StorageError
 from gs_compile.runtime import coordinators, ssd
 from gs_compile.runtime.coordinators import Parameters
+from gs_compile.runtime.lanes import Lane
 from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.units import CompiledUnits
 
@@ -235,6 +236,24 @@ def test_a_step_whose_backward_failed_is_not_closed(harness, monkeypatch, tmp_pa
         for use in (optimizer.step, partial(harness.model, input_ids=ids, labels=ids), optimizer.synchronize):
             with pytest.raises(LaneError, match="broken on purpose"):
                 use()
+
+
+def test_an_interrupt_in_the_clean_up_does_not_stop_it(harness, monkeypatch, tmp_path):
+    real, number = Lane.close, count()
+
+    def close(lane):
+        real(lane)
+        if next(number) == 0:
+            raise KeyboardInterrupt
+
+    with harness.fresh(adamw, options(tmp_path)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        optimizer.synchronize()
+        monkeypatch.setattr(Lane, "close", close)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.engine.tiers.close()
+        assert our_threads() == []
+        assert files_in(tmp_path) == []
 
 
 def num_descriptors():
