@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +11,6 @@ from planned import A100, formulas, gpt, lowered, on_device, placed, ratios
 from gs_compile.errors import NoFitError
 from gs_compile.placement import liveness
 from gs_compile.placement.traffic import traffic
-from gs_compile.planner.cost.workload import ModelSpec
-from gs_compile.planner.measure.machines import profile
 from gs_compile.planner.plan import plan
 
 CPU = replace(A100, device="cpu", device_nbytes=0)
@@ -43,23 +41,6 @@ def test_whole_programs_are_what_short_ones_say(separate, layer_updates, alpha, 
     assert float(found.ssd @ one) == pytest.approx(moved, rel=0.01, abs=1e5)
 
 
-def share(model, ranks):
-    """What one of several ranks keeps and moves, an n-th of all that is placed; it computes with all of it."""
-    if ranks == 1:
-        return model
-    workload = ModelSpec.of(model, sequence=2048, precision="bf16").workload(2)
-    sizes = [replace(size, trained=tuple(-(-numel // ranks) for numel in size.trained)) for size in workload.sizes]
-    return replace(workload, sizes=tuple(sizes))
-
-
-def shared(machine, ranks):
-    """What each of several ranks has of a machine: its own device and link, a part of host memory, cores and drives."""
-    parts = {f.name: getattr(machine, f.name) for f in fields(machine) if f.name.startswith(("host", "ssd", "update"))}
-    return replace(
-        machine, **{name: value // ranks if isinstance(value, int) else value / ranks for name, value in parts.items()}
-    )
-
-
 @pytest.mark.slow  # small plans: test_planner.py
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("machine", "ranks"), MACHINES)
@@ -69,7 +50,7 @@ def test_simulated_peaks_keep_the_budgets(model, machine, ranks):
         with pytest.raises(NoFitError, match=r"602.3 GiB more than it may use"):  # 2.2 TiB of states, 1.6 of SSD
             plan(model, machine=machine, sequence=2048)
         return
-    found = plan(share(model, ranks), machine=shared(profile(machine), ranks), sequence=2048)
+    found = plan(model, machine=machine, gpus=ranks, sequence=2048)
     peaks = found.simulation.peaks
     assert peaks["device"] + found.workload.workspace_nbytes <= found.budgets.device_nbytes
     assert peaks["host"] <= found.budgets.host_nbytes
