@@ -80,13 +80,18 @@ def collectives(program):
     return [str(op) for op in program.ops if op.lane == "net"]
 
 
-@given(tiered_steps(), options(), st.booleans(), st.sampled_from((2, 3)))
-def test_the_same_collectives_in_the_same_order_for_any_number_of_micro_batches(step, options, late, world):
+@given(tiered_steps(), options(), st.booleans(), st.sampled_from((2, 3)), st.booleans())
+def test_the_same_collectives_in_the_same_order_for_any_number_of_micro_batches(
+    step, options, late, world, speculative
+):
     num_layers, _, shape = step
+    if speculative and options.clip:
+        options = replace(options, speculative=True, alpha=0.5)
 
     def of(number):
         placement = place(num_layers, number, shape, replace(options, world=world))
-        return collectives(lowered((num_layers, number, shape), placement, late=late)[-1])
+        late_now = late and placement.has_late
+        return collectives(lowered((num_layers, number, shape), placement, late=late_now)[-1])
 
     expected = of(1)
     assert expected
