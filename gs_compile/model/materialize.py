@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.errors import StepOrderError
 from gs_compile.model.residency import Reader, in_memory, is_offloaded, residency_of
@@ -72,7 +73,8 @@ def on_first_rank(model: nn.Module) -> Iterator[bool]:
         store.synchronize()
     ranks = stores[0].tiers.setting.ranks if stores else None
     if ranks is None:
-        yield True
+        with _whole_stashes(model) as mesh:
+            yield mesh is None or mesh.get_local_rank() == 0
     elif ranks.place:
         yield False
         while (asked := ranks.from_first(_ALONE, _nothing)) is not None:
@@ -87,6 +89,20 @@ def on_first_rank(model: nn.Module) -> Iterator[bool]:
             for store in stores:
                 store.tiers.before_read = None
             ranks.from_first(_ALONE, _nothing)
+
+
+@contextmanager
+def _whole_stashes(model: nn.Module) -> Iterator[DeviceMesh | None]:
+    """Before the first call: parameters of which ranks have some rows each are whole on each. Gives the ranks' mesh."""
+    mesh = None
+    with ExitStack() as stack:
+        for parameter in filter(is_offloaded, model.parameters()):
+            place = residency_of(parameter)
+            if place.mesh is not None:
+                mesh = place.mesh
+                stack.callback(setattr, place, "stash", place.stash)
+                place.stash = place.value(parameter, master=True)
+        yield mesh
 
 
 def _nothing() -> Any:

@@ -1,0 +1,154 @@
+"""Models that ranks build on storage, and what each rank has of them there and in memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import Fleet
+from learner import same_tensors
+from rank_learner import Learner
+from tiered import gpt2, options
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+import gs_compile
+from gs_compile import init_on_storage
+from gs_compile.errors import RankError
+from gs_compile.model import storage_init
+from gs_compile.model.mapped import SMALL_NBYTES
+from gs_compile.model.materialize import on_first_rank
+
+KEEPS_CAPTURES = True  # each process captures its own
+
+
+def mapped_nbytes(folder):
+    """Of files without a name under a folder, which this process has in its address space."""
+    found = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if f" {folder}/#" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in (line[0].split("-") for line in found))
+
+
+def builds(info, tmp_path):
+    """A model that is built on storage by ranks with different seeds is the first rank's, and each keeps its rows."""
+    make = partial(gpt2, width=128)
+    (folder := tmp_path / str(info.rank)).mkdir()
+    stored = Learner(info, folder, build=lambda seed: init_on_storage(lambda: make(seed=info.rank), storage=folder))
+    large = {name for name, p in stored.model.named_parameters() if p.nbytes >= SMALL_NBYTES}
+    nbytes = sum(p.nbytes for name, p in stored.model.named_parameters() if name in large)
+    found = {"share": mapped_nbytes(folder) / nbytes}
+    plain = make(seed=0)
+    state = stored.model.state_dict()
+    for name, parameter in plain.named_parameters() if large else ():
+        if name in large:
+            assert torch.equal(state[name].full_tensor(), parameter)
+            assert torch.equal(stored.model.get_parameter(name).data, parameter)
+    assert {type(state[name]) for name in large} == {DTensor}
+    states = stored.optimizer.state_dict()["state"].values()
+    zeros = max((each["exp_avg"] for each in states), key=torch.Tensor.numel)
+    assert type(zeros) is DTensor
+    assert not zeros.to_local().any()
+    name = min(large)
+    stored.model.get_parameter(name).data.mul_(2)  # a change before the first call
+    assert torch.equal(stored.model.state_dict()[name].full_tensor(), 2 * plain.get_parameter(name))
+    stored.model.load_state_dict(state | {name: plain.get_parameter(name)})
+    (beside := folder / "beside").mkdir()
+    ordinary = Learner(info, beside, build=lambda seed: make(seed=10 * info.rank))
+    for each in (ordinary, stored):
+        each.train(0, 1)
+    same_tensors(stored.values(), ordinary.values())
+    narrow = init_on_storage(lambda: make(seed=info.rank), storage=folder).bfloat16()
+    assert torch.equal(narrow.state_dict()[name].full_tensor(), plain.get_parameter(name).bfloat16())
+    with on_first_rank(narrow) as is_first:
+        if is_first:
+            same_tensors(narrow.state_dict(), {name: value.bfloat16() for name, value in plain.state_dict().items()})
+    early = Learner(info, folder, build=lambda seed: init_on_storage(lambda: make(seed=5), storage=folder))
+    model, optimizer = get_state_dict(ordinary.model, ordinary.optimizer)
+    checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "saved")
+    model, optimizer = get_state_dict(early.model, early.optimizer)  # before the first call
+    checkpoint.load(state := {"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "saved")
+    set_state_dict(early.model, early.optimizer, model_state_dict=model, optim_state_dict=state["optimizer"])
+    same_tensors(early.values(), ordinary.values())
+    for each in (ordinary, early):
+        each.train(2)
+    same_tensors(early.values(), ordinary.values())
+    group = [dist.new_group([rank]) for rank in range(info.number)][info.rank]  # of this rank alone
+    mine = init_on_storage(lambda: make(seed=info.rank), storage=folder, group=group)
+    same_tensors(mine.state_dict(), make(seed=info.rank).state_dict())
+    with pytest.raises(RankError, match=r"built different models: .* differ"):
+        init_on_storage(lambda: gpt2(width=128 + 64 * info.rank), storage=folder)
+    return found
+
+
+def test_a_model_built_on_storage(tmp_path):
+    with Fleet(2) as fleet:
+        for each in fleet.run(builds, tmp_path):
+            assert each["share"] < 0.51
+
+
+class Wide(nn.Module):
+    """64 MiB of blocks, which are all the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 1024)
+        self.blocks = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
+
+    def forward(self, ids):
+        return self.blocks(self.embedding(ids)).square().mean()
+
+
+def status(name):
+    return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").open() if line.startswith(name))
+
+
+def uses(info, tmp_path, in_host):
+    """MiB that a rank has in memory and on storage for a model, and that were planned."""
+    storage_init.CACHE_NBYTES = 8 << 20
+    (folder := tmp_path / f"{info.number}-{info.rank}").mkdir()
+    nn.Sequential(nn.Linear(8, 8))(torch.ones(8)).sum().backward()
+    start = status("VmHWM")
+    model = init_on_storage(Wide, storage=folder)
+    built = status("VmHWM") - start
+    optimizer = gs_compile.AdamW(model.parameters())
+    ratios = dict.fromkeys(("parameter", "optimizer"), in_host)
+    model.compile(backend="greedysnake", options=options(folder, host_memory="400MiB", ratios=ratios))
+    before = status("VmRSS")
+    for _ in range(2):
+        model(torch.arange(4).view(1, 4)).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    trained = status("VmHWM") - before
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    state = model.state_dict(), optimizer.state_dict()
+    kept = mapped_nbytes(folder)
+    checkpoint.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=tmp_path / f"saved{info.number}")
+    saved = status("VmHWM") - before
+    planned = {"planned": optimizer.engine.tiers.slab.nbytes, "ssd": optimizer.engine.planning.ssd_nbytes}
+    found = {"built": built, "trained": trained, "kept": kept, "saved": saved, **planned}
+    return {name: nbytes / 2**20 for name, nbytes in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_host", [0.0, 1.0])
+def test_memory_and_storage_of_a_rank(in_host, tmp_path):
+    """Of 64 MiB of parameters and 128 MiB of states each rank has its share, wherever that is, and of no more."""
+    for number in (1, 2):
+        with Fleet(number) as fleet:
+            for rank in fleet.run(uses, tmp_path, in_host=in_host):
+                share = (64 + 128) / number
+                assert rank["built"] < 8 + 16  # a cache of 8 MiB, some tensors of 4
+                assert rank["ssd"] < (1 - in_host) * share + 1
+                assert (
+                    rank["planned"] < in_host * share + 66
+                )  # working buffers: some layers, their gradients and states
+                assert (
+                    rank["trained"] < rank["planned"] + 64
+                )  # what a layer computes with, code, messages of 4 MiB each
+                assert rank["kept"] < share + 1
+                assert rank["saved"] < share + 8
