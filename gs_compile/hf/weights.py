@@ -28,8 +28,8 @@ _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"  # a switch of transformers
 _REFUSED = {
     "device_map": "parameters go to storage, and from there to the device that computes: leave it out",
     "quantization_config": "quantized weights cannot be trained here: leave it out",
-    "distributed_config": "one device only so far: leave it out",
-    "tp_plan": "one device only so far: leave it out",
+    "distributed_config": "the backend has its place: leave it out",
+    "tp_plan": "the backend has its place: leave it out",
     "gguf_file": "give a checkpoint of safetensors",
     "state_dict": "its values are in memory already: build the model with init_on_storage, and load_state_dict",
 }
