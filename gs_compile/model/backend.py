@@ -30,7 +30,7 @@ from gs_compile.model.engine import Engine
 from gs_compile.model.micro_batches import cut_batch
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
 from gs_compile.model.step import Call
-from gs_compile.model.together import agree, meet, optimizers_of, refuse_empty
+from gs_compile.model.together import agree, meet, optimizers_of, refuse_empty, turn
 from gs_compile.options import Options
 from gs_compile.runtime.ranks import Ranks, told
 from gs_compile.runtime.units import CompiledUnits
@@ -60,8 +60,7 @@ def greedysnake(
         begin = partial(_refuse, type(error), str(error))  # not the error: its traceback holds the model
 
     def run(*args: Any) -> list[Any]:
-        ranks = meet(args, checked)
-        with told(ranks):
+        with turn(args), told(ranks := meet(args, checked)):
             return run_together(args, ranks)
 
     def run_together(args: Sequence[Any], ranks: Ranks | None) -> list[Any]:

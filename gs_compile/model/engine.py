@@ -13,9 +13,10 @@ threads and files end.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -23,10 +24,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.codegen.layout import Layout, arrange, bind, tied_units
+from gs_compile.codegen.layout import arrange, bind, tied_units
 from gs_compile.errors import OptimizerError, StepOrderError
 from gs_compile.model.mapped import trim
-from gs_compile.model.parameter_store import ParameterStore
+from gs_compile.model.opening import open_tiers
+from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.residency import adopt, hand_back, is_offloaded, residency_of, stash
 from gs_compile.model.rows import whole
 from gs_compile.model.trained import param_groups
@@ -40,11 +42,7 @@ from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import Recipe, StepRecord
 from gs_compile.runtime.ranks import Ranks
-from gs_compile.runtime.store import Store
-from gs_compile.runtime.stream import has_own_memory
-from gs_compile.runtime.threads import update_threads
-from gs_compile.runtime.tiers import Slice, Tiers
-from gs_compile.runtime.trace import Trace
+from gs_compile.runtime.tiers import Slice
 
 Tensor = torch.Tensor
 
@@ -55,6 +53,7 @@ class Optimizer(Protocol):
     rule: Rule
     max_grad_norm: float | None
     loss_scale: Callable[[], float]
+    turn: AbstractContextManager[Any]
 
     @property
     def components(self) -> tuple[str, ...]: ...
@@ -78,6 +77,7 @@ class Engine(ParameterStore):
         self._optimizer = weakref.ref(optimizer)
         self.options, self.ranks = compilation.options, ranks
         self.open: TieredExecutor | None = None  # a training step between its forward and the end of its backward
+        self._opened_by = threading.current_thread()  # that step
         self.record: StepRecord | None = None  # of a backward that optimizer.step() has not closed yet
         self.programs: tuple[Program, ...] = ()  # of the latest call
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
@@ -89,8 +89,11 @@ class Engine(ParameterStore):
         clip = optimizer.max_grad_norm is not None
         self.planning = PlanCache(self.options, layout.sizes, models, tied, clip=clip, device=device, ranks=ranks)
         self._latest = self.planning.placement, self.planning.first_shape  # of the latest call
-        tiers = self._make_tiers(layout, optimizer.rule, len(components), device)
+        units = {size.unit: len(components) + size.has_master for size in layout.sizes}
+        recipe = Recipe(optimizer.rule, layout.runs, units)
+        tiers = open_tiers(self.planning, self.options, layout, recipe, device, ranks)
         super().__init__(tiers, self.options.storage[0], components)
+        self.turn = optimizer.turn
         self._adopt({args[index]: span for index, span in layout.spans.items()})
         weakref.finalize(self, self.tiers.close).atexit = False
 
@@ -117,28 +120,6 @@ class Engine(ParameterStore):
         return self.planning.predict(*self._latest)
 
     # Start -----------------------------------------------------------------------------------------------------------
-
-    def _make_tiers(self, layout: Layout, rule: Rule, num_components: int, device: torch.device) -> Tiers:
-        planning, expert = self.planning, self.options.expert
-        components = {size.unit: num_components + size.has_master for size in layout.sizes}
-        with ExitStack() as undo:
-            store = Store(self.options.storage) if planning.uses_ssd else None
-            if store is not None:
-                undo.callback(store.close)
-                store.reserve_check(planning.ssd_nbytes)
-            tiers = Tiers(
-                planning.placement,
-                layout.dtypes,
-                Recipe(rule, layout.runs, components),
-                store,
-                device,
-                trace=Trace(events=expert.trace),
-                host_nbytes=planning.host_nbytes,
-                num_threads=expert.threads or update_threads(beside_compute=not has_own_memory(device)),
-                ranks=self.ranks,
-            )
-            undo.pop_all()
-        return tiers
 
     def _adopt(self, spans: Mapping[torch.nn.Parameter, Slice]) -> None:
         """Move values into the tiers. What fails midway stashes again what it has moved, and ends the tiers."""
@@ -177,6 +158,7 @@ class Engine(ParameterStore):
         spans = self._spans(args, check=shape.training)
         if shape.training:
             self.refuse_masters()
+            self._refuse_other_threads()
             self.abandon()  # its loss was never differentiated
         else:
             self.flush()
@@ -199,7 +181,7 @@ class Engine(ParameterStore):
             if shape.training:
                 self.tiers.pending = None
         if shape.training:
-            self.open = executor
+            self.open, self._opened_by = executor, threading.current_thread()
 
     def backward(self, executor: TieredExecutor, losses: Sequence[Tensor]) -> None:
         """Give the backward half what it needs of the optimizer, as it is set now."""
@@ -222,6 +204,7 @@ class Engine(ParameterStore):
             self.open.close()
             self.open = None
 
+    @in_turn
     def finish(self) -> StepRecord | None:
         """Close the step whose backward has run; late updates may follow. None: there was no backward."""
         self.tiers.check()
@@ -245,11 +228,13 @@ class Engine(ParameterStore):
 
     # Values ----------------------------------------------------------------------------------------------------------
 
+    @in_turn
     def synchronize(self) -> None:
         """Return when all updates are done and written; raises `StepOrderError` where a step is still to be closed."""
         self.flush()
         super().synchronize()
 
+    @in_turn
     def write(self, span: Slice, values: Tensor) -> None:
         """A new value for a parameter; a step whose backward has not begun is given up."""
         self.flush()
@@ -287,6 +272,15 @@ class Engine(ParameterStore):
                     "get gradients: detach it, or use a torch.optim optimizer, which leaves parameters in memory"
                 )
         return spans
+
+    def _refuse_other_threads(self) -> None:
+        """Raise `StepOrderError` where the open step is of another thread, which would lose it."""
+        other = self._opened_by
+        if self.open is not None and other is not threading.current_thread() and other.is_alive():
+            raise StepOrderError(
+                f"the thread {other.name} is between the forward and the backward of a step of this model, and there "
+                "is one step at a time: train a model from one thread, or hold a lock from forward to optimizer.step()"
+            )
 
     def _refuse_unfinished(self) -> None:
         self.tiers.check()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +22,20 @@ Tensor = torch.Tensor
 MASTER = "master"  # the entry of a state that is the parameter's fp32 value
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def in_turn(method: Method) -> Method:
+    """The method of a store, after what another thread does with the model."""
+
+    @wraps(method)
+    def run(store: ParameterStore, *args: Any, **kwargs: Any) -> Any:
+        with store.turn:
+            return method(store, *args, **kwargs)
+
+    return cast(Method, run)
+
+
 class ParameterStore:
     """Reads and writes the parameters and states of one model between steps, each in its span.
 
@@ -30,6 +47,7 @@ class ParameterStore:
         self.tiers = tiers
         self.folder = folder
         self.components = components
+        self.turn: AbstractContextManager[Any] = threading.RLock()  # of the thread that uses the model
         self.shows_whole = False  # in state dicts, also where ranks have rows of each
         self.num_steps = 0  # after which values have changed
         self._masters: dict[Slice, Tensor] = {}  # that came before the values that they round to
@@ -48,12 +66,14 @@ class ParameterStore:
         """Return when all updates are done and written."""
         self.tiers.synchronize()
 
+    @in_turn
     def read(self, span: Slice, *, master: bool = False) -> Tensor:
         """A parameter's value after all updates, on the CPU; with `master` in fp32 where it is kept so."""
         self.synchronize()
         dtype = self.tiers.dtype(span, master=master)
         return self._mapped(span, dtype, lambda piece: self.tiers.read(piece, master=master))
 
+    @in_turn
     def rows(self, span: Slice) -> Tensor:
         """A parameter's value after all updates, for a state dict: under ranks a DTensor, of which each has rows."""
         self.synchronize()
@@ -64,6 +84,7 @@ class ParameterStore:
         """The memory that values may take for the time of an evaluation."""
         return 0
 
+    @in_turn
     def write(self, span: Slice, values: Tensor) -> None:
         """A new value, in the parameter's dtype or the master's. A master that rounds to it stays as it is."""
         self.synchronize()
@@ -80,6 +101,7 @@ class ParameterStore:
         if given is not None and self._rounds_to_value(given, span):
             del self._masters[span]
 
+    @in_turn
     def state(self, span: Slice, num_steps: int) -> dict[str, Any]:
         """A parameter's optimizer state after all updates, as torch has it; its master, where there is one, beside.
 
@@ -100,6 +122,7 @@ class ParameterStore:
             torch.equal(self.tiers.read(piece, master=True), self.tiers.read(piece).float()) for piece in pieces
         )
 
+    @in_turn
     def load_state(self, span: Slice, state: Mapping[str, Any]) -> None:
         """The inverse of `state`; a master that is not in `state` stays.
 

@@ -11,6 +11,7 @@ import gc
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -246,5 +247,5 @@ class _Step(torch.autograd.Function):
         call: Call = ctx.call
         outside = call.outside(gradients)
         ctx.call = None  # a loss that lives on keeps nothing of its step
-        with told(call.ranks):
+        with nullcontext() if call.engine is None else call.engine.turn, told(call.ranks):
             return (None, *call.backward(gradients, outside))

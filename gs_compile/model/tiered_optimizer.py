@@ -11,10 +11,12 @@ the next one.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
         self.engine: Engine | None = None
+        self.turn: AbstractContextManager[Any] = threading.RLock()  # of the thread that uses the model
         self.max_grad_norm = max_grad_norm
         self.loss_scale: Callable[[], float] = lambda: 1.0  # a LossScaler's
         self._check_norm()

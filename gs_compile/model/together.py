@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from itertools import chain
 from typing import Any
@@ -26,6 +27,15 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> set[TieredOptimizer]:
     """The gs_compile optimizers that were made for the parameters, and are alive."""
     references = [residency_of(parameter).optimizer for parameter in parameters]
     return {found for reference in references if reference is not None and (found := reference()) is not None}
+
+
+def turn(args: Sequence[Any]) -> AbstractContextManager[Any]:
+    """What a call holds of the model whose parameters are among `args`: others that use it wait for its end."""
+    for arg in args:
+        if isinstance(arg, torch.nn.Parameter) and (found := optimizers_of([arg])):
+            (optimizer,) = found
+            return optimizer.turn
+    return nullcontext()
 
 
 def meet(args: Sequence[Any], options: Options) -> Ranks | None:
