@@ -8,6 +8,11 @@ ABSENT = (  # of a model that somebody has placed
     "gs_compile.init_on_storage(..., storage=...)"
 )
 
+LOST = (  # of a parameter's shape, and how its run has ended
+    "a parameter of shape {} has no value: {} ended the run that had it. What that run has learned since the last "
+    "state dict that you saved is lost: make the model and its optimizer anew, and load that state dict"
+)
+
 
 class GreedySnakeError(Exception):
     """The root of this package's errors."""

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import arrange, bind, tied_units
 from gs_compile.errors import OptimizerError, StepOrderError
-from gs_compile.model.mapped import trim
+from gs_compile.model.mapped import leave_memory, trim
 from gs_compile.model.opening import open_tiers
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.residency import adopt, hand_back, is_offloaded, residency_of, stash
@@ -95,6 +95,7 @@ class Engine(ParameterStore):
         super().__init__(tiers, self.options.storage[0], components)
         self.turn = optimizer.turn
         self._adopt({args[index]: span for index, span in layout.spans.items()})
+        self._first = weakref.WeakSet(residency_of(args[index]) for index in layout.spans)
         weakref.finalize(self, self.tiers.close).atexit = False
 
     @property
@@ -133,6 +134,7 @@ class Engine(ParameterStore):
                 if self.ranks and not are_same:
                     self.ranks.broadcast(values, 0)
                 self.tiers.fill(span, values)
+                leave_memory(values.untyped_storage())  # of a file
                 adopt(parameter, self, span)
                 undo.callback(hand_back, parameter)
                 advance()
@@ -182,6 +184,7 @@ class Engine(ParameterStore):
                 self.tiers.pending = None
         if shape.training:
             self.open, self._opened_by = executor, threading.current_thread()
+        self._forget_first()
 
     def backward(self, executor: TieredExecutor, losses: Sequence[Tensor]) -> None:
         """Give the backward half what it needs of the optimizer, as it is set now."""
@@ -233,6 +236,12 @@ class Engine(ParameterStore):
         """Return when all updates are done and written; raises `StepOrderError` where a step is still to be closed."""
         self.flush()
         super().synchronize()
+        self._forget_first()
+
+    def _forget_first(self) -> None:
+        """Let go of first values in files, once updates are known to have succeeded: nobody goes back to them."""
+        while self.num_steps and self._first:
+            self._first.pop().stash = None
 
     @in_turn
     def write(self, span: Slice, values: Tensor) -> None:
@@ -275,10 +284,9 @@ class Engine(ParameterStore):
 
     def _refuse_other_threads(self) -> None:
         """Raise `StepOrderError` where the open step is of another thread, which would lose it."""
-        other = self._opened_by
-        if self.open is not None and other is not threading.current_thread() and other.is_alive():
+        if self.open and self._opened_by is not threading.current_thread() and self._opened_by.is_alive():
             raise StepOrderError(
-                f"the thread {other.name} is between the forward and the backward of a step of this model, and there "
+                f"the thread {self._opened_by.name} is between the forward and the backward of a step of this model, and there "
                 "is one step at a time: train a model from one thread, or hold a lock from forward to optimizer.step()"
             )
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gs_compile.capture.internals import changes
-from gs_compile.errors import ReleasedParameterError
+from gs_compile.errors import LOST, ReleasedParameterError
 from gs_compile.model import rows
 from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder, shares_memory
 from gs_compile.model.parameter_store import ParameterStore
@@ -96,9 +96,8 @@ class Residency:
     def stashed_value(self, parameter: Tensor) -> Tensor:
         """The value of a stashed parameter: read from storage where it is touched."""
         if self.stash is None:
-            raise ReleasedParameterError(
-                f"a parameter of shape {tuple(parameter.shape)} has no value: the run that had it failed or was closed"
-            )
+            failed = self.place and self.place[0].tiers.failure.first
+            raise ReleasedParameterError(LOST.format(tuple(parameter.shape), failed.error if failed else "a close()"))
         return self.stash
 
     def value(self, parameter: Tensor, *, master: bool = False) -> Tensor:
@@ -158,6 +157,7 @@ class Residency:
         if self.tiered is not None:
             store, span = self.tiered
             store.write(span, values)
+            self.stash = None  # in its file, where the first step has not ended
         else:
             rows.write(self.stashed_value(parameter), values)
         known = self.shown.get(values.device)
@@ -229,16 +229,19 @@ def stash(
 
 
 def adopt(parameter: Tensor, store: ParameterStore, span: Slice) -> None:
-    """The store has the value of a stashed parameter now."""
+    """The store has the value of a stashed parameter now; a file has it, too, and is its place if the store fails."""
     residency = residency_of(parameter)
-    residency.stash, residency.place = None, (store, span)
+    residency.place = (store, span)
+    if residency.folder is None or isinstance(residency.stash, DTensor):
+        residency.stash = None
     residency.is_trained = parameter.requires_grad
 
 
 def hand_back(parameter: Tensor) -> None:
-    """Take a value out of a store that failed at its start: the parameter is stashed again, in memory."""
+    """Take a value out of a store that failed at its start: the parameter is stashed again, in memory or its file."""
     residency = residency_of(parameter)
-    residency.stash, residency.folder = residency.value(parameter, master=True), None
+    if residency.stash is None:
+        residency.stash, residency.folder = residency.value(parameter, master=True), None
     residency.place = None
 
 
@@ -246,7 +249,7 @@ def roll_back(arguments: Iterable[Any]) -> None:
     """After a first call that failed: parameters that were resident before are so again, and have their dtype."""
     for parameter in arguments:
         residency = residency_of(parameter) if is_offloaded(parameter) else None
-        if residency is None or residency.stash is None:
+        if residency is None or residency.stash is None or residency.tiered is not None:
             continue
         if residency.folder is None:
             restore(parameter, residency.stash)

@@ -11,11 +11,23 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from learner import same_tensors
 from test_step import Counted
-from tiered import Harness, adamw, another_run, files_in, gpt2, options, our_threads, outcome, step, tokens
+from tiered import Harness, adamw, another_run, files_in, gpt2, options, our_threads, outcome, step, tokens, two_groups
 
-from gs_compile.errors import MemoryBudgetError, SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
+import gs_compile
+from gs_compile.errors import (
+    LaneError,
+    MemoryBudgetError,
+    ReleasedParameterError,
+    SlowStorageWarning,
+    StorageError,
+    StorageFullError,
+    StorageLockedError,
+)
+from gs_compile.model.residency import residency_of
 from gs_compile.runtime import ssd
+from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.store import Store
 
 KEEPS_CAPTURES = True
@@ -77,6 +89,38 @@ def test_a_run_that_cannot_begin_costs_no_values(harness, reference, tmp_path, o
         assert our_threads() == []
         assert files_in(tmp_path) == []
         assert_goes_on(harness, optimizer, reference)
+
+
+def trained(model, optimizer, num_steps):
+    for number in range(num_steps):
+        step(model, optimizer, tokens(number))
+        optimizer.synchronize()
+
+
+def test_a_model_on_storage_survives_a_first_step_that_fails(monkeypatch, tmp_path):
+    """Also one that has updated some units. Once a step has ended, the first values are gone, and the error says so."""
+    model = gs_compile.init_on_storage(partial(gpt2, width=128), storage=tmp_path / "built")
+    assert residency_of(model.lm_head.weight).folder == tmp_path / "built"
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.compile(backend="greedysnake", options=options(tmp_path / "run"))
+    real = OptimizerStep.update
+    for index in (0, 3, 30):
+        calls = count()
+
+        def update(*arguments, calls=calls, index=index):
+            if next(calls) == index:
+                raise OSError(errno.EIO, "broken on purpose")
+            real(*arguments)
+
+        optimizer = adamw(two_groups(model))
+        with monkeypatch.context() as patched:
+            patched.setattr(OptimizerStep, "update", update)
+            with pytest.raises(LaneError, match="broken on purpose"):
+                trained(model, optimizer, num_steps=50)
+        if index < 30:
+            same_tensors(model.state_dict(), before)
+    with pytest.raises(ReleasedParameterError, match=r"broken on purpose ended the run .* load that state dict"):
+        model.state_dict()
 
 
 def refused(harness, directory, **chosen):
