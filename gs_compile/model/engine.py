@@ -286,8 +286,8 @@ class Engine(ParameterStore):
         """Raise `StepOrderError` where the open step is of another thread, which would lose it."""
         if self.open and self._opened_by is not threading.current_thread() and self._opened_by.is_alive():
             raise StepOrderError(
-                f"the thread {self._opened_by.name} is between the forward and the backward of a step of this model, and there "
-                "is one step at a time: train a model from one thread, or hold a lock from forward to optimizer.step()"
+                f"the thread {self._opened_by.name} is between the forward and the backward of a step of this model, "
+                "which has one step at a time: train it from one thread, or hold a lock until optimizer.step()"
             )
 
     def _refuse_unfinished(self) -> None:
