@@ -198,7 +198,8 @@ class OptimizerStep:
                 ranks.reduce_scatter(shard[start:stop], gradient.flat[ranks.number * start : ranks.number * stop])
         device.hold(gradient.flat, shard)
         square = _square(shard) if device.has_own_memory else torch.tensor(sum_of_squares(shard), dtype=torch.float64)
-        numbers = torch.stack([square, torch.tensor(sum(loss() for loss in norm.losses)).to(square)])
+        losses = torch.tensor(sum(loss() for loss in norm.losses)).to(square)
+        numbers = torch.stack([square / ranks.replicas, losses])  # each replica has a shard's square, and own losses
         ranks.all_reduce(numbers)
         norm.arrived = [device.read(number) for number in numbers.unbind()]
 

@@ -79,7 +79,7 @@ class Ranks:
     """All ranks of a run.
 
     rank, number: this rank, and how many there are, in the group that shards.
-    total: all of them, replicas too: losses are averaged over these.
+    total: all of them, replicas too: losses are averaged over these. replicas: how many have the same shard.
     place: this one's among all; name: torch's number of it, by which messages call it.
     num_here: how many of all are on this machine, and share its memory and drives.
     timeout: seconds that a wait takes at most.
@@ -87,6 +87,7 @@ class Ranks:
 
     def __init__(self, place: Place, timeout: float = TIMEOUT) -> None:
         self.rank, self.number, self.total = place.rank, place.number, len(place.everyone)
+        self.replicas = len(place.replicas)
         self.name = dist.get_rank()
         self.names = place.everyone
         self.timeout = timeout
@@ -125,8 +126,10 @@ class Ranks:
             self._finish(what, shard, lambda: dist.all_reduce(shard, group=self._column, async_op=True))
 
     def all_reduce(self, numbers: Tensor, what: str = "all_reduce") -> None:
-        """The sum over the ranks that shard, in place: of what each shard has, which replicas have as well."""
-        self._finish(what, numbers, lambda: dist.all_reduce(numbers, group=self._row, async_op=True))
+        """The sum over all ranks, replicas too, in place."""
+        for group in (self._row, self._column):
+            if group is not None:
+                self._finish(what, numbers, partial(dist.all_reduce, numbers, group=group, async_op=True))
 
     # On the user's thread --------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from gs_compile.model.engine import Engine
 from gs_compile.model.micro_batches import cut_batch
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
 from gs_compile.model.step import Call
-from gs_compile.model.together import agree, meet, optimizers_of, refuse_empty, turn
+from gs_compile.model.together import agree, meet, optimizers_of, refuse_empty, refuse_uneven, turn
 from gs_compile.options import Options
 from gs_compile.runtime.ranks import Ranks, told
 from gs_compile.runtime.units import CompiledUnits
@@ -94,6 +94,8 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
         _refuse_a_loss(models[0])
     seed = int(torch.randint(2**62, (), device="cpu")) if any(model.draws_random for model in models) else None
     engine = _engine_for(compilation, models, args, ranks)
+    if engine is not None and ranks is not None:
+        refuse_uneven(ranks, compilation.options.expert.schedule, models)
     if seed is not None and ranks is not None:
         seed ^= ranks.place << 48  # each rank draws its own
     return Call(compilation, models, args, CompiledUnits(parts, seed), training, engine, ranks)

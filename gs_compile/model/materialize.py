@@ -123,11 +123,11 @@ def streaming(model: nn.Module) -> Iterator[nn.Module]:
     StepOrderError.
     """
     places = [residency_of(parameter) for parameter in model.parameters() if is_offloaded(parameter)]
-    stores = {place.tiered[0] for place in places if place.tiered is not None}
+    stores = list(dict.fromkeys(place.tiered[0] for place in places if place.tiered is not None))
     for store in stores:
         store.synchronize()
     room_nbytes = min((store.room_nbytes for store in stores), default=0)
-    for ranks in {store.tiers.setting.ranks for store in stores if store.tiers.setting.ranks is not None}:
+    for ranks in filter(None, dict.fromkeys(store.tiers.setting.ranks for store in stores)):  # in one order on all
         room_nbytes = min(ranks.agree("the room for parameters", room_nbytes))  # what one keeps, no other reads again
     reader = Reader(room_nbytes)
     with ExitStack() as stack:

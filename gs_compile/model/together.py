@@ -17,6 +17,8 @@ from gs_compile.model.averaged import ranks_that_average
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
+from gs_compile.passes.baselines.registry import SCHEDULES
+from gs_compile.program.ir import Schedule
 from gs_compile.runtime.ranks import Ranks, ranks_of
 from gs_compile.runtime.threads import correct_thread_count
 
@@ -73,6 +75,19 @@ def refuse_empty(ranks: Ranks, num_rows: int) -> None:
             f"the batch of rank {ranks.name} has no rows, and all ranks take part in each step: give every rank at "
             "least one row (a DistributedSampler does), or end the epoch on all ranks"
         )
+
+
+def refuse_uneven(ranks: Ranks, schedule: Schedule, models: Sequence[SpecializedModel]) -> None:
+    """Raise `RankError` on all ranks where they would exchange parameters in different orders.
+
+    The vertical order gathers a unit once whatever the micro-batches are, the horizontal one once for each of them; and
+    where units stay while there is room, it depends on the size of checkpoints too.
+    """
+    spec = SCHEDULES[schedule]
+    if spec.order == "horizontal":
+        sizes = {"the size of checkpoints": [each.x_nbytes for each in models]} if spec.fills_memory else {}
+        facts = {"the number of micro-batches": len(models), **sizes}
+        ranks.require_same(f'expert.schedule "{schedule}"', facts)
 
 
 Facts = Iterator[tuple[str, Any]]

@@ -66,16 +66,18 @@ class Planner:
         self.ranks = ranks
         self.layouts = layouts
         self.device = device
-        own = host_budget(options, ranks.num_here if ranks else 1), self._device_budget()
-        hosts, devices = zip(*(ranks.agree("the budgets", own) if ranks else [own]), strict=True)
+        sizes_of_batch = tuple(each.x_nbytes for each in layouts), tuple(each.side_nbytes for each in layouts)
+        own = host_budget(options, ranks.num_here if ranks else 1), self._device_budget(), sizes_of_batch
+        hosts, devices, batches = zip(*(ranks.agree("the budgets and batches", own) if ranks else [own]), strict=True)
+        x_nbytes, side_nbytes = max(batches, key=lambda batch: sum(map(sum, batch)))
         self.host_nbytes: int = min(hosts)
         self.device_nbytes: int | None = None if None in devices else min(devices)
         self.builder = StepBuilder(
             sizes=sizes,
             num_layers=layouts[0].split.num_layers,
             shape=shape,
-            x_nbytes=tuple(each.x_nbytes for each in layouts),
-            side_nbytes=tuple(each.side_nbytes for each in layouts),
+            x_nbytes=x_nbytes,
+            side_nbytes=side_nbytes,
             separate=has_own_memory(device) or options.expert.separate_device,
             clip=clip,
             schedule=options.expert.schedule,
@@ -92,7 +94,9 @@ class Planner:
             raise OptionError(wrong)
 
     def placement(self) -> Placement:
-        """The first rank's. Raises `MemoryBudgetError` where not even the least fits; it says what is needed."""
+        """The first rank's, for the largest batch of all. Raises `MemoryBudgetError` where not even the least fits; it
+        says what is needed.
+        """
         if self.ranks is None:
             return self._chosen()
         fills = SCHEDULES[self.options.expert.schedule].fills_memory
@@ -101,7 +105,7 @@ class Planner:
         chosen, self.alpha, self.values_nbytes = self.ranks.from_first(
             "the plan", lambda: (self._chosen(), self.alpha, self.values_nbytes)
         )
-        return replace(chosen, x_nbytes=self.builder.x_nbytes, side_nbytes=self.builder.side_nbytes)
+        return chosen
 
     @cached_property
     def _settled(self) -> tuple[Placement, str] | None:
@@ -193,7 +197,7 @@ class Planner:
         """The linear program's answer; None where it finds none, or none whose program keeps the budgets."""
         problem = self._problem(fixed)
         try:
-            return planned(problem, problem.search(len(self.layouts)), whole=True)
+            return planned(problem, problem.search(len(self.builder.x_nbytes)), whole=True)
         except (NoFitError, MemoryBudgetError):
             return None
 

@@ -209,3 +209,20 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_all(pair, tmp_path):
         assert all(text.endswith("was skipped") for text in words) == (name != "early")
         assert (differences, second[name][2]) == ([], [])
         assert (len(losses), len(second[name][3])) == (6, 5)
+
+
+def spoils_a_replica(info, tmp_path):
+    """Nothing counts in the last rank's second batch, so its loss is not finite, and its gradients are zero."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    one, skipped, _ = run(
+        info, Harness(gpt2), {**options(tmp_path, clip="delayed"), "mesh": mesh}, CLIPPED, {1: "loss"}
+    )
+    return skipped, one.norms
+
+
+def test_a_loss_that_is_not_finite_in_one_replica_is_skipped_in_all(tmp_path):
+    with Fleet(4) as fleet:
+        found = fleet.run(spoils_a_replica, tmp_path)
+    for skipped, norms in found:
+        assert skipped == [number == 1 for number in range(6)]
+        assert norms == found[0][1]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from launch import Fleet
-from tiered import Harness, adamw, gpt2, options, outcome, tokens
+from tiered import BATCH, Harness, adamw, gpt2, options, outcome, tokens
 from typer.testing import CliRunner
 
 from gs_compile.cli.main import app
@@ -30,10 +30,11 @@ def pair():
         yield fleet
 
 
-def learn(harness, given):
+def learn(harness, given, rows=BATCH):
     with harness.fresh(adamw, given) as optimizer:
         for number in range(2):
-            harness.model(input_ids=tokens(number), labels=tokens(number)).loss.backward()
+            ids = tokens(number, rows)
+            harness.model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
         return (
             optimizer.engine.planning,
@@ -74,6 +75,22 @@ def test_ranks_have_one_plan(pair, tmp_path):
     assert first["profile"]["host_nbytes"] == given.host_nbytes // 2
     assert first["profile"]["ssd_read_bytes_per_second"] == given.ssd_read_bytes_per_second / 2
     assert 0 < first["lanes"]["net"][0] < 10
+
+
+def larger(info, tmp_path):
+    """The second rank's batch needs all memory but a little, were all of it kept there."""
+    harness, rows = Harness(gpt2), 2 + 38 * info.rank
+    _, program, _ = learn(harness, options(tmp_path, alpha=0.0, ratios=dict.fromkeys(CHOSEN, 1.0)), rows)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(planner, "host_budget", lambda *_: peak(program, "host") + (-8192 if info.rank else 2**20))
+        planning, program, _ = learn(harness, options(tmp_path, ratios=CHOSEN) | {"machine": MACHINE}, rows)
+    return planning.placement, planning.host_nbytes, peak(program, "host")
+
+
+def test_the_plan_is_for_the_largest_batch(pair, tmp_path):
+    first, second = pair.run(larger, tmp_path)
+    assert first[:2] == second[:2]
+    assert first[2] < second[2] <= second[1]
 
 
 def probes(info, tmp_path):

@@ -113,7 +113,7 @@ def test_a_mesh_and_groups(tmp_path):
         row, shard = divmod(rank, 2)
         both = [0, 1] if row == 0 else [2, 3]
         assert each["folder"] == (f"greedysnake-run-{rank}" if rank else "greedysnake-run")
-        assert each["mesh"] == (shard, 2, 4, [10, 100][shard], 1, sum(2**name for name in both), [0, 1, 2, 3])
+        assert each["mesh"] == (shard, 2, 4, [10, 100][shard], 1, 15, [0, 1, 2, 3])
         assert each["group"] == (shard, 2, 2, both)
 
 

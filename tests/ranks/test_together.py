@@ -73,6 +73,15 @@ def test_what_differs_is_refused_by_name(pair, tmp_path, mine, others, message):
     assert not list(tmp_path.glob("storage/*"))
 
 
+@pytest.mark.parametrize("schedule", ["horizontal", "lifetime"])
+def test_orders_that_follow_micro_batches_are_refused_where_these_differ(pair, tmp_path, schedule):
+    given = {"schedule": schedule}
+    for each in pair.run(refused, tmp_path, mine=given, others=given, rows=8):
+        assert each.startswith(
+            f'expert.schedule "{schedule}": the number of micro-batches is 2 on rank 0; 4 on rank 1.'
+        )
+
+
 def empty(info, tmp_path):
     model, optimizer = begin(tmp_path)
     step(model, optimizer, tokens(0, 4))
