@@ -38,7 +38,7 @@ def samples(number: int) -> list[dict[str, torch.Tensor]]:
 def train(storage: Path, *, num_steps: int) -> float:
     """The last step's loss."""
     torch.manual_seed(0)
-    accelerator = Accelerator(gradient_accumulation_steps=4)
+    accelerator = Accelerator(gradient_accumulation_steps=4, cpu=not torch.cuda.is_available())
     model = build()
     optimizer = gs_compile.AdamW(model.parameters(), lr=2e-3, max_grad_norm=1.0)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, num_steps)

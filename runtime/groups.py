@@ -102,10 +102,17 @@ def mesh_of(place: Place, timeout: float) -> DeviceMesh:
     return DeviceMesh.from_group(place.new_group([place.everyone], "gloo", timedelta(seconds=timeout)), "cpu")
 
 
+def num_processes() -> int:
+    """Those that train together where no option says otherwise: torch's ranks, or what torchrun has started."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    named = {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    return int(os.environ.get("WORLD_SIZE", "1")) if named else 1
+
+
 def _initialize() -> None:
     """What torchrun asks for: its variables name the ranks, and where they meet."""
-    environment = os.environ
-    if int(environment.get("WORLD_SIZE", "1")) > 1 and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+    if num_processes() > 1:
         dist.init_process_group(network_backend())
         multiprocessing.util.Finalize(None, _destroy, exitpriority=50)  # once the others know how this rank ends
 

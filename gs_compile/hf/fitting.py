@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from functools import partial, wraps
 from typing import Any
 
@@ -13,6 +14,7 @@ from gs_compile.capture.internals import backward_hooks
 from gs_compile.errors import OptionError
 from gs_compile.model.loss_scale import LossScaler
 from gs_compile.model.materialize import streaming, whole_states
+from gs_compile.runtime.groups import num_processes
 
 
 def fit_for_capture(model: nn.Module) -> None:
@@ -56,12 +58,19 @@ def scale_losses(accelerator: Any) -> LossScaler | None:
     return scaler
 
 
-def share_among_ranks(accelerator: Any, model: nn.Module) -> None:
+def share_among_ranks(accelerator: Any, model: nn.Module, options: Mapping[str, Any]) -> None:
     """Have Accelerate leave models out of DistributedDataParallel: the backend shares them among the ranks.
 
-    What it saves and loads are whole tensors, as it knows no others.
+    What it saves and loads are whole tensors, as it knows no others. Raises OptionError where it knows of one process,
+    and there are several.
     """
     if accelerator.num_processes == 1:
+        if (number := num_processes()) > 1 and not {"group", "mesh"} & options.keys():
+            raise OptionError(
+                f"there are {number} processes, and Accelerate takes this one for the only one: on a CPU it has to be "
+                "told, with Accelerator(cpu=True), or use_cpu=True among TrainingArguments. Processes that train alone "
+                "give group=, a group of their own"
+            )
         return
 
     def whole(ordinary: Any) -> Any:

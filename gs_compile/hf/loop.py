@@ -57,7 +57,7 @@ def prepare(
     Options.of(chosen)  # refuses what is wrong
     loader = _of_steps(loader, accelerator.gradient_accumulation_steps, size, model)
     fit_for_capture(model)
-    share_among_ranks(accelerator, model)
+    share_among_ranks(accelerator, model, chosen)
     accelerator.gradient_accumulation_steps = 1
     accelerator.clip_grad_norm_ = partial(_clip_grad_norm, optimizer, accelerator.clip_grad_norm_)
     model.compile(backend="greedysnake", options=chosen)

@@ -93,13 +93,13 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
             )
         args.gradient_checkpointing = args.activation_checkpointing = False
         fit_for_capture(self.model)
+        share_among_ranks(self.accelerator, self.model, chosen)
         self._batches = []
         overrides = type(self).compute_loss is not transformers.Trainer.compute_loss
         self._has_own_loss = overrides or self.compute_loss_func is not None
         self._compile_within = [compile_for_strands(self.model, chosen)]
         self._batch_size = self._train_batch_size
         scale_losses(self.accelerator)
-        share_among_ranks(self.accelerator, self.model)
         second = getattr(self, "ref_model", None)
         if reference is not None or (second is not None and any(map(is_offloaded, second.parameters()))):
             given = reference or {}

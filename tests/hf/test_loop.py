@@ -152,3 +152,14 @@ def test_what_cannot_be_followed_is_refused(tmp_path):
     other = torch.nn.Parameter(torch.zeros(2))
     other.grad = torch.ones(2)
     assert loop.accelerator.clip_grad_norm_([other], 1.0) == pytest.approx(2**0.5)
+
+
+def test_processes_that_accelerate_does_not_know_are_named(tmp_path, monkeypatch):
+    """On a CPU it takes no notice of torchrun unless it is told to."""
+    loop = Loop(tmp_path, mine=False)
+    places = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
+    model = huggingface("gpt2")
+    with pytest.raises(OptionError, match=r"there are 2 processes.*Accelerator\(cpu=True\)"):
+        gs_compile.hf.prepare(loop.accelerator, model, gs_compile.AdamW(model.parameters()), loop.loader)
