@@ -156,10 +156,10 @@ def test_what_cannot_be_followed_is_refused(tmp_path):
 
 def test_processes_that_accelerate_does_not_know_are_named(tmp_path, monkeypatch):
     """On a CPU it takes no notice of torchrun unless it is told to."""
-    loop = Loop(tmp_path, mine=False)
+    accelerator = Loop(tmp_path, mine=False).accelerator
     places = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in places.items():
         monkeypatch.setenv(name, value)
-    model = huggingface("gpt2")
+    model, loader = huggingface("gpt2"), torch.utils.data.DataLoader(data(), batch_size=2, collate_fn=padded)
     with pytest.raises(OptionError, match=r"there are 2 processes.*Accelerator\(cpu=True\)"):
-        gs_compile.hf.prepare(loop.accelerator, model, gs_compile.AdamW(model.parameters()), loop.loader)
+        gs_compile.hf.prepare(accelerator, model, gs_compile.AdamW(model.parameters()), loader)
