@@ -1,4 +1,4 @@
-"""Plans for several GPUs of the paper's machine, and for nodes of eight of them: the table of docs/planner.md.
+"""Plans for several GPUs of the paper's machine, and for nodes of eight of them: the table of docs/ranks.md.
 
     python benchmarks/cluster.py            # seconds are simulated; prints rows, and writes results/cluster.json
 
