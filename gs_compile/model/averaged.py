@@ -26,7 +26,7 @@ def ranks_that_average(parameters: Sequence[Tensor], options: Options) -> Ranks 
     if residency.ranks is None:
         ranks = None if _is_wrapped(parameters[0]) else ranks_of(options)
         if ranks is not None:
-            _begin_alike(ranks, parameters)
+            begin_alike(ranks, parameters)
         residency.ranks = (ranks,)
     return residency.ranks[0]
 
@@ -43,7 +43,8 @@ def averaged(ranks: Ranks, gradients: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _begin_alike(ranks: Ranks, parameters: Sequence[Tensor]) -> None:
+def begin_alike(ranks: Ranks, parameters: Sequence[Tensor]) -> None:
+    """Give parameters in memory the first rank's values."""
     for parameter in parameters:
         values = parameter.detach().cpu().contiguous()
         ranks.broadcast(values, what="the first values of a parameter")

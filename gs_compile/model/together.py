@@ -13,7 +13,7 @@ import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import RankError
-from gs_compile.model.averaged import ranks_that_average
+from gs_compile.model.averaged import begin_alike, ranks_that_average
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
@@ -61,11 +61,13 @@ def agree(
 ) -> None:
     """Raise `RankError` on all ranks where they have different options, models, inputs, optimizers or versions.
 
-    This thread's number of threads is corrected before anything is timed on it.
+    Parameters that stay in memory beside the model get the first rank's values. This thread's number of threads is
+    corrected before anything is timed on it.
     """
     correct_thread_count()
     facts = chain(_of_options(compilation.options), _of_optimizer(optimizer), _of_model(compilation, model, args))
     ranks.require_same("the first step", {"torch's version": torch.__version__, **dict(facts)})
+    begin_alike(ranks, [p for group in optimizer.param_groups for p in group["params"] if not is_offloaded(p)])
 
 
 def refuse_empty(ranks: Ranks, num_rows: int) -> None:

@@ -63,6 +63,7 @@ def learns(info, tmp_path):
     found["alone"] = distance(train(info, ours, torch.optim.SGD(ours.parameters(), lr=0.1)), wanted)
 
     model = Headed()
+    model.scale.data.mul_(1 + info.rank)
     reference = DistributedDataParallel(copy.deepcopy(model))
     wanted = train(info, reference, torch.optim.SGD(reference.parameters(), lr=0.1))
     optimizer = gs_compile.SGD(model.parameters(), lr=0.1)
