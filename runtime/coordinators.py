@@ -142,7 +142,7 @@ class Parameters:
         placement, unit = self.setting.placement, self.setting.unit(value)
         dtype = self.setting.dtypes[unit.unit]
         if value.kind == "shard":
-            start, stop = self.piece(value)
+            start, stop = unit.pieces[value.piece or 0]
             return self.setting.device.empty((stop - start,), dtype)
         numel = placement.world * unit.numel if placement.world > 1 else unit.numel - unit.num_resident
         if not placement.separate:
@@ -175,9 +175,9 @@ class Parameters:
             tensors[binding.input] = binding.view(source, 0 if binding.offset < first else first)
         return tensors
 
-    def send_piece(self, op: Op, reads: Sequence[Tensor], whole: Tensor) -> None:
-        """Copy a piece of a unit from its parts to the device, where they are not there already."""
-        unit, (start, stop) = self.setting.unit(op.results[0]), self.piece(op.results[0])
+    def send_piece(self, op: Op, reads: Sequence[Tensor], whole: Tensor, elements: tuple[int, int]) -> None:
+        """Copy a piece of a unit, which has such elements, from its parts to the device, where they are not already."""
+        unit, (start, stop) = self.setting.unit(op.results[0]), elements
         first = start if op.results[0].kind == "shard" else unit.num_resident
         for value, content in zip(op.reads, reads, strict=True):
             part = unit.w[value.part]
@@ -185,10 +185,6 @@ class Parameters:
             if begin < end:
                 source = content[begin - part.start : end - part.start]
                 self.setting.device.copy(whole[begin - first : end - first], source)
-
-    def piece(self, value: Value) -> tuple[int, int]:
-        """The elements of a unit that are in a piece which comes from host memory."""
-        return self.setting.placement.pieces(self.setting.unit(value))[value.piece or 0]
 
     def all_gather(self, op: Op, reads: Sequence[Tensor], whole: Tensor) -> None:
         """A piece of a unit from all ranks; this one's share is in one stretch of memory, of one or several parts."""

@@ -66,7 +66,7 @@ class Handlers:
         elif op.verb == "reduce_scatter":
             self.tiers.optimizer.reduce_scatter(op, reads[0], *targets)
         elif op.results and op.results[0].piece is not None:
-            self.tiers.parameters.send_piece(op, reads, targets[0])
+            self.tiers.parameters.send_piece(op, reads, targets[0], self._piece(op.results[0]))
         elif whole_kind(op.reads[0]) == "dw" and op.results[0].part:
             self.tiers.optimizer.split(op, reads[0], targets)
         else:
@@ -80,6 +80,10 @@ class Handlers:
         if op.lane == "net":
             return op_nbytes(op, self.placement)
         if op.results and op.results[0].piece is not None:
-            start, stop = self.tiers.parameters.piece(op.results[0])
+            start, stop = self._piece(op.results[0])
             return (stop - start) * self.tiers.setting.unit(op.results[0]).itemsize
         return sum(target.nbytes for target in targets)
+
+    def _piece(self, value: Value) -> tuple[int, int]:
+        """The elements of a unit that are in a piece: as many micro-batches as this step has, so many pieces."""
+        return self.placement.pieces(self.tiers.setting.unit(value))[value.piece or 0]

@@ -239,9 +239,7 @@ class Ranks:
             now = time.monotonic()
             if now > patience:
                 patience = math.inf
-                log.warning(
-                    "%s: rank %d has waited %.0f s for the other ranks, and waits on", what, self.name, PATIENCE
-                )
+                log.warning("%s: rank %d has waited %.0f s for others, and waits on", what, self.name, PATIENCE)
             if now - start > GRACE:
                 self._check_ended(what, now - GRACE)
             if now - start > self.timeout:

@@ -62,8 +62,7 @@ class Planner:
         device: torch.device,
         ranks: Ranks | None = None,
     ) -> None:
-        self.options = options
-        self.ranks = ranks
+        self.options, self.ranks = options, ranks
         self.layouts = layouts
         self.device = device
         sizes_of_batch = tuple(each.x_nbytes for each in layouts), tuple(each.side_nbytes for each in layouts)

@@ -89,7 +89,7 @@ def test_save_and_load_as_pretrained(tmp_path):
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 MEASURE = """
-import resource, sys
+import pathlib, resource, sys
 import torch
 from torch import nn
 import gs_compile
@@ -111,7 +111,7 @@ class Model(nn.Module):
 
 torch.set_num_threads(1)
 storage_init.CACHE_NBYTES = 8 << 20
-with storage_init.NewTensorsInFiles(storage_init.directory(sys.argv[1])):
+with storage_init.NewTensorsInFiles(storage_init.directory(pathlib.Path(sys.argv[1]))):
     nn.init.trunc_normal_(nn.Linear(300, 300).weight)
 nn.Sequential(nn.Linear(8, 8))(torch.ones(8)).sum().backward()
 before = status("VmHWM")
