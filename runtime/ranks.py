@@ -135,12 +135,22 @@ class Ranks:
 
     def broadcast(self, tensor: Tensor, source: int = 0, what: str = "broadcast") -> None:
         """Everybody gets the values of rank `source` (of the group that shards), in place; host memory, contiguous."""
-        self._same_call(f"{what} of {tuple(tensor.shape)}, {tensor.dtype}, from rank {self._first_row[source]}")
+        self.agree_on(f"{what} of {tuple(tensor.shape)}, {tensor.dtype}, from rank {self._first_row[source]}")
         self._send(tensor, self._first_row[source], what)
 
     def agree_on(self, what: str) -> None:
         """Raise `RankError` on all ranks where one of them asks for something else than `what`."""
-        self._same_call(what)
+        own = torch.zeros(LABEL, dtype=torch.uint8)
+        text = what.encode()[:LABEL]
+        own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        labels = torch.zeros(self.total * LABEL, dtype=torch.uint8)
+        self._gather(labels, own, what)
+        found = [bytes(label.tolist()).rstrip(b"\0").decode() for label in labels.view(self.total, LABEL)]
+        if len(set(found)) > 1:
+            words = ", ".join(f"rank {name}: {label}" for name, label in zip(self.names, found, strict=True))
+            raise RankError(
+                f"the ranks ask for different things ({words}); all have to call the same in the same order"
+            )
 
     def sum(self, numbers: Tensor, what: str = "sum") -> None:
         """The sum over all ranks, replicas too, in place; the same shape on all."""
@@ -148,7 +158,7 @@ class Ranks:
 
     def agree(self, what: str, value: Any) -> list[Any]:
         """Every rank's value, by rank, replicas one after the other; `what` names it in an error."""
-        self._same_call(what)
+        self.agree_on(what)
         content = _as_bytes(value)
         lengths = torch.zeros(self.total, dtype=torch.int64)
         self._gather(lengths, torch.tensor([len(content)]), what)
@@ -160,7 +170,7 @@ class Ranks:
 
     def from_first(self, what: str, make: Callable[[], T]) -> T:
         """What the first rank makes, for everybody; where it fails, all fail with its reason."""
-        self._same_call(what)
+        self.agree_on(what)
         content = torch.zeros(0, dtype=torch.uint8)
         if self.place == 0:
             try:
@@ -255,20 +265,6 @@ class Ranks:
             raise RankError(
                 f"{what}: rank {self.name} waits for {_rank_words(gone)}, whose script has ended. All ranks have to "
                 "make the same number of steps, and read the same parameters between them"
-            )
-
-    def _same_call(self, what: str) -> None:
-        """Raise `RankError` on all ranks where one of them asks for something else."""
-        own = torch.zeros(LABEL, dtype=torch.uint8)
-        text = what.encode()[:LABEL]
-        own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        labels = torch.zeros(self.total * LABEL, dtype=torch.uint8)
-        self._gather(labels, own, what)
-        found = [bytes(label.tolist()).rstrip(b"\0").decode() for label in labels.view(self.total, LABEL)]
-        if len(set(found)) > 1:
-            words = ", ".join(f"rank {name}: {label}" for name, label in zip(self.names, found, strict=True))
-            raise RankError(
-                f"the ranks ask for different things ({words}); all have to call the same in the same order"
             )
 
     def _gather(self, whole: Tensor, own: Tensor, what: str) -> None:

@@ -31,13 +31,16 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> set[TieredOptimizer]:
     return {found for reference in references if reference is not None and (found := reference()) is not None}
 
 
+def _optimizer_of(args: Sequence[Any]) -> TieredOptimizer | None:
+    """Of the first parameter among the arguments of a call that one of ours trains; each has one at most."""
+    parameters = (arg for arg in args if isinstance(arg, torch.nn.Parameter))
+    return next((optimizer for each in parameters for optimizer in optimizers_of([each])), None)
+
+
 def turn(args: Sequence[Any]) -> AbstractContextManager[Any]:
     """What a call holds of the model whose parameters are among `args`: others that use it wait for its end."""
-    for arg in args:
-        if isinstance(arg, torch.nn.Parameter) and (found := optimizers_of([arg])):
-            (optimizer,) = found
-            return optimizer.turn
-    return nullcontext()
+    optimizer = _optimizer_of(args)
+    return nullcontext() if optimizer is None else optimizer.turn
 
 
 def meet(args: Sequence[Any], options: Options) -> Ranks | None:
@@ -46,10 +49,8 @@ def meet(args: Sequence[Any], options: Options) -> Ranks | None:
     The first call waits for all of them, so that what is refused on one ends them all. With an optimizer of ours they
     share the parameters, otherwise they average gradients.
     """
-    for arg in args:
-        if isinstance(arg, torch.nn.Parameter) and (found := optimizers_of([arg])):
-            (optimizer,) = found
-            return ranks_of(options) if optimizer.engine is None else optimizer.engine.ranks
+    if (optimizer := _optimizer_of(args)) is not None:
+        return ranks_of(options) if optimizer.engine is None else optimizer.engine.ranks
     trained = [arg for arg in args if isinstance(arg, torch.nn.Parameter) and arg.requires_grad]
     if not trained or not torch.is_grad_enabled() or any(map(is_offloaded, trained)):
         return None

@@ -39,9 +39,8 @@ VERBS = {
 
 # What takes no time on any resource of the machine: it happens when issued.
 MEMORY_VERBS = frozenset({"gather", "alias", "empty", "zeros", "free", "commit"})
-MOVEMENTS = frozenset(
-    {"prefetch", "offload", "alias", "gather", "all_gather", "empty"}
-)  # may define what has been there before
+# These may define what has been there before.
+MOVEMENTS = frozenset({"prefetch", "offload", "alias", "gather", "all_gather", "empty"})
 
 # The lanes of transfers, by where from and where to. A lane is first-in-first-out; lanes run side by side.
 TRANSFER_LANES = {
@@ -209,10 +208,11 @@ def _is_gather(op: Op) -> bool:
 
 
 def _is_all_gather(op: Op) -> bool:
-    (unit,) = {value.unit for value in op.values} if len({value.unit for value in op.values}) == 1 else (None,)
-    whole = [result._replace(piece=None) for result in op.results] == [Value("w", unit)]
-    kinds = {value.kind for value in op.reads if value.kind == "shard" or value.part}
-    return whole and not op.into and kinds in ({"shard"}, {"w"}) and len(op.reads) >= 1
+    whole = Value("w", op.values[0].unit if op.values else None)
+    are_shares = all(value.unit == whole.unit and (value.kind == "shard" or value.part) for value in op.reads)
+    is_of_one_kind = {value.kind for value in op.reads} in ({"shard"}, {"w"})
+    is_piece = [result._replace(piece=None) for result in op.results] == [whole]
+    return is_piece and not op.into and are_shares and is_of_one_kind
 
 
 def _is_alias(op: Op) -> bool:
