@@ -161,11 +161,9 @@ class OptimizerStep:
     def _on_device(self, unit: UnitPlacement, numel: int, memory: Tensor | None) -> Tensor:
         """Elements of a gradient; `memory`: where the device's is the host's."""
         dtype = self.setting.state_dtype(unit.unit)
-        return (
-            self.setting.device.empty((numel,), dtype)
-            if self.setting.placement.separate
-            else flat(memory, numel, dtype)
-        )
+        if self.setting.placement.separate:
+            return self.setting.device.empty((numel,), dtype)
+        return flat(memory, numel, dtype)
 
     def split(self, op: Op, gradient: Gradient | Tensor, targets: Sequence[Tensor]) -> None:
         """Copy the parts of a gradient off the device."""

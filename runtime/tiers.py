@@ -197,9 +197,8 @@ class Tiers:
         """The elements of a parameter that this rank, or another, has."""
         unit, ranks = self.placement.by_unit[place.unit], self.setting.ranks
         mine, number = (ranks.rank, ranks.number) if ranks else (0, 1)
-        return list(
-            owned(unit.pieces, mine if rank is None else rank, number, place.offset, place.offset + place.numel)
-        )
+        rank = mine if rank is None else rank
+        return list(owned(unit.pieces, rank, number, place.offset, place.offset + place.numel))
 
     def _home(self, value: Value) -> Any:
         """What is at home, once nobody works on it any more."""

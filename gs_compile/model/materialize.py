@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.errors import StepOrderError
+from gs_compile.model.parameter_store import ParameterStore
 from gs_compile.model.residency import Reader, in_memory, is_offloaded, residency_of
 from gs_compile.runtime.ranks import Ranks
 
@@ -50,8 +51,7 @@ def materialize(model: nn.Module, *, write: bool = False, master: bool = False) 
 @contextmanager
 def whole_states(model: nn.Module) -> Iterator[None]:
     """State dicts that all ranks make in the block hold whole tensors on each, mapped from files."""
-    places = [residency_of(parameter).tiered for parameter in model.parameters() if is_offloaded(parameter)]
-    stores = {place[0] for place in places if place is not None and not place[0].shows_whole}
+    stores = [store for store in _stores_of(model) if not store.shows_whole]
     for store in stores:
         store.shows_whole = True
     try:
@@ -67,8 +67,7 @@ def on_first_rank(model: nn.Module) -> Iterator[bool]:
 
     The others read with it at the end of their block, and keep nothing. So state dicts are as those of one rank.
     """
-    places = [residency_of(parameter).tiered for parameter in model.parameters() if is_offloaded(parameter)]
-    stores = list(dict.fromkeys(place[0] for place in places if place is not None))
+    stores = _stores_of(model)
     for store in stores:
         store.synchronize()
     ranks = stores[0].tiers.setting.ranks if stores else None
@@ -123,7 +122,7 @@ def streaming(model: nn.Module) -> Iterator[nn.Module]:
     StepOrderError.
     """
     places = [residency_of(parameter) for parameter in model.parameters() if is_offloaded(parameter)]
-    stores = list(dict.fromkeys(place.tiered[0] for place in places if place.tiered is not None))
+    stores = _stores_of(model)
     for store in stores:
         store.synchronize()
     room_nbytes = min((store.room_nbytes for store in stores), default=0)
@@ -136,6 +135,12 @@ def streaming(model: nn.Module) -> Iterator[nn.Module]:
             stack.callback(setattr, place, "reader", place.reader)
             place.reader = reader
         yield model
+
+
+def _stores_of(model: nn.Module) -> list[ParameterStore]:
+    """What has the parameters of a model, each once; all ranks find them in the same order."""
+    places = (residency_of(parameter).tiered for parameter in model.parameters() if is_offloaded(parameter))
+    return list(dict.fromkeys(place[0] for place in places if place is not None))
 
 
 @contextmanager
