@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from gs_compile.errors import LeftoverError, SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
 from gs_compile.machine import format_bytes, free_storage
-from gs_compile.runtime import ssd
+from gs_compile.runtime import ssd, system
 from gs_compile.runtime.ssd import File, Memory, Transfer, Verb
 
 log = logging.getLogger(__name__)
@@ -56,12 +56,12 @@ class Drive:
                 verb: opened.enter_context(ThreadPoolExecutor(threads, f"greedysnake-{verb}"))
                 for verb in get_args(Verb)
             }
-            _clear(self.folder)
+            _clear(self.folder, self._folder_fd)
             for other in directory.glob(f"{self.folder.name}.*"):  # of further models of a run that was killed
                 with contextlib.suppress(StorageLockedError):
                     if (locked := lock(other)) is not None:
                         opened.callback(release, other, *locked)
-                        _clear(other)
+                        _clear(other, locked[0])
             self.is_direct = True
             self.is_direct = self._takes_direct()
             self._opened = opened.pop_all()
@@ -73,11 +73,11 @@ class Drive:
         """A new file of zeros with its room reserved; StorageFullError, and no file, if there is none."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.is_direct else 0)
         with _as_storage_error(f"creation of {name}", self.folder):
-            file = File(self.folder / name, ssd._open(name, flags, self._folder_fd), self.is_direct)
+            file = File(self.folder / name, system.open_file(name, flags, self._folder_fd), self.is_direct)
             self._files.append(file)
             try:
                 if nbytes:
-                    ssd._fallocate(file.fd, nbytes)
+                    system.fallocate(file.fd, nbytes)
             except OSError as error:
                 self.remove(file)
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -150,7 +150,7 @@ class Drive:
 
     def _unlink(self, name: str) -> None:
         try:
-            os.unlink(name, dir_fd=self._folder_fd)
+            system.unlink(name, self._folder_fd)
         except FileNotFoundError:
             pass  # someone else has removed it
         except OSError as error:
@@ -185,16 +185,16 @@ def lock(folder: Path) -> tuple[int, int] | None:
     while True:
         for path in (*reversed(folder.parents), folder):
             if not path.exists():
-                path.mkdir(mode=0o700, exist_ok=True)
+                system.make_folder(path)
         with contextlib.ExitStack() as opened:
-            folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            folder_fd = system.open_folder(folder)
             opened.callback(os.close, folder_fd)
             owner = os.fstat(folder_fd)
             if owner.st_uid != os.geteuid() or owner.st_mode & 0o077:
                 what = "others can get at this folder, and storage holds weights: delete it or choose another storage="
                 raise StorageError(errno.EPERM, what, str(folder))
             try:
-                lock_fd = ssd._open(LOCK, os.O_RDWR | os.O_CREAT, folder_fd)
+                lock_fd = system.open_file(LOCK, os.O_RDWR | os.O_CREAT, folder_fd)
             except FileNotFoundError:
                 continue  # the run before removes its folder at this moment
             opened.callback(os.close, lock_fd)
@@ -217,8 +217,8 @@ def lock(folder: Path) -> tuple[int, int] | None:
 def release(folder: Path, folder_fd: int, lock_fd: int) -> None:
     """The inverse of `lock`; a folder that is not empty stays."""
     with contextlib.suppress(OSError):  # not empty: someone is taking it over, or put a file there
-        os.unlink(LOCK, dir_fd=folder_fd)
-        folder.rmdir()
+        system.unlink(LOCK, folder_fd)
+        system.remove_folder(folder)
     os.close(lock_fd)
     os.close(folder_fd)
 
@@ -238,13 +238,13 @@ def leftovers(folder: Path) -> str:
     return f"a run was killed and left {len(found)} files, {format_bytes(nbytes)}, last written {date_of(when)}"
 
 
-def _clear(folder: Path) -> None:
+def _clear(folder: Path, folder_fd: int) -> None:
     """Remove what a run that was killed has left in a folder that is locked; the log says so."""
     if words := leftovers(folder):
         log.warning("%s: %s; they are removed, as nothing in them can be resumed", folder, words)
     for path in folder.iterdir():
         if path.name != LOCK:
-            path.unlink()
+            system.unlink(path.name, folder_fd)
 
 
 def date_of(seconds: float) -> str:

@@ -37,6 +37,7 @@ import torch
 
 from gs_compile.errors import StorageError
 from gs_compile.placement.slab import PAGE_NBYTES, rounded
+from gs_compile.runtime import system
 from gs_compile.runtime.stream import is_in_host_memory
 
 Memory: TypeAlias = npt.NDArray[np.uint8]
@@ -155,7 +156,7 @@ def move(verb: Verb, file: File, memory: Memory, offset: int, label: str) -> Non
 
 def move_some(verb: Verb, file: File, memory: Memory, offset: int) -> int:
     """One system call: the bytes it moved, at least one, and whole pages if that is not all and the file is direct."""
-    count = _preadv(file.fd, memory, offset) if verb == "read" else _pwritev(file.fd, memory, offset)
+    count = system.preadv(file.fd, memory, offset) if verb == "read" else system.pwritev(file.fd, memory, offset)
     if count == 0:
         raise OSError(errno.EIO, "the file ended" if verb == "read" else "nothing was written")
     if count < memory.nbytes and file.direct:
@@ -171,22 +172,3 @@ def as_bytes(tensor: torch.Tensor) -> Memory:
         raise ValueError(f"a tensor on {tensor.device} with strides {tensor.stride()}: storage moves contiguous memory")
     memory: Memory = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memory
-
-
-# The system calls, by names of our own: the tests let each of them fail.
-
-
-def _open(name: str, flags: int, folder: int) -> int:
-    return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=folder)
-
-
-def _fallocate(fd: int, nbytes: int) -> None:
-    os.posix_fallocate(fd, 0, nbytes)
-
-
-def _preadv(fd: int, memory: Memory, offset: int) -> int:
-    return os.preadv(fd, [memory.data], offset)
-
-
-def _pwritev(fd: int, memory: Memory, offset: int) -> int:
-    return os.pwritev(fd, [memory.data], offset)

@@ -12,7 +12,7 @@ from tiered import another_run
 from gs_compile.cli.doctor import storage
 from gs_compile.cli.doctor.check import Check
 from gs_compile.errors import StorageError
-from gs_compile.runtime import ssd
+from gs_compile.runtime import system
 from gs_compile.runtime.drive import FOLDER
 
 
@@ -67,7 +67,7 @@ def test_a_directory_that_is_not_fit(tmp_path, monkeypatch, refused, error, stat
             raise error
         return os.open(name, flags, 0o600, dir_fd=folder_fd)
 
-    monkeypatch.setattr(ssd, "_open", open_file)
+    monkeypatch.setattr(system, "open_file", open_file)
     check = storage.direct_io(tmp_path)
     assert check.state == state
     assert found in check.found

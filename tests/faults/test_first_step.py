@@ -26,7 +26,7 @@ from gs_compile.errors import (
     StorageLockedError,
 )
 from gs_compile.model.residency import residency_of
-from gs_compile.runtime import ssd
+from gs_compile.runtime import system
 from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.store import Store
 
@@ -51,7 +51,7 @@ def full(patched, directory, num_files=1):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(fd, 0, nbytes)
 
-    patched.setattr(ssd, "_fallocate", fallocate)
+    patched.setattr(system, "fallocate", fallocate)
     return contextlib.nullcontext()
 
 
@@ -62,7 +62,7 @@ def small(patched, directory):
 
 def failing(patched, directory, index):
     """A drive that fails while values move home."""
-    Counted(patched, "_pwritev").arm(index)
+    Counted(patched, "pwritev").arm(index)
     return contextlib.nullcontext()
 
 

@@ -16,14 +16,14 @@ import pytest
 from tiered import adamw, files_in, options, our_threads, outcome, step, tokens
 
 from gs_compile.errors import GreedySnakeError, LaneError, StorageError
-from gs_compile.runtime import coordinators, ssd
+from gs_compile.runtime import coordinators, ssd, system
 from gs_compile.runtime.coordinators import Parameters
 from gs_compile.runtime.lanes import Lane
 from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.units import CompiledUnits
 
 KEEPS_CAPTURES = True
-CALLS = ("_preadv", "_pwritev")
+CALLS = ("preadv", "pwritev")
 SECONDS = 60  # an error surfaces at once; what is more is a loaded machine
 
 
@@ -36,7 +36,7 @@ class Counted:
         self.failed_at = None
         self._lock = threading.Lock()
         for name in names:
-            monkeypatch.setattr(ssd, name, partial(self._call, getattr(ssd, name)))
+            monkeypatch.setattr(system, name, partial(self._call, getattr(system, name)))
 
     def arm(self, index):
         self.number, self.armed = 0, index
@@ -126,7 +126,7 @@ def test_a_failed_call_ends_the_run_and_says_where(harness, monkeypatch, tmp_pat
 @pytest.mark.parametrize("fault", ["short", "interrupted"])
 def test_short_and_interrupted_calls_change_nothing(harness, reference, monkeypatch, tmp_path, fault):
     for name in CALLS:
-        real, number = getattr(ssd, name), count()
+        real, number = getattr(system, name), count()
 
         def call(fd, memory, offset, real=real, number=number):
             if fault == "interrupted" and next(number) % 3:
@@ -134,7 +134,7 @@ def test_short_and_interrupted_calls_change_nothing(harness, reference, monkeypa
             short = max(ssd.PAGE, memory.nbytes // 2 + 100) if fault == "short" else memory.nbytes
             return min(real(fd, memory, offset), short)
 
-        monkeypatch.setattr(ssd, name, call)
+        monkeypatch.setattr(system, name, call)
     assert not harness.train(adamw, options(tmp_path), num_steps=3).differences(reference)
 
 
@@ -189,7 +189,7 @@ def test_a_failure_of_the_walker_ends_the_run(harness, monkeypatch, tmp_path):
 
 
 def test_an_interrupt_in_a_wait_ends_the_run_or_costs_only_a_forward(harness, monkeypatch, tmp_path):
-    real = ssd._preadv
+    real = system.preadv
     with harness.fresh(adamw, options(tmp_path)) as optimizer:
         step(harness.model, optimizer, tokens(0))
         optimizer.synchronize()
@@ -198,7 +198,7 @@ def test_an_interrupt_in_a_wait_ends_the_run_or_costs_only_a_forward(harness, mo
             time.sleep(0.05)
             return real(*arguments)
 
-        monkeypatch.setattr(ssd, "_preadv", slow)
+        monkeypatch.setattr(system, "preadv", slow)
         threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             whole_steps(harness.model, optimizer, 20)
@@ -271,7 +271,7 @@ def test_what_fails_in_the_clean_up_hides_no_cause(harness, monkeypatch, tmp_pat
         step(harness.model, optimizer, tokens(0))
         optimizer.synchronize()
         with monkeypatch.context() as patched:
-            for owner, name in ((ssd, "_preadv"), (ssd, "_pwritev"), (os, "unlink")):
+            for owner, name in ((system, "preadv"), (system, "pwritev"), (system, "unlink")):
                 patched.setattr(owner, name, gone)
             with pytest.raises(LaneError, match=r"(read|write) of .* failed"):
                 whole_steps(harness.model, optimizer, 1)

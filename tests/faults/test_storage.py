@@ -13,13 +13,13 @@ import torch
 from tiered import another_run
 
 from gs_compile.errors import SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
-from gs_compile.runtime import drive, ssd
+from gs_compile.runtime import drive, ssd, system
 from gs_compile.runtime.drive import FOLDER
 from gs_compile.runtime.store import Store
 
 MIB = 1 << 20
 NUM_BLOCKS = 6
-CALLS = {"read": "_preadv", "write": "_pwritev"}
+CALLS = {"read": "preadv", "write": "pwritev"}
 
 
 @pytest.fixture
@@ -55,19 +55,19 @@ def moved(extent):
 
 def fail(monkeypatch, name, error, when=lambda index: True):
     """Let the calls of `name` raise `error` whose index, over all threads, is chosen."""
-    real, calls = getattr(ssd, name), count()
+    real, calls = getattr(system, name), count()
 
     def call(*arguments):
         if when(next(calls)):
             raise OSError(error, os.strerror(error))
         return real(*arguments)
 
-    monkeypatch.setattr(ssd, name, call)
+    monkeypatch.setattr(system, name, call)
 
 
 def shorten(monkeypatch, name, to):
-    real = getattr(ssd, name)
-    monkeypatch.setattr(ssd, name, lambda fd, memory, offset: real(fd, memory[: to(memory.nbytes)], offset))
+    real = getattr(system, name)
+    monkeypatch.setattr(system, name, lambda fd, memory, offset: real(fd, memory[: to(memory.nbytes)], offset))
 
 
 @pytest.mark.parametrize("verb", CALLS)
@@ -98,7 +98,7 @@ def test_a_dead_drive_is_not_asked_for_every_block(extent, monkeypatch, verb):
             begun.wait(1)
         raise OSError(errno.EIO, "dead")
 
-    monkeypatch.setattr(ssd, CALLS[verb], dead)
+    monkeypatch.setattr(system, CALLS[verb], dead)
     transfer = getattr(extent, verb)(page_aligned(extent.nbytes))
     with pytest.raises(StorageError, match="dead"):
         transfer.wait()
@@ -111,7 +111,7 @@ def test_a_dead_drive_is_not_asked_for_every_block(extent, monkeypatch, verb):
 )
 def test_short_transfers_are_completed(tmp_path, monkeypatch, verb, to):
     """In the page cache: a direct file's kernel does not shorten below a page."""
-    fail(monkeypatch, "_open", errno.EINVAL, when=lambda index: index == 1)
+    fail(monkeypatch, "open_file", errno.EINVAL, when=lambda index: index == 1)
     with pytest.warns(SlowStorageWarning):
         buffered = Store([tmp_path])
     with buffered as opened:
@@ -121,12 +121,12 @@ def test_short_transfers_are_completed(tmp_path, monkeypatch, verb, to):
 
 @pytest.mark.parametrize("verb", CALLS)
 def test_short_direct_transfers_go_on_at_a_page(extent, monkeypatch, verb):
-    real = getattr(ssd, CALLS[verb])
+    real = getattr(system, CALLS[verb])
 
     def short(fd, memory, offset):
         return min(real(fd, memory, offset), max(ssd.PAGE, memory.nbytes // 2 + 100))
 
-    monkeypatch.setattr(ssd, CALLS[verb], short)
+    monkeypatch.setattr(system, CALLS[verb], short)
     assert moved(extent)
 
 
@@ -135,7 +135,7 @@ def test_short_direct_transfers_go_on_at_a_page(extent, monkeypatch, verb):
 def test_a_drive_that_moves_less_than_a_page_is_given_up(extent, monkeypatch, verb, moved_nbytes):
     nothing = "the file ended" if verb == "read" else "nothing was written"
     monkeypatch.setattr(ssd, "MAX_PAUSE_SECONDS", 0)
-    monkeypatch.setattr(ssd, CALLS[verb], lambda fd, memory, offset: moved_nbytes)
+    monkeypatch.setattr(system, CALLS[verb], lambda fd, memory, offset: moved_nbytes)
     complaint = "less than a page" if moved_nbytes else nothing
     with pytest.raises(StorageError, match=f"{verb} of w3 failed.*{complaint}"):
         getattr(extent, verb)(page_aligned(MIB)).wait()
@@ -163,7 +163,7 @@ def test_a_file_cut_short_by_someone_else_is_an_error(extent):
         extent.read(page_aligned(extent.nbytes)).wait()
 
 
-@pytest.mark.parametrize("part", ["_preadv", "_pwritev"])
+@pytest.mark.parametrize("part", ["preadv", "pwritev"])
 def test_an_error_within_a_shared_page_surfaces_and_frees_the_lock(extent, monkeypatch, part):
     with monkeypatch.context() as broken:
         fail(broken, part, errno.EIO)
@@ -176,7 +176,7 @@ def test_a_full_disk_is_found_before_the_first_step(tmp_path, monkeypatch):
     directories = [tmp_path / "a", tmp_path / "b"]
     with Store(directories, weights=[1, 1]) as opened:
         opened.allocate("w0", MIB)
-        fail(monkeypatch, "_fallocate", errno.ENOSPC, when=lambda index: index == 1)
+        fail(monkeypatch, "fallocate", errno.ENOSPC, when=lambda index: index == 1)
         with pytest.raises(StorageFullError, match=rf"{4 * MIB} bytes are needed and \d+ are free") as caught:
             opened.allocate("w1", 8 * MIB)
         assert caught.value.errno == errno.ENOSPC
@@ -206,7 +206,7 @@ def test_a_failure_while_opening_gives_every_directory_back(tmp_path, monkeypatc
     with another_run(tmp_path / "b"), pytest.raises(StorageLockedError):
         Store([tmp_path / "a", tmp_path / "b"])
     with monkeypatch.context() as broken:
-        fail(broken, "_pwritev", errno.EIO)
+        fail(broken, "pwritev", errno.EIO)
         with pytest.raises(StorageError, match="write of"):
             Store([tmp_path / "a"])
     assert set(threading.enumerate()) == threads
@@ -243,24 +243,24 @@ def test_a_folder_that_others_may_have_prepared_is_refused(tmp_path, trap):
         Store([tmp_path])
 
 
-@pytest.mark.parametrize("refusal", ["_open", "_pwritev"])
+@pytest.mark.parametrize("refusal", ["open_file", "pwritev"])
 def test_refused_direct_io_is_said_once_and_works(tmp_path, monkeypatch, refusal):
-    real_open, real_write, direct = ssd._open, ssd._pwritev, set()
+    real_open, real_write, direct = system.open_file, system.pwritev, set()
 
     def opened(name, flags, folder):
-        if refusal == "_open" and flags & os.O_DIRECT:
+        if refusal == "open_file" and flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no direct I/O")
         fd = real_open(name, flags, folder)
         (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
         return fd
 
     def written(fd, memory, offset):
-        if refusal == "_pwritev" and fd in direct:
+        if refusal == "pwritev" and fd in direct:
             raise OSError(errno.EINVAL, "no direct I/O")
         return real_write(fd, memory, offset)
 
-    monkeypatch.setattr(ssd, "_open", opened)
-    monkeypatch.setattr(ssd, "_pwritev", written)
+    monkeypatch.setattr(system, "open_file", opened)
+    monkeypatch.setattr(system, "pwritev", written)
     with pytest.warns(SlowStorageWarning, match=f"{tmp_path} refuses direct I/O") as warned:
         opened_store = Store([tmp_path])
     with opened_store:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gs_compile.runtime import ssd
+from gs_compile.runtime import ssd, system
 from gs_compile.runtime.drive import Drive
 from gs_compile.runtime.ssd import PAGE, Transfer
 
@@ -85,19 +85,19 @@ def test_aligned_memory_is_moved_without_a_second_copy(file, drive, monkeypatch)
     assert np.array_equal(into, source)
 
 
-@pytest.mark.parametrize("held", ["_preadv", "_pwritev"])
+@pytest.mark.parametrize("held", ["preadv", "pwritev"])
 def test_neither_direction_waits_for_the_other(file, drive, monkeypatch, held):
     gate = threading.Event()
-    real = getattr(ssd, held)
+    real = getattr(system, held)
 
     def blocked(*arguments):
         assert gate.wait(10)
         return real(*arguments)
 
-    monkeypatch.setattr(ssd, held, blocked)
+    monkeypatch.setattr(system, held, blocked)
     reads = [Transfer(drive.submit("read", file, aligned(NBYTES), 0, "w3")) for _ in range(3)]
     writes = [Transfer(drive.submit("write", file, noise(NBYTES), 0, "s3")) for _ in range(3)]
-    free, stopped = (writes, reads) if held == "_preadv" else (reads, writes)
+    free, stopped = (writes, reads) if held == "preadv" else (reads, writes)
     for transfer in free:
         transfer.wait()
     assert not any(block.done() for transfer in stopped for block in transfer.blocks)
