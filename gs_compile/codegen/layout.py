@@ -17,8 +17,8 @@ from gs_compile.placement.shards import QUANTUM, owned, pieces, sharded
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIED, Unit
 from gs_compile.runtime.coordinators import Binding, Bindings
+from gs_compile.runtime.homes import Slice
 from gs_compile.runtime.ranks import Ranks
-from gs_compile.runtime.tiers import Slice
 
 Run = tuple[int, int, int]  # trained elements of one param group: start, stop, group
 

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from gs_compile.errors import OptimizerError
 from gs_compile.model.mapped import CHUNK_NBYTES, directory, leave_memory, mapped
 from gs_compile.model.rows import mapped_rows, whole
-from gs_compile.runtime.tiers import Slice, Tiers
+from gs_compile.runtime.homes import Slice
+from gs_compile.runtime.tiers import Tiers
 
 Tensor = torch.Tensor
 MASTER = "master"  # the entry of a state that is the parameter's fp32 value

@@ -29,8 +29,8 @@ from gs_compile.errors import LOST, ReleasedParameterError
 from gs_compile.model import rows
 from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder, shares_memory
 from gs_compile.model.parameter_store import ParameterStore
+from gs_compile.runtime.homes import Slice
 from gs_compile.runtime.ranks import Ranks
-from gs_compile.runtime.tiers import Slice
 
 Tensor = torch.Tensor
 
