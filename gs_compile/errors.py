@@ -94,6 +94,10 @@ class LeftoverError(StorageError):
     """The folder of a run has something in it that no run makes."""
 
 
+class ManifestError(StorageError):
+    """The manifest of a durable run is damaged, of a newer format, or of no run: says the file and the entry."""
+
+
 class MemoryBudgetError(GreedySnakeError, ValueError):
     """A budget is too small: says of what, how much is needed, and what binds."""
 

@@ -1,0 +1,219 @@
+"""manifest: what a commit names: the run, the step, and every byte that it needs, with its checksums.
+
+    write    beside the old one, synced, renamed over it, and the folder synced: the old commit holds, or the new one
+    read     as untrusted input: its size is bounded, every entry has its type and its range, and all agree
+
+A manifest is JSON: nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gs_compile.errors import ManifestError, StorageError
+from gs_compile.machine import format_bytes
+from gs_compile.runtime import system
+from gs_compile.runtime.stored import (
+    FOLDER,
+    FORMAT,
+    REST,
+    Manifest,
+    StoredFile,
+    StoredGroup,
+    StoredParameter,
+    StoredPart,
+    StoredRange,
+    StoredTensor,
+    StoredUnit,
+    check,
+)
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+__all__ = [
+    "FOLDER",
+    "FORMAT",
+    "NAME",
+    "REST",
+    "Manifest",
+    "StoredFile",
+    "StoredGroup",
+    "StoredParameter",
+    "StoredPart",
+    "StoredRange",
+    "StoredTensor",
+    "StoredUnit",
+    "check",
+    "encoded",
+    "read",
+    "write",
+]
+
+NAME = "manifest.json"
+BESIDE = ".manifest.json"  # while it is written
+MAX_NBYTES = 64 << 20
+MAX_ENTRIES = 1 << 20  # objects, lists and their elements: what is parsed takes hundreds of bytes for each
+MAX_DEPTH = 100
+MAX_WORDS = 300  # letters of a file's own that an error shows
+
+
+# Written --------------------------------------------------------------------------------------------------------------
+
+
+def write(folder_fd: int, manifest: Manifest) -> None:
+    """Make a manifest the folder's, all of it or nothing; it is on the drive when this returns.
+
+    Raises StorageError; then the folder has the manifest that it had, or, after a failure of the last sync, this one.
+    """
+    data = np.frombuffer(encoded(manifest), np.uint8)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            system.unlink(BESIDE, folder_fd)  # of a run that was killed
+        fd = system.open_file(BESIDE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder_fd)
+        try:
+            done = 0
+            while done < len(data):
+                count = system.pwritev(fd, data[done:], done)
+                if not count:
+                    raise OSError(errno.EIO, "nothing was written")
+                done += count
+            system.datasync(fd)
+        finally:
+            os.close(fd)
+        system.rename(BESIDE, NAME, folder_fd)
+        system.sync_folder(folder_fd)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            system.unlink(BESIDE, folder_fd)
+        what = f"the commit of step {manifest.step} failed: {error.strerror}"
+        raise StorageError(error.errno or errno.EIO, what, NAME) from error
+
+
+def encoded(manifest: Manifest) -> bytes:
+    """Its text. Raises ManifestError where it could not be read again: what is too large, or is not of JSON."""
+    try:
+        for name in ("groups", "states", "user", "plan"):
+            _check_plain(getattr(manifest, name), name)
+        data = json.dumps(manifest, default=vars, ensure_ascii=False, separators=(",", ":")).encode()
+        _check_size(data)
+    except ValueError as error:
+        raise ManifestError(errno.EINVAL, f"the state cannot be stored: {error}", NAME) from error
+    return data
+
+
+def _check_plain(value: object, where: str, depth: int = 0) -> None:
+    """Raise a ValueError where a state is not made of dicts with names, lists, strings, numbers, None alone."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{where}: deeper than {MAX_DEPTH}")
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{where}: the key {key!r} is not a string")
+            _check_plain(each, f"{where}.{key}", depth + 1)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _check_plain(each, where, depth + 1)
+    elif not (value is None or isinstance(value, bool | int | float | str)):
+        raise ValueError(f"{where}: {type(value).__name__} is nothing that JSON has")
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_NBYTES:
+        raise ValueError(f"{format_bytes(len(data))}, and a manifest has {format_bytes(MAX_NBYTES)} at most")
+    if sum(data.count(mark) for mark in (b",", b"[", b"{")) > MAX_ENTRIES:
+        raise ValueError(f"more than {MAX_ENTRIES} entries")
+
+
+# Read -----------------------------------------------------------------------------------------------------------------
+
+
+def read(folder: Path) -> Manifest | None:
+    """The manifest of a folder, checked; None: there is none.
+
+    Raises ManifestError where it is damaged, of a newer format or not of a run, StorageError where it cannot be read.
+    """
+    path = folder / NAME
+    try:
+        data = _data(folder)
+    except FileNotFoundError:
+        return None
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, f"reading failed: {error.strerror}", str(path)) from error
+    try:
+        return decoded(data)
+    except (ValueError, RecursionError) as error:
+        words = "".join(each if each.isprintable() else " " for each in _words(error)[:MAX_WORDS])
+        what = f"{words}; to remove the run: greedysnake store gc {folder.parent} --all"
+        raise ManifestError(errno.EINVAL, what, str(path)) from None
+
+
+def decoded(data: bytes) -> Manifest:
+    """The manifest of a text; a ValueError or RecursionError says what is wrong with it, and in which entry."""
+    _check_size(data)
+    raw = json.loads(data, object_pairs_hook=_without_doubles)
+    found = raw.get("format") if isinstance(raw, dict) else None
+    if type(found) is int and found > FORMAT:
+        raise ValueError(f"format {found}, and this GreedySnake reads up to format {FORMAT}: install a newer one")
+    del raw
+    manifest = _adapter().validate_json(data)
+    check(manifest)
+    return manifest
+
+
+def _data(folder: Path) -> bytes:
+    """The bytes of a manifest that is a file of this user's alone, in a folder of this user's alone."""
+    with contextlib.ExitStack() as opened:
+        folder_fd = system.open_folder(folder)
+        opened.callback(os.close, folder_fd)
+        fd = system.open_file(NAME, os.O_RDONLY | os.O_NONBLOCK, folder_fd)  # of a pipe: without waiting for a writer
+        opened.callback(os.close, fd)
+        for each, is_kind in ((folder_fd, stat.S_ISDIR), (fd, stat.S_ISREG)):
+            found = os.fstat(each)
+            if not is_kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                what = "this is not a file that its owner alone can get at: nothing in it can be trusted"
+                raise ManifestError(errno.EPERM, what, str(folder / NAME))
+        nbytes = min(os.fstat(fd).st_size, MAX_NBYTES + 1)  # that much is too much
+        data = np.empty(nbytes, np.uint8)
+        done = 0
+        while done < nbytes and (count := system.preadv(fd, data[done:], done)):
+            done += count
+        return data[:done].tobytes()
+
+
+@cache
+def _adapter() -> TypeAdapter[Manifest]:
+    """Strict in every entry. What it needs is slow to import: it is where a manifest is read."""
+    from pydantic import TypeAdapter, with_config
+
+    for each in (StoredFile, StoredPart, StoredRange, StoredGroup, StoredUnit, StoredParameter, StoredTensor, Manifest):
+        with_config(strict=True, extra="forbid")(each)
+    return TypeAdapter(Manifest)
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"an entry stands twice among {', '.join(found)}")
+    return found
+
+
+def _words(error: Exception) -> str:
+    """Of pydantic the first of its errors, with the place of its entry."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return f"entries are too deep: {error}" if isinstance(error, RecursionError) else str(error)
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

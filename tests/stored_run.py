@@ -1,0 +1,121 @@
+"""A small durable run on two drives, made by hand: its manifest, and its files with their checksums."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from gs_compile.runtime.manifest import (
+    FOLDER,
+    FORMAT,
+    REST,
+    Manifest,
+    StoredFile,
+    StoredGroup,
+    StoredParameter,
+    StoredPart,
+    StoredRange,
+    StoredTensor,
+    StoredUnit,
+    write,
+)
+
+RUN = "0123abcd"
+CHUNK = 8192
+
+
+def sums_of(data: bytes, block: int = 1 << 20) -> str:
+    return "".join(xxhash.xxh3_64_hexdigest(data[start : start + block]) for start in range(0, len(data), block))
+
+
+def part(folders, value: str, data: bytes, *, on_disk: bool = True) -> StoredPart:
+    """A part in rows of two pages for each folder, and its files if `on_disk`."""
+    num_rows = -(-len(data) // (CHUNK * len(folders)))
+    rows = data.ljust(num_rows * CHUNK * len(folders), b"\0")
+    files = []
+    for index, folder in enumerate(folders):
+        chunks = (rows[start : start + CHUNK] for start in range(index * CHUNK, len(rows), CHUNK * len(folders)))
+        mine, name = b"".join(chunks), f"{RUN}-{value[:-1]}-{value[-1]}.0"
+        if on_disk:
+            (folder / name).touch(0o600)
+            (folder / name).write_bytes(mine)
+        files.append(StoredFile(str(folder), name, len(mine), sums_of(mine)))
+    return StoredPart(value, len(data), (CHUNK,) * len(folders), num_rows, tuple(files))
+
+
+def stored_run(*folders: Path, on_disk: bool = True, seed: int = 0, **changes) -> Manifest:
+    """A manifest of step 3: an embedding in fp32 that is frozen, and a layer in bf16 whose state has a master and two
+    moments, half of it late. `values` of the layer are 0, 1, 2 ...
+    """
+    numbers = np.random.default_rng(seed)
+    fp32 = {name: numbers.standard_normal(8192, np.float32).tobytes() for name in ("wea",)}
+    state = {name: numbers.standard_normal((3, 4096), np.float32).tobytes() for name in ("s0a", "s0b")}
+    bf16 = {"w0b": numbers.standard_normal(4096, np.float32).view(np.uint16)[1::2].tobytes()}
+    rest = {REST: np.arange(6, dtype=np.int64).tobytes()}
+    made = {**fp32, **bf16, **state, **rest}
+    units = (
+        StoredUnit(
+            "e", "float32", (StoredGroup("a", "never", (StoredRange("a", "host", 0, 8192),), ()),), 4, 4, 0, False
+        ),
+        StoredUnit(
+            0,
+            "bfloat16",
+            (
+                StoredGroup("a", "early", (StoredRange("a", "host", 0, 4096),), (StoredRange("a", "ssd", 0, 4096),)),
+                StoredGroup("b", "late", (StoredRange("b", "ssd", 4096, 8192),), (StoredRange("b", "host", 0, 4096),)),
+            ),
+            itemsize=2,
+            gradient_itemsize=4,
+            state_itemsize=12,
+            has_master=True,
+        ),
+    )
+    parameters = (
+        StoredParameter("embedding.weight", "e", 0, (64, 128), False),
+        StoredParameter("layers.0.weight", 0, 0, (64, 100), True),
+        StoredParameter("layers.0.bias", 0, 6400, (64,), True),
+    )
+    fields = {
+        "format": FORMAT,
+        "run": RUN,
+        "step": 3,
+        "num_skipped": 1,
+        "written": "2026-01-02T03:04:05+00:00",
+        "versions": {"greedysnake": "0.2.0", "torch": "2.13.0"},
+        "optimizer": "AdamW",
+        "components": ("exp_avg", "exp_avg_sq"),
+        "groups": ({"lr": 1e-3, "betas": [0.9, 0.999], "max": float("inf")},),
+        "random": {"cpu": "00ff"},
+        "states": {"scheduler": {"last_epoch": 3}},
+        "user": {"sample": 17, "note": "naïve ☃"},
+        "plan": {"alpha": 0.5},
+        "units": units,
+        "parameters": parameters,
+        "parts": tuple(part(folders, value, data, on_disk=on_disk) for value, data in made.items()),
+        "rest": (StoredTensor("layers.0.counts", "int64", (2, 3), 0),),
+        "rank": 0,
+        "world": 1,
+    }
+    return Manifest(**{**fields, **changes})
+
+
+def stored_folders(parent: Path, *names: str) -> tuple[Path, ...]:
+    """The run folders in directories of these names."""
+    found = []
+    for name in names:
+        folder = parent / name / FOLDER
+        folder.parent.mkdir(mode=0o700)
+        folder.mkdir(mode=0o700)
+        found.append(folder)
+    return tuple(found)
+
+
+def save(folder: Path, manifest: Manifest) -> None:
+    folder_fd = os.open(folder, os.O_RDONLY)
+    try:
+        write(folder_fd, manifest)
+    finally:
+        os.close(folder_fd)
