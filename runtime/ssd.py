@@ -154,6 +154,15 @@ def move(verb: Verb, file: File, memory: Memory, offset: int, label: str) -> Non
         os.posix_fadvise(file.fd, offset, memory.nbytes, os.POSIX_FADV_DONTNEED)
 
 
+def sync(file: File, label: str) -> None:
+    """Return when what was written to a file is on the medium. It is not tried again: what failed may be lost."""
+    try:
+        system.datasync(file.fd)
+    except OSError as error:
+        what = f"sync of {label} failed: {error.strerror}"
+        raise StorageError(error.errno or errno.EIO, what, str(file.path)) from error
+
+
 def move_some(verb: Verb, file: File, memory: Memory, offset: int) -> int:
     """One system call: the bytes it moved, at least one, and whole pages if that is not all and the file is direct."""
     count = system.preadv(file.fd, memory, offset) if verb == "read" else system.pwritev(file.fd, memory, offset)

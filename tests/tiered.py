@@ -21,7 +21,7 @@ from gs_compile.model.optim import TieredOptimizer
 from gs_compile.model.residency import residency_of, restore, stash
 from gs_compile.options import Options
 from gs_compile.placement.traffic import traffic
-from gs_compile.runtime.drive import LOCK
+from gs_compile.runtime.folder import LOCK
 from gs_compile.runtime.store import Store
 
 VOCABULARY, LENGTH = 70, 8

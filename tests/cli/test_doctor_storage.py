@@ -13,7 +13,7 @@ from gs_compile.cli.doctor import storage
 from gs_compile.cli.doctor.check import Check
 from gs_compile.errors import StorageError
 from gs_compile.runtime import system
-from gs_compile.runtime.drive import FOLDER
+from gs_compile.runtime.stored import FOLDER
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import torch
 from tiered import files_in
 
 from gs_compile.errors import LeftoverError, StorageLockedError
-from gs_compile.runtime.drive import FOLDER
 from gs_compile.runtime.store import Store
+from gs_compile.runtime.stored import FOLDER
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parent.parent.parent

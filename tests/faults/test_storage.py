@@ -14,8 +14,8 @@ from tiered import another_run
 
 from gs_compile.errors import SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
 from gs_compile.runtime import drive, ssd, system
-from gs_compile.runtime.drive import FOLDER
 from gs_compile.runtime.store import Store
+from gs_compile.runtime.stored import FOLDER
 
 MIB = 1 << 20
 NUM_BLOCKS = 6

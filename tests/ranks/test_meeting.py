@@ -18,7 +18,7 @@ from tiered import gpt2, options, tokens
 import gs_compile
 from gs_compile.errors import LaneError, RankError, StorageError
 from gs_compile.runtime import ssd
-from gs_compile.runtime.drive import lock, release
+from gs_compile.runtime.folder import Folder
 
 LIMIT = 10  # seconds
 
@@ -152,7 +152,7 @@ def test_a_rank_that_is_killed_while_it_trains(times, tmp_path):
         folders = sorted((place / "storage").iterdir())
         assert folders[-1].name == f"greedysnake-run{'-1' * killed}"  # the other has removed its own
         for folder in folders:
-            release(folder, *lock(folder))  # free for the next run
+            Folder.take(folder).release()  # free for the next run
 
 
 SCRIPT = """

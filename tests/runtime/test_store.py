@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from gs_compile.errors import StorageError
 from gs_compile.runtime import store as store_module
-from gs_compile.runtime.drive import FOLDER
 from gs_compile.runtime.store import Store, Stripe
+from gs_compile.runtime.stored import FOLDER
 
 MIB = 1 << 20
 

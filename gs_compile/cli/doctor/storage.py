@@ -19,7 +19,9 @@ from gs_compile.cli.doctor.check import Check
 from gs_compile.errors import StorageError, StorageLockedError
 from gs_compile.machine import format_bytes, free_storage
 from gs_compile.planner.measure.probe_drive import existing
-from gs_compile.runtime.drive import Drive, folder_in, leftovers, lock, release
+from gs_compile.runtime.drive import Drive
+from gs_compile.runtime.folder import Folder, folder_in, leftovers
+from gs_compile.runtime.store import names_in
 
 NBYTES_PER_ELEMENT = 14  # a parameter in bf16, and AdamW's fp32 master and moments
 LITTLE_NBYTES = 20 << 30  # a model of 1.5 billion parameters: smaller ones hardly need the tier
@@ -59,13 +61,13 @@ def run_folder(directory: Path) -> Check:
     try:
         if not folder.exists():
             return Check("none")
-        locked = lock(folder)
+        locked = Folder.lock(folder)
         if locked is None:
             return Check(f"{folder} is in use by this process")
         try:
-            found = leftovers(folder)
+            found = leftovers(folder, names_in(locked.committed(), folder))
         finally:
-            release(folder, *locked)
+            locked.release()
     except StorageLockedError:
         return Check(f"{folder} is in use", "one run at a time: give each its own directory")
     except StorageError as error:

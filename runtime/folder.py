@@ -1,0 +1,184 @@
+"""folder: our own folder in a directory of storage: who has it, what is in it, and what of that stays.
+
+<directory>/greedysnake-run/    the only folder that is touched, 0700; others' files beside it stay as they are
+                                (greedysnake-run-3 of the process that a launcher calls rank 3, and with .2 at its end
+                                of a process's second model)
+    .lock                       held with flock while the run lives; says by whom
+    manifest.json               of a durable run: the last commit, and the files that belong to it
+    w3-b, s3-a, dw3, ...        this directory's share of each extent, 0600, preallocated; of a durable run
+    1f0a77c2-w3-b.0, ...        with its name before, and the version behind
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Collection, Iterator
+from itertools import count
+from pathlib import Path
+
+import torch.distributed as dist
+
+from gs_compile.errors import LeftoverError, StorageError, StorageLockedError
+from gs_compile.machine import format_bytes
+from gs_compile.runtime import manifest, system
+from gs_compile.runtime.manifest import FOLDER, Manifest
+
+log = logging.getLogger(__name__)
+
+LOCK = ".lock"
+# Names of extents, of a durable run with its name before
+OURS = re.compile(r"([0-9a-f]{8}-[0-9a-f]{4}-)?(rest|(dw|[sc]?[ws]|x)(\d+|e|h|t)[-_0-9a-z]*)(\.\d+)?")
+
+
+class Folder:
+    """One that this process has locked."""
+
+    def __init__(self, path: Path, fd: int, lock_fd: int) -> None:
+        self.path = path
+        self.fd = fd
+        self._lock_fd = lock_fd
+
+    @classmethod
+    def lock(cls, path: Path) -> Folder | None:
+        """Make the folder and lock it; None: another model of this process has it.
+
+        Raises StorageLockedError where another process has it, StorageError where others can get at it.
+        """
+        while True:
+            for parent in (*reversed(path.parents), path):
+                if not parent.exists():
+                    system.make_folder(parent)
+            with contextlib.ExitStack() as opened:
+                fd = system.open_folder(path)
+                opened.callback(os.close, fd)
+                owner = os.fstat(fd)
+                if owner.st_uid != os.geteuid() or owner.st_mode & 0o077:
+                    what = (
+                        "others can get at this folder, and storage holds weights: delete it or choose another storage="
+                    )
+                    raise StorageError(errno.EPERM, what, str(path))
+                try:
+                    lock_fd = system.open_file(LOCK, os.O_RDWR | os.O_CREAT, fd)
+                except FileNotFoundError:
+                    continue  # the run before removes its folder at this moment
+                opened.callback(os.close, lock_fd)
+                if not _is_locked_now(path, lock_fd):
+                    return None
+                if os.fstat(lock_fd).st_nlink == 0:
+                    continue  # that was the lock of the run before, just removed
+                os.ftruncate(lock_fd, 0)
+                os.pwrite(lock_fd, f"pid {os.getpid()}, started {date_of(time.time())}".encode(), 0)
+                opened.pop_all()
+                return cls(path, fd, lock_fd)
+
+    @classmethod
+    def first_free(cls, directory: Path) -> Folder:
+        """The first folder in a directory that no other model of this process has."""
+        for number in count(1):
+            if (found := cls.lock(folder_in(directory, number))) is not None:
+                return found
+        raise AssertionError
+
+    @classmethod
+    def take(cls, path: Path) -> Folder:
+        """One that is there, and that no model of this process has either."""
+        if not path.is_dir():
+            raise StorageError(errno.ENOENT, "this folder of the run that is to go on is not there", str(path))
+        if (found := cls.lock(path)) is None:
+            raise StorageLockedError(errno.EAGAIN, "another model of this process uses this folder", str(path))
+        return found
+
+    def committed(self) -> Manifest | None:
+        """The last commit of the durable run that has left this folder; raises ManifestError for a damaged one."""
+        return manifest.read(self.path)
+
+    def clear(self, keep: Collection[str] = ()) -> None:
+        """Remove what a run that was killed has left, but for the names that belong to its commit; the log says so."""
+        if words := leftovers(self.path, keep):
+            log.warning("%s: %s; they are removed, as nothing in them can be resumed", self.path, words)
+        for path in self.path.iterdir():
+            if path.name != LOCK and path.name not in keep:
+                system.unlink(path.name, self.fd)
+
+    def unlink(self, name: str) -> None:
+        """Never fails: it runs where something else may have failed."""
+        try:
+            system.unlink(name, self.fd)
+        except FileNotFoundError:
+            pass  # someone else has removed it
+        except OSError as error:
+            log.warning("%s/%s cannot be removed: %s; the next run here removes it", self.path, name, error.strerror)
+
+    def release(self) -> None:
+        """Unlock it, and remove it; one that is not empty stays."""
+        with contextlib.suppress(OSError):  # not empty: someone is taking it over, or put a file there
+            system.unlink(LOCK, self.fd)
+            system.remove_folder(self.path)
+        os.close(self._lock_fd)
+        os.close(self.fd)
+
+
+def folder_in(directory: Path, number: int = 1) -> Path:
+    """The folder of this process's model of that number.
+
+    Of several processes that a launcher starts, such as torchrun, each has its own by its RANK; of those that meet
+    without one, by torch.distributed's.
+    """
+    rank = str(dist.get_rank()) if dist.is_initialized() else os.environ.get("RANK", "")
+    name = f"{FOLDER}-{int(rank)}" if rank.isdecimal() and int(rank) else FOLDER
+    return directory / (name if number == 1 else f"{name}.{number}")
+
+
+def _is_locked_now(path: Path, lock_fd: int) -> bool:
+    """Lock it; False where this process has locked it already. Raises StorageLockedError where another has."""
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(lock_fd, 200, 0).decode(errors="replace") or "a process that is just starting"
+        if f"pid {os.getpid()}," in holder:
+            return False
+        what = f"another run uses this folder, {holder}: wait for its end or choose another storage="
+        raise StorageLockedError(errno.EAGAIN, what, str(path)) from error
+    return True
+
+
+def leftovers(folder: Path, keep: Collection[str] = ()) -> str:
+    """What a run that was killed has left in a folder that nobody has locked, in words; empty: nothing.
+
+    keep: names that belong to its commit. Raises LeftoverError where something is there that no run makes.
+    """
+    found = {
+        path.name: path.lstat()
+        for path in folder.iterdir()
+        if not path.name.startswith(".") and path.name not in (*keep, manifest.NAME)
+    }
+    foreign = [name for name, each in found.items() if not stat.S_ISREG(each.st_mode) or not OURS.fullmatch(name)]
+    if foreign:
+        what = f"{', '.join(sorted(foreign)[:5])} in this folder is of no run: move it, or choose another storage="
+        raise LeftoverError(errno.EEXIST, what, str(folder))
+    if not found:
+        return ""
+    nbytes, when = sum(each.st_blocks * 512 for each in found.values()), max(each.st_mtime for each in found.values())
+    return f"a run was killed and left {len(found)} files, {format_bytes(nbytes)}, last written {date_of(when)}"
+
+
+def date_of(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+@contextlib.contextmanager
+def as_storage_error(what: str, folder: Path) -> Iterator[None]:
+    """Raise an error of the system as a StorageError."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, f"{what} failed: {error.strerror}", str(folder)) from error
