@@ -23,8 +23,7 @@ import torch
 import transformers
 
 import gs_compile
-from gs_compile.machine import format_bytes
-from gs_compile.options import parse_bytes
+from gs_compile.machine import format_bytes, parse_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from bigger_than_memory import SIZES, build, memory_nbytes

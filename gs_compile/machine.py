@@ -1,4 +1,4 @@
-"""Memory and cores that this process may use of its machine, as Linux tells them.
+"""Memory and cores that this process may use of its machine, as Linux tells them; bytes as people write them.
 
 A container or a batch job gets less than the machine has, and is killed for taking more. So every figure is the least
 of what the hardware has and what the control groups (v1 and v2) allow, from this process's group up to the root.
@@ -12,10 +12,19 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from gs_compile.errors import OptionError
+
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 DEFAULT_SHARE = 0.8  # of the memory that is free at the start: the rest is for activations and the user's own
 PREFIXES = "B KiB MiB GiB TiB PiB".split()
+
+UNITS: dict[str, int] = {"B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+BYTES_FORMS = 'a whole number of bytes, or text such as "6GiB", "512 MiB", "6 GB" or "80%"'
 
 
 def usable_memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
@@ -67,6 +76,36 @@ def format_bytes(nbytes: int) -> str:
     while round(size, 1) >= 1024 and unit < len(PREFIXES) - 1:
         size, unit = size / 1024, unit + 1
     return f"{size:.1f} {PREFIXES[unit]}"
+
+
+def parse_bytes(value: int | str, *, whole: int | None = None, name: str = "bytes") -> int:
+    """The bytes that `value` stands for; `whole` is what a percentage is of, `name` what an `OptionError` calls it.
+
+    "6 GB" is 6 * 10**9 and "6 GiB" 6 * 2**30; case and spaces do not matter. A number without a unit is refused in
+    text: it is as likely meant in gigabytes as in bytes.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        nbytes = value
+    elif isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[a-z]+)\s*", value, re.I)):
+        nbytes = _scaled(float(found[1]), found[2], value, whole, name)
+    else:
+        raise OptionError(f"{name} must be {BYTES_FORMS}; got {value!r}")
+    if nbytes < 1:
+        raise OptionError(f"{name} must be at least one byte; got {value!r}")
+    return nbytes
+
+
+def _scaled(number: float, unit: str, value: str, whole: int | None, name: str) -> int:
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise OptionError(f"{name} must be more than 0% and at most 100%; got {value!r}")
+        if whole is None:
+            raise OptionError(f"{name} cannot be a percentage here; got {value!r}")
+        return int(whole * number / 100)
+    for known, factor in UNITS.items():
+        if known.lower() == unit.lower():
+            return round(number * factor)
+    raise OptionError(f"{name} has an unknown unit; got {value!r}; known: {', '.join(UNITS)}, %")
 
 
 def _groups(controller: str, proc: Path, cgroup: Path) -> Iterator[Path]:

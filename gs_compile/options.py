@@ -12,6 +12,7 @@ from textwrap import shorten
 from typing import Any, Literal, TypeVar, get_args
 
 from gs_compile.errors import OptionError
+from gs_compile.machine import parse_bytes
 
 T = TypeVar("T")
 Order = Literal["vertical", "horizontal"]  # layer by layer, or micro-batch by micro-batch
@@ -24,43 +25,7 @@ ORDERS: dict[Schedule, Order] = {
     "lifetime": "horizontal",
 }
 
-UNITS: dict[str, int] = {"B": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
-}
-BYTES_FORMS = 'a whole number of bytes, or text such as "6GiB", "512 MiB", "6 GB" or "80%"'
 DEFAULT_STORAGE = "greedysnake"  # under the user's cache
-
-
-def parse_bytes(value: int | str, *, whole: int | None = None, name: str = "bytes") -> int:
-    """The bytes that `value` stands for; `whole` is what a percentage is of, `name` what an `OptionError` calls it.
-
-    "6 GB" is 6 * 10**9 and "6 GiB" 6 * 2**30; case and spaces do not matter. A number without a unit is refused in
-    text: it is as likely meant in gigabytes as in bytes.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        nbytes = value
-    elif isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[a-z]+)\s*", value, re.I)):
-        nbytes = _scaled(float(found[1]), found[2], value, whole, name)
-    else:
-        raise OptionError(f"{name} must be {BYTES_FORMS}; got {value!r}")
-    if nbytes < 1:
-        raise OptionError(f"{name} must be at least one byte; got {value!r}")
-    return nbytes
-
-
-def _scaled(number: float, unit: str, value: str, whole: int | None, name: str) -> int:
-    if unit == "%":
-        if not 0 < number <= 100:
-            raise OptionError(f"{name} must be more than 0% and at most 100%; got {value!r}")
-        if whole is None:
-            raise OptionError(f"{name} cannot be a percentage here; got {value!r}")
-        return int(whole * number / 100)
-    for known, factor in UNITS.items():
-        if known.lower() == unit.lower():
-            return round(number * factor)
-    raise OptionError(f"{name} has an unknown unit; got {value!r}; known: {', '.join(UNITS)}, %")
 
 
 def default_storage() -> Path:
@@ -167,6 +132,10 @@ class Options:
     group: the ProcessGroup of the ranks that train one model together. None: all of torch.distributed's, or torchrun's.
     mesh: in the place of a group, a DeviceMesh with the dimension "shard", and "replicate" where several groups hold
         the model.
+    durability: which steps outlive the process: "off", none; "step", each; or a number N, every N-th. Kept as a number:
+        0, 1, N.
+    resume: "auto" takes up the last durable step of this model that `storage` has, if any; None begins anew, and
+        refuses a directory that has one.
     expert: an `Expert`, or a dict of its fields.
     mode: torch.compile's `mode`, passed on to inductor.
     """
@@ -180,6 +149,8 @@ class Options:
     precision: Literal["model", "bf16"] = "model"
     group: Any = None
     mesh: Any = None
+    durability: int = 0  # as given, "off" and "step" too; a number of steps is made of it
+    resume: Literal["auto"] | None = None
     expert: Expert = field(default_factory=Expert)
     mode: str | None = None
 
@@ -190,6 +161,12 @@ class Options:
         object.__setattr__(self, "storage", _directories(default_storage() if self.storage is None else self.storage))
         for name in ("host_memory", "device_memory"):
             object.__setattr__(self, name, _budget(name, getattr(self, name)))
+        object.__setattr__(self, "durability", _steps(self.durability))
+        _one_of("resume", self.resume, ("auto", None))
+        if self.resume and not self.durability:
+            raise OptionError(
+                'resume is "auto" and durability is "off": give durability="step" or a number of steps, too'
+            )
         object.__setattr__(self, "expert", _nested("expert", Expert, self.expert))
         _group_or_mesh(self.group, self.mesh)
 
@@ -271,6 +248,14 @@ def _budget(name: str, value: int | str | None) -> int | str | None:
         return None
     nbytes = parse_bytes(value, whole=2**60, name=name)
     return value.strip() if isinstance(value, str) and "%" in value else nbytes
+
+
+def _steps(durability: Any) -> int:
+    """The number of steps between two durable ones; 0: no step is."""
+    found = {"off": 0, "step": 1}.get(durability) if isinstance(durability, str) else durability
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise OptionError(f'durability must be "off", "step" or a whole number of steps; got {durability!r}')
+    return found
 
 
 def _fraction(name: str, value: Any) -> float | None:

@@ -29,6 +29,8 @@ class StepSpec:
     snake: False leaves that pass out, as the horizontal order does.
     outputs: values that are results too: they are not freed. Without a placement alone.
     late: the step before has left gradients that wait for their update; redo: those of speculative ones among them.
+    copies: the step is to be committed, so that what it makes in memory is written, too; its late updates are by the
+        program that `seals` it, the next one.
     """
 
     num_layers: int
@@ -40,6 +42,8 @@ class StepSpec:
     outputs: frozenset[Value] = frozenset()
     late: bool = False
     redo: bool = True
+    copies: bool = False
+    seals: bool = False
 
     @property
     def order(self) -> ScheduleSpec:
@@ -61,8 +65,11 @@ def passes(step: StepSpec) -> tuple[Pass, ...]:
     own = (partial(step.order.own_pass, placement=placement, late=late),) if step.order.own_pass else ()
     return (
         *turns,
-        partial(overlap, placement=placement, late=step.late, redo=step.redo),  # optimizer beside the backward
-        partial(offload, placement=placement),  # every value to the tier it is stored on and back, just in time
+        # The optimizer beside the backward.
+        partial(overlap, placement=placement, late=step.late, redo=step.redo, seals=step.seals),
+        partial(
+            offload, placement=placement, copies=step.copies
+        ),  # every value to the tier it is stored on and back, just in time
         *((partial(shard, placement=placement),) if placement.world > 1 else ()),  # units among the ranks
         partial(pipeline, placement=placement),  # each transfer in the latest stage that still hides it
         *own,  # what only this schedule has
@@ -79,10 +86,12 @@ def lower(step: StepSpec, *, verified: bool = True) -> list[Program]:
     return _snapshots(program, step, verified=verified)
 
 
-def flush(num_layers: int, placement: Placement, *, redo: bool = True) -> list[Program]:
-    """The late updates alone: what brings all parameters up to date between two steps."""
+def flush(
+    num_layers: int, placement: Placement, *, late: bool = True, redo: bool = True, seals: bool = False
+) -> list[Program]:
+    """The late updates alone: what brings all parameters up to date between two steps; `seals`: and commits them."""
     nothing, shape = Program((), num_layers, 1, made_by="vertical"), StepShape(training=False)
-    step = StepSpec(num_layers, 1, shape=shape, placement=placement, snake=False, late=True, redo=redo)
+    step = StepSpec(num_layers, 1, shape=shape, placement=placement, snake=False, late=late, redo=redo, seals=seals)
     return _snapshots(nothing, step, verified=True)
 
 
@@ -92,5 +101,6 @@ def _snapshots(program: Program, step: StepSpec, *, verified: bool) -> list[Prog
     snapshots += [program := rewrite(program) for rewrite in passes(step)]
     for snapshot in snapshots if verified else ():
         if snapshot.ops:
-            verify(snapshot, step.placement, late=step.late, redo=step.redo)
+            expected = {"copies": step.copies and step.shape.training, "seals": step.seals}
+            verify(snapshot, step.placement, late=step.late, redo=step.redo, **expected)
     return snapshots

@@ -14,6 +14,10 @@ What lives on the device is read where it is; a part that was updated comes from
 
     w1a.device is changed by prefetch(w1a.host, into=w1a.device)
 
+What lives in memory has a copy on SSD, for commits, which is written in a step that is to be committed:
+
+    cs1a.ssd is changed by offload(s1a.host, into=cs1a.ssd)
+
 Where the device has no memory of its own the second kind vanishes, and of the third only what has to be collected for
 the SSD is copied. Nothing overlaps yet: `pipeline` gives each transfer its time.
 """
@@ -21,19 +25,21 @@ the SSD is copied. Nothing overlaps yet: `pipeline` gives each transfer its time
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from gs_compile.placement.placement import Group, Placement, UnitPlacement
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.units import Group, UnitPlacement
 from gs_compile.program.ir import FILL, Op, Program, Stage, Tier, Value, homed
 
 SCALE = Value("scale", tier="host")
+Pairs = tuple[tuple[Value, Value], ...]  # parts and the copy of each
 
 
-def offload(program: Program, placement: Placement) -> Program:
-    """The same step with its data on the tiers."""
-    placed = program.with_ops(_Units(program, placement).ops(), "offload")
+def offload(program: Program, placement: Placement, *, copies: bool = False) -> Program:
+    """The same step with its data on the tiers; `copies`: it is to be committed."""
+    placed = program.with_ops(_Units(program, placement, copies=copies).ops(), "offload")
     if placement.order == "horizontal":
         placed = placed.with_ops(_with_sums(placed, placement), "offload")
     return placed.with_ops(_Activations(placed, placement).ops(), "offload")
@@ -42,9 +48,11 @@ def offload(program: Program, placement: Placement) -> Program:
 class _Units:
     """Parameters, gradients and optimizer states."""
 
-    def __init__(self, program: Program, placement: Placement) -> None:
+    def __init__(self, program: Program, placement: Placement, *, copies: bool) -> None:
         self.program = program
         self.placement = placement
+        self.copies = copies  # of what early updates make; of what late ones do where the step before is sealed
+        self.seals = any(op.verb == "seal" for op in program.ops)
         self.fresh = {  # parts of parameters that a late update has made, until their unit is gathered
             (value.unit, value.part)
             for op in program.ops
@@ -56,7 +64,7 @@ class _Units:
     def ops(self) -> Iterator[Op]:
         rewrites = {"gather": self._gather, "alias": self._leave, "commit": self._commit, "update": self._update}
         for op in self.program.ops:
-            unit = self.placement.by_unit.get(op.values[0].unit) if op.values[0].unit is not None else None
+            unit = self.placement.unit_of(op)
             if op.verb == "clip":
                 yield replace(op, results=(SCALE,))
             elif unit is not None and op.verb in rewrites:
@@ -111,6 +119,15 @@ class _Units:
             if stored:
                 made = tuple(_on(value, "host") for value in stored)
                 yield Op(verb, made, op.stage, into=tuple(shadows.get(value, value) for value in stored))
+        if self.seals if is_late else self.copies:
+            yield from self._copied(op, unit.copies(group), shadows)
+
+    def _copied(self, op: Op, copies: Pairs, shadows: Mapping[Value, Value]) -> Iterator[Op]:
+        """What an update has made of the parts that live in memory, as it is there, to their copies on SSD."""
+        for kind in ("w", "s"):
+            pairs = [(shadows.get(part, part), copy) for part, copy in copies if part.kind == kind]
+            if pairs:
+                yield Op("offload", tuple(made for made, _ in pairs), op.stage, into=tuple(copy for _, copy in pairs))
 
     def _gradient_out(self, op: Op, unit: UnitPlacement, group: Group) -> Iterator[Op]:
         """All early gradients at once, before the first early update, unless they have left with the late ones."""

@@ -1,6 +1,7 @@
 """Put the optimizer step beside the backward, and its late part beside the next forward (arXiv 2512.17570, 4.3, 4.4).
 
     fill         update(late)                    of the step before, unit by unit
+                 seal                            where that step is to be durable
     forward i    gather -> forward forward ...
     backward i   gather -> backward backward ... -> norm -> update(early)
     drain        clip                            where updates wait for the norm of all gradients
@@ -19,16 +20,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
-from gs_compile.placement.placement import Group, Placement, UnitPlacement
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.units import Group, UnitPlacement
 from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Unit, Value
 
 
-def overlap(program: Program, placement: Placement, *, late: bool = False, redo: bool = True) -> Program:
+def overlap(
+    program: Program, placement: Placement, *, late: bool = False, redo: bool = True, seals: bool = False
+) -> Program:
     """The same step with the optimizer in it.
 
     late: the step before has left gradients that wait for their update. The first step after a start, or after all
         updates were brought to an end, is without late ones.
     redo: of updates that are speculative the gradients were left too, as they were not confirmed.
+    seals: the step before is to be committed.
     """
     early = any(unit.trained("early") for unit in placement.units)
     waits = placement.clip and not placement.speculative
@@ -36,7 +41,8 @@ def overlap(program: Program, placement: Placement, *, late: bool = False, redo:
     # The stage in which each unit's gradient is added to for the last time.
     completions = {value.unit: op.stage for op in program.ops for value in op.into if value.kind == "dw"}
     when = placement.waiting(redo=redo) if late else ()
-    ops = (*_late(program, placement, when), *_stages(program, placement, completions), *_end(placement, completions))
+    before = (*_late(program, placement, when), *([Op("seal", (), FILL)] if seals else []))
+    ops = (*before, *_stages(program, placement, completions), *_end(placement, completions))
     return program.with_ops(ops, made_by="overlap")
 
 

@@ -141,6 +141,8 @@ class _StageAssigner:
         here = self.index[op.stage]
         if op.micro_batch is not None:
             return IssuePoint(here, position, AT)
+        if op.verb == "seal":
+            return IssuePoint(here)
         part = _part_in_update(op)
         name = f"{'late' if op.stage == FILL else 'early'} update" if part else _row_of(op)
         row = ROWS.get(name, HERE)
@@ -194,17 +196,28 @@ class _StageAssigner:
 class _Dependencies:
     """Who defines and who uses each value so far.
 
-    A gathered unit is in the memory of its parts, so those are in use as long as it is.
+    A gathered unit is in the memory of its parts, so those are in use as long as it is. What is stored before `seal` is
+    what that commits.
     """
 
     def __init__(self) -> None:
         self.users = defaultdict[Value, list[int]](list)
         self.makers: dict[Value, int] = {}
         self.sources: dict[Value, tuple[Value, ...]] = {}
+        self.stores: list[int] = []
+        self.seal: list[int] = []
 
     def enter(self, index: int, op: Op) -> list[int]:
-        """The operations that this one must come after: who defines what it reads, who uses what it defines anew."""
+        """The operations that this one must come after: who defines what it reads, who uses what it defines anew, and
+        what the step before has stored or has been sealed with.
+        """
         found = [self.makers[value] for value in (*op.reads, *op.into) if value in self.makers]
+        if op.verb == "seal":
+            found += self.stores
+            self.seal = [index]
+        elif op.lane == "ssd_write" and op.into:
+            found += self.seal
+            self.stores.append(index)
         for value in (*op.results, *op.into):
             found += self.users.pop(value, ())
             self.makers[value] = index

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gs_compile.placement.placement import Placement, UnitPlacement
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.units import UnitPlacement
 from gs_compile.program.ir import Op, Program, Value
 
 
@@ -30,7 +31,7 @@ def shard(program: Program, placement: Placement) -> Program:
 def _ops(program: Program, placement: Placement) -> Iterator[Op]:
     shared: dict[Value, Value] = {}  # a gradient that was summed over ranks, and this rank's share of it
     for op in program.ops:
-        unit = placement.by_unit.get(op.values[0].unit) if op.values[0].unit is not None else None
+        unit = placement.unit_of(op)
         if unit is not None and op.verb == "gather":
             yield from _gather(op, unit, placement)
         elif unit is not None and op.verb == "norm":

@@ -19,7 +19,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from gs_compile.placement.kinds import nbytes_of
-from gs_compile.placement.placement import Placement, UnitPlacement
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.units import UnitPlacement
 from gs_compile.program.ir import Op, Unit, Value, homed
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.ssd import Transfer

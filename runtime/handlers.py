@@ -7,6 +7,7 @@ out on its lane, later (`move`, or the optimizer's update). A new kind of values
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from gs_compile.runtime import coordinators
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.optimizer import SharedNorm
 from gs_compile.runtime.tiers import Tiers
+from gs_compile.runtime.trace import name_of
 from gs_compile.runtime.values import flat_of
 
 
@@ -72,6 +74,26 @@ class Handlers:
         else:
             for source, target in zip(reads, targets, strict=True):
                 self.tiers.setting.device.copy(flat_of(target), flat_of(source))
+
+    def commit(self, op: Op) -> None:
+        """Let shadow copies replace what they are copies of.
+
+        Parameters in a unit's host zone stay where they are: their shadow copies are copied there, beside what follows.
+        """
+        table = self.tiers.values
+        for home, shadow in zip(op.into[::2], op.into[1::2], strict=True):
+            if home.kind == "s" or home.tier == "ssd" or self.placement.separate:
+                table.swap(home, shadow)
+                continue
+            copy = partial(self.tiers.parameters.commit, table.contents[home], table.contents[shadow])
+            after = [*table.idle(home), *table.ready(shadow)]
+            ticket = self.tiers.lane("cpu").submit(f"commit {home}", copy, after, kind="w", stage=str(op.stage))
+            table.change(home, ticket)
+            table.use(shadow, ticket)
+
+    def seal(self, op: Op) -> None:
+        """Commit the step before, behind all that has been written so far."""
+        self.tiers.lane(op.lane).submit(name_of(op), lambda: None, kind=op.verb, stage=str(op.stage))
 
     def moved_nbytes(self, op: Op, targets: Sequence[Any]) -> int:
         """The bytes that an operation of a lane moves into `targets`."""

@@ -32,7 +32,7 @@ from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Label, name_of
 from gs_compile.runtime.values import ValueTable
 
-UNIT_KINDS = frozenset({"w", "s", "dw", "scale"})  # of units, not of micro-batches
+UNIT_KINDS = frozenset({"w", "s", "cw", "cs", "dw", "scale"})  # of units, not of micro-batches
 
 
 class TieredExecutor(Executor):
@@ -137,11 +137,15 @@ class TieredExecutor(Executor):
                 if self._on_device is not None:
                     self._on_device.give(at, users)
             case "memory", "commit":
-                self._commit(op)
+                assert self.record is not None
+                if self.record.confirmed:
+                    self._handlers.commit(op)
             case "memory", _:
                 self._define(op)
             case "compute", _:
                 self._compute(op)
+            case "ssd_write", "seal":
+                self._handlers.seal(op)
             case _:
                 self._submit(op)
 
@@ -186,23 +190,6 @@ class TieredExecutor(Executor):
             content = self._handlers.allocate(op.verb, value, source, place.memory if place else None)
             made.append((content, place))
         return made, former
-
-    def _commit(self, op: Op) -> None:
-        """Let shadow copies replace what they are copies of, if the step is confirmed.
-
-        Parameters in a unit's host zone stay where they are: their shadow copies are copied there, beside what follows.
-        """
-        assert self.record is not None
-        table = self.tiers.values
-        for home, shadow in zip(op.into[::2], op.into[1::2], strict=True) if self.record.confirmed else ():
-            if home.kind == "s" or home.tier == "ssd" or self.placement.separate:
-                table.swap(home, shadow)
-                continue
-            copy = partial(self.tiers.parameters.commit, table.contents[home], table.contents[shadow])
-            after = [*table.idle(home), *table.ready(shadow)]
-            ticket = self.tiers.lane("cpu").submit(f"commit {home}", copy, after, kind="w", stage=str(op.stage))
-            table.change(home, ticket)
-            table.use(shadow, ticket)
 
     # Computing -------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gs_compile.placement.kinds import nbytes_of
-from gs_compile.placement.placement import Group, Stretch, UnitPlacement
+from gs_compile.placement.units import Group, Stretch, UnitPlacement
 from gs_compile.program.ir import SHADOWS, Op, Unit, Value, homed
 from gs_compile.runtime.coordinators import Binding, Setting, flat
 from gs_compile.runtime.kernels import CHUNK, Rule, sum_of_squares

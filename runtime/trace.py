@@ -32,7 +32,9 @@ class Label(NamedTuple):
 
 def name_of(op: Op) -> str:
     """The name of an operation in a trace: its verb, and its unit and micro-batch or what it makes."""
-    return f"{op.verb} {op.unit}_{op.micro_batch}" if op.micro_batch is not None else f"{op.verb} {op.values[0]}"
+    if op.micro_batch is not None:
+        return f"{op.verb} {op.unit}_{op.micro_batch}"
+    return " ".join([op.verb, *map(str, op.values[:1])])
 
 
 class Event(NamedTuple):

@@ -34,7 +34,7 @@ def reference(program: Program, units: Any, inputs: Mapping[Value, Any]) -> dict
 def perform(op: Op, units: Any, reads: Sequence[Any], into: Sequence[Any]) -> tuple[Any, ...]:
     """One operation on the contents of its values: returns its results, and adds in place to those of `into`."""
     match op.verb:
-        case "free":
+        case "free" | "seal":
             return ()
         case "zeros":
             return (units.zeros(op.results[0]),)

@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 
 from gs_compile.errors import OptionError
-from gs_compile.options import Expert, Options, Ratios, parse_bytes
+from gs_compile.machine import parse_bytes
+from gs_compile.options import Expert, Options, Ratios
 
 NO_STORAGE = ((), 0, False, b"", {}, [], "", "/a\0")
-KNOWN = "micro_batch_size, outputs, storage, host_memory, device_memory, machine, precision, group, mesh, expert, mode"
+KNOWN = (
+    "micro_batch_size, outputs, storage, host_memory, device_memory, machine, precision, group, mesh, durability, "
+    "resume, expert, mode"
+)
 KNOWN_EXPERT = "schedule, compiler, snake, alpha, ratios, clip, separate_device, threads, trace"
 
 
@@ -82,6 +86,15 @@ def test_from_a_mapping():
             'host_memory must be a whole number of bytes, or text such as "6GiB", "512 MiB", "6 GB" or "80%"; got \'lots\'',
         ),
         ({"device_memory": "120%"}, "device_memory must be more than 0% and at most 100%; got '120%'"),
+        *(
+            ({"durability": x}, f'durability must be "off", "step" or a whole number of steps; got {x!r}')
+            for x in (True, "never", -1, 0.5, None)
+        ),
+        ({"resume": True}, "resume must be one of 'auto', None; got True"),
+        (
+            {"resume": "auto"},
+            'resume is "auto" and durability is "off": give durability="step" or a number of steps, too',
+        ),
         ({7: 1}, f"unknown option 7; known: {KNOWN}"),
     ],
 )
@@ -126,6 +139,11 @@ def test_budgets_become_bytes_and_percentages_wait():
     assert (options.host_memory, options.device_memory) == (6 * 2**30, "80%")
     assert Options(host_memory=6 * 2**30) == Options(host_memory="6GiB")
     assert parse_bytes(options.device_memory, whole=1000) == 800
+
+
+def test_durability_is_a_number_of_steps():
+    assert [Options(durability=x).durability for x in ("off", "step", 0, 1, 7)] == [0, 1, 0, 1, 7]
+    assert Options.of(Options(durability="step", resume="auto")).resume == "auto"
 
 
 def test_fractions_are_floats():

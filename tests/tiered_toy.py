@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from toy import WIDTH, Toy
 
-from gs_compile.placement.placement import Group, Placement
+from gs_compile.placement.placement import Placement
 from gs_compile.placement.shards import QUANTUM
+from gs_compile.placement.units import Group
 from gs_compile.program.ir import Unit, Value, homed
 
 LEARNING_RATE, MOMENTUM, MAX_NORM = 0.015625, 0.5, 0.25

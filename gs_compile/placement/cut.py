@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, count, pairwise
 from math import ceil
 
-from gs_compile.placement.placement import Group, Part, UnitPlacement
 from gs_compile.placement.shards import QUANTUM
+from gs_compile.placement.units import Group, Part, UnitPlacement
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import Tier
 

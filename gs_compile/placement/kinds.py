@@ -76,9 +76,9 @@ def _side(placement: Placement, value: Value) -> Slot:
 
 
 def _part(placement: Placement, value: Value) -> Slot:
-    """A part by itself."""
-    placed = value.unit in placement.by_unit
-    return Slot(value, value.tier or "device", nbytes_of(placement, value) if placed else 0)
+    """A part by itself; on SSD with the extents that commits take turns with."""
+    nbytes = nbytes_of(placement, value) if value.unit in placement.by_unit else 0
+    return Slot(value, value.tier or "device", nbytes * (placement.num_extents(value) if value.tier == "ssd" else 1))
 
 
 def _parameters(placement: Placement, value: Value) -> Slot:
@@ -149,4 +149,6 @@ KIND_TABLE: Mapping[str, Kind] = {
     "scale": Kind("placed", _none),
     "sw": Kind("caller", _part),
     "ss": Kind("caller", _part),
+    "cw": Kind("caller", _part),
+    "cs": Kind("caller", _part),
 }

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from itertools import chain
 from typing import get_args
 
 from gs_compile.placement.placement import Placement
+from gs_compile.placement.sealing import Seals
 from gs_compile.placement.slab import conflicts, plan
 from gs_compile.program.ir import Op, Program, Stage, Tier, Unit, Value, homed
-from gs_compile.program.values import SHADOWED
+from gs_compile.program.values import COPIES, SHADOWED
 from gs_compile.program.verbs import MOVEMENTS, NORMS
 
 INPUT_KINDS = frozenset({"batch", "w", "dy"})  # defined before the step begins
-PLACED_KINDS = frozenset({"w", "s", "sw", "ss", "dw", "scale"})  # of placed units there if they are stored
+PLACED_KINDS = frozenset({"w", "s", "sw", "ss", "cw", "cs", "dw", "scale"})  # of placed units there if they are stored
 
 
 class Updates:
@@ -102,7 +104,7 @@ class Shadows:
 
     Such an update changes nothing that is at home and would be needed to do it again: those parts are read, and what it
     makes of them goes to their shadow copies, or to a copy that was brought from the SSD. A shadow copy is written
-    once, by an update or by the transfer of what one has made, and read by no one.
+    once, by an update or by the transfer of what one has made, and read for the copy that a commit keeps alone.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -118,7 +120,7 @@ class Shadows:
 
     def breaks(self, op: Op, speculated: set[Value]) -> Iterator[str]:
         for value in op.reads:
-            if value.kind in SHADOWED:
+            if value.kind in SHADOWED and not (op.into and op.into[0].kind in COPIES.values()):
                 yield f"{value} is read before it is known whether it holds"
         speculates = is_speculative(op)
         for value in op.into:
@@ -260,9 +262,10 @@ class Lifetimes:
         return value in self.present
 
 
-def at_the_end(program: Program, placement: Placement, updates: Updates, lifetimes: Lifetimes) -> Iterator[str]:
+def at_the_end(program: Program, sealing: Seals, updates: Updates, lifetimes: Lifetimes) -> Iterator[str]:
     """All that must outlive the step does, nothing else is left behind, and the planned peaks are true."""
-    yield from updates.missing({value.unit for value in lifetimes.all_additions})
+    placement, complete = sealing.placement, {value.unit for value in lifetimes.all_additions}
+    yield from chain(updates.missing(complete), sealing.missing(complete))
     stored = placement.homes(late=placement.has_late and any(op.verb in NORMS for op in program.ops))
     for value in sorted(stored, key=str):
         if _anywhere(value) in updates.changed:

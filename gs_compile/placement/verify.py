@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 
 from gs_compile.errors import ProgramError
 from gs_compile.placement.laws import Collectives, Gathers, Lifetimes, Updates, at_the_end
 from gs_compile.placement.placement import Placement
+from gs_compile.placement.sealing import Seals
 from gs_compile.program.ir import DRAIN, EPILOGUE, FILL, KINDS, PROLOGUE, Op, Program, Stage, Value, height
 from gs_compile.program.verbs import LAWS, SIGNATURES
 
 _Place = tuple[int, float]
+_Law = Callable[[Op], Iterator[str]]
 
 
-def verify(program: Program, placement: Placement | None = None, *, late: bool = False, redo: bool = True) -> None:
+def verify(
+    program: Program,
+    placement: Placement | None = None,
+    *,
+    late: bool = False,
+    redo: bool = True,
+    copies: bool = False,
+    seals: bool = False,
+) -> None:
     """Raise ProgramError unless `program` is well-formed; the error says pass, line, operation and value:
 
         after snake, line 19: x2_0.device = forward(x1_0.device, w1.device): x1_0.device was freed
@@ -23,8 +34,8 @@ def verify(program: Program, placement: Placement | None = None, *, late: bool =
     The line is that of the unfolded text. One walk over the operations, so checking is as cheap as printing.
     With a `placement`, what it says of where values are stored and of late updates (`late`: the step before has left
     gradients, `redo`: those of speculative updates too) holds too, from the phase on in which a program has it: what is
-    there at the start and at the end, each part of a unit updated once, before its forward or after its gradient, and
-    planned peaks that are true.
+    there at the start and at the end, each part of a unit updated once, before its forward or after its gradient, what
+    makes a step durable (`copies`: of this step; `seals`: of the one before), and planned peaks that are true.
     """
     phase = program.phase
     placement = placement if phase != "compute" else None
@@ -32,15 +43,11 @@ def verify(program: Program, placement: Placement | None = None, *, late: bool =
     waiting = placement.waiting(redo=redo) if placement and late else ()
     stages, updates = Stages(program), Updates(placement, waiting)
     lifetimes = Lifetimes(program, placement, present)
-    laws = [
-        stages.breaks,
-        lambda op: _numbers(program, op),
-        lambda op: _signature(program, op),
-        updates.breaks,
-        Collectives().breaks,
-        *([Gathers().breaks] if placement and phase == "freed" else []),
-        lifetimes.breaks,
-    ]
+    stores = phase in ("tiers", "freed")
+    sealing = Seals(placement, waiting, copies=copies, seals=seals) if placement and stores else None
+    laws: list[_Law] = [stages.breaks, partial(_numbers, program), partial(_signature, program), updates.breaks]
+    laws += [*([sealing.breaks] if sealing else []), Collectives().breaks]
+    laws += [*([Gathers().breaks] if placement and phase == "freed" else []), lifetimes.breaks]
     for index, op in enumerate(program.ops):
         for complaint in chain.from_iterable(law(op) for law in laws):
             raise _error(program, index, complaint)
@@ -48,7 +55,7 @@ def verify(program: Program, placement: Placement | None = None, *, late: bool =
         raise _error(program, len(program.ops) - 1, complaint)
     for stage in stages.missing(placement):
         raise ProgramError(f"after {program.made_by}: stage {stage} is missing")
-    for complaint in at_the_end(program, placement, updates, lifetimes) if placement and phase == "freed" else ():
+    for complaint in at_the_end(program, sealing, updates, lifetimes) if sealing and phase == "freed" else ():
         raise ProgramError(f"after {program.made_by}: at the end, {complaint}")
 
 

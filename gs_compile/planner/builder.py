@@ -22,7 +22,7 @@ class StepBuilder:
 
     x_nbytes, side_nbytes: of the checkpoint and of the side inputs of each micro-batch.
     separate: the device has memory of its own. clip: gradients are clipped. world: the ranks that share the units, of
-        which `sizes` are one's shares. layer_updates: as in `Placement`.
+        which `sizes` are one's shares. layer_updates, durability: as in `Placement`.
     """
 
     sizes: tuple[UnitSize, ...]
@@ -36,6 +36,7 @@ class StepBuilder:
     snake: bool = True
     world: int = 1
     layer_updates: int = 1
+    durability: int = 0
 
     @classmethod
     def of(
@@ -83,6 +84,7 @@ class StepBuilder:
             schedule=self.schedule,
             world=self.world,
             layer_updates=updates,
+            durability=self.durability,
         )
 
     def program(self, placement: Placement, *, redo: bool = True) -> Program:

@@ -59,27 +59,37 @@ class PlanCache:
         """The layout's shape where parameters of the units `tied` are apart."""
         return layout.shape_of(self.sizes, tied, training=training)
 
-    def programs(self, placement: Placement, shape: StepShape, *, late: bool, redo: bool) -> tuple[Program, ...]:
+    def programs(
+        self,
+        placement: Placement,
+        shape: StepShape,
+        *,
+        late: bool,
+        redo: bool,
+        copies: bool = False,
+        seals: bool = False,
+    ) -> tuple[Program, ...]:
         """Every snapshot of a step; `late`: the step before has left updates; `redo`: and some that did not hold.
 
+        copies: the step is to be committed; seals: the step before is.
         The step with all late updates takes the most memory and is planned first: the others run in what it has.
         """
-        key = (placement, shape, late, redo)
+        key = (placement, shape, late, redo, copies, seals)
         if key not in self._programs:
             largest = None
             if shape.training and placement.has_late and not (late and redo):
                 largest = self.programs(placement, shape, late=True, redo=True)[-1]
-            step = self.builder.step(placement, late=late, redo=redo)
+            step = replace(self.builder.step(placement, late=late, redo=redo), copies=copies, seals=seals)
             self._programs[key] = self._packed(lower(replace(step, shape=shape)), placement, largest)
             while len(self._programs) > MOST_PROGRAMS:  # the latest one has the most host memory of all so far
                 del self._programs[next(iter(self._programs))]
         return self._programs[key]
 
-    def flush(self, *, redo: bool) -> Program:
-        """The late updates alone; `redo`: and those that did not hold."""
-        key = ("flush", redo)
+    def flush(self, *, late: bool = True, redo: bool, seals: bool = False) -> Program:
+        """The late updates alone; `redo`: and those that did not hold; `seals`: and the commit of the step."""
+        key = ("flush", late, redo, seals)
         if key not in self._programs:
-            programs = flush(self.placement.num_layers, self.placement, redo=redo)
+            programs = flush(self.placement.num_layers, self.placement, late=late, redo=redo, seals=seals)
             self._programs[key] = self._packed(programs, self.placement)
         return self._programs[key][-1]
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from gs_compile.errors import MemoryBudgetError, NoFitError, OptionError
-from gs_compile.machine import DEFAULT_SHARE, available_memory, format_bytes, usable_memory
-from gs_compile.options import Options, parse_bytes
+from gs_compile.machine import DEFAULT_SHARE, available_memory, format_bytes, parse_bytes, usable_memory
+from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.cut import DEVICE_CLASSES, on_device
 from gs_compile.placement.placement import Placement
@@ -63,8 +63,7 @@ class Planner:
         ranks: Ranks | None = None,
     ) -> None:
         self.options, self.ranks = options, ranks
-        self.layouts = layouts
-        self.device = device
+        self.layouts, self.device = layouts, device
         sizes_of_batch = tuple(each.x_nbytes for each in layouts), tuple(each.side_nbytes for each in layouts)
         own = host_budget(options, ranks.num_here if ranks else 1), self._device_budget(), sizes_of_batch
         hosts, devices, batches = zip(*(ranks.agree("the budgets and batches", own) if ranks else [own]), strict=True)
@@ -82,6 +81,7 @@ class Planner:
             schedule=options.expert.schedule,
             snake=options.expert.snake,
             world=ranks.number if ranks else 1,
+            durability=options.durability,
         )
         self.fixed = _fixed(options, clip)
         self.alpha = self.fixed.alpha or 0.0  # without the linear program nothing says that more would be faster

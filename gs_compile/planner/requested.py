@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from gs_compile.errors import PlanError
-from gs_compile.options import parse_bytes
+from gs_compile.machine import parse_bytes
 from gs_compile.placement.shards import shared
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.cost.workload import ModelSpec

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 
 from gs_compile.machine import format_bytes
-from gs_compile.placement.kinds import slot_of
+from gs_compile.placement.kinds import nbytes_of, slot_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
+from gs_compile.placement.units import UnitPlacement
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.lp.limits import Budgets
 from gs_compile.planner.lp.solve import Solution
@@ -147,8 +148,19 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
             found["shadow copies", other.tier or "host"] += slot_of(placement, other).nbytes
         if placement.order == "horizontal":
             found["sums", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
+        found["commits", "ssd"] += sum(_kept(unit, placement))
         waiting = sum(group.numel for group in unit.trained(*placement.waiting(redo=True)))
         found["late gradients", "host"] += waiting * unit.gradient_itemsize
     for layer, (micro_batch, nbytes) in product(range(placement.num_layers), enumerate(placement.x_nbytes)):
         found["checkpoints", placement.checkpoint_home(Value("x", layer, micro_batch))] += nbytes
     return {key: nbytes for key, nbytes in found.items() if nbytes}
+
+
+def _kept(unit: UnitPlacement, placement: Placement) -> Iterator[int]:
+    """The bytes that commits keep of a unit's parts beside those at home: the extents of each but that of its home."""
+    if placement.durability:
+        parts = [("w", part) for part in unit.w.values()] + [("s", part) for part in unit.s.values()]
+        at_home = [unit.value(kind, part) for kind, part in parts if part.tier == "ssd"]
+        copies = [copy for group in unit.groups for _, copy in unit.copies(group)]
+        for value, home in chain(((each, 1) for each in at_home), ((each, 0) for each in copies)):
+            yield (placement.num_extents(value) - home) * nbytes_of(placement, value)

@@ -51,8 +51,9 @@ def _call(graph: Graph, op: Op, env: Mapping[Value, Node]) -> list[Node]:
     if op.micro_batch is not None:
         keywords: dict[str, Any] = {"unit": op.stage.unit, "micro_batch": op.micro_batch}
     else:  # those of the value that is made or freed
-        value = (*op.results, *op.reads)[0]
-        keywords = {"unit": value.unit, "micro_batch": value.micro_batch}
+        keywords = {}
+        for value in (*op.results, *op.reads)[:1]:
+            keywords = {"unit": value.unit, "micro_batch": value.micro_batch}
     if op.into:
         keywords["into"] = tuple(env[value] for value in op.into)
     reads = tuple(env[value] for value in op.reads)
@@ -78,6 +79,8 @@ def _standing_for(value: Value, node: Node) -> Node:
 def _node_name(op: Op) -> str:
     if len(op.results) == 1:
         return _identifier(op.results[0])
+    if not op.values:
+        return op.verb
     subject = _identifier(op.reads[0]) if op.micro_batch is None else f"{op.stage.unit}_{op.micro_batch}"
     return f"{op.verb}_{subject}"
 

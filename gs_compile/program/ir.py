@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from gs_compile.errors import ProgramError
 from gs_compile.options import ORDERS, Order, Schedule
 from gs_compile.program.values import (
+    COPIES,
     DRAIN,
     EPILOGUE,
     FILL,
@@ -34,7 +35,7 @@ from gs_compile.program.verbs import LANES, MEMORY_VERBS, TRANSFER_LANES, TRANSF
 
 # fmt: off
 __all__ = [  # the whole language, for whoever reads or makes programs
-    "DRAIN", "EPILOGUE", "FILL", "KINDS", "LANES", "MEMORY_VERBS", "ORDERS", "PROLOGUE", "SHADOWS", "TIED",
+    "COPIES", "DRAIN", "EPILOGUE", "FILL", "KINDS", "LANES", "MEMORY_VERBS", "ORDERS", "PROLOGUE", "SHADOWS", "TIED",
     "TRANSFERS", "TRANSFER_LANES", "VERBS", "DeviceBound", "Op", "Order", "Program", "Schedule", "Stage", "StepShape",
     "Tier", "Unit", "Value", "height", "homed", "shifted", "whole_kind",
 ]
@@ -114,7 +115,7 @@ class Program:
             return "freed"
         if any(value.tier in ("host", "ssd") for op in self.ops for value in op.values):
             return "tiers"
-        return "updates" if any(op.verb in ("gather", "update") for op in self.ops) else "compute"
+        return "updates" if any(op.verb in ("gather", "update", "seal") for op in self.ops) else "compute"
 
     def with_ops(self, ops: Iterable[Op], made_by: str) -> Program:
         return replace(self, ops=tuple(ops), made_by=made_by)

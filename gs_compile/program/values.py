@@ -36,10 +36,14 @@ KINDS = {
     "scale": "what clipping multiplies all gradients of a step by",
     "sw": "shadow copy of parameters: what an update makes that may be rolled back",
     "ss": "shadow copy of optimizer state, for the same",
+    "cw": "copy on SSD of parameters that live in memory, for a commit to keep",
+    "cs": "copy on SSD of optimizer state that lives in memory, for the same",
 }
 
 SHADOWS = {"w": "sw", "s": "ss"}  # the kind of a part's shadow copy
+COPIES = {"w": "cw", "s": "cs"}  # the kind of the copy of a part in memory that a commit keeps
 SHADOWED = {shadow: kind for kind, shadow in SHADOWS.items()}
+_COPIED = SHADOWED | {copy: kind for kind, copy in COPIES.items()}
 SHARDS = {"shard": "w", "dshard": "dw"}  # of what each is a rank's share
 
 
@@ -66,8 +70,8 @@ class Value(NamedTuple):
 
 
 def homed(value: Value) -> Value:
-    """The part that a value is a shadow copy of; any other value itself."""
-    return value._replace(kind=SHADOWED[value.kind]) if value.kind in SHADOWED else value
+    """The part that a value is a copy of, on whatever tier the copy is; any other value itself."""
+    return value._replace(kind=_COPIED[value.kind]) if value.kind in _COPIED else value
 
 
 def whole_kind(value: Value) -> str:

@@ -34,6 +34,7 @@ VERBS = {
     "alias": "the same under another name, for later: no copy where that can be",
     "empty": "memory that is about to be filled",
     "zeros": "a gradient's accumulator",
+    "seal": "commit the step before: from here on a restart finds what it has left",
     "free": "the end of a value",
 }
 
@@ -90,6 +91,8 @@ class Op:
             return TRANSFER_LANES[self.reads[0].tier or "", (*self.results, *self.into)[0].tier or ""]
         if self.verb in COLLECTIVES:
             return "net"
+        if self.verb == "seal":  # behind what was written before it
+            return "ssd_write"
         return "cpu" if self.verb == "update" else "compute"
 
     def __str__(self) -> str:
@@ -267,5 +270,6 @@ LAWS: dict[str, tuple[str, Callable[[Op], bool]]] = {
         "takes a gradient and, where gradients are clipped, the scale; changes parameters and state of the same unit",
         _is_update,
     ),
+    "seal": ("takes nothing and defines nothing", lambda op: not op.values),
     "commit": ("takes the scale; changes parts and their shadow copies, in pairs", _is_commit),
 }

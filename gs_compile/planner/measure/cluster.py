@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 from gs_compile.errors import PlanError
-from gs_compile.options import parse_bytes
+from gs_compile.machine import parse_bytes
 from gs_compile.planner.measure.profile import Profile
 
 NETWORK_HOP_SECONDS = 14e-6  # between nodes; NCCL's own estimate (hwLatencies of its tuning, ring, Simple)

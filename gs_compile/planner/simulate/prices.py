@@ -19,8 +19,9 @@ What issuing costs on top, `Profile.op_seconds` each, is the issue loop's and no
 from __future__ import annotations
 
 from gs_compile.placement.kinds import nbytes_of
-from gs_compile.placement.placement import Placement, UnitPlacement
+from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import op_nbytes
+from gs_compile.placement.units import UnitPlacement
 from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.program.ir import MEMORY_VERBS, SHADOWS, Op, Program, Unit
@@ -105,6 +106,8 @@ def _seconds(op: Op, placement: Placement, workload: Workload, profile: Profile)
             return moved + hops + passed / profile.memory_bytes_per_second
         case "count" | "clip":
             return profile.op_seconds
+        case "seal":
+            return profile.request_seconds
         case "commit":
             in_place = () if placement.separate else (v for v in op.into[::2] if (v.kind, v.tier) == ("w", "host"))
             return 2 * sum(nbytes_of(placement, value) for value in in_place) / profile.memory_bytes_per_second

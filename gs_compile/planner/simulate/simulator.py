@@ -193,7 +193,7 @@ class Simulation:
         trace = Trace(events=True)
         for span in self.spans:
             op = span.op
-            kind = op.verb if span.lane == "compute" else whole_kind(homed(op.values[0]))
+            kind = op.verb if span.lane == "compute" or not op.values else whole_kind(homed(op.values[0]))
             label = Label(span.lane, name_of(op), span.nbytes, kind, str(op.stage))
             trace.add(label, span.start_seconds, span.stop_seconds)
         return trace

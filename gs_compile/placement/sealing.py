@@ -1,0 +1,78 @@
+"""sealing: the law of durable steps: what `seal` commits is on SSD before it, and nothing of the step it stands in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.units import Group, UnitPlacement
+from gs_compile.program.ir import COPIES, Op, Unit, Value, homed
+
+
+class Seals:
+    """One `seal`, where the program has to have one: after every store of a late update, before any of an early one.
+
+    Copies of what lives in memory are written once, each by the offload of what the update has made that they are of:
+    those of early updates where the step is to be committed (`copies`), those of late ones where the step before is.
+    """
+
+    def __init__(self, placement: Placement, waiting: tuple[str, ...], *, copies: bool, seals: bool) -> None:
+        self.placement = placement
+        self.copies, self.seals = copies, seals
+        self.is_sealed = False
+        self.made: dict[Value, bool] = {}  # by updates, in host memory: whether an early one was the last
+        self.written: set[tuple[Value, bool]] = set()  # what was stored, and whether after an early update
+        late = [(unit, group) for unit in placement.units for group in (unit.trained(*waiting) if waiting else ())]
+        self.late = {store for unit, group in late for store in _stores(unit, group, copies=seals)}
+
+    def breaks(self, op: Op) -> Iterator[str]:
+        if op.verb == "update" and (unit := self.placement.unit_of(op)):
+            is_late = any(value.kind == "scale" for value in op.reads) or unit.group_of(op.into[0]).when == "late"
+            self.made.update(dict.fromkeys(op.into, not is_late))
+        elif op.verb == "seal":
+            yield from self._breaks_seal()
+        elif op.lane == "ssd_write" and op.into:
+            yield from self._breaks_store(op)
+
+    def _breaks_seal(self) -> Iterator[str]:
+        if self.is_sealed or not self.seals:
+            yield "the step before is sealed a second time" if self.is_sealed else "the step before is not to be sealed"
+        self.is_sealed = True
+        for value in sorted(self.late - {store for store, is_early in self.written if not is_early}, key=str):
+            yield f"{value} of the step before is not stored yet"
+
+    def _breaks_store(self, op: Op) -> Iterator[str]:
+        for made, store in zip(op.reads, op.into, strict=False):
+            is_early = self.made.get(made, False)
+            if self.seals and is_early and not self.is_sealed:
+                yield f"{store} is stored before the step before is sealed"
+            if self.is_sealed and not is_early:
+                yield f"{store} is stored after the step before was sealed without it"
+            if store.kind in COPIES.values():
+                yield from self._breaks_copy(made, store, is_early)
+            self.written.add((store, is_early))
+
+    def _breaks_copy(self, made: Value, copy: Value, is_early: bool) -> Iterator[str]:
+        if made not in self.made or homed(made) != homed(copy)._replace(tier="host"):
+            yield f"{copy} is not of {made} as an update has made it"
+        if not (self.copies if is_early else self.seals):
+            yield f"{copy} is written, and no commit keeps it"
+        if (copy, is_early) in self.written:
+            yield f"{copy} is written twice"
+
+    def missing(self, complete: set[Unit | None]) -> Iterator[str]:
+        """What is missing at the end; `complete`: units whose gradients are."""
+        if self.seals and not self.is_sealed:
+            yield "the step before has not been sealed"
+        for unit in self.placement.units if self.copies else ():
+            for group in unit.trained("early") if unit.unit in complete else ():
+                for _, copy in unit.copies(group):
+                    if (copy, True) not in self.written:
+                        yield f"{copy} has not been written"
+
+
+def _stores(unit: UnitPlacement, group: Group, *, copies: bool) -> Iterator[Value]:
+    """What the update of a group leaves on SSD."""
+    parts = [("w", part) for part in group.w] + [("s", part) for part in group.s]
+    yield from (unit.value(kind, part) for kind, part in parts if part.tier == "ssd")
+    yield from (copy for _, copy in (unit.copies(group) if copies else ()))

@@ -1,0 +1,161 @@
+"""units: the parts of every unit, each with one home.
+
+A unit's parameters stand one after the other in one flat space, trained ones first, every tensor at a multiple of
+QUANTUM elements. A ratio cuts the space into a host zone and an SSD zone; alpha, and the size of one update, cut both
+into groups. A group is what one update changes. Its parameter parts are its pieces of the two zones; its state is cut
+by a ratio of its own.
+
+      host zone         SSD zone
+    [ a    | c    ] [ b      | d      ]     w: group 0 is a and b, group 1 (late, say) is c and d
+    [ group 0             | group 1   ]     dw, s: the same elements, group after group
+
+On a device with memory of its own a zone of whole tensors may come first that lives there: the code reads it where it
+is, and what an update makes of it goes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from gs_compile.placement.shards import pieces
+from gs_compile.program.ir import COPIES, SHADOWS, Tier, Unit, Value, homed
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a unit's parameters or of a group's state, `start` to `stop` in elements, and its home."""
+
+    letter: str
+    tier: Tier
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The elements that one update changes; frozen ones are a group that none does."""
+
+    letter: str  # of its gradient
+    when: str  # "early", "late" or "never"
+    w: tuple[Part, ...]  # in the unit's space: the pieces of the device's zone, the host's and the SSD's
+    s: tuple[Part, ...]  # in the group's own space, which is its w parts end to end
+
+    @property
+    def numel(self) -> int:
+        return sum(part.numel for part in self.w)
+
+
+class Stretch(NamedTuple):
+    """Elements of a group that are in one part of the parameters and, where they have state, in one part of that."""
+
+    w: Part
+    s: Part | None
+    start: int  # in the group's space
+    unit_start: int  # the same in the unit's
+    numel: int
+
+
+@dataclass(frozen=True)
+class UnitPlacement:
+    """One unit's groups. `state_itemsize` counts all components of the state, of one element."""
+
+    unit: Unit
+    groups: tuple[Group, ...]
+    itemsize: int
+    gradient_itemsize: int
+    state_itemsize: int
+    has_master: bool  # the parameters are narrow copies of a master in the state
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(group.numel for group in self.groups)
+
+    @cached_property
+    def num_trained(self) -> int:
+        return sum(group.numel for group in self.groups if group.when != "never")
+
+    @cached_property
+    def w(self) -> dict[str, Part]:
+        return {part.letter: part for group in self.groups for part in group.w}
+
+    @cached_property
+    def s(self) -> dict[str, Part]:
+        return {part.letter: part for group in self.groups for part in group.s}
+
+    @cached_property
+    def dw(self) -> dict[str, Group]:
+        return {group.letter: group for group in self.groups}
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """Where each starts and stops, of those in which ranks exchange a unit."""
+        return pieces(self.num_trained, self.numel)
+
+    @cached_property
+    def ssd_zone(self) -> tuple[int, int]:
+        """Where the parameters on SSD begin and end in the unit's space: one request moves them."""
+        parts = [part for part in self.w.values() if part.tier == "ssd"]
+        return (min(p.start for p in parts), max(p.stop for p in parts)) if parts else (0, 0)
+
+    @cached_property
+    def host_numel(self) -> int:
+        """Where the parameters that live in host memory end in the unit's space."""
+        return max((part.stop for part in self.w.values() if part.tier == "host"), default=0)
+
+    @cached_property
+    def num_resident(self) -> int:
+        """Elements of the parameters that live on the device: the first ones."""
+        return max((part.stop for part in self.w.values() if part.tier == "device"), default=0)
+
+    def group_of(self, value: Value) -> Group:
+        """The group that a part of the parameters or of the state belongs to."""
+        is_parameter = homed(value).kind == "w"
+        part = (self.w if is_parameter else self.s)[value.part]
+        return next(group for group in self.groups if part in (group.w if is_parameter else group.s))
+
+    def trained(self, *when: str) -> tuple[Group, ...]:
+        return tuple(group for group in self.groups if group.when in (when or ("early", "late")))
+
+    def stretches(self, group: Group, start: int, stop: int) -> Iterator[Stretch]:
+        """The elements of a group between two places in the unit, cut wherever a part begins."""
+        end = 0
+        for w in group.w:
+            shift = end - w.start  # from the unit's space to the group's
+            for s in group.s or (None,):
+                first = max(start, w.start, s.start - shift if s else 0)
+                last = min(stop, w.stop, s.stop - shift if s else w.stop)
+                if first < last:
+                    yield Stretch(w, s, first + shift, first, last - first)
+            end += w.numel
+
+    def value(self, kind: str, part: Part, tier: Tier | None = None) -> Value:
+        """The value that a part is, at its home or on another tier."""
+        return Value(kind, self.unit, tier=tier or part.tier, part=part.letter)
+
+    def shadows(self, group: Group) -> tuple[tuple[Value, Value], ...]:
+        """The parts of a group, at home, that an update needs to be done again, and the shadow copy of each.
+
+        A narrow parameter is not among them: it follows from its master.
+        """
+        parts = [("s", part) for part in group.s] + [("w", part) for part in group.w if not self.has_master]
+        return tuple((self.value(kind, part), self.value(SHADOWS[kind], part)) for kind, part in parts)
+
+    def copies(self, group: Group) -> tuple[tuple[Value, Value], ...]:
+        """The parts of a group that live in memory, and the copy on SSD that a commit keeps of each.
+
+        A narrow parameter that is trained has none: it follows from its master.
+        """
+        w = group.w if group.when == "never" or not self.has_master else ()
+        parts = [("w", part) for part in w] + [("s", part) for part in group.s]
+        in_memory = [(kind, part) for kind, part in parts if part.tier != "ssd"]
+        return tuple((self.value(kind, part), self.value(COPIES[kind], part, "ssd")) for kind, part in in_memory)
+
+    def gradient(self, group: Group) -> Value:
+        return Value("dw", self.unit, tier="host", part=group.letter)
