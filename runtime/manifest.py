@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,8 +63,10 @@ __all__ = [
 NAME = "manifest.json"
 BESIDE = ".manifest.json"  # while it is written
 MAX_NBYTES = 64 << 20
-MAX_ENTRIES = 1 << 20  # objects, lists and their elements: what is parsed takes hundreds of bytes for each
+MAX_ENTRIES = 1 << 20  # objects, lists, their elements, escaped letters: each takes up to 200 bytes when it is parsed
 MAX_DEPTH = 100
+MAX_KEYS = 10_000  # of an object
+MAX_DIGITS = 100  # of a number
 MAX_WORDS = 300  # letters of a file's own that an error shows
 
 
@@ -104,7 +107,7 @@ def encoded(manifest: Manifest) -> bytes:
     try:
         for name in ("groups", "states", "user", "plan"):
             _check_plain(getattr(manifest, name), name)
-        data = json.dumps(manifest, default=vars, ensure_ascii=False, separators=(",", ":")).encode()
+        data = json.dumps(manifest, default=vars, separators=(",", ":")).encode()
         _check_size(data)
     except ValueError as error:
         raise ManifestError(errno.EINVAL, f"the state cannot be stored: {error}", NAME) from error
@@ -115,7 +118,7 @@ def _check_plain(value: object, where: str, depth: int = 0) -> None:
     """Raise a ValueError where a state is not made of dicts with names, lists, strings, numbers, None alone."""
     if depth > MAX_DEPTH:
         raise ValueError(f"{where}: deeper than {MAX_DEPTH}")
-    if isinstance(value, dict):
+    if isinstance(value, dict) and len(value) <= MAX_KEYS:
         for key, each in value.items():
             if not isinstance(key, str):
                 raise ValueError(f"{where}: the key {key!r} is not a string")
@@ -123,15 +126,20 @@ def _check_plain(value: object, where: str, depth: int = 0) -> None:
     elif isinstance(value, list | tuple):
         for each in value:
             _check_plain(each, where, depth + 1)
-    elif not (value is None or isinstance(value, bool | int | float | str)):
-        raise ValueError(f"{where}: {type(value).__name__} is nothing that JSON has")
+    elif isinstance(value, str):
+        value.encode()  # half of a pair of surrogates is no letter
+    elif isinstance(value, int) and abs(value) < 10 ** (MAX_DIGITS - 1):
+        return
+    elif not (value is None or isinstance(value, float)):
+        raise ValueError(f"{where}: {type(value).__name__}: not of JSON, or too large")
 
 
-def _check_size(data: bytes) -> None:
+def _check_size(data: bytes | bytearray) -> None:
+    """Raise a ValueError where parsing could take more memory than a few times `MAX_NBYTES`."""
     if len(data) > MAX_NBYTES:
         raise ValueError(f"{format_bytes(len(data))}, and a manifest has {format_bytes(MAX_NBYTES)} at most")
-    if sum(data.count(mark) for mark in (b",", b"[", b"{")) > MAX_ENTRIES:
-        raise ValueError(f"more than {MAX_ENTRIES} entries")
+    if not data.isascii() or sum(map(data.count, (b",", b"[", b"{", b"\\"))) > MAX_ENTRIES:
+        raise ValueError(f"more than {MAX_ENTRIES} entries, or not ASCII")
 
 
 # Read -----------------------------------------------------------------------------------------------------------------
@@ -159,10 +167,10 @@ def read(folder: Path) -> Manifest | None:
         raise ManifestError(errno.EINVAL, what, str(path)) from None
 
 
-def decoded(data: bytes) -> Manifest:
+def decoded(data: bytes | bytearray) -> Manifest:
     """The manifest of a text; a ValueError or RecursionError says what is wrong with it, and in which entry."""
     _check_size(data)
-    raw = json.loads(data, object_pairs_hook=_without_doubles)
+    raw = json.loads(data, object_pairs_hook=_object, parse_int=_number(int), parse_float=_number(float))
     found = raw.get("format") if isinstance(raw, dict) else None
     if type(found) is int and found > FORMAT:
         raise ValueError(f"format {found}, and this GreedySnake reads up to format {FORMAT}: install a newer one")
@@ -172,7 +180,7 @@ def decoded(data: bytes) -> Manifest:
     return manifest
 
 
-def _data(folder: Path) -> bytes:
+def _data(folder: Path) -> bytearray:
     """The bytes of a manifest that is a file of this user's alone, in a folder of this user's alone."""
     with contextlib.ExitStack() as opened:
         folder_fd = system.open_folder(folder)
@@ -185,11 +193,11 @@ def _data(folder: Path) -> bytes:
                 what = "this is not a file that its owner alone can get at: nothing in it can be trusted"
                 raise ManifestError(errno.EPERM, what, str(folder / NAME))
         nbytes = min(os.fstat(fd).st_size, MAX_NBYTES + 1)  # that much is too much
-        data = np.empty(nbytes, np.uint8)
-        done = 0
-        while done < nbytes and (count := system.preadv(fd, data[done:], done)):
+        data, done = bytearray(nbytes), 0
+        memory = np.frombuffer(data, np.uint8)
+        while done < nbytes and (count := system.preadv(fd, memory[done:], done)):
             done += count
-        return data[:done].tobytes()
+        return data
 
 
 @cache
@@ -202,11 +210,21 @@ def _adapter() -> TypeAdapter[Manifest]:
     return TypeAdapter(Manifest)
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"an entry stands twice among {', '.join(found)}")
+    if len(found) < len(pairs) or len(found) > MAX_KEYS:
+        first = ", ".join(name for name, _ in pairs[:3])
+        raise ValueError(f"an entry stands twice beside {first}, or there are more than {MAX_KEYS}")
     return found
+
+
+def _number(kind: type[int] | type[float]) -> Callable[[str], int | float]:
+    def parse(digits: str) -> int | float:
+        if len(digits) > MAX_DIGITS:
+            raise ValueError(f"a number of {len(digits)} digits")
+        return kind(digits)
+
+    return parse
 
 
 def _words(error: Exception) -> str:

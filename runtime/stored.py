@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from annotated_types import Interval
 
@@ -38,6 +38,17 @@ WIDTHS = {
 }
 ITEMSIZES = {name: nbytes for nbytes, names in WIDTHS.items() for name in names.split()}
 
+T = TypeVar("T")
+
+
+class FirstError:
+    """Of a list with a million wrong entries the first is told, and the others are not looked at."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return {**handler(source), "fail_fast": True}
+
+
+Many = Annotated[tuple[T, ...], FirstError()]
 Count = Annotated[int, Interval(ge=0, le=1 << 60)]
 Unit = Annotated[int, Interval(ge=0, le=1 << 20)] | Literal["e", "h", "t"]
 
@@ -58,9 +69,9 @@ class StoredPart:
 
     value: str
     nbytes: Count
-    chunks: tuple[Count, ...]
+    chunks: Many[Count]
     num_rows: Count
-    files: tuple[StoredFile, ...]
+    files: Many[StoredFile]
 
 
 @dataclass(frozen=True)
@@ -79,8 +90,8 @@ class StoredGroup:
 
     letter: str
     when: Literal["early", "late", "never"]
-    w: tuple[StoredRange, ...]
-    s: tuple[StoredRange, ...]
+    w: Many[StoredRange]
+    s: Many[StoredRange]
 
     @property
     def numel(self) -> int:
@@ -93,7 +104,7 @@ class StoredUnit:
 
     unit: Unit
     dtype: str
-    groups: tuple[StoredGroup, ...]
+    groups: Many[StoredGroup]
     itemsize: Count
     gradient_itemsize: Count
     state_itemsize: Count
@@ -122,7 +133,7 @@ class StoredParameter:
     name: str
     unit: Unit
     offset: Count
-    shape: tuple[Count, ...]
+    shape: Many[Count]
     trained: bool
 
 
@@ -132,7 +143,7 @@ class StoredTensor:
 
     name: str
     dtype: str
-    shape: tuple[Count, ...]
+    shape: Many[Count]
     offset: Count
 
 
@@ -147,16 +158,16 @@ class Manifest:
     written: str
     versions: dict[str, str]
     optimizer: str
-    components: tuple[str, ...]
-    groups: tuple[dict[str, Any], ...]
+    components: Many[str]
+    groups: Many[dict[str, Any]]
     random: dict[str, str]
     states: dict[str, Any]
     user: Any
     plan: dict[str, Any]
-    units: tuple[StoredUnit, ...]
-    parameters: tuple[StoredParameter, ...]
-    parts: tuple[StoredPart, ...]
-    rest: tuple[StoredTensor, ...]
+    units: Many[StoredUnit]
+    parameters: Many[StoredParameter]
+    parts: Many[StoredPart]
+    rest: Many[StoredTensor]
     rank: Count
     world: Annotated[int, Interval(ge=1, le=1 << 20)]
 

@@ -99,12 +99,13 @@ def test_what_is_renamed_has_been_synced_and_the_folder_after_it(folder, manifes
 @pytest.mark.parametrize(
     ("user", "reason"),
     [
-        ({"a": [object()]}, "user.a: object is nothing that JSON has"),
+        ({"a": [object()]}, "user.a: object: not of JSON"),
         ({"a": {3: 1}}, "user.a: the key 3 is not a string"),
         ("\ud800", "surrogates"),
         (reduce(lambda inner, _: [inner], range(200), 0), "user: deeper than 100"),
         ("x" * (64 << 20), r"64\.0 MiB at most"),
         (list(range(1 << 20)), "entries"),
+        ({"a": 10**99}, "user.a: int: .* too large"),
     ],
 )
 def test_a_state_that_could_not_be_read_again_is_not_written(folder, manifest, user, reason):
