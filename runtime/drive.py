@@ -19,10 +19,9 @@ import numpy as np
 from gs_compile.errors import SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
 from gs_compile.machine import free_storage
 from gs_compile.runtime import ssd, system
-from gs_compile.runtime.folder import Folder, as_storage_error
+from gs_compile.runtime.folder import PROBE, Folder, as_storage_error
 from gs_compile.runtime.ssd import File, Memory, Transfer, Verb
 
-PROBE = ".probe"  # names that begin with a dot hold nothing of a run
 PROBE_BLOCK = 8 << 20
 PROBE_NBYTES = 128 << 20
 PROBE_SECONDS = 0.15  # for writing; what was written is then read

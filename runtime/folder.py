@@ -16,7 +16,6 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import stat
 import time
 from collections.abc import Collection, Iterator
@@ -29,12 +28,12 @@ from gs_compile.errors import LeftoverError, StorageError, StorageLockedError
 from gs_compile.machine import format_bytes
 from gs_compile.runtime import manifest, system
 from gs_compile.runtime.manifest import FOLDER, Manifest
+from gs_compile.runtime.stored import OURS
 
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
-# Names of extents, of a durable run with its name before
-OURS = re.compile(r"([0-9a-f]{8}-[0-9a-f]{4}-)?(rest|(dw|[sc]?[ws]|x)(\d+|e|h|t)[-_0-9a-z]*)(\.\d+)?")
+PROBE = ".probe"  # names that begin with a dot hold nothing of a run
 
 
 class Folder:
@@ -104,7 +103,7 @@ class Folder:
         if words := leftovers(self.path, keep):
             log.warning("%s: %s; they are removed, as nothing in them can be resumed", self.path, words)
         for path in self.path.iterdir():
-            if path.name != LOCK and path.name not in keep:
+            if path.name not in keep and is_made(path):
                 system.unlink(path.name, self.fd)
 
     def unlink(self, name: str) -> None:
@@ -147,6 +146,28 @@ def _is_locked_now(path: Path, lock_fd: int) -> bool:
         what = f"another run uses this folder, {holder}: wait for its end or choose another storage="
         raise StorageLockedError(errno.EAGAIN, what, str(path)) from error
     return True
+
+
+def holder(path: Path) -> str:
+    """The process that has a folder locked, in words; empty: none. Nothing is changed."""
+    with contextlib.ExitStack() as opened, contextlib.suppress(FileNotFoundError):
+        fd = system.open_folder(path)
+        opened.callback(os.close, fd)
+        lock_fd = system.open_file(LOCK, os.O_RDONLY | os.O_NONBLOCK, fd)
+        opened.callback(os.close, lock_fd)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until it is closed
+        except BlockingIOError:
+            words = os.pread(lock_fd, 200, 0).decode(errors="replace")
+            return "".join(filter(str.isprintable, words)) or "a process that is just starting"
+    return ""
+
+
+def is_made(path: Path) -> bool:
+    """Whether this user's store has made a file, by its name and its kind."""
+    found = path.lstat()
+    is_named = OURS.fullmatch(path.name) or path.name in (manifest.NAME, manifest.BESIDE, PROBE)
+    return bool(is_named) and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def leftovers(folder: Path, keep: Collection[str] = ()) -> str:

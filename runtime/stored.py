@@ -25,7 +25,8 @@ MAX_DIMENSIONS = 64
 PAGE = 4096
 REST = "rest"  # the part of the tensors beside the tiers
 RUN = re.compile(r"[0-9a-f]{8}")
-LABEL = re.compile(r"-[A-Za-z0-9_.-]{1,100}")  # after the run, in the name of a file
+# Names of extents, of a durable run with its name before
+OURS = re.compile(r"(([0-9a-f]{8})-[0-9a-f]{4}-)?(rest|(dw|[sc]?[ws]|x)(\d+|e|h|t)[-_0-9a-z]*)(\.\d+)?")
 LETTER = re.compile(r"[a-z]{1,8}")
 SUMS = re.compile(r"(?:[0-9a-f]{16})*")
 FOLDERS = re.compile(rf"{FOLDER}(-[0-9]+)?(\.[0-9]+)?")
@@ -213,14 +214,11 @@ def _check_unit(unit: StoredUnit) -> None:
     _demand("float" in unit.dtype and ITEMSIZES.get(unit.dtype) == unit.itemsize, name, "dtype and itemsize")
     _demand(unit.gradient_itemsize == wide and unit.state_itemsize in range(0, 64 * wide, wide), name, "itemsizes")
     _demand(unit.state_itemsize or not unit.has_master, name, "has a master, and no state")
-    for letters in (
-        [each.letter for group in unit.groups for each in group.w],
-        [each.letter for group in unit.groups for each in group.s],
-        [group.letter for group in unit.groups],
-    ):
+    w, s = ([each for group in unit.groups for each in getattr(group, kind)] for kind in "ws")
+    for letters in ([each.letter for each in found] for found in (w, s, unit.groups)):
         _distinct(name, letters)
         _demand(all(map(LETTER.fullmatch, letters)), name, "letters")
-    _check_tiles(name, (each for group in unit.groups for each in group.w), unit.numel())
+    _check_tiles(name, w, unit.numel())
     for group in unit.groups:
         has_state = unit.state_itemsize and group.when != "never"
         _check_tiles(f"{name}, state of group {group.letter}", group.s, group.numel if has_state else 0)
@@ -241,11 +239,13 @@ def _check_part(part: StoredPart, run: str) -> None:
     _demand(len(part.files) == len(part.chunks), name, f"{len(part.files)} files for {len(part.chunks)} chunks")
     for file, chunk in zip(part.files, part.chunks, strict=True):
         _demand(chunk % PAGE == 0 and file.nbytes == part.num_rows * chunk, name, "its rows and the sizes of its files")
-        _demand(file.name.startswith(run) and LABEL.fullmatch(file.name[len(run) :]), name, "name of a file")
+        named = OURS.fullmatch(file.name)
+        _demand(named and named[2] == run, name, "name of a file")
         is_ours = FOLDERS.fullmatch(Path(file.folder).name) and Path(file.folder).is_absolute()
         _demand(is_ours and os.path.normpath(file.folder) == file.folder and file.folder.isprintable(), name, "folder")
         least, most = (-(-file.nbytes // block) for block in (MAX_BLOCK, MIN_BLOCK))
-        _demand(SUMS.fullmatch(file.sums) and least <= len(file.sums) // 16 <= most, name, "sums of a file")
+        is_summed = SUMS.fullmatch(file.sums) and least <= len(file.sums) // 16 <= most
+        _demand(is_summed or not file.sums, name, "sums")
 
 
 def _check_parts(manifest: Manifest) -> None:
@@ -265,12 +265,13 @@ def _check_parts(manifest: Manifest) -> None:
 
 def _check_parameters(manifest: Manifest) -> None:
     units = {unit.unit: unit for unit in manifest.units}
+    num_trained = {unit: manifest.world * units[unit].numel("early", "late") for unit in units}
     spans: dict[int | str, list[Span]] = {unit: [] for unit in units}
     for each in manifest.parameters:
         _demand(each.unit in units, "parameter", each.name, "is of no unit")
         spans[each.unit].append(Span(each.offset, each.offset + _numel(each), each.name))
-        num_trained = manifest.world * units[each.unit].numel("early", "late")
-        _demand(each.trained == (each.offset < num_trained) or not _numel(each), "parameter", each.name, "trained?")
+        is_trained = each.offset < num_trained[each.unit]
+        _demand(each.trained == is_trained or not _numel(each), "parameter", each.name, "trained?")
     for name, unit in units.items():
         _check_spans(f"unit {name}", spans[name], manifest.world * unit.numel())
 

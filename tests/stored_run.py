@@ -38,7 +38,7 @@ def part(folders, value: str, data: bytes, *, on_disk: bool = True) -> StoredPar
     files = []
     for index, folder in enumerate(folders):
         chunks = (rows[start : start + CHUNK] for start in range(index * CHUNK, len(rows), CHUNK * len(folders)))
-        mine, name = b"".join(chunks), f"{RUN}-{value[:-1]}-{value[-1]}.0"
+        mine, name = b"".join(chunks), f"{RUN}-00ff-{REST if value == REST else f'{value[:-1]}-{value[-1]}'}.0"
         if on_disk:
             (folder / name).touch(0o600)
             (folder / name).write_bytes(mine)

@@ -20,6 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from gs_compile import __version__
+from gs_compile.cli import store
 from gs_compile.cli.requests import File, InspectRequest, Json, PlanRequest, Storage, option, takes
 from gs_compile.errors import (
     GreedySnakeError,
@@ -67,6 +68,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich takes longer to import than everything else, and breaks an error's line
 )
+app.add_typer(store.app, name="store")
 
 
 def main() -> None:

@@ -205,8 +205,8 @@ def test_help_needs_nothing_heavy():
     """So it comes at once: torch alone takes a second."""
     script = (
         "import sys, gs_compile.cli.main as cli\n"
-        "for command in ('inspect', 'doctor', 'probe', 'plan', 'simulate'):\n"
-        "    try: cli.app([command, '--help'])\n"
+        "for command in ('inspect', 'doctor', 'probe', 'plan', 'simulate', 'store gc'):\n"
+        "    try: cli.app([*command.split(), '--help'])\n"
         "    except SystemExit as stopped: assert stopped.code == 0\n"
         "heavy = {'torch', 'numpy', 'cvxpy', 'transformers', 'rich'} & set(sys.modules)\n"
         "assert not heavy, heavy"

@@ -1,0 +1,55 @@
+"""store: the commands for the durable runs in a directory; nothing heavy is imported before their arguments are sound.
+
+All but `ls` take a run for themselves meanwhile, and are refused where a process has it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gs_compile.cli.requests import Json, option
+
+Directory = Annotated[Path, typer.Argument(help="A storage directory.", metavar="DIR", show_default=False)]
+
+app = typer.Typer(help="List, check, mend, export or remove durable runs.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command()
+def ls(directory: Directory, as_json: Json = False) -> None:
+    """List the durable runs in a directory, of all ranks and models, also those in use."""
+    from gs_compile.cli.stored.runs import found_in, listing
+
+    runs = found_in(directory)
+    if as_json:
+        typer.echo(json.dumps({"runs": [each.as_dict() for each in runs]}, indent=2))
+    else:
+        typer.echo(listing(runs) if runs else f"no runs in {directory}")
+    for each in runs:
+        if each.problem is not None:
+            raise each.problem
+
+
+@app.command()
+def gc(
+    directory: Directory,
+    everything: Annotated[bool, option("Remove the runs themselves, too.", ..., "--all")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove what runs that were killed have left and no commit names.
+
+    Nothing is removed that the store has not made.
+    """
+    from gs_compile.cli.stored.runs import collect, found_in
+    from gs_compile.machine import format_bytes
+
+    removed: dict[str, int] = {}
+    for each in found_in(directory):
+        removed |= collect(each, everything=everything)
+    if as_json:
+        typer.echo(json.dumps({"removed": removed}, indent=2))
+    else:
+        typer.echo("\n".join((*removed, f"{len(removed)} files, {format_bytes(sum(removed.values()))}")))

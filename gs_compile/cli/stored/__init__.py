@@ -1,0 +1,1 @@
+"""What `greedysnake store` does with the durable runs in a directory."""

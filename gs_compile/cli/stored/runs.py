@@ -1,0 +1,167 @@
+"""runs: the durable runs in a directory: what each has committed, who has it, and which of its files are garbage.
+
+A run on several directories has a manifest in each of them, and one may be a commit behind: what any of them names
+stays. Only files of names that the store gives are counted, and removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gs_compile.errors import StorageError
+from gs_compile.machine import format_bytes
+from gs_compile.planner.summary import table
+from gs_compile.runtime import manifest, system
+from gs_compile.runtime.folder import Folder, as_storage_error, holder, is_made
+from gs_compile.runtime.manifest import NAME, Manifest
+from gs_compile.runtime.store import names_in
+from gs_compile.runtime.stored import FOLDERS, OURS
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder of a run.
+
+    commits: of the run, as its folders have them, the newest first; problem: why the folder's own cannot be read; user:
+    the process that has it, in words.
+    """
+
+    folder: Path
+    commits: Sequence[Manifest] = ()
+    problem: StorageError | None = None
+    user: str = ""
+
+    @property
+    def commit(self) -> Manifest | None:
+        return self.commits[0] if self.commits else None
+
+    @property
+    def folders(self) -> list[Path]:
+        """All that have files of the run, this one first."""
+        return folders_of(self.folder, self.commit)
+
+    def garbage(self, folder: Path, *, everything: bool = False) -> dict[str, int]:
+        """The bytes of what the store has made in a folder and no commit names; or of all that it has made there.
+
+        Where there is no commit to ask, what has the name of a run may be of one elsewhere.
+        """
+        if self.problem is not None and not everything:
+            return {}
+        made = _made_in(folder)
+        if everything:
+            return made
+        kept = set[str]().union(*(names_in(each, folder) for each in self.commits))
+        return {name: made[name] for name in made if name not in kept and (self.commits or not _has_run(name))}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        commit = self.commit
+        facts = ("run", "step", "written", "nbytes", "optimizer", "rank", "world")
+        return {
+            "folder": str(self.folder),
+            **{name: getattr(commit, name, None) for name in facts},
+            "parameters": sum(math.prod(each.shape) for each in commit.parameters) if commit else None,
+            "garbage": self.garbage(self.folder),
+            "used_by": self.user or None,
+            "problem": str(self.problem) if self.problem else None,
+        }
+
+
+def found_in(directory: Path) -> list[Found]:
+    """The folders of runs in a directory, or the one that it is; raises StorageError where there is no directory."""
+    with as_storage_error("listing", directory):
+        paths = [directory] if FOLDERS.fullmatch(directory.name) else sorted(directory.iterdir())
+    return [_look(path.absolute()) for path in paths if FOLDERS.fullmatch(path.name)]
+
+
+def _look(folder: Path) -> Found:
+    try:
+        own, user = manifest.read(folder), holder(folder)
+    except StorageError as error:
+        return Found(folder, problem=error)
+    except OSError as error:
+        return Found(folder, problem=StorageError(error.errno or errno.EIO, error.strerror, str(folder)))
+    commits = [own] if own else []
+    for other in folders_of(folder, own)[1:]:
+        with contextlib.suppress(StorageError):  # a drive that is away now
+            commits += [each for each in [manifest.read(other)] if each and own and each.run == own.run]
+    return Found(folder, sorted(commits, key=lambda each: -each.step), user=user)
+
+
+def folders_of(folder: Path, commit: Manifest | None) -> list[Path]:
+    """All that have files of a commit that a folder has; of a copy, whose files are said to be elsewhere, itself."""
+    named = {Path(file.folder): None for file in commit.files()} if commit else {}
+    return list({folder: None, **named}) if folder in named else [folder]
+
+
+def _made_in(folder: Path) -> dict[str, int]:
+    """The files in a folder that bear names of the store, and their bytes."""
+    with as_storage_error("listing", folder):
+        return {path.name: path.lstat().st_blocks * 512 for path in folder.iterdir() if is_made(path)}
+
+
+def _has_run(name: str) -> bool:
+    named = OURS.fullmatch(name)
+    return named is not None and named[1] is not None
+
+
+# Used -----------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def locked(folders: Iterable[Path]) -> Iterator[dict[Path, Folder]]:
+    """Folders that no process has meanwhile; raises StorageLockedError where one has."""
+    with contextlib.ExitStack() as opened:
+        taken = {}
+        for path in dict.fromkeys(folders):
+            with as_storage_error("open", path):
+                taken[path] = Folder.take(path)
+            opened.callback(taken[path].release)
+        yield taken
+
+
+def collect(found: Found, *, everything: bool = False) -> dict[str, int]:
+    """Remove garbage of a run, or the run, from all its folders that are there; the paths that are gone, and their
+    bytes.
+
+    A manifest goes before the files that it names.
+    """
+    removed = {}
+    with locked(path for path in found.folders if path.is_dir()) as taken:
+        if found.problem is not None and not everything:
+            raise found.problem
+        for path, folder in taken.items():
+            garbage = found.garbage(path, everything=everything)
+            for name in sorted(garbage, key=lambda name: name != NAME):
+                with as_storage_error(f"removal of {name}", path):
+                    system.unlink(name, folder.fd)
+                removed[str(path / name)] = garbage[name]
+    return removed
+
+
+def listing(runs: Sequence[Found]) -> str:
+    """A table for people."""
+    rows = []
+    for each in runs:
+        made, facts = each.commit, each.as_dict()
+        rank = f", rank {made.rank} of {made.world}" if made and made.world > 1 else ""
+        model = f"{facts['parameters']:,} parameters, {made.optimizer}{rank}" if made else ""
+        step = (made.run, str(made.step), made.written, format_bytes(made.nbytes), model) if made else ("",) * 5
+        garbage = format_bytes(sum(facts["garbage"].values())) if facts["garbage"] else ""
+        state = (
+            f"in use by {each.user}"
+            if each.user
+            else facts["problem"] or ""
+            if made
+            else facts["problem"] or "no commit"
+        )
+        rows.append((str(each.folder), *step, garbage, state))
+    return table(
+        ("folder", "run", "step", "written", "size", "model", "garbage", "state"), rows, right=("step", "size")
+    )

@@ -1,0 +1,176 @@
+"""The commands `greedysnake store`: what they find, what they refuse, and what they leave alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+
+import pytest
+from stored_run import RUN, save, stored_folders, stored_run
+from typer.testing import CliRunner
+
+from gs_compile.cli.main import app
+from gs_compile.runtime.folder import LOCK, Folder
+from gs_compile.runtime.manifest import NAME
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["store", *map(str, arguments)])
+
+
+def printed(*arguments):
+    result = run(*arguments)
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    return result.stdout
+
+
+def refused(code, words, *arguments):
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    assert words in result.stderr
+    return result.stdout
+
+
+def names(*folders):
+    return sorted(path.name for folder in folders if folder.exists() for path in folder.iterdir())
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return stored_folders(tmp_path, "one", "other")
+
+
+@pytest.fixture
+def commit(folders):
+    commit = stored_run(*folders)
+    for folder in reversed(folders):
+        save(folder, commit)
+    return commit
+
+
+@pytest.fixture
+def used(folders, commit):
+    """The run is in use by a process of another number."""
+    folder = Folder.take(folders[1])
+    (folders[1] / LOCK).write_text("pid 1, started just now")
+    yield
+    folder.release()
+
+
+def garbage_in(folder):
+    """What a killed run leaves."""
+    for name in (f"{RUN}-00ff-s0-a.1", "w3-b", ".probe", ".manifest.json"):
+        (folder / name).write_bytes(bytes(8192))
+
+
+def foreign_in(folder):
+    """What no run makes; the names."""
+    (folder / "notes.txt").write_text("mine")
+    (folder / ".notes").write_text("mine")
+    (folder / f"{RUN}-00ff-s0-b.1").symlink_to(folder / "notes.txt")
+    (folder / f"{RUN}-00ff-w0-b.1").mkdir()
+    os.mkfifo(folder / f"{RUN}-00ff-w0-c.1")
+    return [".notes", f"{RUN}-00ff-s0-b.1", f"{RUN}-00ff-w0-b.1", f"{RUN}-00ff-w0-c.1", "notes.txt"]
+
+
+# ls -------------------------------------------------------------------------------------------------------------------
+
+
+def test_ls_tells_of_every_run(folders, commit, tmp_path):
+    rank = folders[0].with_name("greedysnake-run-1.2")
+    rank.mkdir(mode=0o700)
+    save(rank, replace(commit, run="ffffffff", parts=(), units=(), parameters=(), rest=(), rank=1, world=2))
+    garbage_in(folders[0])
+    lines = printed("ls", folders[0].parent).splitlines()
+    assert lines[1].split() == [
+        str(folders[0]), RUN, "3", commit.written, "160.0", "KiB", "14,656", "parameters,", "AdamW", "32.0", "KiB",
+    ]  # fmt: skip
+    assert "rank 1 of 2" in lines[2]
+    first, second = json.loads(printed("ls", folders[0].parent, "--json"))["runs"]
+    assert (first["step"], first["nbytes"], first["parameters"], first["problem"]) == (3, 20 * 8192, 14656, None)
+    assert set(first["garbage"].values()) == {8192}
+    assert (second["rank"], second["world"]) == (1, 2)
+    assert printed("ls", tmp_path) == f"no runs in {tmp_path}\n"
+    assert "listing failed: No such file" in run("ls", tmp_path / "none").stderr
+
+
+def test_ls_looks_at_a_run_in_use_and_changes_nothing(folders, used):
+    before = names(*folders)
+    assert "in use by pid 1, started just now" in printed("ls", folders[1].parent)
+    assert names(*folders) == before
+
+
+def test_ls_tells_the_newest_commit_of_all_directories(folders, commit):
+    save(folders[1], replace(commit, step=4))
+    (row,) = json.loads(printed("ls", folders[0].parent, "--json"))["runs"]
+    assert row["step"] == 4
+
+
+def test_ls_tells_of_a_damaged_run_and_of_the_others(folders, commit):
+    other = folders[0].with_name("greedysnake-run.2")
+    shutil.copytree(folders[0], other)
+    (folders[0] / NAME).write_bytes(b"{}")
+    assert str(other) in refused(5, "format: Field required", "ls", folders[0].parent)
+
+
+# gc -------------------------------------------------------------------------------------------------------------------
+
+
+def test_gc_removes_what_no_commit_names_and_nothing_foreign(folders, commit):
+    before = names(*folders)
+    foreign = foreign_in(folders[1])
+    for folder in folders:
+        garbage_in(folder)
+    assert printed("gc", folders[0].parent).splitlines()[-1] == "8 files, 64.0 KiB"
+    assert names(*folders) == sorted([*before, *foreign])
+    printed("gc", folders[0].parent, "--all")
+    assert not folders[0].exists()
+    assert names(folders[1]) == foreign
+
+
+def test_gc_keeps_what_a_commit_in_another_directory_names(folders, commit):
+    """The one of two manifests that was written first, before the process was killed."""
+    name = f"{RUN}-00ff-s0-a.1"
+    parts = [
+        replace(part, files=tuple(replace(file, name=name) for file in part.files)) if part.value == "s0a" else part
+        for part in commit.parts
+    ]
+    for folder in folders:
+        garbage_in(folder)
+    save(folders[1], replace(commit, step=4, parts=tuple(parts)))
+    printed("gc", folders[0].parent)
+    for folder in folders:
+        assert {name, f"{RUN}-00ff-s0-a.0"} <= set(names(folder))
+
+
+def test_gc_of_a_copy_leaves_the_run_that_it_was_copied_from(folders, commit, tmp_path):
+    copy = tmp_path / "copy" / folders[0].name
+    copy.parent.mkdir()
+    shutil.copytree(folders[0], copy)
+    before = names(*folders)
+    printed("gc", copy.parent, "--all")
+    assert not copy.exists()
+    assert names(*folders) == before
+
+
+def test_gc_does_not_guess_where_there_is_no_commit(folders, commit):
+    for folder in folders:
+        (folder / NAME).unlink()
+        garbage_in(folder)
+    before = names(folders[0])
+    printed("gc", folders[0].parent)
+    assert names(folders[0]) == [name for name in before if name.startswith(RUN)]
+    (folders[0] / NAME).write_bytes(b"[]")
+    (folders[0] / NAME).chmod(0o600)
+    refused(5, "Input should be an object", "gc", folders[0].parent)
+    printed("gc", folders[0].parent, "--all")
+    assert not folders[0].exists()
+
+
+@pytest.mark.parametrize("command", [("gc",), ("gc", "--all")])
+def test_a_run_in_use_is_left_alone(folders, used, command):
+    before = names(*folders)
+    refused(6, "another run uses this folder, pid 1", *command, folders[0].parent)
+    assert names(*folders) == before
