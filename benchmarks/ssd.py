@@ -7,7 +7,7 @@ bytes of files that were written before, to and from small pages: a run has huge
 by itself. Nothing else should use the disk meanwhile.
 
     python benchmarks/ssd.py --directory /mnt/nvme0 --output benchmarks/results/ssd.json
-    python benchmarks/ssd.py --directory /mnt/nvme0 --sweep       # why ssd.BLOCK and ssd.THREADS are what they are
+    python benchmarks/ssd.py --directory /mnt/nvme0 --sweep       # why grid.BLOCK and ssd.THREADS are what they are
     python benchmarks/ssd.py --directory /mnt/nvme0 --pages --output benchmarks/results/ssd-pages.json
 """
 
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from gs_compile.runtime import ssd
+from gs_compile.runtime import grid, ssd
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.store import Store
 
@@ -92,7 +92,7 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
     rates: dict[str, dict[str, list[float]]] = {load: {} for load in LOADS}
     for _ in range(arguments.rounds):
         for block, threads in cases:
-            ssd.BLOCK = block * MIB
+            grid.BLOCK = block * MIB
             folder = Path(tempfile.mkdtemp(dir=arguments.directory))
             with Store([folder], threads=threads) as store:
                 ours = Lanes(store, arguments, mapped_pages)
@@ -221,7 +221,7 @@ def conditions(arguments: argparse.Namespace) -> dict[str, Any]:
         "command": "python benchmarks/ssd.py " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in options.items()),
         "machine": {"cores": os.cpu_count(), "kernel": platform.release().split("-")[0], "disk": arguments.disk},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "fio": fio},
-        "setting": {**options, "block_bytes": ssd.BLOCK, "threads": ssd.THREADS},
+        "setting": {**options, "block_bytes": grid.BLOCK, "threads": ssd.THREADS},
         "load_before": os.getloadavg()[0],
     }
 

@@ -98,6 +98,10 @@ class ManifestError(StorageError):
     """The manifest of a durable run is damaged, of a newer format, or of no run: says the file and the entry."""
 
 
+class CorruptionError(StorageError):
+    """Storage has other bytes than were written to it; found before they are used. Says file, offset, unit and kind."""
+
+
 class MemoryBudgetError(GreedySnakeError, ValueError):
     """A budget is too small: says of what, how much is needed, and what binds."""
 

@@ -16,11 +16,19 @@ from typing import get_args
 
 import numpy as np
 
-from gs_compile.errors import SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
+from gs_compile.errors import (
+    CorruptionError,
+    SlowStorageWarning,
+    StorageError,
+    StorageFullError,
+    StorageLockedError,
+)
 from gs_compile.machine import free_storage
+from gs_compile.placement.slab import rounded
 from gs_compile.runtime import ssd, system
 from gs_compile.runtime.folder import PROBE, Folder, as_storage_error
-from gs_compile.runtime.ssd import File, Memory, Transfer, Verb
+from gs_compile.runtime.grid import Grid
+from gs_compile.runtime.ssd import File, Memory, Sums, Transfer, Verb
 
 PROBE_BLOCK = 8 << 20
 PROBE_NBYTES = 128 << 20
@@ -39,7 +47,6 @@ class Drive:
             self.kept: Set[str] = frozenset()  # names of files that stay when the run is over
             self._files: list[File] = []
             opened.callback(lambda: list(map(self.leave, list(self._files))))
-            self._threads = threads
             self._pools = {
                 verb: opened.enter_context(ThreadPoolExecutor(threads, f"greedysnake-{verb}"))
                 for verb in get_args(Verb)
@@ -51,36 +58,44 @@ class Drive:
             slow = f"{directory} refuses direct I/O: storage works through the page cache, slower and with more copies"
             warnings.warn(slow, SlowStorageWarning, stacklevel=4)
 
-    def create(self, name: str, nbytes: int) -> File:
+    def create(self, name: str, nbytes: int, chunk: int | None = None) -> File:
         """A new file of zeros with its room reserved; StorageFullError, and no file, if there is none."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.is_direct else 0)
         with as_storage_error(f"creation of {name}", self.folder):
-            file = File(self.folder / name, system.open_file(name, flags, self.own.fd), self.is_direct)
-            self._files.append(file)
+            fd = self._open(name, os.O_CREAT | os.O_EXCL)
             try:
                 if nbytes:
-                    system.fallocate(file.fd, nbytes)
+                    system.fallocate(fd, rounded(nbytes))
             except OSError as error:
-                self.remove(file)
+                self._discard(fd, name)
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise self._full(nbytes, error.errno) from error
                 raise
-        return file
+        grid = Grid.of(nbytes, chunk)
+        return self._take(fd, name, grid, ssd.sums_of_zeros(grid))
 
-    def adopt(self, name: str, nbytes: int) -> File:
-        """A file of `nbytes` that an earlier run has left; raises StorageError if it is not one of ours."""
-        flags = os.O_RDWR | (os.O_DIRECT if self.is_direct else 0)
+    def adopt(self, name: str, nbytes: int, chunk: int, sums: str) -> File:
+        """A file that an earlier run has left, with the checksums that it had then, as `File.sums_text` gives them.
+
+        Raises StorageError if it is not a file of this user's alone, or not of this size.
+        """
         with as_storage_error(f"opening of {name}", self.folder), contextlib.ExitStack() as opened:
-            fd = system.open_file(name, flags, self.own.fd)
+            fd = self._open(name, 0)
             opened.callback(os.close, fd)
-            found = os.fstat(fd)
+            found, path = os.fstat(fd), str(self.folder / name)
             is_own = found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o600 and found.st_nlink == 1
             if not (stat.S_ISREG(found.st_mode) and is_own):
-                raise StorageError(
-                    errno.EPERM, "others can get at this file: not to be trusted", str(self.folder / name)
-                )
-            file = File(self.folder / name, fd, self.is_direct)
+                raise StorageError(errno.EPERM, "others can get at this file: it is not to be trusted", path)
+            if found.st_size != rounded(nbytes):
+                what = f"{found.st_size} bytes, and the run that has left this file wrote {nbytes}"
+                raise CorruptionError(errno.EBADMSG, what, path)
             opened.pop_all()
+        return self._take(fd, name, Grid.of(nbytes, chunk), ssd.sums_of_text(sums))
+
+    def _open(self, name: str, flags: int) -> int:
+        return system.open_file(name, os.O_RDWR | flags | (os.O_DIRECT if self.is_direct else 0), self.own.fd)
+
+    def _take(self, fd: int, name: str, grid: Grid, sums: Sums) -> File:
+        file = File(self.folder / name, fd, self.is_direct, grid, sums)
         self._files.append(file)
         return file
 
@@ -95,9 +110,12 @@ class Drive:
     def remove(self, file: File) -> None:
         """Never fails: it runs where something else may have failed."""
         self._files.remove(file)
+        self._discard(file.fd, file.path.name)
+
+    def _discard(self, fd: int, name: str) -> None:
         with contextlib.suppress(OSError):  # of writes that came to nothing; the descriptor is closed
-            os.close(file.fd)
-        self.own.unlink(file.path.name)
+            os.close(fd)
+        self.own.unlink(name)
 
     def sync(self, file: File, label: str) -> Future[None]:
         """Begin to bring what was written to a file to the medium."""
@@ -126,7 +144,7 @@ class Drive:
         """
         return [
             self._pools[verb].submit(ssd.move_block, verb, file, memory[begin - offset : end - offset], begin, label)
-            for begin, end in ssd.blocks(offset, memory.nbytes, self._threads)
+            for begin, end in file.grid.cut(offset, memory.nbytes)
         ]
 
     def check_room(self, nbytes: int) -> None:

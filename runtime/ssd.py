@@ -1,52 +1,50 @@
-"""ssd: files moved to and from memory in the background; whoever waits gets the error.
+"""ssd: files moved to and from memory in the background, each block with a checksum; whoever waits gets the error.
 
-A request is cut into blocks, and the blocks are moved by two small pools of threads, one that reads and one that
-writes, so that neither waits for the other. `os.preadv` and `os.pwritev` release the GIL; the threads cost a few per
-cent of one core. With O_DIRECT the drive reads and writes the caller's memory itself: no page cache, no second copy.
+A request is cut at the grid of its file (grid.py), and its blocks are moved by two small pools of threads, one that
+reads and one that writes, so that neither waits for the other. Reading, writing and hashing release the GIL; the
+threads cost a few per cent of one core. With O_DIRECT the drive reads and writes the caller's memory itself: no page
+cache, no second copy.
 
-    request   |  head  |        blocks, in whole pages        |  tail  |
-                 |        |         |         |         |         |
-    file     page     page                                     page    page
-
-[1] O_DIRECT moves whole pages of the file to and from page-aligned memory: those blocks go straight.
-[2] The head and the tail, less than a page each, go through a small buffer of the thread; so does a block whose memory
-    is not aligned, piece by piece. Writing a part of a page reads the page first, under the file's lock: two writes may
-    share a page.
-[3] Without O_DIRECT the kernel copies, and is told to forget each block at once.
+[1] A whole block is hashed where it is in memory: before it is written, after it is read. Its checksum stays with the
+    run, apart from the drive: bytes that are not the last ones written there are refused, whatever became of them.
+[2] A part of a block is moved by way of the whole: read, checked, changed, hashed.
+[3] O_DIRECT moves whole pages of the file to and from page-aligned memory. What is less than a page at the end of the
+    file, or memory that is not aligned, goes piece by piece through pages that are.
+[4] Without O_DIRECT the kernel copies, and is told to forget each block at once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import cache
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from xxhash import xxh3_64_intdigest
 
-from gs_compile.errors import StorageError
+from gs_compile.errors import CorruptionError, StorageError
 from gs_compile.placement.slab import PAGE_NBYTES, rounded
 from gs_compile.runtime import system
+from gs_compile.runtime.grid import Block, Grid
 from gs_compile.runtime.stream import is_in_host_memory
 
 Memory: TypeAlias = npt.NDArray[np.uint8]
+Sums: TypeAlias = npt.NDArray[np.uint64]
 Verb = Literal["read", "write"]
 
 PAGE = PAGE_NBYTES
-BLOCK = 8 << 20  # 1 to 16 MiB are equally fast with enough threads (benchmarks/ssd.py); large ones cost less CPU
-BOUNCE = 1 << 20  # of a thread's buffer: all threads' are not in the budget
-SMALL_BLOCK = 1 << 20  # a short request is cut finer, to this and no less, so that it too has several in flight
+BOUNCE = 1 << 20  # of memory that is not aligned, what is copied at a time: it is in no budget
 THREADS = 4  # of a drive, for each direction: two are slower, eight are no faster (benchmarks/ssd.py)
 MAX_RETRIES = 64  # without progress, after pauses that add up to three seconds: then the drive is not coming back
 MAX_PAUSE_SECONDS = 0.05
@@ -54,12 +52,26 @@ MAX_PAUSE_SECONDS = 0.05
 
 @dataclass(eq=False)
 class File:
-    """A file of fixed size, open for reading and writing; `direct` if it was opened with O_DIRECT."""
+    """A file of fixed size, open for reading and writing; `direct` if it was opened with O_DIRECT.
+
+    sums: xxh3 of each block of its grid as it was last written.
+    """
 
     path: Path
     fd: int
     direct: bool
-    parts: threading.Lock = field(default_factory=threading.Lock)  # one part of a page is written at a time
+    grid: Grid
+    sums: Sums
+    locks: Sequence[threading.Lock] = field(init=False)  # of each block: its bytes and its sum change together
+
+    def __post_init__(self) -> None:
+        assert len(self.sums) == len(self.grid), f"{self.path}: {len(self.sums)} checksums of {len(self.grid)} blocks"
+        self.locks = [threading.Lock() for _ in self.sums]
+
+    @property
+    def sums_text(self) -> str:
+        """The checksums as a manifest has them: 16 hex digits each, one after the other."""
+        return self.sums.astype(">u8").tobytes().hex()
 
 
 @dataclass(frozen=True)
@@ -84,55 +96,85 @@ class Transfer:
         wait_for(self.blocks)
 
 
-def blocks(offset: int, nbytes: int, threads: int) -> Iterator[tuple[int, int]]:
-    """Cut a range of a file: first and last what is less than a page, between them blocks of whole pages."""
-    end = offset + nbytes
-    first, last = rounded(offset), end - end % PAGE
-    cuts = {offset, end}
-    if first < last:
-        num_blocks = -(-(last - first) // min(BLOCK, max(SMALL_BLOCK, (last - first) // threads)))
-        cuts.update(range(first, last, rounded(-(-(last - first) // num_blocks))))
-    if first <= last:
-        cuts.add(last)
-    return pairwise(sorted(cuts))
+def sums_of_zeros(grid: Grid) -> Sums:
+    """The checksums of a new file."""
+    starts = [start for start, _ in grid.cut(0, grid.nbytes)]
+    return np.array([_sum_of_zeros(grid.at(start).nbytes) for start in starts], np.uint64)
+
+
+def sums_of_text(text: str) -> Sums:
+    """The inverse of `File.sums_text`."""
+    return np.frombuffer(bytes.fromhex(text), ">u8").astype(np.uint64)
+
+
+@cache
+def _sum_of_zeros(nbytes: int) -> int:
+    return xxh3_64_intdigest(bytes(nbytes))
 
 
 def move_block(verb: Verb, file: File, memory: Memory, offset: int, label: str) -> None:
-    """Read or write one block, all of it, or raise a StorageError."""
-    places = memory.ctypes.data, offset, memory.nbytes
-    if not file.direct or not any(place % PAGE for place in places):  # [1]
-        move(verb, file, memory, offset, label)
-        return
-    for begin in range(0, memory.nbytes, BOUNCE):
-        _move_bounced(verb, file, memory[begin : begin + BOUNCE], offset + begin, label)
+    """Read or write one block, or a part of one, or raise a StorageError; a CorruptionError where its bytes changed."""
+    block = file.grid.at(offset)
+    with file.locks[block.number]:
+        if memory.nbytes < block.nbytes:
+            _move_part(verb, file, block, memory, offset, label)
+        elif verb == "read":
+            _read(file, block, memory, label)
+        else:
+            _write(file, block, memory, memory, offset, label)
 
 
-def _move_bounced(verb: Verb, file: File, memory: Memory, offset: int, label: str) -> None:
-    inside, pages = bounce(offset, memory.nbytes)  # [2]
-    begin = offset - inside.start
+def _read(file: File, block: Block, memory: Memory, label: str) -> None:
+    _move_pages("read", file, memory, block.start, label)
+    if xxh3_64_intdigest(memory.data) != file.sums[block.number]:  # [1]
+        what = (
+            f"read of {label} found {block.nbytes} bytes at offset {block.start} that are not those written there: the "
+            "drive or another program has changed them. None of them was used. Check this drive or choose another "
+            "storage=, and go on from the last commit or state that you have"
+        )
+        raise CorruptionError(errno.EBADMSG, what, str(file.path))
+
+
+def _write(file: File, block: Block, whole: Memory, memory: Memory, offset: int, label: str) -> None:
+    """Write the pages `memory`, after which the block is `whole`. Where that fails, what it is now may be refused."""
+    found = xxh3_64_intdigest(whole.data)
+    _move_pages("write", file, memory, offset, label)
+    file.sums[block.number] = found
+
+
+def _move_part(verb: Verb, file: File, block: Block, memory: Memory, offset: int, label: str) -> None:
+    whole = _pages(block.nbytes)[: block.nbytes]  # [2]
+    _read(file, block, whole, label)
+    part = whole[offset - block.start :][: memory.nbytes]
     if verb == "read":
-        move("read", file, pages, begin, label)
-        memory[:] = pages[inside]
+        memory[:] = part
         return
-    is_part = memory.nbytes < pages.nbytes
-    with file.parts if is_part else contextlib.nullcontext():
-        if is_part:
-            move("read", file, pages, begin, label)
-        pages[inside] = memory
-        move("write", file, pages, begin, label)
+    part[:] = memory
+    first, last = offset - offset % PAGE, rounded(offset + memory.nbytes)
+    _write(file, block, whole, whole[first - block.start : last - block.start], first, label)
 
 
-_thread = threading.local()
+def _move_pages(verb: Verb, file: File, memory: Memory, offset: int, label: str) -> None:
+    """Read or write from the begin of a page to the end of one, or of the file."""
+    is_aligned = not file.direct or memory.ctypes.data % PAGE == 0
+    straight = memory.nbytes - (memory.nbytes % PAGE if file.direct else 0) if is_aligned else 0
+    move(verb, file, memory[:straight], offset, label)
+    rest = memory[straight:]
+    pages = _pages(min(rest.nbytes, BOUNCE)) if rest.nbytes else rest  # [3]
+    for begin in range(0, rest.nbytes, BOUNCE):
+        piece = rest[begin : begin + BOUNCE]
+        nbytes = piece.nbytes
+        if verb == "write":
+            pages[:nbytes], pages[nbytes:] = piece, 0
+        move(verb, file, pages[: rounded(nbytes)], offset + straight + begin, label)
+        if verb == "read":
+            piece[:] = pages[:nbytes]
 
 
-def bounce(offset: int, nbytes: int) -> tuple[slice, Memory]:
-    """Memory of this thread, page-aligned and the same at every call, for the pages around a range, BOUNCE at most; and
-    where in it the range is.
-    """
-    if not hasattr(_thread, "bounce"):
-        _thread.bounce = np.frombuffer(mmap.mmap(-1, BOUNCE), np.uint8)
-    start = offset % PAGE
-    return slice(start, start + nbytes), _thread.bounce[: rounded(start + nbytes)]
+def _pages(nbytes: int) -> Memory:
+    """Memory of whole pages, page-aligned."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    return np.frombuffer(mmap.mmap(-1, rounded(nbytes), flags), np.uint8)
 
 
 def move(verb: Verb, file: File, memory: Memory, offset: int, label: str) -> None:
@@ -150,7 +192,7 @@ def move(verb: Verb, file: File, memory: Memory, offset: int, label: str) -> Non
                 raise StorageError(error.errno or errno.EIO, what, str(file.path)) from error
             retries += 1
             time.sleep(min(0.001 * retries, MAX_PAUSE_SECONDS))
-    if not file.direct:  # [3]
+    if not file.direct:  # [4]
         os.posix_fadvise(file.fd, offset, memory.nbytes, os.POSIX_FADV_DONTNEED)
 
 

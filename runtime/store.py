@@ -101,8 +101,8 @@ class Store:
         stripe = Stripe.of(nbytes, self.weights)
         files: list[File] = []
         try:
-            for drive, chunk in zip(self.drives, stripe.chunks, strict=True):
-                files.append(drive.create(f"{self._prefix}{label}", stripe.num_rows * chunk))
+            for drive, chunk, length in zip(self.drives, stripe.chunks, stripe.lengths(nbytes), strict=True):
+                files.append(drive.create(f"{self._prefix}{label}", length, chunk))
         except OSError:
             for drive, file in zip(self.drives, files, strict=False):
                 drive.remove(file)
@@ -113,7 +113,10 @@ class Store:
         """An extent of the former run; unless the next commit has it, it goes with that."""
         stripe = Stripe(part.chunks, part.num_rows)
         drives = [self._drive_of(Path(each.folder)) for each in part.files]
-        files = [drive.adopt(each.name, each.nbytes) for drive, each in zip(drives, part.files, strict=True)]
+        files = [
+            drive.adopt(each.name, each.nbytes, chunk, each.sums)
+            for drive, each, chunk in zip(drives, part.files, part.chunks, strict=True)
+        ]
         found = Extent(self, drives, label, part.nbytes, stripe, files)
         self._adopted.append(found)
         return found
@@ -197,10 +200,9 @@ class Extent:
 
     def stored(self, name: str) -> StoredPart:
         """Where it is, for a manifest, as the part of that name."""
-        sizes = (self.stripe.num_rows * chunk for chunk in self.stripe.chunks)
         files = (
-            StoredFile(str(drive.folder), file.path.name, nbytes, "")
-            for (drive, file), nbytes in zip(self.on_drives, sizes, strict=True)
+            StoredFile(str(drive.folder), file.path.name, file.grid.nbytes, file.sums_text)
+            for drive, file in self.on_drives
         )
         return StoredPart(name, self.nbytes, self.stripe.chunks, self.stripe.num_rows, tuple(files))
 
@@ -276,6 +278,13 @@ class Stripe:
         return Stripe(
             tuple((end - begin) * ssd.PAGE for begin, end in zip([0, *ends[:-1]], ends, strict=True)), num_rows
         )
+
+    def lengths(self, nbytes: int) -> tuple[int, ...]:
+        """The bytes of each drive's file, of `nbytes` in all: the last row may not be full."""
+        rows, rest = divmod(nbytes, sum(self.chunks))
+        before = [sum(self.chunks[:drive]) for drive in range(len(self.chunks))]
+        lasts = (max(0, min(chunk, rest - start)) for chunk, start in zip(self.chunks, before, strict=True))
+        return tuple(rows * chunk + last for chunk, last in zip(self.chunks, lasts, strict=True))
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[Piece]:
         """The parts of a range, in its order."""

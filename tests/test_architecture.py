@@ -36,7 +36,6 @@ MUTABLE = {  # module-level state that changes, each with its reason in ARCHITEC
     "gs_compile.codegen.compiled.compilations_of",
     "gs_compile.codegen.compiled._codes",
     "gs_compile.runtime.kernels._memory",
-    "gs_compile.runtime.ssd._thread",
     "gs_compile.runtime.threads._default",
 }
 

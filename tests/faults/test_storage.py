@@ -13,7 +13,7 @@ import torch
 from tiered import another_run
 
 from gs_compile.errors import SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
-from gs_compile.runtime import drive, ssd, system
+from gs_compile.runtime import drive, grid, ssd, system
 from gs_compile.runtime.store import Store
 from gs_compile.runtime.stored import FOLDER
 
@@ -30,7 +30,7 @@ def extent(tmp_path):
 
 @pytest.fixture(autouse=True)
 def blocks_of_one_mebibyte(monkeypatch):
-    monkeypatch.setattr(ssd, "BLOCK", MIB)
+    monkeypatch.setattr(grid, "BLOCK", MIB)
 
 
 def page_aligned(nbytes):

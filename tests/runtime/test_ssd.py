@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from gs_compile.runtime import ssd, system
 from gs_compile.runtime.drive import Drive
+from gs_compile.runtime.grid import BLOCK, SMALL_BLOCK, Grid
 from gs_compile.runtime.ssd import PAGE, Transfer
 
-NBYTES = 5 * ssd.SMALL_BLOCK
+NBYTES = 5 * SMALL_BLOCK
 
 
 @pytest.fixture(params=[True, False], ids=["direct", "buffered"])
@@ -51,7 +52,7 @@ def noise(nbytes, seed=0):
         (PAGE + 5, 2 * PAGE),
         (0, 1_000_003),
         (1, NBYTES - 2),
-        (3 * PAGE, 3 * ssd.SMALL_BLOCK + 7),
+        (3 * PAGE, 3 * SMALL_BLOCK + 7),
         (NBYTES - 5, 5),
     ],
 )
@@ -77,7 +78,7 @@ def test_writes_that_share_pages_keep_each_other(file, drive):
 
 
 def test_aligned_memory_is_moved_without_a_second_copy(file, drive, monkeypatch):
-    monkeypatch.setattr(ssd, "bounce", None)
+    monkeypatch.setattr(ssd, "_pages", None)
     source = noise(NBYTES)
     Transfer(drive.submit("write", file, source, 0, "w3")).wait()
     into = aligned(NBYTES)
@@ -87,6 +88,7 @@ def test_aligned_memory_is_moved_without_a_second_copy(file, drive, monkeypatch)
 
 @pytest.mark.parametrize("held", ["preadv", "pwritev"])
 def test_neither_direction_waits_for_the_other(file, drive, monkeypatch, held):
+    other = drive.create("s3", NBYTES)
     gate = threading.Event()
     real = getattr(system, held)
 
@@ -96,7 +98,7 @@ def test_neither_direction_waits_for_the_other(file, drive, monkeypatch, held):
 
     monkeypatch.setattr(system, held, blocked)
     reads = [Transfer(drive.submit("read", file, aligned(NBYTES), 0, "w3")) for _ in range(3)]
-    writes = [Transfer(drive.submit("write", file, noise(NBYTES), 0, "s3")) for _ in range(3)]
+    writes = [Transfer(drive.submit("write", other, noise(NBYTES), 0, "s3")) for _ in range(3)]
     free, stopped = (writes, reads) if held == "preadv" else (reads, writes)
     for transfer in free:
         transfer.wait()
@@ -106,16 +108,21 @@ def test_neither_direction_waits_for_the_other(file, drive, monkeypatch, held):
         transfer.wait()
 
 
-@given(st.integers(0, 40 << 20), st.integers(0, 100 << 20), st.integers(1, 16))
-def test_blocks_cover_the_range_in_order(offset, nbytes, threads):
-    cut = list(ssd.blocks(offset, nbytes, threads))
-    ends = [offset, *(end for _, end in cut)]
-    assert ends[-1] == offset + nbytes
-    assert [begin for begin, _ in cut] == ends[:-1]
-    for begin, end in cut:
-        assert 0 < end - begin <= ssd.BLOCK
-        whole = begin % PAGE == 0 and end % PAGE == 0
-        assert whole or begin // PAGE == (end - 1) // PAGE
+@given(st.integers(1, 100 << 20), st.none() | st.integers(100, 5000).map(PAGE.__mul__), st.data())
+def test_a_range_is_cut_at_the_blocks_of_its_file(nbytes, chunk, data):
+    grid = Grid.of(nbytes, chunk)
+    offset = data.draw(st.integers(0, nbytes))
+    end = data.draw(st.integers(offset, nbytes))
+    whole, part = list(grid.cut(0, nbytes)), list(grid.cut(offset, end - offset))
+    assert [start for start, _ in whole] == [0, *(stop for _, stop in whole[:-1])]
+    assert whole[-1][1] == nbytes
+    assert all(start % PAGE == 0 and 0 < stop - start <= grid.block <= BLOCK for start, stop in whole)
+    for number, (start, stop) in enumerate(whole):
+        assert grid.at(start) == grid.at(stop - 1) == (number, start, stop)
+    assert len(grid) == len(whole)
+    cut = [(max(start, offset), min(stop, end)) for start, stop in whole]
+    assert part == [(start, stop) for start, stop in cut if start < stop]
+    assert {start for start, _ in whole} >= set(range(0, nbytes, chunk or nbytes))
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(4, 4).t(), torch.ones(4, device="meta")], ids=["strided", "meta"])

@@ -1,0 +1,68 @@
+"""grid: how a file is cut into blocks. Each has a checksum of its own, and is moved by one thread at a time.
+
+An extent on several drives is asked for in chunks (store.py), so a file is cut anew at each of them: whoever moves an
+extent moves whole blocks.
+
+    file      |        chunk        |        chunk        | last  |
+    blocks    |      |      |       |      |      |       |      ||
+
+A commit keeps the checksums of these blocks: another size of blocks is another format of manifests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gs_compile.placement.slab import PAGE_NBYTES, rounded
+
+BLOCK = 4 << 20  # 1 to 16 MiB are equally fast (benchmarks/ssd.py); part of a block costs the reading of all of it
+SMALL_BLOCK = 1 << 20  # a short chunk is cut finer, to this and no less, so that it too has several in flight
+NUM_BLOCKS = 4  # of a short chunk: as many as a drive has threads
+
+
+class Block(NamedTuple):
+    """The bytes of a file from `start` to before `stop`."""
+
+    number: int
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Grid:
+    """nbytes: of the file, without what fills its last page; block: the most of one block, in whole pages."""
+
+    nbytes: int
+    chunk: int
+    block: int
+
+    @staticmethod
+    def of(nbytes: int, chunk: int | None = None) -> Grid:
+        """The one grid of a file of this size. chunk: in whole pages; None: the file is of one."""
+        chunk = chunk or rounded(nbytes) or PAGE_NBYTES
+        num_blocks = -(-chunk // min(BLOCK, max(SMALL_BLOCK, chunk // NUM_BLOCKS)))
+        return Grid(nbytes, chunk, rounded(-(-chunk // num_blocks)))
+
+    def __len__(self) -> int:
+        return self.at(self.nbytes - 1).number + 1 if self.nbytes else 0
+
+    def at(self, offset: int) -> Block:
+        """The block that has a byte."""
+        row, inside = divmod(offset, self.chunk)
+        column, per_chunk = inside // self.block, -(-self.chunk // self.block)
+        start, end = row * self.chunk + column * self.block, (row + 1) * self.chunk
+        return Block(row * per_chunk + column, start, min(start + self.block, end, self.nbytes))
+
+    def cut(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """A range of the file, block by block: the first and the last may be parts of theirs."""
+        begin, end = offset, offset + nbytes
+        while begin < end:
+            stop = min(self.at(begin).stop, end)
+            yield begin, stop
+            begin = stop
