@@ -11,15 +11,21 @@ A commit keeps the checksums of these blocks: another size of blocks is another 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gs_compile.placement.slab import PAGE_NBYTES, rounded
-
+PAGE = 4096
 BLOCK = 4 << 20  # 1 to 16 MiB are equally fast (benchmarks/ssd.py); part of a block costs the reading of all of it
 SMALL_BLOCK = 1 << 20  # a short chunk is cut finer, to this and no less, so that it too has several in flight
 NUM_BLOCKS = 4  # of a short chunk: as many as a drive has threads
+
+
+def lengths(nbytes: int, chunks: Sequence[int]) -> tuple[int, ...]:
+    """The bytes of each drive's file, of `nbytes` in rows of these chunks: the last row may not be full."""
+    rows, rest = divmod(nbytes, sum(chunks))
+    starts = (sum(chunks[:drive]) for drive in range(len(chunks)))
+    return tuple(rows * chunk + max(0, min(chunk, rest - start)) for chunk, start in zip(chunks, starts, strict=True))
 
 
 class Block(NamedTuple):
@@ -45,9 +51,9 @@ class Grid:
     @staticmethod
     def of(nbytes: int, chunk: int | None = None) -> Grid:
         """The one grid of a file of this size. chunk: in whole pages; None: the file is of one."""
-        chunk = chunk or rounded(nbytes) or PAGE_NBYTES
+        chunk = chunk or _rounded(nbytes) or PAGE
         num_blocks = -(-chunk // min(BLOCK, max(SMALL_BLOCK, chunk // NUM_BLOCKS)))
-        return Grid(nbytes, chunk, rounded(-(-chunk // num_blocks)))
+        return Grid(nbytes, chunk, _rounded(-(-chunk // num_blocks)))
 
     def __len__(self) -> int:
         return self.at(self.nbytes - 1).number + 1 if self.nbytes else 0
@@ -66,3 +72,7 @@ class Grid:
             stop = min(self.at(begin).stop, end)
             yield begin, stop
             begin = stop
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE

@@ -29,6 +29,7 @@ from gs_compile.errors import LeftoverError, StorageError
 from gs_compile.runtime import manifest, ssd
 from gs_compile.runtime.drive import Drive
 from gs_compile.runtime.folder import as_storage_error, folder_in
+from gs_compile.runtime.grid import lengths
 from gs_compile.runtime.manifest import Manifest, StoredFile, StoredPart
 from gs_compile.runtime.signals import end_by_exit
 from gs_compile.runtime.ssd import File, Transfer, as_bytes
@@ -101,7 +102,7 @@ class Store:
         stripe = Stripe.of(nbytes, self.weights)
         files: list[File] = []
         try:
-            for drive, chunk, length in zip(self.drives, stripe.chunks, stripe.lengths(nbytes), strict=True):
+            for drive, chunk, length in zip(self.drives, stripe.chunks, lengths(nbytes, stripe.chunks), strict=True):
                 files.append(drive.create(f"{self._prefix}{label}", length, chunk))
         except OSError:
             for drive, file in zip(self.drives, files, strict=False):
@@ -278,13 +279,6 @@ class Stripe:
         return Stripe(
             tuple((end - begin) * ssd.PAGE for begin, end in zip([0, *ends[:-1]], ends, strict=True)), num_rows
         )
-
-    def lengths(self, nbytes: int) -> tuple[int, ...]:
-        """The bytes of each drive's file, of `nbytes` in all: the last row may not be full."""
-        rows, rest = divmod(nbytes, sum(self.chunks))
-        before = [sum(self.chunks[:drive]) for drive in range(len(self.chunks))]
-        lasts = (max(0, min(chunk, rest - start)) for chunk, start in zip(self.chunks, before, strict=True))
-        return tuple(rows * chunk + last for chunk, last in zip(self.chunks, lasts, strict=True))
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[Piece]:
         """The parts of a range, in its order."""

@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from annotated_types import Interval
 
+from gs_compile.runtime.grid import PAGE, Grid, lengths
+
 FOLDER = "greedysnake-run"
 FORMAT = 1
-MAX_BLOCK, MIN_BLOCK = 4 << 20, 1 << 20  # bytes with one checksum
 MAX_DIMENSIONS = 64
-PAGE = 4096
 REST = "rest"  # the part of the tensors beside the tiers
 RUN = re.compile(r"[0-9a-f]{8}")
 # Names of extents, of a durable run with its name before
@@ -237,15 +237,15 @@ def _check_part(part: StoredPart, run: str) -> None:
     name, row = f"part {part.value}", sum(part.chunks)
     _demand(0 < part.nbytes <= part.num_rows * row, name, f"{part.nbytes} bytes in {part.num_rows} rows of {row}")
     _demand(len(part.files) == len(part.chunks), name, f"{len(part.files)} files for {len(part.chunks)} chunks")
-    for file, chunk in zip(part.files, part.chunks, strict=True):
-        _demand(chunk % PAGE == 0 and file.nbytes <= part.num_rows * chunk, name, "its rows and the sizes of its files")
+    sizes = lengths(part.nbytes, part.chunks)
+    for file, chunk, size in zip(part.files, part.chunks, sizes, strict=True):
+        _demand(chunk % PAGE == 0 and file.nbytes == size, name, "its rows and the sizes of its files")
         named = OURS.fullmatch(file.name)
         _demand(named and named[2] == run, name, "name of a file")
         is_ours = FOLDERS.fullmatch(Path(file.folder).name) and Path(file.folder).is_absolute()
         _demand(is_ours and os.path.normpath(file.folder) == file.folder and file.folder.isprintable(), name, "folder")
-        least, most = (-(-file.nbytes // block) for block in (MAX_BLOCK, MIN_BLOCK))
-        is_summed = SUMS.fullmatch(file.sums) and least <= len(file.sums) // 16 <= most
-        _demand(is_summed or not file.sums, name, "sums")
+        is_summed = SUMS.fullmatch(file.sums) and len(file.sums) == 16 * len(Grid.of(size, chunk))
+        _demand(is_summed, name, "sums")
 
 
 def _check_parts(manifest: Manifest) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from gs_compile.runtime.grid import lengths
 from gs_compile.runtime.manifest import (
     FOLDER,
     FORMAT,
@@ -27,21 +28,23 @@ RUN = "0123abcd"
 CHUNK = 8192
 
 
-def sums_of(data: bytes, block: int = 1 << 20) -> str:
-    return "".join(xxhash.xxh3_64_hexdigest(data[start : start + block]) for start in range(0, len(data), block))
+def sums_of(data: bytes) -> str:
+    """A chunk is of one block."""
+    return "".join(xxhash.xxh3_64_hexdigest(data[start : start + CHUNK]) for start in range(0, len(data), CHUNK))
 
 
 def part(folders, value: str, data: bytes, *, on_disk: bool = True) -> StoredPart:
     """A part in rows of two pages for each folder, and its files if `on_disk`."""
     num_rows = -(-len(data) // (CHUNK * len(folders)))
     rows = data.ljust(num_rows * CHUNK * len(folders), b"\0")
-    files = []
+    files, sizes = [], lengths(len(data), (CHUNK,) * len(folders))
     for index, folder in enumerate(folders):
         chunks = (rows[start : start + CHUNK] for start in range(index * CHUNK, len(rows), CHUNK * len(folders)))
         mine, name = b"".join(chunks), f"{RUN}-00ff-{REST if value == REST else f'{value[:-1]}-{value[-1]}'}.0"
         if on_disk:
             (folder / name).touch(0o600)
             (folder / name).write_bytes(mine)
+        mine = mine[: sizes[index]]
         files.append(StoredFile(str(folder), name, len(mine), sums_of(mine)))
     return StoredPart(value, len(data), (CHUNK,) * len(folders), num_rows, tuple(files))
 

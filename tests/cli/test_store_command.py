@@ -85,11 +85,11 @@ def test_ls_tells_of_every_run(folders, commit, tmp_path):
     garbage_in(folders[0])
     lines = printed("ls", folders[0].parent).splitlines()
     assert lines[1].split() == [
-        str(folders[0]), RUN, "3", commit.written, "160.0", "KiB", "14,656", "parameters,", "AdamW", "32.0", "KiB",
+        str(folders[0]), RUN, "3", commit.written, "136.0", "KiB", "14,656", "parameters,", "AdamW", "32.0", "KiB",
     ]  # fmt: skip
     assert "rank 1 of 2" in lines[2]
     first, second = json.loads(printed("ls", folders[0].parent, "--json"))["runs"]
-    assert (first["step"], first["nbytes"], first["parameters"], first["problem"]) == (3, 20 * 8192, 14656, None)
+    assert (first["step"], first["nbytes"], first["parameters"], first["problem"]) == (3, 17 * 8192 + 48, 14656, None)
     assert set(first["garbage"].values()) == {8192}
     assert (second["rank"], second["world"]) == (1, 2)
     assert printed("ls", tmp_path) == f"no runs in {tmp_path}\n"

@@ -48,13 +48,11 @@ def drive_rates(
     begin = time.perf_counter()
     with _made_directories_removed(storage), Store(storage) as store:
         request_nbytes = _request_nbytes(storage)
-        read, write = (store.allocate(verb, request_nbytes * NUM_REQUESTS) for verb in ("read", "write"))
         sizes = request_nbytes, request_nbytes, PAGE
         into, source, page = (map_memory(nbytes, device).random_() for nbytes in sizes)  # for drives that compress
-        num_requests = _fill((read, write), source, seconds / 4)
-        offsets = [index * request_nbytes for index in range(num_requests)]
-        latency = _latency(read, page, offsets[-1] + request_nbytes)
-        works = _requests(read.read, into, offsets), _requests(write.write, source, offsets)
+        read, write = _filled(store, source, seconds / 4)
+        latency = _latency(store, page)
+        works = _requests([each.read for each in read], into), _requests([each.write for each in write], source)
         how = f"requests of {request_nbytes >> 20} MiB, up to {NUM_ROUNDS} rounds"
         figures = _lane_rates(works, products, seconds - (time.perf_counter() - begin), how)
     return figures | {"request_seconds": Figure(latency, f"{NUM_LATENCIES} reads of {PAGE} bytes")}
@@ -130,33 +128,36 @@ def _request_nbytes(storage: Sequence[Path]) -> int:
     return nbytes
 
 
-def _fill(extents: Sequence[Extent], memory: torch.Tensor, seconds: float) -> int:
-    """Write the extents side by side, request by request, for as long as there is time: how many requests each has."""
+def _filled(store: Store, memory: torch.Tensor, seconds: float) -> tuple[list[Extent], list[Extent]]:
+    """Extents of a request each, written as long as there is time: to read from and, side by side, to write to."""
     deadline = time.perf_counter() + seconds
-    for index in range(NUM_REQUESTS):
-        for extent in extents:
-            extent.write(memory, index * memory.nbytes).wait()
-        if time.perf_counter() > deadline:
-            break
-    return index + 1
+    pairs: list[tuple[Extent, Extent]] = []
+    while not pairs or (len(pairs) < NUM_REQUESTS and time.perf_counter() < deadline):
+        read, write = (store.allocate(f"{verb}{len(pairs)}", memory.nbytes) for verb in ("read", "write"))
+        pairs.append((read, write))
+        for extent in pairs[-1]:
+            extent.write(memory).wait()
+    return [read for read, _ in pairs], [write for _, write in pairs]
 
 
-def _latency(extent: Extent, page: torch.Tensor, nbytes: int) -> float:
-    """Seconds of reading one page, at places all over the extent."""
+def _latency(store: Store, page: torch.Tensor) -> float:
+    """Seconds of reading an extent of one page."""
     seconds = []
     for index in range(NUM_LATENCIES):
+        extent = store.allocate(f"page{index}", page.nbytes)
+        extent.write(page).wait()
         begin = time.perf_counter()
-        extent.read(page, index * (nbytes - PAGE) // NUM_LATENCIES // PAGE * PAGE).wait()
+        extent.read(page).wait()
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds)
 
 
-def _requests(request: Callable[[torch.Tensor, int], Transfer], memory: torch.Tensor, offsets: Sequence[int]) -> Work:
-    """One request after the other, all over the extent."""
-    places = itertools.cycle(offsets)
+def _requests(requests: Sequence[Callable[[torch.Tensor], Transfer]], memory: torch.Tensor) -> Work:
+    """One whole extent after the other."""
+    places = itertools.cycle(requests)
 
     def one() -> float:
-        request(memory, next(places)).wait()
+        next(places)(memory).wait()
         return memory.nbytes
 
     return one
