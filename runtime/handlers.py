@@ -93,7 +93,7 @@ class Handlers:
 
     def seal(self, op: Op) -> None:
         """Commit the step before, behind all that has been written so far."""
-        self.tiers.lane(op.lane).submit(name_of(op), lambda: None, kind=op.verb, stage=str(op.stage))
+        self.tiers.lane(op.lane).submit(name_of(op), lambda: None, kind=op.kind, stage=str(op.stage))
 
     def moved_nbytes(self, op: Op, targets: Sequence[Any]) -> int:
         """The bytes that an operation of a lane moves into `targets`."""

@@ -21,7 +21,7 @@ from gs_compile.placement.device_memory import DeviceMemory
 from gs_compile.placement.liveness import Slots
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import range_of
-from gs_compile.program.ir import Op, Program, Value, homed, whole_kind
+from gs_compile.program.ir import Op, Program, Value
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.executor import Executor, forward_end
 from gs_compile.runtime.handlers import Handlers
@@ -262,7 +262,7 @@ class TieredExecutor(Executor):
             work,
             after,
             nbytes=self._handlers.moved_nbytes(op, targets),
-            kind=whole_kind(homed(op.values[0])),
+            kind=op.kind,
             stage=str(op.stage),
         )
         if op.verb == "reduce_scatter":

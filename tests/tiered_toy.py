@@ -66,8 +66,9 @@ class TieredToy(Toy):
                     state = torch.stack([row[part.start : part.stop] for row in rows])
                     found[unit.value("s", part, "device" if on_device else None)] = state
         others = {value for value in self.placement.homes(late=False) if homed(value) != value}
+        parts = {value._replace(tier=None): content for value, content in found.items()}
         for value in (value._replace(tier="device") if on_device else value for value in others):
-            found[value] = torch.full_like(found[homed(value)], torch.nan)
+            found[value] = torch.full_like(parts[homed(value)._replace(tier=None)], torch.nan)
         return {value: content.clone() for value, content in found.items()}
 
     def whole(self, home: Mapping[Value, Tensor], on_device: bool = False) -> dict[str, Tensor]:

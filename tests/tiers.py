@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 from reference import reference
 from tiered_toy import TieredToy, frozen_quanta, tensors
@@ -161,22 +162,22 @@ def train(
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Steps in a row and what brings them to an end: what each gave, and the parameters and states after all.
 
-    `modes`: of each step, whether it trains or evaluates. Each step is the program that the pass `made_by` makes.
+    `modes`: of each step, whether it trains or evaluates. Each step is the program that the pass `made_by` makes. Of a
+    durable placement all are committed, and at the end the copies that commits keep are those of what was trained.
     """
     on_device = made_by == "overlap"
-    late, redo = False, True
+    late, redo, durable = False, True, placement.durability > 0
     results = []
     toy = TieredToy(num_layers, num_micro_batches, shape, placement=placement)
     home = toy.home(on_device)
     for number, training in enumerate((*modes, None)):
         if training is None:
-            snapshots = flush(num_layers, placement, redo=redo) if late else []
+            snapshots = flush(num_layers, placement, redo=redo, seals=durable) if late else []
         else:
             mode = replace(shape, training=training)
             toy = TieredToy(num_layers, num_micro_batches, mode, seed=number, placement=placement)
-            snapshots = lower(
-                StepSpec(num_layers, num_micro_batches, shape=mode, placement=placement, late=late, redo=redo)
-            )
+            spec = StepSpec(num_layers, num_micro_batches, shape=mode, placement=placement, late=late, redo=redo)
+            snapshots = lower(replace(spec, copies=durable, seals=durable and number > 0))
         if snapshots:
             late = bool(training) and placement.has_late
             values = reference(after(snapshots, made_by), toy, home | toy.given())
@@ -190,6 +191,8 @@ def train(
             elif not late:
                 homes -= {_scale(on_device)}
             home = {value: there[value] for value in homes}
+    copied = [pair for unit in placement.units for group in unit.trained() for pair in unit.copies(group)]
+    assert not durable or not copied or all(torch.equal(home[part], home[copy]) for part, copy in copied)
     return [result for result in results if result], toy.whole(home, on_device)
 
 

@@ -37,11 +37,12 @@ def make_plan(request: PlanRequest, schedule: Schedule = "vertical") -> StepPlan
     Raises `BadParameter` for a ratio that is none, and the errors of `planner.plan.plan`.
     """
     ratios = dict(map(_ratio, request.ratios or ()))
-    Options.of({"expert": {"ratios": ratios}})  # refuses unknown classes, and parts that are none
+    often = int(request.durability) if request.durability.isdecimal() else request.durability
+    Options.of({"durability": often, "expert": {"ratios": ratios}})  # refuses unknown classes, and parts that are none
     with busy(f"planning {request.model}"):
         from gs_compile.planner.plan import plan
 
-        return plan(**{**request._asdict(), "ratios": ratios or None, "schedule": schedule})
+        return plan(**{**request._asdict(), "ratios": ratios or None, "schedule": schedule, "durability": often})
 
 
 def _ratio(text: str) -> tuple[str, float]:

@@ -94,6 +94,7 @@ class PlanRequest(NamedTuple):
     device_memory: str | None = option("The same for the device.", None, metavar="SIZE", unset="the machine's")
     precision: Literal["bf16", "model"] = option("bf16 with fp32 masters, or the model's own.", "bf16")
     wear_years: float | None = option("Years that the drives are to last, training all day.", None, min=0, metavar="Y")
+    durability: str = option('The steps that outlive the process: "off", "step", or N: every N-th.', "off", metavar="N")
     storage: Storage = None
     gpus: int = option("GPUs of a node; each has micro-batches of its own.", 1, min=1, metavar="G")
     nodes: int = option("Nodes, each like the machine.", 1, min=1, metavar="N")

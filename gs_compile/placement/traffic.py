@@ -11,11 +11,11 @@ from collections import Counter
 
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
-from gs_compile.program.ir import TRANSFERS, Op, Program, whole_kind
+from gs_compile.program.ir import TRANSFERS, Op, Program
 
 
 def traffic(program: Program, placement: Placement) -> dict[tuple[str, str], int]:
-    """The bytes that the transfers of `program` move, by lane ("h2d", "ssd_write" ...) and kind of value.
+    """The bytes that the transfers of `program` move, by lane ("h2d", "ssd_write" ...) and kind of value (`Op.kind`).
 
     Each transfer counts what it moves, not the memory it moves it into or the requests it is made of: parts count in
     the type they are kept in, and the pieces in which a unit goes to the device are one unit together. Lanes and kinds
@@ -24,7 +24,7 @@ def traffic(program: Program, placement: Placement) -> dict[tuple[str, str], int
     moved: Counter[tuple[str, str]] = Counter()
     for op in program.ops:
         if op.verb in TRANSFERS:
-            moved[op.lane, whole_kind(op.reads[0])] += op_nbytes(op, placement)
+            moved[op.lane, op.kind] += op_nbytes(op, placement)
     return {key: nbytes for key, nbytes in sorted(moved.items()) if nbytes}
 
 

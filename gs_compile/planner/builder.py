@@ -96,7 +96,11 @@ class StepBuilder:
         return lower(self.step(placement, late=late, redo=redo), verified=False)[-1]
 
     def step(self, placement: Placement, *, late: bool, redo: bool) -> StepSpec:
-        """What is lowered: a step after one that has left gradients (`late`), of speculative updates too (`redo`)."""
+        """What is lowered: a step after one that has left gradients (`late`), of speculative updates too (`redo`).
+
+        Of a durable placement all steps are committed; what that takes is priced as a mean (`prices.work_nbytes`).
+        """
+        durable = placement.durability > 0
         return StepSpec(
             self.num_layers,
             len(placement.x_nbytes),
@@ -105,6 +109,8 @@ class StepBuilder:
             placement=placement,
             late=late,
             redo=redo,
+            copies=durable,
+            seals=durable,
         )
 
     def usual(self, placement: Placement) -> Program:

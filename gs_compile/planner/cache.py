@@ -155,6 +155,9 @@ class PlanCache:
         lines = [f"{kind + ':':<12} {stored(kind)}" for kind in kinds]
         if placement.speculative:
             lines.append(f"other:       {stored('shadow copies')}, early updates")
+        if placement.durability:
+            kept = format_bytes(homes["commits", "ssd"])
+            lines.append(f"commits:     {kept} more on SSD; one every {placement.durability} steps")
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
         share = late / max(trained, 1)
         lines.append(f"updates:     {share:.0%} late, in the next forward (alpha {self.planner.alpha:g})")

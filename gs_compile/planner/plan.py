@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
+from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder
@@ -69,16 +70,16 @@ def plan(
     gpus: int = 1,
     nodes: int = 1,
     network: str | float | None = None,
+    durability: Literal["off", "step"] | int = "off",
 ) -> StepPlan:
     """The plan for one model on one machine, or for ranks of several. What is given is kept, the rest solved around it.
 
-    model: "gpt-65b", a HuggingFace model type, a config or its path, a module, or a `Workload`, which has a sequence
-        and precision of its own.
+    model: "gpt-65b", a HuggingFace model type, a config or its path, a module, or a `Workload`, which says all itself.
     machine: a name or file of a machine profile; None: this machine, measured once.
     batch_size: samples of a step; without it and `num_micro_batches`, the smallest batch that saturates the machine. A
         last micro-batch that is smaller is planned as a whole one.
     precision: "bf16" with fp32 masters, or "model", the model's own; None: bf16 for what has no weights yet.
-    host_memory, device_memory: bytes, or text as in the backend's options; None: what the machine has.
+    host_memory, device_memory, durability: as in the backend's options; None: what the machine has.
     wear_years: how long the drives are to last at their rated endurance, training all day.
     schedule: "single" plans one forward and backward over the vertical order's batch, or over as much of it as fits;
         "horizontal" plans the baseline, for the batch that the vertical order would take where that fits;
@@ -92,7 +93,6 @@ def plan(
     """
     profile = of_one_rank(find_profile(machine, storage), gpus, nodes, network)
     batch_size = samples_of_one_rank(batch_size, gpus * nodes)
-    sizes = micro_batch_sizes(batch_size, micro_batch_size, num_micro_batches)
     request = _Request(
         schedule=schedule,
         workload_of=workloads(model, sequence, precision, gpus * nodes),
@@ -102,8 +102,9 @@ def plan(
         batch_size=batch_size,
         num_micro_batches=num_micro_batches,
         saturation=saturation,
+        durability=Options.of({"durability": durability}).durability,
     )
-    return request.made(sizes)
+    return request.made(micro_batch_sizes(batch_size, micro_batch_size, num_micro_batches))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,7 @@ class _Request:
     num_micro_batches: int | None
     saturation: Saturation
     layer_updates: int = 1
+    durability: int = 0
 
     def made(self, sizes: Sequence[int]) -> StepPlan:
         """The plan of the schedule; with updates in pieces, which takes less memory, where no other fits.
@@ -149,7 +151,7 @@ class _Request:
             profile=self.profile,
             budgets=self.budgets,
             fixed=fixed,
-            builder=replace(builder, layer_updates=self.layer_updates),
+            builder=replace(builder, layer_updates=self.layer_updates, durability=self.durability),
             counted=counted,
         )
 

@@ -93,8 +93,10 @@ class StepPlan:
 
     @cached_property
     def traffic(self) -> Mapping[tuple[str, str], int]:
-        """Bytes of a step, by lane and kind."""
-        return traffic(self.program, self.placement)
+        """Bytes of a mean step, by lane and kind: of what commits write an Nth, where every Nth step is committed."""
+        moved = traffic(self.program, self.placement)
+        often = max(self.placement.durability, 1)
+        return {(lane, kind): nbytes // (often if kind == "seal" else 1) for (lane, kind), nbytes in moved.items()}
 
     @cached_property
     def homes(self) -> Mapping[tuple[str, str], int]:

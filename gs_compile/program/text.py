@@ -24,7 +24,8 @@ _HEADER = re.compile(
 )
 _STAGE = re.compile(r"# (fill|drain|(?:forward|backward) (?:e|h|\d+)(?: of \d+)?)( +micro-batches.*)?")
 _FOLDED = re.compile(r"# (forward|backward) (\d+) \.\. (\d+)(?: of \d+)? +repeat \1 (\d+)( \d+)?")
-_VALUE = re.compile(rf"({'|'.join(KINDS)})(?:(e|h|t|\d+)([a-z]*))?(?:_(\d+))?(?:\.({'|'.join(_TIERS)}))?(?:\[(\d+)\])?")
+_KINDS = "|".join(sorted(KINDS, key=len, reverse=True))  # "sharde" is of kind "shard", not "s"
+_VALUE = re.compile(rf"({_KINDS})(?:(e|h|t|\d+)([a-z]*))?(?:_(\d+))?(?:\.({'|'.join(_TIERS)}))?(?:\[(\d+)\])?")
 
 
 def parse(text: str) -> Program:

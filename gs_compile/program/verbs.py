@@ -10,7 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from gs_compile.program.values import EPILOGUE, PROLOGUE, SHADOWS, TIED, Stage, Tier, Unit, Value, homed, whole_kind
+from gs_compile.program.values import (
+    COPIES,
+    EPILOGUE,
+    PROLOGUE,
+    SHADOWS,
+    TIED,
+    Stage,
+    Tier,
+    Unit,
+    Value,
+    homed,
+    whole_kind,
+)
 
 Role = Literal["reads", "results", "into"]
 
@@ -94,6 +106,13 @@ class Op:
         if self.verb == "seal":  # behind what was written before it
             return "ssd_write"
         return "cpu" if self.verb == "update" else "compute"
+
+    @property
+    def kind(self) -> str:
+        """The kind that what it moves or makes counts as: of a shadow copy and of a rank's share that of the part."""
+        if self.verb == "seal" or (self.into and self.into[0].kind in COPIES.values()):
+            return "seal"
+        return whole_kind(homed(self.values[0]))
 
     def __str__(self) -> str:
         """One line: ``x2_0.device = forward(x1_0.device, w1.device)``."""

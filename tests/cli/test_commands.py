@@ -24,6 +24,7 @@ CHOSEN = {
     "machine": None, "sequence": 2048, "batch_size": None, "micro_batch_size": None, "num_micro_batches": None,
     "alpha": None, "ratios": None, "clip": False, "host_memory": None, "device_memory": None, "precision": "bf16",
     "wear_years": None, "storage": None, "schedule": "vertical", "gpus": 1, "nodes": 1, "network": None,
+    "durability": "off",
 }  # fmt: skip
 
 
@@ -62,14 +63,14 @@ def test_what_is_given_is_kept(asked):
     arguments = (
         "--model llama --machine a100.json --sequence 512 --batch 64 --micro-batch-size 2 --micro-batches 32 "
         "--alpha 0.25 --ratio parameter=0.5 --ratio optimizer=1 --clip --host-memory 64GiB --device-memory 20GiB "
-        "--precision model --wear-years 3 --storage /a --storage /b --gpus 8 --nodes 16 --network 25GB/s --json"
+        "--precision model --wear-years 3 --storage /a --storage /b --gpus 8 --nodes 16 --network 25GB/s --durability 10 --json"
     )
     assert json.loads(printed("plan", *arguments.split())) == json.loads(json.dumps(as_dict(stand_in())))
     settings = {
         "machine": "a100.json", "sequence": 512, "batch_size": 64, "micro_batch_size": 2, "num_micro_batches": 32,
         "alpha": 0.25, "ratios": {"parameter": 0.5, "optimizer": 1.0}, "clip": True, "host_memory": "64GiB",
         "device_memory": "20GiB", "precision": "model", "wear_years": 3.0, "storage": [Path("/a"), Path("/b")],
-        "schedule": "vertical", "gpus": 8, "nodes": 16, "network": "25GB/s",
+        "schedule": "vertical", "gpus": 8, "nodes": 16, "network": "25GB/s", "durability": 10,
     }  # fmt: skip
     assert asked == [("llama", settings)]
 
@@ -82,6 +83,7 @@ def test_what_is_given_is_kept(asked):
         (("--model", "m", "--ratio", "parameter=half"), "--ratio parameter=half: not a class and a number"),
         (("--model", "m", "--ratio", "parameters=1"), "did you mean expert.ratios.parameter?"),
         (("--model", "m", "--ratio", "parameter=2"), "expert.ratios.parameter must be a number from 0 to 1"),
+        (("--model", "m", "--durability", "never"), 'durability must be "off", "step" or a whole number of steps'),
         (("--model", "m", "--alpha", "2"), "'--alpha'"),
         (("--model", "m", "--precision", "fp8"), "'--precision'"),
     ],

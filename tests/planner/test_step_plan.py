@@ -40,6 +40,30 @@ def test_homes_hold_everything_once(toy, shares, alpha, separate):
     assert all(homes.values())
 
 
+@pytest.mark.parametrize(("durability", "often"), [("step", "every step"), (10, "every 10 steps")])
+def test_commits_are_priced_and_explained(found, durability, often):
+    """A mean step writes an Nth of what lives in memory; SSD has one more of what is there, and two of what is not."""
+    durable = plan(
+        WORKLOAD, machine=SLOW, host_memory="160MiB", micro_batch_size=2, num_micro_batches=3, durability=durability
+    )
+    homes, steps = Counter(durable.homes), durable.placement.durability
+    in_memory = homes["states", "host"]  # parameters are narrow: they follow from their masters
+    stored = homes["parameters", "ssd"] + homes["states", "ssd"]
+    assert in_memory * stored > 0
+    assert durable.traffic["ssd_write", "seal"] == in_memory // steps
+    assert durable.written == in_memory // steps + stored + homes["checkpoints", "ssd"]
+    assert homes["commits", "ssd"] == stored + 2 * in_memory
+    assert durable.peaks["ssd"] >= stored + homes["commits", "ssd"]
+    assert f" is written {often}, " in durable.notes[0]
+    usual = plan(WORKLOAD, machine=SLOW, host_memory="160MiB", micro_batch_size=2, num_micro_batches=3)
+    assert durable.seconds >= usual.seconds
+    assert durable.bound_seconds == pytest.approx(usual.bound_seconds * (1 + _slower(durable.notes[0])), rel=1e-3)
+
+
+def _slower(note):
+    return float(note.split("%")[0].rsplit(" ", 1)[1]) / 100
+
+
 def test_rates_are_of_the_whole_batch(found):
     assert found.seconds == found.simulation.seconds > 0
     assert found.tokens_per_second == pytest.approx(3 * 2 * 256 / found.seconds)

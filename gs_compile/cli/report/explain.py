@@ -26,6 +26,7 @@ NAMES = {
     "x": "checkpoints",
     "dx": "gradients of layer inputs",
     "dw": "gradients",
+    "seal": "commits",
 }
 FIELDS = "schedule ranks num_micro_batches alpha ratios device_ratios seconds bound_seconds tokens_per_second".split()
 FIELDS += "flops_per_second binding notes wear".split()

@@ -17,10 +17,10 @@ from typing import Any
 
 from gs_compile.planner.simulate.prices import CODE, runs_backward
 from gs_compile.planner.simulate.simulator import Simulation, Span
-from gs_compile.program.ir import TRANSFERS, Op, whole_kind
+from gs_compile.program.ir import TRANSFERS, Op
 
 PAGE = Path(__file__).with_name("timeline.html")
-KINDS = ("w", "x", "dx", "s", "dw", "update", "forward", "backward", "other")
+KINDS = ("w", "x", "dx", "s", "dw", "seal", "update", "forward", "backward", "other")
 FIELDS = ("lane", "start", "stop", "kind", "nbytes", "text", "stage", "cause", "after", "critical")
 
 
@@ -75,8 +75,8 @@ def _data(simulation: Simulation) -> dict[str, Any]:
 
 def kind_of(op: Op) -> str:
     """The kind that colours an operation: one of `KINDS`."""
-    if op.verb in TRANSFERS:
-        return kind if (kind := whole_kind(op.reads[0])) in KINDS else "other"
+    if op.verb in TRANSFERS or op.verb == "seal":
+        return op.kind if op.kind in KINDS else "other"
     if op.verb in CODE:
         return "backward" if runs_backward(op) else "forward"
     return "update" if op.verb == "update" else "other"

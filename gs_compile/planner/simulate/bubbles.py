@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from gs_compile.planner.simulate.dependencies import COMPUTE, Dependencies
 from gs_compile.planner.simulate.event_loop import Times
-from gs_compile.program.ir import TRANSFERS, homed, whole_kind
+from gs_compile.program.ir import TRANSFERS
 
 ISSUE = -1  # the issue loop, in place of an operation
 
@@ -64,7 +64,7 @@ class Chains:
         if index == ISSUE:
             return "issue"
         op = self.order.ops[index]
-        return f"{op.lane} {whole_kind(homed(op.values[0]))}" if op.verb in TRANSFERS else op.lane
+        return f"{op.lane} {op.kind}" if op.verb in TRANSFERS else op.lane
 
 
 def bubbles(chains: Chains, since: float, until: float) -> dict[str, float]:

@@ -10,8 +10,11 @@ simulator (`Profile.speeds`). Nothing here looks at the order of operations.
     all_gather, reduce_scatter             bytes by the lane's rate, and a ring's steps, one for each other rank; of a
                                            gradient also a pass over this rank's share
     update                                 elements by the optimizer's rate, as the rule's bytes are to AdamW's
+    seal                                   the seconds of syncing a file that is written already, of each part's
     commit                                 copies of what the device reads in host memory; all else changes places
     gather, alias, empty, free             nothing: memory under another name
+
+Of a durable placement's commits the Nth part is counted where every Nth step is committed: that of a mean step.
 
 What issuing costs on top, `Profile.op_seconds` each, is the issue loop's and not a lane's: it is not in here.
 """
@@ -28,6 +31,8 @@ from gs_compile.program.ir import MEMORY_VERBS, SHADOWS, Op, Program, Unit
 
 # AdamW in fp32, the rule that a profile's update rate is of: reads parameter, two moments and gradient, writes three.
 ADAMW_NBYTES = 28
+# Of one file whose data is on the drive: as measured on a drive that may keep its cache; others take milliseconds.
+SYNC_SECONDS = 1e-4
 
 BACKWARD = frozenset({"backward", "embed_backward", "head_backward"})
 CODE = BACKWARD | {"embed", "forward", "head"}  # what runs a unit's code
@@ -60,7 +65,7 @@ def work_nbytes(op: Op, placement: Placement) -> int:
     """The bytes that an operation moves between tiers, or passes over in memory; a unit's code has none."""
     match op.verb:
         case "prefetch" | "offload" | "all_gather" | "reduce_scatter":
-            return op_nbytes(op, placement)
+            return op_nbytes(op, placement) // _steps(op, placement)
         case "update":
             unit = placement.by_unit[op.into[0].unit or 0]
             kept = (value for value in op.reads if value.kind in SHADOWS)  # what is written elsewhere is not in cache
@@ -89,13 +94,18 @@ def update_nbytes(unit: UnitPlacement | UnitSize) -> int:
     return 2 * unit.state_itemsize + parameter + unit.gradient_itemsize
 
 
+def _steps(op: Op, placement: Placement) -> int:
+    """Of so many steps one has the operation."""
+    return placement.durability if op.kind == "seal" else 1
+
+
 def _seconds(op: Op, placement: Placement, workload: Workload, profile: Profile) -> float:
     if op.verb in CODE:
         return code_seconds(op.unit, workload, profile, backward=runs_backward(op))
     match op.verb:
         case "prefetch" | "offload" | "update" | "norm" | "zeros":
             asked = profile.request_seconds if op.lane in ("ssd_read", "ssd_write") else 0.0
-            return work_nbytes(op, placement) / lane_rate(op.lane, profile) + asked
+            return work_nbytes(op, placement) / lane_rate(op.lane, profile) + asked / _steps(op, placement)
         case "all_gather" | "reduce_scatter":
             rings, passed = 1, 0
             if op.verb == "reduce_scatter":
@@ -107,7 +117,8 @@ def _seconds(op: Op, placement: Placement, workload: Workload, profile: Profile)
         case "count" | "clip":
             return profile.op_seconds
         case "seal":
-            return profile.request_seconds
+            files = sum(len(unit.w) + len(unit.s) for unit in placement.units)
+            return SYNC_SECONDS * files / _steps(op, placement)
         case "commit":
             in_place = () if placement.separate else (v for v in op.into[::2] if (v.kind, v.tier) == ("w", "host"))
             return 2 * sum(nbytes_of(placement, value) for value in in_place) / profile.memory_bytes_per_second

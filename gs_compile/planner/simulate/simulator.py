@@ -34,7 +34,7 @@ from gs_compile.planner.simulate.dependencies import COMPUTE, MEMORY, Dependenci
 from gs_compile.planner.simulate.event_loop import EventLoop, Rule, Times
 from gs_compile.planner.simulate.memory_timeline import Curve, curves
 from gs_compile.planner.simulate.prices import op_prices
-from gs_compile.program.ir import LANES, TRANSFERS, Op, Program, homed, whole_kind
+from gs_compile.program.ir import LANES, TRANSFERS, Op, Program
 from gs_compile.runtime.trace import Label, Trace, name_of
 
 NUM_STEPS = (2, 4, 8)  # the first step finds all lanes idle; more where lanes are further behind from step to step
@@ -193,7 +193,7 @@ class Simulation:
         trace = Trace(events=True)
         for span in self.spans:
             op = span.op
-            kind = op.verb if span.lane == "compute" or not op.values else whole_kind(homed(op.values[0]))
+            kind = op.verb if span.lane == "compute" else op.kind
             label = Label(span.lane, name_of(op), span.nbytes, kind, str(op.stage))
             trace.add(label, span.start_seconds, span.stop_seconds)
         return trace
