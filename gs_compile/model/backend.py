@@ -165,7 +165,7 @@ def _engine_for(
             "before the first call, with all parameters that are trained"
         )
     (optimizer,) = optimizers
-    if optimizer.engine is None:
+    if optimizer.engine is None or optimizer.engine.failed_at_start:
         with torch.inference_mode(False):  # what is made lives longer than this call
             if ranks is not None:
                 agree(ranks, compilation, models[0], args, optimizer)

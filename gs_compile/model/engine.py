@@ -16,27 +16,24 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import arrange, bind, tied_units
 from gs_compile.errors import OptimizerError, StepOrderError
-from gs_compile.model.mapped import leave_memory, trim
+from gs_compile.model.moving import let_go, move_in
 from gs_compile.model.opening import open_tiers
 from gs_compile.model.parameter_store import ParameterStore, in_turn
-from gs_compile.model.residency import adopt, hand_back, is_offloaded, residency_of, stash
-from gs_compile.model.rows import whole
+from gs_compile.model.residency import residency_of
 from gs_compile.model.trained import param_groups
 from gs_compile.placement.placement import Placement
 from gs_compile.planner.cache import PlanCache
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, StepShape, Unit, Value
-from gs_compile.progress import stage
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.homes import Slice
 from gs_compile.runtime.issue import TieredExecutor
@@ -94,8 +91,9 @@ class Engine(ParameterStore):
         tiers = open_tiers(self.planning, self.options, layout, recipe, device, ranks)
         super().__init__(tiers, self.options.storage[0], components)
         self.turn = optimizer.turn
-        self._adopt({args[index]: span for index, span in layout.spans.items()})
-        self._first = weakref.WeakSet(residency_of(args[index]) for index in layout.spans)
+        spans = {args[index]: span for index, span in layout.spans.items()}
+        move_in(self, spans, self.planning.host_nbytes, self.options.storage[0])
+        self._first = weakref.WeakSet(map(residency_of, spans))  # whose first values are there
         weakref.finalize(self, self.tiers.close).atexit = False
 
     @property
@@ -103,6 +101,11 @@ class Engine(ParameterStore):
         """Of the loss: that of the optimizer's own scale, and one that was no GradScaler's."""
         optimizer = self._optimizer()
         return self.accepted_factor, 1.0 if optimizer is None else optimizer.loss_scale()
+
+    @property
+    def failed_at_start(self) -> bool:
+        """Whether the run has ended before its first step, and all that it began with is there: it can begin again."""
+        return self.closed and self.ranks is None and not (self.num_steps or self.has_loaded_state)
 
     @property
     def placement(self) -> Placement:
@@ -119,28 +122,6 @@ class Engine(ParameterStore):
     def predict(self) -> Simulation:
         """Simulate steps like the latest call; measures the machine and the layers' code first, with all ranks."""
         return self.planning.predict(*self._latest)
-
-    # Start -----------------------------------------------------------------------------------------------------------
-
-    def _adopt(self, spans: Mapping[torch.nn.Parameter, Slice]) -> None:
-        """Move values into the tiers. What fails midway stashes again what it has moved, and ends the tiers."""
-        with stage("moving parameters", len(spans)) as advance, ExitStack() as undo:
-            undo.callback(self.tiers.close)
-            for parameter, span in spans.items():
-                if not is_offloaded(parameter):
-                    stash(parameter)
-                stashed = residency_of(parameter).stashed_value(parameter)
-                values, are_same = whole(stashed).cpu(), isinstance(stashed, DTensor)
-                if self.ranks and not are_same:
-                    self.ranks.broadcast(values, 0)
-                self.tiers.fill(span, values)
-                leave_memory(values.untyped_storage())  # of a file
-                adopt(parameter, self, span)
-                undo.callback(hand_back, parameter)
-                advance()
-            self.tiers.fill_up()
-            undo.pop_all()
-        trim()  # of what capturing and converting have left
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -239,9 +220,9 @@ class Engine(ParameterStore):
         self._forget_first()
 
     def _forget_first(self) -> None:
-        """Let go of first values in files, once updates are known to have succeeded: nobody goes back to them."""
-        while self.num_steps and self._first:
-            self._first.pop().stash = None
+        """Let go of first values, once the updates of a step are known to have succeeded."""
+        if self.num_steps and self._first:
+            let_go(self._first)
 
     @in_turn
     def write(self, span: Slice, values: Tensor) -> None:

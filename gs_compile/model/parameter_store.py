@@ -51,6 +51,7 @@ class ParameterStore:
         self.turn: AbstractContextManager[Any] = threading.RLock()  # of the thread that uses the model
         self.shows_whole = False  # in state dicts, also where ranks have rows of each
         self.num_steps = 0  # after which values have changed
+        self.has_loaded_state = False  # the user has given the state of an earlier run
         self._masters: dict[Slice, Tensor] = {}  # that came before the values that they round to
 
     @property
@@ -131,6 +132,7 @@ class ParameterStore:
         where another component is missing, and where one is of another shape.
         """
         self.synchronize()
+        self.has_loaded_state = True
         self._masters.pop(span, None)
         for number, name in enumerate(self._components(span)):
             values = state.get(name)

@@ -116,7 +116,7 @@ class Residency:
         if self.tiered is not None and self.tiered[0].mesh is not None:
             store, span = self.tiered
             return store.rows(span)
-        if isinstance(self.stash, DTensor):
+        if self.tiered is None and isinstance(self.stash, DTensor):
             return self.stash.detach().to(parameter.dtype)
         return self.shown_value(parameter, torch.device("cpu"))
 
@@ -157,8 +157,7 @@ class Residency:
         if self.tiered is not None:
             store, span = self.tiered
             store.write(span, values)
-            self.stash = None  # in its file, where the first step has not ended
-        else:
+        if self.tiered is None or self.stash is not None:  # until the first step has ended
             rows.write(self.stashed_value(parameter), values)
         known = self.shown.get(values.device)
         self.num_writes += 1
@@ -228,21 +227,16 @@ def stash(
     residency.release(parameter, dtype or parameter.dtype)
 
 
-def adopt(parameter: Tensor, store: ParameterStore, span: Slice) -> None:
-    """The store has the value of a stashed parameter now; a file has it, too, and is its place if the store fails."""
+def adopt(parameter: Tensor, store: ParameterStore, span: Slice, first: Tensor) -> None:
+    """The store has the value of a stashed parameter now; `first` is the same, and its place if the store fails."""
     residency = residency_of(parameter)
-    residency.place = (store, span)
-    if residency.folder is None or isinstance(residency.stash, DTensor):
-        residency.stash = None
+    residency.place, residency.stash = (store, span), first
     residency.is_trained = parameter.requires_grad
 
 
 def hand_back(parameter: Tensor) -> None:
-    """Take a value out of a store that failed at its start: the parameter is stashed again, in memory or its file."""
-    residency = residency_of(parameter)
-    if residency.stash is None:
-        residency.stash, residency.folder = residency.value(parameter, master=True), None
-    residency.place = None
+    """Take a value out of a store that failed at its start: the parameter is stashed again."""
+    residency_of(parameter).place = None
 
 
 def roll_back(arguments: Iterable[Any]) -> None:
@@ -252,7 +246,7 @@ def roll_back(arguments: Iterable[Any]) -> None:
         if residency is None or residency.stash is None or residency.tiered is not None:
             continue
         if residency.folder is None:
-            restore(parameter, residency.stash)
+            restore(parameter, residency.stash.to(parameter.device))
         else:
             residency.release(parameter, residency.stash.dtype)
 

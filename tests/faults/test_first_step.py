@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 from learner import same_tensors
 from test_step import Counted
 from tiered import Harness, adamw, another_run, files_in, gpt2, options, our_threads, outcome, step, tokens, two_groups
@@ -29,6 +30,7 @@ from gs_compile.model.residency import residency_of
 from gs_compile.runtime import system
 from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.store import Store
+from gs_compile.runtime.units import CompiledUnits
 
 KEEPS_CAPTURES = True
 
@@ -91,6 +93,58 @@ def test_a_run_that_cannot_begin_costs_no_values(harness, reference, tmp_path, o
         assert_goes_on(harness, optimizer, reference)
 
 
+class Broken:
+    """A call that fails on purpose, the index-th time it is made, and works otherwise."""
+
+    def __init__(self, patched, owner, name, index):
+        real, calls = getattr(owner, name), count()
+
+        def call(*arguments, **keywords):
+            if next(calls) == index:
+                raise OSError(errno.EIO, "broken on purpose")
+            return real(*arguments, **keywords)
+
+        patched.setattr(owner, name, call)
+
+
+PLACES = {
+    "the forward": (CompiledUnits, "forward", 1, {}),
+    "the backward": (CompiledUnits, "backward", 4, {"alpha": 0.5}),
+    "a read for the forward": (system, "preadv", 0, {}),
+    "a read for an update": (system, "preadv", 12, {"alpha": 0.0}),
+    "the first update": (OptimizerStep, "update", 0, {"separate_device": True}),
+    "an update": (OptimizerStep, "update", 3, {"alpha": 0.0}),
+    "a write": (system, "pwritev", 8, {"alpha": 0.0}),
+    "a gradient": (OptimizerStep, "gradient", 2, {"alpha": 1.0}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_first_step_that_fails_costs_no_values(harness, reference, tmp_path, place):
+    """Also one that has updated some units. The same model and optimizer begin again."""
+    owner, name, index, chosen = PLACES[place]
+    with harness.fresh(adamw, options(tmp_path, **chosen)) as optimizer:
+        before = {key: value.clone() for key, value in harness.model.state_dict().items()}
+        with pytest.MonkeyPatch.context() as patched:
+            if place == "an update":  # first values go to files
+                patched.setattr("gs_compile.model.moving.available_memory", lambda: 0)
+            with torch.no_grad():
+                harness.model(input_ids=(ids := tokens(0)), labels=ids)
+            Broken(patched, owner, name, index)
+            with pytest.raises((OSError, LaneError), match="broken on purpose"):
+                trained(harness.model, optimizer, num_steps=1)
+        same_tensors(harness.model.state_dict(), before)
+        if optimizer.num_steps:  # an error of a write arrives when the step is over
+            optimizer = adamw(two_groups(harness.model))
+        elif place != "the forward":
+            assert optimizer.engine.closed
+            assert our_threads() == []
+            assert not [file for file in files_in(tmp_path) if "greedysnake" in file]
+        assert_goes_on(harness, optimizer, reference)
+        assert all(residency_of(parameter).stash is None for parameter in harness.model.parameters())
+        optimizer.engine.tiers.close()
+
+
 def trained(model, optimizer, num_steps):
     for number in range(num_steps):
         step(model, optimizer, tokens(number))
@@ -103,18 +157,10 @@ def test_a_model_on_storage_survives_a_first_step_that_fails(monkeypatch, tmp_pa
     assert residency_of(model.lm_head.weight).folder == tmp_path / "built"
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model.compile(backend="greedysnake", options=options(tmp_path / "run"))
-    real = OptimizerStep.update
     for index in (0, 3, 30):
-        calls = count()
-
-        def update(*arguments, calls=calls, index=index):
-            if next(calls) == index:
-                raise OSError(errno.EIO, "broken on purpose")
-            real(*arguments)
-
         optimizer = adamw(two_groups(model))
         with monkeypatch.context() as patched:
-            patched.setattr(OptimizerStep, "update", update)
+            Broken(patched, OptimizerStep, "update", index)
             with pytest.raises(LaneError, match="broken on purpose"):
                 trained(model, optimizer, num_steps=50)
         if index < 30:

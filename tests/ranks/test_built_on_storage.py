@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +20,11 @@ from torch.distributed.tensor import DTensor
 
 import gs_compile
 from gs_compile import init_on_storage
-from gs_compile.errors import RankError
+from gs_compile.errors import LaneError, RankError
 from gs_compile.model import storage_init
 from gs_compile.model.mapped import SMALL_NBYTES
 from gs_compile.model.materialize import on_first_rank
+from gs_compile.runtime.optimizer import OptimizerStep
 
 KEEPS_CAPTURES = True  # each process captures its own
 
@@ -88,6 +90,41 @@ def test_a_model_built_on_storage(tmp_path):
     with Fleet(2) as fleet:
         for each in fleet.run(builds, tmp_path):
             assert each["share"] < 0.51
+
+
+def fails(info, tmp_path, on_storage):
+    """The last rank's second update fails; each rank has its rows of the first values, or all of what was in memory."""
+    (folder := tmp_path / str(info.rank)).mkdir()
+    make = partial(gpt2, width=128, seed=info.rank)
+    found = Learner(info, folder, build=lambda seed: init_on_storage(make, storage=folder) if on_storage else make())
+    first = {name: own(value).clone() for name, value in found.model.state_dict().items()}
+    if not on_storage:
+        first = gpt2(width=128, seed=0).state_dict()  # all have the first rank's
+    real, calls = OptimizerStep.update, itertools.count()
+
+    def update(*arguments):
+        if info.rank == info.number - 1 and next(calls) == 1:
+            raise OSError("broken on purpose")
+        real(*arguments)
+
+    OptimizerStep.update = update
+    try:
+        with pytest.raises((LaneError, RankError), match="broken on purpose"):
+            found.train(0, 1)
+    finally:
+        OptimizerStep.update = real
+    same_tensors({name: own(value) for name, value in found.model.state_dict().items()}, first)
+
+
+def own(value):
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def test_a_first_step_that_fails_on_one_rank_costs_no_values(tmp_path):
+    with Fleet(2) as fleet:
+        for on_storage in (True, False):
+            (place := tmp_path / str(on_storage)).mkdir()
+            fleet.run(fails, place, on_storage=on_storage)
 
 
 class Wide(nn.Module):
