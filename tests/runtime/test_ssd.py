@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from contextlib import closing
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gs_compile.errors import CorruptionError, StorageError
 from gs_compile.runtime import ssd, system
 from gs_compile.runtime.drive import Drive
 from gs_compile.runtime.grid import BLOCK, SMALL_BLOCK, Grid
@@ -123,6 +125,47 @@ def test_a_range_is_cut_at_the_blocks_of_its_file(nbytes, chunk, data):
     cut = [(max(start, offset), min(stop, end)) for start, stop in whole]
     assert part == [(start, stop) for start, stop in cut if start < stop]
     assert {start for start, _ in whole} >= set(range(0, nbytes, chunk or nbytes))
+
+
+def left(tmp_path):
+    """A file that a run has left, and what the next one is told of it."""
+    with closing(Drive(tmp_path, 1)) as drive:
+        file = drive.create("s3", 3 * PAGE + 5, 2 * PAGE)
+        Transfer(drive.submit("write", file, noise(3 * PAGE + 5), 0, "s3")).wait()
+        drive.kept = {"s3"}
+        return file.path, (file.grid.nbytes, file.grid.chunk, file.sums_text)
+
+
+def test_a_file_of_an_earlier_run_is_taken_up_with_its_checksums(tmp_path):
+    path, told = left(tmp_path)
+    into = aligned(3 * PAGE + 5)
+    with closing(Drive(tmp_path, 1)) as drive:
+        file = drive.adopt("s3", *told)
+        assert (file.sums_text, len(file.grid)) == (told[-1], 2)
+        Transfer(drive.submit("read", file, into, 0, "s3")).wait()
+        assert np.array_equal(into, noise(3 * PAGE + 5))
+        path.write_bytes(path.read_bytes()[: 2 * PAGE] + bytes(2 * PAGE))
+        with pytest.raises(CorruptionError, match=rf"read of s3 found {PAGE + 5} bytes at offset {2 * PAGE}"):
+            Transfer(drive.submit("read", file, into, 0, "s3")).wait()
+
+
+TRAPS = {
+    "cut short": lambda path: os.truncate(path, PAGE),
+    "open to others": lambda path: path.chmod(0o640),
+    "a link": lambda path: path.symlink_to(path.rename(path.with_name("elsewhere"))),
+    "a second name": lambda path: path.with_name("elsewhere").hardlink_to(path),
+    "a pipe": lambda path: path.unlink() or os.mkfifo(path, 0o600),
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_a_file_that_may_be_another_is_not_taken_up(tmp_path, trap):
+    path, told = left(tmp_path)
+    TRAPS[trap](path)
+    with closing(Drive(tmp_path, 1)) as drive:
+        with pytest.raises(StorageError, match=r"others can get at|links|bytes, and the run|Invalid") as caught:
+            drive.adopt("s3", *told)
+        assert str(path.parent) in str(caught.value)
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(4, 4).t(), torch.ones(4, device="meta")], ids=["strided", "meta"])

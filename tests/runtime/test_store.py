@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gs_compile.errors import StorageError
+from gs_compile.runtime import grid
 from gs_compile.runtime import store as store_module
 from gs_compile.runtime.store import Store, Stripe
 from gs_compile.runtime.stored import FOLDER
 
 MIB = 1 << 20
+STRIPED_NBYTES = 2 * MIB + 12_345
 
 
 @pytest.fixture
@@ -31,9 +34,9 @@ def striped(tmp_path_factory):
     directories = [tmp_path_factory.mktemp("slow"), tmp_path_factory.mktemp("fast")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_module, "ROW", 256 << 10)
+        patch.setattr(grid, "SMALL_BLOCK", 20 << 10)
         with Store(directories, weights=[1, 3]) as store:
-            nbytes = 2 * MIB + 12_345
-            yield store.allocate("w3", nbytes), bytearray(nbytes)
+            yield store.allocate("w3", STRIPED_NBYTES), bytearray(STRIPED_NBYTES)
 
 
 def random_bytes(nbytes, seed=0):
@@ -149,18 +152,23 @@ def test_directories_are_measured_where_nobody_says(tmp_path):
         assert [path.name for path in sorted((tmp_path / "a" / FOLDER).iterdir())] == [".lock"]
 
 
+ENDS = st.sampled_from([set(), {0}, {0, STRIPED_NBYTES}])  # whole extents too
+
+
 @given(st.data())
-def test_striping_is_correct_for_any_range(striped, data):
+def test_striping_is_correct_for_any_ranges(striped, data):
     extent, expected = striped
-    offset = data.draw(st.integers(0, extent.nbytes))
-    nbytes = data.draw(st.integers(0, extent.nbytes - offset))
-    source = random_bytes(nbytes, seed=data.draw(st.integers(0, 1000)))
-    extent.write(source, offset).wait()
-    expected[offset : offset + nbytes] = bytes(source.numpy())
-    begin = data.draw(st.integers(0, extent.nbytes))
-    into = torch.empty(data.draw(st.integers(0, extent.nbytes - begin)), dtype=torch.uint8)
+    cuts = sorted(data.draw(st.sets(st.integers(0, extent.nbytes), min_size=2, max_size=6)) | data.draw(ENDS))
+    source = random_bytes(extent.nbytes, seed=data.draw(st.integers(0, 1000)))
+    written = list(pairwise(cuts))[:: data.draw(st.integers(1, 2))]
+    for transfer in [extent.write(source[begin:end], begin) for begin, end in written]:  # all at once
+        transfer.wait()
+    for begin, end in written:
+        expected[begin:end] = bytes(source[begin:end].numpy())
+    begin, end = data.draw(st.sampled_from([*pairwise(cuts), (0, extent.nbytes)]))
+    into = torch.empty(end - begin, dtype=torch.uint8)
     extent.read(into, begin).wait()
-    assert bytes(into.numpy()) == expected[begin : begin + into.nbytes]
+    assert bytes(into.numpy()) == expected[begin:end]
 
 
 @given(st.integers(1, 1 << 40), st.lists(st.floats(0.01, 100), min_size=1, max_size=5))
