@@ -201,8 +201,11 @@ class _Request:
                 except MemoryBudgetError as error:
                     refusal = error
                     continue
-                made = explained(problem, made, tried, [each for each in found if each[0] is not problem])
-                return with_room(problem, made) if SCHEDULES[self.schedule].fills_memory else made
+                whole = explained(problem, made, tried, [each for each in found if each[0] is not problem])
+                if not SCHEDULES[self.schedule].fills_memory:
+                    return whole
+                kept = with_room(problem, whole)
+                return replace(kept, notes=(*kept.notes, *made.notes))
         assert refusal is not None, "there is a search"
         raise refusal
 

@@ -34,7 +34,9 @@ def placements(draw):
     if draw(st.booleans()):
         chosen = replace(chosen, clip=True, speculative=True, alpha=draw(st.sampled_from((0.0, 0.3, 1.0))))
     chosen = replace(chosen, world=draw(st.sampled_from((1, 1, 2))))
-    schedule = draw(st.sampled_from(("vertical", "horizontal", "lifetime") if chosen.world == 1 else ("vertical",)))
+    schedules = ["vertical"] + ["horizontal", "lifetime"] * (chosen.world == 1)
+    schedules += ["single"] * (step[0] % 2 == 0 and step[1] == 1)
+    schedule = draw(st.sampled_from(schedules))
     room, gradient_ratio = (ROOM if schedule == "lifetime" else None), draw(st.sampled_from((0.0, 1.0)))
     placement = replace(place(*step, chosen), schedule=schedule, room=room, gradient_ratio=gradient_ratio)
     return step, replace(placement, durability=draw(st.sampled_from((1, 3))))
