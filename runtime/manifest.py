@@ -66,7 +66,7 @@ MAX_NBYTES = 64 << 20
 MAX_ENTRIES = 1 << 20  # objects, lists, their elements, escaped letters: each takes up to 200 bytes when it is parsed
 MAX_DEPTH = 100
 MAX_KEYS = 10_000  # of an object
-MAX_DIGITS = 100  # of a number
+MAX_DIGITS = 50  # of a number: 128 bits have 39
 MAX_WORDS = 300  # letters of a file's own that an error shows
 
 

@@ -23,6 +23,7 @@ from gs_compile.runtime.grid import PAGE, Grid, lengths
 FOLDER = "greedysnake-run"
 FORMAT = 1
 MAX_DIMENSIONS = 64
+MAX_PATH = 4096
 REST = "rest"  # the part of the tensors beside the tiers
 RUN = re.compile(r"[0-9a-f]{8}")
 # Names of extents, of a durable run with its name before
@@ -242,8 +243,9 @@ def _check_part(part: StoredPart, run: str) -> None:
         _demand(chunk % PAGE == 0 and file.nbytes == size, name, "its rows and the sizes of its files")
         named = OURS.fullmatch(file.name)
         _demand(named and named[2] == run, name, "name of a file")
+        _demand(len(file.folder) <= MAX_PATH and file.folder.isprintable(), name, "folder")
         is_ours = FOLDERS.fullmatch(Path(file.folder).name) and Path(file.folder).is_absolute()
-        _demand(is_ours and os.path.normpath(file.folder) == file.folder and file.folder.isprintable(), name, "folder")
+        _demand(is_ours and os.path.normpath(file.folder) == file.folder, name, "folder")
         is_summed = SUMS.fullmatch(file.sums) and len(file.sums) == 16 * len(Grid.of(size, chunk))
         _demand(is_summed, name, "sums")
 

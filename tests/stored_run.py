@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 import numpy as np
+import torch
 import xxhash
 
-from gs_compile.runtime.grid import lengths
+from gs_compile.placement.slab import rounded
+from gs_compile.runtime.grid import Grid, lengths
 from gs_compile.runtime.manifest import (
     FOLDER,
     FORMAT,
@@ -23,42 +25,49 @@ from gs_compile.runtime.manifest import (
     StoredUnit,
     write,
 )
+from gs_compile.runtime.store import Stripe
 
 RUN = "0123abcd"
 CHUNK = 8192
 
 
-def sums_of(data: bytes) -> str:
-    """A chunk is of one block."""
-    return "".join(xxhash.xxh3_64_hexdigest(data[start : start + CHUNK]) for start in range(0, len(data), CHUNK))
+def name_of(value: str, version: int = 0, run: str = RUN) -> str:
+    return f"{run}-00ff-{REST if value == REST else f'{value[:-1]}-{value[-1]}'}.{version}"
 
 
-def part(folders, value: str, data: bytes, *, on_disk: bool = True) -> StoredPart:
+def part(folders, value: str, data: bytes, *, run: str = RUN, on_disk: bool = True) -> StoredPart:
     """A part in rows of two pages for each folder, and its files if `on_disk`."""
-    num_rows = -(-len(data) // (CHUNK * len(folders)))
-    rows = data.ljust(num_rows * CHUNK * len(folders), b"\0")
-    files, sizes = [], lengths(len(data), (CHUNK,) * len(folders))
-    for index, folder in enumerate(folders):
-        chunks = (rows[start : start + CHUNK] for start in range(index * CHUNK, len(rows), CHUNK * len(folders)))
-        mine, name = b"".join(chunks), f"{RUN}-00ff-{REST if value == REST else f'{value[:-1]}-{value[-1]}'}.0"
+    stripe = Stripe((CHUNK,) * len(folders), -(-len(data) // (CHUNK * len(folders))))
+    files, name = [], name_of(value, run=run)
+    for drive, (folder, nbytes) in enumerate(zip(folders, lengths(len(data), stripe.chunks), strict=True)):
+        pieces = [each for each in stripe.pieces(0, len(data)) if each.drive == drive]
+        mine = b"".join(data[each.begin : each.begin + each.nbytes] for each in pieces)
+        cuts = Grid.of(nbytes, CHUNK).cut(0, nbytes)
+        sums = "".join(xxhash.xxh3_64_hexdigest(mine[start:stop]) for start, stop in cuts)
         if on_disk:
             (folder / name).touch(0o600)
-            (folder / name).write_bytes(mine)
-        mine = mine[: sizes[index]]
-        files.append(StoredFile(str(folder), name, len(mine), sums_of(mine)))
-    return StoredPart(value, len(data), (CHUNK,) * len(folders), num_rows, tuple(files))
+            (folder / name).write_bytes(mine.ljust(rounded(nbytes), b"\0"))
+        files.append(StoredFile(str(folder), name, nbytes, sums))
+    return StoredPart(value, len(data), stripe.chunks, stripe.num_rows, tuple(files))
 
 
-def stored_run(*folders: Path, on_disk: bool = True, seed: int = 0, **changes) -> Manifest:
-    """A manifest of step 3: an embedding in fp32 that is frozen, and a layer in bf16 whose state has a master and two
-    moments, half of it late. `values` of the layer are 0, 1, 2 ...
-    """
+def values(seed: int = 0) -> dict[str, bytes]:
+    """The bytes of the parts: the narrow parameters on storage are their rounded masters."""
     numbers = np.random.default_rng(seed)
-    fp32 = {name: numbers.standard_normal(8192, np.float32).tobytes() for name in ("wea",)}
-    state = {name: numbers.standard_normal((3, 4096), np.float32).tobytes() for name in ("s0a", "s0b")}
-    bf16 = {"w0b": numbers.standard_normal(4096, np.float32).view(np.uint16)[1::2].tobytes()}
-    rest = {REST: np.arange(6, dtype=np.int64).tobytes()}
-    made = {**fp32, **bf16, **state, **rest}
+    state = {name: torch.tensor(numbers.standard_normal((3, 4096), np.float32)) for name in ("s0a", "s0b")}
+    return {
+        "wea": numbers.standard_normal(8192, np.float32).tobytes(),
+        "w0b": state["s0b"][0].bfloat16().view(torch.uint8).numpy().tobytes(),
+        **{name: each.numpy().tobytes() for name, each in state.items()},
+        REST: np.arange(6, dtype=np.int64).tobytes(),
+    }
+
+
+def stored_run(*folders: Path, on_disk: bool = True, seed: int = 0, run: str = RUN, **changes) -> Manifest:
+    """A commit of step 3: an embedding in fp32 that is frozen, and a layer in bf16 whose state has a master and two
+    moments, half of it late.
+    """
+    made = values(seed)
     units = (
         StoredUnit(
             "e", "float32", (StoredGroup("a", "never", (StoredRange("a", "host", 0, 8192),), ()),), 4, 4, 0, False
@@ -83,7 +92,7 @@ def stored_run(*folders: Path, on_disk: bool = True, seed: int = 0, **changes) -
     )
     fields = {
         "format": FORMAT,
-        "run": RUN,
+        "run": run,
         "step": 3,
         "num_skipped": 1,
         "written": "2026-01-02T03:04:05+00:00",
@@ -97,7 +106,7 @@ def stored_run(*folders: Path, on_disk: bool = True, seed: int = 0, **changes) -
         "plan": {"alpha": 0.5},
         "units": units,
         "parameters": parameters,
-        "parts": tuple(part(folders, value, data, on_disk=on_disk) for value, data in made.items()),
+        "parts": tuple(part(folders, value, data, run=run, on_disk=on_disk) for value, data in made.items()),
         "rest": (StoredTensor("layers.0.counts", "int64", (2, 3), 0),),
         "rank": 0,
         "world": 1,

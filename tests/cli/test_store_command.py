@@ -8,11 +8,10 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from stored_run import RUN, save, stored_folders, stored_run
+from stored_run import RUN, save
 from typer.testing import CliRunner
 
 from gs_compile.cli.main import app
-from gs_compile.runtime.folder import LOCK, Folder
 from gs_compile.runtime.manifest import NAME
 
 
@@ -35,28 +34,6 @@ def refused(code, words, *arguments):
 
 def names(*folders):
     return sorted(path.name for folder in folders if folder.exists() for path in folder.iterdir())
-
-
-@pytest.fixture
-def folders(tmp_path):
-    return stored_folders(tmp_path, "one", "other")
-
-
-@pytest.fixture
-def commit(folders):
-    commit = stored_run(*folders)
-    for folder in reversed(folders):
-        save(folder, commit)
-    return commit
-
-
-@pytest.fixture
-def used(folders, commit):
-    """The run is in use by a process of another number."""
-    folder = Folder.take(folders[1])
-    (folders[1] / LOCK).write_text("pid 1, started just now")
-    yield
-    folder.release()
 
 
 def garbage_in(folder):
