@@ -6,6 +6,7 @@ import errno
 import os
 
 import pytest
+from stored_run import save, stored_folders, stored_run
 from test_doctor import write
 from tiered import another_run
 
@@ -13,6 +14,7 @@ from gs_compile.cli.doctor import storage
 from gs_compile.cli.doctor.check import Check
 from gs_compile.errors import StorageError
 from gs_compile.runtime import system
+from gs_compile.runtime.manifest import NAME
 from gs_compile.runtime.stored import FOLDER
 
 
@@ -92,6 +94,19 @@ def test_a_directory_with_runs(tmp_path):
     check = storage.run_folder(tmp_path)
     assert check.state == "bad"
     assert "others can get at this folder" in check.found
+
+
+def test_a_directory_with_durable_runs(tmp_path):
+    assert storage.durable_runs(tmp_path / "none") == storage.durable_runs(tmp_path) == Check("none")
+    (folder,) = stored_folders(tmp_path, "drive")
+    save(folder, stored_run(folder))
+    check = storage.durable_runs(folder.parent)
+    assert check.found == f"run 0123abcd at step 3 of 2026-01-02T03:04:05+00:00 in {FOLDER}, 136.0 KiB"
+    assert check.advice == f'resume="auto" goes on from it; greedysnake store gc {folder.parent} --all removes it'
+    (folder / NAME).write_bytes(b"{}")
+    assert storage.durable_runs(folder.parent) == Check("none")
+    check = storage.run_folder(folder.parent)
+    assert (check.found, check.state) == (f"{folder} has a damaged commit", "bad")
 
 
 @pytest.mark.parametrize(

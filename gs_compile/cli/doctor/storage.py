@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from gs_compile.cli.doctor.check import Check
-from gs_compile.errors import StorageError, StorageLockedError
+from gs_compile.cli.stored.runs import found_in
+from gs_compile.errors import ManifestError, StorageError, StorageLockedError
 from gs_compile.machine import format_bytes, free_storage
 from gs_compile.planner.measure.probe_drive import existing
 from gs_compile.runtime.drive import Drive
@@ -70,9 +71,24 @@ def run_folder(directory: Path) -> Check:
             locked.release()
     except StorageLockedError:
         return Check(f"{folder} is in use", "one run at a time: give each its own directory")
+    except ManifestError:
+        return Check(f"{folder} has a damaged commit", f"greedysnake store ls {directory} tells more", is_bad=True)
     except StorageError as error:
         return Check(str(error), f"delete {folder}, or name another directory", is_bad=True)
     return Check(f"{folder}: {found}; the next run removes them" if found else "none")
+
+
+def durable_runs(directory: Path) -> Check:
+    """The commits that durable runs have left, of all ranks and models."""
+    runs = found_in(directory) if directory.is_dir() else []
+    words, idle = [], False
+    for each in runs:
+        if (made := each.commit) is not None:
+            state = f"in use by {each.user}" if each.user else format_bytes(made.nbytes)
+            words.append(f"run {made.run} at step {made.step} of {made.written} in {each.folder.name}, {state}")
+            idle |= not each.user
+    advice = f'resume="auto" goes on from it; greedysnake store gc {directory} --all removes it' if idle else ""
+    return Check("; ".join(words) or "none", advice)
 
 
 def room(directory: Path) -> Check:
@@ -109,6 +125,7 @@ def drive(directory: Path) -> Check:
 LOOKS = {  # at a directory, in the order they are shown
     "direct I/O in": direct_io,
     "runs in": run_folder,
+    "durable runs in": durable_runs,
     "room in": room,
     "filesystem of": filesystem,
     "drive of": drive,
