@@ -98,6 +98,10 @@ class ManifestError(StorageError):
     """The manifest of a durable run is damaged, of a newer format, or of no run: says the file and the entry."""
 
 
+class ResumeError(GreedySnakeError, ValueError):
+    """The run that is to go on is of another model, optimizer or number of ranks; names the first difference."""
+
+
 class CorruptionError(StorageError):
     """Storage has other bytes than were written to it; found before they are used. Says file, offset, unit and kind."""
 

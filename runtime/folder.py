@@ -101,7 +101,7 @@ class Folder:
     def clear(self, keep: Collection[str] = ()) -> None:
         """Remove what a run that was killed has left, but for the names that belong to its commit; the log says so."""
         if words := leftovers(self.path, keep):
-            log.warning("%s: %s; they are removed, as nothing in them can be resumed", self.path, words)
+            log.warning("%s: %s; they are removed, as they belong to no commit", self.path, words)
         for path in self.path.iterdir():
             if path.name not in keep and is_made(path):
                 system.unlink(path.name, self.fd)

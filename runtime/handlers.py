@@ -93,7 +93,14 @@ class Handlers:
 
     def seal(self, op: Op) -> None:
         """Commit the step before, behind all that has been written so far."""
-        self.tiers.lane(op.lane).submit(name_of(op), lambda: None, kind=op.kind, stage=str(op.stage))
+        table, commits = self.tiers.values, self.tiers.commits
+        assert commits is not None, "no step is committed"
+        homes = commits.stale_homes()
+        after = [ticket for home in homes for ticket in table.ready(home)]
+        label = {"nbytes": sum(table.contents[home].nbytes for home in homes), "kind": op.kind, "stage": str(op.stage)}
+        ticket = self.tiers.lane(op.lane).submit(name_of(op), commits.seal(), after, **label)
+        for home in homes:
+            table.use(home, ticket)
 
     def moved_nbytes(self, op: Op, targets: Sequence[Any]) -> int:
         """The bytes that an operation of a lane moves into `targets`."""

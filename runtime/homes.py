@@ -56,7 +56,7 @@ class Homes:
         raise NotImplementedError
 
     def to_change(self, value: Value) -> Any:
-        """The same, to be changed in place."""
+        """The same, to be changed in place; None where it is not to be changed."""
         raise NotImplementedError
 
     def fill(self, place: Slice, values: Tensor) -> None:
@@ -122,7 +122,7 @@ class Homes:
             content = self.to_change(value)
             if isinstance(content, Extent):
                 content.write(source.contiguous(), start * values.dtype.itemsize).wait()
-            else:
+            elif content is not None:
                 content[start : start + len(source)].copy_(source)
 
     def _pieces(self, place: Slice, component: int | None, flat: Tensor) -> Iterator[tuple[Value, int, Tensor]]:

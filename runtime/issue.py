@@ -245,6 +245,8 @@ class TieredExecutor(Executor):
     # Transfers and updates -------------------------------------------------------------------------------------------
 
     def _submit(self, op: Op) -> None:
+        if self.tiers.commits is not None:
+            self.tiers.commits.note(op)
         reads = [self._content(value) for value in op.reads]
         made, former = self._made(op, reads)
         after = self._ready(op.reads) + self._idle(op.into) + former

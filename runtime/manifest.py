@@ -55,6 +55,7 @@ __all__ = [
     "StoredTensor",
     "StoredUnit",
     "check",
+    "check_plain",
     "encoded",
     "read",
     "write",
@@ -106,7 +107,7 @@ def encoded(manifest: Manifest) -> bytes:
     """Its text. Raises ManifestError where it could not be read again: what is too large, or is not of JSON."""
     try:
         for name in ("groups", "states", "user", "plan"):
-            _check_plain(getattr(manifest, name), name)
+            check_plain(getattr(manifest, name), name)
         data = json.dumps(manifest, default=vars, separators=(",", ":")).encode()
         _check_size(data)
     except ValueError as error:
@@ -114,7 +115,7 @@ def encoded(manifest: Manifest) -> bytes:
     return data
 
 
-def _check_plain(value: object, where: str, depth: int = 0) -> None:
+def check_plain(value: object, where: str, depth: int = 0) -> None:
     """Raise a ValueError where a state is not made of dicts with names, lists, strings, numbers, None alone."""
     if depth > MAX_DEPTH:
         raise ValueError(f"{where}: deeper than {MAX_DEPTH}")
@@ -122,10 +123,10 @@ def _check_plain(value: object, where: str, depth: int = 0) -> None:
         for key, each in value.items():
             if not isinstance(key, str):
                 raise ValueError(f"{where}: the key {key!r} is not a string")
-            _check_plain(each, f"{where}.{key}", depth + 1)
+            check_plain(each, f"{where}.{key}", depth + 1)
     elif isinstance(value, list | tuple):
         for each in value:
-            _check_plain(each, where, depth + 1)
+            check_plain(each, where, depth + 1)
     elif isinstance(value, str):
         value.encode()  # half of a pair of surrogates is no letter
     elif isinstance(value, int) and abs(value) < 10 ** (MAX_DIGITS - 1):

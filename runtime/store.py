@@ -17,7 +17,7 @@ import os
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +25,12 @@ from typing import NamedTuple
 
 import torch
 
-from gs_compile.errors import LeftoverError, StorageError
+from gs_compile.errors import StorageError
 from gs_compile.runtime import manifest, ssd
 from gs_compile.runtime.drive import Drive
 from gs_compile.runtime.folder import as_storage_error, folder_in
 from gs_compile.runtime.grid import lengths
+from gs_compile.runtime.last_commit import last_commit, names_in
 from gs_compile.runtime.manifest import Manifest, StoredFile, StoredPart
 from gs_compile.runtime.signals import end_by_exit
 from gs_compile.runtime.ssd import File, Transfer, as_bytes
@@ -68,8 +69,9 @@ class Store:
                 *self.drives,
                 *(self._drive_of(folder_in(each)) for each in resume or () if folder_in(each).is_dir()),
             ]
-            self.former = former_of(found, resume=resume is not None)
-            self._adopted: list[Extent] = []
+            self.former = last_commit(found, resume=resume is not None)
+            self._adopted: dict[str, Extent] = {}
+            self._goes_on: set[str] = set()
             self.run = self.former.run if self.former else secrets.token_hex(4) if durable else ""
             # Files of a former process of the run are there, too.
             self._prefix = f"{self.run}-{secrets.token_hex(2)}-" if durable else ""
@@ -110,17 +112,25 @@ class Store:
             raise
         return Extent(self, self.drives, label, nbytes, stripe, files)
 
-    def adopt(self, part: StoredPart, label: str) -> Extent:
-        """An extent of the former run; unless the next commit has it, it goes with that."""
-        stripe = Stripe(part.chunks, part.num_rows)
-        drives = [self._drive_of(Path(each.folder)) for each in part.files]
-        files = [
-            drive.adopt(each.name, each.nbytes, chunk, each.sums)
-            for drive, each, chunk in zip(drives, part.files, part.chunks, strict=True)
-        ]
-        found = Extent(self, drives, label, part.nbytes, stripe, files)
-        self._adopted.append(found)
-        return found
+    def adopt(self, name: str, *, goes_on: bool = False) -> Extent:
+        """A part of the former run, by its name; it goes with the next commit, unless that has it or it `goes_on`."""
+        assert self.former is not None, f"{name}: there was no run before"
+        if goes_on:
+            self._goes_on.add(name)
+        if name not in self._adopted:
+            part = next(each for each in self.former.parts if each.value == name)
+            drives = [self._drive_of(Path(each.folder)) for each in part.files]
+            files = [
+                drive.adopt(each.name, each.nbytes, chunk, each.sums)
+                for drive, each, chunk in zip(drives, part.files, part.chunks, strict=True)
+            ]
+            stripe = Stripe(part.chunks, part.num_rows)
+            self._adopted[name] = Extent(self, drives, f"{name} of run {self.run}", part.nbytes, stripe, files)
+        return self._adopted[name]
+
+    def nbytes_of(self, names: Set[str]) -> int:
+        """What parts of the former run take."""
+        return sum(part.nbytes for part in self.former.parts if part.value in names) if self.former else 0
 
     def _drive_of(self, folder: Path) -> Drive:
         """The drive that has a folder of the former run; it may be none of this run's."""
@@ -143,23 +153,28 @@ class Store:
             with as_storage_error("commit", drive.folder):
                 manifest.write(drive.own.fd, made)
             drive.kept = names_in(made, drive.folder)
-        self._forget_former(made)
+        if self.former is not None:
+            self._forget_former(made)
 
     def _forget_former(self, made: Manifest) -> None:
-        """Remove what the former run's commit has and this one's has not."""
+        """Remove what the former run's commit has, unless this one's has it, or parts go on in it."""
         for drive in self._others.values():
             drive.kept = names_in(made, drive.folder)
             if not drive.kept:
                 drive.own.unlink(manifest.NAME)
-        for extent in self._adopted:
-            for drive, file in extent.on_drives:
-                if file.path.name not in drive.kept:
+        open_files = {
+            (drive, file.path.name): file for each in self._adopted.values() for drive, file in each.on_drives
+        }
+        go_on = {(drive, file.path.name) for name in self._goes_on for drive, file in self._adopted[name].on_drives}
+        for drive in (*self.drives, *self._others.values()):
+            for name in names_in(self.former, drive.folder) - drive.kept:
+                if (drive, name) in go_on:
+                    continue
+                if (file := open_files.get((drive, name))) is not None:
                     drive.remove(file)
-        self._adopted.clear()
-        if self.former is not None:
-            for drive in (*self.drives, *self._others.values()):
-                for name in names_in(self.former, drive.folder) - drive.kept:
+                else:
                     drive.own.unlink(name)
+        self._adopted.clear()
         self.former = None
 
     def close(self) -> None:
@@ -224,34 +239,6 @@ class Extent:
         with self.store.counts:
             self.store.moved_nbytes[verb, self.label] += memory.nbytes
         return Transfer(blocks)
-
-
-def former_of(drives: Iterable[Drive], *, resume: bool) -> Manifest | None:
-    """The last commit that a run has left on the drives. Each has a manifest, and one may be a commit behind.
-
-    Raises LeftoverError where it is not to be taken up, or is of several runs.
-    """
-    found = [(each, drive.folder) for drive in drives if (each := drive.own.committed()) is not None]
-    if not found:
-        return None
-    newest, folder = max(found, key=lambda pair: pair[0].step)
-    words = ", ".join(dict.fromkeys(f"run {each.run} at step {each.step} ({each.written})" for each, _ in found))
-    if len({each.run for each, _ in found}) > 1:
-        what = f"several runs have left commits here: {words}. Name the storage of the one that is to go on"
-        raise LeftoverError(errno.EEXIST, what, str(folder))
-    if not resume:
-        what = (
-            f'a durable run has left a commit here: {words}. Go on from it with the option resume="auto", or delete '
-            f"it: greedysnake store gc --all {folder.parent}"
-        )
-        raise LeftoverError(errno.EEXIST, what, str(folder))
-    return newest
-
-
-def names_in(made: Manifest | None, folder: Path) -> frozenset[str]:
-    """The names of a commit's files in a folder, with its own."""
-    files = [file for part in made.parts for file in part.files] if made else []
-    return frozenset({file.name for file in files if Path(file.folder) == folder} | {manifest.NAME} if made else ())
 
 
 class Piece(NamedTuple):

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from gs_compile.errors import LaneError, RankError
 from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import LANES, Program, Unit, Value
+from gs_compile.runtime.commits import Commits
 from gs_compile.runtime.coordinators import Activations, Parameters, Setting
 from gs_compile.runtime.homes import Homes
 from gs_compile.runtime.lanes import Failure, Lane, Ticket
@@ -34,7 +35,7 @@ class Tiers(Homes):
     """The homes of a model's parameters and optimizer states, and everything that moves them.
 
     host_nbytes: the most host memory that is mapped; None: without a bound. ranks: that share all units; what is read
-        and written are whole parameters, and all ranks read the same ones.
+        and written are whole parameters, and all ranks read the same ones. alike: as of `Commits`.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Tiers(Homes):
         host_nbytes: int | None = None,
         num_threads: int | None = None,
         ranks: Ranks | None = None,
+        alike: Set[str] = frozenset(),
     ) -> None:
         setting = Setting(placement, dtypes, store, device_of(device), ranks)
         super().__init__(setting)
@@ -58,6 +60,7 @@ class Tiers(Homes):
         self.activations = Activations(setting)
         self.optimizer = OptimizerStep(setting, recipe)
         self.values = ValueTable()
+        self.commits = Commits(setting, self.values, alike) if placement.durability else None
         self.homes = placement.homes(late=False) | placement.homes(late=True)
         self.begun: Event | None = None  # the latest computation has begun, on a device that computes asynchronously
         self.ended_on_device: list[tuple[int, Sequence[Ticket]]] = []  # bytes of values, and who still uses them
@@ -77,7 +80,10 @@ class Tiers(Homes):
             raise
 
     def _define(self, home: Value) -> None:
-        """A part of parameters or of state where it lives, or its shadow copy."""
+        """A part of parameters or of state where it lives, or one of its copies."""
+        if self.commits is not None and home.tier == "ssd":
+            self.values.define(home, self.commits.define(home))
+            return
         place = self.slab.home(slot_of(self.placement, home))
         self.values.define(home, self.parameters.home(home, place.memory if place else None), place=place)
 
@@ -98,7 +104,9 @@ class Tiers(Homes):
             ticket.wait()
         return self.values.contents[value]
 
-    to_change = at_home
+    def to_change(self, value: Value) -> Any:
+        content = self.at_home(value)
+        return content if self.commits is None else self.commits.to_change(value)
 
     # Running ---------------------------------------------------------------------------------------------------------
 

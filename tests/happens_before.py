@@ -165,7 +165,7 @@ def _watch_threads(checker: Checker, patched: Any) -> None:
 
 
 def _watch_lanes(checker: Checker, patched: Any) -> None:
-    transfer, update, commit, home = coordinators.transfer, OptimizerStep.update, Parameters.commit, tiers.Tiers._home
+    transfer, update, commit, home = coordinators.transfer, OptimizerStep.update, Parameters.commit, tiers.Tiers.at_home
 
     def watched_transfer(reads: Sequence[Any], targets: Sequence[Any]) -> None:
         checker.work(threading.current_thread().name, reads, targets)
@@ -187,4 +187,4 @@ def _watch_lanes(checker: Checker, patched: Any) -> None:
     patched.setattr(coordinators, "transfer", watched_transfer)
     patched.setattr(OptimizerStep, "update", watched_update)
     patched.setattr(Parameters, "commit", watched_commit)
-    patched.setattr(tiers.Tiers, "_home", watched_home)
+    patched.setattr(tiers.Tiers, "at_home", watched_home)

@@ -32,6 +32,7 @@ from gs_compile.model.residency import is_offloaded, residency_of, roll_back, st
 from gs_compile.model.step import Call
 from gs_compile.model.together import agree, meet, optimizers_of, refuse_empty, refuse_uneven, turn
 from gs_compile.options import Options
+from gs_compile.runtime.random_state import random_state, set_random_state
 from gs_compile.runtime.ranks import Ranks, told
 from gs_compile.runtime.units import CompiledUnits
 
@@ -92,13 +93,24 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     if torch.is_grad_enabled() and not training:
         _refuse_a_loss(models[0])
-    seed = int(torch.randint(2**62, (), device="cpu")) if any(model.draws_random for model in models) else None
+    found = random_state() if compilation.options.durability else None
+    seed = _seed(models)
     engine = _engine_for(compilation, models, args, ranks)
+    if engine is not None and engine.durable is not None and found is not None:
+        if former := engine.durable.goes_on():
+            set_random_state(found := former.random)
+            seed = _seed(models)
+        engine.durable.random = found
     if engine is not None and ranks is not None:
         refuse_uneven(ranks, compilation.options.expert.schedule, models)
     if seed is not None and ranks is not None:
         seed ^= ranks.place << 48  # each rank draws its own
     return Call(compilation, models, args, CompiledUnits(parts, seed), training, engine, ranks)
+
+
+def _seed(models: Sequence[SpecializedModel]) -> int | None:
+    """Of a call's random numbers; None where it draws none."""
+    return int(torch.randint(2**62, (), device="cpu")) if any(model.draws_random for model in models) else None
 
 
 def _register(compilation: Compilation, args: Sequence[Any]) -> None:
@@ -169,8 +181,11 @@ def _engine_for(
         with torch.inference_mode(False):  # what is made lives longer than this call
             if ranks is not None:
                 agree(ranks, compilation, models[0], args, optimizer)
-            optimizer.engine = Engine(optimizer, compilation, models, args, ranks)
-            optimizer.load_into_engine()
+            optimizer.engine = engine = Engine(optimizer, compilation, models, args, ranks)
+            if engine.durable is not None and engine.durable.former is not None:
+                optimizer.go_on(engine.durable.former)
+            else:
+                optimizer.load_into_engine()
         # `model.compile` ties a module into a reference cycle; it often goes with its optimizer, and its files with it.
         weakref.finalize(optimizer, gc.collect).atexit = False
     return optimizer.engine

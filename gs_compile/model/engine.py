@@ -25,8 +25,9 @@ import torch
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import arrange, bind, tied_units
 from gs_compile.errors import OptimizerError, StepOrderError
-from gs_compile.model.moving import let_go, move_in
-from gs_compile.model.opening import open_tiers
+from gs_compile.model.durable import Durable, Trainer
+from gs_compile.model.moving import let_go, move_in, take_up
+from gs_compile.model.opening import open_tiers, stored_parameters
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.residency import residency_of
 from gs_compile.model.trained import param_groups
@@ -44,7 +45,7 @@ from gs_compile.runtime.ranks import Ranks
 Tensor = torch.Tensor
 
 
-class Optimizer(Protocol):
+class Optimizer(Trainer, Protocol):
     """The part of an optimizer that an engine asks for."""
 
     rule: Rule
@@ -52,8 +53,6 @@ class Optimizer(Protocol):
     loss_scale: Callable[[], float]
     turn: AbstractContextManager[Any]
 
-    @property
-    def components(self) -> tuple[str, ...]: ...
     @property
     def group_of(self) -> Mapping[Tensor, int]: ...
     def begin_step(self) -> StepRecord: ...
@@ -88,11 +87,16 @@ class Engine(ParameterStore):
         self._latest = self.planning.placement, self.planning.first_shape  # of the latest call
         units = {size.unit: len(components) + size.has_master for size in layout.sizes}
         recipe = Recipe(optimizer.rule, layout.runs, units)
-        tiers = open_tiers(self.planning, self.options, layout, recipe, device, ranks)
+        stored = stored_parameters(compilation, layout, args)
+        tiers = open_tiers(self.planning, layout, recipe, stored, optimizer)
         super().__init__(tiers, self.options.storage[0], components)
         self.turn = optimizer.turn
+        self.durable = Durable(self._optimizer, tiers, stored) if tiers.commits else None
         spans = {args[index]: span for index, span in layout.spans.items()}
-        move_in(self, spans, self.planning.host_nbytes, self.options.storage[0])
+        if self.durable is not None and self.durable.former is not None:
+            take_up(self, spans, stored)
+        else:
+            move_in(self, spans, self.planning.host_nbytes, self.options.storage[0])
         self._first = weakref.WeakSet(map(residency_of, spans))  # whose first values are there
         weakref.finalize(self, self.tiers.close).atexit = False
 
@@ -152,7 +156,8 @@ class Engine(ParameterStore):
         self._latest = placement, shape
         pending = self.tiers.pending if shape.training and placement.has_late else None
         redo = pending is not None and placement.rolls_back(confirmed=pending.confirmed)
-        self.programs = self.planning.programs(placement, shape, late=pending is not None, redo=redo)
+        marks = self.durable.marks(self.num_steps) if self.durable and shape.training else {}
+        self.programs = self.planning.programs(placement, shape, late=pending is not None, redo=redo, **marks)
         return TieredExecutor(self.tiers, placement, self.programs[-1], units, inputs, bindings)
 
     def forward(self, executor: TieredExecutor) -> None:
@@ -163,6 +168,8 @@ class Engine(ParameterStore):
         finally:
             if shape.training:
                 self.tiers.pending = None
+            if self.durable is not None:
+                self.durable.random = None
         if shape.training:
             self.open, self._opened_by = executor, threading.current_thread()
         self._forget_first()
@@ -199,18 +206,26 @@ class Engine(ParameterStore):
                 self.tiers.leave(record)
         return record
 
-    def flush(self) -> None:
-        """Bring all updates to an end, as evaluation and reading need it."""
+    def flush(self, *, commit: bool = False) -> None:
+        """Bring all updates to an end, as evaluation and reading need it; `commit`: the last step is made durable."""
         self._refuse_unfinished()
         pending = self.tiers.pending
-        if pending is not None:
-            program = self.planning.flush(redo=self.placement.rolls_back(confirmed=pending.confirmed))
+        seals = self.durable is not None and self.durable.take(self.num_steps, always=commit)
+        if pending is not None or seals:
+            redo = pending is not None and self.placement.rolls_back(confirmed=pending.confirmed)
+            program = self.planning.flush(late=pending is not None, redo=redo, seals=seals)
             nothing = Bindings(dict.fromkeys(self._units, ()), {})
             executor = TieredExecutor(self.tiers, self.placement, program, None, {}, nothing)
             executor.backward()
             self.tiers.pending = None
 
     # Values ----------------------------------------------------------------------------------------------------------
+
+    @in_turn
+    def commit(self) -> None:
+        """Return when the last step is durable."""
+        self.flush(commit=True)
+        super().synchronize()
 
     @in_turn
     def synchronize(self) -> None:

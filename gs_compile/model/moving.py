@@ -8,7 +8,7 @@ So whatever ends the first step, the model has its values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableSet
+from collections.abc import Mapping, MutableSet, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,12 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from gs_compile.machine import available_memory
 from gs_compile.model.mapped import directory, leave_memory, trim
-from gs_compile.model.parameter_store import ParameterStore
+from gs_compile.model.parameter_store import ParameterStore, pieces_of
 from gs_compile.model.residency import Residency, adopt, hand_back, is_offloaded, residency_of, stash
 from gs_compile.model.rows import copied, whole
 from gs_compile.progress import stage
+from gs_compile.runtime.former import FormerHomes
 from gs_compile.runtime.homes import Slice
+from gs_compile.runtime.manifest import StoredParameter
 from gs_compile.runtime.stream import is_in_host_memory
+from gs_compile.runtime.tiers import Tiers
 
 
 def move_in(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], host_nbytes: int, folder: Path) -> None:
@@ -51,6 +54,43 @@ def move_in(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], host_nby
         store.tiers.fill_up()
         undo.pop_all()
     trim()  # of what capturing and converting have left
+
+
+def take_up(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], stored: Sequence[StoredParameter]) -> None:
+    """Bring values and states from the commit that the run goes on from to the tiers, by the names of `stored`.
+
+    What fails midway leaves the commit as it is, and the parameters the values that they had before.
+    """
+    tiers = store.tiers
+    assert tiers.setting.store is not None, "a commit is on storage"
+    former = FormerHomes(tiers.setting.store, tiers.setting.ranks)
+    with stage("taking up parameters", len(spans)) as advance, ExitStack() as undo:
+        undo.callback(tiers.close)
+        for (parameter, span), entry in zip(spans.items(), stored, strict=True):
+            if not is_offloaded(parameter):
+                stash(parameter)
+            place = residency_of(parameter)
+            first = place.stashed_value(parameter)
+            for piece, source in zip(pieces_of(span, 4), pieces_of(former.places[entry.name], 4), strict=True):
+                _take_up_piece(tiers, former, piece, source, len(store.components) if entry.trained else 0)
+            adopt(parameter, store, span, first)
+            undo.callback(hand_back, parameter)
+            advance()
+        tiers.fill_up()
+        undo.pop_all()
+    store.has_loaded_state = True
+    for parameter in spans:  # what they were before is over: from now on the commit is what there is
+        residency_of(parameter).stash = None
+    assert tiers.commits is not None, "who goes on commits"
+    tiers.commits.takes_up = False
+    trim()
+
+
+def _take_up_piece(tiers: Tiers, former: FormerHomes, piece: Slice, source: Slice, num_components: int) -> None:
+    tiers.fill(piece, former.read(source, master=True))
+    for number in range(num_components):
+        state = former.read_state(source, number + former.has_master(source))
+        tiers.write_state(piece, number + tiers.has_master(piece), state)
 
 
 def let_go(places: MutableSet[Residency]) -> None:

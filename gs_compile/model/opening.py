@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
-import torch
-
+from gs_compile.codegen.compiled import Compilation
 from gs_compile.codegen.layout import Layout
-from gs_compile.options import Options
+from gs_compile.model.durable import Trainer, check_alike
 from gs_compile.planner.cache import PlanCache
+from gs_compile.runtime.former import alike
+from gs_compile.runtime.manifest import StoredParameter
 from gs_compile.runtime.optimizer import Recipe
-from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.store import Store
 from gs_compile.runtime.stream import has_own_memory
 from gs_compile.runtime.threads import update_threads
@@ -19,15 +21,24 @@ from gs_compile.runtime.trace import Trace
 
 
 def open_tiers(
-    planning: PlanCache, options: Options, layout: Layout, recipe: Recipe, device: torch.device, ranks: Ranks | None
+    planning: PlanCache, layout: Layout, recipe: Recipe, stored: Sequence[StoredParameter], optimizer: Trainer
 ) -> Tiers:
-    """The tiers of a plan, with their storage if it uses any; raises as `Store` and `Tiers` do, and leaves nothing."""
-    expert = options.expert
+    """The tiers of a plan, with their storage if it uses any, and the commit there that is to go on.
+
+    Raises as `Store` and `Tiers` do, and leaves nothing; ResumeError for a commit of something else.
+    """
+    planner = planning.planner
+    options, expert, device = planner.options, planner.options.expert, planner.device
     with ExitStack() as undo:
-        store = Store(options.storage) if planning.uses_ssd else None
-        if store is not None:
+        store, same = None, frozenset[str]()
+        if planning.uses_ssd:
+            looks_in = optimizer.kept.storage or (() if options.resume else None)
+            store = Store(options.storage, durable=options.durability > 0, resume=looks_in)
             undo.callback(store.close)
-            store.reserve_check(planning.ssd_nbytes)
+            if store.former is not None:
+                check_alike(store.former, optimizer, stored, planning.placement.world)
+                same = alike(store.former, planning.placement, stored)
+            store.reserve_check(planning.ssd_nbytes - store.nbytes_of(same))
         tiers = Tiers(
             planning.placement,
             layout.dtypes,
@@ -37,7 +48,17 @@ def open_tiers(
             trace=Trace(events=expert.trace),
             host_nbytes=planning.host_nbytes,
             num_threads=expert.threads or update_threads(beside_compute=not has_own_memory(device)),
-            ranks=ranks,
+            ranks=planner.ranks,
+            alike=same,
         )
         undo.pop_all()
     return tiers
+
+
+def stored_parameters(compilation: Compilation, layout: Layout, args: Sequence[Any]) -> tuple[StoredParameter, ...]:
+    """Where each parameter is in its unit, as commits say it, in the order of the layout."""
+    names = [entry.path for entry in compilation.captured.inputs]
+    return tuple(
+        StoredParameter(names[index], span.unit, span.offset, tuple(span.shape), bool(args[index].requires_grad))
+        for index, span in layout.spans.items()
+    )

@@ -93,7 +93,7 @@ class ParameterStore:
         values = whole(values)
         own, wide = self.tiers.dtype(span), self.tiers.dtype(span, master=True)
         given = self._masters.get(span)
-        for piece in _pieces(span, wide.itemsize):
+        for piece in pieces_of(span, wide.itemsize):
             new = _part(values, span, piece)
             if own != wide and new.dtype == own:
                 master = self.tiers.read(piece, master=True) if given is None else _part(given, span, piece).to(wide)
@@ -119,7 +119,7 @@ class ParameterStore:
 
     def is_rounded(self, span: Slice) -> bool:
         """Whether there is a master, and it is no finer than the value."""
-        pieces = _pieces(span, 4) if self.tiers.has_master(span) else []
+        pieces = pieces_of(span, 4) if self.tiers.has_master(span) else []
         return bool(pieces) and all(
             torch.equal(self.tiers.read(piece, master=True), self.tiers.read(piece).float()) for piece in pieces
         )
@@ -147,7 +147,7 @@ class ParameterStore:
             if name == MASTER and not self._rounds_to_value(values, span):
                 self._masters[span] = values
                 continue
-            for piece in _pieces(span, 4):
+            for piece in pieces_of(span, 4):
                 self.tiers.write_state(piece, number, _part(values, span, piece))
                 leave_memory(values.untyped_storage())
 
@@ -166,7 +166,7 @@ class ParameterStore:
             leave_memory(master.untyped_storage())
             return found
 
-        return all(map(is_alike, _pieces(span, 4)))
+        return all(map(is_alike, pieces_of(span, 4)))
 
     def _components(self, span: Slice) -> Sequence[str]:
         """Names of the tensors of a parameter's state, in their order."""
@@ -182,7 +182,7 @@ class ParameterStore:
         return mapped_rows(span.shape, dtype, directory(self.folder), stretch, self.mesh)
 
 
-def _pieces(span: Slice, itemsize: int) -> list[Slice]:
+def pieces_of(span: Slice, itemsize: int) -> list[Slice]:
     """A parameter in pieces of CHUNK_NBYTES."""
     step = CHUNK_NBYTES // itemsize
     return [_within(span, start, min(start + step, span.numel)) for start in range(0, span.numel, step)]

@@ -17,7 +17,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +26,14 @@ from gs_compile.capture.internals import untraced
 from gs_compile.errors import ABSENT, NonFiniteWarning, OptimizerError, ReleasedParameterError
 from gs_compile.model import loaded_state, resident_update
 from gs_compile.model.engine import Engine
+from gs_compile.model.kept import Kept
 from gs_compile.model.offloaded import UnavailableGradient
 from gs_compile.model.residency import is_offloaded, residency_of
+from gs_compile.model.settings import check_settings
+from gs_compile.model.step_info import StepInfo
 from gs_compile.runtime.kernels import Rule
+from gs_compile.runtime.manifest import Manifest
 from gs_compile.runtime.optimizer import StepRecord
-from gs_compile.runtime.trace import Total
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """A report of the last step."""
-
-    number: int  # of steps taken so far, this one included if it was not skipped
-    grad_norm: float  # of all gradients together, before clipping
-    skipped: bool  # a gradient was not finite: nothing was changed
-    rolled_back: bool  # updates were speculative, and did not hold: they run again, if at all, in the next forward
-    num_skipped: int  # steps skipped so far
-    lanes: Mapping[str, Total]  # seconds busy, and bytes by kind, of every lane since the step before
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -66,6 +56,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.num_skipped = 0
         self._shown_steps = torch.zeros(())  # `num_steps`, for all that `state` shows
         self.last_step: StepInfo | None = None
+        self.kept = Kept()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -73,7 +64,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         if getattr(self, "engine", None) is not None:
             raise OptimizerError("parameters cannot be added once the model has run: add_param_group before that")
         super().add_param_group(param_group)
-        self._check(group := self.param_groups[-1])
+        group = self.param_groups[-1]
+        self._check(group)
         for parameter in group["params"]:
             if parameter.is_meta:
                 raise OptimizerError(ABSENT)
@@ -179,6 +171,20 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self.engine is not None:
             self.engine.synchronize()
 
+    def commit(self) -> None:
+        """Return when the last step is durable; without this it is once the next forward has run."""
+        if self.engine is None or self.engine.durable is None:
+            raise OptimizerError("no step is durable: compile the model with the option durability, and take a step")
+        self.engine.commit()
+
+    def go_on(self, former: Manifest) -> None:
+        """Have the steps of a commit behind it: their number, and the settings that they have left."""
+        self.num_steps, self.num_skipped = former.step - former.num_skipped, former.num_skipped
+        self._shown_steps.fill_(self.num_steps)
+        for mine, theirs in zip(self.param_groups, former.groups, strict=True):
+            mine.update({key: tuple(each) if isinstance(each, list) else each for key, each in theirs.items()})
+            self._check(mine)
+
     def save_trace(self, path: str | Path) -> None:
         """Write what ran when, on which lane, as JSON that Perfetto and chrome://tracing open.
 
@@ -278,22 +284,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _check(self, group: Mapping[str, Any]) -> None:
-        """Raise OptimizerError for settings that are no numbers, or out of range."""
-        name = type(self).__name__
-        if group.get("amsgrad"):
-            raise OptimizerError(f"{name}: amsgrad is not among what greedysnake's optimizers do; leave it out")
-        for key in self.defaults:
-            for number in group[key] if isinstance(group[key], tuple | list) else (group[key],):
-                if not isinstance(number, int | float):
-                    raise OptimizerError(f"{name}: {key} must be a number, not {type(number).__name__}")
-                if not 0 <= number < math.inf:
-                    raise OptimizerError(f"{name}: {key} must not be negative, and finite; got {group[key]}")
-                if key == "betas" and number >= 1:
-                    raise OptimizerError(f"{name}: betas must be in [0, 1); got {group[key]}")
-                if key == "eps" and number < torch.finfo(torch.float32).tiny:
-                    raise OptimizerError(f"{name}: eps must be more than 0, or zero gradients would divide by it")
-        if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
-            raise OptimizerError(f"{name}: nesterov needs momentum, and no dampening")
+        check_settings(type(self).__name__, self.defaults, group)
 
     def __getstate__(self) -> dict[str, Any]:
         raise ReleasedParameterError("a gs_compile optimizer cannot be copied or pickled; use its state_dict()")

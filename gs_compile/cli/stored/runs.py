@@ -19,8 +19,8 @@ from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
 from gs_compile.runtime import manifest, system
 from gs_compile.runtime.folder import Folder, as_storage_error, holder, is_made
+from gs_compile.runtime.last_commit import names_in
 from gs_compile.runtime.manifest import NAME, Manifest
-from gs_compile.runtime.store import names_in
 from gs_compile.runtime.stored import FOLDERS, OURS
 
 

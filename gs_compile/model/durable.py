@@ -1,0 +1,131 @@
+"""durable: the commits of one engine's steps, and a later process that goes on from one.
+
+optimizer.step()       the step is over; a scheduler may move on
+the model is called    [1] the random state that this call finds
+                       [2] all else that a commit keeps, when the program issues `seal`
+a later process        [3] its first call takes parameters and states from the files, and goes on from [1]
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from gs_compile.errors import ResumeError
+from gs_compile.model.kept import Kept
+from gs_compile.model.loaded_state import settings_of
+from gs_compile.runtime.former import stored_units
+from gs_compile.runtime.manifest import FORMAT, Manifest, StoredParameter, StoredPart
+from gs_compile.runtime.random_state import random_state
+from gs_compile.runtime.tiers import Tiers
+
+
+class Trainer(Protocol):
+    """The part of an optimizer that a commit asks for."""
+
+    num_steps: int
+    num_skipped: int
+    param_groups: list[dict[str, Any]]
+    kept: Kept
+
+    @property
+    def components(self) -> tuple[str, ...]: ...
+
+
+class Durable:
+    """Which steps are committed, with what.
+
+    optimizer: gives it, while it lives. former: the commit that the run has gone on from.
+    """
+
+    def __init__(
+        self,
+        optimizer: Callable[[], Trainer | None],
+        tiers: Tiers,
+        parameters: Sequence[StoredParameter],
+    ) -> None:
+        assert tiers.commits is not None, "no step is durable"
+        self.every = tiers.placement.durability
+        self.random: Mapping[str, str] | None = None  # that the call under way has found
+        self._optimizer = optimizer
+        self._tiers = tiers
+        self._parameters = tuple(parameters)
+        package = sys.modules["gs_compile"].__version__
+        self._versions = {"greedysnake": package, "torch": torch.__version__, "python": platform.python_version()}
+        self._num_committed = 0  # steps of this process, the last of them committed
+        self.former = tiers.setting.store.former if tiers.setting.store else None
+        tiers.commits.snapshot = self.snapshot
+
+    def goes_on(self) -> Manifest | None:
+        """The commit that the run goes on from, once: for the first call."""
+        former, self.former = self.former, None
+        return former
+
+    def marks(self, num_steps: int) -> dict[str, bool]:
+        """For the program of a step after `num_steps`: is it to be committed, and does it commit the one before."""
+        return {"copies": (num_steps + 1) % self.every == 0, "seals": self.take(num_steps)}
+
+    def take(self, num_steps: int, *, always: bool = False) -> bool:
+        """Whether the program that is made now commits what `num_steps` have left; `always`: unless that is durable."""
+        is_due = num_steps > self._num_committed and (always or num_steps % self.every == 0)
+        self._num_committed = num_steps if is_due else self._num_committed
+        return is_due
+
+    def snapshot(self) -> Callable[[tuple[StoredPart, ...]], Manifest]:
+        """All of a commit but its files, as it is now."""
+        optimizer, setting = self._optimizer(), self._tiers.setting
+        assert optimizer is not None, "an optimizer is there until its engine is closed"
+        assert setting.store is not None, "commits need storage"
+        states, user = optimizer.kept.snapshot()
+        facts = {
+            "format": FORMAT,
+            "run": setting.store.run,
+            "step": optimizer.num_steps + optimizer.num_skipped,
+            "num_skipped": optimizer.num_skipped,
+            "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "versions": self._versions,
+            "optimizer": type(optimizer).__name__,
+            "components": optimizer.components,
+            "groups": tuple(settings_of(group) for group in optimizer.param_groups),
+            "random": dict(self.random or random_state()),
+            "states": states,
+            "user": user,
+            "plan": {},
+            "units": tuple(stored_units(setting.placement, setting.dtypes)),
+            "parameters": self._parameters,
+            "rest": (),
+            "rank": setting.ranks.rank if setting.ranks else 0,
+            "world": setting.placement.world,
+        }
+        return lambda parts: Manifest(parts=parts, **facts)
+
+
+def check_alike(former: Manifest, optimizer: Trainer, parameters: Sequence[StoredParameter], world: int) -> None:
+    """Raise ResumeError where a commit is of another model, optimizer or number of ranks."""
+    stored = {each.name: (each.shape, each.trained) for each in former.parameters}
+    own = {each.name: (each.shape, each.trained) for each in parameters}
+    differ = sorted(name for name in stored.keys() | own.keys() if stored.get(name) != own.get(name))
+    if differ:
+        name = differ[0]
+        found, wanted = (_words(each.get(name)) for each in (stored, own))
+        what = f"{len(differ)} parameters are others: {name} is {found} there, and {wanted} here"
+    elif (former.optimizer, tuple(former.components)) != (type(optimizer).__name__, optimizer.components):
+        what = f"its optimizer is {former.optimizer}, with {', '.join(former.components)} of each parameter"
+    elif len(former.groups) != len(optimizer.param_groups):
+        what = f"its optimizer has {len(former.groups)} param groups, and {len(optimizer.param_groups)} here"
+    elif former.world != world:
+        what = f"it is of {former.world} ranks, and here are {world}: load a checkpoint of state dicts instead"
+    else:
+        return
+    raise ResumeError(
+        f"run {former.run} at step {former.step}, which is to go on, is not of this model and optimizer: {what}"
+    )
+
+
+def _words(found: tuple[tuple[int, ...], bool] | None) -> str:
+    return "absent" if found is None else f"{found[0]}{'' if found[1] else ', frozen'}"

@@ -1,0 +1,34 @@
+"""kept: what the user has commits keep, beside the model and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gs_compile.errors import OptimizerError
+from gs_compile.runtime.manifest import check_plain
+
+
+@dataclass
+class Kept:
+    """states: objects with `state_dict` and `load_state_dict`, such as schedulers; user: whatever JSON can hold.
+
+    storage: the directories of the run that is to go on, where somebody has named them.
+    """
+
+    states: dict[str, Any] = field(default_factory=dict)
+    user: Any = None
+    storage: Sequence[Path] = ()
+
+    def snapshot(self) -> tuple[dict[str, Any], Any]:
+        """Copies of both, as they are now; raises OptimizerError for what no JSON can hold."""
+        found = {name: each.state_dict() for name, each in self.states.items()}
+        try:
+            check_plain(found, "states")
+            check_plain(self.user, "user")
+        except ValueError as error:
+            raise OptimizerError(f"a commit cannot keep this: {error}") from None
+        return deepcopy(found), deepcopy(self.user)

@@ -1,0 +1,156 @@
+"""commits: steps that survive their process. No file that a commit names is written until the next commit is made.
+
+A part that lives on SSD has a file more than it has contents, its shadow copy included; a part that lives in memory has
+a copy on SSD, of two files. Which file a write goes to is settled when the write is issued, in the order of the
+program: one that neither the last commit nor any content has. A commit takes the contents of the moment it is issued.
+
+    step 7     s3a.ssd is in s3-a.0    the commit of step 7 names s3-a.0
+    step 8     s3a.ssd is in s3-a.1    s3-a.0 stays as it is until the commit of step 8 is made
+    step 9     s3a.ssd is in s3-a.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from functools import partial
+
+import torch
+
+from gs_compile.placement.kinds import nbytes_of
+from gs_compile.program.ir import COPIES, SHADOWS, Op, Value, homed
+from gs_compile.runtime.coordinators import Setting
+from gs_compile.runtime.manifest import Manifest, StoredPart
+from gs_compile.runtime.slab import map_memory
+from gs_compile.runtime.store import Extent
+from gs_compile.runtime.values import ValueTable
+
+BLOCK = 8 << 20  # bytes that are copied at a time
+Snapshot = Callable[[], Callable[[tuple[StoredPart, ...]], Manifest]]
+
+
+def part_of(value: Value) -> Value:
+    """The part that is committed, wherever it and its copies are."""
+    return homed(value)._replace(tier=None)
+
+
+class Commits:
+    """The files of all parts of a durable run.
+
+    snapshot: takes what else a commit has, as it is now, and gives what makes a manifest of it once the files are
+        known; set before the first step.
+    alike: names of parts of the run that is taken up that stay in their files.
+    """
+
+    def __init__(self, setting: Setting, values: ValueTable, alike: Set[str] = frozenset()) -> None:
+        self.setting = setting
+        self.values = values
+        self.snapshot: Snapshot | None = None
+        self.copies: dict[Value, tuple[Value, Value]] = {  # of a part in memory: its home, and its copy
+            part_of(home): (home, copy)
+            for unit in setting.placement.units
+            for group in unit.groups
+            for home, copy in unit.copies(group)
+        }
+        self._stale = set(self.copies)  # those whose copy is older than what is at home
+        self.alike = alike
+        self.takes_up = bool(alike)  # for as long as values come from the former run
+        self._files: dict[Value, list[Extent]] = {}  # by part
+        self._issued: dict[Value, Extent] = {}  # of the commit that was issued last
+        self._made: Mapping[Value, Extent] = {}  # of the commit that was made last
+
+    # Files -----------------------------------------------------------------------------------------------------------
+
+    def define(self, value: Value) -> Extent:
+        """The first file of a part at home on SSD, of its shadow copy, or of the copy of one in memory."""
+        store, part, name = self.setting.store, part_of(value), f"{value.kind}{value.unit}-{value.part}"
+        assert store is not None, "commits need storage"
+        new: list[Extent] = []
+        if part.name in self.alike and value.kind not in SHADOWS.values():
+            new.append(store.adopt(part.name, goes_on=True))
+            self._issued[part] = new[0]
+            self._stale.discard(part)
+        while len(new) < self.setting.placement.num_extents(value):
+            new.append(store.allocate(f"{name}.{len(new)}", nbytes_of(self.setting.placement, value)))
+        self._files.setdefault(part, []).extend(new)
+        return new[0]
+
+    def to_change(self, value: Value) -> torch.Tensor | Extent | None:
+        """The content of a part at home that somebody changes between steps: a committed file is copied first.
+
+        None: nothing is to be changed, as the file of the former run has what is to come from there.
+        """
+        now: torch.Tensor | Extent = self.values.contents[value]
+        if not isinstance(now, Extent):
+            self._stale.add(part_of(value))
+        elif now is self._issued.get(part_of(value)):
+            if self.takes_up:
+                return None
+            before, now = now, self.writable(value)
+            for start in range(0, now.nbytes, BLOCK):
+                block = map_memory(min(BLOCK, now.nbytes - start))
+                before.read(block, start).wait()
+                now.write(block, start).wait()
+        return now
+
+    def writable(self, value: Value) -> Extent:
+        """The file for a new content of a value; it is the value's from now on."""
+        part, now = part_of(value), self.values.contents[value]
+        if now is self._issued.get(part):
+            taken = [now, *(self.values.contents.get(holder) for holder in _holders(part))]
+            now = self.values.contents[value] = next(each for each in self._files[part] if each not in taken)
+        assert isinstance(now, Extent)
+        return now
+
+    # Commits ---------------------------------------------------------------------------------------------------------
+
+    def note(self, op: Op) -> None:
+        """An operation is about to be issued: what it writes on SSD gets its file, and copies get old or new."""
+        for value in op.into:
+            part = part_of(value)
+            if value.tier == "ssd" and part in self._files:
+                self.writable(value)
+            if part in self.copies:
+                self._stale.add(part) if op.verb == "update" else self._stale.discard(part)
+
+    def stale_homes(self) -> list[Value]:
+        """The parts in memory that the next commit has to write itself: frozen ones, and what came from outside."""
+        return [self.copies[part][0] for part in sorted(self._stale, key=str)]
+
+    def seal(self) -> Callable[[], None]:
+        """Issue a commit of all parts as they are now; gives what is left to be done on the lane that writes."""
+        assert self.snapshot is not None, "there is nothing to commit yet"
+        writes = [
+            (self.writable(copy), self.values.contents[home])
+            for home, copy in (self.copies[part] for part in sorted(self._stale, key=str))
+        ]
+        self._stale.clear()
+        self._issued = {part: self._current(part) for part in self._files}
+        return partial(self._make, self.snapshot(), writes, self._issued)
+
+    def _current(self, part: Value) -> Extent:
+        found = (self.values.contents.get(each) for each in _holders(part) if each.kind not in SHADOWS.values())
+        return next(each for each in found if isinstance(each, Extent))
+
+    def _make(
+        self,
+        manifest_of: Callable[[tuple[StoredPart, ...]], Manifest],
+        writes: list[tuple[Extent, torch.Tensor]],
+        issued: Mapping[Value, Extent],
+    ) -> None:
+        for extent, content in writes:
+            extent.write(content.cpu()).wait()
+        changed = [extent for part, extent in issued.items() if self._made.get(part) is not extent]
+        assert self.setting.store is not None
+        self.setting.store.commit(changed, lambda: manifest_of(tuple(_stored(issued))))
+        self._made = issued
+
+
+def _holders(part: Value) -> tuple[Value, Value, Value]:
+    """The values of a part that are on SSD: it itself, its shadow copy, its copy."""
+    on_ssd = part._replace(tier="ssd")
+    return on_ssd, on_ssd._replace(kind=SHADOWS[part.kind]), on_ssd._replace(kind=COPIES[part.kind])
+
+
+def _stored(issued: Mapping[Value, Extent]) -> Iterator[StoredPart]:
+    for part, extent in issued.items():
+        yield extent.stored(part.name)

@@ -1,0 +1,81 @@
+"""former: what a run that was here before has committed, read as the homes of a run are; and how a commit says it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.units import Group, Part, UnitPlacement
+from gs_compile.program.ir import Unit, Value
+from gs_compile.runtime.coordinators import Setting
+from gs_compile.runtime.homes import Homes, Slice
+from gs_compile.runtime.manifest import Manifest, StoredGroup, StoredParameter, StoredRange, StoredUnit
+from gs_compile.runtime.ranks import Ranks
+from gs_compile.runtime.store import Store
+from gs_compile.runtime.stream import device_of
+
+
+class FormerHomes(Homes):
+    """The parts of the last commit of a store's former run; read alone.
+
+    A trained parameter whose master is stored may not be: it is read as its master.
+    """
+
+    def __init__(self, store: Store, ranks: Ranks | None) -> None:
+        assert store.former is not None, "there was no run before"
+        units = [unit_of(each) for each in store.former.units]
+        dtypes: Mapping[Unit, torch.dtype] = {each.unit: getattr(torch, each.dtype) for each in store.former.units}
+        placement = Placement(tuple(units), separate=True, world=store.former.world)
+        super().__init__(Setting(placement, dtypes, store, device_of(torch.device("cpu")), ranks))
+        self.places = {each.name: Slice(each.unit, each.offset, tuple(each.shape)) for each in store.former.parameters}
+
+    def at_home(self, value: Value) -> Any:
+        assert self.setting.store is not None
+        return self.setting.store.adopt(value._replace(tier=None).name)
+
+
+def alike(former: Manifest, placement: Placement, parameters: Sequence[StoredParameter]) -> frozenset[str]:
+    """The names of the stored parts that can stay in their files: of units that have the same in the same places."""
+    units = {each.unit: unit_of(each) for each in former.units}
+    moved = {each.unit for each in {*former.parameters} ^ {*parameters}}
+    named = {
+        unit.value(kind, part)._replace(tier=None).name
+        for unit in placement.units
+        if units.get(unit.unit) == unit and unit.unit not in moved
+        for kind, parts in (("w", unit.w), ("s", unit.s))
+        for part in parts.values()
+    }
+    return frozenset(named & {each.value for each in former.parts})
+
+
+def unit_of(stored: StoredUnit) -> UnitPlacement:
+    groups = tuple(
+        Group(each.letter, each.when, tuple(map(_part, each.w)), tuple(map(_part, each.s))) for each in stored.groups
+    )
+    sizes = stored.itemsize, stored.gradient_itemsize, stored.state_itemsize
+    return UnitPlacement(stored.unit, groups, *sizes, has_master=stored.has_master)
+
+
+def _part(stored: StoredRange) -> Part:
+    return Part(stored.letter, stored.tier, stored.start, stored.stop)
+
+
+def stored_units(placement: Placement, dtypes: Mapping[Unit, torch.dtype]) -> Iterator[StoredUnit]:
+    """The inverse of `unit_of`, for all units."""
+    for unit in placement.units:
+        sizes = unit.itemsize, unit.gradient_itemsize, unit.state_itemsize
+        dtype = str(dtypes[unit.unit]).removeprefix("torch.")
+        groups = (StoredGroup(each.letter, _when(each), _ranges(each.w), _ranges(each.s)) for each in unit.groups)
+        yield StoredUnit(unit.unit, dtype, tuple(groups), *sizes, has_master=unit.has_master)
+
+
+def _when(group: Group) -> Any:
+    """One of three words."""
+    return group.when
+
+
+def _ranges(parts: Sequence[Part]) -> tuple[StoredRange, ...]:
+    return tuple(StoredRange(each.letter, each.tier, each.start, each.stop) for each in parts)
