@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gs_compile.codegen.compiled import SpecializedModel
 
 
-MOST_PROGRAMS = 256  # of one model, the latest: each length of the inputs has up to four
+MOST_PROGRAMS = 256  # of one model, the latest: each length of the inputs has up to four, with commits sixteen
 
 
 class PlanCache:
