@@ -132,6 +132,14 @@ def test_gc_of_a_copy_leaves_the_run_that_it_was_copied_from(folders, commit, tm
     assert names(*folders) == before
 
 
+def test_gc_leaves_the_run_alone_that_another_names_as_its_own(folders, commit):
+    save(folders[1], replace(commit, run="ffffffff", parts=(), units=(), parameters=(), rest=()))
+    before = names(folders[1])
+    printed("gc", folders[0].parent, "--all")
+    assert not folders[0].exists()
+    assert names(folders[1]) == before
+
+
 def test_gc_does_not_guess_where_there_is_no_commit(folders, commit):
     for folder in folders:
         (folder / NAME).unlink()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +28,19 @@ from gs_compile.runtime.stored import FOLDERS, OURS
 class Found:
     """A folder of a run.
 
-    commits: of the run, as its folders have them, the newest first; problem: why the folder's own cannot be read; user:
-    the process that has it, in words.
+    commits: of the run, by the folders that have them, this one first; problem: why the folder's own cannot be read;
+    user: the process that has it, in words.
     """
 
     folder: Path
-    commits: Sequence[Manifest] = ()
+    commits: Mapping[Path, Manifest] = field(default_factory=dict)
     problem: StorageError | None = None
     user: str = ""
 
     @property
     def commit(self) -> Manifest | None:
-        return self.commits[0] if self.commits else None
-
-    @property
-    def folders(self) -> list[Path]:
-        """All that have files of the run, this one first."""
-        return folders_of(self.folder, self.commit)
+        """The newest."""
+        return max(self.commits.values(), key=lambda each: each.step, default=None)
 
     def garbage(self, folder: Path, *, everything: bool = False) -> dict[str, int]:
         """The bytes of what the store has made in a folder and no commit names; or of all that it has made there.
@@ -56,7 +52,7 @@ class Found:
         made = _made_in(folder)
         if everything:
             return made
-        kept = set[str]().union(*(names_in(each, folder) for each in self.commits))
+        kept = set[str]().union(*(names_in(each, folder) for each in self.commits.values()))
         return {name: made[name] for name in made if name not in kept and (self.commits or not _has_run(name))}
 
     def as_dict(self) -> dict[str, Any]:
@@ -87,17 +83,17 @@ def _look(folder: Path) -> Found:
         return Found(folder, problem=error)
     except OSError as error:
         return Found(folder, problem=StorageError(error.errno or errno.EIO, error.strerror, str(folder)))
-    commits = [own] if own else []
-    for other in folders_of(folder, own)[1:]:
-        with contextlib.suppress(StorageError):  # a drive that is away now
-            commits += [each for each in [manifest.read(other)] if each and own and each.run == own.run]
-    return Found(folder, sorted(commits, key=lambda each: -each.step), user=user)
+    commits = {folder: own} if own else {}
+    for other in folders_of(own) if own and folder in folders_of(own) else ():  # a copy is of files elsewhere
+        with contextlib.suppress(StorageError):  # of a drive that is away now
+            if own and (found := manifest.read(other)) is not None and found.run == own.run:
+                commits[other] = found
+    return Found(folder, commits, user=user)
 
 
-def folders_of(folder: Path, commit: Manifest | None) -> list[Path]:
-    """All that have files of a commit that a folder has; of a copy, whose files are said to be elsewhere, itself."""
-    named = {Path(file.folder): None for file in commit.files()} if commit else {}
-    return list({folder: None, **named}) if folder in named else [folder]
+def folders_of(commit: Manifest) -> list[Path]:
+    """Those that have files of a commit."""
+    return list(dict.fromkeys(Path(file.folder) for file in commit.files()))
 
 
 def _made_in(folder: Path) -> dict[str, int]:
@@ -127,13 +123,13 @@ def locked(folders: Iterable[Path]) -> Iterator[dict[Path, Folder]]:
 
 
 def collect(found: Found, *, everything: bool = False) -> dict[str, int]:
-    """Remove garbage of a run, or the run, from all its folders that are there; the paths that are gone, and their
+    """Remove garbage of a run, or the run, from all folders that have its commit; the paths that are gone, and their
     bytes.
 
     A manifest goes before the files that it names.
     """
     removed = {}
-    with locked(path for path in found.folders if path.is_dir()) as taken:
+    with locked(found.commits or [found.folder]) as taken:
         if found.problem is not None and not everything:
             raise found.problem
         for path, folder in taken.items():
