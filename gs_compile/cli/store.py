@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -53,3 +53,51 @@ def gc(
         typer.echo(json.dumps({"removed": removed}, indent=2))
     else:
         typer.echo("\n".join((*removed, f"{len(removed)} files, {format_bytes(sum(removed.values()))}")))
+
+
+@app.command()
+def verify(directory: Directory, as_json: Json = False) -> None:
+    """Read every block of the runs in a directory, and hold it against its checksum."""
+    from gs_compile.cli.stored.checks import check
+
+    _tell(directory, check(directory), as_json)
+
+
+@app.command()
+def repair(directory: Directory, as_json: Json = False) -> None:
+    """Write bad blocks anew where their bytes are known, and remove what no commit names.
+
+    Nothing is guessed: it tells which parameters are lost, and removes nothing then.
+    """
+    from gs_compile.cli.stored.checks import check
+
+    _tell(directory, check(directory, repair=True), as_json)
+
+
+@app.command()
+def export(
+    directory: Directory,
+    target: Annotated[Path, typer.Argument(help="A new directory.", metavar="OUT", show_default=False)],
+    masters: Annotated[bool, option("Masters in the place of narrow parameters.", ..., "--masters")] = False,
+    states: Annotated[bool, option("The optimizer's states, too.", ..., "--states")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the parameters of a run as safetensors, with an index."""
+    from gs_compile.cli.stored.export import export
+    from gs_compile.cli.stored.runs import found_in
+
+    done = export(found_in(directory), target, masters=masters, states=states)
+    words = f"step {done['step']} of run {done['run']} in {len(done['files'])} files in {target}"
+    typer.echo(json.dumps(done, indent=2) if as_json else words)
+
+
+def _tell(directory: Path, reports: list[dict[str, Any]], as_json: bool) -> None:
+    """Print what a check has found; the exit code is 5 where something is lost."""
+    from gs_compile.cli.stored.checks import words
+
+    typer.echo(
+        json.dumps({"runs": reports}, indent=2)
+        if as_json
+        else "\n".join(map(words, reports)) or f"no runs in {directory}"
+    )
+    raise typer.Exit(5 if any(report["bad"] for report in reports) else 0)

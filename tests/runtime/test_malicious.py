@@ -159,7 +159,7 @@ def test_what_is_no_file_of_ours(folder, kind, monkeypatch):
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/etc/passwd")])
 def test_a_lock_that_is_none(folder, make):
     make(folder / ".lock")
-    for command in ("gc",):
+    for command in ("verify", "gc"):
         result = CliRunner().invoke(app, ["store", command, str(folder.parent)])
         assert (result.exit_code, type(result.exception)) == (5, SystemExit), result.exception
 

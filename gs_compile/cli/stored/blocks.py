@@ -1,0 +1,111 @@
+"""blocks: every block of a commit read and held against its checksum, and what of the model a bad one has.
+
+Drives are read at the same time, each by its own threads, a few blocks ahead: that is all the memory that it takes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gs_compile.cli.stored.values import Values
+from gs_compile.errors import CorruptionError, StorageError
+from gs_compile.runtime.drive import Drive
+from gs_compile.runtime.grid import BLOCK
+from gs_compile.runtime.manifest import Manifest, StoredFile, StoredPart
+from gs_compile.runtime.ssd import THREADS, Memory, Transfer
+from gs_compile.runtime.store import Stripe
+
+CHANGED = "not the bytes that were written"
+AHEAD = THREADS  # blocks under way on a drive
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Bytes of a file of a part that are not those of its commit: of one block, or where it cannot be opened all.
+
+    number: of the file in its part; parameters: names of those that have elements there.
+    """
+
+    part: StoredPart
+    number: int
+    start: int
+    stop: int
+    reason: str
+    parameters: Sequence[str] = ()
+
+    @property
+    def file(self) -> StoredFile:
+        return self.part.files[self.number]
+
+    @property
+    def is_block(self) -> bool:
+        return self.stop - self.start <= BLOCK and self.reason == CHANGED
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Where its bytes start and stop in the part."""
+        for piece in Stripe(self.part.chunks, self.part.num_rows).pieces(0, self.part.nbytes):
+            shift = piece.begin - piece.at
+            start, stop = max(self.start, piece.at), min(self.stop, piece.at + piece.nbytes)
+            if piece.drive == self.number and start < stop:
+                yield start + shift, stop + shift
+
+    def as_dict(self) -> dict[str, Any]:
+        named = re.fullmatch("[ws]([0-9]+|[eht])[a-z]+", self.part.value)
+        place = {"file": str(Path(self.file.folder) / self.file.name), "offset": self.start}
+        found = {"nbytes": self.stop - self.start, "reason": self.reason, "unit": named[1] if named else ""}
+        return {**place, **found, "parameters": list(self.parameters)}
+
+
+def bad_blocks(values: Values) -> list[Bad]:
+    """All that are bad in the files of a commit."""
+    store = values.setting.store
+    assert store is not None
+    with ThreadPoolExecutor(len(store.drives) or 1, "greedysnake-verify") as pool:
+        found = pool.map(lambda drive: list(_bad_on(drive, values.commit)), store.drives)
+        bad = [each for of_drive in found for each in of_drive]
+    return [replace(each, parameters=values.names_at(each.part.value, list(each.ranges()))) for each in bad]
+
+
+def _bad_on(drive: Drive, commit: Manifest) -> Iterator[Bad]:
+    memories = [np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8) for _ in range(AHEAD)]
+    for part in commit.parts:
+        for number, file in enumerate(part.files):
+            if Path(file.folder) == drive.folder:
+                yield from _bad_in(drive, part, number, memories)
+
+
+def _bad_in(drive: Drive, part: StoredPart, number: int, memories: Sequence[Memory]) -> Iterator[Bad]:
+    stored = part.files[number]
+    try:
+        file = drive.adopt(stored.name, stored.nbytes, part.chunks[number], stored.sums)
+    except StorageError as error:
+        yield Bad(part, number, 0, stored.nbytes, error.strerror or str(error))
+        return
+    under_way = deque[tuple[int, int, Sequence[Future[None]]]]()
+
+    def finish() -> Iterator[Bad]:
+        start, stop, moved = under_way.popleft()
+        try:
+            Transfer(moved).wait()
+        except CorruptionError:
+            yield Bad(part, number, start, stop, CHANGED)
+        except StorageError as error:
+            yield Bad(part, number, start, stop, error.strerror or str(error))
+
+    for index, (start, stop) in enumerate(file.grid.cut(0, stored.nbytes)):
+        if len(under_way) == AHEAD:
+            yield from finish()
+        memory = memories[index % AHEAD][: stop - start]
+        under_way.append((start, stop, drive.submit("read", file, memory, start, part.value)))
+    while under_way:
+        yield from finish()
+    drive.leave(file)

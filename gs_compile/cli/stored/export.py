@@ -1,0 +1,148 @@
+"""export: the values of a commit as safetensors, one shard after the other.
+
+A shard is no larger than the largest tensor, so memory holds about one. Ranks' shares are put together from the commits
+of all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gs_compile.cli.stored.runs import Found
+from gs_compile.cli.stored.values import Values, nbytes_of, opened
+from gs_compile.errors import OptionError
+from gs_compile.runtime.manifest import Manifest
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What is read when its turn comes. itemsize counts what memory takes for an element meanwhile."""
+
+    name: str
+    nbytes: int
+    read: Callable[[], Tensor]
+
+
+def export(runs: Sequence[Found], target: Path, *, masters: bool = False, states: bool = False) -> dict[str, Any]:
+    """Write the run's values to a new directory: parameters, and optimizer states where they are asked for.
+
+    Returns what was written. Raises OptionError where there is not one run, whole, in `runs`, or where the directory is
+    not empty or safetensors missing; StorageError, and CorruptionError before a wrong byte is written.
+    """
+    commits = _one_run(runs)
+    _save_file()
+    with ExitStack() as stack:
+        ranks = [opened(stack, each) for each in commits]
+        _make(target)
+        found = _save(target, "model", list(_parameters(ranks, masters=masters)))
+        if states:
+            found |= _save(target, "optimizer", list(_states(ranks)))
+    facts = {name: getattr(commits[0], name) for name in ("run", "step", "optimizer")}
+    return {**facts, "directory": str(target), "files": found}
+
+
+def _one_run(runs: Sequence[Found]) -> list[Manifest]:
+    """The commits of all ranks of the one run there is."""
+    for each in runs:
+        if each.problem is not None:
+            raise each.problem
+    commits = {each.commit.run: each.commit for each in runs if each.commit is not None}.values()
+    found = sorted(commits, key=lambda each: each.rank)
+    words = ", ".join(f"run {each.run} of rank {each.rank} of {each.world} at step {each.step}" for each in found)
+    is_whole = bool(found) and [each.rank for each in found] == list(range(found[0].world))
+    if not is_whole or len({(each.step, each.world) for each in found}) > 1:
+        raise OptionError(
+            f"to export are the commits of one step, of all its ranks, and here is {words or 'none'}: name a directory "
+            "that has these alone, or the folder of a run in it"
+        )
+    return found
+
+
+def _make(target: Path) -> None:
+    target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if any(target.iterdir()):
+        raise OptionError(f"{target} is not empty: name a new directory")
+
+
+def _parameters(ranks: Sequence[Values], *, masters: bool) -> Iterator[Tensors]:
+    first = ranks[0]
+    for name, place in first.places.items():
+        dtype = first.dtype(place, master=masters)
+        nbytes = place.numel * dtype.itemsize
+
+        def read(place: Any = place, dtype: torch.dtype = dtype) -> Tensor:
+            return _whole([each.read(place, master=True) for each in ranks]).to(dtype)
+
+        yield Tensors(name, nbytes, read)
+    for each in first.commit.rest:
+        yield Tensors(each.name, nbytes_of(each), lambda each=each: first.beside(each))  # type: ignore[misc]
+
+
+def _states(ranks: Sequence[Values]) -> Iterator[Tensors]:
+    first = ranks[0]
+    trained = (each.name for each in first.commit.parameters if each.trained)
+    for name in trained:
+        place = first.places[name]
+        nbytes = place.numel * first.setting.state_dtype(place.unit).itemsize
+        for number, component in enumerate(first.commit.components):
+
+            def read(place: Any = place, number: int = number) -> Tensor:
+                return _whole([each.component(place, number) for each in ranks])
+
+            yield Tensors(f"{name}.{component}", nbytes, read)
+
+
+def _whole(shares: list[Tensor]) -> Tensor:
+    """A tensor of which each rank has some elements, and zeros in the places of the others."""
+    whole = shares.pop()
+    for each in shares:
+        whole.view(torch.uint8).bitwise_or_(each.view(torch.uint8))
+    return whole
+
+
+def _save(target: Path, name: str, tensors: Sequence[Tensors]) -> dict[str, int]:
+    """Write shards and their index, as HuggingFace names them; each file and its bytes."""
+    save_file = _save_file()
+    shards = list(_shards(tensors))
+    places: dict[str, str] = {}
+    written = {}
+    for number, shard in enumerate(shards, 1):
+        path = target / f"{name}-{number:05d}-of-{len(shards):05d}.safetensors"
+        path.touch(0o600, exist_ok=False)
+        save_file({each.name: each.read().contiguous() for each in shard}, path, metadata={"format": "pt"})
+        places |= dict.fromkeys((each.name for each in shard), path.name)
+        written[path.name] = path.stat().st_size
+    index = {"metadata": {"total_size": sum(each.nbytes for each in tensors)}, "weight_map": places}
+    path = target / f"{name}.safetensors.index.json"
+    path.touch(0o600, exist_ok=False)
+    path.write_text(json.dumps(index, indent=2))
+    return written
+
+
+def _shards(tensors: Sequence[Tensors]) -> Iterator[list[Tensors]]:
+    largest = max((each.nbytes for each in tensors), default=0)
+    shard: list[Tensors] = []
+    for each in tensors:
+        if shard and sum(other.nbytes for other in shard) + each.nbytes > largest:
+            yield shard
+            shard = []
+        shard.append(each)
+    if shard:
+        yield shard
+
+
+def _save_file() -> Callable[..., None]:
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise OptionError("export needs safetensors: pip install 'greedysnake[hf]'") from error
+    return save_file

@@ -1,0 +1,99 @@
+"""values: the parameters and states of a commit, by their names: where their bytes are, and what they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from gs_compile.cli.stored.runs import folders_of
+from gs_compile.placement.units import UnitPlacement
+from gs_compile.runtime.drive import Drive
+from gs_compile.runtime.former import FormerHomes
+from gs_compile.runtime.homes import Slice
+from gs_compile.runtime.last_commit import names_in
+from gs_compile.runtime.manifest import REST, Manifest, StoredTensor
+from gs_compile.runtime.ranks import Ranks
+from gs_compile.runtime.ssd import THREADS
+from gs_compile.runtime.store import Store
+
+Tensor = torch.Tensor
+
+
+class OneRank(NamedTuple):
+    """A rank whose commit is read alone: of a whole parameter it gives its own elements, and zeros."""
+
+    rank: int
+    number: int
+
+    def broadcast(self, *_: Any) -> None:
+        """The others have no part in this."""
+
+
+class Values(FormerHomes):
+    """The values that one rank's commit has."""
+
+    def __init__(self, store: Store) -> None:
+        assert store.former is not None
+        self.commit: Manifest = store.former
+        ranks = OneRank(self.commit.rank, self.commit.world) if self.commit.world > 1 else None
+        super().__init__(store, cast("Ranks | None", ranks))
+
+    def bytes_of(self, name: str) -> Iterator[tuple[str, int, int]]:
+        """Each part that has some of a parameter or of its state: its name, and where in it they start and stop."""
+        place = self.places[name]
+        unit, dtype = self.placement.by_unit[place.unit], self.setting.dtypes[place.unit]
+        flat = torch.empty(place.numel, device="meta")
+        for component in (None, *range(unit.state_itemsize // unit.gradient_itemsize)):
+            itemsize = dtype.itemsize if component is None else unit.gradient_itemsize
+            for value, start, target in self._pieces(place, component, flat):
+                yield value._replace(tier=None).name, start * itemsize, (start + len(target)) * itemsize
+
+    def names_at(self, part: str, ranges: Sequence[tuple[int, int]]) -> list[str]:
+        """The parameters, or tensors beside the tiers, that have elements in these ranges of a part."""
+        if part == REST:
+            spans = [(each.name, each.offset, each.offset + nbytes_of(each)) for each in self.commit.rest]
+        else:
+            found = ((name, each) for name in self.places for each in self.bytes_of(name))
+            spans = [(name, start, stop) for name, (value, start, stop) in found if value == part]
+        meets = (name for name, start, stop in spans for first, last in ranges if start < last and first < stop)
+        return list(dict.fromkeys(meets))
+
+    def component(self, place: Slice, number: int) -> Tensor:
+        """A component of a parameter's state, the master aside."""
+        return self.read_state(place, number + self.has_master(place))
+
+    def masters(self, unit: UnitPlacement, start: int, stop: int) -> Tensor:
+        """The masters of trained elements of this rank's share of a unit."""
+        found = torch.empty(stop - start, dtype=self.setting.state_dtype(unit.unit))
+        for group in unit.trained():
+            for each in unit.stretches(group, start, stop):
+                assert each.s is not None, "what is trained has a master"
+                target = found[each.unit_start - start :][: each.numel]
+                self.at_home(unit.value("s", each.s)).read(target, (each.start - each.s.start) * found.itemsize).wait()
+        return found
+
+    def beside(self, stored: StoredTensor) -> Tensor:
+        """A tensor beside the tiers."""
+        assert self.setting.store is not None
+        found = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        self.setting.store.adopt(REST).read(found, stored.offset).wait()
+        return found
+
+
+def nbytes_of(stored: StoredTensor) -> int:
+    return math.prod(stored.shape) * int(getattr(torch, stored.dtype).itemsize)
+
+
+def opened(stack: ExitStack, commit: Manifest) -> Values:
+    """The values of a commit, until the stack is closed; no file is removed then."""
+    store = stack.enter_context(Store(()))
+    store.former = commit
+    for folder in folders_of(commit):
+        drive = stack.enter_context(closing(Drive(folder.parent, THREADS, folder)))
+        drive.kept = names_in(commit, folder)
+        store.drives.append(drive)
+    return Values(store)

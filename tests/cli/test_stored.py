@@ -1,0 +1,182 @@
+"""`greedysnake store verify | repair | export`: every changed byte is found, mended where its block is known, and told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from stored_run import name_of, save, stored_run, values
+from test_store_command import names, printed, refused, run
+
+from gs_compile.errors import ManifestError
+from gs_compile.runtime.manifest import NAME, read
+
+NAMES = {"wea": ["embedding.weight"], "w0b": ["layers.0.weight", "layers.0.bias"], "rest": ["layers.0.counts"]}
+
+
+def flip(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.write_bytes(data)
+
+
+def reports(command, folder, code=0):
+    result = run(command, folder.parent, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)["runs"]
+
+
+def test_a_sound_run_is_found_sound_and_nothing_changes(folders, commit):
+    before = names(*folders)
+    (report,) = reports("verify", folders[0])
+    assert (report["bad"], report["nbytes"]) == ([], commit.nbytes)
+    assert names(*folders) == before
+    assert read(folders[0]) == commit
+
+
+@pytest.mark.parametrize("value", ["wea", "w0b", "s0a", "s0b", "rest"])
+def test_every_changed_byte_is_told_by_file_offset_and_parameter(folders, commit, value):
+    numbers = np.random.default_rng(int.from_bytes(value.encode(), "big"))
+    stored = next(each for each in commit.parts if each.value == value)
+    drive = int(numbers.integers(2)) if stored.files[1].nbytes else 0
+    for offset in numbers.integers(stored.files[drive].nbytes, size=3).tolist():
+        flip(folders[drive] / name_of(value), offset)
+        (bad,) = reports("verify", folders[1], code=5)[0]["bad"]
+        assert bad["file"] == str(folders[drive] / name_of(value))
+        assert bad["offset"] <= offset < bad["offset"] + bad["nbytes"]
+        assert bad["parameters"]
+        assert set(bad["parameters"]) <= set(NAMES.get(value, ["layers.0.weight", "layers.0.bias"]))
+        assert bad["unit"] == {"wea": "e", "rest": ""}.get(value, "0")
+        flip(folders[drive] / name_of(value), offset)
+    assert "not the bytes" not in printed("verify", folders[0].parent)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-4096]), "wrote"),
+        (lambda path: path.chmod(0o644), "others can get at this file"),
+        (lambda path: (path.rename(path.parent / "x"), path.symlink_to(path.parent / "x")), "symbolic links"),
+        (lambda path: (path.unlink(), path.mkdir()), "directory"),
+    ],
+    ids=["gone", "short", "open to others", "a link", "a folder"],
+)
+def test_a_file_that_cannot_be_trusted_is_bad_as_a_whole(folders, commit, change, reason):
+    change(folders[1] / name_of("wea"))
+    (bad,) = reports("verify", folders[0], code=5)[0]["bad"]
+    assert reason in bad["reason"]
+    assert (bad["parameters"], bad["nbytes"]) == (["embedding.weight"], 16384)
+    assert reports("repair", folders[0], code=5)[0]["bad"] == [bad]
+
+
+def test_blocks_are_mended_from_another_version_and_from_masters(folders, commit):
+    shutil.copy(folders[0] / name_of("s0b"), folders[0] / name_of("s0b", 1))
+    before = {name: (folders[0] / name_of(name)).read_bytes() for name in ("s0b", "w0b")}
+    flip(folders[0] / name_of("s0b"), 100)  # of the masters
+    flip(folders[0] / name_of("w0b"), 200)  # which are the masters', rounded
+    (report,) = reports("repair", folders[0])
+    assert (len(report["repaired"]), report["bad"]) == (2, [])
+    assert list(report["removed"]) == [str(folders[0] / name_of("s0b", 1))]
+    assert {name: (folders[0] / name_of(name)).read_bytes() for name in before} == before
+    printed("verify", folders[0].parent)
+
+
+def test_what_cannot_be_mended_is_lost_by_name_and_nothing_is_guessed_or_removed(folders, commit):
+    older = bytearray((folders[0] / name_of("s0b")).read_bytes())
+    older[100] ^= 1  # of another step
+    (folders[0] / name_of("s0b", 1)).write_bytes(older)
+    flip(folders[0] / name_of("s0b"), 100)
+    damaged = (folders[0] / name_of("s0b")).read_bytes()
+    output = run("repair", folders[0].parent)
+    assert output.exit_code == 5
+    assert "layers.0.weight" in output.stdout
+    assert (folders[0] / name_of("s0b")).read_bytes() == damaged
+    assert (folders[0] / name_of("s0b", 1)).exists()
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"{}")])
+def test_a_lost_commit_is_restored_from_another_directory(folders, commit, damage):
+    damage(folders[0] / NAME)
+    printed("repair", folders[1].parent)
+    assert read(folders[0]) == commit
+
+
+# export ---------------------------------------------------------------------------------------------------------------
+
+
+def loaded(target, name="model"):
+    """All tensors that an index names."""
+    index = json.loads((target / f"{name}.safetensors.index.json").read_text())
+    shards = {shard: load_file(target / shard) for shard in set(index["weight_map"].values())}
+    found = {key: shards[shard][key] for key, shard in index["weight_map"].items()}
+    assert sum(map(len, shards.values())) == len(found)
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in found.values())
+    return found
+
+
+def of_layer(seed=0):
+    """The layer's master and moments, 8192 elements each."""
+    made = values(seed)
+    parts = [torch.frombuffer(bytearray(made[name]), dtype=torch.float32).view(3, 4096) for name in ("s0a", "s0b")]
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_export_has_the_parameters_and_states_by_name(folders, commit, tmp_path, masters):
+    target = tmp_path / "out"
+    printed("export", folders[0].parent, target, "--states", *(["--masters"] if masters else []))
+    state = of_layer()
+    found = loaded(target)
+    assert found.keys() == {"embedding.weight", "layers.0.weight", "layers.0.bias", "layers.0.counts"}
+    assert found["embedding.weight"].numpy().tobytes() == values()["wea"]
+    weight = state[0, :6400].view(64, 100)
+    assert torch.equal(found["layers.0.weight"], weight if masters else weight.bfloat16())
+    assert torch.equal(
+        found["layers.0.bias"].float(), (state[0] if masters else state[0].bfloat16().float())[6400:6464]
+    )
+    assert found["layers.0.counts"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    states = loaded(target, "optimizer")
+    assert torch.equal(states["layers.0.weight.exp_avg"], state[1, :6400].view(64, 100))
+    assert torch.equal(states["layers.0.bias.exp_avg_sq"], state[2, 6400:6464])
+    assert {path.stat().st_mode & 0o777 for path in target.iterdir()} == {0o600}
+    assert len(list(target.glob("model-*"))) == 2  # as the embedding is the largest, and the rest fits one of its size
+
+
+def test_export_puts_the_shares_of_ranks_together(folders, commit, tmp_path):
+    """Both ranks have the same here, but for the seed: pieces of 2048 of the layer, of each rank in turn."""
+    second = folders[0].with_name("greedysnake-run-1")
+    second.mkdir(mode=0o700)
+    parameters = tuple(replace(each, offset=each.offset and 12800) for each in commit.parameters)
+    mine = stored_run(folders[0], world=2, parameters=parameters)
+    save(folders[0], mine)
+    save(second, stored_run(second, seed=1, run="89abcdef", world=2, rank=1, parameters=parameters))
+    refused(2, "here is run 0123abcd of rank 0 of 2 at step 3", "export", folders[0], tmp_path / "none")
+    printed("export", folders[0].parent, tmp_path / "out", "--masters")
+    shares = of_layer()[0].view(4, 2048), of_layer(1)[0].view(4, 2048)
+    whole = torch.stack(shares, 1).flatten()
+    found = loaded(tmp_path / "out")
+    assert torch.equal(found["layers.0.weight"].flatten(), whole[:6400])
+    assert torch.equal(found["layers.0.bias"], whole[12800:12864])
+
+
+def test_export_refuses_before_it_writes(folders, commit, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    refused(2, "is not empty: name a new directory", "export", folders[0].parent, tmp_path / "full")
+    refused(2, "here is none", "export", tmp_path / "full", tmp_path / "out")
+    flip(folders[0] / name_of("s0a"), 0)
+    refused(5, "CorruptionError", "export", folders[0].parent, tmp_path / "out")
+
+
+@pytest.mark.parametrize("command", [("verify",), ("repair",), ("export", "out")])
+def test_a_run_in_use_or_damaged_is_refused(folders, used, command, tmp_path):
+    name, *target = command
+    refused(6, "another run uses this folder, pid 1", name, folders[0].parent, *[tmp_path / each for each in target])
+    (folders[0] / NAME).write_bytes(b"[]")
+    refused(5, ManifestError.__name__, name, folders[0].parent, *[tmp_path / each for each in target])
