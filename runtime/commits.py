@@ -81,7 +81,7 @@ class Commits:
         """
         now: torch.Tensor | Extent = self.values.contents[value]
         if not isinstance(now, Extent):
-            self._stale.add(part_of(value))
+            self._stale.update({part_of(value)} & self.copies.keys())
         elif now is self._issued.get(part_of(value)):
             if self.takes_up:
                 return None

@@ -113,7 +113,7 @@ def tokens(step: int, batch_size: int = BATCH) -> torch.Tensor:
 
 def options(storage: Path | Sequence[Path], **changes: Any) -> dict[str, Any]:
     """Options for tests: everything on SSD, layers' code as it is; changes of `expert` by name."""
-    known = {"micro_batch_size", "outputs", "host_memory", "device_memory", "precision"}
+    known = {"micro_batch_size", "outputs", "host_memory", "device_memory", "precision", "durability"}
     ratios = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0} | changes.pop("ratios", {})
     expert = {key: value for key, value in changes.items() if key not in known}
     return {
@@ -198,7 +198,7 @@ def moved(model: torch.nn.Module, optimizer: TieredOptimizer, ids: torch.Tensor)
     optimizer.zero_grad()
     asked: Counter[tuple[str, str]] = Counter()
     for (verb, label), nbytes in (store.moved_nbytes - before).items():  # an extent's label begins with its kind
-        kind = {"sw": "w", "ss": "s", "dw": "dw"}.get(label[:2], label[0])
+        kind = {"sw": "w", "ss": "s", "dw": "dw", "cw": "seal", "cs": "seal"}.get(label[:2], label[0])
         asked[f"ssd_{verb}", kind] += nbytes
     return Moved(
         traced={

@@ -8,6 +8,9 @@ import pytest
 from tiered import LENGTH, Harness, adamw, gpt2, moved, options, step, tokens
 
 from gs_compile.placement.shards import QUANTUM
+from gs_compile.planner.step_plan import nbytes_by_home
+from gs_compile.runtime.folder import LOCK
+from gs_compile.runtime.manifest import NAME
 
 KEEPS_CAPTURES = True
 NUM_LAYERS, WIDTH, VOCABULARY = 3, 32, 301
@@ -35,9 +38,20 @@ def measured(harness, directory, num_micro_batches, **chosen):
         step(harness.model, optimizer, tokens(2, MICRO_BATCH * num_micro_batches))
         found = moved(harness.model, optimizer, tokens(3, MICRO_BATCH * num_micro_batches))
         assert {unit.unit: unit.numel for unit in optimizer.engine.placement.units} == units_of(harness)
+        assert stored_in(directory) == optimizer.engine.planning.ssd_nbytes - checkpoints_on_ssd(optimizer)
     assert found.traced == found.planned
     assert {key: nbytes for key, nbytes in found.traced.items() if key[0].startswith("ssd")} == found.asked
     return found.traced
+
+
+def stored_in(directory):
+    """The bytes of all files of parameters and states."""
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name not in (LOCK, NAME))
+    return sum(path.stat().st_size for path in files if not re.search(r"x\d+_\d+-", path.name))
+
+
+def checkpoints_on_ssd(optimizer):
+    return nbytes_by_home(optimizer.engine.placement).get(("checkpoints", "ssd"), 0)
 
 
 def units_of(harness):
@@ -121,3 +135,17 @@ def test_what_is_cut_moves_in_part(harnesses, tmp_path, precision, separate_devi
     everything = closed_form(harnesses[precision], 3, separate_device=separate_device, checkpoint=0.0, alpha=0.5)
     for key in [key for key in found if key[0].startswith("ssd")]:
         assert 0 < found[key] < everything[key]
+
+
+@pytest.mark.parametrize("separate_device", [False, True])
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+@pytest.mark.parametrize(("ratio", "alpha"), [(0.0, 0.5), (0.5, 0.0), (0.5, 0.5)])
+def test_a_durable_step_writes_what_lives_in_memory_too(harnesses, tmp_path, precision, separate_device, ratio, alpha):
+    """Once, but for parameters that follow from masters; what lives on SSD costs room and no traffic."""
+    harness, ratios = harnesses[precision], {"parameter": ratio, "optimizer": ratio}
+    chosen = {"alpha": alpha, "separate_device": separate_device, "ratios": ratios}
+    usual, durable = (measured(harness, tmp_path, 2, durability=each, **chosen) for each in ("off", "step"))
+    numel, has_master = sum(units_of(harness).values()), precision == "bf16"
+    in_memory = numel * 4 * (MOMENTS + has_master) - usual["ssd_write", "s"]
+    in_memory += 0 if has_master else numel * 4 - usual["ssd_write", "w"]
+    assert durable == usual | ({("ssd_write", "seal"): in_memory} if ratio else {})
