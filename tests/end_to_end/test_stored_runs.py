@@ -1,0 +1,55 @@
+"""What a durable run has committed is sound, and comes out of its files as it was learned."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from tiered import Harness, adamw, gpt2, options
+from typer.testing import CliRunner
+
+from gs_compile.cli.main import app
+from gs_compile.cli.stored.checks import check
+from gs_compile.cli.stored.export import export
+from gs_compile.cli.stored.runs import found_in
+
+KEEPS_CAPTURES = True
+NUM_STEPS = 3
+
+
+@cache
+def harness(precision):
+    return Harness(gpt2, precision)
+
+
+def exported(directory: Path, target: Path, **what: bool) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    done = export(found_in(directory), target, **what)
+    assert done["step"] == NUM_STEPS
+    return {name: each for file in done["files"] for name, each in load_file(target / file).items()}
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"ratios": {"parameter": 0.5, "optimizer": 0.3}, "alpha": 0.3},
+        {"ratios": {"parameter": 1.0, "optimizer": 1.0, "checkpoint": 1.0}},
+    ],
+    ids=["on drives", "in both", "in memory"],
+)
+def test_a_run_is_exported_bit_for_bit(tmp_path, precision, changes):
+    storage = tmp_path / "one", tmp_path / "other"
+    learned = harness(precision).train(adamw, {**options(storage, **changes), "durability": "step"}, NUM_STEPS)
+    for directory in storage:
+        assert [report["bad"] for report in check(directory)] == [[]]
+        result = CliRunner().invoke(app, ["store", "ls", str(directory)])
+        assert (result.exit_code, len(result.stdout.splitlines())) == (0, 2)
+    found = exported(storage[0], tmp_path / "out", masters=True, states=True)
+    wanted = {name: each for name, each in learned.values.items() if not name.endswith((".step", ".master"))}
+    assert found.keys() == wanted.keys()
+    assert [name for name, each in wanted.items() if not torch.equal(found[name], each)] == []
