@@ -1,0 +1,184 @@
+"""A durable run that is killed goes on from its last commit, wherever everything lives from then on: bit for bit.
+
+Each model here lives several lives: it is built anew, goes on from what the life before has left under options of its
+own, takes a few steps, and is killed. What it learns is held against one run that nothing has interrupted, that lives
+in memory and commits nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from killed import Killed, Taken, clean, resumed, seed, steps
+from tiered import Harness, adamw, gpt2, options
+
+KEEPS_CAPTURES = True
+NUM_STEPS, MANY_STEPS = 7, 20
+CLIPPED, SOME_CLIPPED = 0.3, 0.62  # of all steps; of some, so that some speculative updates are rolled back
+
+# What stays in host memory of parameters, checkpoints and optimizer states; alpha; and whatever else.
+PLACES: list[dict[str, Any]] = [
+    {"ratios": (0.0, 0.0, 0.0), "alpha": 0.5, "storage": "a"},
+    {"ratios": (1.0, 0.3, 0.3), "alpha": 1.0, "storage": "ab", "threads": 2},
+    {"ratios": (0.3, 0.0, 1.0), "alpha": 0.25, "storage": "b", "separate_device": True, "host_memory": "60MiB"},
+    {"ratios": (1.0, 1.0, 1.0), "alpha": 0.0, "storage": "c"},
+    {"ratios": (0.3, 0.3, 0.3), "alpha": 1.0, "storage": "ca", "separate_device": True, "device": 0.6},
+]
+
+
+def frozen(seed: int = 0) -> torch.nn.Module:
+    """As adapters are trained: most of the model is frozen, and one unit of it as a whole."""
+    model = gpt2(tied=False, seed=seed)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "mix" in name or "ln_" in name
+    return model
+
+
+MODELS: dict[str, Callable[[], Harness]] = {
+    "dropout": lambda: Harness(partial(gpt2, dropout=0.1)),
+    "bf16": lambda: Harness(gpt2, "bf16"),
+    "frozen": lambda: Harness(frozen),
+    "frozen bf16": lambda: Harness(frozen, "bf16"),
+}
+
+
+class Lives:
+    """One capture of each model, and one run that nothing interrupts of each model and bound of the norm."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.harness = cache(lambda model: MODELS[model]())
+        self.reference = cache(self._reference)
+
+    def given(self, place: dict[str, Any], max_norm: float | None, clip: str = "speculative", **more: Any) -> Any:
+        place = {**place, **more}
+        ratios = dict(zip(("parameter", "checkpoint", "optimizer"), place.pop("ratios"), strict=True))
+        ratios["device_checkpoint"] = place.pop("device", 0.0) * (1 - ratios["checkpoint"])
+        if max_norm:
+            place["clip"] = clip
+            place["alpha"] = 1.0 if clip == "delayed" else place["alpha"]
+        durability = place.pop("durability", "step")
+        storage = [self.folder / name for name in place.pop("storage")]
+        return {**options(storage, ratios=ratios, **place), "durability": durability}
+
+    def _reference(self, model: str, max_norm: float | None, num_steps: int) -> Taken:
+        seed()
+        given = self.given(PLACES[3], max_norm, "delayed", durability="off")
+        with self.harness(model).fresh(partial(adamw, max_grad_norm=max_norm), given) as optimizer:
+            return steps(self.harness(model), optimizer, range(num_steps), reads=True)
+
+    def clean(self) -> None:
+        for name in "abc":
+            clean({"storage": self.folder / name})
+
+    def chain(self, model: str, max_norm: float | None, places: list[Any], num_steps: int, turn: int = 3) -> set[int]:
+        """Lives of `turn` steps each, one after the other, each from where a kill has left the one before.
+
+        Gives the numbers of steps that they began after.
+        """
+        harness, make = self.harness(model), partial(adamw, max_grad_norm=max_norm)
+        reference = self.reference(model, max_norm, num_steps)
+        self.clean()
+        shutil.rmtree(self.folder / "aside", ignore_errors=True)
+        at, begun = 0, set()
+        former: Killed | None = None
+        for number, given in enumerate(itertools.cycle(places)):
+            seed()
+            aside = Killed(self.folder / "aside" / str(number), given["storage"], Taken(0))
+            opened = harness.fresh(make, given)
+            if former is not None:
+                self.clean()
+                found = former.put_back(at)
+                assert found.step == at - 1, "of a run that is killed between two steps the last is not sealed"
+                at = found.step
+                opened = resumed(harness, make, given, former.directories)
+            begun.add(at)
+            stop = min(at + turn, num_steps)
+            with opened as optimizer:
+                taken = steps(harness, optimizer, range(at, stop), after=aside.keep_at(stop))
+                assert optimizer.num_steps + optimizer.num_skipped == stop
+            assert not taken.differences(reference), f"from {at} on, under {given}"
+            shutil.rmtree(self.folder / "aside" / str(number - 1), ignore_errors=True)
+            at, former = stop, aside
+            if at == num_steps:
+                return begun
+        raise AssertionError
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
+    found = Lives(tmp_path_factory.mktemp("lives"))
+    yield found
+    shutil.rmtree(found.folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "max_norm", "first"),
+    [("dropout", None, 0), ("dropout", SOME_CLIPPED, 1), ("bf16", CLIPPED, 2), ("frozen bf16", None, 3)],
+)
+def test_a_chain_of_killed_runs_is_one_run(lives, model, max_norm, first):
+    """Another alpha, other ratios, drives, threads and budgets each time, and another way to clip."""
+    clips = itertools.cycle(("speculative", "delayed"))
+    places = [lives.given(each, max_norm, next(clips)) for each in (*PLACES[first:], *PLACES[:first])]
+    begun = lives.chain(model, max_norm, places, NUM_STEPS)
+    assert begun == {0, 2, 4}, "each life but the last is three steps, of which the last is lost"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("max_norm", [None, CLIPPED, SOME_CLIPPED, 1000.0], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_goes_on_from_every_step(lives, model, max_norm):
+    """Each life is two steps, of which the second is lost; settings are drawn, each time others."""
+    draw = random.Random(f"{model} {max_norm}")
+    shares = (0.0, 0.3, 1.0)
+
+    def place() -> Any:
+        drawn = {
+            "ratios": tuple(draw.choice(shares) for _ in range(3)),
+            "alpha": draw.choice((0.0, 0.25, 0.5, 1.0)),
+            "storage": draw.choice(("a", "ab", "b", "c", "bca")),
+            "threads": draw.choice((1, 2)),
+            "host_memory": draw.choice(("60MiB", "100MiB")),
+            "separate_device": draw.random() < 0.5,
+            "snake": draw.random() < 0.5,
+        }
+        if drawn["separate_device"]:
+            drawn["device"] = draw.choice((0.0, 0.6))
+        return lives.given(drawn, max_norm, draw.choice(("speculative", "delayed")))
+
+    begun = lives.chain(model, max_norm, [place() for _ in range(MANY_STEPS)], MANY_STEPS, turn=2)
+    assert begun == set(range(MANY_STEPS - 1))
+
+
+@pytest.mark.parametrize("change", [{"micro_batch_size": 1}, {"schedule": "horizontal"}], ids=str)
+def test_other_sums_differ_by_rounding(lives, change):
+    """Where samples, or micro-batches, are added in another order, float32 rounds otherwise: 6e-8 of each sum, of which
+    a gradient here is at most some hundred; the values themselves are those of the commit.
+    """
+    harness, make = lives.harness("frozen"), partial(adamw, max_grad_norm=CLIPPED)
+    reference = lives.reference("frozen", CLIPPED, NUM_STEPS)
+    lives.clean()
+    former = Killed(lives.folder / "other", [lives.folder / "a"], Taken(0))
+    with harness.fresh(make, lives.given(PLACES[0], CLIPPED)) as optimizer:
+        seed()
+        steps(harness, optimizer, range(4), after=former.keep_at(4))
+    assert former.put_back(4).step == 3
+    with resumed(harness, make, lives.given(PLACES[0] | change, CLIPPED, "delayed")) as optimizer:
+        taken = steps(harness, optimizer, (3, 4), reads=True)
+    shutil.rmtree(former.aside)
+    assert taken.drawn == reference.drawn[3:5]
+    for number in (3, 4):
+        assert taken.losses[number - 3] == pytest.approx(reference.losses[number], rel=1e-6)
+        assert taken.norms[number - 3] == pytest.approx(reference.norms[number], rel=1e-5)
+        for name, value in taken.outcomes[number + 1].values.items():
+            expected = reference.outcomes[number + 1].values[name]
+            assert (value - expected).norm() <= 1e-5 * expected.norm(), name
