@@ -56,6 +56,12 @@ def usable_cores(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     return max(1, int(min([len(os.sched_getaffinity(0)), *quotas])))
 
 
+def num_ranks() -> int:
+    """The processes that torchrun has started on this machine; 1 without it."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(count)) if count.isdecimal() else 1
+
+
 def free_storage(folder: Path) -> int:
     """The bytes this process may still write to the file system of `folder`."""
     room = os.statvfs(folder)

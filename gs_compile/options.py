@@ -235,7 +235,7 @@ def _directories(storage: Any) -> tuple[Path, ...]:
         raise OptionError(f"storage cannot be {', '.join(unset)}: no environment variable of that name is set")
     try:
         paths = tuple(Path(name).expanduser().absolute() for name in names)
-    except RuntimeError as error:  # no home, or nobody of that name
+    except (RuntimeError, OSError) as error:  # no home, nobody of that name, or the directory we are in is gone
         raise OptionError(f"storage cannot be {', '.join(map(str, given))}: {error}; name another directory") from None
     if len(set(paths)) < len(paths):
         raise OptionError(f"storage names a directory twice; got {storage!r}")

@@ -40,7 +40,8 @@ class Drive:
 
     def __init__(self, directory: Path, threads: int, folder: Path | None = None) -> None:
         """folder: of another run, in the place of the first that no other model of this process has."""
-        with contextlib.ExitStack() as opened, as_storage_error("open", directory):
+        remedy = "; storage= has to be a directory in which this user may make files, or the name of a new one"
+        with contextlib.ExitStack() as opened, as_storage_error("open", directory, remedy):
             self.own = Folder.first_free(directory) if folder is None else Folder.take(folder)
             opened.callback(self.own.release)
             self.folder = self.own.path
@@ -183,7 +184,9 @@ class Drive:
 
     def _full(self, nbytes: int, number: int) -> StorageFullError:
         room = f"{nbytes} bytes are needed and {free_storage(self.folder)} are free"
-        return StorageFullError(number, f"{room}: make room or choose another storage=", str(self.folder))
+        return StorageFullError(
+            number, f"{room} ({os.strerror(number)}): make room or choose another storage=", str(self.folder)
+        )
 
     @contextlib.contextmanager
     def _probe(self, nbytes: int) -> Iterator[File]:

@@ -195,11 +195,11 @@ def date_of(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def as_storage_error(what: str, folder: Path) -> Iterator[None]:
+def as_storage_error(what: str, folder: Path, remedy: str = "") -> Iterator[None]:
     """Raise an error of the system as a StorageError."""
     try:
         yield
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"{what} failed: {error.strerror}", str(folder)) from error
+        raise StorageError(error.errno or errno.EIO, f"{what} failed: {error.strerror}{remedy}", str(folder)) from error

@@ -103,11 +103,21 @@ def mesh_of(place: Place, timeout: float) -> DeviceMesh:
 
 
 def num_processes() -> int:
-    """Those that train together where no option says otherwise: torch's ranks, or what torchrun has started."""
+    """Those that train together where no option says otherwise: torch's ranks, or what torchrun has started.
+
+    Raises `OptionError` where the environment names a rank that there is not.
+    """
     if dist.is_initialized():
         return dist.get_world_size()
-    named = {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    return int(os.environ.get("WORLD_SIZE", "1")) if named else 1
+    if not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return 1
+    rank, number = os.environ["RANK"], os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and number.isdecimal() and int(rank) < int(number)):
+        raise OptionError(
+            f"the environment says RANK={rank} of WORLD_SIZE={number}, which cannot be: start the ranks with torchrun, "
+            "which sets both, or unset RANK to train alone"
+        )
+    return int(number)
 
 
 def _initialize() -> None:

@@ -42,12 +42,18 @@ class Place(NamedTuple):
 
 
 class Block:
-    """Memory from an offset of the slab on."""
+    """Memory from an offset of the slab on; raises `MemoryBudgetError` where the system refuses it."""
 
     def __init__(self, start: int, nbytes: int, device: Device) -> None:
         self.nbytes = nbytes
         self._start = start
-        self._memory = map_memory(nbytes, device)
+        try:
+            self._memory = map_memory(nbytes, device)
+        except (OSError, RuntimeError) as error:
+            raise MemoryBudgetError(
+                f"the system refuses {format_bytes(nbytes)} of host memory: {error}. Raise what limits this process "
+                "(ulimit -v, ulimit -l, its control group), or give a smaller host_memory="
+            ) from error
         self.ranges: Ranges[Ticket] = Ranges()
 
     def begin(self, where: Range, offset: int = 0) -> tuple[Place, list[Ticket]]:
@@ -69,7 +75,7 @@ class Slab:
         self.close()
 
     def map(self) -> None:
-        """Map the block of what lives on; RuntimeError where the device cannot pin it."""
+        """Map the block of what lives on."""
         self.fixed = Block(0, self._fixed_nbytes, self._device)
         self._step = Block(self._fixed_nbytes, 0, self._device)
 

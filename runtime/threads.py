@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from gs_compile.errors import ForkError, StepOrderError
-from gs_compile.machine import usable_cores
+from gs_compile.machine import num_ranks, usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def correct_thread_count() -> int:
     process logs it, so it is said once.
     """
     count, environment = torch.get_num_threads(), os.environ
-    processes = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    processes = num_ranks()
     is_launched = "TORCHELASTIC_RUN_ID" in environment and processes > 1
     if count > 1 or not is_launched or environment.get("OMP_NUM_THREADS") != "1":
         return count
@@ -63,9 +63,16 @@ def correct_thread_count() -> int:
     return share
 
 
-def update_threads(*, beside_compute: bool) -> int:
-    """The threads that updates take: all of this process's, or half of them where the CPU computes the model too."""
-    return max(1, correct_thread_count() // (2 if beside_compute else 1))
+def update_threads(beside_compute: bool, num_here: int = 1) -> int:
+    """The threads that updates take: all of this process's, or half of them where the CPU computes the model too.
+
+    Where a launcher has bound none of the `num_here` ranks of this machine to cores, each has its share of them, unless
+    the user has said OMP_NUM_THREADS.
+    """
+    count, is_bound = correct_thread_count(), len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+    if num_here > 1 and not is_bound and "OMP_NUM_THREADS" not in os.environ:
+        count = min(count, usable_cores() // num_here)
+    return max(1, count // (2 if beside_compute else 1))
 
 
 def _in_new_thread(function: Callable[[], None]) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "untraced",
+    "wants_all",
     "wrap_compiled_call",
 ]
 
@@ -52,6 +53,11 @@ def backward_hooks(holder: torch.Tensor | torch.nn.Module) -> list[Any]:
     """What the user has registered to be called with gradients of a tensor, or in the backward of a module."""
     names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
     return [hook for name in names for hook in (getattr(holder, name, None) or {}).values()]
+
+
+def wants_all(node: Any) -> bool:
+    """Whether the backward under way, which has come to this autograd node, has all its inputs' gradients taken up."""
+    return all(torch._C._will_engine_execute_node(each) for each, _ in node.next_functions if each is not None)
 
 
 def add_artifact(name: str, content: Callable[[], str], compile_id: object) -> None:

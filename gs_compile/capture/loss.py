@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import fx
 from torch.fx.node import map_aggregate, map_arg
+from torch.nn import functional
 
 from gs_compile.capture.graph import Captured, LossTerm, TensorSpec, block_of, output_values, source_line
 from gs_compile.capture.operations import (
@@ -48,7 +49,7 @@ from gs_compile.capture.operations import (
     works_along_samples,
 )
 from gs_compile.capture.shares import Kind, Shares, State
-from gs_compile.errors import SeparationError
+from gs_compile.errors import CaptureError, SeparationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +66,24 @@ class Separated:
 def loss(module: fx.GraphModule, captured: Captured, *, kept: Sequence[bool], alone: bool) -> Separated:
     """Rewrite the outputs of `module` that are `kept` (one truth for each).
 
-    Raises `SeparationError` for one that does not separate.
+    Raises `SeparationError` for one that does not separate, and `CaptureError` for gradients that are sparse.
     `alone`: the micro-batch is the whole batch, so there is nothing to combine.
     """
+    _refuse_sparse(module)
     if alone:
         outputs = _kept(module, kept)
         kinds: dict[fx.Node, Kind] = dict.fromkeys((value for value in outputs if isinstance(value, fx.Node)), "sum")
         return Separated(module, outputs, (), kinds, ())
     return _Separation(module, captured).run(kept)
+
+
+def _refuse_sparse(module: fx.GraphModule) -> None:
+    for node in module.graph.find_nodes(op="call_function", target=functional.embedding):
+        if arguments_of(node)["sparse"]:
+            raise CaptureError(
+                f"the embedding `{node.name}` makes a sparse gradient, which greedysnake does not sum"
+                f"{f', at {where}' if (where := source_line(node)) else ''}: leave sparse=True out"
+            )
 
 
 class _Separation:

@@ -117,6 +117,8 @@ def why_it_mixes(node: fx.Node, name: str, spec: TensorSpec) -> str:
         return "normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)"
     if len(spec.batch_dims) > 1:
         return "pairs the samples of the batch with each other"
+    if name == "embedding" and arguments_of(node)["scale_grad_by_freq"]:
+        return "divides gradients by how often the batch has an index (leave scale_grad_by_freq=True out)"
     if node.meta.get("uneven"):
         return "takes a part of the samples"
     if node.meta.get("batch_numbers") and name in ARITHMETIC and spec.dtype.is_floating_point:

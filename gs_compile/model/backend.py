@@ -88,8 +88,7 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     """The call of a captured model, before anything has run; `args` are those of the captured graph."""
     _register(compilation, args)
     models, parts = cut_batch(compilation, args)
-    if ranks is not None:
-        refuse_empty(ranks, sum(model.micro_batch_size for model in models))
+    refuse_empty(ranks, sum(model.micro_batch_size for model in models))
     training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     if torch.is_grad_enabled() and not training:
         _refuse_a_loss(models[0])

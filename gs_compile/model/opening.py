@@ -28,7 +28,7 @@ def open_tiers(
     Raises as `Store` and `Tiers` do, and leaves nothing; ResumeError for a commit of something else.
     """
     planner = planning.planner
-    options, expert, device = planner.options, planner.options.expert, planner.device
+    options, expert, device, ranks = planner.options, planner.options.expert, planner.device, planner.ranks
     with ExitStack() as undo:
         store, same = None, frozenset[str]()
         if planning.uses_ssd:
@@ -47,8 +47,8 @@ def open_tiers(
             device,
             trace=Trace(events=expert.trace),
             host_nbytes=planning.host_nbytes,
-            num_threads=expert.threads or update_threads(beside_compute=not has_own_memory(device)),
-            ranks=planner.ranks,
+            num_threads=expert.threads or update_threads(not has_own_memory(device), ranks.num_here if ranks else 1),
+            ranks=ranks,
             alike=same,
         )
         undo.pop_all()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from gs_compile.capture.internals import wants_all
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, Step
 from gs_compile.errors import OptimizerError
 from gs_compile.model.averaged import averaged
@@ -245,6 +246,12 @@ class _Step(torch.autograd.Function):
         if all(gradient is None for gradient in gradients):
             return (None, *ctx.num_trained * (None,))
         call: Call = ctx.call
+        if call.engine is not None and not wants_all(ctx):
+            raise OptimizerError(
+                "backward(inputs=...) leaves out parameters that the optimizer trains: on the tiers a backward updates "
+                "all of them. Leave inputs= out; freeze what is not to be trained (requires_grad_(False)) before the "
+                "model's first call; or use a torch.optim optimizer. Nothing was updated"
+            )
         outside = call.outside(gradients)
         ctx.call = None  # a loss that lives on keeps nothing of its step
         with nullcontext() if call.engine is None else call.engine.turn, told(call.ranks):

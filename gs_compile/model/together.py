@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.errors import RankError
+from gs_compile.errors import NoBatchInputError, RankError
 from gs_compile.model.averaged import begin_alike, ranks_that_average
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
@@ -71,9 +71,14 @@ def agree(
     begin_alike(ranks, [p for group in optimizer.param_groups for p in group["params"] if not is_offloaded(p)])
 
 
-def refuse_empty(ranks: Ranks, num_rows: int) -> None:
-    """Raise `RankError` where this rank has nothing to train on in a step of all."""
-    if num_rows == 0:
+def refuse_empty(ranks: Ranks | None, num_rows: int) -> None:
+    """Raise `NoBatchInputError` where there is nothing to compute, `RankError` where this is a step of all ranks."""
+    if num_rows == 0 and ranks is None:
+        raise NoBatchInputError(
+            "the batch has no rows, so there is no loss and no gradient: leave it out (DataLoader's drop_last=True, or "
+            "a check of len(batch))"
+        )
+    if num_rows == 0 and ranks is not None:
         raise RankError(
             f"the batch of rank {ranks.name} has no rows, and all ranks take part in each step: give every rank at "
             "least one row (a DistributedSampler does), or end the epoch on all ranks"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gs_compile.errors import MemoryBudgetError
 from gs_compile.runtime import slab
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.stream import Device, device_of
@@ -63,8 +64,8 @@ def test_memory_is_pinned_as_long_as_it_is_mapped():
 
 def test_memory_that_cannot_be_pinned_is_refused(monkeypatch):
     monkeypatch.setattr(Pinning, "fails", True)
-    with pytest.raises(RuntimeError, match="not supported"):
-        map_memory(4096, Pinning())
+    with pytest.raises(MemoryBudgetError, match=r"the system refuses 4\.0 KiB of host memory: .*not supported"):
+        slab.Block(0, 4096, Pinning())
 
 
 def test_no_memory_is_no_pages():

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from gs_compile.errors import ProfileError
-from gs_compile.machine import DEFAULT_SHARE, available_memory, usable_cores, usable_memory
+from gs_compile.machine import DEFAULT_SHARE, available_memory, num_ranks, usable_cores, usable_memory
 from gs_compile.options import Options, default_storage
 from gs_compile.planner.measure.cluster import share_of
 from gs_compile.planner.measure.probe_compute import compute_rates, link_rates, products_on
@@ -138,12 +138,6 @@ def free_nbytes(storage: Sequence[Path], device: torch.device | None = None) -> 
     if has_own_memory(device):
         free["device_nbytes"] = device_of(device).memory_nbytes()[0]
     return {name: max(1, int(nbytes * SHARES[name])) for name, nbytes in free.items()}
-
-
-def num_ranks() -> int:
-    """The processes that torchrun has started on this machine; 1 without it."""
-    count = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(count)) if count.isdigit() else 1
 
 
 def _of_all(ranks: Ranks, alone: Callable[[], Profile], storage: tuple[Path, ...]) -> Profile:
