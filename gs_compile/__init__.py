@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gs_compile.model.inspection import Inspection, inspect
     from gs_compile.model.materialize import materialize, streaming
     from gs_compile.model.optim import SGD, Adam, AdamW, Lion
+    from gs_compile.model.resume import Resumed, StepSampler, resume
     from gs_compile.model.storage_init import init_on_storage
     from gs_compile.planner.measure.profile import Profile
     from gs_compile.planner.plan import plan
@@ -38,13 +39,16 @@ __all__ = [
     "Options",
     "Profile",
     "Ratios",
+    "Resumed",
     "StepPlan",
+    "StepSampler",
     "__version__",
     "from_pretrained",
     "init_on_storage",
     "inspect",
     "materialize",
     "plan",
+    "resume",
     "save_pretrained",
     "streaming",
 ]
@@ -55,6 +59,7 @@ _LATER = {  # names that need torch come when they are first used: importing thi
     "model.loss_scale": ("LossScaler",),
     "model.materialize": ("materialize", "streaming"),
     "model.optim": ("AdamW", "Adam", "SGD", "Lion"),
+    "model.resume": ("Resumed", "StepSampler", "resume"),
     "model.storage_init": ("init_on_storage",),
     "planner.measure.profile": ("Profile",),
     "planner.plan": ("plan",),

@@ -141,7 +141,8 @@ class Commits:
             extent.write(content.cpu()).wait()
         changed = [extent for part, extent in issued.items() if self._made.get(part) is not extent]
         assert self.setting.store is not None
-        self.setting.store.commit(changed, lambda: manifest_of(tuple(_stored(issued))))
+        together = self.setting.ranks.commit_together if self.setting.ranks else None
+        self.setting.store.commit(changed, lambda: manifest_of(tuple(_stored(issued))), together)
         self._made = issued
 
 

@@ -98,6 +98,15 @@ class Folder:
         """The last commit of the durable run that has left this folder; raises ManifestError for a damaged one."""
         return manifest.read(self.path)
 
+    def prepared(self) -> Manifest | None:
+        """The commit after that, which other ranks may not have come to."""
+        return manifest.read(self.path, manifest.NEXT)
+
+    def promote(self) -> None:
+        """Make the prepared commit the last one."""
+        system.rename(manifest.NEXT, manifest.NAME, self.fd)
+        system.sync_folder(self.fd)
+
     def clear(self, keep: Collection[str] = ()) -> None:
         """Remove what a run that was killed has left, but for the names that belong to its commit; the log says so."""
         if words := leftovers(self.path, keep):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -83,16 +85,18 @@ def place_of(options: Options) -> Place | None:
     return place if len(place.everyone) > 1 else None
 
 
-def new_groups(place: Place, timeout: float) -> tuple[Any, Any, Any]:
-    """Groups of all ranks, for their values; of those that share the model; and of those that have the same shard."""
+def new_groups(place: Place, timeout: float) -> tuple[Any, Any, Any, Any]:
+    """Groups of all ranks, for their values and for their commits; of those that share the model; and of those that
+    have the same shard.
+    """
     backend = "gloo" if place.backend == "gloo" else network_backend()
     limit = timedelta(seconds=timeout + 60)  # our own ends first, and says more
-    everyone = place.new_group([place.everyone], "gloo", limit)
+    everyone, commits = (place.new_group([place.everyone], "gloo", limit) for _ in range(2))
     rows = place.new_group(place.replicas, backend, limit)
     columns = (
         place.new_group(list(zip(*place.replicas, strict=True)), backend, limit) if len(place.replicas) > 1 else None
     )
-    return everyone, rows, columns
+    return everyone, commits, rows, columns
 
 
 def mesh_of(place: Place, timeout: float) -> DeviceMesh:
@@ -130,3 +134,11 @@ def _initialize() -> None:
 def _destroy() -> None:
     if dist.is_initialized() and ending_error() is None:  # otherwise it might wait for what never comes
         dist.destroy_process_group()
+
+
+def as_bytes(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def from_bytes(content: torch.Tensor) -> Any:
+    return pickle.loads(content.numpy().tobytes())

@@ -3,35 +3,56 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from gs_compile.errors import LeftoverError
+from gs_compile.errors import LeftoverError, RankError
 from gs_compile.runtime import manifest
 from gs_compile.runtime.drive import Drive
 from gs_compile.runtime.manifest import Manifest
 
+Steps = Mapping[int, bool]  # of one rank, and whether each is committed, or prepared alone
+Agree = Callable[[Steps], Sequence[Steps]]  # gives those of all ranks
 
-def last_commit(drives: Iterable[Drive], *, resume: bool) -> Manifest | None:
+
+def last_commit(drives: Iterable[Drive], *, resume: bool, agree: Agree | None = None) -> Manifest | None:
     """The last commit that a run has left on the drives. Each has a manifest, and one may be a commit behind.
 
+    agree: of several ranks, each of which may have prepared one more; what is agreed on is committed.
     Raises LeftoverError where it is not to be taken up, or is of several runs.
     """
-    found = [(each, drive.folder) for drive in drives if (each := drive.own.committed()) is not None]
-    if not found:
-        return None
-    newest, folder = max(found, key=lambda pair: pair[0].step)
-    words = ", ".join(dict.fromkeys(f"run {each.run} at step {each.step} ({each.written})" for each, _ in found))
-    if len({each.run for each, _ in found}) > 1:
+    drives = list(drives)
+    found = [(each, drive) for drive in drives if (each := drive.own.committed()) is not None]
+    ahead = [(each, drive) for drive in drives if agree and (each := drive.own.prepared()) is not None]
+    known = {each.step: each for each, _ in (*ahead, *found)}
+    words = ", ".join(dict.fromkeys(f"run {each.run} at step {each.step} ({each.written})" for each in known.values()))
+    if len({each.run for each, _ in (*found, *ahead)}) > 1:
         what = f"several runs have left commits here: {words}. Name the storage of the one that is to go on"
-        raise LeftoverError(errno.EEXIST, what, str(folder))
-    if not resume:
+        raise LeftoverError(errno.EEXIST, what, str(drives[0].folder))
+    if known and not resume:
         what = (
             f'a durable run has left a commit here: {words}. Go on from it with the option resume="auto", or delete '
-            f"it: greedysnake store gc --all {folder.parent}"
+            f"it: greedysnake store gc --all {drives[0].folder.parent}"
         )
-        raise LeftoverError(errno.EEXIST, what, str(folder))
-    return newest
+        raise LeftoverError(errno.EEXIST, what, str(drives[0].folder))
+    committed = {each.step for each, _ in found}
+    own = {each: each in committed for each in known}
+    step = common_step(agree(own) if agree else [own])
+    for each, drive in ahead:
+        drive.own.promote() if each.step == step else drive.own.unlink(manifest.NEXT)
+    return None if step is None else known[step]
+
+
+def common_step(given: Sequence[Steps]) -> int | None:
+    """The last step that all ranks have; None: there is none. What one has committed, all have prepared.
+
+    Raises RankError where they have none in common.
+    """
+    common = set.intersection(*map(set, given))
+    if not common and any(is_committed for each in given for is_committed in each.values()):
+        found = ", ".join(f"rank {rank}: {max(each, default='none')}" for rank, each in enumerate(given))
+        raise RankError(f"the ranks have commits of different steps ({found}): name the storage of one run on all")
+    return max(common, default=None)
 
 
 def names_in(made: Manifest | None, folder: Path) -> frozenset[str]:

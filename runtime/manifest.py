@@ -45,6 +45,7 @@ __all__ = [
     "FOLDER",
     "FORMAT",
     "NAME",
+    "NEXT",
     "REST",
     "Manifest",
     "StoredFile",
@@ -62,6 +63,7 @@ __all__ = [
 ]
 
 NAME = "manifest.json"
+NEXT = ".manifest.next"  # of one rank, until all ranks have theirs
 BESIDE = ".manifest.json"  # while it is written
 MAX_NBYTES = 64 << 20
 MAX_ENTRIES = 1 << 20  # objects, lists, their elements, escaped letters: each takes up to 200 bytes when it is parsed
@@ -74,7 +76,7 @@ MAX_WORDS = 300  # letters of a file's own that an error shows
 # Written --------------------------------------------------------------------------------------------------------------
 
 
-def write(folder_fd: int, manifest: Manifest) -> None:
+def write(folder_fd: int, manifest: Manifest, name: str = NAME) -> None:
     """Make a manifest the folder's, all of it or nothing; it is on the drive when this returns.
 
     Raises StorageError; then the folder has the manifest that it had, or, after a failure of the last sync, this one.
@@ -94,7 +96,7 @@ def write(folder_fd: int, manifest: Manifest) -> None:
             system.datasync(fd)
         finally:
             os.close(fd)
-        system.rename(BESIDE, NAME, folder_fd)
+        system.rename(BESIDE, name, folder_fd)
         system.sync_folder(folder_fd)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -146,14 +148,14 @@ def _check_size(data: bytes | bytearray) -> None:
 # Read -----------------------------------------------------------------------------------------------------------------
 
 
-def read(folder: Path) -> Manifest | None:
+def read(folder: Path, name: str = NAME) -> Manifest | None:
     """The manifest of a folder, checked; None: there is none.
 
     Raises ManifestError where it is damaged, of a newer format or not of a run, StorageError where it cannot be read.
     """
-    path = folder / NAME
+    path = folder / name
     try:
-        data = _data(folder)
+        data = _data(folder, name)
     except FileNotFoundError:
         return None
     except StorageError:
@@ -181,18 +183,18 @@ def decoded(data: bytes | bytearray) -> Manifest:
     return manifest
 
 
-def _data(folder: Path) -> bytearray:
+def _data(folder: Path, name: str) -> bytearray:
     """The bytes of a manifest that is a file of this user's alone, in a folder of this user's alone."""
     with contextlib.ExitStack() as opened:
         folder_fd = system.open_folder(folder)
         opened.callback(os.close, folder_fd)
-        fd = system.open_file(NAME, os.O_RDONLY | os.O_NONBLOCK, folder_fd)  # of a pipe: without waiting for a writer
+        fd = system.open_file(name, os.O_RDONLY | os.O_NONBLOCK, folder_fd)  # of a pipe: without waiting for a writer
         opened.callback(os.close, fd)
         for each, is_kind in ((folder_fd, stat.S_ISDIR), (fd, stat.S_ISREG)):
             found = os.fstat(each)
             if not is_kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
                 what = "this is not a file that its owner alone can get at: nothing in it can be trusted"
-                raise ManifestError(errno.EPERM, what, str(folder / NAME))
+                raise ManifestError(errno.EPERM, what, str(folder / name))
         nbytes = min(os.fstat(fd).st_size, MAX_NBYTES + 1)  # that much is too much
         data, done = bytearray(nbytes), 0
         memory = np.frombuffer(data, np.uint8)

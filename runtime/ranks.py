@@ -1,10 +1,11 @@
 """ranks: the processes that train one model together, and every word between them.
 
     lane "net"       all_gather, reduce_scatter, all_reduce   of the program, each rank the same ones in the same order
+    lane "ssd_write" commit_together                          when all ranks have written what a commit needs
     user's thread    broadcast, agree, from_first             before the first step, and for reads and writes between
     any thread       fail, check                              what ends one rank ends all of them
 
-A lane and the user's thread issue independently of each other, so each has process groups of its own. No wait is
+Lanes and the user's thread issue independently of each other, so each has process groups of its own. No wait is
 longer than the life of the ranks that are waited for.
 """
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ from gs_compile.errors import RankError
 from gs_compile.options import Options
 from gs_compile.progress import stage
 from gs_compile.runtime.alarm import Alarm, words
-from gs_compile.runtime.groups import Place, mesh_of, new_groups, place_of
+from gs_compile.runtime.groups import Place, as_bytes, from_bytes, mesh_of, new_groups, place_of
 from gs_compile.runtime.stream import is_in_host_memory
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Ranks:
         self.place = self.names.index(self.name)
         self._alarm: Alarm | None = None
         self._first_row = place.replicas[0]
-        self._all, self._row, self._column = groups = new_groups(place, timeout)
+        self._all, self._commits, self._row, self._column = groups = new_groups(place, timeout)
         self._alarm = alarm = Alarm(self.place, self.names, lambda value: self.agree("addresses", value))
         self.num_here = alarm.num_here
         self._close = weakref.finalize(self, _close, self._alarm, groups if place.is_world else ())
@@ -131,6 +131,13 @@ class Ranks:
             if group is not None:
                 self._finish(what, numbers, partial(dist.all_reduce, numbers, group=group, async_op=True))
 
+    def commit_together(self, step: int) -> None:
+        """Return when all ranks have come to commit this step."""
+        steps, what = torch.tensor([step, -step]), f"the commit of step {step}"
+        self._finish(what, steps, lambda: dist.all_reduce(steps, dist.ReduceOp.MAX, self._commits, async_op=True))
+        if int(steps.sum()):
+            raise RankError(f"{what}: the ranks commit steps {-int(steps[1])} to {int(steps[0])}")
+
     # On the user's thread --------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, source: int = 0, what: str = "broadcast") -> None:
@@ -159,14 +166,14 @@ class Ranks:
     def agree(self, what: str, value: Any) -> list[Any]:
         """Every rank's value, by rank, replicas one after the other; `what` names it in an error."""
         self.agree_on(what)
-        content = _as_bytes(value)
+        content = as_bytes(value)
         lengths = torch.zeros(self.total, dtype=torch.int64)
         self._gather(lengths, torch.tensor([len(content)]), what)
         longest = int(lengths.max())
         whole = torch.zeros(self.total * longest, dtype=torch.uint8)
         self._gather(whole, torch.cat([content, content.new_zeros(longest - len(content))]), what)
         parts = whole.view(self.total, longest)
-        return [_from_bytes(part[:length]) for part, length in zip(parts, lengths.tolist(), strict=True)]
+        return [from_bytes(part[:length]) for part, length in zip(parts, lengths.tolist(), strict=True)]
 
     def from_first(self, what: str, make: Callable[[], T]) -> T:
         """What the first rank makes, for everybody; where it fails, all fail with its reason."""
@@ -178,12 +185,12 @@ class Ranks:
             except BaseException as error:
                 self.fail(error)
                 raise
-            content = _as_bytes(made)
+            content = as_bytes(made)
         length = torch.tensor([len(content)])
         self._send(length, self.names[0], what)
         content = content if self.place == 0 else torch.zeros(int(length), dtype=torch.uint8)
         self._send(content, self.names[0], what)
-        return made if self.place == 0 else _from_bytes(content)
+        return made if self.place == 0 else from_bytes(content)
 
     def require_same(self, what: str, facts: dict[str, Any]) -> None:
         """Raise `RankError` on all ranks where a fact is not the same on all; it names the ranks and their values."""
@@ -272,14 +279,6 @@ class Ranks:
 
     def _send(self, tensor: Tensor, source: int, what: str) -> None:
         self._finish(what, tensor, lambda: dist.broadcast(tensor, source, group=self._all, async_op=True))
-
-
-def _as_bytes(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-
-
-def _from_bytes(content: Tensor) -> Any:
-    return pickle.loads(content.numpy().tobytes())
 
 
 def _rank_words(names: Sequence[int]) -> str:

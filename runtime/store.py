@@ -30,7 +30,7 @@ from gs_compile.runtime import manifest, ssd
 from gs_compile.runtime.drive import Drive
 from gs_compile.runtime.folder import as_storage_error, folder_in
 from gs_compile.runtime.grid import lengths
-from gs_compile.runtime.last_commit import last_commit, names_in
+from gs_compile.runtime.last_commit import Agree, last_commit, names_in
 from gs_compile.runtime.manifest import Manifest, StoredFile, StoredPart
 from gs_compile.runtime.signals import end_by_exit
 from gs_compile.runtime.ssd import File, Transfer, as_bytes
@@ -44,7 +44,7 @@ class Store:
     `weights` are the bandwidths of the directories, in any unit; without them, several directories are measured, for
     about a third of a second each. `threads` is the number for each direction and directory. durable: there will be
     commits. resume: the last commit that a run has left here, or in these directories, is taken up (`former`); None:
-    none is.
+    none is. agree: as in `last_commit`.
     Raises StorageLockedError if another run has one of the directories, LeftoverError if there is in its folder what
     no run makes, or a commit that is not taken up.
     """
@@ -57,6 +57,7 @@ class Store:
         threads: int = ssd.THREADS,
         durable: bool = False,
         resume: Sequence[Path] | None = None,
+        agree: Agree | None = None,
     ) -> None:
         self.pid = os.getpid()
         self.counts = threading.Lock()
@@ -65,11 +66,9 @@ class Store:
         with contextlib.ExitStack() as self._opened:
             self.drives = [self._open(Path(directory).absolute()) for directory in directories]
             self._others: dict[str, Drive] = {}  # that have files of the former run, by folder
-            found = [
-                *self.drives,
-                *(self._drive_of(folder_in(each)) for each in resume or () if folder_in(each).is_dir()),
-            ]
-            self.former = last_commit(found, resume=resume is not None)
+            asked = [self._drive_of(folder_in(each)) for each in resume or () if folder_in(each).is_dir()]
+            found = dict.fromkeys([*self.drives, *asked])
+            self.former = last_commit(found, resume=resume is not None, agree=agree)
             self._adopted: dict[str, Extent] = {}
             self._goes_on: set[str] = set()
             self.run = self.former.run if self.former else secrets.token_hex(4) if durable else ""
@@ -140,18 +139,29 @@ class Store:
         drive = self._others[str(folder)] = self._open(folder.parent, folder)
         return drive
 
-    def commit(self, extents: Sequence[Extent], make: Callable[[], Manifest]) -> None:
+    def commit(
+        self, extents: Sequence[Extent], make: Callable[[], Manifest], together: Callable[[int], None] | None = None
+    ) -> None:
         """Make what `make` gives what a later run goes on from. All of its bytes are on the medium before it says so.
 
-        extents: those that were written since the last commit. Raises StorageError where that fails; then the last
-        commit stands.
+        extents: those that were written since the last commit. together: of several ranks, returns when all have
+        prepared the step; before that, the last commit can still be gone back to. Raises StorageError where it fails;
+        then the last commit stands.
         """
         syncs = [drive.sync(file, each.label) for each in extents for drive, file in each.on_drives]
         Transfer(syncs).wait()
         made = make()
+        name = manifest.NEXT if together else manifest.NAME
         for drive in reversed(self.drives):  # any of them has it whole, the first has it last
             with as_storage_error("commit", drive.folder):
-                manifest.write(drive.own.fd, made)
+                manifest.write(drive.own.fd, made, name)
+            drive.kept |= names_in(made, drive.folder)
+        if together is not None:
+            together(made.step)
+            for drive in reversed(self.drives):
+                with as_storage_error("commit", drive.folder):
+                    drive.own.promote()
+        for drive in self.drives:
             drive.kept = names_in(made, drive.folder)
         if self.former is not None:
             self._forget_former(made)

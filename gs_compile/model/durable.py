@@ -107,13 +107,11 @@ class Durable:
 
 def check_alike(former: Manifest, optimizer: Trainer, parameters: Sequence[StoredParameter], world: int) -> None:
     """Raise ResumeError where a commit is of another model, optimizer or number of ranks."""
-    stored = {each.name: (each.shape, each.trained) for each in former.parameters}
-    own = {each.name: (each.shape, each.trained) for each in parameters}
-    differ = sorted(name for name in stored.keys() | own.keys() if stored.get(name) != own.get(name))
-    if differ:
-        name = differ[0]
-        found, wanted = (_words(each.get(name)) for each in (stored, own))
-        what = f"{len(differ)} parameters are others: {name} is {found} there, and {wanted} here"
+    check_parameters(former, {each.name: each.shape for each in parameters}, is_all=True)
+    trained = {each.name: each.trained for each in parameters}
+    changed = [each.name for each in former.parameters if each.trained != trained[each.name]]
+    if changed:
+        what = f"{changed[0]} was {'frozen' if trained[changed[0]] else 'trained'} there"
     elif (former.optimizer, tuple(former.components)) != (type(optimizer).__name__, optimizer.components):
         what = f"its optimizer is {former.optimizer}, with {', '.join(former.components)} of each parameter"
     elif len(former.groups) != len(optimizer.param_groups):
@@ -122,10 +120,20 @@ def check_alike(former: Manifest, optimizer: Trainer, parameters: Sequence[Store
         what = f"it is of {former.world} ranks, and here are {world}: load a checkpoint of state dicts instead"
     else:
         return
-    raise ResumeError(
-        f"run {former.run} at step {former.step}, which is to go on, is not of this model and optimizer: {what}"
-    )
+    raise ResumeError(f"{_named(former)}: {what}")
 
 
-def _words(found: tuple[tuple[int, ...], bool] | None) -> str:
-    return "absent" if found is None else f"{found[0]}{'' if found[1] else ', frozen'}"
+def check_parameters(former: Manifest, shapes: Mapping[str, tuple[int, ...]], *, is_all: bool = False) -> None:
+    """Raise ResumeError where parameters have other shapes than those of a commit; `is_all`: or there are more."""
+    stored = {each.name: tuple(each.shape) for each in former.parameters}
+    names = stored.keys() | shapes.keys() if is_all else stored.keys()
+    differ = sorted(name for name in names if stored.get(name) != shapes.get(name))
+    if differ:
+        found, wanted = (each.get(differ[0], "absent") for each in (stored, shapes))
+        raise ResumeError(
+            f"{_named(former)}: {len(differ)} parameters are others: {differ[0]} is {found} there, and {wanted} here"
+        )
+
+
+def _named(former: Manifest) -> str:
+    return f"run {former.run} at step {former.step}, which is to go on, is not of this model and optimizer"

@@ -16,12 +16,13 @@ from gs_compile.runtime.manifest import check_plain
 class Kept:
     """states: objects with `state_dict` and `load_state_dict`, such as schedulers; user: whatever JSON can hold.
 
-    storage: the directories of the run that is to go on, where somebody has named them.
+    storage: the directories of the run that is to go on, where somebody has named them; step: of its commit there.
     """
 
     states: dict[str, Any] = field(default_factory=dict)
     user: Any = None
     storage: Sequence[Path] = ()
+    step: int | None = None
 
     def snapshot(self) -> tuple[dict[str, Any], Any]:
         """Copies of both, as they are now; raises OptimizerError for what no JSON can hold."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from gs_compile.codegen.compiled import Compilation
 from gs_compile.codegen.layout import Layout
+from gs_compile.errors import OptionError, ResumeError
 from gs_compile.model.durable import Trainer, check_alike
 from gs_compile.planner.cache import PlanCache
 from gs_compile.runtime.former import alike
@@ -29,12 +31,24 @@ def open_tiers(
     """
     planner = planning.planner
     options, expert, device, ranks = planner.options, planner.options.expert, planner.device, planner.ranks
+    if optimizer.kept.storage and not options.durability:
+        raise OptionError(
+            'gs_compile.resume() was called, and durability is "off": give durability="step", or a number'
+        )
     with ExitStack() as undo:
         store, same = None, frozenset[str]()
         if planning.uses_ssd:
             looks_in = optimizer.kept.storage or (() if options.resume else None)
-            store = Store(options.storage, durable=options.durability > 0, resume=looks_in)
+            agree = None
+            if planner.ranks is not None and options.durability:
+                agree = partial(planner.ranks.agree, "the steps that are committed")
+            store = Store(options.storage, durable=options.durability > 0, resume=looks_in, agree=agree)
             undo.callback(store.close)
+            found = store.former.step if store.former else None
+            if optimizer.kept.step not in (None, found):
+                raise ResumeError(
+                    f"the commit of step {optimizer.kept.step} was to go on, and that of {found} is there"
+                )
             if store.former is not None:
                 check_alike(store.former, optimizer, stored, planning.placement.world)
                 same = alike(store.former, planning.placement, stored)

@@ -1,0 +1,128 @@
+"""resume: training goes on from the last durable step, in a new process; and batches that follow from the step alone.
+
+run = gs_compile.resume(model, optimizer, storage="/mnt/nvme0/me", scheduler=scheduler)
+for batch in DataLoader(data, batch_sampler=gs_compile.StepSampler(len(data), 8, start=run.step)):
+    ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Sampler
+
+from gs_compile.errors import OptionError, ResumeError, StepOrderError
+from gs_compile.model.durable import check_parameters
+from gs_compile.model.tiered_optimizer import TieredOptimizer
+from gs_compile.options import Options
+from gs_compile.runtime import manifest
+from gs_compile.runtime.folder import folder_in
+from gs_compile.runtime.groups import place_of
+from gs_compile.runtime.last_commit import common_step
+from gs_compile.runtime.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on. step: batches that it has been trained on, skipped ones too; 0: it begins anew.
+
+    user: what `optimizer.kept.user` was.
+    """
+
+    step: int = 0
+    user: Any = None
+
+
+def resume(model: nn.Module, optimizer: TieredOptimizer, *, storage: Any = None, **states: Any) -> Resumed:
+    """Have the model's first call go on from the last durable step in `storage`, if there is one.
+
+    Called when model and optimizer are made as they were, before the model's first call; the option `durability` has to
+    be on. `storage` is as in `Options`; the model may be compiled with another one, to which the run then moves.
+    `states` are objects with `state_dict` and `load_state_dict`, such as schedulers, samplers or a LossScaler: each
+    commit keeps their states by name, and they are given back here. The optimizer's settings are those of that step.
+
+    Raises ResumeError where the run was of another model or optimizer, ManifestError for a damaged commit, and
+    StepOrderError after the model's first call.
+    """
+    if optimizer.engine is not None:
+        raise StepOrderError("the model has run: resume before its first call, which brings the values to the tiers")
+    for name, each in states.items():
+        if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
+            raise OptionError(f"{name} has no state_dict and load_state_dict: a {type(each).__name__}")
+    directories = Options.of({"storage": storage}).storage
+    optimizer.kept.storage = directories
+    optimizer.kept.states.update(states)
+    former = _agreed(directories)
+    if former is None:
+        return Resumed()
+    named = model.named_parameters(remove_duplicate=False)
+    check_parameters(former, {name.removeprefix("_orig_mod."): tuple(each.shape) for name, each in named})
+    if missing := sorted(states.keys() - former.states.keys()):
+        known = ", ".join(sorted(former.states)) or "none"
+        raise ResumeError(f"the commit of step {former.step} has no state of {', '.join(missing)}; it has {known}")
+    for name, each in states.items():
+        each.load_state_dict(former.states[name])
+    optimizer.go_on(former)
+    optimizer.kept.user, optimizer.kept.step = former.user, former.step
+    return Resumed(former.step, former.user)
+
+
+def _agreed(directories: Iterable[Path]) -> Manifest | None:
+    """The last commit that this process has, or of several ranks all have."""
+    place = place_of(Options())
+    known: dict[int, tuple[Manifest, bool]] = {}
+    for folder in map(folder_in, directories):
+        for name in (manifest.NEXT, manifest.NAME) if place else (manifest.NAME,):
+            if folder.is_dir() and (found := manifest.read(folder, name)) is not None:
+                known[found.step] = found, name == manifest.NAME
+    given: list[Any] = [{step: is_committed for step, (_, is_committed) in known.items()}]
+    if place is not None:
+        own, given = given[0], [None] * dist.get_world_size()
+        dist.all_gather_object(given, own)
+    step = common_step(given)
+    return None if step is None else known[step][0]
+
+
+class StepSampler(Sampler[list[int]]):
+    """A batch sampler whose batches follow from the number of the step alone, so that a run can go on at any.
+
+    Epoch after epoch: each `iter` gives the batches that are left of one, in an order of its own by `seed`, and the
+    next `iter` those of the next. A rest of fewer rows than `batch_size` is left out. start: the step of the first
+    batch; rank, world: each of several ranks takes its share of every batch, of `batch_size` rows in all.
+    """
+
+    def __init__(
+        self, num_rows: int, batch_size: int, *, seed: int = 0, start: int = 0, rank: int = 0, world: int = 1
+    ) -> None:
+        if not 1 <= batch_size <= num_rows or not 0 <= rank < world <= batch_size or start < 0:
+            raise OptionError(
+                f"there are no batches of {batch_size} of {num_rows} rows for rank {rank} of {world}, from step {start}"
+            )
+        self.num_rows, self.batch_size, self.seed, self.step = num_rows, batch_size, seed, start
+        self.rank, self.world = rank, world
+
+    @property
+    def epoch(self) -> int:
+        return self.step // self._per_epoch
+
+    @property
+    def _per_epoch(self) -> int:
+        return self.num_rows // self.batch_size
+
+    def __len__(self) -> int:
+        """The batches that the next `iter` gives."""
+        return self._per_epoch - self.step % self._per_epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, first = divmod(self.step, self._per_epoch)
+        self.step = (epoch + 1) * self._per_epoch
+        numbers = torch.Generator().manual_seed(self.seed + epoch)
+        order = torch.randperm(self.num_rows, generator=numbers).tolist()
+        for at in range(first * self.batch_size, self._per_epoch * self.batch_size, self.batch_size):
+            yield order[at : at + self.batch_size][self.rank :: self.world]
