@@ -8,7 +8,7 @@ may read what is not there yet or overwrite what is still needed, whatever this 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import pytest
 from stream_twin import Twin, span_of
 
 from gs_compile.runtime import coordinators, stream, tiers
+from gs_compile.runtime.commits import Commits
 from gs_compile.runtime.coordinators import Parameters
 from gs_compile.runtime.lanes import Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, StepRecord
@@ -42,6 +43,7 @@ class Checker:
         self.marks: dict[Any, Clock] = {}  # of events and tickets
         self.accesses: dict[Any, list[Access]] = {}  # by memory: the process's, or an extent
         self.races: set[str] = set()
+        self.named: set[str] = set()  # the files of the last commit: they stay as they are until the next is made
         self.lock = threading.RLock()
 
     def clock(self, actor: Any = None) -> Clock:
@@ -166,9 +168,12 @@ def _watch_threads(checker: Checker, patched: Any) -> None:
 
 def _watch_lanes(checker: Checker, patched: Any) -> None:
     transfer, update, commit, home = coordinators.transfer, OptimizerStep.update, Parameters.commit, tiers.Tiers.at_home
+    seal = Commits._make
 
     def watched_transfer(reads: Sequence[Any], targets: Sequence[Any]) -> None:
         checker.work(threading.current_thread().name, reads, targets)
+        written = {target.label for target in targets if isinstance(target, Extent)} & checker.named
+        checker.races.update(f"the last commit and a write to {label}" for label in written)
         transfer(reads, targets)
 
     def watched_update(self: OptimizerStep, op: Any, reads: Any, targets: Any, record: Any) -> None:
@@ -184,6 +189,13 @@ def _watch_lanes(checker: Checker, patched: Any) -> None:
         checker.work(f"read {value}", [content], [])
         return content
 
+    def watched_seal(self: Commits, manifest_of: Any, writes: Any, issued: Mapping[Any, Extent]) -> None:
+        checker.work("seal", [content for _, content in writes], [extent for extent, _ in writes])
+        checker.work("seal", list(issued.values()), [])
+        seal(self, manifest_of, writes, issued)
+        checker.named = {extent.label for extent in issued.values()}
+
+    patched.setattr(Commits, "_make", watched_seal)
     patched.setattr(coordinators, "transfer", watched_transfer)
     patched.setattr(OptimizerStep, "update", watched_update)
     patched.setattr(Parameters, "commit", watched_commit)

@@ -18,6 +18,7 @@ import gs_compile
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.placement.ranges import Occupants, Ranges
 from gs_compile.runtime import issue, lanes
+from gs_compile.runtime.commits import Commits
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.optimizer import OptimizerStep
@@ -31,6 +32,8 @@ PLACEMENTS = {
     "delayed": {"alpha": 1.0},
     "speculative": {"alpha": 0.3, "clip": "speculative"},
     "horizontal": {"schedule": "horizontal", "alpha": 0.5},
+    "durable": {"durability": "step", **CHOSEN},
+    "durable, speculative": {"durability": 2, "clip": "speculative", **CHOSEN},
 }
 
 
@@ -63,6 +66,7 @@ MUTATIONS = {
     "who was in memory before is forgotten": (Occupants, "leave", nothing),
     "who has left a range that is in use is forgotten": (Ranges, "end", forget_users),
     "memory of the device is freed while it is copied": (Block, "__init__", forgets_streams),
+    "files of the last commit are written": (Commits, "writable", lambda self, value: self.values.contents[value]),
 }
 
 
@@ -77,9 +81,10 @@ def test_it_trains_the_same_and_every_access_is_ordered(harness, tmp_path, monke
 
     An ordinary backward multiplies no gradient by 1.0 (fault 13), and its norms wait for nothing (fault 17).
     """
-    chosen = PLACEMENTS[placement]
+    chosen, num_steps = PLACEMENTS[placement], 3 if "durable" in placement else 2
     maker = partial(adamw, max_grad_norm=0.5) if "clip" in chosen else adamw
-    expected = harness.train(maker, options(tmp_path, separate_device=True, **chosen), 2)
+    usual = {"separate_device": True, **chosen, "durability": "off"}
+    expected = harness.train(maker, options(tmp_path, **usual), num_steps)
     begun, results, norm = [], TieredExecutor._results, OptimizerStep.norm
 
     def launched(executor, op):
@@ -96,7 +101,7 @@ def test_it_trains_the_same_and_every_access_is_ordered(harness, tmp_path, monke
     monkeypatch.setattr(TieredExecutor, "scale", lambda *_: pytest.fail("gradients are multiplied"))
     monkeypatch.setattr(OptimizerStep, "norm", without_waiting)
     with on_twin():
-        found = harness.train(maker, options(tmp_path, **chosen), 2)
+        found = harness.train(maker, options(tmp_path, **chosen), num_steps)
     assert len(begun) > 9
     if "clip" in chosen:
         assert found.losses == pytest.approx(expected.losses, rel=1e-6)  # the norm is summed in another order
@@ -143,5 +148,6 @@ def test_without_it_something_is_not_ordered(harness, host_memory, tmp_path, mon
     owner, name, changed = MUTATIONS[mutation]
     monkeypatch.setattr(owner, name, changed)
     with suppress(Exception), on_twin() as checker:
-        harness.train(adamw, options(tmp_path, host_memory=host_memory, **CHOSEN), 2)
+        durability = "step" if owner is Commits else "off"
+        harness.train(adamw, options(tmp_path, host_memory=host_memory, durability=durability, **CHOSEN), 2)
     assert checker.races
