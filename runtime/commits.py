@@ -19,13 +19,14 @@ import torch
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.program.ir import COPIES, SHADOWS, Op, Value, homed
 from gs_compile.runtime.coordinators import Setting
-from gs_compile.runtime.manifest import Manifest, StoredPart
+from gs_compile.runtime.manifest import REST, Manifest, StoredPart
+from gs_compile.runtime.rest import Rest, Tensors
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.store import Extent
 from gs_compile.runtime.values import ValueTable
 
 BLOCK = 8 << 20  # bytes that are copied at a time
-Snapshot = Callable[[], Callable[[tuple[StoredPart, ...]], Manifest]]
+Snapshot = Callable[[], tuple[Callable[[tuple[StoredPart, ...]], Manifest], Tensors]]
 
 
 def part_of(value: Value) -> Value:
@@ -37,7 +38,7 @@ class Commits:
     """The files of all parts of a durable run.
 
     snapshot: takes what else a commit has, as it is now, and gives what makes a manifest of it once the files are
-        known; set before the first step.
+        known, with the tensors that are beside the tiers; set before the first step.
     alike: names of parts of the run that is taken up that stay in their files.
     """
 
@@ -54,6 +55,8 @@ class Commits:
         self._stale = set(self.copies)  # those whose copy is older than what is at home
         self.alike = alike
         self.takes_up = bool(alike)  # for as long as values come from the former run
+        assert setting.store is not None, "commits need storage"
+        self._rest = Rest(setting.store)
         self._files: dict[Value, list[Extent]] = {}  # by part
         self._issued: dict[Value, Extent] = {}  # of the commit that was issued last
         self._made: Mapping[Value, Extent] = {}  # of the commit that was made last
@@ -125,7 +128,12 @@ class Commits:
         ]
         self._stale.clear()
         self._issued = {part: self._current(part) for part in self._files}
-        return partial(self._make, self.snapshot(), writes, self._issued)
+        manifest_of, rest = self.snapshot()
+        if rest:
+            extent, content = self._rest.take(rest)
+            self._issued[Value(REST, tier=None)] = extent
+            writes.append((extent, content))
+        return partial(self._make, manifest_of, writes, self._issued)
 
     def _current(self, part: Value) -> Extent:
         found = (self.values.contents.get(each) for each in _holders(part) if each.kind not in SHADOWS.values())

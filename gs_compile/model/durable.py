@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,9 +19,12 @@ import torch
 from gs_compile.errors import ResumeError
 from gs_compile.model.kept import Kept
 from gs_compile.model.loaded_state import settings_of
+from gs_compile.model.residency import is_offloaded
 from gs_compile.runtime.former import stored_units
 from gs_compile.runtime.manifest import FORMAT, Manifest, StoredParameter, StoredPart
 from gs_compile.runtime.random_state import random_state
+from gs_compile.runtime.rest import Tensors, laid_out, read_rest
+from gs_compile.runtime.store import Store
 from gs_compile.runtime.tiers import Tiers
 
 
@@ -31,6 +34,7 @@ class Trainer(Protocol):
     num_steps: int
     num_skipped: int
     param_groups: list[dict[str, Any]]
+    state: Any
     kept: Kept
 
     @property
@@ -76,12 +80,13 @@ class Durable:
         self._num_committed = num_steps if is_due else self._num_committed
         return is_due
 
-    def snapshot(self) -> Callable[[tuple[StoredPart, ...]], Manifest]:
+    def snapshot(self) -> tuple[Callable[[tuple[StoredPart, ...]], Manifest], Tensors]:
         """All of a commit but its files, as it is now."""
         optimizer, setting = self._optimizer(), self._tiers.setting
         assert optimizer is not None, "an optimizer is there until its engine is closed"
         assert setting.store is not None, "commits need storage"
         states, user = optimizer.kept.snapshot()
+        rest = rest_of(optimizer)
         facts = {
             "format": FORMAT,
             "run": setting.store.run,
@@ -98,11 +103,39 @@ class Durable:
             "plan": {},
             "units": tuple(stored_units(setting.placement, setting.dtypes)),
             "parameters": self._parameters,
-            "rest": (),
+            "rest": laid_out(rest),
             "rank": setting.ranks.rank if setting.ranks else 0,
             "world": setting.placement.world,
         }
-        return lambda parts: Manifest(parts=parts, **facts)
+        return lambda parts: Manifest(parts=parts, **facts), rest
+
+
+def rest_of(optimizer: Trainer) -> dict[str, torch.Tensor]:
+    """Parameters in memory beside the compiled model, and their states, by their places in the optimizer."""
+    found = {}
+    for number, parameter in _beside(optimizer):
+        found[f"{number}"] = parameter
+        state = optimizer.state.get(parameter, {}).items()
+        found |= {f"{number}.{name}": each for name, each in state if torch.is_tensor(each) and not each.is_meta}
+    return {name: each for name, each in found.items() if not name.endswith(".step")}
+
+
+@torch.no_grad()
+def give_back_rest(optimizer: Trainer, store: Store | None) -> None:
+    """The inverse, from the commit that the run goes on from."""
+    beside = dict(_beside(optimizer))
+    for name, values in (read_rest(store) if store else {}).items():
+        number, _, component = name.partition(".")
+        if component:
+            optimizer.state[beside[int(number)]][component] = values
+        else:
+            beside[int(number)].copy_(values)
+
+
+def _beside(optimizer: Trainer) -> Iterator[tuple[int, torch.Tensor]]:
+    """Parameters in memory that the optimizer trains, and their places in it."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    return ((at, each) for at, each in enumerate(parameters) if not is_offloaded(each) and each.requires_grad)
 
 
 def check_alike(former: Manifest, optimizer: Trainer, parameters: Sequence[StoredParameter], world: int) -> None:
@@ -116,6 +149,10 @@ def check_alike(former: Manifest, optimizer: Trainer, parameters: Sequence[Store
         what = f"its optimizer is {former.optimizer}, with {', '.join(former.components)} of each parameter"
     elif len(former.groups) != len(optimizer.param_groups):
         what = f"its optimizer has {len(former.groups)} param groups, and {len(optimizer.param_groups)} here"
+    elif {each.name: tuple(each.shape) for each in former.rest if each.name.isdigit()} != {
+        str(number): tuple(each.shape) for number, each in _beside(optimizer)
+    }:
+        what = "it has other parameters beside the compiled model"
     elif former.world != world:
         what = f"it is of {former.world} ranks, and here are {world}: load a checkpoint of state dicts instead"
     else:

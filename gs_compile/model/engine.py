@@ -25,7 +25,7 @@ import torch
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import arrange, bind, tied_units
 from gs_compile.errors import OptimizerError, StepOrderError
-from gs_compile.model.durable import Durable, Trainer
+from gs_compile.model.durable import Durable, Trainer, give_back_rest
 from gs_compile.model.moving import let_go, move_in, take_up
 from gs_compile.model.opening import open_tiers, stored_parameters
 from gs_compile.model.parameter_store import ParameterStore, in_turn
@@ -95,6 +95,7 @@ class Engine(ParameterStore):
         spans = {args[index]: span for index, span in layout.spans.items()}
         if self.durable is not None and self.durable.former is not None:
             take_up(self, spans, stored)
+            give_back_rest(optimizer, tiers.setting.store)
         else:
             move_in(self, spans, self.planning.host_nbytes, self.options.storage[0])
         self._first = weakref.WeakSet(map(residency_of, spans))  # whose first values are there

@@ -1,0 +1,50 @@
+"""rest: tensors of a commit that are beside the tiers, such as parameters of an eager head: one part, of two files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from gs_compile.runtime.manifest import REST, StoredTensor
+from gs_compile.runtime.store import Extent, Store
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Rest:
+    """The files that commits take turns with."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._files: list[Extent] = []
+        self._made = 0
+
+    def take(self, tensors: Tensors) -> tuple[Extent, torch.Tensor]:
+        """The file for the next commit, and what is to be written to it: the tensors as they are now."""
+        content = torch.cat([each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in tensors.values()])
+        if not self._files or self._files[0].nbytes != content.nbytes:  # the first step has made their states
+            self._files = [self._store.allocate(f"{REST}.{self._made + at}", content.nbytes) for at in range(2)]
+            self._made += 2
+        self._files.reverse()
+        return self._files[0], content
+
+
+def laid_out(tensors: Tensors) -> tuple[StoredTensor, ...]:
+    """Where each is in the part."""
+    found, offset = [], 0
+    for name, each in tensors.items():
+        found.append(StoredTensor(name, str(each.dtype).removeprefix("torch."), tuple(each.shape), offset))
+        offset += each.nbytes
+    return tuple(found)
+
+
+def read_rest(store: Store) -> dict[str, torch.Tensor]:
+    """The tensors of the former run's commit."""
+    assert store.former is not None, "there was no run before"
+    found = {}
+    for each in store.former.rest:
+        found[each.name] = values = torch.empty(each.shape, dtype=getattr(torch, each.dtype))
+        if values.nbytes:
+            store.adopt(REST).read(values, each.offset).wait()
+    return found

@@ -1,0 +1,51 @@
+"""What an optimizer trains beside the compiled model is in a commit, too."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from tiered import GPT2, VOCABULARY, options, tokens
+
+import gs_compile
+
+
+class Trunk(GPT2):
+    """Without its head, which runs as it is, beside."""
+
+    def forward(self, input_ids):
+        parts = self.transformer
+        x_BTD = parts.drop(parts.wte(input_ids) + parts.wpe.weight[: input_ids.shape[1]])
+        for block in parts.h:
+            x_BTD = block(x_BTD)
+        return parts.ln_f(x_BTD)
+
+
+def trained(folder, last):
+    """Losses of the steps from where the storage is until the last, and what is in memory then."""
+    torch.manual_seed(0)
+    trunk, head = Trunk(2, 32, VOCABULARY, 0.1, tied=False), torch.nn.Linear(32, VOCABULARY)
+    del trunk.lm_head
+    optimizer = gs_compile.AdamW([*trunk.parameters(), *head.parameters()], lr=1e-2)
+    trunk.compile(backend="greedysnake", options=options(folder, outputs="all", durability="step"))
+    run = gs_compile.resume(trunk, optimizer, storage=folder)
+    losses = []
+    for number in range(run.step, last):
+        logits = head(trunk(tokens(number)))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens(number).flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    optimizer.commit()
+    state = optimizer.state_dict()["state"]
+    return losses, [each.detach().clone() for each in head.parameters()], [state[len(state) - 1]["exp_avg"].clone()]
+
+
+def test_an_eager_head_goes_on_too(tmp_path):
+    whole, head, moments = trained(tmp_path / "whole", 6)
+    first, *_ = trained(tmp_path / "broken", 3)
+    gc.collect()
+    rest, head_again, moments_again = trained(tmp_path / "broken", 6)
+    assert [*first, *rest] == whole
+    assert all(map(torch.equal, [*head, *moments], [*head_again, *moments_again]))
