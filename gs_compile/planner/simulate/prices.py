@@ -10,7 +10,7 @@ simulator (`Profile.speeds`). Nothing here looks at the order of operations.
     all_gather, reduce_scatter             bytes by the lane's rate, and a ring's steps, one for each other rank; of a
                                            gradient also a pass over this rank's share
     update                                 elements by the optimizer's rate, as the rule's bytes are to AdamW's
-    seal                                   the seconds of syncing a file that is written already, of each part's
+    seal                                   the seconds of syncing a file of each part, and of writing the manifest
     commit                                 copies of what the device reads in host memory; all else changes places
     gather, alias, empty, free             nothing: memory under another name
 
@@ -31,8 +31,9 @@ from gs_compile.program.ir import MEMORY_VERBS, SHADOWS, Op, Program, Unit
 
 # AdamW in fp32, the rule that a profile's update rate is of: reads parameter, two moments and gradient, writes three.
 ADAMW_NBYTES = 28
-# Of one file whose data is on the drive: as measured on a drive that may keep its cache; others take milliseconds.
-SYNC_SECONDS = 1e-4
+# Of a commit, measured on a drive that may keep its cache: syncing a file that is written already, and the manifest. A
+# drive that may not takes milliseconds for each file.
+SYNC_SECONDS, MANIFEST_SECONDS = 2e-4, 5e-3
 
 BACKWARD = frozenset({"backward", "embed_backward", "head_backward"})
 CODE = BACKWARD | {"embed", "forward", "head"}  # what runs a unit's code
@@ -118,7 +119,7 @@ def _seconds(op: Op, placement: Placement, workload: Workload, profile: Profile)
             return profile.op_seconds
         case "seal":
             files = sum(len(unit.w) + len(unit.s) for unit in placement.units)
-            return SYNC_SECONDS * files / _steps(op, placement)
+            return (MANIFEST_SECONDS + SYNC_SECONDS * files) / _steps(op, placement)
         case "commit":
             in_place = () if placement.separate else (v for v in op.into[::2] if (v.kind, v.tier) == ("w", "host"))
             return 2 * sum(nbytes_of(placement, value) for value in in_place) / profile.memory_bytes_per_second
