@@ -76,10 +76,13 @@ MAX_WORDS = 300  # letters of a file's own that an error shows
 # Written --------------------------------------------------------------------------------------------------------------
 
 
-def write(folder_fd: int, manifest: Manifest, name: str = NAME) -> None:
+def write(
+    folder_fd: int, manifest: Manifest, name: str = NAME, before_it_counts: Callable[[], None] = lambda: None
+) -> None:
     """Make a manifest the folder's, all of it or nothing; it is on the drive when this returns.
 
     Raises StorageError; then the folder has the manifest that it had, or, after a failure of the last sync, this one.
+    That is from `before_it_counts` on.
     """
     data = np.frombuffer(encoded(manifest), np.uint8)
     try:
@@ -96,6 +99,7 @@ def write(folder_fd: int, manifest: Manifest, name: str = NAME) -> None:
             system.datasync(fd)
         finally:
             os.close(fd)
+        before_it_counts()
         system.rename(BESIDE, name, folder_fd)
         system.sync_folder(folder_fd)
     except OSError as error:

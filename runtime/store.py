@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,9 +154,9 @@ class Store:
         made = make()
         name = manifest.NEXT if together else manifest.NAME
         for drive in reversed(self.drives):  # any of them has it whole, the first has it last
+            both = drive.kept | names_in(made, drive.folder)  # either commit may count after a failure
             with as_storage_error("commit", drive.folder):
-                manifest.write(drive.own.fd, made, name)
-            drive.kept |= names_in(made, drive.folder)
+                manifest.write(drive.own.fd, made, name, partial(setattr, drive, "kept", both))
         if together is not None:
             together(made.step)
             for drive in reversed(self.drives):

@@ -253,8 +253,7 @@ def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
             return first
         if name in _CONVERSIONS and not kwargs.get("copy"):
             return first._convert(function, args[1:], kwargs)
-    looks = name in _LOOKS or name in _MAKES or name.startswith((*_ASKS, "new_"))
-    looks = looks or function is torch.autograd.backward  # inputs= names parameters
+    looks = name in _LOOKS | _MAKES or name.startswith((*_ASKS, "new_")) or function is torch.autograd.backward
     if looks or (attribute and attribute not in _VIEWS):
         return nn.Parameter.__torch_function__(function, (), args, kwargs)
     if attribute == "data":
