@@ -21,7 +21,7 @@ from gs_compile.planner.builder import peak
 from gs_compile.planner.lifetimes import table
 from gs_compile.planner.planner import Planner
 from gs_compile.planner.simulate.simulator import Simulation, predict
-from gs_compile.planner.step_plan import nbytes_by_home
+from gs_compile.planner.step_plan import commits_text, nbytes_by_home
 from gs_compile.program.ir import Program, StepShape, Unit
 from gs_compile.runtime.ranks import Ranks
 
@@ -156,8 +156,7 @@ class PlanCache:
         if placement.speculative:
             lines.append(f"other:       {stored('shadow copies')}, early updates")
         if placement.durability:
-            kept = format_bytes(homes["commits", "ssd"])
-            lines.append(f"commits:     {kept} more on SSD; one every {placement.durability} steps")
+            lines.append(f"commits:     {commits_text(placement)}")
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
         share = late / max(trained, 1)
         lines.append(f"updates:     {share:.0%} late, in the next forward (alpha {self.planner.alpha:g})")

@@ -17,14 +17,12 @@ from dataclasses import dataclass, replace
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.placement.placement import Placement
-from gs_compile.placement.traffic import traffic
 from gs_compile.placement.workload import UnitSize
 from gs_compile.planner.lp.search import Search, allowed_alphas
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.simulate.simulator import Simulation
-from gs_compile.planner.step_plan import StepPlan, nbytes_by_home
-from gs_compile.program.ir import Program
+from gs_compile.planner.step_plan import StepPlan, commits_text
 
 MOST_ROUNDS = 8  # of solving again with less: each takes off what the program before was over
 SPARE_TURNS = (1, 2, 4)  # of a layer's data, left free for what leaves late; tried as long as that is faster
@@ -87,25 +85,19 @@ def planned(problem: Problem, found: Search, *, whole: bool = False) -> StepPlan
         simulation=chosen.simulation,
         bound=best,
         history=tuple((number, seconds, number * problem.workload.tokens / seconds) for number, seconds in rows),
-        notes=_of_commits(problem, best, chosen.placement, chosen.simulation.program),
+        notes=_of_commits(problem, best, chosen.placement),
     )
 
 
-def _of_commits(problem: Problem, best: Solution, placement: Placement, program: Program) -> tuple[str, ...]:
+def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple[str, ...]:
     """What durable steps take; none where there are none."""
     if not placement.durability:
         return ()
-    bare = replace(problem, builder=replace(problem.builder, durability=0), counted=None)
-    plain = bare.solved(best.num_micro_batches)
-    assert plain is not None, "less fits, too"
-    nbytes = traffic(program, placement).get(("ssd_write", "seal"), 0)
-    written = f"{format_bytes(nbytes)} of what lives in memory" if nbytes else "nothing more"
-    kept = format_bytes(nbytes_by_home(placement).get(("commits", "ssd"), 0))
-    often = "every step" if placement.durability == 1 else f"every {placement.durability} steps"
-    slower = best.seconds / plain.seconds - 1
-    return (
-        f"Commits: {written} is written {often}, {slower:.1%} slower by the linear program; SSD holds {kept} more.",
-    )
+    plain = replace(problem, builder=replace(problem.builder, durability=0), counted=None)
+    found = plain.solved(best.num_micro_batches)
+    assert found is not None, "less fits, too"
+    slower = f"{best.seconds / found.seconds - 1:.1%} slower by the linear program"
+    return (f"Commits: {commits_text(placement)}; {slower}.",)
 
 
 def refined(problem: Problem, best: Solution, *, whole: bool) -> Candidate:

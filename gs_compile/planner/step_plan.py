@@ -166,3 +166,13 @@ def _kept(unit: UnitPlacement, placement: Placement) -> Iterator[int]:
         copies = [copy for group in unit.groups for _, copy in unit.copies(group)]
         for value, home in chain(((each, 1) for each in at_home), ((each, 0) for each in copies)):
             yield (placement.num_extents(value) - home) * nbytes_of(placement, value)
+
+
+def commits_text(placement: Placement) -> str:
+    """For people: what the commits of a durable placement write of what lives in memory, and what they keep on SSD."""
+    groups = ((unit, group) for unit in placement.units for group in unit.trained())
+    nbytes = sum(nbytes_of(placement, copy) for unit, group in groups for _, copy in unit.copies(group))
+    written = f"{format_bytes(nbytes)} of what lives in memory" if nbytes else "nothing more"
+    often = "every step" if placement.durability == 1 else f"every {placement.durability} steps"
+    kept = format_bytes(nbytes_by_home(placement).get(("commits", "ssd"), 0))
+    return f"{written} is written {often}, SSD holds {kept} more"
