@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 PAGE = 4096
@@ -24,7 +25,7 @@ NUM_BLOCKS = 4  # of a short chunk: as many as a drive has threads
 def lengths(nbytes: int, chunks: Sequence[int]) -> tuple[int, ...]:
     """The bytes of each drive's file, of `nbytes` in rows of these chunks: the last row may not be full."""
     rows, rest = divmod(nbytes, sum(chunks))
-    starts = (sum(chunks[:drive]) for drive in range(len(chunks)))
+    starts = accumulate(chunks[:-1], initial=0)
     return tuple(rows * chunk + max(0, min(chunk, rest - start)) for chunk, start in zip(chunks, starts, strict=True))
 
 

@@ -15,25 +15,29 @@ FREE = ("versions", "groups", "random", "states", "user", "plan")  # what a run 
 BIG = 1 << 19
 
 
-def change(path, value):
-    """The text of the manifest with an entry changed; `path` as "parts.0.nbytes", `value` a function of the old one."""
+def change(*pairs):
+    """The text of the manifest with entries changed: each path, as "parts.0.nbytes", and its new value, or a function
+    of the old one.
+    """
     made = json.loads(SOUND)
-    *way, last = [int(word) if word.isdigit() else word for word in path.split(".")]
-    inner = made
-    for word in way:
-        inner = inner[word]
-    inner[last] = value(inner[last]) if callable(value) else value
+    for path, value in zip(pairs[::2], pairs[1::2], strict=True):
+        inner, last = place(made, path)
+        inner[last] = value(inner[last]) if callable(value) else value
     return json.dumps(made).encode()
 
 
 def without(path):
     made = json.loads(SOUND)
-    *way, last = [int(word) if word.isdigit() else word for word in path.split(".")]
-    inner = made
-    for word in way:
-        inner = inner[word]
+    inner, last = place(made, path)
     del inner[last]
     return json.dumps(made).encode()
+
+
+def place(made, path):
+    *way, last = [int(word) if word.isdigit() else word for word in path.split(".")]
+    for word in way:
+        made = made[word]
+    return made, last
 
 
 def put(old, new):
@@ -70,6 +74,11 @@ TEXTS: dict[str, bytes | Callable[[], bytes]] = {  # large ones are made when th
     "empty parts": lambda: put(b'"parts":[', b'"parts":[' + b"{}," * (BIG // 2)),
     "wrong dimensions": lambda: put(b'"shape":[64,100]', b'"shape":[' + b"1152921504606846976," * BIG + b"1]"),
     "many chunks": lambda: put(b'"chunks":[8192', b'"chunks":[' + b"0," * BIG + b"8192"),
+    "many files": lambda: change(
+        "parts.0.chunks", lambda chunks: [*chunks, *[0] * 50_000],
+        "parts.0.files", lambda files: [*files, *[{**files[0], "nbytes": 0, "sums": "", "name": name_of(f"w{n}a")} for n in range(50_000)]],
+        "rest.0.offset", 1,
+    ),
     "many unknown fields": lambda: put(b'"world":1', b'"world":1,' + b",".join(b'"%d":0' % n for n in range(BIG)) + b',"x":0'),
     "many keys": lambda: put(b'"sample":17', b",".join(b'"%d":0' % n for n in range(20_000))),
     "a long unknown field": lambda: put(b'"world":1', b'"world":1,"' + b"a" * (60 << 20) + b'":0'),
@@ -85,12 +94,16 @@ TEXTS: dict[str, bytes | Callable[[], bytes]] = {  # large ones are made when th
     "a newer format": change("format", 2),
     "an older format": change("format", 0),
     "a run of another form": change("run", "../../ab"),
+    "a run of another form and nothing else": change(
+        "run", "../../ab", "units", [], "parts", [], "parameters", [], "rest", []
+    ),
     "a run in capitals": change("run", "0123ABCD"),
     "a rank that there is not": change("rank", 1),
     "no ranks": change("world", 0),
     "ranks without end": change("world", 1 << 40),
     "no units": change("units", []),
     "a unit twice": change("units", twice),
+    "an empty unit twice": change("units", lambda units: [*units, *[{**units[0], "unit": 5, "groups": []}] * 2]),
     "a unit of another name": change("units.1.unit", "x"),
     "a unit below the first": change("units.1.unit", -1),
     "a unit far above": change("units.1.unit", 1 << 40),
@@ -104,6 +117,9 @@ TEXTS: dict[str, bytes | Callable[[], bytes]] = {  # large ones are made when th
     "states without end": change("units.1.state_itemsize", 1 << 50),
     "a master without states": change("units.0.has_master", True),
     "a gap between parts": change("units.1.groups.1.w.0.start", 4097),
+    "a gap between parts that are large enough": change(
+        "units.1.groups.1.w.0.start", 4097, "units.1.groups.1.w.0.stop", 8193
+    ),
     "parts that overlap": change("units.1.groups.1.w.0.start", 4095),
     "a part that ends before it begins": change("units.1.groups.1.w.0.stop", 4000),
     "a part that ends far away": change("units.1.groups.1.w.0.stop", 1 << 59),
@@ -113,12 +129,19 @@ TEXTS: dict[str, bytes | Callable[[], bytes]] = {  # large ones are made when th
     "a trained group without states": change("units.1.groups.0.s", []),
     "a letter twice": change("units.1.groups.1.w.0.letter", "a"),
     "a group twice": change("units.1.groups.1.letter", "a"),
+    "a group that is a path": change("units.1.groups.1.letter", "/"),
     "a letter that is a path": change("units.1.groups.1.w.0.letter", "/"),
     "another tier": change("units.1.groups.1.w.0.tier", "tape"),
     "another time": change("units.1.groups.1.when", "sometimes"),
     "no parts": change("parts", []),
     "a part too few": change("parts", lambda parts: parts[1:]),
     "a part twice": change("parts", twice),
+    "a part twice in other files": change(
+        "parts", lambda parts: [*parts, {**parts[0], "files": [{**each, "name": name_of("wec")} for each in parts[0]["files"]]}]
+    ),
+    "a part too many": change(
+        "parts", lambda parts: [*parts, {**parts[0], "value": "w9a", "files": [{**each, "name": name_of("wec")} for each in parts[0]["files"]]}]
+    ),
     "a part of no unit": change("parts.0.value", "w9a"),
     "a part that is a path": change("parts.0.value", "../w"),
     "a part that is too small": change("parts.0.nbytes", 32764),

@@ -22,7 +22,6 @@ from gs_compile.runtime.drive import Drive
 from gs_compile.runtime.grid import BLOCK
 from gs_compile.runtime.manifest import Manifest, StoredFile, StoredPart
 from gs_compile.runtime.ssd import THREADS, Memory, Transfer
-from gs_compile.runtime.store import Stripe
 
 CHANGED = "not the bytes that were written"
 AHEAD = THREADS  # blocks under way on a drive
@@ -30,7 +29,7 @@ AHEAD = THREADS  # blocks under way on a drive
 
 @dataclass(frozen=True)
 class Bad:
-    """Bytes of a file of a part that are not those of its commit: of one block, or where it cannot be opened all.
+    """Bytes of a file of a part that are not those of its commit: a block, or where the file cannot be opened all.
 
     number: of the file in its part; parameters: names of those that have elements there.
     """
@@ -40,6 +39,7 @@ class Bad:
     start: int
     stop: int
     reason: str
+    is_block: bool = True
     parameters: Sequence[str] = ()
 
     @property
@@ -47,16 +47,14 @@ class Bad:
         return self.part.files[self.number]
 
     @property
-    def is_block(self) -> bool:
-        return self.stop - self.start <= BLOCK and self.reason == CHANGED
-
-    def ranges(self) -> Iterator[tuple[int, int]]:
-        """Where its bytes start and stop in the part."""
-        for piece in Stripe(self.part.chunks, self.part.num_rows).pieces(0, self.part.nbytes):
-            shift = piece.begin - piece.at
-            start, stop = max(self.start, piece.at), min(self.stop, piece.at + piece.nbytes)
-            if piece.drive == self.number and start < stop:
-                yield start + shift, stop + shift
+    def range(self) -> tuple[int, int]:
+        """Where its bytes start and stop in the part: a block is in one chunk, and a file has some of every row."""
+        if not self.is_block:
+            return 0, self.part.nbytes
+        chunks = self.part.chunks
+        row, inside = divmod(self.start, chunks[self.number])
+        start = row * sum(chunks) + sum(chunks[: self.number]) + inside
+        return start, start + self.stop - self.start
 
     def as_dict(self) -> dict[str, Any]:
         named = re.fullmatch("[ws]([0-9]+|[eht])[a-z]+", self.part.value)
@@ -72,7 +70,7 @@ def bad_blocks(values: Values) -> list[Bad]:
     with ThreadPoolExecutor(len(store.drives) or 1, "greedysnake-verify") as pool:
         found = pool.map(lambda drive: list(_bad_on(drive, values.commit)), store.drives)
         bad = [each for of_drive in found for each in of_drive]
-    return [replace(each, parameters=values.names_at(each.part.value, list(each.ranges()))) for each in bad]
+    return [replace(each, parameters=values.names_at(each.part.value, *each.range)) for each in bad]
 
 
 def _bad_on(drive: Drive, commit: Manifest) -> Iterator[Bad]:
@@ -88,7 +86,7 @@ def _bad_in(drive: Drive, part: StoredPart, number: int, memories: Sequence[Memo
     try:
         file = drive.adopt(stored.name, stored.nbytes, part.chunks[number], stored.sums)
     except StorageError as error:
-        yield Bad(part, number, 0, stored.nbytes, error.strerror or str(error))
+        yield Bad(part, number, 0, stored.nbytes, error.strerror or str(error), is_block=False)
         return
     under_way = deque[tuple[int, int, Sequence[Future[None]]]]()
 

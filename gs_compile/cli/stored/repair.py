@@ -73,6 +73,6 @@ def _rounded(values: Values, bad: Bad) -> Iterator[Memory]:
         if bad.part.value == f"w{unit.unit}{each.letter}"
     )
     for unit, part in of_part:
-        ((first, last),) = ([part.start + at // unit.itemsize for at in each] for each in bad.ranges())
+        first, last = (part.start + at // unit.itemsize for at in bad.range)
         with contextlib.suppress(StorageError):
             yield as_bytes(values.masters(unit, first, last).to(values.setting.dtypes[unit.unit]))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -52,15 +54,20 @@ class Values(FormerHomes):
             for value, start, target in self._pieces(place, component, flat):
                 yield value._replace(tier=None).name, start * itemsize, (start + len(target)) * itemsize
 
-    def names_at(self, part: str, ranges: Sequence[tuple[int, int]]) -> list[str]:
-        """The parameters, or tensors beside the tiers, that have elements in these ranges of a part."""
-        if part == REST:
-            spans = [(each.name, each.offset, each.offset + nbytes_of(each)) for each in self.commit.rest]
-        else:
-            found = ((name, each) for name in self.places for each in self.bytes_of(name))
-            spans = [(name, start, stop) for name, (value, start, stop) in found if value == part]
-        meets = (name for name, start, stop in spans for first, last in ranges if start < last and first < stop)
-        return list(dict.fromkeys(meets))
+    def names_at(self, part: str, first: int, last: int) -> list[str]:
+        """The parameters, or tensors beside the tiers, that have some of these bytes of a part."""
+        return list(dict.fromkeys(name for start, stop, name in self._spans[part] if start < last and first < stop))
+
+    @cached_property
+    def _spans(self) -> dict[str, list[tuple[int, int, str]]]:
+        """Who is where, by part."""
+        found = defaultdict(list)
+        for name in self.places:
+            for part, start, stop in self.bytes_of(name):
+                found[part].append((start, stop, name))
+        for each in self.commit.rest:
+            found[REST].append((each.offset, each.offset + nbytes_of(each), each.name))
+        return found
 
     def component(self, place: Slice, number: int) -> Tensor:
         """A component of a parameter's state, the master aside."""
