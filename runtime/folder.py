@@ -175,7 +175,7 @@ def holder(path: Path) -> str:
 def is_made(path: Path) -> bool:
     """Whether this user's store has made a file, by its name and its kind."""
     found = path.lstat()
-    is_named = OURS.fullmatch(path.name) or path.name in (manifest.NAME, manifest.BESIDE, PROBE)
+    is_named = OURS.fullmatch(path.name) or path.name in (manifest.NAME, manifest.NEXT, manifest.BESIDE, PROBE)
     return bool(is_named) and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 

@@ -14,6 +14,7 @@ from gs_compile.runtime.grid import Grid, lengths
 from gs_compile.runtime.manifest import (
     FOLDER,
     FORMAT,
+    NAME,
     REST,
     Manifest,
     StoredFile,
@@ -125,9 +126,9 @@ def stored_folders(parent: Path, *names: str) -> tuple[Path, ...]:
     return tuple(found)
 
 
-def save(folder: Path, manifest: Manifest) -> None:
+def save(folder: Path, manifest: Manifest, name: str = NAME) -> None:
     folder_fd = os.open(folder, os.O_RDONLY)
     try:
-        write(folder_fd, manifest)
+        write(folder_fd, manifest, name)
     finally:
         os.close(folder_fd)

@@ -12,7 +12,7 @@ from stored_run import RUN, save
 from typer.testing import CliRunner
 
 from gs_compile.cli.main import app
-from gs_compile.runtime.manifest import NAME
+from gs_compile.runtime.manifest import NAME, NEXT
 
 
 def run(*arguments):
@@ -120,6 +120,21 @@ def test_gc_keeps_what_a_commit_in_another_directory_names(folders, commit):
     printed("gc", folders[0].parent)
     for folder in folders:
         assert {name, f"{RUN}-00ff-s0-a.0"} <= set(names(folder))
+
+
+def test_gc_keeps_the_commit_that_a_rank_has_prepared(folders, commit):
+    """Others may have made it already."""
+    name = f"{RUN}-00ff-s0-a.1"
+    part = commit.parts[0]
+    newer = replace(part, files=(replace(part.files[0], name=name), *part.files[1:]))
+    save(folders[0], commit)
+    save(folders[0], replace(commit, step=commit.step + 1, parts=(newer, *commit.parts[1:])), NEXT)
+    (folders[0] / name).write_bytes(bytes(part.files[0].nbytes))
+    before = names(folders[0])
+    printed("gc", folders[0].parent)
+    assert names(folders[0]) == before
+    printed("gc", folders[0].parent, "--all")
+    assert not folders[0].exists()
 
 
 def test_gc_of_a_copy_leaves_the_run_that_it_was_copied_from(folders, commit, tmp_path):

@@ -20,7 +20,7 @@ from gs_compile.planner.summary import table
 from gs_compile.runtime import manifest, system
 from gs_compile.runtime.folder import Folder, as_storage_error, holder, is_made
 from gs_compile.runtime.last_commit import names_in
-from gs_compile.runtime.manifest import NAME, Manifest
+from gs_compile.runtime.manifest import NAME, NEXT, Manifest
 from gs_compile.runtime.stored import FOLDERS, OURS
 
 
@@ -28,12 +28,13 @@ from gs_compile.runtime.stored import FOLDERS, OURS
 class Found:
     """A folder of a run.
 
-    commits: of the run, by the folders that have them, this one first; problem: why the folder's own cannot be read;
-    user: the process that has it, in words.
+    commits: of the run, by the folders that have them, this one first; prepared: the one after that, which this one of
+    several ranks has; problem: why the folder's own cannot be read; user: the process that has it, in words.
     """
 
     folder: Path
     commits: Mapping[Path, Manifest] = field(default_factory=dict)
+    prepared: Manifest | None = None
     problem: StorageError | None = None
     user: str = ""
 
@@ -52,7 +53,9 @@ class Found:
         made = _made_in(folder)
         if everything:
             return made
-        kept = set[str]().union(*(names_in(each, folder) for each in self.commits.values()))
+        named = [*self.commits.values(), *([self.prepared] if self.prepared else [])]
+        kept = {NEXT} if self.prepared else set[str]()
+        kept = kept.union(*(names_in(each, folder) for each in named))
         return {name: made[name] for name in made if name not in kept and (self.commits or not _has_run(name))}
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,7 +81,7 @@ def found_in(directory: Path) -> list[Found]:
 
 def _look(folder: Path) -> Found:
     try:
-        own, user = manifest.read(folder), holder(folder)
+        own, prepared, user = manifest.read(folder), manifest.read(folder, NEXT), holder(folder)
     except StorageError as error:
         return Found(folder, problem=error)
     except OSError as error:
@@ -88,7 +91,7 @@ def _look(folder: Path) -> Found:
         with contextlib.suppress(StorageError):  # of a drive that is away now
             if own and (found := manifest.read(other)) is not None and found.run == own.run:
                 commits[other] = found
-    return Found(folder, commits, user=user)
+    return Found(folder, commits, prepared, user=user)
 
 
 def folders_of(commit: Manifest) -> list[Path]:
