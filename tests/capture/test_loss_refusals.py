@@ -55,6 +55,10 @@ REFUSALS = {
         lambda p, y: functional.batch_norm(p.flatten(0, 1), None, None, training=True).tanh().mean(),
         "(batch_norm) normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)",
     ),
+    "gradients by frequency": (
+        lambda p, y: (functional.embedding(y.clamp(0), torch.ones(WORDS, 1), scale_grad_by_freq=True) * p).mean(),
+        "(embedding) divides gradients by how often the batch has an index (leave scale_grad_by_freq=True out)",
+    ),
     "contrastive": (contrastive, "(matmul) pairs the samples of the batch with each other"),
     "distances": (lambda p, y: torch.cdist(p[:, 0], p[:, 0]).mean(), "(cdist) pairs the samples of the batch"),
     "one sample": (lambda p, y: p[0].sum(), "(getitem) reduces over the samples of the batch"),
