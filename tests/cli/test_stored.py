@@ -14,7 +14,7 @@ from stored_run import name_of, save, stored_run, values
 from test_store_command import names, printed, refused, run
 
 from gs_compile.errors import ManifestError
-from gs_compile.runtime.manifest import NAME, read
+from gs_compile.runtime.manifest import NAME, NEXT, read
 
 NAMES = {"wea": ["embedding.weight"], "w0b": ["layers.0.weight", "layers.0.bias"], "rest": ["layers.0.counts"]}
 
@@ -163,6 +163,21 @@ def test_export_puts_the_shares_of_ranks_together(folders, commit, tmp_path):
     found = loaded(tmp_path / "out")
     assert torch.equal(found["layers.0.weight"].flatten(), whole[:6400])
     assert torch.equal(found["layers.0.bias"], whole[12800:12864])
+
+
+def test_export_takes_the_step_that_all_ranks_have(folders, commit, tmp_path):
+    """One rank was killed before it had committed what it had prepared; the other has."""
+    second = folders[0].with_name("greedysnake-run-1")
+    second.mkdir(mode=0o700)
+    parameters = tuple(replace(each, offset=each.offset and 12800) for each in commit.parameters)
+    save(folders[0], stored_run(folders[0], step=4, world=2, parameters=parameters))
+    other = stored_run(second, seed=1, run="89abcdef", step=4, world=2, rank=1, parameters=parameters)
+    save(second, replace(other, step=3))
+    refused(1, "RankError", "export", folders[0].parent, tmp_path / "out")
+    save(second, other, NEXT)
+    printed("gc", folders[0].parent)
+    assert "step 4" in printed("export", folders[0].parent, tmp_path / "out")
+    assert [report["step"] for report in reports("verify", folders[0])] == [4, 3, 4]
 
 
 def test_export_refuses_before_it_writes(folders, commit, tmp_path):

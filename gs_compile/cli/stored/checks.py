@@ -29,14 +29,19 @@ def check(directory: Path, *, repair: bool = False) -> list[dict[str, Any]]:
     for each in found_in(directory):
         if each.problem is not None:
             raise each.problem
-        if each.commit is not None:
-            runs.setdefault(each.commit.run, each)
-    return [_checked(each, repair=repair) for each in runs.values()]
+        if each.known:
+            runs.setdefault(each.known[0].run, each)
+    reports = []
+    for found in runs.values():
+        of_run = [_checked(made, repair=repair, is_made=made is found.commit) for made in found.known]
+        if repair and not any(report["bad"] for report in of_run):
+            of_run[-1]["removed"] = collect(found)
+        reports += of_run
+    return reports
 
 
-def _checked(found: Found, *, repair: bool) -> dict[str, Any]:
-    commit, begin = found.commit, time.perf_counter()
-    assert commit is not None
+def _checked(commit: Manifest, *, repair: bool, is_made: bool) -> dict[str, Any]:
+    begin = time.perf_counter()
     with ExitStack() as stack:
         values = opened(stack, commit)
         bad = bad_blocks(values)
@@ -44,7 +49,7 @@ def _checked(found: Found, *, repair: bool) -> dict[str, Any]:
         by_part = sorted(bad, key=lambda each: each.part.value)  # states first: parameters are their rounded masters
         mended = [each for each in by_part if repair and repaired(values, each)]
         lost = [each.as_dict() for each in bad if each not in mended]
-        if repair and not lost:
+        if repair and is_made and not lost:
             _write_commit(commit, values)
     return {
         "run": commit.run,
@@ -53,7 +58,7 @@ def _checked(found: Found, *, repair: bool) -> dict[str, Any]:
         "seconds": seconds,
         "bad": lost,
         "repaired": [each.as_dict() for each in mended],
-        "removed": collect(found) if repair and not lost else {},
+        "removed": {},
     }
 
 

@@ -18,6 +18,7 @@ import torch
 from gs_compile.cli.stored.runs import Found
 from gs_compile.cli.stored.values import Values, nbytes_of, opened
 from gs_compile.errors import OptionError
+from gs_compile.runtime.last_commit import common_step
 from gs_compile.runtime.manifest import Manifest
 
 Tensor = torch.Tensor
@@ -55,16 +56,22 @@ def _one_run(runs: Sequence[Found]) -> list[Manifest]:
     for each in runs:
         if each.problem is not None:
             raise each.problem
-    commits = {each.commit.run: each.commit for each in runs if each.commit is not None}.values()
-    found = sorted(commits, key=lambda each: each.rank)
-    words = ", ".join(f"run {each.run} of rank {each.rank} of {each.world} at step {each.step}" for each in found)
-    is_whole = bool(found) and [each.rank for each in found] == list(range(found[0].world))
-    if not is_whole or len({(each.step, each.world) for each in found}) > 1:
+    ranks = sorted(
+        {each.known[0].run: each for each in runs if each.known}.values(), key=lambda each: each.known[0].rank
+    )
+    words = ", ".join(
+        f"run {each.run} of rank {each.rank} of {each.world} at step {each.step}"
+        for found in ranks
+        for each in found.known
+    )
+    worlds = [(each.rank, each.world) for found in ranks for each in found.known[:1]]
+    if not ranks or worlds != [(rank, len(ranks)) for rank in range(len(ranks))]:
         raise OptionError(
-            f"to export are the commits of one step, of all its ranks, and here is {words or 'none'}: name a directory "
+            f"to export are the commits of one run, of all its ranks, and here is {words or 'none'}: name a directory "
             "that has these alone, or the folder of a run in it"
         )
-    return found
+    step = common_step([{each.step: each is found.commit for each in found.known} for found in ranks])
+    return [each for found in ranks for each in found.known if each.step == step]
 
 
 def _make(target: Path) -> None:

@@ -28,13 +28,13 @@ from gs_compile.runtime.stored import FOLDERS, OURS
 class Found:
     """A folder of a run.
 
-    commits: of the run, by the folders that have them, this one first; prepared: the one after that, which this one of
+    commits: of the run, by the folders that have them, this one first; prepared: those after them, which this one of
     several ranks has; problem: why the folder's own cannot be read; user: the process that has it, in words.
     """
 
     folder: Path
     commits: Mapping[Path, Manifest] = field(default_factory=dict)
-    prepared: Manifest | None = None
+    prepared: Mapping[Path, Manifest] = field(default_factory=dict)
     problem: StorageError | None = None
     user: str = ""
 
@@ -42,6 +42,16 @@ class Found:
     def commit(self) -> Manifest | None:
         """The newest."""
         return max(self.commits.values(), key=lambda each: each.step, default=None)
+
+    @property
+    def ahead(self) -> Manifest | None:
+        """The newest that is prepared."""
+        return max(self.prepared.values(), key=lambda each: each.step, default=None)
+
+    @property
+    def known(self) -> list[Manifest]:
+        """The commits that a rank can go on from: its last one, and what it has prepared after that."""
+        return [each for each in (self.commit, self.ahead) if each is not None]
 
     def garbage(self, folder: Path, *, everything: bool = False) -> dict[str, int]:
         """The bytes of what the store has made in a folder and no commit names; or of all that it has made there.
@@ -53,10 +63,9 @@ class Found:
         made = _made_in(folder)
         if everything:
             return made
-        named = [*self.commits.values(), *([self.prepared] if self.prepared else [])]
-        kept = {NEXT} if self.prepared else set[str]()
-        kept = kept.union(*(names_in(each, folder) for each in named))
-        return {name: made[name] for name in made if name not in kept and (self.commits or not _has_run(name))}
+        named = [*self.commits.values(), *self.prepared.values()]
+        kept = {NEXT}.union(*(names_in(each, folder) for each in named)) if named else set()
+        return {name: made[name] for name in made if name not in kept and (named or not _has_run(name))}
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -81,16 +90,19 @@ def found_in(directory: Path) -> list[Found]:
 
 def _look(folder: Path) -> Found:
     try:
-        own, prepared, user = manifest.read(folder), manifest.read(folder, NEXT), holder(folder)
+        own, ahead, user = manifest.read(folder), manifest.read(folder, NEXT), holder(folder)
     except StorageError as error:
         return Found(folder, problem=error)
     except OSError as error:
         return Found(folder, problem=StorageError(error.errno or errno.EIO, error.strerror, str(folder)))
-    commits = {folder: own} if own else {}
-    for other in folders_of(own) if own and folder in folders_of(own) else ():  # a copy is of files elsewhere
-        with contextlib.suppress(StorageError):  # of a drive that is away now
-            if own and (found := manifest.read(other)) is not None and found.run == own.run:
-                commits[other] = found
+    commits, prepared = {folder: own} if own else {}, {folder: ahead} if ahead else {}
+    made = own or ahead
+    named = folders_of(made) if made else []
+    for other in named if folder in named else ():  # a copy is of files elsewhere
+        for name, found in ((manifest.NAME, commits), (NEXT, prepared)):
+            with contextlib.suppress(StorageError):  # of a drive that is away now
+                if made and (each := manifest.read(other, name)) is not None and each.run == made.run:
+                    found[other] = each
     return Found(folder, commits, prepared, user=user)
 
 
@@ -132,7 +144,7 @@ def collect(found: Found, *, everything: bool = False) -> dict[str, int]:
     A manifest goes before the files that it names.
     """
     removed = {}
-    with locked(found.commits or [found.folder]) as taken:
+    with locked([found.folder, *found.commits, *found.prepared]) as taken:
         if found.problem is not None and not everything:
             raise found.problem
         for path, folder in taken.items():
