@@ -170,7 +170,8 @@ def read(folder: Path, name: str = NAME) -> Manifest | None:
         return decoded(data)
     except (ValueError, RecursionError) as error:
         words = "".join(each if each.isprintable() else " " for each in _words(error)[:MAX_WORDS])
-        what = f"{words}; to remove the run: greedysnake store gc {folder.parent} --all"
+        ways = f"with another directory of the run greedysnake store repair restores it, store gc {folder.parent} --all"
+        what = f"{words}; {ways} removes the run"
         raise ManifestError(errno.EINVAL, what, str(path)) from None
 
 
