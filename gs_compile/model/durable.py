@@ -61,7 +61,7 @@ class Durable:
         self._parameters = tuple(parameters)
         package = sys.modules["gs_compile"].__version__
         self._versions = {"greedysnake": package, "torch": torch.__version__, "python": platform.python_version()}
-        self._num_committed = 0  # steps of this process, the last of them committed
+        self._num_steps = self._num_committed = 0  # of this process: that are over, and the last of them committed
         self.former = tiers.setting.store.former if tiers.setting.store else None
         tiers.commits.snapshot = self.snapshot
 
@@ -76,12 +76,12 @@ class Durable:
 
     def take(self, num_steps: int, *, always: bool = False) -> bool:
         """Whether the program that is made now commits what `num_steps` have left; `always`: unless that is durable."""
-        is_due = num_steps > self._num_committed and (always or num_steps % self.every == 0)
-        self._num_committed = num_steps if is_due else self._num_committed
-        return is_due
+        self._num_steps = num_steps
+        return num_steps > self._num_committed and (always or num_steps % self.every == 0)
 
     def snapshot(self) -> tuple[Callable[[tuple[StoredPart, ...]], Manifest], Tensors]:
-        """All of a commit but its files, as it is now."""
+        """All of a commit but its files, as it is now: it is issued."""
+        self._num_committed = self._num_steps
         optimizer, setting = self._optimizer(), self._tiers.setting
         assert optimizer is not None, "an optimizer is there until its engine is closed"
         assert setting.store is not None, "commits need storage"
