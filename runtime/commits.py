@@ -84,6 +84,8 @@ class Commits:
         """
         now: torch.Tensor | Extent = self.values.contents[value]
         if not isinstance(now, Extent):
+            if self.takes_up and part_of(value) in self._issued:
+                return now  # what is to come is in its copy
             self._stale.update({part_of(value)} & self.copies.keys())
         elif now is self._issued.get(part_of(value)):
             if self.takes_up:

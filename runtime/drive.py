@@ -148,9 +148,10 @@ class Drive:
             for begin, end in file.grid.cut(offset, memory.nbytes)
         ]
 
-    def check_room(self, nbytes: int) -> None:
+    def check_room(self, nbytes: int, beside: str = "") -> None:
+        """beside: what has room already, in words."""
         if nbytes > free_storage(self.folder):
-            raise self._full(nbytes, errno.ENOSPC)
+            raise self._full(nbytes, errno.ENOSPC, beside)
 
     def bytes_per_second(self) -> float:
         """The bandwidth of writing and reading the same amount, measured on a file that is removed again."""
@@ -182,8 +183,8 @@ class Drive:
             return False
         return True
 
-    def _full(self, nbytes: int, number: int) -> StorageFullError:
-        room = f"{nbytes} bytes are needed and {free_storage(self.folder)} are free"
+    def _full(self, nbytes: int, number: int, beside: str = "") -> StorageFullError:
+        room = f"{nbytes} bytes are needed{beside} and {free_storage(self.folder)} are free"
         return StorageFullError(
             number, f"{room} ({os.strerror(number)}): make room or choose another storage=", str(self.folder)
         )

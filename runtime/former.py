@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,8 +38,12 @@ class FormerHomes(Homes):
         return self.setting.store.adopt(value._replace(tier=None).name)
 
 
-def alike(former: Manifest, placement: Placement, parameters: Sequence[StoredParameter]) -> frozenset[str]:
-    """The names of the stored parts that can stay in their files: of units that have the same in the same places."""
+def alike(
+    former: Manifest, placement: Placement, parameters: Sequence[StoredParameter], folders: Sequence[Path]
+) -> frozenset[str]:
+    """The names of the stored parts that can stay in their files: of units that have the same in the same places, in
+    these folders.
+    """
     units = {each.unit: unit_of(each) for each in former.units}
     moved = {each.unit for each in {*former.parameters} ^ {*parameters}}
     named = {
@@ -48,7 +53,8 @@ def alike(former: Manifest, placement: Placement, parameters: Sequence[StoredPar
         for kind, parts in (("w", unit.w), ("s", unit.s))
         for part in parts.values()
     }
-    return frozenset(named & {each.value for each in former.parts})
+    names = [str(each) for each in folders]
+    return frozenset(named & {each.value for each in former.parts if [file.folder for file in each.files] == names})
 
 
 def unit_of(stored: StoredUnit) -> UnitPlacement:

@@ -125,6 +125,11 @@ class Homes:
             elif content is not None:
                 content[start : start + len(source)].copy_(source)
 
+    def is_changed(self, place: Slice, component: int | None) -> bool:
+        """Whether a write of it would change any part; what is not is there already."""
+        pieces = self._pieces(place, component, torch.empty(place.numel, device="meta"))
+        return any(self.to_change(value) is not None for value, _, _ in pieces)
+
     def _pieces(self, place: Slice, component: int | None, flat: Tensor) -> Iterator[tuple[Value, int, Tensor]]:
         """Each part that has some of a parameter, or of a component of its state: from where on, and its `flat`.
 

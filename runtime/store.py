@@ -90,10 +90,12 @@ class Store:
     def reserve_check(self, nbytes: int) -> None:
         """Raise StorageFullError if extents of `nbytes` together would not fit on the drives as they are now."""
         needed: Counter[int] = Counter()
+        step = self.former.step if self.former else 0
+        beside = f" beside those of step {step}, which stay until the next commit," if self.former else ""
         for drive, weight in zip(self.drives, self.weights, strict=True):
             device = drive.folder.stat().st_dev
             needed[device] += int(nbytes * weight / sum(self.weights))
-            drive.check_room(needed[device])
+            drive.check_room(needed[device], beside)
 
     def allocate(self, label: str, nbytes: int) -> Extent:
         """An extent that reads as zeros until it is written.

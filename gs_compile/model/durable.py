@@ -44,7 +44,8 @@ class Trainer(Protocol):
 class Durable:
     """Which steps are committed, with what.
 
-    optimizer: gives it, while it lives. former: the commit that the run has gone on from.
+    optimizer: gives it, while it lives. plan: what commits keep of the plan. former: the commit that the run has gone
+    on from.
     """
 
     def __init__(
@@ -52,13 +53,14 @@ class Durable:
         optimizer: Callable[[], Trainer | None],
         tiers: Tiers,
         parameters: Sequence[StoredParameter],
+        plan: Mapping[str, Any],
     ) -> None:
         assert tiers.commits is not None, "no step is durable"
         self.every = tiers.placement.durability
         self.random: Mapping[str, str] | None = None  # that the call under way has found
         self._optimizer = optimizer
         self._tiers = tiers
-        self._parameters = tuple(parameters)
+        self._parameters, self._plan = tuple(parameters), dict(plan)
         package = sys.modules["gs_compile"].__version__
         self._versions = {"greedysnake": package, "torch": torch.__version__, "python": platform.python_version()}
         self._num_steps = self._num_committed = 0  # of this process: that are over, and the last of them committed
@@ -100,7 +102,7 @@ class Durable:
             "random": dict(self.random or random_state()),
             "states": states,
             "user": user,
-            "plan": {},
+            "plan": self._plan,
             "units": tuple(stored_units(setting.placement, setting.dtypes)),
             "parameters": self._parameters,
             "rest": laid_out(rest),

@@ -27,7 +27,7 @@ from gs_compile.codegen.layout import arrange, bind, tied_units
 from gs_compile.errors import OptimizerError, StepOrderError
 from gs_compile.model.durable import Durable, Trainer, give_back_rest
 from gs_compile.model.moving import let_go, move_in, take_up
-from gs_compile.model.opening import open_tiers, stored_parameters
+from gs_compile.model.opening import former_plan, open_tiers, stored_parameters
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.residency import residency_of
 from gs_compile.model.trained import param_groups
@@ -39,7 +39,7 @@ from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.homes import Slice
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.kernels import Rule
-from gs_compile.runtime.optimizer import Recipe, StepRecord
+from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.ranks import Ranks
 
 Tensor = torch.Tensor
@@ -82,16 +82,17 @@ class Engine(ParameterStore):
         split, groups = models[0].split, param_groups(compilation, models[0], args, optimizer.group_of)
         layout = arrange(split, compilation.captured, len(components), groups, ranks=ranks)
         device, tied = next(args[index].device for index in layout.spans), tied_units(split, layout.spans)
-        clip = optimizer.max_grad_norm is not None
-        self.planning = PlanCache(self.options, layout.sizes, models, tied, clip=clip, device=device, ranks=ranks)
-        self._latest = self.planning.placement, self.planning.first_shape  # of the latest call
-        units = {size.unit: len(components) + size.has_master for size in layout.sizes}
-        recipe = Recipe(optimizer.rule, layout.runs, units)
         stored = stored_parameters(compilation, layout, args)
-        tiers = open_tiers(self.planning, layout, recipe, stored, optimizer)
+        clip = optimizer.max_grad_norm is not None
+        former = {} if ranks else former_plan(self.options, stored, optimizer)
+        self.planning = PlanCache(
+            self.options, layout.sizes, models, tied, clip=clip, device=device, ranks=ranks, former=former
+        )
+        self._latest = self.planning.placement, self.planning.first_shape  # of the latest call
+        tiers = open_tiers(self.planning, layout, optimizer.rule, stored, optimizer)
         super().__init__(tiers, self.options.storage[0], components)
         self.turn = optimizer.turn
-        self.durable = Durable(self._optimizer, tiers, stored) if tiers.commits else None
+        self.durable = Durable(self._optimizer, tiers, stored, self.planning.kept) if tiers.commits else None
         spans = {args[index]: span for index, span in layout.spans.items()}
         if self.durable is not None and self.durable.former is not None:
             take_up(self, spans, stored)

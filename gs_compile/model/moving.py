@@ -87,10 +87,14 @@ def take_up(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], stored: 
 
 
 def _take_up_piece(tiers: Tiers, former: FormerHomes, piece: Slice, source: Slice, num_components: int) -> None:
-    tiers.fill(piece, former.read(source, master=True))
+    """Ranks read together, each of them all of it."""
+    components = [None, 0] if tiers.has_master(piece) else [None]
+    if tiers.setting.ranks or any(tiers.is_changed(piece, each) for each in components):
+        tiers.fill(piece, former.read(source, master=True))
     for number in range(num_components):
-        state = former.read_state(source, number + former.has_master(source))
-        tiers.write_state(piece, number + tiers.has_master(piece), state)
+        own = number + tiers.has_master(piece)
+        if tiers.setting.ranks or tiers.is_changed(piece, own):
+            tiers.write_state(piece, own, former.read_state(source, number + former.has_master(source)))
 
 
 def let_go(places: MutableSet[Residency]) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
 from gs_compile.codegen.compiled import Compilation
 from gs_compile.codegen.layout import Layout
-from gs_compile.errors import OptionError, ResumeError
+from gs_compile.errors import OptionError, ResumeError, StorageError
 from gs_compile.model.durable import Trainer, check_alike
+from gs_compile.options import Options
 from gs_compile.planner.cache import PlanCache
+from gs_compile.runtime.folder import folder_in
 from gs_compile.runtime.former import alike
-from gs_compile.runtime.manifest import StoredParameter
+from gs_compile.runtime.kernels import Rule
+from gs_compile.runtime.manifest import StoredParameter, read
 from gs_compile.runtime.optimizer import Recipe
 from gs_compile.runtime.store import Store
 from gs_compile.runtime.stream import has_own_memory
@@ -21,9 +25,11 @@ from gs_compile.runtime.threads import update_threads
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Trace
 
+log = logging.getLogger(__name__)
+
 
 def open_tiers(
-    planning: PlanCache, layout: Layout, recipe: Recipe, stored: Sequence[StoredParameter], optimizer: Trainer
+    planning: PlanCache, layout: Layout, rule: Rule, stored: Sequence[StoredParameter], optimizer: Trainer
 ) -> Tiers:
     """The tiers of a plan, with their storage if it uses any, and the commit there that is to go on.
 
@@ -35,28 +41,16 @@ def open_tiers(
         raise OptionError(
             'gs_compile.resume() was called, and durability is "off": give durability="step", or a number'
         )
+    num_components = len(optimizer.components)
     with ExitStack() as undo:
         store, same = None, frozenset[str]()
         if planning.uses_ssd:
-            looks_in = optimizer.kept.storage or (() if options.resume else None)
-            agree = None
-            if planner.ranks is not None and options.durability:
-                agree = partial(planner.ranks.agree, "the steps that are committed")
-            store = Store(options.storage, durable=options.durability > 0, resume=looks_in, agree=agree)
+            store, same = _open_store(planning, stored, optimizer)
             undo.callback(store.close)
-            found = store.former.step if store.former else None
-            if optimizer.kept.step not in (None, found):
-                raise ResumeError(
-                    f"the commit of step {optimizer.kept.step} was to go on, and that of {found} is there"
-                )
-            if store.former is not None:
-                check_alike(store.former, optimizer, stored, planning.placement.world)
-                same = alike(store.former, planning.placement, stored)
-            store.reserve_check(planning.ssd_nbytes - store.nbytes_of(same))
         tiers = Tiers(
             planning.placement,
             layout.dtypes,
-            recipe,
+            Recipe(rule, layout.runs, {size.unit: num_components + size.has_master for size in layout.sizes}),
             store,
             device,
             trace=Trace(events=expert.trace),
@@ -67,6 +61,48 @@ def open_tiers(
         )
         undo.pop_all()
     return tiers
+
+
+def _open_store(
+    planning: PlanCache, stored: Sequence[StoredParameter], optimizer: Trainer
+) -> tuple[Store, frozenset[str]]:
+    """The storage of a plan, and the names of the parts there that stay in their files."""
+    options, ranks, same = planning.planner.options, planning.planner.ranks, frozenset[str]()
+    looks_in = optimizer.kept.storage or (() if options.resume else None)
+    agree = partial(ranks.agree, "the steps that are committed") if ranks and options.durability else None
+    with ExitStack() as undo:
+        store = Store(options.storage, durable=options.durability > 0, resume=looks_in, agree=agree)
+        undo.callback(store.close)
+        found = store.former.step if store.former else None
+        if optimizer.kept.step not in (None, found):
+            raise ResumeError(f"the commit of step {optimizer.kept.step} was to go on, and that of {found} is there")
+        if store.former is None and looks_in is not None:
+            words = ", ".join(map(str, looks_in or options.storage))
+            log.info("no durable run has left a commit in %s: this one begins anew", words)
+        if store.former is not None:
+            log.info("run %s goes on from step %d (%s)", store.run, store.former.step, store.former.written)
+            check_alike(store.former, optimizer, stored, planning.placement.world)
+            same = alike(store.former, planning.placement, stored, [drive.folder for drive in store.drives])
+        store.reserve_check(planning.ssd_nbytes - store.nbytes_of(same))
+        undo.pop_all()
+    return store, same
+
+
+def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: Trainer) -> Mapping[str, Any]:
+    """What the newest commit that is to go on, if there is one, has kept of its plan.
+
+    Raises ResumeError where it is of something else, before time is lost with a plan; what else is wrong with it is
+    raised where the storage is opened.
+    """
+    goes_on = options.resume or optimizer.kept.storage
+    looks_in = dict.fromkeys((*options.storage, *optimizer.kept.storage)) if goes_on else ()
+    with suppress(StorageError):
+        commits = [found for each in map(folder_in, looks_in) if each.is_dir() and (found := read(each)) is not None]
+        if commits:
+            newest = max(commits, key=lambda each: each.step)
+            check_alike(newest, optimizer, stored, world=1)
+            return newest.plan
+    return {}
 
 
 def stored_parameters(compilation: Compilation, layout: Layout, args: Sequence[Any]) -> tuple[StoredParameter, ...]:

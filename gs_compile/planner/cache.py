@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from gs_compile.passes.lower import flush, lower
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.slab import packed, placed_as
 from gs_compile.placement.workload import UnitSize
+from gs_compile.planner.again import fingerprint, planned
 from gs_compile.planner.builder import peak
 from gs_compile.planner.lifetimes import table
 from gs_compile.planner.planner import Planner
@@ -24,6 +25,7 @@ from gs_compile.planner.simulate.simulator import Simulation, predict
 from gs_compile.planner.step_plan import commits_text, nbytes_by_home
 from gs_compile.program.ir import Program, StepShape, Unit
 from gs_compile.runtime.ranks import Ranks
+from gs_compile.runtime.stream import has_own_memory
 
 if TYPE_CHECKING:
     from gs_compile.codegen.compiled import SpecializedModel
@@ -45,14 +47,22 @@ class PlanCache:
         clip: bool,
         device: torch.device,
         ranks: Ranks | None = None,
+        former: Mapping[str, Any] | None = None,
     ) -> None:
+        """former: what a commit has kept of the plan that a run was made with, which goes on here."""
         self.sizes = sizes
         self._programs: dict[Any, tuple[Program, ...]] = {}
         self._placements: dict[Any, Placement] = {}
         self.first_shape = self.shape(layouts[0], tied, training=True)
-        self.planner = Planner(options, sizes, layouts, self.first_shape, clip=clip, device=device, ranks=ranks)
+
+        def make(chosen: Options) -> tuple[Planner, Placement]:
+            planner = Planner(chosen, sizes, layouts, self.first_shape, clip=clip, device=device, ranks=ranks)
+            return planner, planner.placement()
+
+        settled = clip, has_own_memory(device), ranks.number if ranks else 1
+        made_for = fingerprint(options, sizes, layouts, self.first_shape, *settled)
+        self.planner, self.placement, self.kept = planned(make, options, former or {}, made_for)
         self.host_nbytes = self.planner.host_nbytes
-        self.placement = self.planner.placement()
         self.builder = self.planner.builder
 
     def shape(self, layout: SpecializedModel, tied: Set[Unit], *, training: bool) -> StepShape:
@@ -175,10 +185,10 @@ class PlanCache:
         """With checkpoints that would live on the device elsewhere, where it was not planned to hold as many."""
         if not sized.device_checkpoint_ratio:
             return sized
-        planned, needed = (
+        most, needed = (
             peak(self._lowered(each, of), "device") for each, of in ((self.placement, self.first_shape), (sized, shape))
         )
-        if needed <= planned:
+        if needed <= most:
             return sized
         elsewhere = sized.checkpoint_ratio if self.uses_ssd else 1.0
         return replace(sized, device_checkpoint_ratio=0.0, checkpoint_ratio=elsewhere)

@@ -1,0 +1,117 @@
+"""What a run that goes on does not do: plan again what it was planned for, or copy what stays where it is."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from functools import partial
+
+import pytest
+from killed import Killed, Taken, clean, resumed, seed, steps
+from tiered import Harness, adamw, gpt2, options
+
+from gs_compile.errors import StorageFullError
+from gs_compile.model import engine
+from gs_compile.planner import planner
+from gs_compile.runtime import drive
+from gs_compile.runtime.last_commit import names_in
+from gs_compile.runtime.manifest import FOLDER
+
+KEEPS_CAPTURES = True
+BUDGET = 1300 << 10
+FREE = {"parameter": None, "checkpoint": None, "optimizer": None}
+
+
+@pytest.fixture(scope="module")
+def harness():
+    return Harness(partial(gpt2, num_layers=3, width=64))
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """What storage has been asked for when all parameters and states were taken up: bytes by direction."""
+    found = Counter()
+
+    def counted(store, *args, take_up=engine.take_up):
+        take_up(store, *args)
+        for (verb, _), nbytes in store.tiers.setting.store.moved_nbytes.items():
+            found[verb] += nbytes
+
+    monkeypatch.setattr(engine, "take_up", counted)
+    return found
+
+
+def life(harness, make, given, aside, numbers, former=None):
+    """Steps of these numbers, and what a kill after the last but one leaves."""
+    found = Killed(aside, given["storage"], Taken(0))
+    seed()
+    goes_on = resumed(harness, make, given) if former else harness.fresh(make, given | {"durability": "step"})
+    if former:
+        assert former.put_back(numbers[0] + 1).step == numbers[0]
+    with goes_on as optimizer:
+        found.taken = steps(harness, optimizer, numbers, after=found.keep_at(numbers[-1]))
+        found.placement = optimizer.engine.placement
+        found.plan = optimizer.engine.planning.kept
+    return found
+
+
+@pytest.mark.parametrize("clip", [None, "speculative"], ids=str)
+def test_what_stays_in_its_files_is_not_even_read(harness, moved, tmp_path, clip):
+    make = partial(adamw, max_grad_norm=0.5 if clip else None)
+    given = options([tmp_path / "a", tmp_path / "b"], alpha=0.5, clip=clip)
+    first = life(harness, make, given, tmp_path / "first", range(3))
+    clean(given)
+    again = life(harness, make, given, tmp_path / "again", range(1, 3), former=first)
+    assert not moved
+    assert not again.taken.differences(first.taken)
+
+
+def test_a_plan_is_taken_again_where_nothing_has_changed(harness, moved, tmp_path, monkeypatch, caplog):
+    """Nothing is measured, timed or solved; what is in memory is read, and nothing is written."""
+    make, given = partial(adamw, max_grad_norm=0.5), options([tmp_path / "a"], ratios=FREE, host_memory=BUDGET)
+    first = life(harness, make, given, tmp_path / "first", range(3))
+    assert 0 < first.plan["ratios"]["parameter"] < 1, "there is something in memory, and something on storage"
+    clean(given)
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "gs_compile"):
+        for name in ("find_profile", "timed", "Problem"):
+            patch.setattr(planner, name, lambda *_, name=name, **__: pytest.fail(f"{name} was asked for"))
+        again = life(harness, make, given, tmp_path / "again", range(1, 3), former=first)
+    assert "the plan is the one that the run was made with" in caplog.text
+    assert "goes on from step 1 (" in caplog.text
+    assert (again.placement, again.plan) == (first.placement, first.plan)
+    assert not again.taken.differences(first.taken)
+    in_memory = sum(
+        part.numel * (unit.state_itemsize if part in group.s else unit.itemsize)
+        for unit in again.placement.units
+        for group in unit.groups
+        for part in (*group.w, *group.s)
+        if part.tier == "host"
+    )
+    assert moved.keys() == {"read"}
+    assert 0 < moved["read"] <= in_memory
+    moved.clear()
+    smaller = given | {"host_memory": BUDGET - (64 << 10)}
+    clean(given)
+    other = life(harness, make, smaller, tmp_path / "other", range(1, 3), former=first)
+    assert other.plan["made_for"] != first.plan["made_for"]
+    assert not other.taken.differences(again.taken)
+
+
+def test_room_for_both_sets_is_asked_for_by_name(harness, tmp_path, monkeypatch):
+    """What is copied is there twice until the first commit; the commit is what it was, and so are the files."""
+    given = options([tmp_path / "a"], alpha=0.5)
+    first = life(harness, adamw, given, tmp_path / "first", range(3))
+    clean(given)
+    commit = first.put_back(2)
+    folder = tmp_path / "a" / FOLDER
+    found = {name: (folder / name).read_bytes() for name in names_in(commit, folder)}
+    monkeypatch.setattr(drive, "free_storage", lambda _: 100_000)
+    with (
+        resumed(harness, adamw, options([tmp_path / "a"], alpha=0.5, ratios={"optimizer": 0.5})) as optimizer,
+        pytest.raises(
+            StorageFullError,
+            match="bytes are needed beside those of step 1, which stay until the next commit, and 100000 are free",
+        ),
+    ):
+        steps(harness, optimizer, (1,))
+    assert {name: (folder / name).read_bytes() for name in found} == found
