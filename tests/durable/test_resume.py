@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from killed import Killed, Taken, clean, resumed, seed, steps
-from tiered import Harness, adamw, gpt2, options
+from killed import Killed, Taken, batch, clean, resumed, seed, steps
+from tiered import Harness, adamw, gpt2, options, outcome
+
+import gs_compile
 
 KEEPS_CAPTURES = True
 NUM_STEPS, MANY_STEPS = 7, 20
@@ -182,3 +184,51 @@ def test_other_sums_differ_by_rounding(lives, change):
         for name, value in taken.outcomes[number + 1].values.items():
             expected = reference.outcomes[number + 1].values[name]
             assert (value - expected).norm() <= 1e-5 * expected.norm(), name
+
+
+def test_skipped_steps_and_states_go_on(lives):
+    """What is committed last is a step that its loss scale has spoiled, by `commit()`, where every third step is due."""
+    harness, place = lives.harness("dropout"), lives.folder / "a"
+    given = options(place, alpha=0.5, clip="speculative", ratios={"optimizer": 0.5, "parameter": 0.5})
+
+    def train(numbers: range, folder: Path | None, kills: int = -1) -> tuple[Any, ...]:
+        """The losses, norms, scales and rates of steps, and what is there in the end."""
+        found: list[tuple[float, ...]] = []
+        durable = {"durability": 3} if folder else {}
+        seed()
+        with harness.fresh(partial(adamw, max_grad_norm=CLIPPED), given | durable) as optimizer:
+            scaler = gs_compile.LossScaler(optimizer, 2.0**140, backoff_factor=2.0**-130, growth_interval=2)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            if folder:
+                states = {"scaler": scaler, "scheduler": scheduler}
+                run = gs_compile.resume(harness.model, optimizer, storage=place, **states)
+                assert (run.step, run.user) == (numbers[0], {"next": numbers[0]} if numbers[0] else None)
+            for number in numbers:
+                ids = batch(number)
+                loss = harness.model(input_ids=ids, labels=ids).loss
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                info = optimizer.last_step
+                assert info is not None
+                if not info.skipped:
+                    scheduler.step()
+                optimizer.zero_grad()
+                optimizer.kept.user = {"next": number + 1}
+                found.append((loss.item(), info.grad_norm, scaler.get_scale(), scheduler.get_last_lr()[0]))
+                if folder and number == 0:
+                    optimizer.commit()
+                if folder and number == kills:
+                    Killed(folder, [place], Taken(0)).keep(number + 1, optimizer)
+            assert optimizer.num_skipped == 1
+            return found, outcome(harness.model, optimizer, [], [])
+
+    whole, wanted = train(range(4), None)
+    lives.clean()
+    train(range(2), lives.folder / "spoiled", kills=1)
+    lives.clean()
+    assert Killed(lives.folder / "spoiled", [place], Taken(0)).put_back(2).step == 1
+    found, values = train(range(1, 4), lives.folder / "spoiled")
+    assert repr(found) == repr(whole[1:])
+    assert not values.differences(wanted)

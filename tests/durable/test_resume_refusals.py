@@ -1,0 +1,108 @@
+"""A run that cannot go on says so by name at the first call, and neither the commit nor the model is touched."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from killed import clean, resumed, seed, steps
+from stored_run import save
+from tiered import Harness, adamw, gpt2, options, sgd
+
+import gs_compile
+from gs_compile.errors import LeftoverError, ResumeError
+from gs_compile.runtime.manifest import FOLDER, read
+
+KEEPS_CAPTURES = True
+SECONDS = 1.0  # of this process's own time, in which a run is refused
+
+
+@pytest.fixture(scope="module")
+def harness():
+    return Harness(gpt2)
+
+
+@pytest.fixture
+def given(harness, tmp_path):
+    """Options of a run that has committed two steps."""
+    found = options(tmp_path, alpha=0.5)
+    seed()
+    with harness.fresh(adamw, found | {"durability": "step"}) as optimizer:
+        steps(harness, optimizer, range(2))
+    return found
+
+
+def one_group(groups):
+    return gs_compile.AdamW([parameter for group in groups for parameter in group["params"]])
+
+
+def half_frozen(seed=0):
+    model = gpt2(seed=seed)
+    model.transformer.wpe.weight.requires_grad = False
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "make", "words"),
+    [
+        (partial(gpt2, width=64), adamw, r"24 parameters are others: .*down.bias is \(32,\) there, and \(64,\) here"),
+        (half_frozen, adamw, "transformer.wpe.weight was trained there"),
+        (None, sgd, "its optimizer is AdamW, with exp_avg, exp_avg_sq of each parameter"),
+        (None, one_group, "its optimizer has 2 param groups, and 1 here"),
+        (None, "2 ranks", "it is of 2 ranks, and here are 1"),
+    ],
+    ids=["width", "frozen", "optimizer", "groups", "ranks"],
+)
+def test_what_is_of_something_else_is_refused(harness, given, tmp_path, build, make, words):
+    folder = tmp_path / FOLDER
+    if make == "2 ranks":
+        save(folder, replace(read(folder), world=2))
+        make = adamw
+    if build is not None:
+        harness = Harness(build)
+        with harness.fresh(adamw, options(tmp_path / "other")) as optimizer:  # captures it
+            steps(harness, optimizer, (0,))
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with resumed(harness, make, given) as optimizer:
+        begin = time.process_time()
+        with pytest.raises(ResumeError, match=f"at step 2, which is to go on, is not of this model and .*{words}"):
+            steps(harness, optimizer, (2,))
+        assert time.process_time() - begin < SECONDS
+        values = harness.model.state_dict()
+        for (name, _), initial in zip(harness.model.named_parameters(), harness.initial, strict=True):
+            assert torch.equal(values[name], initial), name
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_without_resume_a_commit_is_not_touched(harness, given, tmp_path):
+    """What is said names the run, its step, its date, and both ways to go on."""
+    commit = read(tmp_path / FOLDER)
+    with (
+        harness.fresh(adamw, given | {"durability": "step"}) as optimizer,
+        pytest.raises(LeftoverError) as refusal,
+    ):
+        steps(harness, optimizer, (0,))
+    for words in (commit.run, "step 2", commit.written, 'resume="auto"', f"greedysnake store gc --all {tmp_path}"):
+        assert words in str(refusal.value)
+    assert read(tmp_path / FOLDER) == commit
+
+
+def test_settings_are_those_of_the_commit(harness, given):
+    """The optimizer that is made anew may have any."""
+    with resumed(harness, partial(adamw, betas=(0.5, 0.6)), given) as optimizer:
+        optimizer.param_groups[0]["lr"] = 7.0
+        steps(harness, optimizer, (2,))
+        found = [(group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups]
+        assert optimizer.num_steps == 3
+    assert found == [(1e-2, (0.9, 0.999), 0.1), (1e-2, (0.9, 0.999), 0.0)]
+
+
+def test_nothing_to_go_on_from_is_said(harness, given, tmp_path, caplog):
+    clean(given)
+    with caplog.at_level(logging.INFO, "gs_compile"), resumed(harness, adamw, given) as optimizer:
+        steps(harness, optimizer, (0,))
+    assert f"no durable run has left a commit in {tmp_path}: this one begins anew" in caplog.text
