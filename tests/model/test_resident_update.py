@@ -7,13 +7,14 @@ from functools import partial
 
 import pytest
 import torch
-from learner import distance, values
+from learner import distance, same_tensors, values
 from tiered import gpt2, options, tokens
 from torch import nn
 from torch.nn import functional
 
 import gs_compile
 from gs_compile.errors import OptimizerError
+from gs_compile.runtime.units import CompiledUnits
 
 
 class WithHead(nn.Module):
@@ -119,3 +120,24 @@ def test_a_step_of_the_head_alone(tmp_path):
         step()
     assert optimizer.last_step.number == 2
     assert torch.allclose(model.head.weight, plain.head.weight, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, gs_compile.AdamW])
+def test_a_first_step_that_fails_changes_nothing_in_memory(make, tmp_path, monkeypatch):
+    """The body's backward fails: neither its parameters nor the head's have moved, and the same step then works."""
+    found = []
+    for breaks in (False, True):
+        model, optimizer = tiered(tmp_path / str(breaks), partial(make, lr=1e-3))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        if breaks:
+            with monkeypatch.context() as patched:
+                patched.setattr(CompiledUnits, "backward", lambda *_, **__: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    trained(model, optimizer, [0])
+            same_tensors(model.state_dict(), before)
+            optimizer.zero_grad()
+        trained(model, optimizer, [0, 1])
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+        if isinstance(optimizer, gs_compile.AdamW):
+            optimizer.engine.tiers.close()
+    same_tensors(*found)
