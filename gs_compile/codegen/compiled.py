@@ -152,7 +152,7 @@ class Compilation:
 
     def specialized(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> SpecializedModel:
         """The model's units at one micro-batch size; `alone`: this micro-batch is the whole batch."""
-        key = (micro_batch_size, tuple(sorted(sizes.items())), alone)
+        key = (micro_batch_size, tuple(sorted((n, sizes[n]) for n in sizes.keys() - self._of_batch)), alone)
         if key not in self.models:
             start = time.perf_counter()
             self.models[key] = self._specialize(micro_batch_size, sizes, alone)
@@ -160,6 +160,15 @@ class Compilation:
                 del self.models[next(iter(self.models))]
             self.seconds += time.perf_counter() - start
         return self.models[key]
+
+    @cached_property
+    def _of_batch(self) -> frozenset[str]:
+        """Inputs that are the size of the whole batch, on which no micro-batch depends."""
+        nodes = self.captured.module.graph.find_nodes(op="placeholder")
+        symbols = {node.name: getattr(node.meta.get("example_value"), "node", None) for node in nodes}
+        return frozenset(
+            name for name, symbol in symbols.items() if symbol and symbol.expr in self.captured.batch_symbols
+        )
 
     def program(self, model: SpecializedModel, num_micro_batches: int, shape: StepShape) -> list[Program]:
         """Every snapshot of the step program, from `vertical` to the one that runs, which is the last."""
