@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gs_compile.errors import LeftoverError, RankError
@@ -19,11 +20,13 @@ def last_commit(drives: Iterable[Drive], *, resume: bool, agree: Agree | None = 
     """The last commit that a run has left on the drives. Each has a manifest, and one may be a commit behind.
 
     agree: of several ranks, each of which may have prepared one more; what is agreed on is committed.
-    Raises LeftoverError where it is not to be taken up, or is of several runs.
+    Raises LeftoverError where it is not to be taken up, is of several runs, or has its files elsewhere.
     """
     drives = list(drives)
     found = [(each, drive) for drive in drives if (each := drive.own.committed()) is not None]
     ahead = [(each, drive) for drive in drives if agree and (each := drive.own.prepared()) is not None]
+    having = [drive.folder for _, drive in (*found, *ahead)]
+    found, ahead = ([(located(each, drive.folder, having), drive) for each, drive in kind] for kind in (found, ahead))
     known = {each.step: each for each, _ in (*ahead, *found)}
     words = ", ".join(dict.fromkeys(f"run {each.run} at step {each.step} ({each.written})" for each in known.values()))
     if len({each.run for each, _ in (*found, *ahead)}) > 1:
@@ -53,6 +56,45 @@ def common_step(given: Sequence[Steps]) -> int | None:
         found = ", ".join(f"rank {rank}: {max(each, default='none')}" for rank, each in enumerate(given))
         raise RankError(f"the ranks have commits of different steps ({found}): name the storage of one run on all")
     return max(common, default=None)
+
+
+def located(made: Manifest, here: Path, having: Sequence[Path]) -> Manifest:
+    """A commit that was found in the folder `here`, with the paths that its folders have now.
+
+    A folder may be given by a link; one of them may be of a directory that has been moved. having: the folders that
+    have a commit. Raises LeftoverError where its files are not here: what is here may be of it all the same.
+    """
+    named = folders_of(made)
+    now = {old: new for old in named for new in having if is_same(old, new)}
+    gone, others = [old for old in named if not old.is_dir()], [new for new in having if new not in now.values()]
+    if len(gone) == len(set(others)) == 1:
+        now[gone[0]] = others[0]
+    if named and here not in now.values():
+        what = (
+            f"the commit here, of run {made.run} at step {made.step}, has its files in {', '.join(map(str, named))}: "
+            "name those directories as storage=; or, if they have been moved, make links where they were to where they "
+            "are; nothing was changed"
+        )
+        raise LeftoverError(errno.ENOENT, what, str(here))
+    parts = (
+        replace(part, files=tuple(replace(each, folder=_now(each.folder, now)) for each in part.files))
+        for part in made.parts
+    )
+    return made if all(old == new for old, new in now.items()) else replace(made, parts=tuple(parts))
+
+
+def _now(folder: str, now: Mapping[Path, Path]) -> str:
+    return str(now.get(Path(folder), folder))
+
+
+def is_same(one: Path, other: Path) -> bool:
+    """Whether two paths are of one folder that is there."""
+    return one == other or (one.is_dir() and other.is_dir() and one.samefile(other))
+
+
+def folders_of(commit: Manifest) -> list[Path]:
+    """Those that have files of a commit."""
+    return list(dict.fromkeys(Path(file.folder) for file in commit.files()))
 
 
 def names_in(made: Manifest | None, folder: Path) -> frozenset[str]:

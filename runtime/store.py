@@ -31,7 +31,7 @@ from gs_compile.runtime import manifest, ssd
 from gs_compile.runtime.drive import Drive
 from gs_compile.runtime.folder import as_storage_error, folder_in
 from gs_compile.runtime.grid import lengths
-from gs_compile.runtime.last_commit import Agree, last_commit, names_in
+from gs_compile.runtime.last_commit import Agree, folders_of, last_commit, names_in
 from gs_compile.runtime.manifest import Manifest, StoredFile, StoredPart
 from gs_compile.runtime.signals import end_by_exit
 from gs_compile.runtime.ssd import File, Transfer, as_bytes
@@ -75,6 +75,8 @@ class Store:
             self.run = self.former.run if self.former else secrets.token_hex(4) if durable else ""
             # Files of a former process of the run are there, too.
             self._prefix = f"{self.run}-{secrets.token_hex(2)}-" if durable else ""
+            for folder in folders_of(self.former) if self.former else ():
+                self._drive_of(folder)  # also where nobody has named it: its files stay, until the next commit
             for drive in (*self.drives, *self._others.values()):
                 drive.clear(names_in(self.former, drive.folder))
             if weights is None and len(directories) > 1:
@@ -172,9 +174,8 @@ class Store:
     def _forget_former(self, made: Manifest) -> None:
         """Remove what the former run's commit has, unless this one's has it, or parts go on in it."""
         for drive in self._others.values():
-            drive.kept = names_in(made, drive.folder)
-            if not drive.kept:
-                drive.own.unlink(manifest.NAME)
+            drive.kept = frozenset()  # new files are on this run's drives, and no other's stay in use
+            drive.own.unlink(manifest.NAME)
         open_files = {
             (drive, file.path.name): file for each in self._adopted.values() for drive, file in each.on_drives
         }

@@ -19,7 +19,7 @@ from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
 from gs_compile.runtime import manifest, system
 from gs_compile.runtime.folder import Folder, as_storage_error, holder, is_made
-from gs_compile.runtime.last_commit import names_in
+from gs_compile.runtime.last_commit import folders_of, is_same, names_in
 from gs_compile.runtime.manifest import NAME, NEXT, Manifest
 from gs_compile.runtime.stored import FOLDERS, OURS
 
@@ -56,9 +56,11 @@ class Found:
     def garbage(self, folder: Path, *, everything: bool = False) -> dict[str, int]:
         """The bytes of what the store has made in a folder and no commit names; or of all that it has made there.
 
-        Where there is no commit to ask, what has the name of a run may be of one elsewhere.
+        Where there is no commit to ask, or one whose files are elsewhere, what has the name of a run may be of one.
         """
-        if self.problem is not None and not everything:
+        own = self.commits.get(self.folder) or self.prepared.get(self.folder)
+        is_elsewhere = own is not None and self.folder not in folders_of(own)
+        if (self.problem is not None or is_elsewhere) and not everything:
             return {}
         made = _made_in(folder)
         if everything:
@@ -95,20 +97,16 @@ def _look(folder: Path) -> Found:
         return Found(folder, problem=error)
     except OSError as error:
         return Found(folder, problem=StorageError(error.errno or errno.EIO, error.strerror, str(folder)))
-    commits, prepared = {folder: own} if own else {}, {folder: ahead} if ahead else {}
     made = own or ahead
     named = folders_of(made) if made else []
+    folder = next((each for each in named if is_same(each, folder)), folder)  # by the name that its commit has for it
+    commits, prepared = {folder: own} if own else {}, {folder: ahead} if ahead else {}
     for other in named if folder in named else ():  # a copy is of files elsewhere
         for name, found in ((manifest.NAME, commits), (NEXT, prepared)):
             with contextlib.suppress(StorageError):  # of a drive that is away now
                 if made and (each := manifest.read(other, name)) is not None and each.run == made.run:
                     found[other] = each
     return Found(folder, commits, prepared, user=user)
-
-
-def folders_of(commit: Manifest) -> list[Path]:
-    """Those that have files of a commit."""
-    return list(dict.fromkeys(Path(file.folder) for file in commit.files()))
 
 
 def _made_in(folder: Path) -> dict[str, int]:
