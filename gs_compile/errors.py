@@ -8,9 +8,16 @@ ABSENT = (  # of a model that somebody has placed
     "gs_compile.init_on_storage(..., storage=...)"
 )
 
-LOST = (  # of a parameter's shape, and how its run has ended
-    "a parameter of shape {} has no value: {} ended the run that had it. What that run has learned since the last "
-    "state dict that you saved is lost: make the model and its optimizer anew, and load that state dict"
+LOST = (  # of a parameter's shape, how its run has ended, and what is left
+    "a parameter of shape {} has no value: {} ended the run that had it. What that run has learned since {}"
+)
+SAVED = (
+    "the last state dict that you saved is lost: make the model and its optimizer anew, and load that state dict "
+    '(with the option durability="step" each step is kept)'
+)
+COMMITTED = (  # of a run, a step, and a directory
+    "its last commit is lost: make the model and its optimizer anew, and go on from that commit, of run {} at step {} "
+    'in {}, with the options durability and resume="auto"'
 )
 
 

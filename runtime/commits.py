@@ -19,6 +19,7 @@ import torch
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.program.ir import COPIES, SHADOWS, Op, Value, homed
 from gs_compile.runtime.coordinators import Setting
+from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.manifest import REST, Manifest, StoredPart
 from gs_compile.runtime.rest import Rest, Tensors
 from gs_compile.runtime.slab import map_memory
@@ -46,6 +47,7 @@ class Commits:
         self.setting = setting
         self.values = values
         self.snapshot: Snapshot | None = None
+        self.under_way: Ticket | None = None  # the commit that was issued last
         self.copies: dict[Value, tuple[Value, Value]] = {  # of a part in memory: its home, and its copy
             part_of(home): (home, copy)
             for unit in setting.placement.units

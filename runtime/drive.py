@@ -46,6 +46,7 @@ class Drive:
             opened.callback(self.own.release)
             self.folder = self.own.path
             self.kept: Set[str] = frozenset()  # names of files that stay when the run is over
+            self._has_new_names = False
             self._files: list[File] = []
             opened.callback(lambda: list(map(self.leave, list(self._files))))
             self._pools = {
@@ -63,6 +64,7 @@ class Drive:
         """A new file of zeros with its room reserved; StorageFullError, and no file, if there is none."""
         with as_storage_error(f"creation of {name}", self.folder):
             fd = self._open(name, os.O_CREAT | os.O_EXCL)
+            self._has_new_names = True
             try:
                 if nbytes:
                     system.fallocate(fd, rounded(nbytes))
@@ -121,6 +123,13 @@ class Drive:
     def sync(self, file: File, label: str) -> Future[None]:
         """Begin to bring what was written to a file to the medium."""
         return self._pools["write"].submit(ssd.sync, file, label)
+
+    def sync_names(self) -> None:
+        """Bring the names of new files to the medium, without which a power loss takes what was written to them."""
+        if self._has_new_names:
+            with as_storage_error("sync", self.folder):
+                self.own.sync()
+            self._has_new_names = False
 
     def clear(self, keep: Set[str]) -> None:
         """Remove what a run that was killed has left in the folder, and its further models in folders beside.

@@ -115,6 +115,16 @@ class Folder:
             if path.name not in keep and is_made(path):
                 system.unlink(path.name, self.fd)
 
+    def sync(self) -> None:
+        """Bring the names of new files to the medium, and the folder's own, as far as folders above can be opened."""
+        system.sync_folder(self.fd)
+        for above in self.path.resolve().parents:
+            if above.stat().st_dev == os.fstat(self.fd).st_dev:
+                with contextlib.suppress(PermissionError), contextlib.ExitStack() as opened:
+                    fd = system.open_folder(above)
+                    opened.callback(os.close, fd)
+                    system.sync_folder(fd)
+
     def unlink(self, name: str) -> None:
         """Never fails: it runs where something else may have failed."""
         try:

@@ -98,7 +98,7 @@ class Handlers:
         homes = commits.stale_homes()
         after = [ticket for home in homes for ticket in table.ready(home)]
         label = {"nbytes": sum(table.contents[home].nbytes for home in homes), "kind": op.kind, "stage": str(op.stage)}
-        ticket = self.tiers.lane(op.lane).submit(name_of(op), commits.seal(), after, **label)
+        ticket = commits.under_way = self.tiers.lane(op.lane).submit(name_of(op), commits.seal(), after, **label)
         for home in homes:
             table.use(home, ticket)
 

@@ -17,13 +17,14 @@ Agree = Callable[[Steps], Sequence[Steps]]  # gives those of all ranks
 
 
 def last_commit(drives: Iterable[Drive], *, resume: bool, agree: Agree | None = None) -> Manifest | None:
-    """The last commit that a run has left on the drives. Each has a manifest, and one may be a commit behind.
+    """The last commit that a run has left on the drives and on others of its own. One may be a commit behind.
 
     agree: of several ranks, each of which may have prepared one more; what is agreed on is committed.
     Raises LeftoverError where it is not to be taken up, is of several runs, or has its files elsewhere.
     """
     drives = list(drives)
     found = [(each, drive) for drive in drives if (each := drive.own.committed()) is not None]
+    found += [(each, drives[0]) for each in _beside(drives, [each for each, _ in found])]
     ahead = [(each, drive) for drive in drives if agree and (each := drive.own.prepared()) is not None]
     having = [drive.folder for _, drive in (*found, *ahead)]
     found, ahead = ([(located(each, drive.folder, having), drive) for each, drive in kind] for kind in (found, ahead))
@@ -44,6 +45,14 @@ def last_commit(drives: Iterable[Drive], *, resume: bool, agree: Agree | None = 
     for each, drive in ahead:
         drive.own.promote() if each.step == step else drive.own.unlink(manifest.NEXT)
     return None if step is None else known[step]
+
+
+def _beside(drives: Sequence[Drive], found: Sequence[Manifest]) -> list[Manifest]:
+    """The manifests in further folders of the same runs, which may be of drives that this run does without."""
+    named = {(Path(file.folder), each.run) for each in found for part in each.parts for file in part.files}
+    folders = {(folder, run) for folder, run in named if all(drive.folder != folder for drive in drives)}
+    read = [(manifest.read(folder), run) for folder, run in sorted(folders) if folder.is_dir()]
+    return [each for each, run in read if each is not None and each.run == run]
 
 
 def common_step(given: Sequence[Steps]) -> int | None:

@@ -69,7 +69,7 @@ class Store:
             self._others: dict[str, Drive] = {}  # that have files of the former run, by folder
             asked = [self._drive_of(folder_in(each)) for each in resume or () if folder_in(each).is_dir()]
             found = dict.fromkeys([*self.drives, *asked])
-            self.former = last_commit(found, resume=resume is not None, agree=agree)
+            self.former = self.made = last_commit(found, resume=resume is not None, agree=agree)
             self._adopted: dict[str, Extent] = {}
             self._goes_on: set[str] = set()
             self.run = self.former.run if self.former else secrets.token_hex(4) if durable else ""
@@ -156,11 +156,12 @@ class Store:
         syncs = [drive.sync(file, each.label) for each in extents for drive, file in each.on_drives]
         Transfer(syncs).wait()
         made = make()
+        for drive in self.drives:
+            drive.sync_names()
         name = manifest.NEXT if together else manifest.NAME
         for drive in reversed(self.drives):  # any of them has it whole, the first has it last
-            both = drive.kept | names_in(made, drive.folder)  # either commit may count after a failure
             with as_storage_error("commit", drive.folder):
-                manifest.write(drive.own.fd, made, name, partial(setattr, drive, "kept", both))
+                manifest.write(drive.own.fd, made, name, partial(self._keep_both, made))
         if together is not None:
             together(made.step)
             for drive in reversed(self.drives):
@@ -168,8 +169,14 @@ class Store:
                     drive.own.promote()
         for drive in self.drives:
             drive.kept = names_in(made, drive.folder)
+        self.made = made
         if self.former is not None:
             self._forget_former(made)
+
+    def _keep_both(self, made: Manifest) -> None:
+        """This commit may count from now on, or the last one, until all drives have this one."""
+        for drive in self.drives:
+            drive.kept |= names_in(made, drive.folder)
 
     def _forget_former(self, made: Manifest) -> None:
         """Remove what the former run's commit has, unless this one's has it, or parts go on in it."""

@@ -136,6 +136,13 @@ class Tiers(Homes):
             self.values.free(value)
         self.pending = None if is_over else record
 
+    def wait_for_commit(self) -> None:
+        """Return when the commit that was issued last is made; raises as `check`."""
+        if self.commits is not None and self.commits.under_way is not None:
+            with contextlib.suppress(LaneError, RankError):  # what failed first is raised below
+                self.commits.under_way.wait()
+        self.check()
+
     def synchronize(self) -> None:
         """Wait until all lanes are idle; raises what failed on them, and then it is over."""
         self.check()

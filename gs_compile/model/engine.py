@@ -199,8 +199,11 @@ class Engine(ParameterStore):
 
     @in_turn
     def finish(self) -> StepRecord | None:
-        """Close the step whose backward has run; late updates may follow. None: there was no backward."""
-        self.tiers.check()
+        """Close the step whose backward has run; late updates may follow. None: there was no backward.
+
+        The commit of the step before is made by then: who is killed later does no more than one closed step again.
+        """
+        self.tiers.wait_for_commit()
         record, self.record = self.record, None
         if record is not None:
             self.num_steps += 1

@@ -25,12 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gs_compile.capture.internals import changes
-from gs_compile.errors import LOST, ReleasedParameterError
+from gs_compile.errors import COMMITTED, LOST, SAVED, ReleasedParameterError
 from gs_compile.model import rows
 from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder, shares_memory
 from gs_compile.model.parameter_store import ParameterStore
 from gs_compile.runtime.homes import Slice
 from gs_compile.runtime.ranks import Ranks
+from gs_compile.runtime.tiers import Tiers
 
 Tensor = torch.Tensor
 
@@ -96,8 +97,7 @@ class Residency:
     def stashed_value(self, parameter: Tensor) -> Tensor:
         """The value of a stashed parameter: read from storage where it is touched."""
         if self.stash is None:
-            failed = self.place and self.place[0].tiers.failure.first
-            raise ReleasedParameterError(LOST.format(tuple(parameter.shape), failed.error if failed else "a close()"))
+            raise ReleasedParameterError(_lost(parameter, self.place and self.place[0].tiers))
         return self.stash
 
     def value(self, parameter: Tensor, *, master: bool = False) -> Tensor:
@@ -196,6 +196,14 @@ class Residency:
         """Make a parameter an ordinary one that has `values` itself, not a copy."""
         parameter.__class__ = self.kind
         parameter.data = values
+
+
+def _lost(parameter: Tensor, tiers: Tiers | None) -> str:
+    """How a value was lost, and what there is to go on from."""
+    failed, store = tiers and tiers.failure.first, tiers and tiers.setting.store
+    made = store and store.made
+    left = COMMITTED.format(made.run, made.step, store.drives[0].folder.parent) if store and made else SAVED
+    return LOST.format(tuple(parameter.shape), failed.error if failed else "a close()", left)
 
 
 def residency_of(parameter: Tensor) -> Residency:

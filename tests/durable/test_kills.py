@@ -1,0 +1,111 @@
+"""A durable run that is killed at any moment goes on from its last commit, bit for bit, under any placement."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from children import NUM_STEPS, PLACES, POINTS
+
+from gs_compile.runtime import manifest
+from gs_compile.runtime.folder import folder_in
+from gs_compile.runtime.last_commit import names_in
+
+WHENS = ("before", "after")
+
+
+def assert_goes_on(before, now, durability, server):
+    """What one process has found of the one that was killed: at most the closed step whose commit was under way and
+    those that were not to be committed are done again.
+    """
+    due = max(before.found, (before.done - 1) // durability * durability)
+    assert due <= now.found <= before.done + 1, (before, now, server.said())
+    assert now.found == before.found or now.found % durability == 0 or now.found == NUM_STEPS
+
+
+def assert_ends_as(uninterrupted, ended, server):
+    assert ended.code == 0, (ended, server.said())
+    assert ended.digests == uninterrupted[ended.done].digests
+    assert ended.threads == []
+
+
+def assert_kept(*directories):
+    """The files of the last commit are there, and no others."""
+    for directory in directories:
+        folder = folder_in(directory)
+        found = {path.name for path in folder.iterdir()}
+        assert found == set(names_in(manifest.read(folder), folder))
+
+
+def chain(server, uninterrupted, directories, kills, **how):
+    """A run that is killed as `kills` say, one process after the other, until one ends; how many were killed.
+
+    A kill that the last process has not come to is left in `kills`.
+    """
+    before, killed = None, 0
+    while True:
+        ended = server.run(*directories, **{**how, **(kills[0] if kills else {})})
+        assert ended.code in (0, -9), server.said()
+        assert ended.losses == {step: uninterrupted[NUM_STEPS + 1].losses[step] for step in ended.losses}
+        if before is not None and ended.found >= 0:
+            assert_goes_on(before, ended, how.get("durability", 1), server)
+        if ended.code == 0:
+            assert_ends_as(uninterrupted, ended, server)
+            assert_kept(*directories)
+            return killed
+        killed += 1
+        del kills[0]
+        if ended.found >= 0:  # else it was killed before it had looked
+            before = ended
+
+
+@pytest.fixture(scope="module")
+def calls(server, uninterrupted, tmp_path_factory):
+    """The calls of a durable run that is not killed, by name; its seconds."""
+    ended = server.run(tmp_path_factory.mktemp("calls"))
+    assert_ends_as(uninterrupted, ended, server)
+    return ended.calls, ended.seconds
+
+
+def kills(numbers, calls, count):
+    """At random moments, at random calls, and while a process still takes up what the one before has left."""
+    of, seconds = calls
+    for _ in range(count):
+        name = numbers.choice(POINTS)
+        kill = numbers.choice(
+            (
+                {"kill_after": numbers.uniform(0, seconds)},
+                {"kill_after": numbers.uniform(0, seconds / 4)},
+                {"at": [name, numbers.randrange(of[name] + 1), numbers.choice((*WHENS, "half"))]},
+            )
+        )
+        yield {**kill, "place": numbers.choice([*PLACES])}
+
+
+@pytest.mark.parametrize("place", [pytest.param(each, marks=[pytest.mark.slow] * (each != "mixed")) for each in PLACES])
+def test_a_kill_at_each_point_of_a_commit(server, uninterrupted, tmp_path, place):
+    """Before and after each kind of call, and within a write; of the commits of new processes and of those after."""
+    first = {"rename": 0, "sync_folder": 2, "unlink": 1, "open_file": 30, "datasync": 12, "pwritev": 90}
+    each = [(name, number, when) for name, number in first.items() for when in WHENS] + [("pwritev", 40, "half")]
+    later = [("rename", 1, "before"), ("rename", 1, "after"), ("sync_folder", 3, "before"), ("datasync", 30, "after")]
+    points = [{"at": each} for each in (*each, *later)]
+    for number in itertools.count():
+        killed = chain(server, uninterrupted, [tmp_path / str(number)], points, place=place)
+        if not points:
+            break
+        assert killed, f"a whole run does not come to {points[0]}"
+
+
+@pytest.mark.parametrize(
+    "count", [33, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(4000)])], ids=["some", "all"]
+)
+def test_kills_at_random_moments(server, uninterrupted, calls, tmp_path, count):
+    """Each process of a run may have another placement."""
+    seed = random.randrange(1 << 32) if count > 100 else 1
+    numbers, killed, number = random.Random(seed), 0, 0
+    while killed < count:
+        number += 1
+        directories = [tmp_path / f"{number}a", tmp_path / f"{number}b"][: 1 + number % 2]
+        each = [*kills(numbers, calls, 8)]
+        killed += chain(server, uninterrupted, directories, each, durability=numbers.choice((1, 1, 3)))
