@@ -180,8 +180,8 @@ class Losses:
         self.recorder = Recorder(monkeypatch, self.look)
         real = Store.commit
 
-        def commit(store, extents, make):
-            real(store, extents, make)
+        def commit(*arguments):
+            real(*arguments)
             self.promised, self.made[self.promised] = committed(self.recorder.image(SimpleNamespace(**NOW)))
 
         monkeypatch.setattr(Store, "commit", commit)
