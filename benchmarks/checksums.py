@@ -1,0 +1,169 @@
+"""What checksums cost: the store with them and without, in turns; then steps of training with everything on SSD.
+
+Without means the same requests and system calls, and no hash. Processor time is that of all threads of the process: it
+tells the cost where other users of a machine make times noisy. A figure is the median of its rounds, a ratio the
+median of the rounds' ratios: what runs with checksums and without stands next to each other in time.
+
+    python -m benchmarks.checksums --storage /mnt/nvme0 --output benchmarks/results/checksums.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import xxhash
+
+from benchmarks.ssd import LOADS, MIB, Lanes, mapped_pages
+from benchmarks.tiers import Run
+from gs_compile.runtime import grid, ssd
+from gs_compile.runtime.grid import Block
+from gs_compile.runtime.ssd import File, Memory
+from gs_compile.runtime.store import Store
+
+STATES = ("with", "without")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--storage", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    parser.add_argument("--disk", default="unsaid", help="what it is, for the record")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--output", type=Path, help="JSON to write")
+    drive = parser.add_argument_group("the store")
+    drive.add_argument("--request-mib", type=int, default=256)
+    drive.add_argument("--requests", type=int, default=4, help="in each direction; files have as much")
+    step = parser.add_argument_group("steps")
+    step.add_argument("--micro-batches", type=int, nargs="*", default=[1, 4])
+    step.add_argument("--steps", type=int, default=2, help="that are timed together")
+    fixed = {"layers": 8, "hidden": 768, "vocabulary": 8192, "sequence": 128, "micro_batch_size": 2}
+    for name, default in fixed.items():
+        step.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    step.add_argument("--alpha", type=float, default=0.25)
+    parser.set_defaults(precision="model", compiler="auto")
+    arguments = parser.parse_args()
+    before = os.getloadavg()[0]
+    result = {
+        "command": "python -m benchmarks.checksums " + " ".join(sys.argv[1:]),
+        "machine": {"cores": os.cpu_count(), "kernel": platform.release().split("-")[0], "disk": arguments.disk},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "xxhash": xxhash.VERSION},
+        "setting": {"block_bytes": grid.BLOCK, "threads": ssd.THREADS, "rounds": arguments.rounds, **fixed},
+        "hash_bytes_per_second": hash_rate(),
+        "store": of_the_store(arguments),
+        "steps": {number: of_steps(arguments, number) for number in arguments.micro_batches},
+        "load": (before, os.getloadavg()[0]),
+    }
+    print(json.dumps(result, indent=1))
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def checksums(state: str) -> Iterator[None]:
+    """Blocks are hashed, or moved as they are."""
+
+    def read(file: File, block: Block, memory: Memory, label: str) -> None:
+        ssd._move_pages("read", file, memory, block.start, label)
+
+    def write(file: File, block: Block, whole: Memory, memory: Memory, offset: int, label: str) -> None:
+        ssd._move_pages("write", file, memory, offset, label)
+
+    with mock.patch.multiple(ssd, _read=read, _write=write) if state == "without" else contextlib.nullcontext():
+        yield
+
+
+def hash_rate() -> float:
+    """Of one thread, of memory that is in no cache."""
+    memory, rates = mapped_pages(256 * MIB).numpy(), []
+    for _ in range(5):
+        begin = time.perf_counter()
+        for start in range(0, memory.nbytes, grid.BLOCK):
+            xxhash.xxh3_64_intdigest(memory[start : start + grid.BLOCK].data)
+        rates.append(memory.nbytes / (time.perf_counter() - begin))
+    return statistics.median(rates)
+
+
+def of_the_store(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Gigabytes a second and processor seconds a GiB for each load."""
+    with tempfile.TemporaryDirectory(dir=arguments.storage) as folder, Store([folder]) as store:
+        lanes = Lanes(store, arguments, mapped_pages)
+        nbytes = arguments.request_mib * arguments.requests * MIB
+        found = {}
+        for load in LOADS:
+            in_all = nbytes * (2 if load == "mixed" else 1)
+            seconds, processor = in_turns(
+                arguments.rounds, dict.fromkeys(STATES, partial(lanes.bytes_per_second, load))
+            )
+            found[load] = {
+                "bytes_per_second": {state: in_all / statistics.median(seconds[state]) for state in STATES},
+                "seconds_ratio": ratio(seconds),
+                "processor_seconds_a_gib": {
+                    state: statistics.median(processor[state]) / (in_all / 2**30) for state in STATES
+                },
+                "seconds": seconds,
+            }
+    return found
+
+
+def of_steps(arguments: argparse.Namespace, micro_batches: int) -> dict[str, Any]:
+    """Seconds and processor seconds of a step, of two runs that take turns."""
+    torch._dynamo.reset()
+    with tempfile.TemporaryDirectory(dir=arguments.storage) as folder:
+        runs = {}
+        for state in STATES:
+            with checksums(state):
+                runs[state] = Run(arguments, "ssd", micro_batches, f"{folder}/{state}")
+                runs[state].timed(2)
+        works = {state: partial(run.timed, arguments.steps) for state, run in runs.items()}
+        seconds, processor = in_turns(arguments.rounds, works)
+        last = runs["with"].optimizer.last_step
+        assert last is not None
+        nbytes = {lane: total.nbytes for lane, total in last.lanes.items() if lane.startswith("ssd")}
+        for run in runs.values():
+            run.close()
+    return {
+        "bytes_a_step": nbytes,
+        "seconds_a_step": {state: statistics.median(seconds[state]) / arguments.steps for state in STATES},
+        "seconds_ratio": ratio(seconds),
+        "processor_seconds_a_step": {state: statistics.median(processor[state]) / arguments.steps for state in STATES},
+        "processor_seconds_ratio": ratio(processor),
+        "seconds": seconds,
+    }
+
+
+def in_turns(rounds: int, works: Mapping[str, Callable[[], object]]) -> tuple[dict[str, list[float]], ...]:
+    """Seconds, and processor seconds of all threads, of each round; they take turns in being first."""
+    seconds: dict[str, list[float]] = {state: [] for state in works}
+    processor: dict[str, list[float]] = {state: [] for state in works}
+    for number in range(rounds):
+        for state in sorted(works, reverse=number % 2 == 1):
+            gc.collect()
+            with checksums(state):
+                begin, begin_processor = time.perf_counter(), time.process_time()
+                works[state]()
+                seconds[state].append(time.perf_counter() - begin)
+                processor[state].append(time.process_time() - begin_processor)
+    return seconds, processor
+
+
+def ratio(figures: Mapping[str, list[float]]) -> float:
+    """With checksums to without."""
+    return statistics.median(one / other for one, other in zip(figures["with"], figures["without"], strict=True))
+
+
+if __name__ == "__main__":
+    main()
