@@ -1,5 +1,9 @@
 """What checksums cost: the store with them and without, in turns; then steps of training with everything on SSD.
 
+The store is measured on the disk, and on simulated drives that move a fixed number of bytes a second in each direction
+and take no processor for it, as drives do whose transfers are no copies. A virtual disk is memory of its host, and
+copies of it want the same memory bandwidth as the hashes.
+
 Without means the same requests and system calls, and no hash. Processor time is that of all threads of the process: it
 tells the cost where other users of a machine make times noisy. A figure is the median of its rounds, a ratio the
 median of the rounds' ratios: what runs with checksums and without stands next to each other in time.
@@ -18,6 +22,7 @@ import platform
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -30,7 +35,7 @@ import xxhash
 
 from benchmarks.ssd import LOADS, MIB, Lanes, mapped_pages
 from benchmarks.tiers import Run
-from gs_compile.runtime import grid, ssd
+from gs_compile.runtime import grid, ssd, system
 from gs_compile.runtime.grid import Block
 from gs_compile.runtime.ssd import File, Memory
 from gs_compile.runtime.store import Store
@@ -46,10 +51,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON to write")
     drive = parser.add_argument_group("the store")
     drive.add_argument("--request-mib", type=int, default=256)
-    drive.add_argument("--requests", type=int, default=4, help="in each direction; files have as much")
+    drive.add_argument("--simulated", type=float, nargs="*", default=[2, 3.5, 7], help="simulated drives, in GB/s")
+    drive.add_argument("--requests", type=int, default=4, help="in each direction; 0: none")
     step = parser.add_argument_group("steps")
-    step.add_argument("--micro-batches", type=int, nargs="*", default=[1, 4])
-    step.add_argument("--steps", type=int, default=2, help="that are timed together")
+    step.add_argument("--micro-batches", type=int, nargs="*", default=[1, 2])
+    step.add_argument("--steps", type=int, default=1, help="that are timed together")
     fixed = {"layers": 8, "hidden": 768, "vocabulary": 8192, "sequence": 128, "micro_batch_size": 2}
     for name, default in fixed.items():
         step.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
@@ -57,16 +63,19 @@ def main() -> None:
     parser.set_defaults(precision="model", compiler="auto")
     arguments = parser.parse_args()
     before = os.getloadavg()[0]
-    result = {
+    result: dict[str, Any] = {
         "command": "python -m benchmarks.checksums " + " ".join(sys.argv[1:]),
         "machine": {"cores": os.cpu_count(), "kernel": platform.release().split("-")[0], "disk": arguments.disk},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "xxhash": xxhash.VERSION},
         "setting": {"block_bytes": grid.BLOCK, "threads": ssd.THREADS, "rounds": arguments.rounds, **fixed},
         "hash_bytes_per_second": hash_rate(),
-        "store": of_the_store(arguments),
-        "steps": {number: of_steps(arguments, number) for number in arguments.micro_batches},
         "load": (before, os.getloadavg()[0]),
+        "store": of_the_store(arguments) if arguments.requests else {},
+        "simulated": {gbs: of_the_store(arguments, Simulated(gbs * 10**9)) for gbs in arguments.simulated},
+        "steps": {},
     }
+    for number in arguments.micro_batches:
+        result["steps"][number] = of_steps(arguments, number)
     print(json.dumps(result, indent=1))
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
@@ -97,9 +106,36 @@ def hash_rate() -> float:
     return statistics.median(rates)
 
 
-def of_the_store(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Gigabytes a second and processor seconds a GiB for each load."""
-    with tempfile.TemporaryDirectory(dir=arguments.storage) as folder, Store([folder]) as store:
+class Simulated:
+    """A drive that serves the requests of each direction one after the other, and moves nothing."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self.bytes_per_second = bytes_per_second
+        self.busy_until = {"preadv": 0.0, "pwritev": 0.0}
+        self.lock = threading.Lock()
+
+    def serve(self, verb: str, fd: int, memory: Memory, offset: int) -> int:
+        with self.lock:
+            begin = max(self.busy_until[verb], time.perf_counter())
+            end = self.busy_until[verb] = begin + memory.nbytes / self.bytes_per_second
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return memory.nbytes
+
+    def __enter__(self) -> None:
+        self.patch = mock.patch.multiple(system, **{verb: partial(self.serve, verb) for verb in self.busy_until})
+        self.patch.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.patch.stop()
+
+
+def of_the_store(arguments: argparse.Namespace, drive: Simulated | None = None) -> dict[str, Any]:
+    """Bytes a second and processor seconds a GiB for each load, on the disk or another drive."""
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.storage) as folder,
+        Store([folder]) as store,
+        drive or contextlib.nullcontext(),
+    ):
         lanes = Lanes(store, arguments, mapped_pages)
         nbytes = arguments.request_mib * arguments.requests * MIB
         found = {}
@@ -129,13 +165,15 @@ def of_steps(arguments: argparse.Namespace, micro_batches: int) -> dict[str, Any
                 runs[state] = Run(arguments, "ssd", micro_batches, f"{folder}/{state}")
                 runs[state].timed(2)
         works = {state: partial(run.timed, arguments.steps) for state, run in runs.items()}
-        seconds, processor = in_turns(arguments.rounds, works)
+        rounds = max(5, arguments.rounds // micro_batches)  # of longer steps
+        seconds, processor = in_turns(rounds, works)
         last = runs["with"].optimizer.last_step
         assert last is not None
         nbytes = {lane: total.nbytes for lane, total in last.lanes.items() if lane.startswith("ssd")}
         for run in runs.values():
             run.close()
     return {
+        "rounds": rounds,
         "bytes_a_step": nbytes,
         "seconds_a_step": {state: statistics.median(seconds[state]) / arguments.steps for state in STATES},
         "seconds_ratio": ratio(seconds),

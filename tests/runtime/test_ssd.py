@@ -149,6 +149,20 @@ def test_a_file_of_an_earlier_run_is_taken_up_with_its_checksums(tmp_path):
             Transfer(drive.submit("read", file, into, 0, "s3")).wait()
 
 
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_part_of_a_damaged_block_is_refused_and_the_block_stays_as_it_is(file, drive, verb):
+    """Whatever part is damaged: what is not would otherwise get a checksum together with what is."""
+    Transfer(drive.submit("write", file, noise(NBYTES), 0, "w3")).wait()
+    fd = os.open(file.path, os.O_WRONLY)
+    os.pwrite(fd, bytes(10), file.grid.block + 5000)
+    os.close(fd)
+    before = file.path.read_bytes()
+    with pytest.raises(CorruptionError, match=rf"read of w3 found \d+ bytes at offset {file.grid.block} "):
+        Transfer(drive.submit(verb, file, aligned(100), file.grid.block + 77, "w3")).wait()
+    assert file.path.read_bytes() == before
+    Transfer(drive.submit(verb, file, aligned(100), 77, "w3")).wait()
+
+
 TRAPS = {
     "cut short": lambda path: os.truncate(path, PAGE),
     "open to others": lambda path: path.chmod(0o640),
