@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from stored_run import RUN, save
 from typer.testing import CliRunner
 
 from gs_compile.cli.main import app
+from gs_compile.runtime import system
 from gs_compile.runtime.manifest import NAME, NEXT
 
 
@@ -76,6 +78,8 @@ def test_ls_tells_of_every_run(folders, commit, tmp_path):
 def test_ls_looks_at_a_run_in_use_and_changes_nothing(folders, used):
     before = names(*folders)
     assert "in use by pid 1, started just now" in printed("ls", folders[1].parent)
+    (row,) = json.loads(printed("ls", folders[1].parent, "--json"))["runs"]
+    assert row["used_by"] == "pid 1, started just now"
     assert names(*folders) == before
 
 
@@ -147,6 +151,20 @@ def test_gc_of_a_copy_leaves_the_run_that_it_was_copied_from(folders, commit, tm
     assert names(*folders) == before
 
 
+def test_gc_that_is_killed_leaves_no_commit_of_files_that_are_gone(folders, commit, monkeypatch):
+    unlink, gone = system.unlink, []
+
+    def unlink_some(name, folder_fd):
+        if len(gone) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        unlink(name, folder_fd)
+        gone.append(name)
+
+    monkeypatch.setattr(system, "unlink", unlink_some)
+    refused(5, "removal of", "gc", folders[0].parent, "--all")
+    assert gone == [NAME]
+
+
 def test_gc_leaves_the_run_alone_that_another_names_as_its_own(folders, commit):
     save(folders[1], replace(commit, run="ffffffff", parts=(), units=(), parameters=(), rest=()))
     before = names(folders[1])
@@ -160,6 +178,7 @@ def test_gc_does_not_guess_where_there_is_no_commit(folders, commit):
         (folder / NAME).unlink()
         garbage_in(folder)
     before = names(folders[0])
+    assert "no commit" in printed("ls", folders[0].parent)
     printed("gc", folders[0].parent)
     assert names(folders[0]) == [name for name in before if name.startswith(RUN)]
     (folders[0] / NAME).write_bytes(b"[]")

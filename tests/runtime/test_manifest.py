@@ -103,6 +103,7 @@ def test_what_is_renamed_has_been_synced_and_the_folder_after_it(folder, manifes
         ({"a": {3: 1}}, "user.a: the key 3 is not a string"),
         ("\ud800", "surrogates"),
         (reduce(lambda inner, _: [inner], range(200), 0), "user: deeper than 100"),
+        (reduce(lambda inner, _: {"a": inner}, range(200), 0), "deeper than 100"),
         ("x" * (64 << 20), r"64\.0 MiB at most"),
         (list(range(1 << 20)), "entries"),
         ({"a": 10**49}, "user.a: int: .* too large"),
