@@ -119,7 +119,10 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+SLOW = ("a read for the forward", "the first update", "a gradient")  # as others are
+
+
+@pytest.mark.parametrize("place", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in PLACES])
 def test_a_first_step_that_fails_costs_no_values(harness, reference, tmp_path, place):
     """Also one that has updated some units. The same model and optimizer begin again."""
     owner, name, index, chosen = PLACES[place]
