@@ -56,6 +56,14 @@ def test_every_changed_byte_is_told_by_file_offset_and_parameter(folders, commit
     assert "not the bytes" not in printed("verify", folders[0].parent)
 
 
+def test_a_block_is_told_of_exactly(folders, commit):
+    """The first of its part: masters of 2048 elements from the second half of the layer on, which is all weight."""
+    flip(folders[0] / name_of("s0b"), 100)
+    (bad,) = reports("verify", folders[0], code=5)[0]["bad"]
+    place = {"file": str(folders[0] / name_of("s0b")), "offset": 0, "nbytes": 8192, "unit": "0"}
+    assert bad == {**place, "parameters": ["layers.0.weight"], "reason": "not the bytes that were written"}
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
