@@ -73,8 +73,7 @@ class Store:
             self._adopted: dict[str, Extent] = {}
             self._goes_on: set[str] = set()
             self.run = self.former.run if self.former else secrets.token_hex(4) if durable else ""
-            # Files of a former process of the run are there, too.
-            self._prefix = f"{self.run}-{secrets.token_hex(2)}-" if durable else ""
+            self._prefix = f"{self.run}-{secrets.token_hex(2)}-" if durable else ""  # others are of a former process
             for folder in folders_of(self.former) if self.former else ():
                 self._drive_of(folder)  # also where nobody has named it: its files stay, until the next commit
             for drive in (*self.drives, *self._others.values()):
@@ -150,8 +149,7 @@ class Store:
         """Make what `make` gives what a later run goes on from. All of its bytes are on the medium before it says so.
 
         extents: those that were written since the last commit. together: of several ranks, returns when all have
-        prepared the step; before that, the last commit can still be gone back to. Raises StorageError where it fails;
-        then the last commit stands.
+        prepared the step; before that, the last commit can still be gone back to. A StorageError leaves it.
         """
         syncs = [drive.sync(file, each.label) for each in extents for drive, file in each.on_drives]
         Transfer(syncs).wait()

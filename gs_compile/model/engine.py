@@ -199,11 +199,8 @@ class Engine(ParameterStore):
 
     @in_turn
     def finish(self) -> StepRecord | None:
-        """Close the step whose backward has run; late updates may follow. None: there was no backward.
-
-        The commit of the step before is made by then: who is killed later does no more than one closed step again.
-        """
-        self.tiers.wait_for_commit()
+        """Close the step whose backward has run; late updates may follow. None: there was no backward."""
+        self.tiers.wait_for_commit()  # of the step before: a kill costs one closed step at most
         record, self.record = self.record, None
         if record is not None:
             self.num_steps += 1
