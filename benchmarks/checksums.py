@@ -20,7 +20,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -62,14 +61,20 @@ def main() -> None:
     step.add_argument("--alpha", type=float, default=0.25)
     parser.set_defaults(precision="model", compiler="auto")
     arguments = parser.parse_args()
-    before = os.getloadavg()[0]
+    sizes = {name: getattr(arguments, name) for name in ("rounds", "request_mib", "requests")}
+    words = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
     result: dict[str, Any] = {
-        "command": "python -m benchmarks.checksums " + " ".join(sys.argv[1:]),
-        "machine": {"cores": os.cpu_count(), "kernel": platform.release().split("-")[0], "disk": arguments.disk},
+        "command": f"python -m benchmarks.checksums {words}",
+        "machine": {
+            "cores": os.cpu_count(),
+            "kernel": platform.release().split("-")[0],
+            "disk": arguments.disk,
+            "scheduling_policy": os.sched_getscheduler(0),  # 1: real time, where others use the processors too
+        },
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "xxhash": xxhash.VERSION},
         "setting": {"block_bytes": grid.BLOCK, "threads": ssd.THREADS, "rounds": arguments.rounds, **fixed},
         "hash_bytes_per_second": hash_rate(),
-        "load": (before, os.getloadavg()[0]),
+        "load_before": os.getloadavg()[0],
         "store": of_the_store(arguments) if arguments.requests else {},
         "simulated": {gbs: of_the_store(arguments, Simulated(gbs * 10**9)) for gbs in arguments.simulated},
         "steps": {},
