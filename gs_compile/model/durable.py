@@ -64,6 +64,7 @@ class Durable:
         package = sys.modules["gs_compile"].__version__
         self._versions = {"greedysnake": package, "torch": torch.__version__, "python": platform.python_version()}
         self._num_steps = self._num_committed = 0  # of this process: that are over, and the last of them committed
+        self._is_open = False  # that commit was made between two calls: schedulers and values may change after it
         self.former = tiers.setting.store.former if tiers.setting.store else None
         tiers.commits.snapshot = self.snapshot
 
@@ -73,13 +74,27 @@ class Durable:
         return former
 
     def marks(self, num_steps: int) -> dict[str, bool]:
-        """For the program of a step after `num_steps`: is it to be committed, and does it commit the one before."""
-        return {"copies": (num_steps + 1) % self.every == 0, "seals": self.take(num_steps)}
+        """For the program of a step after `num_steps`: is it to be committed, and does it commit the one before.
+
+        That is done again where it was done between the calls: what has changed since belongs to the step before.
+        """
+        self._num_steps = num_steps
+        is_due = num_steps > max(0, self._num_committed - self._is_open) and num_steps % self.every == 0
+        return {"copies": (num_steps + 1) % self.every == 0, "seals": is_due}
 
     def take(self, num_steps: int, *, always: bool = False) -> bool:
-        """Whether the program that is made now commits what `num_steps` have left; `always`: unless that is durable."""
-        self._num_steps = num_steps
-        return num_steps > self._num_committed and (always or num_steps % self.every == 0)
+        """Whether a program between two calls commits what `num_steps` have left; `always`: it is asked for.
+
+        Ranks leave it at that commit: one of them alone may have asked for values.
+        """
+        self._num_steps, self._is_open = num_steps, self._tiers.setting.ranks is None
+        is_due = num_steps > self._num_committed and num_steps % self.every == 0
+        return is_due or (always and num_steps > max(0, self._num_committed - self._is_open))
+
+    def leave(self, *, training: bool) -> None:
+        """A call has issued what it was to."""
+        self.random = None
+        self._is_open = self._is_open and not training
 
     def snapshot(self) -> tuple[Callable[[tuple[StoredPart, ...]], Manifest], Tensors]:
         """All of a commit but its files, as it is now: it is issued."""

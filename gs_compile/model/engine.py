@@ -171,7 +171,7 @@ class Engine(ParameterStore):
             if shape.training:
                 self.tiers.pending = None
             if self.durable is not None:
-                self.durable.random = None
+                self.durable.leave(training=shape.training)
         if shape.training:
             self.open, self._opened_by = executor, threading.current_thread()
         self._forget_first()
@@ -225,7 +225,9 @@ class Engine(ParameterStore):
 
     @in_turn
     def commit(self) -> None:
-        """Return when the last step is durable."""
+        """Return when the last step is durable, with all that belongs to it by now."""
+        self._refuse_unfinished()
+        self.abandon()
         self.flush(commit=True)
         super().synchronize()
 

@@ -1,0 +1,50 @@
+"""What is done between two steps belongs to the step before: a commit has it, wherever somebody has read values."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiered import gpt2, options, step, tokens
+
+import gs_compile
+from gs_compile.cli.stored.export import export
+from gs_compile.cli.stored.runs import found_in
+from gs_compile.runtime.manifest import FOLDER, read
+
+NAME = "transformer.h.0.ln_1.weight"
+
+
+def train(folder, durability, change):
+    """A step, values that somebody reads, and a change after it; then `change` is told the optimizer and the model."""
+    model = gpt2(tied=False)
+    optimizer = gs_compile.AdamW(model.parameters(), lr=1e-2)
+    model.compile(backend="greedysnake", options=options(folder, alpha=0.5, durability=durability))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    gs_compile.resume(model, optimizer, storage=folder, schedule=schedule)
+    step(model, optimizer, tokens(0))
+    optimizer.synchronize()
+    schedule.step()
+    with torch.no_grad():
+        model.get_parameter(NAME).fill_(3.0)
+    change(model, optimizer)
+    optimizer.engine.tiers.synchronize()
+
+
+@pytest.mark.parametrize(("durability", "how"), [("step", "the next call"), ("step", "commit()"), (2, "commit()")])
+def test_a_commit_has_what_came_after_values_were_read(tmp_path, durability, how):
+    def change(model, optimizer):
+        if how == "commit()":
+            optimizer.commit()
+        else:
+            model(input_ids=tokens(1), labels=tokens(1))
+
+    train(tmp_path, durability, change)
+    gc.collect()
+    made = read(tmp_path / FOLDER)
+    assert (made.step, made.states["schedule"]["last_epoch"], made.groups[0]["lr"]) == (1, 1, 5e-3)
+    files = export(found_in(tmp_path), tmp_path / "out")["files"]
+    found = {name: each for file in files for name, each in load_file(tmp_path / "out" / file).items()}
+    assert bool((found[NAME] == 3).all())
