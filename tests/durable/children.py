@@ -146,6 +146,7 @@ def serve() -> None:
         reading, writing = os.pipe()
         if not (pid := os.fork()):
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's run has taken it
             os.close(reading)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             train(harness, run, partial(tell, writing))

@@ -1,0 +1,46 @@
+"""A durable run that is asked to end does so at once: its commit is made or not begun, and the next run goes on."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from children import NUM_STEPS
+from test_kills import assert_ends_as, assert_goes_on, assert_kept
+
+CODES = {"SIGTERM": (143,), "SIGINT": (-2, 130)}  # Python ends by the signal itself, which a shell shows as 130
+
+
+def ends(server, uninterrupted, directory, signals, **how):
+    """A run that is sent `signals`, which another goes on from; the first of both, and what it has written."""
+    ended = server.run(directory, signals=signals, num_steps=10_000, **how)
+    said = server.said()
+    assert "Exception ignored" not in said
+    left = server.run(directory)
+    if left.found > NUM_STEPS:
+        assert left.code == 0, server.said()
+        assert_goes_on(ended, left, 1, server)
+    elif ended.found >= 0:
+        assert_goes_on(ended, left, 1, server)
+        assert_ends_as(uninterrupted, left, server)
+    assert_kept(directory)
+    return ended, said
+
+
+@pytest.mark.parametrize(
+    "count", [5, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["some", "all"]
+)
+@pytest.mark.parametrize("name", CODES)
+def test_a_run_that_is_asked_to_end(server, uninterrupted, tmp_path, name, count):
+    """At random moments, with syncs that take their time; and with a second signal, which waits for nothing."""
+    numbers = random.Random(name if count < 10 else None)
+    for number in range(count):
+        directory = tmp_path / str(number)
+        begun = [name, numbers.uniform(0.05, 2.0)]
+        again = [[name, numbers.uniform(0, 0.1)]] if number % 3 == 2 else []
+        ended, said = ends(server, uninterrupted, directory, [begun, *again], slow=0.02)
+        assert ended.seconds < 5, (ended, said)
+        if not again:
+            assert ended.code in CODES[name], (ended, said)
+        else:
+            assert ended.code in (*CODES[name], -15, -2), (ended, said)
