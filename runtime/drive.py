@@ -144,7 +144,7 @@ class Drive:
                     if (other := Folder.lock(path)) is not None:
                         with contextlib.ExitStack() as opened:
                             opened.callback(other.release)
-                            if other.committed() is None:
+                            if other.committed() is None and other.prepared() is None:
                                 other.clear()
 
     def submit(self, verb: Verb, file: File, memory: Memory, offset: int, label: str) -> list[Future[None]]:

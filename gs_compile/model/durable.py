@@ -23,8 +23,7 @@ from gs_compile.model.residency import is_offloaded
 from gs_compile.runtime.former import stored_units
 from gs_compile.runtime.manifest import FORMAT, Manifest, StoredParameter, StoredPart
 from gs_compile.runtime.random_state import random_state
-from gs_compile.runtime.rest import Tensors, laid_out, read_rest
-from gs_compile.runtime.store import Store
+from gs_compile.runtime.rest import Tensors, laid_out
 from gs_compile.runtime.tiers import Tiers
 
 
@@ -138,10 +137,10 @@ def rest_of(optimizer: Trainer) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def give_back_rest(optimizer: Trainer, store: Store | None) -> None:
-    """The inverse, from the commit that the run goes on from."""
+def give_back_rest(optimizer: Trainer, rest: Tensors) -> None:
+    """The inverse."""
     beside = dict(_beside(optimizer))
-    for name, values in (read_rest(store) if store else {}).items():
+    for name, values in rest.items():
         number, _, component = name.partition(".")
         if component:
             optimizer.state[beside[int(number)]][component] = values

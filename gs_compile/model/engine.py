@@ -95,8 +95,7 @@ class Engine(ParameterStore):
         self.durable = Durable(self._optimizer, tiers, stored, self.planning.kept) if tiers.commits else None
         spans = {args[index]: span for index, span in layout.spans.items()}
         if self.durable is not None and self.durable.former is not None:
-            take_up(self, spans, stored)
-            give_back_rest(optimizer, tiers.setting.store)
+            give_back_rest(optimizer, take_up(self, spans, stored))
         else:
             move_in(self, spans, self.planning.host_nbytes, self.options.storage[0])
         self._first = weakref.WeakSet(map(residency_of, spans))  # whose first values are there

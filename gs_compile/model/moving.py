@@ -24,6 +24,7 @@ from gs_compile.progress import stage
 from gs_compile.runtime.former import FormerHomes
 from gs_compile.runtime.homes import Slice
 from gs_compile.runtime.manifest import StoredParameter
+from gs_compile.runtime.rest import read_rest
 from gs_compile.runtime.stream import is_in_host_memory
 from gs_compile.runtime.tiers import Tiers
 
@@ -56,10 +57,12 @@ def move_in(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], host_nby
     trim()  # of what capturing and converting have left
 
 
-def take_up(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], stored: Sequence[StoredParameter]) -> None:
+def take_up(
+    store: ParameterStore, spans: Mapping[nn.Parameter, Slice], stored: Sequence[StoredParameter]
+) -> dict[str, Tensor]:
     """Bring values and states from the commit that the run goes on from to the tiers, by the names of `stored`.
 
-    What fails midway leaves the commit as it is, and the parameters the values that they had before.
+    Gives what the commit has beside the tiers. What fails midway leaves the commit as it is, and the parameters the values that they had before.
     """
     tiers = store.tiers
     assert tiers.setting.store is not None, "a commit is on storage"
@@ -77,6 +80,7 @@ def take_up(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], stored: 
             undo.callback(hand_back, parameter)
             advance()
         tiers.fill_up()
+        rest = read_rest(tiers.setting.store)
         undo.pop_all()
     store.has_loaded_state = True
     for parameter in spans:  # what they were before is over: from now on the commit is what there is
@@ -84,6 +88,7 @@ def take_up(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], stored: 
     assert tiers.commits is not None, "who goes on commits"
     tiers.commits.takes_up = False
     trim()
+    return rest
 
 
 def _take_up_piece(tiers: Tiers, former: FormerHomes, piece: Slice, source: Slice, num_components: int) -> None:

@@ -73,9 +73,14 @@ def _open_store(
     with ExitStack() as undo:
         store = Store(options.storage, durable=options.durability > 0, resume=looks_in, agree=agree)
         undo.callback(store.close)
-        found = store.former.step if store.former else None
+        found = store.former.step if store.former else 0
         if optimizer.kept.step not in (None, found):
-            raise ResumeError(f"the commit of step {optimizer.kept.step} was to go on, and that of {found} is there")
+            one, other = (f"a commit of step {step}" if step else "no commit" for step in (optimizer.kept.step, found))
+            named, here = (", ".join(map(str, each)) for each in (looks_in or (), options.storage))
+            raise ResumeError(
+                f"gs_compile.resume found {one} in {named}, and with {here} there is {other}: give it the directories "
+                "that have the newest commit"
+            )
         if store.former is None and looks_in is not None:
             words = ", ".join(map(str, looks_in or options.storage))
             log.info("no durable run has left a commit in %s: this one begins anew", words)

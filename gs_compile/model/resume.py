@@ -60,6 +60,7 @@ def resume(model: nn.Module, optimizer: TieredOptimizer, *, storage: Any = None,
     optimizer.kept.states.update(states)
     former = _agreed(directories)
     if former is None:
+        optimizer.kept.step = 0
         return Resumed()
     named = model.named_parameters(remove_duplicate=False)
     check_parameters(former, {name.removeprefix("_orig_mod."): tuple(each.shape) for name, each in named})

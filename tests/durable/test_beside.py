@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 from tiered import GPT2, VOCABULARY, options, tokens
 
 import gs_compile
+from gs_compile.errors import CorruptionError
+from gs_compile.runtime.manifest import FOLDER, REST, read
 
 
 class Trunk(GPT2):
@@ -21,16 +24,21 @@ class Trunk(GPT2):
         return parts.ln_f(x_BTD)
 
 
-def trained(folder, last):
-    """Losses of the steps from where the storage is until the last, and what is in memory then."""
+def made(folder):
+    """The model in its parts, its optimizer, and the step to go on from."""
     torch.manual_seed(0)
     trunk, head = Trunk(2, 32, VOCABULARY, 0.1, tied=False), torch.nn.Linear(32, VOCABULARY)
     del trunk.lm_head
     optimizer = gs_compile.AdamW([*trunk.parameters(), *head.parameters()], lr=1e-2)
     trunk.compile(backend="greedysnake", options=options(folder, outputs="all", durability="step"))
-    run = gs_compile.resume(trunk, optimizer, storage=folder)
+    return trunk, head, optimizer, gs_compile.resume(trunk, optimizer, storage=folder).step
+
+
+def trained(folder, last):
+    """Losses of the steps from where the storage is until the last, and what is in memory then."""
+    trunk, head, optimizer, first = made(folder)
     losses = []
-    for number in range(run.step, last):
+    for number in range(first, last):
         logits = head(trunk(tokens(number)))
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens(number).flatten())
         loss.backward()
@@ -49,3 +57,17 @@ def test_an_eager_head_goes_on_too(tmp_path):
     rest, head_again, moments_again = trained(tmp_path / "broken", 6)
     assert [*first, *rest] == whole
     assert all(map(torch.equal, [*head, *moments], [*head_again, *moments_again]))
+
+
+def test_damage_of_what_is_beside_leaves_the_model_its_values(tmp_path):
+    trained(tmp_path, 1)
+    gc.collect()
+    (file,) = (file for part in read(tmp_path / FOLDER).parts if part.value == REST for file in part.files)
+    with (tmp_path / FOLDER / file.name).open("r+b") as found:
+        found.write(b"damage")
+    trunk, _, _, first = made(tmp_path)
+    before = {name: value.clone() for name, value in trunk.state_dict().items()}
+    with pytest.raises(CorruptionError, match="rest"):
+        trunk(tokens(first))
+    after = trunk.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())

@@ -106,3 +106,11 @@ def test_nothing_to_go_on_from_is_said(harness, given, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "gs_compile"), resumed(harness, adamw, given) as optimizer:
         steps(harness, optimizer, (0,))
     assert f"no durable run has left a commit in {tmp_path}: this one begins anew" in caplog.text
+
+
+def test_a_commit_that_resume_has_not_found_is_not_taken_up(harness, given, tmp_path):
+    """It has given no state of it, and the loop begins with the first batch."""
+    with resumed(harness, adamw, given) as optimizer:
+        assert gs_compile.resume(harness.model, optimizer, storage=tmp_path / "empty").step == 0
+        with pytest.raises(ResumeError, match=f"no commit in .*empty, and with {tmp_path} there is a commit of step 2"):
+            steps(harness, optimizer, (0,))
