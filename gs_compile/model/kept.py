@@ -16,8 +16,8 @@ from gs_compile.runtime.manifest import check_plain
 class Kept:
     """states: objects with `state_dict` and `load_state_dict`, such as schedulers; user: whatever JSON can hold.
 
-    storage: the directories of the run that is to go on, where somebody has named them; step: of its commit there, 0: none was
-    found.
+    storage: the directories of the run that is to go on, where somebody has named them; step: of its commit there,
+        0: none was found.
     """
 
     states: dict[str, Any] = field(default_factory=dict)

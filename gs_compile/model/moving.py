@@ -62,7 +62,8 @@ def take_up(
 ) -> dict[str, Tensor]:
     """Bring values and states from the commit that the run goes on from to the tiers, by the names of `stored`.
 
-    Gives what the commit has beside the tiers. What fails midway leaves the commit as it is, and the parameters the values that they had before.
+    Gives what the commit has beside the tiers. What fails midway leaves the commit as it is, and the parameters the
+    values that they had before.
     """
     tiers = store.tiers
     assert tiers.setting.store is not None, "a commit is on storage"
