@@ -4,7 +4,11 @@ Both run the same program but for its transfers; steps alternate, and medians ar
 drives are the limit, and a step takes as long as its bytes; with many, the computation is. The share of the time in
 which the busier SSD lane works is read from the trace of consecutive steps.
 
+With --durable both have everything on SSD, and each step of the first is committed; what a commit takes on its lane,
+the sync of all files and the manifest, is read from the trace.
+
     python benchmarks/tiers.py --storage /path/on/an/nvme/drive --output benchmarks/results/tiers.json
+    python benchmarks/tiers.py --durable --storage /path/on/an/nvme/drive --output benchmarks/results/durable.json
 """
 
 from __future__ import annotations
@@ -28,12 +32,16 @@ from gs_compile.model.backend import greedysnake
 from gs_compile.runtime.trace import Event
 
 RATIOS = {"ssd": 0.0, "host": 1.0}
+TIERS = {"ssd": ("ssd", "off"), "host": ("host", "off")}  # by name: the tier, and the durability
+DURABLE = {"step": ("ssd", "step"), "off": ("ssd", "off")}
 
 
 class Run:
     """One model with its data on one tier."""
 
-    def __init__(self, arguments: argparse.Namespace, tier: str, micro_batches: int, storage: str) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, tier: str, micro_batches: int, storage: str, durability: str = "off"
+    ) -> None:
         torch.manual_seed(0)
         config = GPT2Config(
             n_layer=arguments.layers,
@@ -50,7 +58,8 @@ class Run:
         options = {
             "micro_batch_size": arguments.micro_batch_size,
             "outputs": "loss",
-            "storage": f"{storage}/{tier}",
+            "storage": f"{storage}/{tier}-{durability}",
+            "durability": durability,
             "precision": arguments.precision,
             "expert": {
                 "compiler": arguments.compiler,
@@ -91,6 +100,12 @@ class Run:
         events = self.optimizer.engine.tiers.trace.events()
         return {lane: busy_share(events, lane, start, stop) for lane in ("compute", "ssd_read", "ssd_write", "cpu")}
 
+    def commit_seconds(self) -> float:
+        """The median time that a commit takes on the lane that writes; 0: there are none."""
+        events = self.optimizer.engine.tiers.trace.events()
+        found = [each.end_seconds - each.start_seconds for each in events if each.label.name.startswith("seal")]
+        return statistics.median(found) if found else 0.0
+
     def close(self) -> None:
         self.optimizer.engine.tiers.close()
 
@@ -108,7 +123,9 @@ def busy_share(events: list[Event], lane: str, since_seconds: float, until_secon
 
 def measure(arguments: argparse.Namespace, micro_batches: int, storage: str) -> dict[str, Any]:
     torch._dynamo.reset()
-    runs = {tier: Run(arguments, tier, micro_batches, storage) for tier in RATIOS}
+    compared = DURABLE if arguments.durable else TIERS
+    runs = {name: Run(arguments, tier, micro_batches, storage, often) for name, (tier, often) in compared.items()}
+    first, second = runs
     for run in runs.values():
         run.timed(2)
     seconds: dict[str, list[float]] = {tier: [] for tier in runs}
@@ -116,10 +133,10 @@ def measure(arguments: argparse.Namespace, micro_batches: int, storage: str) -> 
         for tier, run in runs.items():
             gc.collect()
             seconds[tier].append(run.timed(arguments.steps))
-    last = runs["ssd"].optimizer.last_step
+    last = runs[first].optimizer.last_step
     assert last is not None
     nbytes = {lane: total.nbytes for lane, total in last.lanes.items() if total.nbytes}
-    shares = runs["ssd"].traced(arguments.steps)
+    shares, commit_seconds = runs[first].traced(arguments.steps), runs[first].commit_seconds()
     for run in runs.values():
         run.close()
     medians = {tier: statistics.median(values) for tier, values in seconds.items()}
@@ -127,7 +144,9 @@ def measure(arguments: argparse.Namespace, micro_batches: int, storage: str) -> 
         "micro_batches": micro_batches,
         "seconds": seconds,
         "median_seconds": medians,
-        "ratio": medians["ssd"] / medians["host"],
+        "ratio": medians[first] / medians[second],
+        "ratio_of_rounds": statistics.median(a / b for a, b in zip(*seconds.values(), strict=True)),
+        "commit_seconds": commit_seconds,
         "bytes_per_step": nbytes,
         "busy_share": shares,
     }
@@ -146,6 +165,7 @@ def main() -> None:
     parser.add_argument("--compiler", default="eager")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--durable", action="store_true")
     parser.add_argument("--storage", type=Path)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -156,7 +176,9 @@ def main() -> None:
             rows.append(measure(arguments, micro_batches, storage))
         row = rows[-1]
         shares = {lane: round(share, 2) for lane, share in row["busy_share"].items()}
-        print(f"n={micro_batches}: {row['median_seconds']} ratio {row['ratio']:.3f}, busy {shares}", flush=True)
+        ratios = f"ratio {row['ratio']:.3f}, by rounds {row['ratio_of_rounds']:.3f}"
+        commits = f", a commit {row['commit_seconds'] * 1000:.1f} ms" if arguments.durable else ""
+        print(f"n={micro_batches}: {row['median_seconds']} {ratios}, busy {shares}{commits}", flush=True)
     if arguments.output:
         setting = {k: v for k, v in vars(arguments).items() if k not in ("output", "storage")}
         result = {

@@ -151,7 +151,6 @@ def test_a_run_goes_on_from_every_step(lives, model, max_norm):
             "threads": draw.choice((1, 2)),
             "host_memory": draw.choice(("60MiB", "100MiB")),
             "separate_device": draw.random() < 0.5,
-            "snake": draw.random() < 0.5,
         }
         if drawn["separate_device"]:
             drawn["device"] = draw.choice((0.0, 0.6))
