@@ -223,8 +223,8 @@ def test_skipped_steps_and_states_go_on(lives):
             assert optimizer.num_skipped == 1
             return found, outcome(harness.model, optimizer, [], [])
 
-    whole, wanted = train(range(4), None)
     lives.clean()
+    whole, wanted = train(range(4), None)
     train(range(2), lives.folder / "spoiled", kills=1)
     lives.clean()
     assert Killed(lives.folder / "spoiled", [place], Taken(0)).put_back(2).step == 1
