@@ -1,0 +1,62 @@
+"""After a fault the last commit is what there is: it is named, and found on whichever drive has it."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+from tiered import Harness, adamw, gpt2, options, outcome, step, tokens
+
+from gs_compile.errors import LaneError, ReleasedParameterError
+from gs_compile.runtime import system
+from gs_compile.runtime.manifest import FOLDER, NAME, read
+
+KEEPS_CAPTURES = True
+
+
+@pytest.fixture(scope="module")
+def harness():
+    return Harness(gpt2)
+
+
+def fail_rename(monkeypatch, folder):
+    """From now on the manifest of this folder cannot be replaced."""
+    real = system.rename
+
+    def rename(name, to, folder_fd):
+        if to == NAME and os.path.samestat(os.fstat(folder_fd), folder.stat()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(name, to, folder_fd)
+
+    monkeypatch.setattr(system, "rename", rename)
+
+
+def test_a_commit_that_one_drive_alone_has_is_gone_on_from_by_a_run_on_the_other(harness, monkeypatch, tmp_path):
+    """The first drive is a commit behind; what was learned is lost from memory, and the message says what there is."""
+    first, second = (tmp_path / name / FOLDER for name in "ab")
+    wanted = harness.train(adamw, options(tmp_path / "usual"), num_steps=4)
+    durable = {"durability": "step", "resume": "auto"}
+    with harness.fresh(adamw, {**options([tmp_path / "a", tmp_path / "b"]), **durable}) as optimizer:
+        for number in range(3):
+            step(harness.model, optimizer, tokens(number))
+        with monkeypatch.context() as patched:
+            fail_rename(patched, first)
+            with pytest.raises(LaneError, match="the commit of step 3 failed: Input/output error"):
+                optimizer.commit()
+        with pytest.raises(ReleasedParameterError, match=f"of run {read(first).run} at step 2 in {tmp_path / 'a'}, "):
+            harness.model.state_dict()
+    assert (read(first).step, read(second).step) == (2, 3)
+    with harness.fresh(adamw, {**options(tmp_path / "a"), **durable}) as optimizer:
+        step(harness.model, optimizer, tokens(3))
+        found = outcome(harness.model, optimizer, wanted.losses, wanted.norms)
+    assert not found.differences(wanted)
+
+
+def test_without_commits_a_fault_says_how_there_would_have_been_one(harness, monkeypatch, tmp_path):
+    with harness.fresh(adamw, options(tmp_path)) as optimizer:
+        for number in range(2):
+            step(harness.model, optimizer, tokens(number))
+        optimizer.engine.tiers.close()
+        with pytest.raises(ReleasedParameterError, match=r'a close\(\) ended.*the option durability="step"'):
+            harness.model.state_dict()
