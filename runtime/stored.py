@@ -141,7 +141,7 @@ class StoredParameter:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor beside the tiers, from `offset` of the part `REST` on: a buffer, or what is updated in memory."""
+    """A tensor beside the tiers, from `offset` of the part `REST` on: a parameter in memory, or its state."""
 
     name: str
     dtype: str

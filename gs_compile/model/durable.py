@@ -18,7 +18,6 @@ import torch
 
 from gs_compile.errors import ResumeError
 from gs_compile.model.kept import Kept
-from gs_compile.model.loaded_state import settings_of
 from gs_compile.model.residency import is_offloaded
 from gs_compile.runtime.former import stored_units
 from gs_compile.runtime.manifest import FORMAT, Manifest, StoredParameter, StoredPart
@@ -101,7 +100,6 @@ class Durable:
         optimizer, setting = self._optimizer(), self._tiers.setting
         assert optimizer is not None, "an optimizer is there until its engine is closed"
         assert setting.store is not None, "commits need storage"
-        states, user = optimizer.kept.snapshot()
         rest = rest_of(optimizer)
         facts = {
             "format": FORMAT,
@@ -112,10 +110,8 @@ class Durable:
             "versions": self._versions,
             "optimizer": type(optimizer).__name__,
             "components": optimizer.components,
-            "groups": tuple(settings_of(group) for group in optimizer.param_groups),
             "random": dict(self.random or random_state()),
-            "states": states,
-            "user": user,
+            **optimizer.kept.snapshot(optimizer.param_groups),
             "plan": self._plan,
             "units": tuple(stored_units(setting.placement, setting.dtypes)),
             "parameters": self._parameters,

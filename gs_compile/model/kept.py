@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gs_compile.errors import OptimizerError
+from gs_compile.model.loaded_state import settings_of
 from gs_compile.runtime.manifest import check_plain
 
 
@@ -25,12 +26,16 @@ class Kept:
     storage: Sequence[Path] = ()
     step: int | None = None
 
-    def snapshot(self) -> tuple[dict[str, Any], Any]:
-        """Copies of both, as they are now; raises OptimizerError for what no JSON can hold."""
-        found = {name: each.state_dict() for name, each in self.states.items()}
+    def snapshot(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Copies of both, and of the optimizer's param groups, as they are now, by the names that a manifest has.
+
+        Raises OptimizerError for what no JSON can hold.
+        """
+        states = {name: each.state_dict() for name, each in self.states.items()}
+        found = {"states": states, "user": self.user, "groups": tuple(map(settings_of, groups))}
         try:
-            check_plain(found, "states")
-            check_plain(self.user, "user")
+            for name, each in found.items():
+                check_plain(each, name)
         except ValueError as error:
             raise OptimizerError(f"a commit cannot keep this: {error}") from None
-        return deepcopy(found), deepcopy(self.user)
+        return deepcopy(found)

@@ -70,6 +70,8 @@ def _open_store(
     options, ranks, same = planning.planner.options, planning.planner.ranks, frozenset[str]()
     looks_in = optimizer.kept.storage or (() if options.resume else None)
     agree = partial(ranks.agree, "the steps that are committed") if ranks and options.durability else None
+    if options.durability:
+        optimizer.kept.snapshot(optimizer.param_groups)  # before time is lost: it raises for what no commit can keep
     with ExitStack() as undo:
         store = Store(options.storage, durable=options.durability > 0, resume=looks_in, agree=agree)
         undo.callback(store.close)

@@ -14,7 +14,7 @@ from stored_run import save
 from tiered import Harness, adamw, gpt2, options, sgd
 
 import gs_compile
-from gs_compile.errors import LeftoverError, ResumeError
+from gs_compile.errors import LeftoverError, OptimizerError, ResumeError
 from gs_compile.runtime.manifest import FOLDER, read
 
 KEEPS_CAPTURES = True
@@ -113,4 +113,15 @@ def test_a_commit_that_resume_has_not_found_is_not_taken_up(harness, given, tmp_
     with resumed(harness, adamw, given) as optimizer:
         assert gs_compile.resume(harness.model, optimizer, storage=tmp_path / "empty").step == 0
         with pytest.raises(ResumeError, match=f"no commit in .*empty, and with {tmp_path} there is a commit of step 2"):
+            steps(harness, optimizer, (0,))
+
+
+@pytest.mark.parametrize("what", ["groups", "states"])
+def test_what_no_commit_can_keep_is_said_at_the_first_call(harness, tmp_path, what):
+    with harness.fresh(adamw, options(tmp_path, durability="step")) as optimizer:
+        if what == "groups":
+            optimizer.param_groups[1]["layers"] = {1, 2}
+        else:
+            optimizer.kept.states["schedule"] = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3])
+        with pytest.raises(OptimizerError, match=f"a commit cannot keep this: {what}[.].*"):
             steps(harness, optimizer, (0,))
