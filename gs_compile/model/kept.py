@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ class Kept:
 
         Raises OptimizerError for what no JSON can hold.
         """
-        states = {name: each.state_dict() for name, each in self.states.items()}
+        states = {name: _plain(each.state_dict()) for name, each in self.states.items()}
         found = {"states": states, "user": self.user, "groups": tuple(map(settings_of, groups))}
         try:
             for name, each in found.items():
@@ -39,3 +40,33 @@ class Kept:
         except ValueError as error:
             raise OptimizerError(f"a commit cannot keep this: {error}") from None
         return deepcopy(found)
+
+    def give_back(self, found: Mapping[str, Any]) -> None:
+        """Have each object take up its state of a snapshot, where that has one."""
+        for name in self.states.keys() & found.keys():
+            self.states[name].load_state_dict(_as_it_was(found[name]))
+
+
+# What JSON has not: keys that are no text, as in the milestones of torch's MultiStepLR, which are a Counter.
+_PAIRS, _COUNTED = "greedysnake.pairs", "greedysnake.counted"
+
+
+def _plain(value: Any) -> Any:
+    """A copy as JSON has it."""
+    if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
+        name = _COUNTED if isinstance(value, Counter) else _PAIRS
+        return {name: [[_plain(key), _plain(each)] for key, each in value.items()]}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _as_it_was(value: Any) -> Any:
+    """The inverse of `_plain`; tuples are lists."""
+    if isinstance(value, Mapping) and value.keys() in ({_PAIRS}, {_COUNTED}):
+        (name, pairs), *_ = value.items()
+        found = {key: _as_it_was(each) for key, each in pairs}
+        return Counter(found) if name == _COUNTED else found
+    if isinstance(value, Mapping):
+        return {key: _as_it_was(each) for key, each in value.items()}
+    return [_as_it_was(each) for each in value] if isinstance(value, list) else value

@@ -67,8 +67,7 @@ def resume(model: nn.Module, optimizer: TieredOptimizer, *, storage: Any = None,
     if missing := sorted(states.keys() - former.states.keys()):
         known = ", ".join(sorted(former.states)) or "none"
         raise ResumeError(f"the commit of step {former.step} has no state of {', '.join(missing)}; it has {known}")
-    for name, each in states.items():
-        each.load_state_dict(former.states[name])
+    optimizer.kept.give_back(former.states)
     optimizer.go_on(former)
     optimizer.kept.user, optimizer.kept.step = former.user, former.step
     return Resumed(former.step, former.user)

@@ -1,0 +1,59 @@
+"""States that a commit keeps come back from JSON as they were."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from gs_compile.errors import OptimizerError
+from gs_compile.model.kept import Kept
+
+SCHEDULERS = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 3, 0.5),
+    "milestones, a Counter": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 5, 5, 7]),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, 20),
+    "restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, 1, 4), lr_scheduler.MultiStepLR(optimizer, [3])],
+        [4],
+    ),
+}
+
+
+def made(name):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    return optimizer, SCHEDULERS[name](optimizer)
+
+
+def rates(optimizer, scheduler, number):
+    found = []
+    for _ in range(number):
+        optimizer.step()
+        scheduler.step()
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_goes_on(name):
+    optimizer, scheduler = made(name)
+    before = rates(optimizer, scheduler, 4)
+    states = Kept({"scheduler": scheduler}).snapshot([])["states"]
+    stored, rate = json.loads(json.dumps(states)), optimizer.param_groups[0]["lr"]
+    expected = rates(optimizer, scheduler, 8)
+    optimizer, scheduler = made(name)
+    assert rates(optimizer, scheduler, 4) == before
+    optimizer, scheduler = made(name)
+    Kept({"scheduler": scheduler}).give_back(stored)
+    optimizer.param_groups[0]["lr"] = rate  # which the commit's settings have
+    assert rates(optimizer, scheduler, 8) == expected
+
+
+def test_what_json_cannot_hold_is_refused_by_name():
+    with pytest.raises(OptimizerError, match=r"a commit cannot keep this: user\.mean: Tensor"):
+        Kept(user={"mean": torch.zeros(1)}).snapshot([])
