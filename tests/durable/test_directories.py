@@ -11,7 +11,7 @@ from stored_run import save, stored_folders, stored_run, values
 
 from gs_compile.cli.stored.runs import collect, found_in
 from gs_compile.errors import LeftoverError
-from gs_compile.runtime.manifest import FOLDER, NAME
+from gs_compile.runtime.manifest import FOLDER, NAME, NEXT
 from gs_compile.runtime.store import Store
 
 
@@ -86,3 +86,13 @@ def test_a_run_that_ends_before_its_first_commit_leaves_directories_that_nobody_
     with Store([tmp_path / "one"], durable=True, resume=()) as store:
         assert holds_values(store)
     assert files(folders) == before
+
+
+@pytest.mark.parametrize("name", [NAME, NEXT])
+def test_a_model_beside_keeps_what_it_has_committed_or_prepared(tmp_path, name):
+    folder = tmp_path / f"{FOLDER}.2"
+    folder.mkdir(mode=0o700)
+    save(folder, stored_run(folder), name)
+    before = sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+    Store([tmp_path]).close()
+    assert sorted(path.name for path in folder.iterdir()) == before
