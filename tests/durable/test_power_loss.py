@@ -209,7 +209,9 @@ def harness():
 MAKE = partial(adamw, max_grad_norm=MAX_NORM)
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(30, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "count", [1, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(900)])], ids=["some", "all"]
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_image_has_a_commit_of_which_nothing_is_lost(harness, monkeypatch, tmp_path, way, count):
     """More than 10,000 images in all, of which some are gone on from for real."""
