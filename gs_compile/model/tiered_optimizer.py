@@ -172,8 +172,10 @@ class TieredOptimizer(torch.optim.Optimizer):
             self.engine.synchronize()
 
     def commit(self) -> None:
-        """Return when the last step is durable, with what schedulers and values are now; without this it is once the next
-        forward has run. A loss whose backward has not begun is given up. Raises OptimizerError where no step is durable.
+        """Return when the last step is durable, with what schedulers and values are now.
+
+        Without this it is once the next forward has run. A loss whose backward has not begun is given up. Raises
+        OptimizerError where no step is durable.
         """
         if self.engine is None or self.engine.durable is None:
             raise OptimizerError("no step is durable: compile the model with the option durability, and take a step")
