@@ -116,8 +116,10 @@ class Commits:
             part = part_of(value)
             if value.tier == "ssd" and part in self._files:
                 self.writable(value)
-            if part in self.copies:
-                self._stale.add(part) if op.verb == "update" else self._stale.discard(part)
+            if value.kind in COPIES.values():
+                self._stale.discard(part)
+            elif op.verb == "update" and part in self.copies:
+                self._stale.add(part)
 
     def stale_homes(self) -> list[Value]:
         """The parts in memory that the next commit has to write itself: frozen ones, and what came from outside."""
