@@ -70,9 +70,10 @@ class Store:
             asked = [self._drive_of(folder_in(each)) for each in resume or () if folder_in(each).is_dir()]
             found = dict.fromkeys([*self.drives, *asked])
             self.former = self.made = last_commit(found, resume=resume is not None, agree=agree)
+            self._last = self.former  # whose files go with the first commit, also where nothing is taken up
             self._adopted: dict[str, Extent] = {}
             self._goes_on: set[str] = set()
-            self.run = self.former.run if self.former else secrets.token_hex(4) if durable else ""
+            self.run = self._last.run if self._last else secrets.token_hex(4) if durable else ""
             self._prefix = f"{self.run}-{secrets.token_hex(2)}-" if durable else ""  # others are of a former process
             for folder in folders_of(self.former) if self.former else ():
                 self._drive_of(folder)  # also where nobody has named it: its files stay, until the next commit
@@ -91,8 +92,8 @@ class Store:
     def reserve_check(self, nbytes: int) -> None:
         """Raise StorageFullError if extents of `nbytes` together would not fit on the drives as they are now."""
         needed: Counter[int] = Counter()
-        step = self.former.step if self.former else 0
-        beside = f" beside those of step {step}, which stay until the next commit," if self.former else ""
+        step = self._last.step if self._last else 0
+        beside = f" beside those of step {step}, which stay until the next commit," if self._last else ""
         for drive, weight in zip(self.drives, self.weights, strict=True):
             device = drive.folder.stat().st_dev
             needed[device] += int(nbytes * weight / sum(self.weights))
@@ -168,7 +169,7 @@ class Store:
         for drive in self.drives:
             drive.kept = names_in(made, drive.folder)
         self.made = made
-        if self.former is not None:
+        if self._last is not None:
             self._forget_former(made)
 
     def _keep_both(self, made: Manifest) -> None:
@@ -186,7 +187,7 @@ class Store:
         }
         go_on = {(drive, file.path.name) for name in self._goes_on for drive, file in self._adopted[name].on_drives}
         for drive in (*self.drives, *self._others.values()):
-            for name in names_in(self.former, drive.folder) - drive.kept:
+            for name in names_in(self._last, drive.folder) - drive.kept:
                 if (drive, name) in go_on:
                     continue
                 if (file := open_files.get((drive, name))) is not None:
@@ -194,7 +195,7 @@ class Store:
                 else:
                     drive.own.unlink(name)
         self._adopted.clear()
-        self.former = None
+        self.former = self._last = None
 
     def close(self) -> None:
         """Finish what is in flight, end the threads, remove every file, release the directories; once is enough."""

@@ -17,6 +17,7 @@ from torch.utils import serialization
 
 from gs_compile.errors import LaneError, MemoryBudgetError, NoFitError, OptionError
 from gs_compile.hf import strands
+from gs_compile.hf.durable import DurableTrainer
 from gs_compile.hf.fitting import fit_for_capture, scale_losses, share_among_ranks
 from gs_compile.hf.gather import gathered, pad_token_id_of
 from gs_compile.hf.together import answered, compile_for_strands, stored_reference
@@ -29,7 +30,6 @@ from gs_compile.options import Options
 
 log = logging.getLogger(__name__)
 
-_Trainer: Any = object  # of transformers or derived from it: the other base of whoever has the mixin
 _EQUIVALENT = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD}
 _LIONS = {"lion_32bit", "paged_lion_32bit"}  # TrainingArguments.optim
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
@@ -58,7 +58,7 @@ def attach(trainer: Any, *, reference: Mapping[str, Any] | None = None, **option
         raise
 
 
-class TrainerMixin(_Trainer):  # type: ignore[misc]
+class TrainerMixin(DurableTrainer):
     """For those who derive a Trainer of their own: ``class Mine(TrainerMixin, Trainer)``, then `run_layer_major`."""
 
     args: Any
@@ -81,7 +81,8 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         packs = getattr(self, "padding_free", False)  # TRL's: a batch is one row
         size = 1 if packs else args.per_device_train_batch_size
         chosen = {"micro_batch_size": size, "outputs": "loss", **options_of(self.model, options)}
-        Options.of(chosen)  # refuses what is wrong
+        self._keep(Options.of(chosen))  # refuses what is wrong
+        chosen["resume"] = None  # `train` sees to it
         if self.optimizer is None:
             self.optimizer_cls_and_kwargs = self._equivalent()
         elif isinstance(self.optimizer, TieredOptimizer):
@@ -103,7 +104,8 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         second = getattr(self, "ref_model", None)
         if reference is not None or (second is not None and any(map(is_offloaded, second.parameters()))):
             given = reference or {}
-            self._reference_optimizer, within = stored_reference(second, chosen, given, self.accelerator.autocast)
+            first = {**chosen, "durability": "off"}  # what is never trained has no steps
+            self._reference_optimizer, within = stored_reference(second, first, given, self.accelerator.autocast)
             self._compile_within.append(within)
 
     # Trainer's own methods -------------------------------------------------------------------------------------------
@@ -119,7 +121,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._batches = self._batches, []
-        with self._smaller_if_too_large():
+        with self._smaller_if_too_large(), self._under_way():
             if self._has_own_loss and len(batches) > 1:
                 return self._own_training_step(model, batches, num_items_in_batch)
             batch = gathered(batches, self._pad_token_id)
@@ -129,6 +131,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's; with fp16 it divides by the loss scale."""
         found = super().create_optimizer(*args, **kwargs)
+        self._keep_states(self._tiered_optimizer)
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.serve(self._tiered_optimizer)
         return found

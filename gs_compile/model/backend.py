@@ -96,8 +96,8 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     seed = _seed(models)
     engine = _engine_for(compilation, models, args, ranks)
     if engine is not None and engine.durable is not None and found is not None:
-        if former := engine.durable.goes_on():
-            set_random_state(found := former.random)
+        if (before := engine.durable.goes_on()) is not None:
+            set_random_state(found := before)
             seed = _seed(models)
         engine.durable.random = found
     if engine is not None and ranks is not None:
@@ -182,7 +182,8 @@ def _engine_for(
                 agree(ranks, compilation, models[0], args, optimizer)
             optimizer.engine = engine = Engine(optimizer, compilation, models, args, ranks)
             if engine.durable is not None and engine.durable.former is not None:
-                optimizer.go_on(engine.durable.former)
+                if optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts
+                    optimizer.go_on(engine.durable.former)
             else:
                 optimizer.load_into_engine()
         # `model.compile` ties a module into a reference cycle; it often goes with its optimizer, and its files with it.

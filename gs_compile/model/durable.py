@@ -66,10 +66,11 @@ class Durable:
         self.former = tiers.setting.store.former if tiers.setting.store else None
         tiers.commits.snapshot = self.snapshot
 
-    def goes_on(self) -> Manifest | None:
-        """The commit that the run goes on from, once: for the first call."""
+    def goes_on(self) -> Mapping[str, str] | None:
+        """The random state that the run goes on from, once: for the first call."""
         former, self.former = self.former, None
-        return former
+        optimizer = self._optimizer()
+        return former.random if former and optimizer and not optimizer.kept.has_random_state else None
 
     def marks(self, num_steps: int) -> dict[str, bool]:
         """For the program of a step after `num_steps`: is it to be committed, and does it commit the one before.

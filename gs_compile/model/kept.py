@@ -20,12 +20,16 @@ class Kept:
 
     storage: the directories of the run that is to go on, where somebody has named them; step: of its commit there,
         0: none was found.
+    begins_anew: the run goes on from elsewhere, and a commit in its storage stays until it makes one.
+    has_random_state: random numbers go on already, so the first call leaves them as they are.
     """
 
     states: dict[str, Any] = field(default_factory=dict)
     user: Any = None
     storage: Sequence[Path] = ()
     step: int | None = None
+    begins_anew: bool = False
+    has_random_state: bool = False
 
     def snapshot(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Copies of both, and of the optimizer's param groups, as they are now, by the names that a manifest has.

@@ -68,13 +68,16 @@ def _open_store(
 ) -> tuple[Store, frozenset[str]]:
     """The storage of a plan, and the names of the parts there that stay in their files."""
     options, ranks, same = planning.planner.options, planning.planner.ranks, frozenset[str]()
-    looks_in = optimizer.kept.storage or (() if options.resume else None)
+    anew = optimizer.kept.begins_anew
+    looks_in = optimizer.kept.storage or (() if options.resume or anew else None)
     agree = partial(ranks.agree, "the steps that are committed") if ranks and options.durability else None
     if options.durability:
         optimizer.kept.snapshot(optimizer.param_groups)  # before time is lost: it raises for what no commit can keep
     with ExitStack() as undo:
         store = Store(options.storage, durable=options.durability > 0, resume=looks_in, agree=agree)
         undo.callback(store.close)
+        if anew:
+            store.former = None
         found = store.former.step if store.former else 0
         if optimizer.kept.step not in (None, found):
             one, other = (f"a commit of step {step}" if step else "no commit" for step in (optimizer.kept.step, found))
@@ -83,7 +86,7 @@ def _open_store(
                 f"gs_compile.resume found {one} in {named}, and with {here} there is {other}: give it the directories "
                 "that have the newest commit"
             )
-        if store.former is None and looks_in is not None:
+        if store.former is None and looks_in is not None and not anew:
             words = ", ".join(map(str, looks_in or options.storage))
             log.info("no durable run has left a commit in %s: this one begins anew", words)
         if store.former is not None:

@@ -58,7 +58,7 @@ def resume(model: nn.Module, optimizer: TieredOptimizer, *, storage: Any = None,
     directories = Options.of({"storage": storage}).storage
     optimizer.kept.storage = directories
     optimizer.kept.states.update(states)
-    former = _agreed(directories)
+    former = last_of(directories)
     if former is None:
         optimizer.kept.step = 0
         return Resumed()
@@ -73,7 +73,7 @@ def resume(model: nn.Module, optimizer: TieredOptimizer, *, storage: Any = None,
     return Resumed(former.step, former.user)
 
 
-def _agreed(directories: Iterable[Path]) -> Manifest | None:
+def last_of(directories: Iterable[Path]) -> Manifest | None:
     """The last commit that this process has, or of several ranks all have."""
     place = place_of(Options())
     known: dict[int, tuple[Manifest, bool]] = {}

@@ -1,0 +1,191 @@
+"""durable: a Trainer goes on from the last commit where its own checkpoint is older, or where there is none.
+
+[1] Each commit has the Trainer's state, and those of its schedule and of its scale of the loss.
+[2] To go on from a commit, Trainer is given a checkpoint that has its state alone; all else comes from the commit.
+[3] Where Trainer's own checkpoint is not older, the run goes on from that. The commit stays until the run makes one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from gs_compile.errors import LeftoverError, ResumeError
+from gs_compile.model.resume import last_of, resume
+from gs_compile.model.tiered_optimizer import TieredOptimizer
+from gs_compile.options import Options
+from gs_compile.runtime.folder import folder_in
+from gs_compile.runtime.manifest import Manifest
+from gs_compile.runtime.random_state import set_random_state
+
+log = logging.getLogger(__name__)
+
+_Trainer: Any = object  # of transformers or derived from it: the other base of whoever has the mixin
+_NAME = "trainer"  # of what commits keep
+_NUM_ENTRIES = 1000  # of the log, which grows without end and is written with each commit
+
+
+class DurableTrainer(_Trainer):  # type: ignore[misc]
+    """The part of `TrainerMixin` that has durable steps."""
+
+    args: Any
+    model: Any
+    state: Any
+    optimizer: Any
+    lr_scheduler: Any
+    _storage: Sequence[Path] = ()  # of the commits; empty: no step is durable
+    _resumes: bool  # the option
+    _commit: Manifest | None = None  # that the run goes on from
+    _stand_in: str | None = None  # the checkpoint that Trainer is given for it
+    _begins_anew: bool = False
+    _is_under_way: bool = False  # a call that is trained on
+    _last_begun: int | None = None  # the number of steps before that call
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; it goes on from the last commit, if that has more steps than `resume_from_checkpoint`.
+
+        Raises LeftoverError for a commit that is not to be gone on from, ResumeError for one of no Trainer.
+        """
+        self._commit, self._stand_in, self._begins_anew = None, None, False
+        with tempfile.TemporaryDirectory() as folder:
+            if self._storage and self._engine is None:
+                resume_from_checkpoint = self._later(resume_from_checkpoint, Path(folder))
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _later(self, given: Any, folder: Path) -> Any:
+        """The checkpoint that Trainer is to go on from: its own, or one in `folder` that stands for the commit."""
+        from transformers.trainer import TRAINER_STATE_NAME
+        from transformers.trainer_utils import get_last_checkpoint
+
+        commit = last_of(self._storage)
+        if commit is None:
+            return given
+        words = f"run {commit.run} at step {commit.step} ({commit.written}) in {folder_in(self._storage[0])}"
+        delete = f"greedysnake store gc --all {self._storage[0]}"
+        if not given and not self._resumes:
+            what = (
+                f"a durable run has left a commit here: {words}. Go on from it with "
+                f'trainer.train(resume_from_checkpoint=True) or the option resume="auto", or delete it: {delete}'
+            )
+            raise LeftoverError(errno.EEXIST, what, str(folder_in(self._storage[0])))
+        if _NAME not in commit.states:
+            raise ResumeError(f"{words} has no state of a Trainer: choose another storage=, or delete it: {delete}")
+        state = commit.states[_NAME]["state"]
+        own = (get_last_checkpoint(self.args.output_dir) if given is True else given) or None
+        path = Path(own, TRAINER_STATE_NAME) if own else None  # Trainer writes it last: without it nothing is whole
+        if path is not None and path.is_file():
+            step = json.loads(path.read_bytes())["global_step"]
+            if step >= state["global_step"]:
+                log.info("training goes on from %s: it is not older than the commit, %s", own, words)
+                self._begins_anew = True
+                return own
+            log.warning("training goes on from %s: %s has only %d steps", words, own, step)
+        else:
+            log.warning("training goes on from %s: %s", words, f"{own} is not whole" if own else "no checkpoint")
+        (folder / TRAINER_STATE_NAME).write_text(json.dumps(state))
+        self._commit, self._stand_in = commit, str(folder)
+        return self._stand_in
+
+    def _keep(self, options: Options) -> None:
+        self._storage, self._resumes = options.storage if options.durability else (), options.resume == "auto"
+
+    def _keep_states(self, optimizer: TieredOptimizer) -> None:
+        """Commits have the Trainer's state from now on."""
+        if self._storage:
+            optimizer.kept.states[_NAME] = _States(self)
+            optimizer.kept.begins_anew = self._begins_anew
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        """A call whose forward commits the step before."""
+        self._is_under_way, self._last_begun = True, self.state.global_step
+        try:
+            yield
+        finally:
+            self._is_under_way = False
+
+    @property
+    def _engine(self) -> Any:
+        return getattr(getattr(self.optimizer, "optimizer", self.optimizer), "engine", None)
+
+    # Trainer's own methods -------------------------------------------------------------------------------------------
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
+        """A run that had come to its end has no epoch left."""
+        epoch, num_batches = super()._init_training_state(max_steps, *args)
+        is_over = self._stand_in is not None and self.state.global_step >= max_steps
+        return (max(epoch, self.state.num_train_epochs), 0) if is_over else (epoch, num_batches)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if resume_from_checkpoint != self._stand_in:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or checkpoint != self._stand_in:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        assert self._commit is not None, "a checkpoint stands for a commit"
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        resume(self.model, optimizer, storage=self._storage, **{_NAME: optimizer.kept.states[_NAME]})
+        kept = self._commit.states[_NAME]
+        optimizer.kept.has_random_state = not kept["is_under_way"]
+        for _ in range(kept["scheduler_steps"]):
+            self.lr_scheduler.step()
+        if self.state.global_step >= self.state.max_steps:  # nothing is trained any more: values come with this call
+            self.prediction_step(self.model, next(iter(self.get_train_dataloader())), prediction_loss_only=True)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Of a commit that was made between two calls; others have the state that a call has found."""
+        if checkpoint is None or checkpoint != self._stand_in:
+            super()._load_rng_state(checkpoint)
+        elif self._commit is not None and not self._commit.states[_NAME]["is_under_way"]:
+            set_random_state(self._commit.random)
+
+    def _finalize_training(self, *args: Any) -> Any:
+        """The last step is durable, with the values that it has left."""
+        if self._engine is not None and self._engine.durable is not None:
+            self._engine.commit()
+        return super()._finalize_training(*args)
+
+
+class _States:
+    """The states of a Trainer and of what it has, for commits."""
+
+    def __init__(self, trainer: DurableTrainer) -> None:
+        self._trainer = weakref.ref(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of the end of a step, also where a callback reads values before Trainer has counted that step."""
+        from transformers.trainer_callback import ExportableState, TrainerState
+
+        trainer: Any = self._trainer()
+        state = {each.name: getattr(trainer.state, each.name) for each in fields(TrainerState)}
+        callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+        exported = [each for each in callbacks if isinstance(each, ExportableState)]
+        state["stateful_callbacks"] = TrainerState(stateful_callbacks=exported).stateful_callbacks
+        state["log_history"] = state["log_history"][-_NUM_ENTRIES:]
+        is_counted = trainer._is_under_way or trainer._last_begun != state["global_step"]
+        state["global_step"] += not is_counted
+        return {
+            "state": state,
+            "is_under_way": trainer._is_under_way,
+            "scheduler_steps": int(not is_counted and not trainer.optimizer.optimizer.last_step.skipped),
+            **{name: each.state_dict() for name, each in self._parts().items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, each in self._parts().items():
+            each.load_state_dict(state[name])
+
+    def _parts(self) -> dict[str, Any]:
+        trainer: Any = self._trainer()
+        scaler = trainer.accelerator.scaler
+        return {"scheduler": trainer.lr_scheduler, **({} if scaler is None else {"scaler": scaler})}
