@@ -97,7 +97,7 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     engine = _engine_for(compilation, models, args, ranks)
     if engine is not None and engine.durable is not None and found is not None:
         if (before := engine.durable.goes_on()) is not None:
-            set_random_state(found := before)
+            set_random_state(found := dict(before))
             seed = _seed(models)
         engine.durable.random = found
     if engine is not None and ranks is not None:

@@ -19,11 +19,12 @@ from gs_compile.model.resume import last_of
 from gs_compile.runtime.manifest import NAME
 
 SETTINGS = {"gradient_accumulation_steps": 2, "data": samples(12)}  # three steps an epoch, in an order of their own
+LORA = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 3}  # which commits at the end of an epoch
 
 
-class Interrupted(Exception):
+class InterruptedByTestError(Exception):
     pass
 
 
@@ -39,7 +40,7 @@ class Interrupts(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
-            raise Interrupted
+            raise InterruptedByTestError
 
 
 class Watches(TrainerCallback):
@@ -55,7 +56,7 @@ class Watches(TrainerCallback):
 def attached(folder, *, lora=False, options=None, **changes):
     found = trainer(folder, **SETTINGS, **changes)
     if lora:
-        found.model = found.model_wrapped = get_peft_model(found.model, LoraConfig(target_modules=["c_attn"]))
+        found.model = found.model_wrapped = get_peft_model(found.model, LORA)
     options = {"durability": "step", **(options or {})}
     gs_compile.hf.attach(found, storage=folder / "storage", expert=EAGER, **options)
     return found
@@ -65,7 +66,7 @@ def interrupted(folder, *callbacks, **changes):
     first = attached(folder, **changes)
     for each in callbacks:
         first.add_callback(each)
-    with pytest.raises(Interrupted):
+    with pytest.raises(InterruptedByTestError):
         first.train()
     del first
     gc.collect()
@@ -98,9 +99,10 @@ def test_its_checkpoint_is_older(whole, tmp_path, caplog, monkeypatch):
     assert committed(tmp_path) == 3
     with pytest.raises(LeftoverError, match=r'step 3 .*resume_from_checkpoint=True\) or the option resume="auto"'):
         attached(tmp_path).train()
-    with monkeypatch.context() as patch, pytest.raises(ResumeError, match="has no state of a Trainer"):
+    with monkeypatch.context() as patch:
         patch.setattr("gs_compile.hf.durable.last_of", lambda storage: replace(last_of(storage), states={}))
-        attached(tmp_path, options={"resume": "auto"}).train()
+        with pytest.raises(ResumeError, match="has no state of a Trainer"):
+            attached(tmp_path, options={"resume": "auto"}).train()
     again = attached(tmp_path, **SAVES)
     again.train(resume_from_checkpoint=True)
     assert "checkpoint-2 has only 2 steps" in caplog.text
@@ -124,7 +126,7 @@ def test_its_checkpoint_is_as_new(whole, tmp_path, caplog):
     again.add_callback(seen)
     again.add_callback(Interrupts(6))
     own = tmp_path / "out" / "checkpoint-4"
-    with pytest.raises(Interrupted):
+    with pytest.raises(InterruptedByTestError):
         again.train(resume_from_checkpoint=str(own))
     assert (seen.committed, curve(again, "loss")) == ([4, 5], curve(whole, "loss")[:5])
     del again, seen
@@ -149,6 +151,7 @@ def test_a_commit_before_trainer_counts_its_step(whole, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for it
 def test_adapters_and_an_evaluation_at_the_end_of_an_epoch(tmp_path):
     """That committed between two calls: random numbers go on before the order of the next epoch is drawn."""
     plain = attached(tmp_path / "whole", lora=True, options={"durability": "off"}, **EVALUATES)
