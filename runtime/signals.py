@@ -19,7 +19,9 @@ def end_by_exit() -> None:
     """
     if threading.current_thread() is threading.main_thread():
         for number in ENDING:
-            if signal.getsignal(number) is signal.SIG_DFL:
+            found = signal.getsignal(number)
+            is_of_parent = isinstance(found, partial) and found.func is _end and found.args != (os.getpid(),)
+            if found is signal.SIG_DFL or is_of_parent:
                 signal.signal(number, partial(_end, os.getpid()))
 
 
