@@ -34,10 +34,10 @@ import xxhash
 
 from benchmarks.ssd import LOADS, MIB, Lanes, mapped_pages
 from benchmarks.tiers import Run
-from gs_compile.runtime import grid, ssd, system
-from gs_compile.runtime.grid import Block
-from gs_compile.runtime.ssd import File, Memory
-from gs_compile.runtime.store import Store
+from gs_compile.runtime.storage import grid, ssd, system
+from gs_compile.runtime.storage.grid import Block
+from gs_compile.runtime.storage.ssd import File, Memory
+from gs_compile.runtime.storage.store import Store
 
 STATES = ("with", "without")
 

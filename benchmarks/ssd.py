@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 
-from gs_compile.runtime import grid, ssd
 from gs_compile.runtime.slab import map_memory
-from gs_compile.runtime.store import Store
+from gs_compile.runtime.storage import grid, ssd
+from gs_compile.runtime.storage.store import Store
 
 MIB = 1 << 20
 LOADS = ("read", "write", "mixed")

@@ -20,10 +20,10 @@ from gs_compile.placement.kinds import nbytes_of
 from gs_compile.program.ir import COPIES, SHADOWS, Op, Value, homed
 from gs_compile.runtime.coordinators import Setting
 from gs_compile.runtime.lanes import Ticket
-from gs_compile.runtime.manifest import REST, Manifest, StoredPart
 from gs_compile.runtime.rest import Rest, Tensors
 from gs_compile.runtime.slab import map_memory
-from gs_compile.runtime.store import Extent
+from gs_compile.runtime.storage.manifest import REST, Manifest, StoredPart
+from gs_compile.runtime.storage.store import Extent
 from gs_compile.runtime.values import ValueTable
 
 BLOCK = 8 << 20  # bytes that are copied at a time

@@ -23,8 +23,8 @@ from gs_compile.placement.placement import Placement
 from gs_compile.placement.units import UnitPlacement
 from gs_compile.program.ir import Op, Unit, Value, homed
 from gs_compile.runtime.ranks import Ranks
-from gs_compile.runtime.ssd import Transfer
-from gs_compile.runtime.store import Extent, Store
+from gs_compile.runtime.storage.ssd import Transfer
+from gs_compile.runtime.storage.store import Extent, Store
 from gs_compile.runtime.stream import Device
 
 Tensor = torch.Tensor

@@ -13,9 +13,9 @@ from gs_compile.placement.units import Group, Part, UnitPlacement
 from gs_compile.program.ir import Unit, Value
 from gs_compile.runtime.coordinators import Setting
 from gs_compile.runtime.homes import Homes, Slice
-from gs_compile.runtime.manifest import Manifest, StoredGroup, StoredParameter, StoredRange, StoredUnit
 from gs_compile.runtime.ranks import Ranks
-from gs_compile.runtime.store import Store
+from gs_compile.runtime.storage.manifest import Manifest, StoredGroup, StoredParameter, StoredRange, StoredUnit
+from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.stream import device_of
 
 

@@ -19,7 +19,7 @@ from gs_compile.placement.shards import Owned, owned
 from gs_compile.program.ir import Unit, Value
 from gs_compile.runtime.coordinators import Setting
 from gs_compile.runtime.slab import map_memory
-from gs_compile.runtime.store import Extent
+from gs_compile.runtime.storage.store import Extent
 
 Tensor = torch.Tensor
 

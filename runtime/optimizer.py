@@ -20,7 +20,7 @@ from gs_compile.program.ir import SHADOWS, Op, Unit, Value, homed
 from gs_compile.runtime.coordinators import Binding, Setting, flat
 from gs_compile.runtime.kernels import CHUNK, Rule, sum_of_squares
 from gs_compile.runtime.lanes import Ticket
-from gs_compile.runtime.store import Extent
+from gs_compile.runtime.storage.store import Extent
 from gs_compile.runtime.stream import Reading
 from gs_compile.runtime.values import Gradient, flat_of
 

@@ -22,7 +22,7 @@ from gs_compile.runtime.lanes import Failure, Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, Recipe, StepRecord
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.slab import Block, Slab
-from gs_compile.runtime.store import Store
+from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.stream import Event, device_of
 from gs_compile.runtime.threads import refuse_without_threads
 from gs_compile.runtime.trace import Trace

@@ -20,7 +20,7 @@ from gs_compile.runtime.commits import Commits
 from gs_compile.runtime.coordinators import Parameters
 from gs_compile.runtime.lanes import Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, StepRecord
-from gs_compile.runtime.store import Extent
+from gs_compile.runtime.storage.store import Extent
 from gs_compile.runtime.values import Gradient
 
 Clock = dict[Any, int]

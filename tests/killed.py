@@ -15,7 +15,7 @@ import torch
 from tiered import BATCH, Harness, Make, Outcome, outcome, step, tokens
 
 from gs_compile.model.tiered_optimizer import TieredOptimizer
-from gs_compile.runtime.manifest import FOLDER, Manifest, read
+from gs_compile.runtime.storage.manifest import FOLDER, Manifest, read
 
 Batches = Callable[[int], torch.Tensor]
 Hook = Callable[[int, TieredOptimizer], None]

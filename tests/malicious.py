@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stored_run import name_of, stored_run
 
-from gs_compile.runtime.manifest import NAME, encoded
+from gs_compile.runtime.storage.manifest import NAME, encoded
 
 SOUND = encoded(stored_run(Path("/storage/greedysnake-run"), Path("/other/greedysnake-run"), on_disk=False))
 FREE = ("versions", "groups", "random", "states", "user", "plan")  # what a run puts there is its own

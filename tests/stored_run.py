@@ -10,8 +10,8 @@ import torch
 import xxhash
 
 from gs_compile.placement.slab import rounded
-from gs_compile.runtime.grid import Grid, lengths
-from gs_compile.runtime.manifest import (
+from gs_compile.runtime.storage.grid import Grid, lengths
+from gs_compile.runtime.storage.manifest import (
     FOLDER,
     FORMAT,
     NAME,
@@ -26,7 +26,7 @@ from gs_compile.runtime.manifest import (
     StoredUnit,
     write,
 )
-from gs_compile.runtime.store import Stripe
+from gs_compile.runtime.storage.store import Stripe
 
 RUN = "0123abcd"
 CHUNK = 8192

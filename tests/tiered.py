@@ -21,8 +21,8 @@ from gs_compile.model.optim import TieredOptimizer
 from gs_compile.model.residency import residency_of, restore, stash
 from gs_compile.options import Options
 from gs_compile.placement.traffic import traffic
-from gs_compile.runtime.folder import LOCK
-from gs_compile.runtime.store import Store
+from gs_compile.runtime.storage.folder import LOCK
+from gs_compile.runtime.storage.store import Store
 
 VOCABULARY, LENGTH = 70, 8
 BATCH = 5  # in micro-batches of 2 the last is smaller

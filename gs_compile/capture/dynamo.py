@@ -179,8 +179,7 @@ def _input(node: fx.Node, example: Any) -> Input:
 
 def _path(source: str) -> str:
     """``L['self']._modules['h']._modules['0']._parameters['weight']`` as ``h.0.weight``."""
-    path = re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", source)  # of a module with __getattr__
-    path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", path)
+    path = re.sub(r"\.(?:__dict__\[')?_(?:modules|parameters|buffers)(?:'\])?\['([^']*)'\]", r".\1", source)
     path = re.sub(r"^L\['(?:self|kwargs|args)'\]", "", path)
     path = re.sub(r"\['([^']*)'\]", r".\1", re.sub(r"^L\['([^']*)'\]", r"\1", path))
     return path.removeprefix(".") or source

@@ -22,9 +22,9 @@ from gs_compile.errors import LeftoverError, ResumeError
 from gs_compile.model.resume import last_of, resume
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
-from gs_compile.runtime.folder import folder_in
-from gs_compile.runtime.manifest import Manifest
 from gs_compile.runtime.random_state import set_random_state
+from gs_compile.runtime.storage.folder import folder_in
+from gs_compile.runtime.storage.manifest import Manifest
 
 log = logging.getLogger(__name__)
 

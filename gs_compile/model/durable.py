@@ -20,9 +20,9 @@ from gs_compile.errors import ResumeError
 from gs_compile.model.kept import Kept
 from gs_compile.model.residency import is_offloaded
 from gs_compile.runtime.former import stored_units
-from gs_compile.runtime.manifest import FORMAT, Manifest, StoredParameter, StoredPart
 from gs_compile.runtime.random_state import random_state
 from gs_compile.runtime.rest import Tensors, laid_out
+from gs_compile.runtime.storage.manifest import FORMAT, Manifest, StoredParameter, StoredPart
 from gs_compile.runtime.tiers import Tiers
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from gs_compile.errors import OptimizerError
 from gs_compile.model.loaded_state import settings_of
-from gs_compile.runtime.manifest import check_plain
+from gs_compile.runtime.storage.manifest import check_plain
 
 
 @dataclass

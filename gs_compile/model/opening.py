@@ -14,12 +14,12 @@ from gs_compile.errors import OptionError, ResumeError, StorageError
 from gs_compile.model.durable import Trainer, check_alike
 from gs_compile.options import Options
 from gs_compile.planner.cache import PlanCache
-from gs_compile.runtime.folder import folder_in
 from gs_compile.runtime.former import alike
 from gs_compile.runtime.kernels import Rule
-from gs_compile.runtime.manifest import StoredParameter, read
 from gs_compile.runtime.optimizer import Recipe
-from gs_compile.runtime.store import Store
+from gs_compile.runtime.storage.folder import folder_in
+from gs_compile.runtime.storage.manifest import StoredParameter, read
+from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.stream import has_own_memory
 from gs_compile.runtime.threads import update_threads
 from gs_compile.runtime.tiers import Tiers

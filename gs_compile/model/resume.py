@@ -21,11 +21,11 @@ from gs_compile.errors import OptionError, ResumeError, StepOrderError
 from gs_compile.model.durable import check_parameters
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
-from gs_compile.runtime import manifest
-from gs_compile.runtime.folder import folder_in
 from gs_compile.runtime.groups import place_of
-from gs_compile.runtime.last_commit import common_step
-from gs_compile.runtime.manifest import Manifest
+from gs_compile.runtime.storage import manifest
+from gs_compile.runtime.storage.folder import folder_in
+from gs_compile.runtime.storage.last_commit import common_step
+from gs_compile.runtime.storage.manifest import Manifest
 
 
 @dataclass(frozen=True)

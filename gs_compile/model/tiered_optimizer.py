@@ -32,8 +32,8 @@ from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.settings import check_settings
 from gs_compile.model.step_info import StepInfo
 from gs_compile.runtime.kernels import Rule
-from gs_compile.runtime.manifest import Manifest
 from gs_compile.runtime.optimizer import StepRecord
+from gs_compile.runtime.storage.manifest import Manifest
 
 
 class TieredOptimizer(torch.optim.Optimizer):

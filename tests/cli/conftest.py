@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from stored_run import save, stored_folders, stored_run
 
-from gs_compile.runtime.folder import LOCK, Folder
+from gs_compile.runtime.storage.folder import LOCK, Folder
 
 
 @pytest.fixture

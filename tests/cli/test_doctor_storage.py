@@ -13,9 +13,9 @@ from tiered import another_run
 from gs_compile.cli.doctor import storage
 from gs_compile.cli.doctor.check import Check
 from gs_compile.errors import StorageError
-from gs_compile.runtime import system
-from gs_compile.runtime.manifest import NAME
-from gs_compile.runtime.stored import FOLDER
+from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.manifest import NAME
+from gs_compile.runtime.storage.stored import FOLDER
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from stored_run import RUN, save
 from typer.testing import CliRunner
 
 from gs_compile.cli.main import app
-from gs_compile.runtime import system
-from gs_compile.runtime.manifest import NAME, NEXT
+from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.manifest import NAME, NEXT
 
 
 def run(*arguments):

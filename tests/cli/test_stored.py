@@ -14,7 +14,7 @@ from stored_run import name_of, save, stored_run, values
 from test_store_command import names, printed, refused, run
 
 from gs_compile.errors import ManifestError
-from gs_compile.runtime.manifest import NAME, NEXT, read
+from gs_compile.runtime.storage.manifest import NAME, NEXT, read
 
 NAMES = {"wea": ["embedding.weight"], "w0b": ["layers.0.weight", "layers.0.bias"], "rest": ["layers.0.counts"]}
 

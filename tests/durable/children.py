@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from tiered import Harness, adamw, gpt2, options, our_threads, outcome, step, tokens
 
-from gs_compile.runtime import manifest, system
-from gs_compile.runtime.folder import folder_in
+from gs_compile.runtime.storage import manifest, system
+from gs_compile.runtime.storage.folder import folder_in
 
 SECONDS = 60  # of a run that takes one; what is more is a hang
 POINTS = ("fallocate", "pwritev", "datasync", "open_file", "rename", "sync_folder", "unlink", "preadv")

@@ -9,8 +9,8 @@ import pytest
 from tiered import Harness, adamw, gpt2, options, outcome, step, tokens
 
 from gs_compile.errors import LaneError, ReleasedParameterError
-from gs_compile.runtime import system
-from gs_compile.runtime.manifest import FOLDER, NAME, read
+from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.manifest import FOLDER, NAME, read
 
 KEEPS_CAPTURES = True
 

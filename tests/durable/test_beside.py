@@ -10,7 +10,7 @@ from tiered import GPT2, VOCABULARY, options, tokens
 
 import gs_compile
 from gs_compile.errors import CorruptionError
-from gs_compile.runtime.manifest import FOLDER, REST, read
+from gs_compile.runtime.storage.manifest import FOLDER, REST, read
 
 
 class Trunk(GPT2):

@@ -11,8 +11,8 @@ from stored_run import save, stored_folders, stored_run, values
 
 from gs_compile.cli.stored.runs import collect, found_in
 from gs_compile.errors import LeftoverError
-from gs_compile.runtime.manifest import FOLDER, NAME, NEXT
-from gs_compile.runtime.store import Store
+from gs_compile.runtime.storage.manifest import FOLDER, NAME, NEXT
+from gs_compile.runtime.storage.store import Store
 
 
 def left(parent: Path, *names: str) -> list[Path]:

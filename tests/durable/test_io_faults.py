@@ -19,8 +19,8 @@ from killed import resumed
 from tiered import Harness, adamw, files_in, gpt2, options, our_threads, outcome, step, tokens
 
 from gs_compile.errors import GreedySnakeError
-from gs_compile.runtime import system
-from gs_compile.runtime.manifest import FOLDER, NAME, read
+from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.manifest import FOLDER, NAME, read
 
 KEEPS_CAPTURES = True
 NUM_STEPS = 2  # of the run that fails; the one that goes on takes one more

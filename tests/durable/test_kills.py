@@ -8,9 +8,9 @@ import random
 import pytest
 from children import NUM_STEPS, PLACES, POINTS
 
-from gs_compile.runtime import manifest
-from gs_compile.runtime.folder import folder_in
-from gs_compile.runtime.last_commit import names_in
+from gs_compile.runtime.storage import manifest
+from gs_compile.runtime.storage.folder import folder_in
+from gs_compile.runtime.storage.last_commit import names_in
 
 WHENS = ("before", "after")
 

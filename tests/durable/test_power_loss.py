@@ -24,10 +24,10 @@ import xxhash
 from children import MAX_NORM
 from tiered import Harness, adamw, gpt2, options, outcome, step, tokens
 
-from gs_compile.runtime import manifest, system
-from gs_compile.runtime.grid import Grid
-from gs_compile.runtime.manifest import decoded
-from gs_compile.runtime.store import Store
+from gs_compile.runtime.storage import manifest, system
+from gs_compile.runtime.storage.grid import Grid
+from gs_compile.runtime.storage.manifest import decoded
+from gs_compile.runtime.storage.store import Store
 
 KEEPS_CAPTURES = True
 BLOCK = 4096

@@ -13,9 +13,9 @@ from tiered import Harness, adamw, gpt2, options
 from gs_compile.errors import StorageFullError
 from gs_compile.model import engine
 from gs_compile.planner import planner
-from gs_compile.runtime import drive
-from gs_compile.runtime.last_commit import names_in
-from gs_compile.runtime.manifest import FOLDER
+from gs_compile.runtime.storage import drive
+from gs_compile.runtime.storage.last_commit import names_in
+from gs_compile.runtime.storage.manifest import FOLDER
 
 KEEPS_CAPTURES = True
 BUDGET = 1300 << 10

@@ -15,7 +15,7 @@ from tiered import Harness, adamw, gpt2, options, sgd
 
 import gs_compile
 from gs_compile.errors import LeftoverError, OptimizerError, ResumeError
-from gs_compile.runtime.manifest import FOLDER, read
+from gs_compile.runtime.storage.manifest import FOLDER, read
 
 KEEPS_CAPTURES = True
 SECONDS = 1.0  # of this process's own time, in which a run is refused

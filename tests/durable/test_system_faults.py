@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from tiered import Harness, adamw, gpt2, options, step, tokens
 
-from gs_compile.runtime.folder import LOCK
-from gs_compile.runtime.manifest import FOLDER, NAME
+from gs_compile.runtime.storage.folder import LOCK
+from gs_compile.runtime.storage.manifest import FOLDER, NAME
 
 KEEPS_CAPTURES = True
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,8 @@ from tiered import LENGTH, Harness, adamw, gpt2, moved, options, step, tokens
 
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.planner.step_plan import nbytes_by_home
-from gs_compile.runtime.folder import LOCK
-from gs_compile.runtime.manifest import NAME
+from gs_compile.runtime.storage.folder import LOCK
+from gs_compile.runtime.storage.manifest import NAME
 
 KEEPS_CAPTURES = True
 NUM_LAYERS, WIDTH, VOCABULARY = 3, 32, 301

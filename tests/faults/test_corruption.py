@@ -14,7 +14,7 @@ from test_step import assert_over, whole_steps
 from tiered import adamw, options, outcome, step, tokens
 
 from gs_compile.errors import CorruptionError, LaneError, StorageError
-from gs_compile.runtime import grid, ssd
+from gs_compile.runtime.storage import grid, ssd
 
 KEEPS_CAPTURES = True
 UNDAMAGED = range(3)  # of nine writes: what others are swapped with

@@ -27,9 +27,9 @@ from gs_compile.errors import (
     StorageLockedError,
 )
 from gs_compile.model.residency import residency_of
-from gs_compile.runtime import system
 from gs_compile.runtime.optimizer import OptimizerStep
-from gs_compile.runtime.store import Store
+from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.units import CompiledUnits
 
 KEEPS_CAPTURES = True
@@ -58,7 +58,7 @@ def full(patched, directory, num_files=1):
 
 
 def small(patched, directory):
-    patched.setattr("gs_compile.runtime.drive.free_storage", lambda folder: 10_000)
+    patched.setattr("gs_compile.runtime.storage.drive.free_storage", lambda folder: 10_000)
     return contextlib.nullcontext()
 
 

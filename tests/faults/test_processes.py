@@ -15,8 +15,8 @@ import torch
 from tiered import files_in
 
 from gs_compile.errors import LeftoverError, StorageLockedError
-from gs_compile.runtime.store import Store
-from gs_compile.runtime.stored import FOLDER
+from gs_compile.runtime.storage.store import Store
+from gs_compile.runtime.storage.stored import FOLDER
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -111,7 +111,7 @@ def another_process(directory):
     """A process that has a store with one extent, until it is killed."""
     script = f"""
 import time, torch
-from gs_compile.runtime.store import Store
+from gs_compile.runtime.storage.store import Store
 store = Store([{str(directory)!r}])
 store.allocate("w3", 1 << 20).write(torch.ones(1 << 20, dtype=torch.uint8)).wait()
 print("ready", flush=True)

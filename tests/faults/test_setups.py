@@ -16,8 +16,9 @@ from torch import nn
 
 import gs_compile
 from gs_compile import errors
-from gs_compile.runtime import slab, system
-from gs_compile.runtime.manifest import FOLDER
+from gs_compile.runtime import slab
+from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.manifest import FOLDER
 
 
 @pytest.fixture(scope="module")

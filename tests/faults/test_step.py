@@ -16,10 +16,11 @@ import pytest
 from tiered import adamw, files_in, options, our_threads, outcome, step, tokens
 
 from gs_compile.errors import GreedySnakeError, LaneError, StorageError
-from gs_compile.runtime import coordinators, ssd, system
+from gs_compile.runtime import coordinators
 from gs_compile.runtime.coordinators import Parameters
 from gs_compile.runtime.lanes import Lane
 from gs_compile.runtime.optimizer import OptimizerStep
+from gs_compile.runtime.storage import ssd, system
 from gs_compile.runtime.units import CompiledUnits
 
 KEEPS_CAPTURES = True

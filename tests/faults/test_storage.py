@@ -13,9 +13,9 @@ import torch
 from tiered import another_run
 
 from gs_compile.errors import SlowStorageWarning, StorageError, StorageFullError, StorageLockedError
-from gs_compile.runtime import drive, grid, ssd, system
-from gs_compile.runtime.store import Store
-from gs_compile.runtime.stored import FOLDER
+from gs_compile.runtime.storage import drive, grid, ssd, system
+from gs_compile.runtime.storage.store import Store
+from gs_compile.runtime.storage.stored import FOLDER
 
 MIB = 1 << 20
 NUM_BLOCKS = 6

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 import gs_compile.hf
 from gs_compile.errors import LeftoverError, ResumeError
 from gs_compile.model.resume import last_of
-from gs_compile.runtime.manifest import NAME
+from gs_compile.runtime.storage.manifest import NAME
 
 SETTINGS = {"gradient_accumulation_steps": 2, "data": samples(12)}  # three steps an epoch, in an order of their own
 LORA = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)

@@ -13,8 +13,8 @@ from rank_learner import Learner
 from tiered import gpt2
 
 import gs_compile
-from gs_compile.runtime import manifest
-from gs_compile.runtime.folder import folder_in
+from gs_compile.runtime.storage import manifest
+from gs_compile.runtime.storage.folder import folder_in
 
 LAST = 5
 

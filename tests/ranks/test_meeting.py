@@ -17,8 +17,8 @@ from tiered import gpt2, options, tokens
 
 import gs_compile
 from gs_compile.errors import LaneError, RankError, StorageError
-from gs_compile.runtime import ssd
-from gs_compile.runtime.folder import Folder
+from gs_compile.runtime.storage import ssd
+from gs_compile.runtime.storage.folder import Folder
 
 LIMIT = 10  # seconds
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from gs_compile.errors import OptionError, RankError
 from gs_compile.options import Options
 from gs_compile.runtime import ranks as module
-from gs_compile.runtime.folder import folder_in
 from gs_compile.runtime.ranks import ranks_of
+from gs_compile.runtime.storage.folder import folder_in
 
 KEEPS_CAPTURES = True  # captures nothing
 

@@ -22,7 +22,7 @@ from stored_run import stored_folders
 from typer.testing import CliRunner
 
 from gs_compile.cli.main import app
-from gs_compile.runtime.manifest import NAME, decoded, encoded, read
+from gs_compile.runtime.storage.manifest import NAME, decoded, encoded, read
 
 SECONDS, NBYTES = 1.0, 256 << 20
 

@@ -13,8 +13,8 @@ import pytest
 from stored_run import save, stored_folders, stored_run
 
 from gs_compile.errors import ManifestError, StorageError
-from gs_compile.runtime import system
-from gs_compile.runtime.manifest import BESIDE, NAME, check, read
+from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.manifest import BESIDE, NAME, check, read
 
 FORMAT_1 = Path(__file__).with_name("manifest-1.json")  # as the first release with durable runs has written it
 CALLS = ("unlink", "open_file", "pwritev", "datasync", "rename", "sync_folder")

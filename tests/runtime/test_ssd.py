@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gs_compile.errors import CorruptionError, StorageError
-from gs_compile.runtime import ssd, system
-from gs_compile.runtime.drive import Drive
-from gs_compile.runtime.grid import BLOCK, SMALL_BLOCK, Grid
-from gs_compile.runtime.ssd import PAGE, Transfer
+from gs_compile.runtime.storage import ssd, system
+from gs_compile.runtime.storage.drive import Drive
+from gs_compile.runtime.storage.grid import BLOCK, SMALL_BLOCK, Grid
+from gs_compile.runtime.storage.ssd import PAGE, Transfer
 
 NBYTES = 5 * SMALL_BLOCK
 

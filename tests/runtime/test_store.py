@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gs_compile.errors import StorageError
-from gs_compile.runtime import grid
-from gs_compile.runtime import store as store_module
-from gs_compile.runtime.store import Store, Stripe
-from gs_compile.runtime.stored import FOLDER
+from gs_compile.runtime.storage import grid
+from gs_compile.runtime.storage import store as store_module
+from gs_compile.runtime.storage.store import Store, Stripe
+from gs_compile.runtime.storage.stored import FOLDER
 
 MIB = 1 << 20
 STRIPED_NBYTES = 2 * MIB + 12_345
@@ -102,7 +102,7 @@ def test_closing_leaves_no_file_no_thread_and_no_descriptor(tmp_path):
 def test_a_store_closes_when_the_interpreter_ends(tmp_path):
     script = f"""
 import torch
-from gs_compile.runtime.store import Store
+from gs_compile.runtime.storage.store import Store
 extent = Store([{str(tmp_path)!r}]).allocate("w3", 8 << 20)
 extent.write(torch.ones(8 << 20, dtype=torch.uint8))
 """

@@ -20,9 +20,9 @@ from gs_compile.cli.stored.runs import found_in
 from gs_compile.errors import ManifestError, StorageError, StorageLockedError
 from gs_compile.machine import format_bytes, free_storage
 from gs_compile.planner.measure.probe_drive import existing
-from gs_compile.runtime.drive import Drive
-from gs_compile.runtime.folder import Folder, folder_in, leftovers
-from gs_compile.runtime.last_commit import names_in
+from gs_compile.runtime.storage.drive import Drive
+from gs_compile.runtime.storage.folder import Folder, folder_in, leftovers
+from gs_compile.runtime.storage.last_commit import names_in
 
 NBYTES_PER_ELEMENT = 14  # a parameter in bf16, and AdamW's fp32 master and moments
 LITTLE_NBYTES = 20 << 30  # a model of 1.5 billion parameters: smaller ones hardly need the tier

@@ -18,10 +18,10 @@ import numpy as np
 
 from gs_compile.cli.stored.values import Values
 from gs_compile.errors import CorruptionError, StorageError
-from gs_compile.runtime.drive import Drive
-from gs_compile.runtime.grid import BLOCK
-from gs_compile.runtime.manifest import Manifest, StoredFile, StoredPart
-from gs_compile.runtime.ssd import THREADS, Memory, Transfer
+from gs_compile.runtime.storage.drive import Drive
+from gs_compile.runtime.storage.grid import BLOCK
+from gs_compile.runtime.storage.manifest import Manifest, StoredFile, StoredPart
+from gs_compile.runtime.storage.ssd import THREADS, Memory, Transfer
 
 CHANGED = "not the bytes that were written"
 AHEAD = THREADS  # blocks under way on a drive

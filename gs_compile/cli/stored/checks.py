@@ -14,7 +14,7 @@ from gs_compile.cli.stored.values import Values, opened
 from gs_compile.errors import ManifestError
 from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
-from gs_compile.runtime.manifest import Manifest, write
+from gs_compile.runtime.storage.manifest import Manifest, write
 
 MOST_NAMES = 4  # in a table
 HEADINGS = ("file", "offset", "bytes", "unit", "parameters", "found")

@@ -18,8 +18,8 @@ import torch
 from gs_compile.cli.stored.runs import Found
 from gs_compile.cli.stored.values import Values, nbytes_of, opened
 from gs_compile.errors import OptionError
-from gs_compile.runtime.last_commit import common_step
-from gs_compile.runtime.manifest import Manifest
+from gs_compile.runtime.storage.last_commit import common_step
+from gs_compile.runtime.storage.manifest import Manifest
 
 Tensor = torch.Tensor
 

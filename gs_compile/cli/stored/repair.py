@@ -18,11 +18,11 @@ from xxhash import xxh3_64_hexdigest
 from gs_compile.cli.stored.blocks import Bad
 from gs_compile.cli.stored.values import Values
 from gs_compile.errors import StorageError
-from gs_compile.runtime import system
-from gs_compile.runtime.drive import Drive
-from gs_compile.runtime.grid import Grid
-from gs_compile.runtime.ssd import Memory, Transfer, as_bytes
-from gs_compile.runtime.stored import OURS
+from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.drive import Drive
+from gs_compile.runtime.storage.grid import Grid
+from gs_compile.runtime.storage.ssd import Memory, Transfer, as_bytes
+from gs_compile.runtime.storage.stored import OURS
 
 
 def repaired(values: Values, bad: Bad) -> bool:

@@ -17,11 +17,11 @@ from typing import Any
 from gs_compile.errors import StorageError
 from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
-from gs_compile.runtime import manifest, system
-from gs_compile.runtime.folder import Folder, as_storage_error, holder, is_made
-from gs_compile.runtime.last_commit import folders_of, is_same, names_in
-from gs_compile.runtime.manifest import NAME, NEXT, Manifest
-from gs_compile.runtime.stored import FOLDERS, OURS
+from gs_compile.runtime.storage import manifest, system
+from gs_compile.runtime.storage.folder import Folder, as_storage_error, holder, is_made
+from gs_compile.runtime.storage.last_commit import folders_of, is_same, names_in
+from gs_compile.runtime.storage.manifest import NAME, NEXT, Manifest
+from gs_compile.runtime.storage.stored import FOLDERS, OURS
 
 
 @dataclass(frozen=True)

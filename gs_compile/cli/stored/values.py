@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from gs_compile.placement.units import UnitPlacement
-from gs_compile.runtime.drive import Drive
 from gs_compile.runtime.former import FormerHomes
 from gs_compile.runtime.homes import Slice
-from gs_compile.runtime.last_commit import folders_of, names_in
-from gs_compile.runtime.manifest import REST, Manifest, StoredTensor
 from gs_compile.runtime.ranks import Ranks
-from gs_compile.runtime.ssd import THREADS
-from gs_compile.runtime.store import Store
+from gs_compile.runtime.storage.drive import Drive
+from gs_compile.runtime.storage.last_commit import folders_of, names_in
+from gs_compile.runtime.storage.manifest import REST, Manifest, StoredTensor
+from gs_compile.runtime.storage.ssd import THREADS
+from gs_compile.runtime.storage.store import Store
 
 Tensor = torch.Tensor
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from annotated_types import Interval
 
-from gs_compile.runtime.grid import PAGE, Grid, lengths
+from gs_compile.runtime.storage.grid import PAGE, Grid, lengths
 
 FOLDER = "greedysnake-run"
 FORMAT = 1

@@ -35,8 +35,8 @@ from xxhash import xxh3_64_intdigest
 
 from gs_compile.errors import CorruptionError, StorageError
 from gs_compile.placement.slab import PAGE_NBYTES, rounded
-from gs_compile.runtime import system
-from gs_compile.runtime.grid import Block, Grid
+from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.grid import Block, Grid
 from gs_compile.runtime.stream import is_in_host_memory
 
 Memory: TypeAlias = npt.NDArray[np.uint8]

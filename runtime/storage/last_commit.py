@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from gs_compile.errors import LeftoverError, RankError
-from gs_compile.runtime import manifest
-from gs_compile.runtime.drive import Drive
-from gs_compile.runtime.manifest import Manifest
+from gs_compile.runtime.storage import manifest
+from gs_compile.runtime.storage.drive import Drive
+from gs_compile.runtime.storage.manifest import Manifest
 
 Steps = Mapping[int, bool]  # of one rank, and whether each is committed, or prepared alone
 Agree = Callable[[Steps], Sequence[Steps]]  # gives those of all ranks

@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from gs_compile.errors import LeftoverError, StorageError, StorageLockedError
 from gs_compile.machine import format_bytes
-from gs_compile.runtime import manifest, system
-from gs_compile.runtime.manifest import FOLDER, Manifest
-from gs_compile.runtime.stored import OURS
+from gs_compile.runtime.storage import manifest, system
+from gs_compile.runtime.storage.manifest import FOLDER, Manifest
+from gs_compile.runtime.storage.stored import OURS
 
 log = logging.getLogger(__name__)
 

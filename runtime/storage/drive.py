@@ -25,10 +25,10 @@ from gs_compile.errors import (
 )
 from gs_compile.machine import free_storage
 from gs_compile.placement.slab import rounded
-from gs_compile.runtime import ssd, system
-from gs_compile.runtime.folder import PROBE, Folder, as_storage_error
-from gs_compile.runtime.grid import Grid
-from gs_compile.runtime.ssd import File, Memory, Sums, Transfer, Verb
+from gs_compile.runtime.storage import ssd, system
+from gs_compile.runtime.storage.folder import PROBE, Folder, as_storage_error
+from gs_compile.runtime.storage.grid import Grid
+from gs_compile.runtime.storage.ssd import File, Memory, Sums, Transfer, Verb
 
 PROBE_BLOCK = 8 << 20
 PROBE_NBYTES = 128 << 20

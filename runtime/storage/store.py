@@ -27,14 +27,14 @@ from typing import NamedTuple
 import torch
 
 from gs_compile.errors import StorageError
-from gs_compile.runtime import manifest, ssd
-from gs_compile.runtime.drive import Drive
-from gs_compile.runtime.folder import as_storage_error, folder_in
-from gs_compile.runtime.grid import lengths
-from gs_compile.runtime.last_commit import Agree, folders_of, last_commit, names_in
-from gs_compile.runtime.manifest import Manifest, StoredFile, StoredPart
 from gs_compile.runtime.signals import end_by_exit
-from gs_compile.runtime.ssd import File, Transfer, as_bytes
+from gs_compile.runtime.storage import manifest, ssd
+from gs_compile.runtime.storage.drive import Drive
+from gs_compile.runtime.storage.folder import as_storage_error, folder_in
+from gs_compile.runtime.storage.grid import lengths
+from gs_compile.runtime.storage.last_commit import Agree, folders_of, last_commit, names_in
+from gs_compile.runtime.storage.manifest import Manifest, StoredFile, StoredPart
+from gs_compile.runtime.storage.ssd import File, Transfer, as_bytes
 
 ROW = 16 << 20  # bytes of a row for each drive: two blocks, and 256 MiB are eight rows of two drives
 
@@ -141,8 +141,7 @@ class Store:
         for drive in (*self.drives, *self._others.values()):
             if drive.folder == folder:
                 return drive
-        drive = self._others[str(folder)] = self._open(folder.parent, folder)
-        return drive
+        return self._others.setdefault(str(folder), self._open(folder.parent, folder))
 
     def commit(
         self, extents: Sequence[Extent], make: Callable[[], Manifest], together: Callable[[int], None] | None = None

@@ -22,8 +22,8 @@ import numpy as np
 
 from gs_compile.errors import ManifestError, StorageError
 from gs_compile.machine import format_bytes
-from gs_compile.runtime import system
-from gs_compile.runtime.stored import (
+from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.stored import (
     FOLDER,
     FORMAT,
     REST,

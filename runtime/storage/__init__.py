@@ -1,0 +1,1 @@
+"""storage: files on drives, their checksums, and the commits that name them."""
