@@ -72,6 +72,7 @@ class Slab:
         fixed = fixed_offsets(placement)
         self._offsets = {**fixed.always, **fixed.shared}
         self._fixed_nbytes = fixed.nbytes
+        self._empty = Block(0, 0, device)  # made now: what is closed may be garbage, collected where a model is traced
         self.close()
 
     def map(self) -> None:
@@ -81,7 +82,7 @@ class Slab:
 
     def close(self) -> None:
         """Let go of all memory."""
-        self.fixed = self._step = Block(0, 0, self._device)
+        self.fixed = self._step = self._empty
 
     @property
     def nbytes(self) -> int:

@@ -153,13 +153,6 @@ def test_the_row_that_is_padding_gets_nothing(generator):
     assert_adds_up(term, right)
 
 
-@pytest.mark.parametrize("generator", COMPILERS)
-def test_rows_that_are_scaled_by_their_frequency_come_as_a_table(generator):
-    ((term, right),) = weights(found(embedding=table(scale_grad_by_freq=True), generator=generator), PROLOGUE)
-    assert isinstance(term, torch.Tensor)
-    torch.testing.assert_close(term, right, rtol=1e-5, atol=1e-5)
-
-
 def test_rows_of_bf16_are_summed_in_fp32():
     ((term, right),) = weights(found(dtype=torch.bfloat16), PROLOGUE)
     assert isinstance(term, Rows)

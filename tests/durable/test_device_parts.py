@@ -18,7 +18,9 @@ def trained(folder, last, durability):
     ratios = {"device_parameter": 1.0, "optimizer": 1.0}
     model.compile(
         backend="greedysnake",
-        options=options(folder, separate_device=True, ratios=ratios, precision="bf16", durability=durability),
+        options=options(
+            folder, separate_device=True, alpha=0.0, ratios=ratios, precision="bf16", durability=durability
+        ),
     )
     run = gs_compile.resume(model, optimizer, storage=folder)
     for number in range(run.step, last):

@@ -33,9 +33,10 @@ def moved(monkeypatch):
     found = Counter()
 
     def counted(store, *args, take_up=engine.take_up):
-        take_up(store, *args)
+        rest = take_up(store, *args)
         for (verb, _), nbytes in store.tiers.setting.store.moved_nbytes.items():
             found[verb] += nbytes
+        return rest
 
     monkeypatch.setattr(engine, "take_up", counted)
     return found

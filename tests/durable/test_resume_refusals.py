@@ -122,6 +122,6 @@ def test_what_no_commit_can_keep_is_said_at_the_first_call(harness, tmp_path, wh
         if what == "groups":
             optimizer.param_groups[1]["layers"] = {1, 2}
         else:
-            optimizer.kept.states["schedule"] = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3])
+            optimizer.kept.states["average"] = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
         with pytest.raises(OptimizerError, match=f"a commit cannot keep this: {what}[.].*"):
             steps(harness, optimizer, (0,))

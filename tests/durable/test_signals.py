@@ -15,7 +15,8 @@ def ends(server, uninterrupted, directory, signals, **how):
     """A run that is sent `signals`, which another goes on from; the first of both, and what it has written."""
     ended = server.run(directory, signals=signals, num_steps=10_000, **how)
     said = server.said()
-    assert "Exception ignored" not in said
+    again = signals[1:]  # Python itself tells of a KeyboardInterrupt that comes into its own end
+    assert again or "Exception ignored" not in said
     left = server.run(directory)
     if left.found > NUM_STEPS:
         assert left.code == 0, server.said()
@@ -28,7 +29,7 @@ def ends(server, uninterrupted, directory, signals, **how):
 
 
 @pytest.mark.parametrize(
-    "count", [5, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["some", "all"]
+    "count", [3, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["some", "all"]
 )
 @pytest.mark.parametrize("name", CODES)
 def test_a_run_that_is_asked_to_end(server, uninterrupted, tmp_path, name, count):

@@ -141,7 +141,7 @@ def test_sequences_of_many_lengths(tmp_path):
     assert_alike(mine, theirs)
 
 
-@pytest.mark.parametrize(("precision", "gas"), [("model", 4), ("bf16", 1)])
+@pytest.mark.parametrize(("precision", "gas"), [pytest.param("model", 4, marks=pytest.mark.slow), ("bf16", 1)])
 def test_a_run_goes_on_from_its_checkpoint(precision, gas, tmp_path):
     """Bit for bit, and the saved model is an ordinary one. What is saved has fp32 masters, where there are any."""
     settings = {"options": {"precision": precision}, "gradient_accumulation_steps": gas}
@@ -207,7 +207,7 @@ class Full(Trainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
 
-@pytest.mark.parametrize(("short", "gas"), [(0, 2), (4, 1)])
+@pytest.mark.parametrize(("short", "gas"), [pytest.param(0, 2, marks=pytest.mark.slow), (4, 1)])
 def test_a_batch_that_does_not_fit_becomes_smaller(short, gas, tmp_path, caplog):
     """The first one, or one that comes when the model has run."""
     long = samples(lengths=(48,))

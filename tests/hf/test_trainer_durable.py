@@ -117,6 +117,7 @@ def test_its_checkpoint_is_older(whole, tmp_path, caplog, monkeypatch):
     assert all(torch.equal(value, wanted[name]) for name, value in values(over.model).items())
 
 
+@pytest.mark.slow
 def test_its_checkpoint_is_as_new(whole, tmp_path, caplog):
     """It wins, and the commit stays until the next. But what Trainer had not written to its end does not win."""
     interrupted(tmp_path, Interrupts(5), **SAVES)
