@@ -230,8 +230,8 @@ def _refuse_graph_break(module: fx.GraphModule) -> None:
     else:
         where = next(filter(None, map(_resumed_at, module.graph.nodes)), "")
     if where:
-        counted = list(counters["graph_break"])  # it has the words of a break inside an inlined call
-        words = counted[-1] if counted and reason == "step_unsupported" else reason
+        words = [reason, *counters["graph_break"]][-1] if reason == "step_unsupported" else reason  # of an inlined call
+        counters["graph_break"].pop(words, None)  # so that the next of these words is the last again
         if "accelerate/hooks.py" in where:
             raise GraphBreakError(f"Dynamo breaks the model's forward at {where}\n{ABSENT}")
         raise GraphBreakError(
