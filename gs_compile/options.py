@@ -17,6 +17,8 @@ from gs_compile.machine import parse_bytes
 T = TypeVar("T")
 Order = Literal["vertical", "horizontal"]  # layer by layer, or micro-batch by micro-batch
 Schedule = Literal["vertical", "horizontal", "single", "lifetime"]
+Recompute = Literal["auto", "all", "none"]
+Masters = Literal["split", "whole"]
 
 ORDERS: dict[Schedule, Order] = {
     "vertical": "vertical",
@@ -40,6 +42,8 @@ class Ratios:
     """The fraction of each class of data that stays in host memory, 0 to 1; the rest is on SSD. None: chosen by us.
 
     gradient: of the sums between two micro-batches, which the horizontal order alone has.
+    activation: of the layers' micro-batches, how many save there what their backward would compute again; the others
+        save the layer's input alone. None: chosen by us, in memory of the device's own and on SSD too.
     device_parameter, device_checkpoint: what lives on a device with memory of its own. None: chosen by us together with
         the fraction in host memory; 0 where that is given.
     """
@@ -48,6 +52,7 @@ class Ratios:
     parameter: float | None = None
     optimizer: float | None = None
     gradient: float | None = None
+    activation: float | None = None
     device_parameter: float | None = None
     device_checkpoint: float | None = None
 
@@ -55,13 +60,11 @@ class Ratios:
         for entry in fields(self):
             value = _fraction(f"expert.ratios.{entry.name}", getattr(self, entry.name))
             object.__setattr__(self, entry.name, value)
-        for name in ("parameter", "checkpoint"):
-            host, device = getattr(self, name), getattr(self, f"device_{name}")
-            if (host or 0.0) + (device or 0.0) > 1:
-                raise OptionError(
-                    f"expert.ratios.{name} is {host:g} and expert.ratios.device_{name} is {device:g}: together they "
-                    "are more than there is, so lower one of the two"
-                )
+        for names in (("parameter", "device_parameter"), ("checkpoint", "device_checkpoint", "activation")):
+            given = {name: ratio for name in names if (ratio := getattr(self, name))}
+            if sum(given.values()) > 1:
+                words = " and ".join(f"expert.ratios.{name} is {ratio:g}" for name, ratio in given.items())
+                raise OptionError(f"{words}: together they are more than there is, so lower one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +82,12 @@ class Expert:
     clip: with max_grad_norm, when updates run: "delayed" all wait for the norm and run in the next forward; those that
         are "speculative" run beside the backward and are rolled back if the norm says so; None: chosen by us, and
         "speculative" with an alpha below 1.
+    recompute: "all" saves of each layer its input alone, and its backward runs the forward again; "none" saves all that
+        the backward reads, for every layer; "auto" saves what makes a step faster, where there is room for it.
     ratios: what stays in host memory: a `Ratios`, or a dict of its fields, such as {"checkpoint": 1.0}.
     separate_device: on a CPU, copy to and from a device that is memory of its own, as a GPU's is; for tests.
+    masters: of parameters in bf16, in fp32: "split", the parameter is the upper half and the state has the lower one,
+        or "whole", the state has all of it; both learn the same. None: split but where whole ones are faster.
     threads: of the CPU's optimizer; None: chosen by us.
     trace: record every operation of every step.
     """
@@ -89,16 +96,20 @@ class Expert:
     compiler: Literal["auto", "inductor", "eager"] = "auto"
     snake: bool = True
     alpha: float | None = None
+    recompute: Recompute = "auto"
     ratios: Ratios = field(default_factory=Ratios)
     clip: Literal["delayed", "speculative"] | None = None
     separate_device: bool = False
+    masters: Masters | None = None
     threads: int | None = None
     trace: bool = False
 
     def __post_init__(self) -> None:
         _one_of("expert.schedule", self.schedule, get_args(Schedule))
         _one_of("expert.compiler", self.compiler, ("auto", "inductor", "eager"))
+        _one_of("expert.masters", self.masters, (*get_args(Masters), None))
         _one_of("expert.clip", self.clip, ("delayed", "speculative", None))
+        _one_of("expert.recompute", self.recompute, get_args(Recompute))
         for name in ("snake", "separate_device", "trace"):
             _one_of(f"expert.{name}", getattr(self, name), (True, False))
         object.__setattr__(self, "alpha", _fraction("expert.alpha", self.alpha))
@@ -108,6 +119,13 @@ class Expert:
                 f"expert.ratios.gradient is {self.ratios.gradient:g}, but gradient sums leave the device between two "
                 'micro-batches in the horizontal order alone: leave it out, or choose expert.schedule="horizontal"'
             )
+        left_over = {"all": ("activation",), "none": ("checkpoint", "device_checkpoint", "activation")}
+        for name in left_over.get(self.recompute, ()):
+            if ratio := getattr(self.ratios, name):
+                raise OptionError(
+                    f'expert.recompute is "{self.recompute}", but expert.ratios.{name} is {ratio:g}: leave one of the '
+                    "two out"
+                )
         if self.threads is not None:
             _whole("expert.threads", self.threads, "a whole number, 1 or more, or None")
 
@@ -222,6 +240,11 @@ def _group_or_mesh(group: Any, mesh: Any) -> None:
         raise OptionError(
             'mesh must be a DeviceMesh with the dimensions "replicate" and "shard", or "shard" alone, such as '
             f'init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard")); got {mesh!r}'
+        )
+    if mesh.size(names.index("shard")) == 1 < mesh.size():
+        raise OptionError(
+            f'mesh has one rank in its dimension "shard", and {mesh.size()} that replicate: a model is shared by two '
+            'ranks or more, so give "shard" at least two, or train with torch.optim in DistributedDataParallel'
         )
 
 

@@ -9,6 +9,7 @@ from gs_compile.placement.kinds import ends_in_step
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.slab import plan
 from gs_compile.program.ir import Op, Program, Value
+from gs_compile.program.verbs import NORMS
 
 RESIDENT = Placement()  # of a program whose values are all on the device
 
@@ -26,7 +27,8 @@ def free(
     placement: all tiers are freed, but for what lives on from step to step.
     late: gradients are left for the next step.
     """
-    ops = with_frees(program.ops, outputs | placement.homes(late=late), placement)
+    trains = any(op.verb in NORMS for op in program.ops)
+    ops = with_frees(program.ops, outputs | placement.homes(late=late, warm=trains), placement)
     peaks, offsets = plan(ops, placement) if placement.x_nbytes else ((), {})
     needed = dict(peaks).get("host", 0)
     return replace(program.with_ops(ops, made_by="free"), peaks=peaks, offsets=offsets, slab_nbytes=needed)

@@ -11,9 +11,10 @@ from gs_compile.passes.free import free
 from gs_compile.passes.offload import offload
 from gs_compile.passes.overlap import overlap
 from gs_compile.passes.pipeline import pipeline
+from gs_compile.passes.save import save
 from gs_compile.passes.shard import shard
 from gs_compile.passes.snake import snake
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Marks, Placement
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import Program, Schedule, StepShape, Value
 
@@ -29,6 +30,7 @@ class StepSpec:
     snake: False leaves that pass out, as the horizontal order does.
     outputs: values that are results too: they are not freed. Without a placement alone.
     late: the step before has left gradients that wait for their update; redo: those of speculative ones among them.
+    warm: the step before has kept the parameters that `Placement.kept` says.
     copies: the step is to be committed, so that what it makes in memory is written, too; its late updates are by the
         program that `seals` it, the next one.
     """
@@ -42,6 +44,7 @@ class StepSpec:
     outputs: frozenset[Value] = frozenset()
     late: bool = False
     redo: bool = True
+    warm: bool = False
     copies: bool = False
     seals: bool = False
 
@@ -65,10 +68,11 @@ def passes(step: StepSpec) -> tuple[Pass, ...]:
     own = (partial(step.order.own_pass, placement=placement, late=late),) if step.order.own_pass else ()
     return (
         *turns,
+        *((partial(save, placement=placement),) if placement.shares else ()),  # what is not computed again
         # The optimizer beside the backward.
         partial(overlap, placement=placement, late=step.late, redo=step.redo, seals=step.seals),
         partial(
-            offload, placement=placement, copies=step.copies
+            offload, placement=placement, copies=step.copies, warm=step.warm
         ),  # every value to the tier it is stored on and back, just in time
         *((partial(shard, placement=placement),) if placement.world > 1 else ()),  # units among the ranks
         partial(pipeline, placement=placement),  # each transfer in the latest stage that still hides it
@@ -101,6 +105,6 @@ def _snapshots(program: Program, step: StepSpec, *, verified: bool) -> list[Prog
     snapshots += [program := rewrite(program) for rewrite in passes(step)]
     for snapshot in snapshots if verified else ():
         if snapshot.ops:
-            expected = {"copies": step.copies and step.shape.training, "seals": step.seals}
+            expected: Marks = {"copies": step.copies and step.shape.training, "seals": step.seals, "warm": step.warm}
             verify(snapshot, step.placement, late=step.late, redo=step.redo, **expected)
     return snapshots

@@ -4,6 +4,7 @@
     w1.device[0] = prefetch(w1a.host, w1b.host)     from host to device, in as many pieces as there are micro-batches
     x2_0.host = offload(x2_0.device)                a layer's output, as soon as it is there
     x2_0.ssd, x2_1.ssd = offload(x2_0.host, x2_1.host)      checkpoints of a layer, all at once
+    a1_0.ssd = offload(a1_0.host)                   what a layer has saved beside, one micro-batch at a time
 
 and in the horizontal order
 
@@ -31,15 +32,19 @@ from itertools import pairwise
 
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.units import Group, UnitPlacement
-from gs_compile.program.ir import FILL, Op, Program, Stage, Tier, Value, homed
+from gs_compile.program.ir import EPILOGUE, FILL, TIED, Op, Program, Stage, Tier, Value, homed
+from gs_compile.program.verbs import NORMS
 
 SCALE = Value("scale", tier="host")
+MOVED = frozenset({"x", "dx", "a"})  # activations of a layer and a micro-batch
 Pairs = tuple[tuple[Value, Value], ...]  # parts and the copy of each
 
 
-def offload(program: Program, placement: Placement, *, copies: bool = False) -> Program:
-    """The same step with its data on the tiers; `copies`: it is to be committed."""
-    placed = program.with_ops(_Units(program, placement, copies=copies).ops(), "offload")
+def offload(program: Program, placement: Placement, *, copies: bool = False, warm: bool = False) -> Program:
+    """The same step with its data on the tiers; `copies`: it is to be committed; `warm`: the step before has kept the
+    parameters that `Placement.kept` says.
+    """
+    placed = program.with_ops(_Units(program, placement, copies=copies, warm=warm).ops(), "offload")
     if placement.order == "horizontal":
         placed = placed.with_ops(_with_sums(placed, placement), "offload")
     return placed.with_ops(_Activations(placed, placement).ops(), "offload")
@@ -48,18 +53,19 @@ def offload(program: Program, placement: Placement, *, copies: bool = False) -> 
 class _Units:
     """Parameters, gradients and optimizer states."""
 
-    def __init__(self, program: Program, placement: Placement, *, copies: bool) -> None:
+    def __init__(self, program: Program, placement: Placement, *, copies: bool, warm: bool) -> None:
         self.program = program
         self.placement = placement
         self.copies = copies  # of what early updates make; of what late ones do where the step before is sealed
         self.seals = any(op.verb == "seal" for op in program.ops)
-        self.fresh = {  # parts of parameters that a late update has made, until their unit is gathered
+        self.keeps = TIED in placement.kept and any(op.verb in NORMS for op in program.ops)
+        self.fresh = {  # parts of parameters that a late update has made, or were kept, until their unit is gathered
             (value.unit, value.part)
             for op in program.ops
             if op.verb == "update" and op.stage == FILL
             for value in op.into
             if value.kind == "w"
-        }
+        } | {(value.unit, value.part) for value in (placement.kept_values if warm else ())}
 
     def ops(self) -> Iterator[Op]:
         rewrites = {"gather": self._gather, "alias": self._leave, "commit": self._commit, "update": self._update}
@@ -76,7 +82,9 @@ class _Units:
         whole, stage = op.results[0], op.stage
         stored = [unit.value("w", part) for part in unit.w.values()]
         yield from _fetch((v for v in stored if v.tier == "ssd" and (v.unit, v.part) not in self.fresh), stage)
-        self.fresh.difference_update((value.unit, value.part) for value in stored)
+        until_head = self.keeps and unit.unit == TIED and stage.phase == "forward" and stage.unit != EPILOGUE
+        change = self.fresh.update if until_head else self.fresh.difference_update
+        change((value.unit, value.part) for value in stored)
         parts = tuple(_on(value, "host") for value in stored if value.tier != "device")
         if not self.placement.separate:
             yield Op("gather", parts, stage, (whole,))
@@ -124,8 +132,9 @@ class _Units:
 
     def _copied(self, op: Op, copies: Pairs, shadows: Mapping[Value, Value]) -> Iterator[Op]:
         """What an update has made of the parts that live in memory, as it is there, to their copies on SSD."""
+        in_host = {part: _on(part, "host") if part.tier == "device" else shadows.get(part, part) for part, _ in copies}
         for kind in ("w", "s"):
-            pairs = [(shadows.get(part, part), copy) for part, copy in copies if part.kind == kind]
+            pairs = [(in_host[part], copy) for part, copy in copies if part.kind == kind]
             if pairs:
                 yield Op("offload", tuple(made for made, _ in pairs), op.stage, into=tuple(copy for _, copy in pairs))
 
@@ -137,14 +146,21 @@ class _Units:
             yield Op("offload", (Value("dw", unit.unit),), op.stage, tuple(map(unit.gradient, early)))
 
     def _parts_in(self, op: Op, unit: UnitPlacement, group: Group) -> Iterator[Op]:
-        """State from SSD, and parameters where the update reads them; where it fills them, memory for them."""
+        """State from SSD, and parameters where the update reads them; where it fills them, memory for them.
+
+        What is on SSD is in host memory in the backward anyway, and stays there for an early update.
+        """
         if unit.has_master:
             filled = [part for tier in ("device", "ssd") for part in group.w if part.tier == tier]
             filled += [part for part in group.w if group.when == "late" and self.placement.reclaims(unit, part)]
             for part in filled:
                 yield Op("empty", (), op.stage, (unit.value("w", part, "host"),))
-        elif op.stage == FILL:
-            yield from _fetch((unit.value("w", part) for part in group.w if part.tier == "ssd"), op.stage)
+        else:
+            there = tuple(unit.value("w", part) for part in group.w if part.tier == "device")
+            if there:
+                yield Op("offload", there, op.stage, tuple(_on(value, "host") for value in there))
+            if op.stage == FILL:
+                yield from _fetch((unit.value("w", part) for part in group.w if part.tier == "ssd"), op.stage)
         yield from _fetch((unit.value("s", part) for part in group.s if part.tier == "ssd"), op.stage)
 
 
@@ -193,7 +209,7 @@ def _on_ssd(gradient: Value, placement: Placement) -> bool:
 
 
 class _Activations:
-    """Checkpoints and inter-layer gradients."""
+    """Checkpoints, saved activations and inter-layer gradients."""
 
     def __init__(self, program: Program, placement: Placement) -> None:
         self.program = program
@@ -201,7 +217,7 @@ class _Activations:
         self.uses = defaultdict[Value, list[int]](list)  # the operations that read a value
         for index, op in enumerate(program.ops):
             for value in op.reads:
-                if value.kind in ("x", "dx"):
+                if value.kind in MOVED:
                     self.uses[value].append(index)
         computations = [index for index, op in enumerate(program.ops) if op.micro_batch is not None]
         self.before = {after: program.ops[before] for before, after in pairwise(computations)}
@@ -218,24 +234,32 @@ class _Activations:
             for index, op in zip(indices, ops, strict=True):
                 for value in op.reads:
                     if self._comes_back(value, index):
+                        if value.kind == "a" and self._is_on(value, "ssd"):
+                            yield from _fetch((_on(value, "ssd"),), stage)
                         verb = "prefetch" if self.placement.separate else "alias"
                         yield Op(verb, (_on(value, "host"),), stage, (value,))
                 yield op
                 for value in filter(self._leaves, op.results):
                     is_copied = self.placement.separate or self._is_on(value, "ssd")
                     yield Op("offload" if is_copied else "alias", (value,), stage, (_on(value, "host"),))
+                    if value.kind == "a" and self._is_on(value, "ssd"):
+                        yield Op("offload", (_on(value, "host"),), stage, (_on(value, "ssd"),))
             going = self._stored_on_ssd(value for op in ops for value in op.results if self._leaves(value))
             if going:
                 on_host, on_ssd = (tuple(_on(value, tier) for value in going) for tier in ("host", "ssd"))
                 yield Op("offload", on_host, stage, on_ssd)
 
     def _stored_on_ssd(self, values: Iterable[Value]) -> list[Value]:
-        """Those checkpoints that are stored there: one transfer moves all of a stage."""
-        return sorted((v for v in values if self._is_on(v, "ssd")), key=lambda value: value.micro_batch or 0)
+        """Those checkpoints that are stored there: one transfer moves all of a stage. Saved activations are larger: of
+        these each micro-batch's moves by itself.
+        """
+        return sorted(
+            (v for v in values if v.kind == "x" and self._is_on(v, "ssd")), key=lambda value: value.micro_batch or 0
+        )
 
     def _is_checkpoint(self, value: Value) -> bool:
-        """Whether it is read again in the backward of the layer it goes into."""
-        return value.kind == "x" and len(self.uses.get(value, ())) > 1
+        """Whether it is kept for the backward of a layer: its input that is read again, and what else it saves."""
+        return value.kind == "a" or (value.kind == "x" and len(self.uses.get(value, ())) > 1)
 
     def _is_on(self, value: Value, tier: Tier) -> bool:
         """Whether a checkpoint is stored on a tier; what the head reads is needed again at once."""
@@ -249,10 +273,10 @@ class _Activations:
 
     def _comes_back(self, value: Value, index: int) -> bool:
         """Whether it is read at `index` and not on the device any more."""
-        if value.kind not in ("x", "dx") or self._is_on(value, "device"):
+        if value.kind not in MOVED or self._is_on(value, "device"):
             return False
         if not self.placement.separate:
-            return index != self.uses[value][0] and self._is_checkpoint(value)
+            return self._is_checkpoint(value) and (value.kind == "a" or index != self.uses[value][0])
         before = self.before.get(index)  # what it has made or read is still there
         return before is None or value not in before.values
 

@@ -20,8 +20,9 @@ from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Value, homed
 
 # In the stage: at its start; after the computation that makes the value (made); before the one that reads it, one
-# micro-batch ahead where it is copied (read); piece k beside micro-batch k (piece); after all computation (end).
-Place = Literal["start", "made", "read", "piece", "end"]
+# micro-batch ahead where it is copied (read), or two or more (ahead); piece k beside micro-batch k (piece); after all
+# computation (end).
+Place = Literal["start", "made", "read", "ahead", "piece", "end"]
 
 
 class Row(NamedTuple):
@@ -41,6 +42,12 @@ ROWS = {
     "prefetch x ssd>host": Row(-1, -1),  # a checkpoint, all micro-batches of the layer
     "prefetch x host>device": Row(0, 0, "read"),  # the first is still there
     "prefetch dx host>device": Row(0, 0, "read"),
+    "prefetch a ssd>host": Row(0, 0, "ahead"),  # saved activations, one micro-batch at a time
+    "prefetch a host>device": Row(0, 0, "read"),
+    "offload a device>host": Row(0, 0, "made"),
+    "offload a host>ssd": Row(0, 0, "made"),
+    "alias a device>host": Row(0, 0, "made"),
+    "alias a host>device": Row(0, 0, "read"),
     "offload x device>host": Row(0, 0, "made"),
     "offload dx device>host": Row(0, 0, "made"),
     "offload x host>ssd": Row(1, 1),  # all micro-batches of the layer
@@ -60,12 +67,12 @@ ROWS = {
     "late update": Row(-2, -2),  # from the unit's stage in the forward
 }
 # What belongs to an update, in stages from it. `store` brings its result to where that is stored: SSD, or the device.
-BESIDE_UPDATE = {"prefetch": -1, "empty": 0, "update": 0, "store": 1}
+BESIDE_UPDATE = {"fetch": -1, "empty": 0, "update": 0, "store": 1}
 # The same where a layer takes several updates: in the update's own stage, in halves of an update. While one piece is
 # updated the next one comes in and the one before goes out: no more are in memory.
-BESIDE_PIECE = {"prefetch": -3, "empty": 0, "update": 0, "store": 2}
+BESIDE_PIECE = {"fetch": -3, "empty": 0, "update": 0, "store": 2}
 HERE = Row(0, 0)  # what takes no time stays in its stage
-READS_FIRST = {"x": 0, "w": 1, "dw": 1, "s": 2}  # on the SSD's read lane, by how soon they are needed
+READS_FIRST = {"x": 0, "a": 0, "w": 1, "dw": 1, "s": 2}  # on the SSD's read lane, by how soon they are needed
 OTHERS = 3
 BEFORE, AT, AFTER = -1, 0, 1
 
@@ -89,7 +96,9 @@ def _part_in_update(op: Op) -> str | None:
     if op.into and op.verb in ("prefetch", "offload"):
         return "store"
     reads_from_ssd = op.verb == "prefetch" and (op.reads[0].kind == "s" or op.stage == FILL)
-    return op.verb if op.verb in ("update", "empty") or reads_from_ssd else None
+    if reads_from_ssd or (op.verb == "offload" and op.reads[0].kind == "w"):
+        return "fetch"
+    return op.verb if op.verb in ("update", "empty") else None
 
 
 def _row_of(op: Op) -> str:
@@ -111,6 +120,7 @@ class _StageAssigner:
         for op in program.ops:
             if op.verb == "prefetch" and op.reads[0].kind == "dw":
                 self.fetches[op.reads[0]].append(self.index[op.stage])
+        self.staged: IssuePoint | None = None  # before who reads the latest that was brought ahead
         late = [op.into[0] for op in program.ops if op.verb == "update" and op.stage == FILL]
         self.late = {placement.by_unit[value.unit or 0].group_of(value).when for value in late}
         units = dict.fromkeys(value.unit for value in late)
@@ -155,6 +165,9 @@ class _StageAssigner:
                 return IssuePoint(here, position - 1, AFTER)
             case "read":
                 return self._before_reader(here, position - (op.verb != "alias"))
+            case "ahead":  # as soon as the one before it is used: the lane has all the time until this one is
+                before, self.staged = self.staged, IssuePoint(here, position, BEFORE)
+                return min(before or self.staged, self._before_reader(here, position - 2))
             case "piece":  # so that it shares the link with that micro-batch's checkpoint
                 return (
                     IssuePoint(stage, self._beside(op, stage), BEFORE) if 0 <= stage < self.last else IssuePoint(stage)
@@ -184,13 +197,16 @@ class _StageAssigner:
         if updates > 1:
             return IssuePoint(stage, rank=OTHERS + 2 * place + BESIDE_PIECE[part])
         is_read = op.lane == "ssd_read"
+        if is_read and stage >= self.last and op.stage != FILL:  # after the last backward: nothing computes beside it
+            stage -= self.placement.ahead
         return IssuePoint(stage + BESIDE_UPDATE[part], rank=READS_FIRST[op.reads[0].kind] if is_read else OTHERS)
 
     def _before_reader(self, stage: int, position: int) -> IssuePoint:
         """Before the computation `position` of a stage; -1 is the last of the stage before."""
-        if position >= 0:
-            return IssuePoint(stage, position, BEFORE)
-        return IssuePoint(stage - 1, self.sizes[stage - 1] - 1, BEFORE) if stage else IssuePoint(stage - 1)
+        while position < 0 and stage > 0:
+            stage -= 1
+            position += self.sizes[stage]
+        return IssuePoint(stage, position, BEFORE) if position >= 0 else IssuePoint(stage - 1)
 
 
 class _Dependencies:

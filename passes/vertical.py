@@ -102,5 +102,5 @@ class _Builder:
             case "dside", "into":
                 return phase == "backward" and shape.side_gradient and shape.first_grad == PROLOGUE
             case _:
-                has = {"loss": shape.has_loss, "total": shape.has_total, "side": shape.has_side}
+                has = {"loss": shape.has_loss, "total": shape.has_total, "side": shape.has_side, "a": False}
                 return has.get(operand.kind, True) and (operand.kind != "y" or unit in shape.emits)

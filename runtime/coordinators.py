@@ -11,6 +11,7 @@ out on its lane, later. What is in host memory stands where the plan has put it:
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -22,12 +23,15 @@ from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.units import UnitPlacement
 from gs_compile.program.ir import Op, Unit, Value, homed
+from gs_compile.runtime.formats import Types
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.storage.ssd import Transfer
 from gs_compile.runtime.storage.store import Extent, Store
 from gs_compile.runtime.stream import Device
+from gs_compile.runtime.values import Saved, tensors_of
 
 Tensor = torch.Tensor
+Activation = Tensor | Saved
 
 
 class Binding(NamedTuple):
@@ -54,21 +58,21 @@ class Bindings:
 class Setting:
     """What the coordinators of a run share: where values live, in which type, on which device, and with which ranks.
 
-    dtypes: of the parameters of each unit; store: None where everything is in host memory; ranks: None where there are
-        no others.
+    types: of each unit's parameters and state; store: None where everything is in host memory; ranks: None where there
+        are no others.
     """
 
     def __init__(
         self,
         placement: Placement,
-        dtypes: Mapping[Unit, torch.dtype],
+        types: Mapping[Unit, Types],
         store: Store | None,
         device: Device,
         ranks: Ranks | None = None,
     ) -> None:
         self.placement = placement
         self.ranks = ranks
-        self.dtypes = dtypes
+        self.types = types
         self.store = store
         self.device = device
         self._extents: dict[str, Extent] = {}
@@ -77,14 +81,18 @@ class Setting:
         assert value.unit is not None
         return self.placement.by_unit[value.unit]
 
-    def state_dtype(self, unit: Unit) -> torch.dtype:
-        """Of the optimizer state and the gradient of a unit."""
-        return torch.promote_types(self.dtypes[unit], torch.float32)
+    def dtype(self, unit: Unit) -> torch.dtype:
+        """Of the parameters of a unit."""
+        return self.types[unit].parameter
+
+    def wide(self, unit: Unit) -> torch.dtype:
+        """Of the gradient and the masters of a unit."""
+        return self.types[unit].wide
 
     def part(self, value: Value, memory: Tensor | None) -> Tensor:
-        """A part of parameters, state or gradient, or a gradient sum, in the host memory planned for it."""
+        """A part of parameters or gradient, or a gradient sum, in the host memory planned for it; of state, bytes."""
         unit = self.unit(value).unit
-        dtype = self.dtypes[unit] if homed(value).kind == "w" else self.state_dtype(unit)
+        dtype = {"w": self.dtype(unit), "s": torch.uint8}.get(homed(value).kind, self.wide(unit))
         return flat(memory, nbytes_of(self.placement, value) // dtype.itemsize, dtype)
 
     def extent(self, label: str, nbytes: int) -> Extent:
@@ -123,25 +131,27 @@ class Parameters:
         setting, unit = self.setting, self.setting.unit(value)
         if value.tier == "ssd":
             return setting.extent(f"{value.kind}{value.unit}-{value.part}", nbytes_of(setting.placement, value))
+        if value.tier == "device" and value.kind != "w":  # the shadow copy of a part of the zone
+            return setting.device.empty((unit.w[value.part].numel,), setting.dtype(unit.unit))
         if value.tier == "device":
             if unit.unit not in self._zones:
-                self._zones[unit.unit] = setting.device.empty((unit.num_resident,), setting.dtypes[unit.unit])
+                self._zones[unit.unit] = setting.device.empty((unit.num_resident,), setting.dtype(unit.unit))
             part = unit.w[value.part]
             return self._zones[unit.unit][part.start : part.stop]
         if value.kind == "w" and not setting.placement.separate and unit.w[value.part].start == 0:
-            self._zones[unit.unit] = flat(memory, unit.host_numel, setting.dtypes[unit.unit])
+            self._zones[unit.unit] = flat(memory, unit.host_numel, setting.dtype(unit.unit))
         return setting.part(value, memory)
 
     def commit(self, home: Tensor, shadow: Tensor) -> None:
-        """Bring home the shadow copy of a part: a unit's host zone stays in one piece."""
-        home.copy_(shadow)
+        """Bring home the shadow copy of a part: a unit's zone stays in one piece."""
+        self.setting.device.copy(home, shadow)
 
     def allocate(self, value: Value, memory: Tensor | None) -> Tensor:
         """Memory of a part in host memory; on the device of a piece of a shard, or of all that pieces come to."""
         if value.tier != "device":
             return self.setting.part(value, memory)
         placement, unit = self.setting.placement, self.setting.unit(value)
-        dtype = self.setting.dtypes[unit.unit]
+        dtype = self.setting.dtype(unit.unit)
         if value.kind == "shard":
             start, stop = unit.pieces[value.piece or 0]
             return self.setting.device.empty((stop - start,), dtype)
@@ -168,7 +178,7 @@ class Parameters:
         stays, first, came = self._zones.get(unit.unit), unit.num_resident, staged
         if not self.setting.placement.separate:
             first, (start, stop) = unit.host_numel, unit.ssd_zone
-            came = flat(memory, stop - start, self.setting.dtypes[unit.unit]) if memory is not None else None
+            came = flat(memory, stop - start, self.setting.dtype(unit.unit)) if memory is not None else None
         tensors = {}
         for binding in bindings:
             source = stays if binding.offset < first else came
@@ -200,41 +210,59 @@ class Parameters:
 
 
 class Activations:
-    """Checkpoints and inter-layer gradients away from the device."""
+    """Checkpoints, saved activations and inter-layer gradients away from the device."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
+        self._extents = defaultdict[str, list[Extent]](list)  # by value, the larger ones last
 
-    def allocate(self, value: Value, source: Tensor | Extent, memory: Tensor | None) -> Tensor | Extent:
-        """Memory like `source`, which is to be moved into it. On SSD, steps of one size use the same."""
-        like = torch.empty_like(source, device="meta") if isinstance(source, Tensor) else source.like
+    def allocate(self, value: Value, source: Activation | Extent, memory: Tensor | None) -> Activation | Extent:
+        """Memory like `source`, which is to be moved into it."""
+        like = source.like if isinstance(source, Extent) else _without_contents(source)
         assert like is not None
         if value.tier == "device":
-            return self.setting.device.empty(like.shape, like.dtype, like.stride())
+            made = [self.setting.device.empty(each.shape, each.dtype, each.stride()) for each in tensors_of(like)]
+            return Saved(made) if isinstance(like, Saved) else made[0]
         if value.tier == "ssd":
-            label = f"x{value.unit}_{value.micro_batch}-{like.nbytes}"
-            return replace(self.setting.extent(label, like.nbytes), like=like)
+            return replace(self._extent(value, like.nbytes), nbytes=like.nbytes, like=like)
+        if isinstance(like, Saved):
+            return like.within(flat(memory, like.nbytes, torch.uint8))
         return flat(memory, like.numel(), like.dtype).as_strided(like.shape, like.stride())
 
-    def keep(self, value: Value, source: Tensor, memory: Tensor | None) -> Tensor:
-        """A checkpoint in the memory planned for it, where that is the device's as well; it is read there."""
+    def _extent(self, value: Value, nbytes: int) -> Extent:
+        """A file of a value with so many bytes or more: batches of many sizes come to a few files."""
+        name = f"{value.kind}{value.unit}_{value.micro_batch}"
+        known = self._extents[name]
+        if (found := next((each for each in known if each.nbytes >= nbytes), None)) is None:
+            size = 1 << (nbytes - 1).bit_length() if known else nbytes
+            known.append(found := self.setting.extent(f"{name}-{size}", size))
+        return found
+
+    def keep(self, value: Value, source: Activation, memory: Tensor | None) -> Activation:
+        """An activation in the memory planned for it, where that is the device's as well; it is read there."""
         if value.tier == "device":
             return source
         kept = self.allocate(value, source, memory)
-        assert isinstance(kept, Tensor)
-        return kept.copy_(source)
+        assert not isinstance(kept, Extent)
+        for target, tensor in zip(tensors_of(kept), tensors_of(source), strict=True):
+            target.copy_(tensor)
+        return kept
 
 
-def transfer(reads: Sequence[Tensor | Extent], targets: Sequence[Tensor | Extent]) -> None:
+def _without_contents(activation: Activation) -> Activation:
+    return activation.like() if isinstance(activation, Saved) else torch.empty_like(activation, device="meta")
+
+
+def transfer(reads: Sequence[Activation | Extent], targets: Sequence[Activation | Extent]) -> None:
     """Between host memory and SSD: all at once, and back when nothing moves any more, well or badly."""
     moves: list[Transfer] = []
     try:
         for source, target in zip(reads, targets, strict=True):
-            if isinstance(target, Tensor):
-                assert not isinstance(source, Tensor)
+            if isinstance(target, Tensor | Saved):
+                assert not isinstance(source, Tensor | Saved)
                 moves.append(source.read(_as_it_lies(target)))
             else:
-                assert isinstance(source, Tensor)
+                assert isinstance(source, Tensor | Saved)
                 moves.append(target.write(_as_it_lies(source)))
         for move in moves:
             move.wait()
@@ -243,6 +271,9 @@ def transfer(reads: Sequence[Tensor | Extent], targets: Sequence[Tensor | Extent
             move.settle()
 
 
-def _as_it_lies(tensor: Tensor) -> Tensor:
+def _as_it_lies(content: Activation) -> Tensor:
     """Its memory in one dimension: what an activation's strides make of it is not contiguous, but dense."""
-    return tensor.as_strided((tensor.numel(),), (1,))
+    if isinstance(content, Saved):
+        assert content.flat is not None
+        return content.flat
+    return content.as_strided((content.numel(),), (1,))

@@ -63,6 +63,10 @@ class Executor:
             reads, into = [self.env[value] for value in op.reads], [self.env[value] for value in op.into]
             self.env.update(zip(op.results, self._call(op, reads, into), strict=True))
 
+    def level(self, op: Op) -> int:
+        """Of a layer and micro-batch that saves activations: which of its levels."""
+        raise AssertionError(f"{op}: nothing is saved without a placement")
+
     def _call(self, op: Op, reads: Sequence[Any], into: Sequence[Any]) -> tuple[Any, ...]:
         """Run a unit's code, as `runtime.units` has a method for each verb."""
         if op.verb == "count":
@@ -71,6 +75,8 @@ class Executor:
             value.kind + ("t" if value.unit == TIED else ""): content
             for value, content in zip((*op.reads, *op.into), (*reads, *into), strict=True)
         }
+        if any(value.kind == "a" for value in op.values):
+            keywords["level"] = self.level(op)
         wants = tuple(value.kind for value in op.results)
         results: tuple[Any, ...] = getattr(self.units, op.verb)(op.unit, op.micro_batch, wants=wants, **keywords)
         pairs = zip(op.results, results, strict=True)

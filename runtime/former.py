@@ -12,6 +12,7 @@ from gs_compile.placement.placement import Placement
 from gs_compile.placement.units import Group, Part, UnitPlacement
 from gs_compile.program.ir import Unit, Value
 from gs_compile.runtime.coordinators import Setting
+from gs_compile.runtime.formats import Types, types_of
 from gs_compile.runtime.homes import Homes, Slice
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.storage.manifest import Manifest, StoredGroup, StoredParameter, StoredRange, StoredUnit
@@ -28,9 +29,9 @@ class FormerHomes(Homes):
     def __init__(self, store: Store, ranks: Ranks | None) -> None:
         assert store.former is not None, "there was no run before"
         units = [unit_of(each) for each in store.former.units]
-        dtypes: Mapping[Unit, torch.dtype] = {each.unit: getattr(torch, each.dtype) for each in store.former.units}
         placement = Placement(tuple(units), separate=True, world=store.former.world)
-        super().__init__(Setting(placement, dtypes, store, device_of(torch.device("cpu")), ranks))
+        types = {each.unit: types_in(each) for each in store.former.units}
+        super().__init__(Setting(placement, types, store, device_of(torch.device("cpu")), ranks))
         self.places = {each.name: Slice(each.unit, each.offset, tuple(each.shape)) for each in store.former.parameters}
 
     def at_home(self, value: Value) -> Any:
@@ -39,12 +40,16 @@ class FormerHomes(Homes):
 
 
 def alike(
-    former: Manifest, placement: Placement, parameters: Sequence[StoredParameter], folders: Sequence[Path]
+    former: Manifest,
+    placement: Placement,
+    types: Mapping[Unit, Types],
+    parameters: Sequence[StoredParameter],
+    folders: Sequence[Path],
 ) -> frozenset[str]:
     """The names of the stored parts that can stay in their files: of units that have the same in the same places, in
     these folders.
     """
-    units = {each.unit: unit_of(each) for each in former.units}
+    units = {each.unit: unit_of(each) for each in former.units if types_in(each) == types.get(each.unit)}
     moved = {each.unit for each in {*former.parameters} ^ {*parameters}}
     named = {
         unit.value(kind, part)._replace(tier=None).name
@@ -65,17 +70,26 @@ def unit_of(stored: StoredUnit) -> UnitPlacement:
     return UnitPlacement(stored.unit, groups, *sizes, has_master=stored.has_master)
 
 
+def types_in(stored: StoredUnit) -> Types:
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    if stored.state:
+        return Types(dtype, tuple(getattr(torch, each) for each in stored.state))
+    number = int(stored.state_itemsize) // stored.gradient_itemsize - stored.has_master
+    return types_of(dtype, [None] * number, pairs=False)
+
+
 def _part(stored: StoredRange) -> Part:
     return Part(stored.letter, stored.tier, stored.start, stored.stop)
 
 
-def stored_units(placement: Placement, dtypes: Mapping[Unit, torch.dtype]) -> Iterator[StoredUnit]:
+def stored_units(placement: Placement, types: Mapping[Unit, Types]) -> Iterator[StoredUnit]:
     """The inverse of `unit_of`, for all units."""
     for unit in placement.units:
         sizes = unit.itemsize, unit.gradient_itemsize, unit.state_itemsize
-        dtype = str(dtypes[unit.unit]).removeprefix("torch.")
+        found = types[unit.unit]
+        dtype, *state = (str(each).removeprefix("torch.") for each in (found.parameter, *found.state))
         groups = (StoredGroup(each.letter, _when(each), _ranges(each.w), _ranges(each.s)) for each in unit.groups)
-        yield StoredUnit(unit.unit, dtype, tuple(groups), *sizes, has_master=unit.has_master)
+        yield StoredUnit(unit.unit, dtype, tuple(groups), *sizes, unit.has_master, tuple(state))
 
 
 def _when(group: Group) -> Any:

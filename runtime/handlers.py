@@ -20,7 +20,7 @@ from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.optimizer import SharedNorm
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import name_of
-from gs_compile.runtime.values import flat_of
+from gs_compile.runtime.values import tensors_of
 
 
 class Handlers:
@@ -73,21 +73,23 @@ class Handlers:
             self.tiers.optimizer.split(op, reads[0], targets)
         else:
             for source, target in zip(reads, targets, strict=True):
-                self.tiers.setting.device.copy(flat_of(target), flat_of(source))
+                for one, other in zip(tensors_of(source), tensors_of(target), strict=True):
+                    self.tiers.setting.device.copy(other, one)
 
     def commit(self, op: Op) -> None:
         """Let shadow copies replace what they are copies of.
 
-        Parameters in a unit's host zone stay where they are: their shadow copies are copied there, beside what follows.
+        Parameters in a zone that is read in one piece stay there: their shadow copies are copied, beside what follows.
         """
         table = self.tiers.values
         for home, shadow in zip(op.into[::2], op.into[1::2], strict=True):
-            if home.kind == "s" or home.tier == "ssd" or self.placement.separate:
+            if home.kind == "s" or home.tier == "ssd" or (home.tier == "host" and self.placement.separate):
                 table.swap(home, shadow)
                 continue
             copy = partial(self.tiers.parameters.commit, table.contents[home], table.contents[shadow])
             after = [*table.idle(home), *table.ready(shadow)]
-            ticket = self.tiers.lane("cpu").submit(f"commit {home}", copy, after, kind="w", stage=str(op.stage))
+            lane = self.tiers.lane("h2d" if home.tier == "device" else "cpu")
+            ticket = lane.submit(f"commit {home}", copy, after, kind="w", stage=str(op.stage))
             table.change(home, ticket)
             table.use(shadow, ticket)
 

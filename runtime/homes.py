@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from gs_compile.placement.placement import Placement
-from gs_compile.placement.shards import Owned, owned
+from gs_compile.placement.shards import QUANTUM, Owned, owned
 from gs_compile.program.ir import Unit, Value
 from gs_compile.runtime.coordinators import Setting
+from gs_compile.runtime.formats import EIGHT_BITS, joined, narrow, narrowed, pair, shown
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.storage.store import Extent
 
@@ -61,90 +62,124 @@ class Homes:
 
     def fill(self, place: Slice, values: Tensor) -> None:
         """Bring a parameter's values home, to its master as well; waits until they are there."""
-        self._write(place, None, values.to(self.dtype(place)))
-        if self.has_master(place):
-            self.write_state(place, 0, values)
+        if not self.has_master(place):
+            self._write(place, None, values.to(self.dtype(place)))
+            return
+        if not self.is_pair(place, 0):
+            self._write(place, None, narrow(values.to(self.setting.wide(place.unit)), self.dtype(place)))
+        self.write_state(place, 0, values)
 
     def has_master(self, place: Slice) -> bool:
-        """Whether a parameter is a narrow copy of a master in its state; a frozen one is not."""
+        """Whether a parameter is narrow and has a master, the first component of its state; a frozen one has none."""
         unit = self.placement.by_unit[place.unit]
-        return unit.has_master and place.offset < self.placement.world * unit.num_trained
+        is_trained = place.offset < self.placement.world * unit.num_trained
+        return self.setting.types[place.unit].has_master and is_trained
+
+    def is_pair(self, place: Slice, component: int | None) -> bool:
+        """Whether a component is a master that a parameter is half of."""
+        return component == 0 and self.setting.types[place.unit].is_pair
 
     def dtype(self, place: Slice, *, master: bool = False) -> torch.dtype:
         """Of a parameter at home, or of its master if it has one."""
         wide = master and self.has_master(place)
-        return self.setting.state_dtype(place.unit) if wide else self.setting.dtypes[place.unit]
+        return self.setting.wide(place.unit) if wide else self.setting.dtype(place.unit)
 
     def read(self, place: Slice, *, master: bool = False) -> Tensor:
         """A parameter's values as they are at home, or its master's if it has one."""
-        component = 0 if master and self.has_master(place) else None
-        return self.read_any(place, component, self.dtype(place, master=master))
+        return self.read_state(place, 0) if master and self.has_master(place) else self.read_any(place, None)
 
     def here(self, place: Slice) -> Tensor | None:
         """A parameter's values where they live, if that is memory in one piece; they change with the next update."""
         if self.setting.ranks:
             return None
-        pieces = list(self._pieces(place, None, torch.empty(place.numel, device="meta")))
+        pieces = list(self._pieces(place, None))
         content = self.at_home(pieces[0][0]) if len(pieces) == 1 else None
         if not isinstance(content, Tensor):
             return None
-        _, start, _ = pieces[0]
+        start = pieces[0][1] // content.itemsize
         found: Tensor = content[start : start + place.numel].view(place.shape)
         return found
 
     def read_state(self, place: Slice, component: int) -> Tensor:
         """One component of a parameter's optimizer state; the master, where there is one, is the first."""
-        return self.read_any(place, component, self.setting.state_dtype(place.unit))
+        if self._stored_dtype(place, component) in EIGHT_BITS:
+            first = place.offset % QUANTUM
+            quanta = Slice(place.unit, place.offset - first, (first + place.numel,))
+            return shown(self.read_any(quanta, component))[first:][: place.numel].view(place.shape)
+        found = self.read_any(place, component)
+        if not self.is_pair(place, component):
+            return found.to(self.setting.wide(place.unit))
+        master = torch.empty(place.shape, dtype=self.setting.wide(place.unit))
+        return joined(self.read_any(place, None), found, master, torch.empty_like(master))
 
     def write_state(self, place: Slice, component: int, values: Tensor) -> None:
-        self._write(place, component, values.to(self.setting.state_dtype(place.unit)))
+        """The inverse; a master in a pair brings the parameter with it."""
+        values = values.to(self.setting.wide(place.unit))
+        if self.is_pair(place, component):
+            parameter, values = pair(values)
+            self._write(place, None, parameter)
+        self._write(place, component, narrowed(values, self._stored_dtype(place, component)))
 
-    def read_any(self, place: Slice, component: int | None, dtype: torch.dtype) -> Tensor:
-        """Of a parameter: a component of its state, or None for itself; in the dtype that it is stored in."""
+    def read_any(self, place: Slice, component: int | None) -> Tensor:
+        """Of a parameter: a component of its state, or None for itself; as it is stored: 8 bits by whole quanta."""
         if self.before_read is not None:
-            self.before_read(place, component, dtype)
-        flat = map_memory(place.numel * dtype.itemsize).view(dtype)  # the heap would keep it, in pieces
+            self.before_read(place, component)
+        types, dtype = self.setting.types[place.unit], self._stored_dtype(place, component)
+        flat = map_memory(types.nbytes(component, place.numel))  # the heap would keep it, in pieces
         for value, start, target in self._pieces(place, component, flat):
             content = self.at_home(value)
             if isinstance(content, Extent):
-                content.read(target, start * dtype.itemsize).wait()
+                content.read(target, start).wait()
             else:
-                target.copy_(content[start : start + len(target)])
+                target.copy_(_bytes(content, start, target))
         if ranks := self.setting.ranks:
             what = f"reading a parameter of unit {place.unit}"
             for rank in range(ranks.number):
                 for each in self._owned(place, rank):
-                    ranks.broadcast(flat[each.whole - place.offset :][: each.numel], rank, what)
-        return flat.view(place.shape)
+                    start = each.whole - place.offset
+                    first, last = (types.nbytes(component, at) for at in (start, start + each.numel))
+                    ranks.broadcast(flat[first:last], rank, what)
+        found = flat.view(dtype)
+        return found if dtype in EIGHT_BITS else found.view(place.shape)
 
     def _write(self, place: Slice, component: int | None, values: Tensor) -> None:
-        for value, start, source in self._pieces(place, component, values.reshape(-1)):
+        for value, start, source in self._pieces(place, component, values.contiguous().view(-1).view(torch.uint8)):
             content = self.to_change(value)
             if isinstance(content, Extent):
-                content.write(source.contiguous(), start * values.dtype.itemsize).wait()
+                content.write(source, start).wait()
             elif content is not None:
-                content[start : start + len(source)].copy_(source)
+                _bytes(content, start, source).copy_(source)
 
     def is_changed(self, place: Slice, component: int | None) -> bool:
         """Whether a write of it would change any part; what is not is there already."""
-        pieces = self._pieces(place, component, torch.empty(place.numel, device="meta"))
+        components = (None, 0) if self.is_pair(place, component) else (component,)
+        pieces = (each for c in components for each in self._pieces(place, c))
         return any(self.to_change(value) is not None for value, _, _ in pieces)
 
-    def _pieces(self, place: Slice, component: int | None, flat: Tensor) -> Iterator[tuple[Value, int, Tensor]]:
-        """Each part that has some of a parameter, or of a component of its state: from where on, and its `flat`.
+    def _stored_dtype(self, place: Slice, component: int | None) -> torch.dtype:
+        types = self.setting.types[place.unit]
+        return types.parameter if component is None else types.state[component]
+
+    def _pieces(
+        self, place: Slice, component: int | None, flat: Tensor | None = None
+    ) -> Iterator[tuple[Value, int, Tensor]]:
+        """Each part that has some of a parameter, or of a component of its state: from which byte on, and its bytes of
+        `flat`, which is all of it as it is stored; None: of no memory.
 
         Where ranks share the parameter, this rank's.
         """
-        unit = self.placement.by_unit[place.unit]
+        unit, types = self.placement.by_unit[place.unit], self.setting.types[place.unit]
+        if flat is None:
+            flat = torch.empty(types.nbytes(component, place.numel), dtype=torch.uint8, device="meta")
         for group, mine in product(unit.groups, self._owned(place)):
             for each in unit.stretches(group, mine.local, mine.local + mine.numel):
                 at = each.unit_start - mine.local + mine.whole - place.offset
-                elements = flat[at : at + each.numel]
+                found = flat[types.nbytes(component, at) : types.nbytes(component, at + each.numel)]
                 if component is None:
-                    yield unit.value("w", each.w), each.unit_start - each.w.start, elements
+                    yield unit.value("w", each.w), types.nbytes(None, each.unit_start - each.w.start), found
                 elif each.s is not None:
-                    start = component * each.s.numel + each.start - each.s.start
-                    yield unit.value("s", each.s), start, elements
+                    start = types.offset(component, each.s.numel, each.start - each.s.start)
+                    yield unit.value("s", each.s), start, found
 
     def _owned(self, place: Slice, rank: int | None = None) -> list[Owned]:
         """The elements of a parameter that this rank, or another, has."""
@@ -152,3 +187,8 @@ class Homes:
         mine, number = (ranks.rank, ranks.number) if ranks else (0, 1)
         rank = mine if rank is None else rank
         return list(owned(unit.pieces, rank, number, place.offset, place.offset + place.numel))
+
+
+def _bytes(content: Tensor, start: int, like: Tensor) -> Tensor:
+    """Those of a part in memory, as many as `like` has."""
+    return content.view(torch.uint8)[start : start + len(like)]

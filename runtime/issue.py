@@ -22,6 +22,7 @@ from gs_compile.placement.liveness import Slots
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import range_of
 from gs_compile.program.ir import Op, Program, Value
+from gs_compile.program.verbs import NORMS
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.executor import Executor, forward_end
 from gs_compile.runtime.handlers import Handlers
@@ -56,6 +57,8 @@ class TieredExecutor(Executor):
         for value, content in inputs.items():
             self.values.define(value, content)
         self.record: StepRecord | None = None
+        trains = any(op.verb in NORMS for op in program.ops)
+        self._homes = tiers.homes | (placement.kept_values if trains else frozenset())
         self._before = tiers.pending
         self._factor: torch.Tensor | None = None  # of sums that are scaled once they are complete
         self._device = tiers.setting.device
@@ -150,7 +153,7 @@ class TieredExecutor(Executor):
                 self._submit(op)
 
     def _table(self, value: Value) -> ValueTable:
-        return self.tiers.values if value in self.tiers.homes else self.values
+        return self.tiers.values if value in self._homes else self.values
 
     def _content(self, value: Value) -> Any:
         return self._table(value).contents[value]
@@ -231,6 +234,11 @@ class TieredExecutor(Executor):
         if self._factor is not None:
             reads[0].scale(self._factor)
         return (self.tiers.optimizer.norm(op.reads[0].unit, reads[0], self.record),)
+
+    def level(self, op: Op) -> int:
+        share = self.placement.share_of(Value("a", op.unit, op.micro_batch))
+        assert share is not None, f"{op}: its layer saves its input alone"
+        return share.level
 
     def _launched(self) -> list[Ticket]:
         """A ticket for all that was launched so far; none where the device has no streams: all of it is over."""

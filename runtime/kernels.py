@@ -7,6 +7,7 @@ SSD, some updated early and some late. No result may tell how. What makes that s
   for what is left over (fewer elements than a vector) may round differently; it never runs.
 * torch's fused kernels give each thread whole cache lines, for the same reason. Other kernels split anywhere, so those
   used here round once an element, which leaves nothing to differ: convert, multiply, add, sign.
+* What is rounded at random is so by numbers that follow from the step and the element alone (`noise`).
 * Sums are taken quantum by quantum, each by one thread, and the quanta are added without rounding (math.fsum).
 
 Padding is zero in parameter, gradient and state, and stays zero under every rule.
@@ -28,9 +29,11 @@ import torch
 from torch import Tensor
 
 from gs_compile.placement.shards import QUANTUM
+from gs_compile.runtime.formats import REST, at_random, joined, noise, parted, rounded, widened
 from gs_compile.runtime.stream import fused_adam, fused_adamw, fused_sgd, is_in_host_memory
 
 CHUNK = 64 * 1024  # elements a thread: 1 MB with scratch and two states. Half is slower by calls, twice by L2 misses
+MANY_CALLS = 4  # chunks in one where states are narrow: 60 calls of which each is short
 
 Hyper = Mapping[str, Any]  # a param group's options, by torch's names, and "scale"
 Apply = Callable[[Tensor, Tensor, Sequence[Tensor], Hyper, int], None]
@@ -61,25 +64,60 @@ class Rule:
         """One step: `master` and `state` change in place, `low` becomes the rounded master, `gradient` stays.
 
         All are flat and of one length, a multiple of QUANTUM. `master` and `state` are float32 or float64; `gradient`
-        and `low` may be narrower. `step` counts from 1. hyper["scale"], if any, multiplies the gradient, in the
-        master's dtype, before all else: for a gradient of that dtype this is bitwise what `clip_grad_norm_` makes.
+        and `low` may be narrower. Where `master` is int16, it and `low` are pairs (`formats`), read and written in the
+        one pass; where `state` is bfloat16, or rows of 8 bits, it is rounded at random. `step` counts from 1.
+        hyper["scale"], if any, multiplies the gradient, in the master's dtype, before all else: for a gradient of that
+        dtype this is bitwise what `clip_grad_norm_` makes. hyper["place"]: a stream of random numbers, and where in it
+        the first element is.
 
-        Chunks pay where they save a pass over memory. A gradient that can be read as it is leaves nothing to save but
-        the reading of `master` for `low`, and the rule's own arithmetic takes longer than its memory: there one call
-        for the whole part is the fastest (benchmarks/optimizer.py).
+        Chunks pay where they save a pass over memory; else one call for the whole is fastest (benchmarks/optimizer.py).
         """
-        _check(master, gradient, *state, *([] if low is None else [low]))
-        scale = hyper.get("scale", 1.0)
-        as_it_is = gradient.dtype == master.dtype and scale == 1.0
-        size = max(len(master), 1) if as_it_is and not self.in_cache else _chunk()
+        _check(master, gradient, *(each for each in state if each.dim() == 1), *([] if low is None else [low]))
+        scale, is_pair = hyper.get("scale", 1.0), master.dtype == REST
+        as_it_is = gradient.dtype == (torch.float32 if is_pair else master.dtype) and scale == 1.0
+        is_noisy = any(each.itemsize < torch.float32.itemsize for each in state)
+        in_cache = self.in_cache or is_pair or is_noisy or not as_it_is or low is not None
+        size = _chunk() * (MANY_CALLS if is_noisy else 1) if in_cache else max(len(master), 1)
         lows: Sequence[Tensor | None] = [None] * (len(master) // size + 1) if low is None else low.split(size)
         with torch.no_grad():
-            parts = zip(master.split(size), gradient.split(size), *(each.split(size) for each in state), strict=True)
-            for (part, raw, *states), rounded in zip(parts, lows, strict=False):
-                ready = raw if as_it_is else _prepared(raw, part.dtype, scale)
-                self.apply(part, ready, states, hyper, step)
-                if rounded is not None:
-                    rounded.copy_(part)
+            parts = zip(master.split(size), gradient.split(size), *(_cut(each, size) for each in state), strict=True)
+            for at, (part, raw, *states), narrow in zip(range(0, len(master), size), parts, lows, strict=False):
+                wide = _joined(narrow, part) if is_pair and narrow is not None else part
+                ready = raw if as_it_is else _prepared(raw, wide.dtype, scale)
+                moments = [_wide(f"state {number}", each, wide) for number, each in enumerate(states)]
+                self.apply(wide, ready, moments, hyper, step)
+                if is_noisy:
+                    _round(moments, states, hyper.get("place", (0, 0)), step, at)
+                if is_pair and narrow is not None:
+                    parted(wide, narrow, part, _scratch("half", wide))
+                elif narrow is not None:
+                    rounded(wide, narrow, _scratch("half", wide))
+
+
+def _cut(stored: Tensor, size: int) -> tuple[Tensor, ...]:
+    """A component in chunks of so many elements."""
+    found: tuple[Tensor, ...] = stored.split(size if stored.dim() == 1 else size // QUANTUM)
+    return found
+
+
+def _wide(use: str, stored: Tensor, like: Tensor) -> Tensor:
+    return stored if stored.dtype == like.dtype else widened(stored, _scratch(use, like))
+
+
+def _round(wides: Sequence[Tensor], stored: Sequence[Tensor], place: tuple[int, int], step: int, at: int) -> None:
+    """Store states that are narrow: each by 16 bits of a random number of its element."""
+    stream, first = place
+    bits, scratch = (_scratch(use, wides[0], torch.int32) for use in ("noise", "noise scratch"))
+    noise((stream, step), first + at, bits, scratch)
+    for wide, narrow in zip(wides, stored, strict=True):
+        if narrow.dtype != wide.dtype:
+            at_random(wide, narrow, bits, scratch)
+            bits.bitwise_right_shift_(16)
+
+
+def _joined(narrow: Tensor, rest: Tensor) -> Tensor:
+    master = _scratch("master", rest, torch.float32)
+    return joined(narrow, rest, master, _scratch("half", master))
 
 
 def sum_of_squares(*parts: Tensor) -> float:

@@ -7,6 +7,7 @@ narrower), so that one read serves one update.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 
 from gs_compile.placement.kinds import nbytes_of
+from gs_compile.placement.shards import place_of
 from gs_compile.placement.units import Group, Stretch, UnitPlacement
 from gs_compile.program.ir import SHADOWS, Op, Unit, Value, homed
 from gs_compile.runtime.coordinators import Binding, Setting, flat
+from gs_compile.runtime.formats import narrow
 from gs_compile.runtime.kernels import CHUNK, Rule, sum_of_squares
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.storage.store import Extent
@@ -119,7 +122,6 @@ class Recipe:
 
     rule: Rule
     runs: Mapping[Unit, Sequence[tuple[int, int, int]]]  # start, stop, group
-    num_components: Mapping[Unit, int]  # of the state, the master included
 
 
 class OptimizerStep:
@@ -160,7 +162,7 @@ class OptimizerStep:
 
     def _on_device(self, unit: UnitPlacement, numel: int, memory: Tensor | None) -> Tensor:
         """Elements of a gradient; `memory`: where the device's is the host's."""
-        dtype = self.setting.state_dtype(unit.unit)
+        dtype = self.setting.wide(unit.unit)
         if self.setting.placement.separate:
             return self.setting.device.empty((numel,), dtype)
         return flat(memory, numel, dtype)
@@ -210,6 +212,7 @@ class OptimizerStep:
         is_whole = not op.reads[0].part or self.setting.placement.keeps_gradient(unit)
         sums = flat_of(gradient)
         size = CHUNK * torch.get_num_threads() if kept else None  # copied and updated while it is in cache
+        mine = (ranks.rank, ranks.number) if (ranks := self.setting.ranks) else (0, 1)
         for piece, hyper_index in self._pieces(unit, group, size):
             w = _parameters(flats, piece)
             g = sums[piece.unit_start if is_whole else piece.start :][: piece.numel]
@@ -219,21 +222,19 @@ class OptimizerStep:
                     new.copy_(old)
             if ("w", piece.w.letter) in kept:
                 w.copy_(_parameters(kept, piece))
-            master, low = (state.pop(0), w) if unit.has_master else (w, None)
+            master, low = (state.pop(0), w) if self.setting.types[unit.unit].has_master else (w, None)
             if not record.skipped:
-                hyper = {**record.hypers[hyper_index], "scale": record.factor}
+                place = zlib.crc32(str(unit.unit).encode()), place_of(unit.pieces, *mine, piece.unit_start)
+                hyper = {**record.hypers[hyper_index], "scale": record.factor, "place": place}
                 self.recipe.rule.update(master, g, state, hyper, record.number, low)
-            elif low is not None:
-                low.copy_(master)
+            elif unit.has_master:
+                w.copy_(narrow(master, w.dtype))
 
     def _components(self, unit: UnitPlacement, flats: Mapping[tuple[str, str], Tensor], piece: Stretch) -> list[Tensor]:
         if piece.s is None:
             return []
-        offset, whole = piece.start - piece.s.start, flats["s", piece.s.letter]
-        return [
-            whole[component * piece.s.numel + offset :][: piece.numel]
-            for component in range(self.recipe.num_components[unit.unit])
-        ]
+        start, whole = piece.start - piece.s.start, flats["s", piece.s.letter]
+        return self.setting.types[unit.unit].components(whole, start, start + piece.numel)
 
     def _pieces(self, unit: UnitPlacement, group: Group, size: int | None) -> Iterator[tuple[Stretch, int]]:
         """A group in pieces of one param group each, which is named, and of at most `size` elements."""

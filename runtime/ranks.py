@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gs_compile.errors import RankError
 from gs_compile.options import Options
 from gs_compile.progress import stage
+from gs_compile.runtime import exchange
 from gs_compile.runtime.alarm import Alarm, words
 from gs_compile.runtime.groups import Place, as_bytes, from_bytes, mesh_of, new_groups, place_of
 from gs_compile.runtime.stream import is_in_host_memory
@@ -39,7 +40,7 @@ Tensor = torch.Tensor
 
 TIMEOUT = 1800.0  # seconds: a rank may evaluate or save alone for that long
 POLL = timedelta(seconds=0.2)  # between two looks at the other ranks' health
-CHUNK = 1 << 22  # elements of a sum that come at a time: what is beside it in memory is twice as much
+CHUNK = 1 << 22  # elements of a sum that are sent at a time: they come to memory beside it
 LABEL = 128  # bytes that tell which call of the user's thread it is
 PATIENCE = 60.0  # seconds: what is waited for is said then, in case that others wait for something else
 GRACE = 5.0  # seconds: for the reason of a connection that broke, or for what a rank has sent before its end
@@ -110,16 +111,19 @@ class Ranks:
 
     def all_gather(self, whole: Tensor, shard: Tensor, what: str = "all_gather") -> None:
         """Every rank's `shard`, one after the other, into `whole`; both are contiguous, `what` names it in an error."""
-        self._finish(what, whole, lambda: _all_gather(whole, shard, group=self._row, async_op=True))
+        if is_in_host_memory(whole):
+            self._finish(what, whole, *exchange.shares(whole, shard, self.rank, self._row))
+        else:
+            self._finish(what, whole, lambda: _all_gather(whole, shard, group=self._row, async_op=True))
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor, what: str = "reduce_scatter") -> None:
         """This rank's part of the sum of every rank's `whole`, replicas too, into `shard`."""
-        if is_in_host_memory(whole):  # gloo would reduce all of it on each rank: twice the bytes
-            shares = whole.view(self.number, -1).split(max(1, CHUNK // self.number), 1)
-            for share, part in zip(shares, shard.split(shares[0].shape[1]), strict=True):
-                given, taken = share.contiguous(), torch.empty(share.shape, dtype=share.dtype)
-                self._finish(what, taken, partial(dist.all_to_all_single, taken, given, group=self._row, async_op=True))
-                torch.sum(taken, 0, out=part)
+        if is_in_host_memory(whole):
+            stretches = whole.view(self.number, -1).split(max(1, CHUNK // self.number), 1)
+            for rows, part in zip(stretches, shard.split(stretches[0].shape[1]), strict=True):
+                begin, terms = exchange.terms(list(rows), self.rank, self._row)
+                self._finish(what, whole, begin)
+                exchange.add(terms, part)
         else:
             self._finish(what, shard, lambda: _reduce_scatter(shard, whole, group=self._row, async_op=True))
         if self._column is not None:
@@ -143,7 +147,7 @@ class Ranks:
     def broadcast(self, tensor: Tensor, source: int = 0, what: str = "broadcast") -> None:
         """Everybody gets the values of rank `source` (of the group that shards), in place; host memory, contiguous."""
         self.agree_on(f"{what} of {tuple(tensor.shape)}, {tensor.dtype}, from rank {self._first_row[source]}")
-        self._send(tensor, self._first_row[source], what)
+        self._send(tensor.view(-1).view(torch.uint8), self._first_row[source], what)  # gloo knows no int16
 
     def agree_on(self, what: str) -> None:
         """Raise `RankError` on all ranks where one of them asks for something else than `what`."""
@@ -223,12 +227,12 @@ class Ranks:
 
     # Waits -----------------------------------------------------------------------------------------------------------
 
-    def _finish(self, what: str, tensor: Tensor, begin: Callable[[], Any]) -> None:
-        """Begin a collective and wait for it; on a device, let the current stream wait for it."""
+    def _finish(self, what: str, tensor: Tensor, *begin: Callable[[], Any]) -> None:
+        """Begin collectives, and wait for all; on a device, let the current stream wait for them."""
         self.check(what)
         try:
-            work = begin()
-            self._poll(what, work) if is_in_host_memory(tensor) else work.wait()
+            for work in [each() for each in begin]:
+                self._poll(what, work) if is_in_host_memory(tensor) else work.wait()
             return
         except RankError:
             raise

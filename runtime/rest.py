@@ -42,9 +42,12 @@ def laid_out(tensors: Tensors) -> tuple[StoredTensor, ...]:
 def read_rest(store: Store) -> dict[str, torch.Tensor]:
     """The tensors of the former run's commit."""
     assert store.former is not None, "there was no run before"
-    found = {}
-    for each in store.former.rest:
-        found[each.name] = values = torch.empty(each.shape, dtype=getattr(torch, each.dtype))
-        if values.nbytes:
-            store.adopt(REST).read(values, each.offset).wait()
+    return {each.name: read_tensor(store, each) for each in store.former.rest}
+
+
+def read_tensor(store: Store, stored: StoredTensor) -> torch.Tensor:
+    """One of them."""
+    found = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+    if found.nbytes:
+        store.adopt(REST).read(found, stored.offset).wait()
     return found

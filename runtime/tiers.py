@@ -17,6 +17,7 @@ from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import LANES, Program, Unit, Value
 from gs_compile.runtime.commits import Commits
 from gs_compile.runtime.coordinators import Activations, Parameters, Setting
+from gs_compile.runtime.formats import Types
 from gs_compile.runtime.homes import Homes
 from gs_compile.runtime.lanes import Failure, Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, Recipe, StepRecord
@@ -41,7 +42,7 @@ class Tiers(Homes):
     def __init__(
         self,
         placement: Placement,
-        dtypes: Mapping[Unit, torch.dtype],
+        types: Mapping[Unit, Types],
         recipe: Recipe,
         store: Store | None,
         device: torch.device,
@@ -52,7 +53,7 @@ class Tiers(Homes):
         ranks: Ranks | None = None,
         alike: Set[str] = frozenset(),
     ) -> None:
-        setting = Setting(placement, dtypes, store, device_of(device), ranks)
+        setting = Setting(placement, types, store, device_of(device), ranks)
         super().__init__(setting)
         self.trace = trace
         self.failure = Failure(ranks)
@@ -105,6 +106,7 @@ class Tiers(Homes):
         return self.values.contents[value]
 
     def to_change(self, value: Value) -> Any:
+        self.let_kept_go()
         content = self.at_home(value)
         return content if self.commits is None else self.commits.to_change(value)
 
@@ -135,6 +137,21 @@ class Tiers(Homes):
         for value in placement.homes(late=True) - (placement.homes(late=False) if is_over else waits):
             self.values.free(value)
         self.pending = None if is_over else record
+        if placement.rolls_back(confirmed=record.confirmed):  # it is what was rolled back
+            self.let_kept_go()
+
+    def finds_kept(self) -> bool:
+        """Whether all is there that the step before was to keep for the next; no part of it is left alone."""
+        kept = self.placement.kept_values
+        if not kept <= self.values.contents.keys():
+            self.let_kept_go()
+            return False
+        return bool(kept)
+
+    def let_kept_go(self) -> None:
+        """Free what the step before has kept: the next one reads it from SSD."""
+        for value in sorted(self.placement.kept_values & self.values.contents.keys(), key=str):
+            self.values.free(value)
 
     def wait_for_commit(self) -> None:
         """Return when the commit that was issued last is made; raises as `check`."""

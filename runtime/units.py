@@ -17,6 +17,7 @@ from gs_compile.capture.graph import Source, TensorSpec, UnitCode, UnitGraph
 from gs_compile.capture.split import Split
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit, Value
 from gs_compile.runtime.stream_random import OwnNumbers
+from gs_compile.runtime.values import Saved
 
 Tensors = Sequence[torch.Tensor]
 
@@ -71,11 +72,12 @@ class CompiledUnits:
         embed("e", micro_batch, wants=("x", "side"), batch=..., w=...)
 
     with one keyword for each value read and each accumulator to add to in place (`dw`, `dside`), by its kind (`wt` and
-    `dwt` are those of the unit "t"), and return a tuple with one entry for each kind in `wants`, in that order.
+    `dwt` are those of the unit "t"), and `level` where a layer saves activations. They return one entry for
+    each kind in `wants`, in that order.
 
     Contents of values: `w` and `batch` map input indices to tensors; `side` and `y` are tuples; `total` is a tuple;
-    `dw` is an `Accumulator` by input index, `dside` one by index of the side input. `dy` of the head is a tuple, one
-    gradient for each of its differentiated results; that of a layer input is a tensor.
+    `a` is a `Saved`; `dw` is an `Accumulator` by input index, `dside` one by index of the side input. `dy` of the head
+    is a tuple, one gradient for each of its differentiated results; that of a layer input is a tensor.
     """
 
     def __init__(self, micro_batches: Sequence[MicroBatch], seed: int | None) -> None:
@@ -96,10 +98,13 @@ class CompiledUnits:
     def zeros(self, value: Value) -> Accumulator:
         return Accumulator()
 
-    def forward(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
+    def forward(
+        self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], level: int = 0, **reads: Any
+    ) -> tuple[Any, ...]:
         graph, inputs = self._inputs(unit, micro_batch, reads)
-        results = self._run("forward", unit, micro_batch, inputs)
-        return tuple(_result(graph, results, kind) for kind in wants)
+        outcome = self._run("forward", unit, micro_batch, inputs, level)
+        results, saved = outcome[: len(graph.results)], Saved(outcome[len(graph.results) :])
+        return tuple(saved if kind == "a" else _result(graph, results, kind) for kind in wants)
 
     embed = forward
 
@@ -113,13 +118,16 @@ class CompiledUnits:
         dx = self._spread(graph, micro_batch, gradients, reads, held=inputs)
         return tuple(dx if kind == "dx" else _result(graph, results, kind) for kind in wants)
 
-    def backward(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
-        """A unit again, and its backward."""
+    def backward(
+        self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], level: int = 0, **reads: Any
+    ) -> tuple[Any, ...]:
+        """What a unit has not saved again, and its backward."""
         graph, inputs = self._inputs(unit, micro_batch, reads)
         specs = [graph.result_specs[index] for index in graph.differentiated]
         gradients = zip(_arrived(graph, reads), specs, strict=True)
-        held = [*inputs, *(_laid_out(gradient, spec) for gradient, spec in gradients)]
-        outcome = self._run("backward", unit, micro_batch, held)
+        saved = reads["a"].tensors if "a" in reads else ()
+        held = [*inputs, *saved, *(_laid_out(gradient, spec) for gradient, spec in gradients)]
+        outcome = self._run("backward", unit, micro_batch, held, level)
         dx = self._spread(graph, micro_batch, outcome, reads, held)
         return (dx,) if "dx" in wants else ()
 
@@ -133,20 +141,22 @@ class CompiledUnits:
         graph = part.split.by_unit[unit]
         inputs = []
         for source, spec in zip(graph.sources, graph.specs, strict=True):
+            if source.kind == "x" and "x" not in reads:  # what is saved is in its place
+                continue
             tensor = _input(source, part, reads)
             is_sliced = source.kind == "input" and source.index in part.inputs
             inputs.append(_laid_out(tensor, spec) if is_sliced else tensor)
         return graph, inputs
 
-    def _run(self, name: str, unit: Unit, micro_batch: int, arguments: Tensors) -> Sequence[Any]:
-        """Call "forward", "backward" or "both" of a unit's code, with the random numbers of unit and micro-batch.
+    def _run(self, name: str, unit: Unit, micro_batch: int, arguments: Tensors, level: int = 0) -> Sequence[Any]:
+        """Call "forward", "backward" or "both" of a unit's code at a level, with unit and micro-batch's random numbers.
 
         The halves of a block draw together what the whole block does: the second goes on where the first's forward,
         which always comes before it, has stopped.
         """
         part = self.micro_batches[micro_batch]
         code = part.codes[unit]
-        function = code.function(name)
+        function = code.function(name, level)
         if self.seed is None or not code.draws_random:
             return function(*arguments)
         half = unit % 2 if part.split.halved and isinstance(unit, int) else None

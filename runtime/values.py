@@ -2,6 +2,7 @@
 
 Tensor     in memory of the host or of the device: a part in one dimension, an activation in its own shape
 dict       a unit's parameters (and buffers) by input index, as its code takes them
+Saved      what a layer saves for its backward: several tensors
 Extent     a file on SSD
 Gradient   a unit's gradient sums, one flat tensor with a view for each parameter
 """
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from gs_compile.capture.gradients import Term, put_term
+from gs_compile.placement.levels import aligned
 from gs_compile.program.ir import Value
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.slab import Place
@@ -55,9 +57,42 @@ class Gradient:
             self.flat[end:].zero_()
 
 
+class Saved:
+    """The tensors that a layer's forward saves for its backward, dense, each where the code has made it, or all of them
+    in one stretch of bytes: `flat`.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], flat: torch.Tensor | None = None) -> None:
+        self.tensors = tuple(tensors)
+        self.flat = flat
+
+    @property
+    def nbytes(self) -> int:
+        """Of such a stretch."""
+        return sum(aligned(tensor.nbytes) for tensor in self.tensors)
+
+    def like(self) -> Saved:
+        """The same without contents."""
+        return Saved([torch.empty_like(tensor, device="meta") for tensor in self.tensors])
+
+    def within(self, flat: torch.Tensor) -> Saved:
+        """Tensors like these in a stretch of bytes."""
+        tensors, at = [], 0
+        for tensor in self.tensors:
+            there = flat[at : at + tensor.nbytes].view(tensor.dtype)
+            tensors.append(there.as_strided(tensor.shape, tensor.stride(), there.storage_offset()))
+            at += aligned(tensor.nbytes)
+        return Saved(tensors, flat)
+
+
 def flat_of(content: torch.Tensor | Gradient) -> torch.Tensor:
     """The memory of a content."""
     return content.flat if isinstance(content, Gradient) else content
+
+
+def tensors_of(content: torch.Tensor | Gradient | Saved) -> tuple[torch.Tensor, ...]:
+    """What is copied where a content is."""
+    return content.tensors if isinstance(content, Saved) else (flat_of(content),)
 
 
 class ValueTable:

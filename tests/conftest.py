@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,17 @@ def captures_of_a_module():
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory):
     return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture
+def slow_code(monkeypatch):
+    """The computation binds, and what levels save of it follows from their operations."""
+
+    def timed(workload, _):
+        costs = {
+            unit: replace(cost, forward_seconds=1.0, backward_seconds=3.0) for unit, cost in workload.costs.items()
+        }
+        return replace(workload, costs=costs)
+
+    monkeypatch.setattr("gs_compile.planner.planner.timed", timed)
+    monkeypatch.setattr("gs_compile.planner.cost.levels.timed_levels", lambda workload, *_: workload)

@@ -91,7 +91,7 @@ TEXTS: dict[str, bytes | Callable[[], bytes]] = {  # large ones are made when th
     "an inner entry twice": put(b'"offset":0', b'"offset":0,"offset":1'),
     "an unknown field": put(b'"world":1', b'"world":1,"command":"rm"'),
     "an unknown inner field": put(b'"offset":0', b'"offset":0,"more":1'),
-    "a newer format": change("format", 2),
+    "a newer format": change("format", 3),
     "an older format": change("format", 0),
     "a run of another form": change("run", "../../ab"),
     "a run of another form and nothing else": change(
@@ -114,8 +114,18 @@ TEXTS: dict[str, bytes | Callable[[], bytes]] = {  # large ones are made when th
     "an element of no bytes": change("units.0.itemsize", 0),
     "gradients of another size": change("units.1.gradient_itemsize", 2),
     "states of another size": change("units.1.state_itemsize", 13),
+    "states in 8 bits that are cut within a block": change(
+        *("units.1.state", ["float32", "int8", "uint8"], "units.1.state_itemsize", 6.03125),
+        *("units.1.groups.0.w.0.stop", 4000, "units.1.groups.0.s.0.stop", 4000),
+        *("units.1.groups.1.w.0.start", 4000, "units.1.groups.1.s.0.stop", 4192),
+    ),
+    "states of no size": change("units.1.state_itemsize", float("nan")),
     "states without end": change("units.1.state_itemsize", 1 << 50),
     "a master without states": change("units.0.has_master", True),
+    "a state of no torch": change("units.1.state.1", "load"),
+    "a state of whole numbers": change("units.1.state.1", "int32"),
+    "a state too many": change("units.1.state", lambda state: [*state, "float32"]),
+    "halves of masters that are whole": change("units.1.state.0", "int16", "units.1.state_itemsize", 10),
     "a gap between parts": change("units.1.groups.1.w.0.start", 4097),
     "a gap between parts that are large enough": change(
         "units.1.groups.1.w.0.start", 4097, "units.1.groups.1.w.0.stop", 8193

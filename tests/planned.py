@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hypothesis import strategies as st
 from tiers import frozen_quanta, tensors, tiered_steps, with_gradient
 
 from gs_compile.passes.lower import StepSpec, lower
+from gs_compile.placement.levels import Share
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
@@ -122,17 +123,20 @@ def placed(
     device_ratios: Mapping[str, float] | None = None,
     speculative: bool = False,
     layer_updates: int = 1,
+    shares: Sequence[Share] = (),
 ) -> Placement:
     builder = StepBuilder.of(workload, num_micro_batches, separate=separate, clip=clip)
     return replace(builder, layer_updates=layer_updates).placement(
-        ratios, alpha, device_ratios, speculative=speculative
+        ratios, alpha, device_ratios, speculative=speculative, shares=shares
     )
 
 
 def formulas(workload: Workload, profile: Profile, *, speculative: bool = False, layer_updates: int = 1) -> Formulas:
     builder = StepBuilder.of(workload, 0, separate=profile.separate, clip=speculative)
     builder = replace(builder, layer_updates=layer_updates)
-    return Formulas(workload, profile, Counted(workload, builder, speculative=speculative))
+    return Formulas(
+        workload, profile, Counted(workload, builder, speculative=speculative, saves=workload.num_levels > 0)
+    )
 
 
 def on(known: Formulas, profile: Profile) -> Formulas:

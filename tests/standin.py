@@ -5,18 +5,23 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from gs_compile.placement.levels import Share
+
 GiB = 2**30
 
 
 def stand_in() -> Any:
     """A plan with the fields that are told, all made up."""
     return SimpleNamespace(
-        workload=SimpleNamespace(name="gpt-65b", micro_batch_size=2, sequence=2048, tokens=4096),
+        workload=SimpleNamespace(name="gpt-65b", micro_batch_size=2, sequence=2048, tokens=4096, masters="split"),
         profile=SimpleNamespace(name="a100", separate=True),
         budgets=SimpleNamespace(device_nbytes=80 * GiB, host_nbytes=400 * GiB, ssd_nbytes=4096 * GiB),
         simulation=SimpleNamespace(bubbles={"ssd_read s": 10.5}),
         schedule="vertical",
         ranks=1,
+        masters="split",
+        shares=(Share(1, "host", 0.125),),
+        saved=0.125,
         num_micro_batches=32,
         alpha=0.13,
         ratios={"parameter": 0.5, "checkpoint": 1.0, "optimizer": 0.0},

@@ -71,7 +71,14 @@ def stored_run(*folders: Path, on_disk: bool = True, seed: int = 0, run: str = R
     made = values(seed)
     units = (
         StoredUnit(
-            "e", "float32", (StoredGroup("a", "never", (StoredRange("a", "host", 0, 8192),), ()),), 4, 4, 0, False
+            "e",
+            "float32",
+            (StoredGroup("a", "never", (StoredRange("a", "host", 0, 8192),), ()),),
+            4,
+            4,
+            8,
+            False,
+            ("float32",) * 2,
         ),
         StoredUnit(
             0,
@@ -84,6 +91,7 @@ def stored_run(*folders: Path, on_disk: bool = True, seed: int = 0, run: str = R
             gradient_itemsize=4,
             state_itemsize=12,
             has_master=True,
+            state=("float32",) * 3,
         ),
     )
     parameters = (

@@ -14,7 +14,7 @@ KNOWN = (
     "micro_batch_size, outputs, storage, host_memory, device_memory, machine, precision, group, mesh, durability, "
     "resume, expert, mode"
 )
-KNOWN_EXPERT = "schedule, compiler, snake, alpha, ratios, clip, separate_device, threads, trace"
+KNOWN_EXPERT = "schedule, compiler, snake, alpha, recompute, ratios, clip, separate_device, masters, threads, trace"
 
 
 def test_defaults_work():
@@ -62,7 +62,7 @@ def test_from_a_mapping():
         (
             {"expert": {"ratios": {"parameter": 0.5, "device_parameter": 0.75}}},
             "expert.ratios.parameter is 0.5 and expert.ratios.device_parameter is 0.75: together they are more than "
-            "there is, so lower one of the two",
+            "there is, so lower one of them",
         ),
         (
             {"expert": {"ratios": {"optimizer": 1.5}}},

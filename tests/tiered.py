@@ -112,7 +112,7 @@ def tokens(step: int, batch_size: int = BATCH) -> torch.Tensor:
 
 
 def options(storage: Path | Sequence[Path], **changes: Any) -> dict[str, Any]:
-    """Options for tests: everything on SSD, layers' code as it is; changes of `expert` by name."""
+    """Options for tests: everything on SSD, layers' code as it is and run again; changes of `expert` by name."""
     known = {"micro_batch_size", "outputs", "host_memory", "device_memory", "precision", "durability", "resume"}
     ratios = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0} | changes.pop("ratios", {})
     expert = {key: value for key, value in changes.items() if key not in known}
@@ -122,7 +122,7 @@ def options(storage: Path | Sequence[Path], **changes: Any) -> dict[str, Any]:
         "storage": storage,
         "host_memory": "100MiB",
         **{key: value for key, value in changes.items() if key in known},
-        "expert": {"compiler": "eager", "ratios": ratios, **expert},
+        "expert": {"compiler": "eager", "recompute": "all", "ratios": ratios, **expert},
     }
 
 

@@ -17,12 +17,13 @@ from toy import steps
 from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.cut import cut
+from gs_compile.placement.levels import Level, Share
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.shards import QUANTUM, sharded
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import Program, StepShape, Unit, Value
 
-X_NBYTES, SIDE_NBYTES = 1000, 10
+X_NBYTES, SIDE_NBYTES, SAVED_NBYTES = 1000, 10, 3000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class Options:
     most_numel: int = 1 << 30
     separate: bool = True
     has_master: bool = True
+    is_pair: bool = False  # the parameters are narrow, and not made anew from a master
     has_state: bool = True
     clip: bool = False
     device_parameter: float = 0.0
@@ -43,6 +45,10 @@ class Options:
     speculative: bool = False
     world: int = 1
     layer_updates: int = 1
+    kept: tuple[Unit, ...] = ()
+    ahead: int = 0
+    shares: tuple[Share, ...] = ()
+    reads_input: bool = False  # of level 1; level 2 does not, and saves twice as much
 
 
 RESIDENT = Options(parameter_ratio=1.0, optimizer_ratio=1.0, checkpoint_ratio=1.0, separate=False)
@@ -54,6 +60,11 @@ RATIOS = (0.0, 0.3, 1.0)
 def options(draw: st.DrawFn) -> Options:
     clip, separate = draw(st.booleans()), draw(st.booleans())
     checkpoint = draw(st.sampled_from(RATIOS))
+    on_device = draw(st.sampled_from((0.0, (1 - checkpoint) / 2, 1 - checkpoint))) if separate else 0.0
+    saved = [
+        Share(draw(st.integers(1, 2)), tier, draw(st.sampled_from((0.0, 0.2, 0.3))) * (1 - checkpoint - on_device))
+        for tier in (("device", "host", "ssd") if separate else ("host", "ssd"))
+    ]
     return Options(
         parameter_ratio=draw(st.sampled_from(RATIOS)),
         optimizer_ratio=draw(st.sampled_from(RATIOS)),
@@ -61,12 +72,17 @@ def options(draw: st.DrawFn) -> Options:
         alpha=1.0 if clip else draw(st.sampled_from((0.0, 0.25, 0.5, 1.0))),
         most_numel=draw(st.sampled_from((2 * QUANTUM, 1 << 30))),
         separate=separate,
-        has_master=draw(st.booleans()),
+        has_master=(has_master := draw(st.booleans())),
+        is_pair=not has_master and draw(st.booleans()),
         has_state=draw(st.booleans()),
         clip=clip,
         device_parameter=draw(st.sampled_from((0.0, 0.6, 1.0))) if separate else 0.0,
         layer_updates=draw(st.sampled_from((1, 4))),
-        device_checkpoint=draw(st.sampled_from((0.0, (1 - checkpoint) / 2, 1 - checkpoint))) if separate else 0.0,
+        device_checkpoint=on_device,
+        kept=("t", "e", 0, 1)[: draw(st.sampled_from((0, 1, 4)))],
+        ahead=draw(st.sampled_from((0, 1, 4))),
+        shares=tuple(share for share in saved if share.part),
+        reads_input=draw(st.booleans()),
     )
 
 
@@ -99,8 +115,8 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         sizes = [quanta * QUANTUM for _, quanta in tensors(unit)]
         rest = [quanta * QUANTUM for quanta in frozen_quanta(unit)]
         trained, frozen = (sizes, rest) if unit in with_gradient(num_layers, shape) else ([], sizes + rest)
-        may_reside = options.has_master or not trained
-        itemsize = 4 if options.has_master else 8
+        is_narrow = options.has_master or options.is_pair
+        may_reside, itemsize = is_narrow or not trained, 4 if is_narrow else 8
         whole = UnitSize(unit, tuple(trained), tuple(frozen), itemsize, 8, state, options.has_master)
         size = sharded(whole, options.world)
         return cut(
@@ -116,6 +132,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
             device_numel=int(options.device_parameter * sum(size.trained + size.frozen)) if may_reside else 0,
         )
 
+    levels = tuple(Level((k * SAVED_NBYTES,) * num_micro_batches, options.reads_input and k == 1) for k in (1, 2))
     return Placement(
         tuple(map(placed, units)),
         options.separate,
@@ -128,6 +145,10 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         speculative=options.speculative,
         world=options.world,
         layer_updates=options.layer_updates,
+        kept=options.kept,
+        ahead=options.ahead,
+        levels=(levels,) * num_layers,
+        shares=tuple(share for share in options.shares if options.separate or share.tier != "device"),
     )
 
 
@@ -166,7 +187,7 @@ def train(
     durable placement all are committed, and at the end the copies that commits keep are those of what was trained.
     """
     on_device = made_by == "overlap"
-    late, redo, durable = False, True, placement.durability > 0
+    late, redo, warm, durable = False, True, False, placement.durability > 0
     results = []
     toy = TieredToy(num_layers, num_micro_batches, shape, placement=placement)
     home = toy.home(on_device)
@@ -177,6 +198,7 @@ def train(
             mode = replace(shape, training=training)
             toy = TieredToy(num_layers, num_micro_batches, mode, seed=number, placement=placement)
             spec = StepSpec(num_layers, num_micro_batches, shape=mode, placement=placement, late=late, redo=redo)
+            spec = replace(spec, warm=warm and training)
             snapshots = lower(replace(spec, copies=durable, seals=durable and number > 0))
         if snapshots:
             late = bool(training) and placement.has_late
@@ -184,7 +206,8 @@ def train(
             results.append({value.name: content for value, content in values.items() if value.kind in ("loss", "y")})
             there = {**home, **values}
             redo = not placement.speculative or not late or bool(there[_scale(on_device)] != 1.0)
-            homes = placement.homes(late=late, redo=redo)
+            warm = bool(training and placement.kept_values) and not (placement.speculative and late and redo)
+            homes = placement.homes(late=late, redo=redo, warm=warm and not on_device)
             late = late and any(value.kind == "dw" for value in homes)
             if on_device:  # no memory is reclaimed there
                 homes = {value._replace(tier="device") for value in homes | placement.homes(late=False)}

@@ -113,7 +113,7 @@ class Toy:
     def forward(
         self, unit: Unit, micro_batch: int, *, wants: Iterable[str], x: Tensor, w: Any, side: Any = None
     ) -> Any:
-        return _pick(layer(x, side, w), wants)
+        return _pick({**layer(x, side, w), "a": x}, wants)
 
     def head(self, unit: Unit, micro_batch: int, *, wants, x, batch, w, side=None, total=None, dw=None, dside=None):
         x, side, *w = leaves = _leaves(x, side, *w)
@@ -127,8 +127,10 @@ class Toy:
         made = head(x, side, batch, total, w)
         return _pick({"dx": _pull([made["loss"], made["y"]], dy, leaves, dw, dside)}, wants)
 
-    def backward(self, unit, micro_batch, *, wants, x, w, dx=None, dy=None, side=None, dw=None, dside=None):
-        x, side, *w = leaves = _leaves(x, side, *w)
+    def backward(
+        self, unit, micro_batch, *, wants, w, x=None, a=None, dx=None, dy=None, side=None, dw=None, dside=None
+    ):
+        x, side, *w = leaves = _leaves(x if a is None else a, side, *w)
         above = layer(x, side, w)["x"]
         return _pick({"dx": _pull([above], [_sum(dx, dy)], leaves, dw, dside)}, wants)
 

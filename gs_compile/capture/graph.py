@@ -199,9 +199,12 @@ class UnitCode(Protocol):
     backward(*inputs, *gradients)   runs forward again; returns the gradients of `unit.differentiable`, given those of
                                     `unit.differentiated` results; parameters' may be factors (`capture.gradients`)
     both(*inputs)                   of the head: its results, then the gradients of its loss
+
+    At level 1 and above the forward's results are followed by what it saves, which the backward takes behind its
+    inputs; the layer's own input is among these only if that level reads it.
     """
 
-    def function(self, name: str) -> Callable[..., Sequence[Any]]: ...
+    def function(self, name: str, level: int = 0) -> Callable[..., Sequence[Any]]: ...
 
     @property
     def draws_random(self) -> bool: ...

@@ -9,7 +9,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -67,6 +67,13 @@ class Generator:
         graph.recompile()
         return graph
 
+    def functional(
+        self, graph: fx.GraphModule, specs: Iterable[TensorSpec], sizes: Sizes | None = None
+    ) -> fx.GraphModule:
+        """A traced graph with nothing changed in place: the same operations otherwise, and the same random numbers."""
+        constant = [replace(spec, requires_grad=False) for spec in specs]
+        return self.trace(torch.func.functionalize(graph, remove="mutations"), constant, sizes)
+
     @property
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         """The decompositions to trace with; inductor's may change strides, so its views must be chosen after them.
@@ -90,6 +97,8 @@ class Generator:
         patches = dict(list_mode_options(self.mode)) if self.mode else {}
         patches.pop("triton.cudagraphs", None)  # a graph's outputs end with its next call; checkpoints live longer
         inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+        if any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in inputs):
+            patches["fallback_random"] = True  # else masks are drawn in any order, in the backward in another one
         with torch.no_grad(), torch._C._DisableAutocast():
             compiled: Any = compile_fx(graph, inputs, config_patches=patches)
         function: Callable[..., Any] = compiled
@@ -122,6 +131,13 @@ class Sizes:
             return length
         own = {symbol: number.node.expr for symbol, number in self.symbols.items()}
         return self.env.create_symintnode(length.expression.xreplace(own), hint=int(length))
+
+    def number(self, size: Any, values: Sequence[int]) -> int:
+        """What a size that was traced with the symbols comes to where these have other values."""
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        own = (number.node.expr for number in self.symbols.values())
+        return int(size.node.expr.xreplace(dict(zip(own, map(sympy.Integer, values), strict=True))))
 
     def guard(self) -> str:
         """What values have to be like for what was traced and compiled so far."""

@@ -38,7 +38,8 @@ def make_plan(request: PlanRequest, schedule: Schedule = "vertical") -> StepPlan
     """
     ratios = dict(map(_ratio, request.ratios or ()))
     often = int(request.durability) if request.durability.isdecimal() else request.durability
-    Options.of({"durability": often, "expert": {"ratios": ratios}})  # refuses unknown classes, and parts that are none
+    expert = {"ratios": ratios, "recompute": request.recompute}
+    Options.of({"durability": often, "expert": expert})  # refuses unknown classes, parts that are none, contradictions
     with busy(f"planning {request.model}"):
         from gs_compile.planner.plan import plan
 

@@ -93,7 +93,16 @@ class PlanRequest(NamedTuple):
     host_memory: str | None = option('A budget, such as "64GiB".', None, metavar="SIZE", unset="the machine's")
     device_memory: str | None = option("The same for the device.", None, metavar="SIZE", unset="the machine's")
     precision: Literal["bf16", "model"] = option("bf16 with fp32 masters, or the model's own.", "bf16")
+    states: Literal["fp32", "bf16", "8bit"] = option("What moments of the optimizer are stored in.", "fp32")
     wear_years: float | None = option("Years that the drives are to last, training all day.", None, min=0, metavar="Y")
+    recompute: Literal["auto", "all", "none"] = option(
+        "What a backward runs again: the whole forward, none of it, or what is faster.", "auto"
+    )
+    masters: Literal["split", "whole"] | None = option(
+        "fp32 masters of bf16 parameters: the parameter is their upper half, or the state has all.",
+        None,
+        unset="split",
+    )
     durability: str = option('The steps that outlive the process: "off", "step", or N: every N-th.', "off", metavar="N")
     storage: Storage = None
     gpus: int = option("GPUs of a node; each has micro-batches of its own.", 1, min=1, metavar="G")

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product, takewhile
 from typing import Any
 
 import torch
@@ -25,10 +26,13 @@ from gs_compile.capture.specialize import specialize
 from gs_compile.capture.split import Split, split
 from gs_compile.capture.uniform import Uniform, uniform
 from gs_compile.codegen.differentiate import Differentiated
+from gs_compile.codegen.levels import SavedLevel
 from gs_compile.errors import UniformityWarning
 from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.passes.lower import StepSpec, lower
+from gs_compile.placement.levels import Level
+from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import EPILOGUE, ORDERS, PROLOGUE, TIED, Program, StepShape, Unit, Value, height
 from gs_compile.progress import stage
@@ -95,20 +99,26 @@ class SpecializedModel:
         """Bytes of all side inputs of one micro-batch."""
         return sum(spec.nbytes for spec in self.split.sides)
 
-    def compile_code(self, shape: StepShape) -> None:
-        """Compile what a step of this shape runs: backwards run in a thread of autograd's, which must not compile."""
-        missing: dict[tuple[Differentiated, str], None] = {}  # each once, in order
+    def compile_code(self, shape: StepShape, placement: Placement | None = None) -> None:
+        """Compile what a step of this shape runs: backwards run in a thread of autograd's, which must not compile.
+
+        placement: of this step, where it says what layers save.
+        """
+        missing: dict[tuple[Differentiated, str, int], None] = {}  # each once, in order
         for unit, graph in self.split.by_unit.items():
             has_backward = bool(graph.differentiable and graph.differentiated)
             runs_backward = shape.training and has_backward and height(unit) >= height(shape.first_grad)
             together = runs_backward and "loss" in graph.results
-            for name in ("both",) if together else ("forward", "backward")[: 1 + runs_backward]:
-                if not self.codes[unit].has_function(name):
-                    missing[self.codes[unit], name] = None
+            names = ("both",) if together else ("forward", "backward")[: 1 + runs_backward]
+            saves = runs_backward and placement is not None and placement.shares and isinstance(unit, int)
+            levels = placement.levels_in_use(unit) if saves and placement else {0}
+            for name, level in product(names, sorted(levels)):
+                if not self.codes[unit].has_function(name, level):
+                    missing[self.codes[unit], name, level] = None
         if missing:
             with stage("compiling the layers' code", len(missing)) as advance:
-                for code, name in missing:
-                    code.function(name)
+                for code, name, level in missing:
+                    code.function(name, level)
                     advance()
 
     @cached_property
@@ -221,6 +231,18 @@ class Compilation:
                 UniformityWarning,
                 stacklevel=2,
             )
+
+
+def levels_of(models: Sequence[SpecializedModel]) -> tuple[tuple[Level, ...], ...]:
+    """Of each layer what levels 1, 2 ... save, for micro-batches of these sizes; those that all sizes have alike."""
+    return tuple(
+        _levels([model.codes[layer].levels for model in models]) for layer in range(models[0].split.num_layers)
+    )
+
+
+def _levels(sizes: Sequence[Sequence[SavedLevel]]) -> tuple[Level, ...]:
+    alike = takewhile(lambda each: len({level.reads_input for level in each}) == 1, zip(*sizes, strict=False))
+    return tuple(Level(tuple(level.nbytes for level in each), each[0].reads_input) for each in alike)
 
 
 def _code(unit: UnitGraph, key: Hashable, options: Options) -> Differentiated:

@@ -16,85 +16,151 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx
 
-from gs_compile.capture.graph import UnitGraph
+from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.capture.inductor import Generator, Resized, Sizes, draws_random
+from gs_compile.capture.partition import CannotSaveError
 from gs_compile.codegen.factor import assemble, factor
+from gs_compile.codegen.levels import Cut, Joint, SavedLevel, cuts
 from gs_compile.errors import LengthWarning
 
 Tensors = Sequence[torch.Tensor]
 Function = Callable[..., Sequence[Any]]
+T = TypeVar("T")
 
 
 @dataclass
 class OfAllLengths:
     """What units that differ in lengths alone have in common."""
 
-    functions: dict[str, list[tuple[Sizes, str, Function]]] = field(default_factory=dict)  # with what they ask of sizes
+    codes: list[Differentiated] = field(default_factory=list)  # whose functions begin with the lengths
+    refusal: str = ""  # why torch can make none
     draws_random: bool | None = None
+
+
+class Cuts(NamedTuple):
+    """The levels above 0, and the code whose graphs they are; reason: why there are none."""
+
+    code: Differentiated
+    found: Sequence[Cut]
+    reason: str = ""
 
 
 class Differentiated:
     """The functions of one class of units, each traced and compiled by `generator` when it is first asked for.
 
-    `graphs` holds the ATen graphs made so far. `common` is shared with the same class at other lengths.
+    `graphs` holds the ATen graphs made so far. Where lengths are symbolic in the capture, functions are those that
+    `common` has for all lengths, as far as they may be used with these.
+
+    sizes: of such a code itself, the symbols that it is traced with.
     """
 
-    def __init__(self, unit: UnitGraph, generator: Generator, common: OfAllLengths | None = None) -> None:
+    def __init__(
+        self, unit: UnitGraph, generator: Generator, common: OfAllLengths | None = None, sizes: Sizes | None = None
+    ) -> None:
         self.unit = unit
         self.common = common or OfAllLengths()
         self.graphs: dict[str, fx.GraphModule] = {}
         self.seconds = 0.0  # spent in tracing and compiling
         self._generator = generator
-        self._functions: dict[str, Function] = {}
+        self._sizes = sizes
+        self._lengths = tuple(unit.symbols.values())
+        self._functions: dict[tuple[str, int], Function] = {}
 
-    def function(self, name: str) -> Function:
-        """The compiled "forward", "backward" or "both"; gradients of parameters come as factors where they can."""
-        if name not in self._functions:
-            make = self._of_all_lengths if self.unit.symbols else self._of_this
-            self._functions[name] = make(name)
-        return self._functions[name]
+    def function(self, name: str, level: int = 0) -> Function:
+        """The compiled "forward", "backward" or "both"; gradients of parameters come as factors where they can.
 
-    def has_function(self, name: str) -> bool:
-        return name in self._functions
-
-    def _of_all_lengths(self, name: str) -> Function:
-        """The function for lengths as they are here: one that is there, if it may be used with these."""
-        values = list(self.unit.symbols.values())
-        known = self.common.functions.setdefault(name, [])
-        for sizes, guard, function in known:
-            if sizes.holds(guard, values):
-                return partial(function, *values)
-        if min(values) < 2:  # torch treats 0 and 1 as like no other
-            return self._of_this(name)
-        sizes = Sizes(self.unit.symbols)
-        try:
+        At a level above 0, of `levels`, "forward" and "backward" are as `codegen.levels` says.
+        """
+        key = (name, level)
+        if key not in self._functions:
             with self._timed():
-                graph = self._traced(name, sizes)
-            function = self._compiled(name, graph)
-            known.append((sizes, sizes.guard(), function))
+                shared = self._of_all_lengths(
+                    lambda code: partial(code.function(name, level), *self._lengths),
+                    self._cuts.code if level else None,
+                )
+                self._functions[key] = shared or self._compiled(name, self.graph(name, level))
+        return self._functions[key]
+
+    def has_function(self, name: str, level: int = 0) -> bool:
+        return (name, level) in self._functions
+
+    @property
+    def levels(self) -> tuple[SavedLevel, ...]:
+        """The levels above 0; none where `no_levels_reason` says why."""
+        return tuple(cut.level for cut in self._cuts.found)
+
+    @property
+    def no_levels_reason(self) -> str:
+        return self._cuts.reason
+
+    @cached_property
+    def _cuts(self) -> Cuts:
+        sources = [source.kind for source in self.unit.sources]
+        if "x" not in sources or "x" not in self.unit.results or not self.unit.differentiable:
+            return Cuts(self, (), "it is no layer that is trained")
+        with self._timed():
+            if shared := self._of_all_lengths(lambda code: code._cuts):
+                code, found, reason = shared
+                assert code._sizes is not None
+                number = partial(code._sizes.number, values=self._lengths)
+                return Cuts(code, [cut.at(number) for cut in found], reason)
+            try:
+                found = cuts(self._joint_graph())
+            except CannotSaveError as error:
+                return Cuts(self, (), shorten(str(error), 200))
+        return Cuts(self, found, "" if found else "its backward has nothing to compute again")
+
+    def _joint_graph(self) -> Joint:
+        traced = self._traced("joint")
+        try:
+            graph = self._generator.functional(traced, self._arguments("joint"), self._sizes)
+        except RuntimeError as error:  # an operator of the user's that changes memory in its own way
+            raise CannotSaveError(str(error)) from error
+        draws = [n for n in self.graph("forward").graph.nodes if n.op == "call_function" and draws_random(n)]
+        x = self._x + len(self._symbols)
+        return Joint(graph, len(self.unit.differentiated), x, len(self.unit.results), len(draws))
+
+    @property
+    def _x(self) -> int:
+        return [source.kind for source in self.unit.sources].index("x")
+
+    def _of_all_lengths(self, ask: Callable[[Differentiated], T], code: Differentiated | None = None) -> T | None:
+        """What the code of all lengths has (`code`, or the first that may be used with these); None: there is none."""
+        if self._sizes or code is self or self.common.refusal:
+            return None
+        if min(self._lengths, default=0) < 2:  # torch treats 0 and 1 as like no other
+            return None
+        try:
+            code = code or next((known for known in self.common.codes if known._holds(self._lengths)), None)
+            if code is None:
+                code = Differentiated(self.unit, self._generator, sizes=Sizes(self.unit.symbols))
+                self.common.codes.append(code)
+            found = ask(code)
+            return found if code._holds(self._lengths) else None  # what was asked for may ask for more of lengths
         except Exception as error:  # noqa: BLE001 (of any kind, from any of torch's operations)
+            self.common.refusal = shorten(str(error), 200) or type(error).__name__
             warnings.warn(
                 f"the code of unit {self.unit.unit} has to be compiled for each length of the inputs, as torch cannot "
-                f"make it for all ({shorten(str(error), 200)}): pad to few lengths (pad_to_multiple_of), or pack",
+                f"make it for all ({self.common.refusal}): pad to few lengths (pad_to_multiple_of), or pack",
                 LengthWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-            return self._of_this(name)
-        return partial(function, *values)
+        return None
 
-    def _of_this(self, name: str) -> Function:
-        """The function for these lengths alone."""
-        return self._compiled(name, self.graph(name))
+    def _holds(self, lengths: Sequence[int]) -> bool:
+        """Whether what is traced and compiled so far, with symbols, may be used with these lengths."""
+        assert self._sizes is not None
+        return self._sizes.holds(self._sizes.guard(), lengths)
 
     @property
     def draws_random(self) -> bool:
@@ -103,42 +169,58 @@ class Differentiated:
             self.common.draws_random = any(map(draws_random, self.graph("forward").graph.nodes))
         return self.common.draws_random
 
-    def graph(self, name: str) -> fx.GraphModule:
+    def graph(self, name: str, level: int = 0) -> fx.GraphModule:
         """The ATen graph of "forward", "backward" or "both"; traced, not compiled, when it is first asked for."""
+        if level:
+            code, found, _ = self._cuts
+            cut = found[level - 1]
+            return cut.graph(name) if code is self else self._resized(name, cut)
         if name not in self.graphs:
             with self._timed():
                 self.graphs[name] = self._traced(name)
         return self.graphs[name]
 
-    def _traced(self, name: str, sizes: Sizes | None = None) -> fx.GraphModule:
-        """The graph; with `sizes`, of all lengths."""
-        functions = {"forward": self._run, "backward": self._backward, "both": self._both}
-        results = [self.unit.result_specs[index] for index in self.unit.differentiated]
-        gradients = [replace(spec, requires_grad=False) for spec in results if name == "backward"]
-        run = Resized(self.unit.module, sizes).run if sizes else self.unit.module
-        skipped = len(sizes.symbols) if sizes else 0
+    def _resized(self, name: str, cut: Cut) -> fx.GraphModule:
+        """A graph of a level with numbers for its symbols."""
+        arguments = [replace(spec, requires_grad=False) for spec in self._arguments("joint")]
+        inputs, gradients = arguments[: len(self.unit.specs)], arguments[len(self.unit.specs) :]
+        if name == "backward":
+            kept = [spec for at, spec in enumerate(inputs) if at != self._x or cut.level.reads_input]
+            inputs = [*kept, *cut.level.specs, *gradients]
+        return self._generator.trace(partial(cut.graph(name), *self._lengths), inputs)
+
+    def _traced(self, name: str) -> fx.GraphModule:
+        functions = {"forward": self._run, "backward": self._backward, "both": self._both, "joint": self._joint}
+        run = Resized(self.unit.module, self._sizes).run if self._sizes else self.unit.module
         return self._generator.trace(
-            lambda *inputs: functions[name](run, *inputs[skipped:]), (*self.unit.specs, *gradients), sizes
+            lambda *inputs: functions[name](run, *inputs[len(self._symbols) :]), self._arguments(name), self._sizes
         )
+
+    @property
+    def _symbols(self) -> Collection[Any]:
+        """Those that its functions begin with."""
+        return self._sizes.symbols if self._sizes else ()
+
+    def _arguments(self, name: str) -> tuple[TensorSpec, ...]:
+        results = [self.unit.result_specs[index] for index in self.unit.differentiated]
+        gradients = [replace(spec, requires_grad=False) for spec in results if name in ("backward", "joint")]
+        return (*self.unit.specs, *gradients)
 
     def _compiled(self, name: str, whole: fx.GraphModule) -> Function:
         if name == "forward":
-            return self._generated(whole)
+            return self._generator.generate(whole)
         num_results = len(self.unit.results) if name == "both" else 0
         chosen = [self.unit.sources[index].kind == "input" for index in self.unit.differentiable]
         graph, forms = factor(whole, [*[False] * num_results, *chosen])
-        compiled = self._generated(graph)
+        compiled = self._generator.generate(graph)
         return lambda *arguments: assemble(compiled(*arguments), forms)
-
-    def _generated(self, graph: fx.GraphModule) -> Callable[..., Sequence[torch.Tensor]]:
-        with self._timed():
-            return self._generator.generate(graph)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        start = time.perf_counter()
+        """Counts what is inside, also where that counts parts of itself."""
+        start, before = time.perf_counter(), self.seconds
         yield
-        self.seconds += time.perf_counter() - start
+        self.seconds = before + time.perf_counter() - start
 
     # The functions that are traced, of what runs the unit ------------------------------------------------------------
 
@@ -146,9 +228,13 @@ class Differentiated:
         return run(*inputs)
 
     def _backward(self, run: Function, *arguments: torch.Tensor) -> Tensors:
+        return self._joint(run, *arguments)[len(self.unit.results) :]
+
+    def _joint(self, run: Function, *arguments: torch.Tensor) -> Tensors:
         inputs, gradients = arguments[: len(self.unit.specs)], arguments[len(self.unit.specs) :]
         results = run(*inputs)
-        return self._pull([results[index] for index in self.unit.differentiated], inputs, gradients)
+        pulled = self._pull([results[index] for index in self.unit.differentiated], inputs, gradients)
+        return (*(result.detach() for result in results), *pulled)
 
     def _both(self, run: Function, *inputs: torch.Tensor) -> Tensors:
         results = run(*inputs)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -17,6 +18,7 @@ from gs_compile.placement.shards import QUANTUM, owned, pieces, sharded
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIED, Unit
 from gs_compile.runtime.coordinators import Binding, Bindings
+from gs_compile.runtime.formats import Types, types_of
 from gs_compile.runtime.homes import Slice
 from gs_compile.runtime.ranks import Ranks
 
@@ -34,31 +36,29 @@ class Layout:
     spans: Mapping[int, Slice]  # by input index
     runs: Mapping[Unit, Sequence[Run]]  # the trained elements, cut where the param group changes
     sizes: tuple[UnitSize, ...]
-    dtypes: Mapping[Unit, torch.dtype]
+    types: Mapping[Unit, Types]
 
 
 def arrange(
     split: Split,
     captured: Captured,
-    num_components: int,
+    types_by: Callable[[torch.dtype], Types],
     groups: Mapping[int, int] | None = None,
     *,
     ranks: Ranks | None = None,
 ) -> Layout:
     """The layout of a captured model.
 
-    num_components: of the optimizer's state besides a master; groups: the param group of each trained parameter, by
-    input index; None: they are all in one; ranks: that share each unit. Raises `CaptureError` for a unit whose
-    parameters have several dtypes.
+    types_by: of parameters of a dtype, their types; groups: the param group of each trained parameter, by input index;
+    None: they are all in one; ranks: that share each unit. Raises `CaptureError` for a unit with several dtypes.
     """
     specs, owners = dict[int, TensorSpec](), dict[int, Unit]()
     for graph in split.units:
         for index, spec in graph.parameters(captured).items():
             specs[index], owners[index] = spec, TIED if index in owners else graph.unit
     rank, world = (ranks.rank, ranks.number) if ranks else (0, 1)
-    spans: dict[int, Slice] = {}
-    runs: dict[Unit, list[Run]] = {}
-    sizes: list[UnitSize] = []
+    spans, runs = dict[int, Slice](), dict[Unit, list[Run]]()
+    types, sizes = dict[Unit, Types](), list[UnitSize]()
 
     def order(index: int) -> tuple[bool, int]:
         is_trained = specs[index].requires_grad
@@ -66,7 +66,9 @@ def arrange(
 
     for unit in dict.fromkeys(owners.values()):
         members = sorted((index for index, owner in owners.items() if owner == unit), key=order)
-        sizes.append(sharded(_size(unit, [specs[index] for index in members], num_components), world))
+        of_unit = [specs[index] for index in members]
+        types[unit] = types_by(_dtype(unit, of_unit))
+        sizes.append(sharded(_size(unit, of_unit, types[unit]), world))
         cuts = pieces(sizes[-1].num_trained, sizes[-1].numel)
         runs[unit], stop = [], 0
         for (is_frozen, group), same in groupby(members, key=order):
@@ -76,23 +78,26 @@ def arrange(
                 stop += _padded(specs[index].numel)
             mine = () if is_frozen else owned(cuts, rank, world, start, stop)
             runs[unit] += [(each.local, each.local + each.numel, group) for each in mine]
-    return Layout(spans, runs, tuple(sizes), {unit: specs[index].dtype for index, unit in owners.items()})
+    return Layout(spans, runs, tuple(sizes), types)
 
 
-def _size(unit: Unit, members: Sequence[TensorSpec], num_components: int) -> UnitSize:
+def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:
     dtypes = {spec.dtype for spec in members}
     if len(dtypes) > 1:
         raise CaptureError(
             f"unit {unit} has parameters of {', '.join(sorted(map(str, dtypes)))}; greedysnake keeps a unit in one "
             "flat buffer of one dtype: convert the model with .to(dtype)"
         )
+    (dtype,) = dtypes
+    return dtype
+
+
+def _size(unit: Unit, members: Sequence[TensorSpec], types: Types) -> UnitSize:
     trained, frozen = (
         tuple(_padded(spec.numel) for spec in members if spec.requires_grad == wanted) for wanted in (True, False)
     )
-    (dtype,) = dtypes
-    wide = torch.promote_types(dtype, torch.float32)
-    state_itemsize = wide.itemsize * (num_components + (dtype != wide))
-    return UnitSize(unit, trained, frozen, dtype.itemsize, wide.itemsize, state_itemsize, has_master=dtype != wide)
+    sizes, follows = (types.parameter.itemsize, types.wide.itemsize), types.has_master and not types.is_pair
+    return UnitSize(unit, trained, frozen, *sizes, types.state_itemsize, follows, types.conversion_nbytes)
 
 
 def _padded(numel: int) -> int:
@@ -104,6 +109,11 @@ def kept_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:
     """The dtype in which a parameter is computed with, and kept beside its master."""
     narrow = options.precision == "bf16" and parameter.dtype.is_floating_point
     return torch.bfloat16 if narrow else parameter.dtype
+
+
+def stored_types(moments: Sequence[torch.dtype | None], *, pairs: bool) -> Callable[[torch.dtype], Types]:
+    """From a parameter's dtype to what it is stored as, with such moments of it; None: as wide as its master."""
+    return partial(types_of, moments=moments, pairs=pairs)
 
 
 # Reading --------------------------------------------------------------------------------------------------------------

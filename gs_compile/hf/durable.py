@@ -43,6 +43,7 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
     lr_scheduler: Any
     _storage: Sequence[Path] = ()  # of the commits; empty: no step is durable
     _resumes: bool  # the option
+    _group: Any = None  # the option
     _commit: Manifest | None = None  # that the run goes on from
     _stand_in: str | None = None  # the checkpoint that Trainer is given for it
     _begins_anew: bool = False
@@ -65,7 +66,7 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
         from transformers.trainer import TRAINER_STATE_NAME
         from transformers.trainer_utils import get_last_checkpoint
 
-        commit = last_of(self._storage)
+        commit = last_of(self._storage, self._group)
         if commit is None:
             return given
         words = f"run {commit.run} at step {commit.step} ({commit.written}) in {folder_in(self._storage[0])}"
@@ -96,6 +97,7 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
 
     def _keep(self, options: Options) -> None:
         self._storage, self._resumes = options.storage if options.durability else (), options.resume == "auto"
+        self._group = options.group
 
     def _keep_states(self, optimizer: TieredOptimizer) -> None:
         """Commits have the Trainer's state from now on."""
@@ -134,7 +136,8 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
             return
         assert self._commit is not None, "a checkpoint stands for a commit"
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        resume(self.model, optimizer, storage=self._storage, **{_NAME: optimizer.kept.states[_NAME]})
+        states = {_NAME: optimizer.kept.states[_NAME]}
+        resume(self.model, optimizer, storage=self._storage, group=self._group, **states)
         kept = self._commit.states[_NAME]
         optimizer.kept.has_random_state = not kept["is_under_way"]
         for _ in range(kept["scheduler_steps"]):

@@ -257,8 +257,8 @@ def _check(trainer: Any) -> None:
         ),
         f"{type(trainer).__name__} makes batches of its own while it trains: the batches of a step cannot be put "
         "together": type(trainer)._prepare_inputs is not Trainer._prepare_inputs,
-        "auto_find_batch_size on several ranks: choose per_device_train_batch_size": args.auto_find_batch_size
-        and args.world_size > 1,
+        "auto_find_batch_size on several ranks, of which each would choose for itself: choose "
+        "per_device_train_batch_size": args.auto_find_batch_size and args.world_size > 1,
         f"{args.n_gpu} devices in one process: start a process for each, with torchrun": args.n_gpu > 1,
     }
     for reason, found in reasons.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -17,16 +17,17 @@ Tensor = torch.Tensor
 BUCKET_NBYTES = 25 << 20  # that are exchanged at once, as DistributedDataParallel does
 
 
-def ranks_that_average(parameters: Sequence[Tensor], options: Options) -> Ranks | None:
+def ranks_that_average(parameters: Sequence[Tensor], buffers: Mapping[str, Tensor], options: Options) -> Ranks | None:
     """The ranks of a model that none of our optimizers trains; None: there are no others, or others average already.
 
-    In its first step all get the first rank's values. The model may be in a DistributedDataParallel, which does both.
+    In its first step all get the first rank's values, of buffers by name too. The model may be in a
+    DistributedDataParallel, which does both.
     """
     residency = residency_of(parameters[0])
     if residency.ranks is None:
         ranks = None if _is_wrapped(parameters[0]) else ranks_of(options)
         if ranks is not None:
-            begin_alike(ranks, parameters)
+            begin_alike(ranks, parameters, buffers)
         residency.ranks = (ranks,)
     return residency.ranks[0]
 
@@ -43,12 +44,17 @@ def averaged(ranks: Ranks, gradients: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def begin_alike(ranks: Ranks, parameters: Sequence[Tensor]) -> None:
-    """Give parameters in memory the first rank's values."""
-    for parameter in parameters:
-        values = parameter.detach().cpu().contiguous()
-        ranks.broadcast(values, what="the first values of a parameter")
-        parameter.data.copy_(values)
+def begin_alike(ranks: Ranks, parameters: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
+    """Give parameters in memory, and buffers by name, the first rank's values.
+
+    No forward changes a buffer (capture/split.py), so once is as often as DistributedDataParallel needs to.
+    """
+    named = [("a parameter", parameter) for parameter in parameters]
+    named += [(f"the buffer {name}", buffer) for name, buffer in buffers.items()]
+    for name, tensor in named:
+        values = tensor.detach().cpu().contiguous()
+        ranks.broadcast(values, what=f"the first values of {name}")
+        tensor.data.copy_(values)
 
 
 def _is_wrapped(parameter: Tensor) -> bool:

@@ -52,6 +52,7 @@ def greedysnake(
     own.
     """
     compile_id, checked = current_compile_id(), Options()
+    compilation: Compilation | None = None
     begin: Callable[[Sequence[Any], Ranks | None], Call]
     try:
         checked = Options.of(options, mode)
@@ -61,7 +62,7 @@ def greedysnake(
         begin = partial(_refuse, type(error), str(error))  # not the error: its traceback holds the model
 
     def run(*args: Any) -> list[Any]:
-        with turn(args), told(ranks := meet(args, checked)):
+        with turn(args), told(ranks := meet(args, checked, compilation)):
             return run_together(args, ranks)
 
     def run_together(args: Sequence[Any], ranks: Ranks | None) -> list[Any]:

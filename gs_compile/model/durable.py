@@ -1,9 +1,11 @@
 """durable: the commits of one engine's steps, and a later process that goes on from one.
 
-optimizer.step()       the step is over; a scheduler may move on
-the model is called    [1] the random state that this call finds
-                       [2] all else that a commit keeps, when the program issues `seal`
-a later process        [3] its first call takes parameters and states from the files, and goes on from [1]
+    optimizer.step()       the step is over; a scheduler may move on
+    the model is called    [1] the random state that this call finds
+                           [2] all else that a commit keeps, when the program issues `seal`
+    a later process        [3] its first call takes parameters and states from the files, and goes on from [1]
+
+What never changes is described once; a snapshot [2] takes the rest.
 """
 
 from __future__ import annotations
@@ -27,16 +29,21 @@ from gs_compile.runtime.tiers import Tiers
 
 
 class Trainer(Protocol):
-    """The part of an optimizer that a commit asks for."""
+    """The part of an optimizer that plans and commits ask for."""
 
     num_steps: int
     num_skipped: int
     param_groups: list[dict[str, Any]]
     state: Any
     kept: Kept
+    max_grad_norm: float | None
 
     @property
+    def group_of(self) -> Mapping[torch.Tensor, int]: ...
+    @property
     def components(self) -> tuple[str, ...]: ...
+    @property
+    def moments(self) -> tuple[torch.dtype | None, ...]: ...
 
 
 class Durable:
@@ -58,12 +65,19 @@ class Durable:
         self.random: Mapping[str, str] | None = None  # that the call under way has found
         self._optimizer = optimizer
         self._tiers = tiers
-        self._parameters, self._plan = tuple(parameters), dict(plan)
-        package = sys.modules["gs_compile"].__version__
-        self._versions = {"greedysnake": package, "torch": torch.__version__, "python": platform.python_version()}
+        setting, package = tiers.setting, sys.modules["gs_compile"].__version__
+        self._fixed = {
+            "format": FORMAT,
+            "versions": {"greedysnake": package, "torch": torch.__version__, "python": platform.python_version()},
+            "plan": dict(plan),
+            "units": tuple(stored_units(setting.placement, setting.types)),
+            "parameters": tuple(parameters),
+            "rank": setting.ranks.rank if setting.ranks else 0,
+            "world": setting.placement.world,
+        }
         self._num_steps = self._num_committed = 0  # of this process: that are over, and the last of them committed
         self._is_open = False  # that commit was made between two calls: schedulers and values may change after it
-        self.former = tiers.setting.store.former if tiers.setting.store else None
+        self.former = setting.store.former if setting.store else None
         tiers.commits.snapshot = self.snapshot
 
     def goes_on(self) -> Mapping[str, str] | None:
@@ -98,27 +112,21 @@ class Durable:
     def snapshot(self) -> tuple[Callable[[tuple[StoredPart, ...]], Manifest], Tensors]:
         """All of a commit but its files, as it is now: it is issued."""
         self._num_committed = self._num_steps
-        optimizer, setting = self._optimizer(), self._tiers.setting
+        optimizer, store = self._optimizer(), self._tiers.setting.store
         assert optimizer is not None, "an optimizer is there until its engine is closed"
-        assert setting.store is not None, "commits need storage"
+        assert store is not None, "commits need storage"
         rest = rest_of(optimizer)
         facts = {
-            "format": FORMAT,
-            "run": setting.store.run,
+            **self._fixed,
+            "run": store.run,
             "step": optimizer.num_steps + optimizer.num_skipped,
             "num_skipped": optimizer.num_skipped,
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "versions": self._versions,
             "optimizer": type(optimizer).__name__,
             "components": optimizer.components,
             "random": dict(self.random or random_state()),
             **optimizer.kept.snapshot(optimizer.param_groups),
-            "plan": self._plan,
-            "units": tuple(stored_units(setting.placement, setting.dtypes)),
-            "parameters": self._parameters,
             "rest": laid_out(rest),
-            "rank": setting.ranks.rank if setting.ranks else 0,
-            "world": setting.placement.world,
         }
         return lambda parts: Manifest(parts=parts, **facts), rest
 
@@ -167,7 +175,7 @@ def check_alike(former: Manifest, optimizer: Trainer, parameters: Sequence[Store
     }:
         what = "it has other parameters beside the compiled model"
     elif former.world != world:
-        what = f"it is of {former.world} ranks, and here are {world}: load a checkpoint of state dicts instead"
+        what = f"it is of {former.world} ranks, this run of {world}: load a checkpoint of state dicts instead"
     else:
         return
     raise ResumeError(f"{_named(former)}: {what}")

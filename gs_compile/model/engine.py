@@ -23,16 +23,14 @@ from typing import Any, Protocol
 import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.codegen.layout import arrange, bind, tied_units
+from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import OptimizerError, StepOrderError
 from gs_compile.model.durable import Durable, Trainer, give_back_rest
 from gs_compile.model.moving import let_go, move_in, take_up
-from gs_compile.model.opening import former_plan, open_tiers, stored_parameters
+from gs_compile.model.opening import open_tiers, planned
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.residency import residency_of
-from gs_compile.model.trained import param_groups
 from gs_compile.placement.placement import Placement
-from gs_compile.planner.cache import PlanCache
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, StepShape, Unit, Value
 from gs_compile.runtime.coordinators import Bindings
@@ -49,12 +47,9 @@ class Optimizer(Trainer, Protocol):
     """The part of an optimizer that an engine asks for."""
 
     rule: Rule
-    max_grad_norm: float | None
     loss_scale: Callable[[], float]
     turn: AbstractContextManager[Any]
 
-    @property
-    def group_of(self) -> Mapping[Tensor, int]: ...
     def begin_step(self) -> StepRecord: ...
 
 
@@ -78,19 +73,10 @@ class Engine(ParameterStore):
         self.programs: tuple[Program, ...] = ()  # of the latest call
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
         self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
-        components = optimizer.components
-        split, groups = models[0].split, param_groups(compilation, models[0], args, optimizer.group_of)
-        layout = arrange(split, compilation.captured, len(components), groups, ranks=ranks)
-        device, tied = next(args[index].device for index in layout.spans), tied_units(split, layout.spans)
-        stored = stored_parameters(compilation, layout, args)
-        clip = optimizer.max_grad_norm is not None
-        former = {} if ranks else former_plan(self.options, stored, optimizer)
-        self.planning = PlanCache(
-            self.options, layout.sizes, models, tied, clip=clip, device=device, ranks=ranks, former=former
-        )
+        layout, stored, self.planning = planned(optimizer, compilation, models, args, ranks)
         self._latest = self.planning.placement, self.planning.first_shape  # of the latest call
         tiers = open_tiers(self.planning, layout, optimizer.rule, stored, optimizer)
-        super().__init__(tiers, self.options.storage[0], components)
+        super().__init__(tiers, self.options.storage[0], optimizer.components)
         self.turn = optimizer.turn
         self.durable = Durable(self._optimizer, tiers, stored, self.planning.kept) if tiers.commits else None
         spans = {args[index]: span for index, span in layout.spans.items()}
@@ -158,6 +144,7 @@ class Engine(ParameterStore):
         pending = self.tiers.pending if shape.training and placement.has_late else None
         redo = pending is not None and placement.rolls_back(confirmed=pending.confirmed)
         marks = self.durable.marks(self.num_steps) if self.durable and shape.training else {}
+        marks = {**marks, "warm": shape.training and self.tiers.finds_kept()}
         self.programs = self.planning.programs(placement, shape, late=pending is not None, redo=redo, **marks)
         return TieredExecutor(self.tiers, placement, self.programs[-1], units, inputs, bindings)
 
@@ -213,11 +200,11 @@ class Engine(ParameterStore):
         pending = self.tiers.pending
         seals = self.durable is not None and self.durable.take(self.num_steps, always=commit)
         if pending is not None or seals:
+            self.tiers.let_kept_go()  # late updates are made in its memory, too
             redo = pending is not None and self.placement.rolls_back(confirmed=pending.confirmed)
             program = self.planning.flush(late=pending is not None, redo=redo, seals=seals)
             nothing = Bindings(dict.fromkeys(self._units, ()), {})
-            executor = TieredExecutor(self.tiers, self.placement, program, None, {}, nothing)
-            executor.backward()
+            TieredExecutor(self.tiers, self.placement, program, None, {}, nothing).backward()
             self.tiers.pending = None
 
     # Values ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ So whatever ends the first step, the model has its values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableSet, Sequence
+from collections.abc import Callable, Mapping, MutableSet, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from gs_compile.runtime.storage.manifest import StoredParameter
 from gs_compile.runtime.stream import is_in_host_memory
 from gs_compile.runtime.tiers import Tiers
 
+Bring = Callable[[nn.Parameter, Slice, Tensor], Tensor]  # a value to the tiers; gives what stays as its first one
+
 
 def move_in(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], host_nbytes: int, folder: Path) -> None:
     """Move values into the tiers. What fails midway stashes again what it has moved, and ends the tiers.
@@ -37,23 +39,16 @@ def move_in(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], host_nby
     ranks = store.tiers.setting.ranks
     copies = sum(4 * each.numel() for each in spans if not is_in_host_memory(each))  # they come on top
     fits = host_nbytes * (ranks.num_here if ranks else 1) + copies <= available_memory()
-    with stage("moving parameters", len(spans)) as advance, ExitStack() as undo:
-        undo.callback(store.tiers.close)
-        for parameter, span in spans.items():
-            if not is_offloaded(parameter):
-                stash(parameter)
-            place = residency_of(parameter)
-            stashed = place.stashed_value(parameter)
-            values = whole(stashed).cpu()
-            if ranks and not isinstance(stashed, DTensor):
-                ranks.broadcast(values, 0)
-            store.tiers.fill(span, values)
-            leave_memory(values.untyped_storage())  # of a file
-            adopt(parameter, store, span, stashed if place.folder else _kept(values, None if fits else folder))
-            undo.callback(hand_back, parameter)
-            advance()
-        store.tiers.fill_up()
-        undo.pop_all()
+
+    def bring(parameter: nn.Parameter, span: Slice, stashed: Tensor) -> Tensor:
+        values = whole(stashed).cpu()
+        if ranks and not isinstance(stashed, DTensor):
+            ranks.broadcast(values := values.contiguous(), 0)
+        store.tiers.fill(span, values)
+        leave_memory(values.untyped_storage())  # of a file
+        return stashed if residency_of(parameter).folder else _kept(values, None if fits else folder)
+
+    _move(store, spans, "moving parameters", bring)
     trim()  # of what capturing and converting have left
 
 
@@ -65,31 +60,43 @@ def take_up(
     Gives what the commit has beside the tiers. What fails midway leaves the commit as it is, and the parameters the
     values that they had before.
     """
-    tiers = store.tiers
+    tiers, entries = store.tiers, dict(zip(spans, stored, strict=True))
     assert tiers.setting.store is not None, "a commit is on storage"
-    former = FormerHomes(tiers.setting.store, tiers.setting.ranks)
-    with stage("taking up parameters", len(spans)) as advance, ExitStack() as undo:
+    assert tiers.commits is not None, "who goes on commits"
+    with ExitStack() as undo:
         undo.callback(tiers.close)
-        for (parameter, span), entry in zip(spans.items(), stored, strict=True):
-            if not is_offloaded(parameter):
-                stash(parameter)
-            place = residency_of(parameter)
-            first = place.stashed_value(parameter)
-            for piece, source in zip(pieces_of(span, 4), pieces_of(former.places[entry.name], 4), strict=True):
-                _take_up_piece(tiers, former, piece, source, len(store.components) if entry.trained else 0)
-            adopt(parameter, store, span, first)
-            undo.callback(hand_back, parameter)
-            advance()
-        tiers.fill_up()
+        former = FormerHomes(tiers.setting.store, tiers.setting.ranks)
         rest = read_rest(tiers.setting.store)
         undo.pop_all()
+
+    def bring(parameter: nn.Parameter, span: Slice, stashed: Tensor) -> Tensor:
+        entry = entries[parameter]
+        for piece, source in zip(pieces_of(span, 4), pieces_of(former.places[entry.name], 4), strict=True):
+            _take_up_piece(tiers, former, piece, source, len(store.components) if entry.trained else 0)
+        return stashed
+
+    _move(store, spans, "taking up parameters", bring)
     store.has_loaded_state = True
     for parameter in spans:  # what they were before is over: from now on the commit is what there is
         residency_of(parameter).stash = None
-    assert tiers.commits is not None, "who goes on commits"
     tiers.commits.takes_up = False
     trim()
     return rest
+
+
+def _move(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], words: str, bring: Bring) -> None:
+    """Give parameters to the tiers, one after the other, or none of them: then the tiers are ended."""
+    with stage(words, len(spans)) as advance, ExitStack() as undo:
+        undo.callback(store.tiers.close)
+        for parameter, span in spans.items():
+            if not is_offloaded(parameter):
+                stash(parameter)
+            first = bring(parameter, span, residency_of(parameter).stashed_value(parameter))
+            adopt(parameter, store, span, first)
+            undo.callback(hand_back, parameter)
+            advance()
+        store.tiers.fill_up()
+        undo.pop_all()
 
 
 def _take_up_piece(tiers: Tiers, former: FormerHomes, piece: Slice, source: Slice, num_components: int) -> None:

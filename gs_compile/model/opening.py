@@ -8,17 +8,22 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
-from gs_compile.codegen.compiled import Compilation
-from gs_compile.codegen.layout import Layout
-from gs_compile.errors import OptionError, ResumeError, StorageError
+import torch
+
+from gs_compile.codegen.compiled import Compilation, SpecializedModel
+from gs_compile.codegen.layout import Layout, arrange, stored_types, tied_units
+from gs_compile.errors import MemoryBudgetError, OptionError, ResumeError, StorageError
 from gs_compile.model.durable import Trainer, check_alike
+from gs_compile.model.trained import param_groups
 from gs_compile.options import Options
 from gs_compile.planner.cache import PlanCache
 from gs_compile.runtime.former import alike
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import Recipe
+from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.storage.folder import folder_in
-from gs_compile.runtime.storage.manifest import StoredParameter, read
+from gs_compile.runtime.storage.last_commit import commits_in, newest_of
+from gs_compile.runtime.storage.manifest import StoredParameter
 from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.stream import has_own_memory
 from gs_compile.runtime.threads import update_threads
@@ -26,6 +31,46 @@ from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Trace
 
 log = logging.getLogger(__name__)
+FASTER = 0.99  # of the time with split masters: less is what two timings of the same code differ by
+
+
+def planned(
+    optimizer: Trainer,
+    compilation: Compilation,
+    models: Sequence[SpecializedModel],
+    args: Sequence[Any],
+    ranks: Ranks | None = None,
+) -> tuple[Layout, tuple[StoredParameter, ...], PlanCache]:
+    """The layout of a model, its parameters as commits say them, and its plan.
+
+    Masters are split where nothing else is asked for. What lives on a device goes to the host for its update then, and
+    late updates need the old halves: where parameters live there, or nothing fits, whole masters may be better.
+    """
+    options, split = compilation.options, models[0].split
+    parameters = [index for index, arg in enumerate(args) if isinstance(arg, torch.nn.Parameter)]
+    groups, clip = param_groups(compilation, models[0], args, optimizer.group_of), optimizer.max_grad_norm is not None
+
+    def found(*, pairs: bool) -> tuple[Layout, tuple[StoredParameter, ...], PlanCache]:
+        layout = arrange(split, compilation.captured, stored_types(optimizer.moments, pairs=pairs), groups, ranks=ranks)
+        device, tied = next(args[index].device for index in layout.spans), tied_units(split, layout.spans)
+        stored = stored_parameters(compilation, layout, args)
+        former = {} if ranks else former_plan(options, stored, optimizer)
+        cache = PlanCache(options, layout.sizes, models, tied, clip=clip, device=device, ranks=ranks, former=former)
+        return layout, stored, cache
+
+    if options.expert.masters or ranks or not any(args[index].dtype == torch.bfloat16 for index in parameters):
+        return found(pairs=options.expert.masters != "whole")
+    try:
+        first = found(pairs=True)
+    except MemoryBudgetError as error:
+        log.info("with split masters it does not fit, so they are whole: %s", error)
+        return found(pairs=False)
+    one = first[-1].planner.plan
+    if one is None or not any(unit.num_resident for unit in first[-1].placement.units):
+        return first
+    other = found(pairs=False)
+    two = other[-1].planner.plan
+    return other if two is None or two.seconds < FASTER * one.seconds else first
 
 
 def open_tiers(
@@ -41,16 +86,15 @@ def open_tiers(
         raise OptionError(
             'gs_compile.resume() was called, and durability is "off": give durability="step", or a number'
         )
-    num_components = len(optimizer.components)
     with ExitStack() as undo:
         store, same = None, frozenset[str]()
         if planning.uses_ssd:
-            store, same = _open_store(planning, stored, optimizer)
+            store, same = _open_store(planning, layout, stored, optimizer)
             undo.callback(store.close)
         tiers = Tiers(
             planning.placement,
-            layout.dtypes,
-            Recipe(rule, layout.runs, {size.unit: num_components + size.has_master for size in layout.sizes}),
+            layout.types,
+            Recipe(rule, layout.runs),
             store,
             device,
             trace=Trace(events=expert.trace),
@@ -64,7 +108,7 @@ def open_tiers(
 
 
 def _open_store(
-    planning: PlanCache, stored: Sequence[StoredParameter], optimizer: Trainer
+    planning: PlanCache, layout: Layout, stored: Sequence[StoredParameter], optimizer: Trainer
 ) -> tuple[Store, frozenset[str]]:
     """The storage of a plan, and the names of the parts there that stay in their files."""
     options, ranks, same = planning.planner.options, planning.planner.ranks, frozenset[str]()
@@ -92,7 +136,8 @@ def _open_store(
         if store.former is not None:
             log.info("run %s goes on from step %d (%s)", store.run, store.former.step, store.former.written)
             check_alike(store.former, optimizer, stored, planning.placement.world)
-            same = alike(store.former, planning.placement, stored, [drive.folder for drive in store.drives])
+            folders = [drive.folder for drive in store.drives]
+            same = alike(store.former, planning.placement, layout.types, stored, folders)
         store.reserve_check(planning.ssd_nbytes - store.nbytes_of(same))
         undo.pop_all()
     return store, same
@@ -107,9 +152,8 @@ def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: 
     goes_on = options.resume or optimizer.kept.storage
     looks_in = dict.fromkeys((*options.storage, *optimizer.kept.storage)) if goes_on else ()
     with suppress(StorageError):
-        commits = [found for each in map(folder_in, looks_in) if each.is_dir() and (found := read(each)) is not None]
-        if commits:
-            newest = max(commits, key=lambda each: each.step)
+        newest = newest_of(commits_in(map(folder_in, looks_in)))
+        if newest is not None:
             check_alike(newest, optimizer, stored, world=1)
             return newest.plan
     return {}

@@ -1,4 +1,9 @@
-"""Optimizers whose parameters and states live on the tiers: ``gs_compile.AdamW(model.parameters(), lr=3e-4)``."""
+"""Optimizers whose parameters and states live on the tiers: ``gs_compile.AdamW(model.parameters(), lr=3e-4)``.
+
+state_dtype: of the moments there. torch.bfloat16 moves and stores half of what float32 does, which is the default, and
+"8bit" a quarter; an update rounds them at random, the same way in every run, so it does not learn the very same
+numbers. Parameters in float64 have all moments in float64.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from typing import Any
 from gs_compile.model.step_info import StepInfo
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.runtime import kernels
+from gs_compile.runtime.formats import StateType
 from gs_compile.runtime.kernels import ADAM, ADAMW, LION
 
 __all__ = ["SGD", "Adam", "AdamW", "Lion", "StepInfo", "TieredOptimizer"]
@@ -27,9 +33,10 @@ class AdamW(TieredOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
+        state_dtype: StateType = None,
     ) -> None:
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**numbers, "maximize": maximize}, max_grad_norm)
+        super().__init__(params, {**numbers, "maximize": maximize}, max_grad_norm, state_dtype)
 
 
 class Adam(TieredOptimizer):
@@ -47,9 +54,10 @@ class Adam(TieredOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
+        state_dtype: StateType = None,
     ) -> None:
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**numbers, "maximize": maximize}, max_grad_norm)
+        super().__init__(params, {**numbers, "maximize": maximize}, max_grad_norm, state_dtype)
 
 
 class SGD(TieredOptimizer):
@@ -68,10 +76,11 @@ class SGD(TieredOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
+        state_dtype: StateType = None,
     ) -> None:
         numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         rest = {"dampening": dampening, "nesterov": nesterov, "maximize": maximize}
-        super().__init__(params, {**numbers, **rest}, max_grad_norm)
+        super().__init__(params, {**numbers, **rest}, max_grad_norm, state_dtype)
 
 
 class Lion(TieredOptimizer):
@@ -88,6 +97,7 @@ class Lion(TieredOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
+        state_dtype: StateType = None,
     ) -> None:
         numbers = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, {**numbers, "maximize": maximize}, max_grad_norm)
+        super().__init__(params, {**numbers, "maximize": maximize}, max_grad_norm, state_dtype)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gs_compile.errors import OptimizerError
 from gs_compile.model.mapped import CHUNK_NBYTES, directory, leave_memory, mapped
 from gs_compile.model.rows import mapped_rows, whole
+from gs_compile.runtime.formats import rounds_to
 from gs_compile.runtime.homes import Slice
 from gs_compile.runtime.tiers import Tiers
 
@@ -97,7 +98,7 @@ class ParameterStore:
             new = _part(values, span, piece)
             if own != wide and new.dtype == own:
                 master = self.tiers.read(piece, master=True) if given is None else _part(given, span, piece).to(wide)
-                new = torch.where(new == master.to(own), master, new.to(wide))
+                new = torch.where(rounds_to(master, new), master, new.to(wide))
             self.tiers.fill(piece, new)
             leave_memory(values.untyped_storage())
         if given is not None and self._rounds_to_value(given, span):
@@ -111,7 +112,7 @@ class ParameterStore:
         """
         self.synchronize()
         self.refuse_masters()
-        dtype = self.tiers.setting.state_dtype(span.unit)
+        dtype = self.tiers.setting.wide(span.unit)
         found: dict[str, Any] = {"step": torch.tensor(float(num_steps))}
         for number, name in enumerate(self._components(span)):
             found[name] = self._rows(span, dtype, lambda piece, n=number: self.tiers.read_state(piece, n))  # type: ignore[misc]
@@ -162,7 +163,7 @@ class ParameterStore:
 
     def _rounds_to_value(self, master: Tensor, span: Slice) -> bool:
         def is_alike(piece: Slice) -> bool:
-            found = torch.equal(_part(master, span, piece).to(self.tiers.dtype(span)), self.tiers.read(piece))
+            found = bool(rounds_to(_part(master, span, piece), self.tiers.read(piece)).all())
             leave_memory(master.untyped_storage())
             return found
 

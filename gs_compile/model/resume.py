@@ -1,13 +1,15 @@
 """resume: training goes on from the last durable step, in a new process; and batches that follow from the step alone.
 
-run = gs_compile.resume(model, optimizer, storage="/mnt/nvme0/me", scheduler=scheduler)
-for batch in DataLoader(data, batch_sampler=gs_compile.StepSampler(len(data), 8, start=run.step)):
-    ...
+    run = gs_compile.resume(model, optimizer, storage="/mnt/nvme0/me", scheduler=scheduler)
+    for batch in DataLoader(data, batch_sampler=gs_compile.StepSampler(len(data), 8, start=run.step)):
+        ...
+
+Each part is of use alone: `resume` takes any loader, and `StepSampler` any loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,8 @@ from gs_compile.model.durable import check_parameters
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 from gs_compile.runtime.groups import place_of
-from gs_compile.runtime.storage import manifest
 from gs_compile.runtime.storage.folder import folder_in
-from gs_compile.runtime.storage.last_commit import common_step
+from gs_compile.runtime.storage.last_commit import Steps, commits_in, newest_of
 from gs_compile.runtime.storage.manifest import Manifest
 
 
@@ -39,11 +40,14 @@ class Resumed:
     user: Any = None
 
 
-def resume(model: nn.Module, optimizer: TieredOptimizer, *, storage: Any = None, **states: Any) -> Resumed:
+def resume(
+    model: nn.Module, optimizer: TieredOptimizer, *, storage: Any = None, group: Any = None, **states: Any
+) -> Resumed:
     """Have the model's first call go on from the last durable step in `storage`, if there is one.
 
     Called when model and optimizer are made as they were, before the model's first call; the option `durability` has to
-    be on. `storage` is as in `Options`; the model may be compiled with another one, to which the run then moves.
+    be on. `storage` is as in `Options`; the model may be compiled with another one, to which the run then moves. All
+    ranks that train together call this; `group`, as in `Options`, says which where not all do.
     `states` are objects with `state_dict` and `load_state_dict`, such as schedulers, samplers or a LossScaler: each
     commit keeps their states by name, and they are given back here. The optimizer's settings are those of that step.
 
@@ -58,7 +62,7 @@ def resume(model: nn.Module, optimizer: TieredOptimizer, *, storage: Any = None,
     directories = Options.of({"storage": storage}).storage
     optimizer.kept.storage = directories
     optimizer.kept.states.update(states)
-    former = last_of(directories)
+    former = last_of(directories, group)
     if former is None:
         optimizer.kept.step = 0
         return Resumed()
@@ -73,20 +77,16 @@ def resume(model: nn.Module, optimizer: TieredOptimizer, *, storage: Any = None,
     return Resumed(former.step, former.user)
 
 
-def last_of(directories: Iterable[Path]) -> Manifest | None:
-    """The last commit that this process has, or of several ranks all have."""
-    place = place_of(Options())
-    known: dict[int, tuple[Manifest, bool]] = {}
-    for folder in map(folder_in, directories):
-        for name in (manifest.NEXT, manifest.NAME) if place else (manifest.NAME,):
-            if folder.is_dir() and (found := manifest.read(folder, name)) is not None:
-                known[found.step] = found, name == manifest.NAME
-    given: list[Any] = [{step: is_committed for step, (_, is_committed) in known.items()}]
-    if place is not None:
-        own, given = given[0], [None] * dist.get_world_size()
-        dist.all_gather_object(given, own)
-    step = common_step(given)
-    return None if step is None else known[step][0]
+def last_of(directories: Iterable[Path], group: Any = None) -> Manifest | None:
+    """The last commit that this process has, or of several ranks all have: torch's, or those of a group."""
+    place = place_of(Options(group=group))
+
+    def agree(own: Steps) -> Sequence[Steps]:
+        given: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(given, own, group)
+        return given
+
+    return newest_of(commits_in(map(folder_in, directories), prepared=place is not None), agree if place else None)
 
 
 class StepSampler(Sampler[list[int]]):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gs_compile.errors import OptimizerError
+from gs_compile.runtime.formats import StateType
 
 
 def check_settings(name: str, keys: Iterable[str], group: Mapping[str, Any]) -> None:
@@ -27,3 +28,11 @@ def check_settings(name: str, keys: Iterable[str], group: Mapping[str, Any]) -> 
                 raise OptimizerError(f"{name}: eps must be more than 0, or zero gradients would divide by it")
     if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
         raise OptimizerError(f"{name}: nesterov needs momentum, and no dampening")
+
+
+def check_state_dtype(state_dtype: Any) -> StateType:
+    """What an optimizer is to store moments in. Raises OptimizerError for what it cannot."""
+    if state_dtype not in (None, torch.float32, torch.bfloat16, "8bit"):
+        raise OptimizerError(f'state_dtype must be None, torch.float32, torch.bfloat16 or "8bit"; got {state_dtype!r}')
+    found: StateType = state_dtype
+    return found

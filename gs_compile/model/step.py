@@ -144,8 +144,6 @@ class Call:
     def _begin(self) -> Executor:
         """The executor of this call; nothing has run."""
         is_first = self.compilation.latest is None
-        for specialized in self.models:
-            specialized.compile_code(self.shape)
         executor: Executor
         if self.engine is None:
             program = self.compilation.program(self.models[0], len(self.models), self.shape)[-1]
@@ -154,6 +152,9 @@ class Call:
             executor = self.engine.begin(self.models, self.args, self.units, self._inputs(), self.shape)
             describe = partial(self.engine.planning.describe, executor.program)
             self.compilation.latest = Step(self.models[0], self.shape, self.engine.programs, describe)
+        placement = executor.placement if isinstance(executor, TieredExecutor) else None
+        for specialized in self.models:
+            specialized.compile_code(self.shape, placement)
         executor.wanted = self.outputs.inner
         if is_first:
             report(self.compilation)

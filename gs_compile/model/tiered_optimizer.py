@@ -29,8 +29,9 @@ from gs_compile.model.engine import Engine
 from gs_compile.model.kept import Kept
 from gs_compile.model.offloaded import UnavailableGradient
 from gs_compile.model.residency import is_offloaded, residency_of
-from gs_compile.model.settings import check_settings
+from gs_compile.model.settings import check_settings, check_state_dtype
 from gs_compile.model.step_info import StepInfo
+from gs_compile.runtime.formats import moment_types
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.storage.manifest import Manifest
@@ -46,14 +47,14 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     rule: Rule
 
-    def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None, state_dtype: Any) -> None:
+        self._state_dtype = check_state_dtype(state_dtype)
         self.engine: Engine | None = None
         self.turn: AbstractContextManager[Any] = threading.RLock()  # of the thread that uses the model
         self.max_grad_norm = max_grad_norm
         self.loss_scale: Callable[[], float] = lambda: 1.0  # a LossScaler's
         self._check_norm()
-        self.num_steps = 0
-        self.num_skipped = 0
+        self.num_steps = self.num_skipped = 0
         self._shown_steps = torch.zeros(())  # `num_steps`, for all that `state` shows
         self.last_step: StepInfo | None = None
         self.kept = Kept()
@@ -80,6 +81,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Names of the tensors of a parameter's state; all parameters have them if any param group needs them."""
         found = [self.rule.components(group) for group in self.param_groups]
         return max(found, key=len, default=())
+
+    @property
+    def moments(self) -> tuple[torch.dtype | None, ...]:
+        """What each component is stored in; None: as wide as the master."""
+        return moment_types(self._state_dtype, self.components)
 
     def begin_step(self) -> StepRecord:
         """A record for the updates of the next step, with the settings as they are now."""

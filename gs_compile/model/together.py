@@ -43,18 +43,18 @@ def turn(args: Sequence[Any]) -> AbstractContextManager[Any]:
     return nullcontext() if optimizer is None else optimizer.turn
 
 
-def meet(args: Sequence[Any], options: Options) -> Ranks | None:
+def meet(args: Sequence[Any], options: Options, compilation: Compilation | None) -> Ranks | None:
     """The ranks that train the parameters among `args` together; None where there are no others.
 
     The first call waits for all of them, so that what is refused on one ends them all. With an optimizer of ours they
-    share the parameters, otherwise they average gradients.
+    share the parameters, otherwise they average gradients. compilation: None where the model is refused.
     """
     if (optimizer := _optimizer_of(args)) is not None:
         return ranks_of(options) if optimizer.engine is None else optimizer.engine.ranks
     trained = [arg for arg in args if isinstance(arg, torch.nn.Parameter) and arg.requires_grad]
     if not trained or not torch.is_grad_enabled() or any(map(is_offloaded, trained)):
         return None
-    return ranks_that_average(trained, options)
+    return ranks_that_average(trained, _buffers(compilation, args) if compilation else {}, options)
 
 
 def agree(
@@ -62,13 +62,14 @@ def agree(
 ) -> None:
     """Raise `RankError` on all ranks where they have different options, models, inputs, optimizers or versions.
 
-    Parameters that stay in memory beside the model get the first rank's values. This thread's number of threads is
-    corrected before anything is timed on it.
+    Parameters that stay in memory beside the model, and its buffers, get the first rank's values. This thread's number
+    of threads is corrected before anything is timed on it.
     """
     correct_thread_count()
     facts = chain(_of_options(compilation.options), _of_optimizer(optimizer), _of_model(compilation, model, args))
     ranks.require_same("the first step", {"torch's version": torch.__version__, **dict(facts)})
-    begin_alike(ranks, [p for group in optimizer.param_groups for p in group["params"] if not is_offloaded(p)])
+    in_memory = [p for group in optimizer.param_groups for p in group["params"] if not is_offloaded(p)]
+    begin_alike(ranks, in_memory, _buffers(compilation, args))
 
 
 def refuse_empty(ranks: Ranks | None, num_rows: int) -> None:
@@ -98,6 +99,12 @@ def refuse_uneven(ranks: Ranks, schedule: Schedule, models: Sequence[Specialized
         ranks.require_same(f'expert.schedule "{schedule}"', facts)
 
 
+def _buffers(compilation: Compilation, args: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Those among the arguments of a call, by name."""
+    inputs = zip(compilation.captured.inputs, args, strict=True)
+    return {entry.path: arg for entry, arg in inputs if entry.role == "buffer"}
+
+
 Facts = Iterator[tuple[str, Any]]
 
 
@@ -113,6 +120,7 @@ def _of_options(options: Options) -> Facts:
 def _of_optimizer(optimizer: TieredOptimizer) -> Facts:
     yield "the optimizer", type(optimizer).__name__
     yield "max_grad_norm", optimizer.max_grad_norm
+    yield "what state_dtype stores moments in", str(optimizer.moments)
     for number, group in enumerate(optimizer.param_groups):
         yield f"param group {number}", {name: value for name, value in group.items() if name != "params"}
 

@@ -37,15 +37,15 @@ def slot_of(placement: Placement, value: Value) -> Slot:
 
 def nbytes_of(placement: Placement, value: Value) -> int:
     """The bytes of a value that moves: a part, a gradient sum, a checkpoint or an inter-layer gradient."""
-    if value.kind in ("x", "dx"):
-        return _activation(placement, value).nbytes
+    if value.kind in ("x", "dx", "a"):
+        return slot_of(placement, value).nbytes
     assert value.unit is not None
     unit = placement.by_unit[value.unit]
     match homed(value).kind:
         case "w":
             return unit.w[value.part].numel * unit.itemsize
         case "s":
-            return unit.s[value.part].numel * unit.state_itemsize
+            return int(unit.s[value.part].numel * unit.state_itemsize)
         case "dshard":
             return unit.num_trained * unit.gradient_itemsize
         case _:
@@ -68,6 +68,12 @@ def _activation(placement: Placement, value: Value) -> Slot:
     assert value.micro_batch is not None
     known = value.micro_batch < len(placement.x_nbytes)
     return Slot(value, value.tier or "device", placement.x_nbytes[value.micro_batch] if known else 0)
+
+
+def _saved(placement: Placement, value: Value) -> Slot:
+    level = placement.level_of(value)
+    assert level is not None, f"{value}: its layer saves its input alone"
+    return Slot(value, value.tier or "device", level.nbytes[value.micro_batch or 0])
 
 
 def _side(placement: Placement, value: Value) -> Slot:
@@ -134,6 +140,7 @@ KIND_TABLE: Mapping[str, Kind] = {
     "batch": Kind("caller", _none),
     "total": Kind("step", _none),
     "x": Kind("step", _activation),
+    "a": Kind("step", _saved),
     "side": Kind("step", _side),
     "w": Kind("placed", _parameters),
     "loss": Kind("caller", _none),

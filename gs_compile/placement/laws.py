@@ -266,7 +266,8 @@ def at_the_end(program: Program, sealing: Seals, updates: Updates, lifetimes: Li
     """All that must outlive the step does, nothing else is left behind, and the planned peaks are true."""
     placement, complete = sealing.placement, {value.unit for value in lifetimes.all_additions}
     yield from chain(updates.missing(complete), sealing.missing(complete))
-    stored = placement.homes(late=placement.has_late and any(op.verb in NORMS for op in program.ops))
+    trains = any(op.verb in NORMS for op in program.ops)
+    stored = placement.homes(late=placement.has_late and trains, warm=trains)
     for value in sorted(stored, key=str):
         if _anywhere(value) in updates.changed:
             yield f"{value} is not what the update has made"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypedDict
 
+from gs_compile.placement.levels import TOLERANCE, Item, Level, Share, is_chosen, items
 from gs_compile.placement.units import Group, Part, UnitPlacement
 from gs_compile.program.ir import COPIES, ORDERS, Op, Order, Schedule, Tier, Unit, Value
 
@@ -23,6 +25,17 @@ class Room:
     bytes_per_second: tuple[tuple[str, float], ...]
 
 
+class Marks(TypedDict, total=False):
+    """What depends on the steps around one, beside its late updates; what is not said is not so.
+
+    copies: the step is to be committed. seals: the one before is. warm: that has kept what `Placement.kept` says.
+    """
+
+    copies: bool
+    seals: bool
+    warm: bool
+
+
 @dataclass(frozen=True)
 class Placement:
     """Homes and sizes for one model. Without `units` the parameters are the user's and only checkpoints move.
@@ -33,6 +46,8 @@ class Placement:
     speculative: early ones do not; should gradients have to be scaled, they are rolled back and are late ones too. What
         they make goes to shadow copies until the scale is known.
     x_nbytes, side_nbytes: of the checkpoint, and of the side inputs, of each micro-batch.
+    levels: of each layer, what levels 1, 2 ... save; a class of layers may have fewer than another.
+    shares: the parts of all items that are saved (`levels`).
     schedule: the order of a training step. layer_updates: in how many updates a layer's elements are taken.
     device_checkpoint_ratio: of the checkpoints, how many stay in memory of the device's own.
     gradient_ratio: of the units, how many have their gradient sums in host memory between two micro-batches of the
@@ -40,6 +55,9 @@ class Placement:
     world: the ranks that share all units; `units` and all sizes but activations are one rank's share.
     room: for what the schedule `lifetime` keeps where it is; None: nothing is kept, as in the horizontal schedule.
     durability: every so many steps are committed: what the last of them has left outlives the process; 0: none are.
+    kept: units whose early parameters, stored on SSD, are also kept in host memory from their update to the first use
+        in the next step; tied ones until the head has used them.
+    ahead: so many stages earlier than others, the states of updates after the last backward are read.
     """
 
     units: tuple[UnitPlacement, ...] = ()
@@ -57,11 +75,16 @@ class Placement:
     world: int = 1
     layer_updates: int = 1
     durability: int = 0
+    kept: tuple[Unit, ...] = ()
+    ahead: int = 0
+    levels: tuple[tuple[Level, ...], ...] = ()
+    shares: tuple[Share, ...] = ()
 
     def __post_init__(self) -> None:
-        on_device = self.device_checkpoint_ratio or any(unit.num_resident for unit in self.units)
+        on_device = self.keeps_on_device or any(unit.num_resident for unit in self.units)
         assert self.separate or not on_device, "the device has no memory of its own for anything to live in"
-        assert self.checkpoint_ratio + self.device_checkpoint_ratio <= 1 + 1e-9, "more checkpoints than there are"
+        kept = (self.checkpoint_ratio, self.device_checkpoint_ratio, *(share.part for share in self.shares))
+        assert sum(kept) <= 1 + 1e-9, "more checkpoints than there are"
         assert self.clip or not self.speculative, "without clipping no update is rolled back"
 
     @property
@@ -87,18 +110,77 @@ class Placement:
         return ("early", "late") if self.speculative and redo else ("late",)
 
     def checkpoint_home(self, value: Value) -> Tier:
-        """Device, host or SSD, for the input of a layer: the ratios' shares of all of them, spread evenly."""
-        assert isinstance(value.unit, int)
-        assert value.micro_batch is not None
-        at, ratio = value.unit * len(self.x_nbytes) + value.micro_batch, self.checkpoint_ratio
-        if _is_chosen(at, ratio):
+        """Device, host or SSD, for the input of a layer: where its other saved activations are. Of those that have none
+        the ratios' shares, spread evenly.
+        """
+        if (share := self.share_of(value)) is not None:
+            return share.tier
+        unit, micro_batch = _item(value)
+        left = 1.0 - sum(share.part for share in self.shares)
+        if left <= TOLERANCE:  # a layer that can save nothing, or a batch whose items come to other whole numbers
+            return max(self.shares, key=lambda each: each.part).tier
+        at = self._places[unit, micro_batch] if self._items else unit * len(self.x_nbytes) + micro_batch
+        ratio = min(self.checkpoint_ratio / left, 1.0)
+        if is_chosen(at, ratio):
             return "host"
-        elsewhere = at - int(at * ratio + 1e-9)  # of those before it: the device has a share of these
-        return "device" if _is_chosen(elsewhere, self.device_checkpoint_ratio / (1 - ratio)) else "ssd"
+        elsewhere = at - int(at * ratio + TOLERANCE)  # of those before it: the device has a share of these
+        on_device = min(self.device_checkpoint_ratio / left / (1 - ratio), 1.0) if ratio < 1 else 0.0
+        return "device" if is_chosen(elsewhere, on_device) else "ssd"
+
+    def recomputing(self) -> Placement:
+        """The same with layers that save their inputs alone, each where its activations were."""
+        host, device = (sum(each.part for each in self.shares if each.tier == tier) for tier in ("host", "device"))
+        return replace(
+            self,
+            levels=(),
+            shares=(),
+            checkpoint_ratio=self.checkpoint_ratio + host,
+            device_checkpoint_ratio=self.device_checkpoint_ratio + device,
+        )
+
+    def moved(self, source: Tier, target: Tier) -> Placement:
+        """The same with all activations of one tier on another, slower one."""
+        ratios = {"device": self.device_checkpoint_ratio, "host": self.checkpoint_ratio, "ssd": 0.0}
+        ratios[target] += ratios.pop(source)
+        return replace(
+            self,
+            shares=tuple(share._replace(tier=target) if share.tier == source else share for share in self.shares),
+            checkpoint_ratio=ratios.get("host", 0.0),
+            device_checkpoint_ratio=ratios.get("device", 0.0),
+        )
+
+    @property
+    def keeps_on_device(self) -> bool:
+        """Whether activations have their home on the device."""
+        return bool(self.device_checkpoint_ratio) or any(share.tier == "device" for share in self.shares)
+
+    def share_of(self, value: Value) -> Share | None:
+        """The share that the layer and micro-batch of a value belong to; None: level 0."""
+        return self._items.get(_item(value)) if self.shares else None
+
+    def level_of(self, value: Value) -> Level | None:
+        """What is saved for the layer and micro-batch of a value; None: its input alone."""
+        share = self.share_of(value)
+        return None if share is None else self.levels[_item(value)[0]][share.level - 1]
+
+    def levels_in_use(self, unit: Unit) -> frozenset[int]:
+        """The levels that a layer has, for one micro-batch or another."""
+        values = (Value("a", unit, j) for j in range(len(self.x_nbytes)))
+        return frozenset(share.level if (share := self.share_of(value)) else 0 for value in values)
+
+    @cached_property
+    def _items(self) -> Mapping[Item, Share]:
+        return items(self.shares, self.levels, len(self.x_nbytes)) if self.shares else {}
+
+    @cached_property
+    def _places(self) -> Mapping[Item, int]:
+        """Of the items of level 0, the place of each among these."""
+        every = ((unit, j) for unit in range(self.num_layers) for j in range(len(self.x_nbytes)))
+        return {item: at for at, item in enumerate(item for item in every if item not in self._items)}
 
     def gradient_home(self, unit: UnitPlacement) -> Tier:
         """Host or SSD, for a unit's gradient sums between two micro-batches: the ratio's share of all units."""
-        return "host" if _is_chosen(self.units.index(unit), self.gradient_ratio) else "ssd"
+        return "host" if is_chosen(self.units.index(unit), self.gradient_ratio) else "ssd"
 
     @property
     def device_tier(self) -> Tier:
@@ -121,8 +203,18 @@ class Placement:
         """Whether early updates of a step are rolled back, and run again; `confirmed`: nothing is scaled or skipped."""
         return self.speculative and not confirmed and any(self.speculated(unit) for unit in self.units)
 
-    def homes(self, *, late: bool, redo: bool = True) -> frozenset[Value]:
-        """What lives on between steps; `late`: gradients wait for their update; `redo`: also those of early ones."""
+    @cached_property
+    def kept_values(self) -> frozenset[Value]:
+        """The copies in host memory of what `kept` says; of a unit that no early update makes there are none."""
+        units = [unit for unit in self.units if unit.unit in self.kept and unit.trained("early")]
+        groups = ((unit, group) for unit in units for group in unit.groups if group.when != "late")
+        parts = ((unit, part) for unit, group in groups for part in group.w if part.tier == "ssd")
+        return frozenset(unit.value("w", part, "host") for unit, part in parts)
+
+    def homes(self, *, late: bool, redo: bool = True, warm: bool = False) -> frozenset[Value]:
+        """What lives on between steps; `late`: gradients wait for their update; `redo`: also those of early ones;
+        `warm`: with the copies that one training step keeps for the next.
+        """
         found: set[Value] = set()
         for unit in self.units:
             for group in unit.groups:
@@ -137,7 +229,7 @@ class Placement:
                 found |= {unit.value("w", part) for part in group.w if not (stale and self.reclaims(unit, part))}
         if late and self.clip:
             found.add(Value("scale", tier="host"))
-        return frozenset(found)
+        return frozenset(found | self.kept_values if warm else found)
 
     def num_extents(self, value: Value) -> int:
         """The extents on SSD that a part, its shadow copy or its other copy has: a write never goes to the one that the
@@ -146,15 +238,17 @@ class Placement:
         return 2 if self.durability and value.kind in ("w", "s", *COPIES.values()) else 1
 
     def present(self, ops: Iterable[Op]) -> frozenset[Value]:
-        """What is at home when `ops` begin: they read gradients of the step before, or there are none."""
+        """What is at home when `ops` begin: they read gradients and copies of the step before, or there are none."""
         defined: set[Value] = set()
         found: dict[Value, None] = {}
+        warm = False
         for op in ops:
             found |= dict.fromkeys(value for value in op.reads if value.kind == "dw" and value not in defined)
+            warm |= any(value in self.kept_values and value not in defined for value in op.reads)
             defined.update(op.results)
         placed = ((self.by_unit.get(value.unit), value.part) for value in found if value.unit is not None)
         groups = {unit.dw[part].when for unit, part in placed if unit}
-        return self.homes(late=bool(found), redo="early" in groups)
+        return self.homes(late=bool(found), redo="early" in groups, warm=warm)
 
     def reclaims(self, unit: UnitPlacement, part: Part) -> bool:
         """Whether a late part's host memory is free between backward and update (paper, section 4.3).
@@ -169,6 +263,8 @@ class Placement:
         return not self.separate and (self.speculative or not unit.trained("early"))
 
 
-def _is_chosen(at: int, ratio: float) -> bool:
-    """Whether the one at a place among many is, such that the ratio's share of them, spread evenly, are."""
-    return int((at + 1) * ratio + 1e-9) > int(at * ratio + 1e-9)
+def _item(value: Value) -> Item:
+    """The layer and micro-batch that an activation is of."""
+    assert isinstance(value.unit, int)
+    assert value.micro_batch is not None
+    return value.unit, value.micro_batch

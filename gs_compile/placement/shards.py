@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from gs_compile.placement.workload import UnitSize, Workload
 
-# Elements. Cuts are at multiples, so that a part begins on a 4 KiB page in 16 bits and in 32, and that the optimizer's
-# vector code takes every element the same way wherever a unit is cut.
+# Elements. Cuts are at multiples, so that a part begins on a 4 KiB page in 16 bits and in 32, that the optimizer's
+# vector code takes every element the same way wherever a unit is cut, and that no block of a state in 8 bits is cut.
 QUANTUM = 2048
 MOST_PIECES = 4  # of what is trained, and of what is frozen: one comes from other ranks beside the next on the link
 
@@ -71,6 +71,12 @@ def owned(cuts: Sequence[tuple[int, int]], rank: int, world: int, start: int, st
         first, last = max(start, mine), min(stop, mine + high - low)
         if first < last:
             yield Owned(low + first - mine, first, last - first)
+
+
+def place_of(cuts: Sequence[tuple[int, int]], rank: int, world: int, local: int) -> int:
+    """Where an element of a rank's shard is in the whole space: the inverse of `owned`."""
+    low, high = next((low, high) for low, high in cuts if low <= local < high)
+    return world * low + rank * (high - low) + local - low
 
 
 def _cut(numel: int) -> tuple[int, ...]:

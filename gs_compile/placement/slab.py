@@ -36,6 +36,7 @@ from gs_compile.program.verbs import NORMS
 
 PAGE_NBYTES = 4096  # what direct I/O asks of addresses, offsets and lengths; no drive asks for more
 EVER = -(1 << 30), 1 << 30  # a span that overlaps all others
+READ_AHEAD = 3  # stages, at most, that parameters come before the backward of their unit
 LAGS = (2, 1)  # stages that a transfer may take after its own; it is planned to take one
 
 Spans = tuple[tuple[int, int], ...]  # of time: from the first to before the second
@@ -58,7 +59,7 @@ def rounded(nbytes: int) -> int:
 def fixed_offsets(placement: Placement) -> FixedOffsets:
     """The offsets that all programs of a placement have in common, whatever the size of their batches."""
     late = sorted(_late(placement), key=lambda each: -len(each[1]))  # gradients, then parameters from below
-    shared = {slot.key: (rounded(slot.nbytes), spans) for slot, spans in late}
+    shared = {slot.key: (rounded(slot.nbytes), spans) for slot, spans in (*late, *_kept(placement))}
     always: dict[object, int] = {}
     end = 0
     for value in sorted(placement.homes(late=True) | placement.homes(late=False), key=str):
@@ -93,6 +94,16 @@ def _late(placement: Placement) -> Iterator[tuple[Slot, Spans]]:
                     yield slot_of(placement, unit.value("w", part)), ((up, down),)
 
 
+def _kept(placement: Placement) -> Iterator[tuple[Slot, Spans]]:
+    """Parameters on SSD that are in memory across the end of a step, in the same times: tied ones in all of it."""
+    units = sorted(placement.units, key=lambda unit: height(unit.unit))
+    places = {unit.unit: number for number, unit in enumerate(units)}
+    for value in sorted(placement.kept_values, key=str):
+        up = places[value.unit or 0]
+        first_read = 2 * len(units) - up - READ_AHEAD
+        yield slot_of(placement, value), (EVER,) if value.unit == TIED else ((EVER[0], up + 1), (first_read, EVER[1]))
+
+
 def plan_offsets(ranges: Sequence[LiveRange], ops: Sequence[Op], placement: Placement) -> tuple[dict[object, int], int]:
     """The offset of each slot in host memory that a program uses, and the bytes of the slab.
 
@@ -101,20 +112,22 @@ def plan_offsets(ranges: Sequence[LiveRange], ops: Sequence[Op], placement: Plac
     step may be open meanwhile.
     """
     fixed = fixed_offsets(placement)
+    updates = any(op.verb in NORMS or op.verb == "update" for op in ops)
+    kept = {slot_of(placement, value).key for value in placement.kept_values if not updates}
+    shared = {key: offset for key, offset in fixed.shared.items() if key not in kept}
     wanted: dict[object, tuple[int, Spans]] = {}
     for live in ranges:
         key, nbytes = live.slot.key, live.slot.nbytes
         if live.slot.tier == "host" and nbytes and key not in fixed.always:
             span = live.first, len(ops) if live.last is None else live.last
             wanted[key] = rounded(nbytes), (*wanted.get(key, (0, ()))[1], span)
-    updates = any(op.verb in NORMS or op.verb == "update" for op in ops)
     packing = _Packing(fixed.always_nbytes if updates else fixed.nbytes)
     packing.put((EVER,), fixed.nbytes, 0)
-    for key in wanted.keys() & fixed.shared.keys():
+    for key in wanted.keys() & shared.keys():
         nbytes, spans = wanted.pop(key)
-        packing.put(spans, fixed.shared[key], nbytes)
+        packing.put(spans, shared[key], nbytes)
     largest = sorted(wanted.items(), key=lambda each: (-each[1][0], each[1][1], str(each[0])))
-    return {**fixed.always, **fixed.shared, **packing.fill(dict(largest))}, packing.end
+    return {**fixed.always, **shared, **packing.fill(dict(largest))}, packing.end
 
 
 def plan(ops: Sequence[Op], placement: Placement) -> tuple[tuple[tuple[str, int], ...], dict[object, int]]:

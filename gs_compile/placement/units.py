@@ -16,7 +16,7 @@ is, and what an update makes of it goes there.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -64,14 +64,19 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitPlacement:
-    """One unit's groups. `state_itemsize` counts all components of the state, of one element."""
+    """One unit's groups.
+
+    state_itemsize: of all components of an element's state; not whole where moments have 8 bits. conversion_nbytes:
+        what converting them takes in an update, as in `formats`.
+    """
 
     unit: Unit
     groups: tuple[Group, ...]
     itemsize: int
     gradient_itemsize: int
-    state_itemsize: int
+    state_itemsize: float
     has_master: bool  # the parameters are narrow copies of a master in the state
+    conversion_nbytes: int = field(default=0, compare=False)  # commits do not say it
 
     @cached_property
     def numel(self) -> int:

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from typing import Unpack
 
 from gs_compile.errors import ProgramError
 from gs_compile.placement.laws import Collectives, Gathers, Lifetimes, Updates, at_the_end
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Marks, Placement
 from gs_compile.placement.sealing import Seals
 from gs_compile.program.ir import DRAIN, EPILOGUE, FILL, KINDS, PROLOGUE, Op, Program, Stage, Value, height
 from gs_compile.program.verbs import LAWS, SIGNATURES
@@ -24,8 +25,7 @@ def verify(
     *,
     late: bool = False,
     redo: bool = True,
-    copies: bool = False,
-    seals: bool = False,
+    **marks: Unpack[Marks],
 ) -> None:
     """Raise ProgramError unless `program` is well-formed; the error says pass, line, operation and value:
 
@@ -35,17 +35,19 @@ def verify(
     With a `placement`, what it says of where values are stored and of late updates (`late`: the step before has left
     gradients, `redo`: those of speculative updates too) holds too, from the phase on in which a program has it: what is
     there at the start and at the end, each part of a unit updated once, before its forward or after its gradient, what
-    makes a step durable (`copies`: of this step; `seals`: of the one before), and planned peaks that are true.
+    makes a step durable, and planned peaks that are true.
     """
     phase = program.phase
     placement = placement if phase != "compute" else None
-    present = placement.homes(late=late, redo=redo) if placement else frozenset()
+    present = placement.homes(late=late, redo=redo, warm=marks.get("warm", False)) if placement else frozenset()
     waiting = placement.waiting(redo=redo) if placement and late else ()
     stages, updates = Stages(program), Updates(placement, waiting)
     lifetimes = Lifetimes(program, placement, present)
     stores = phase in ("tiers", "freed")
+    copies, seals = marks.get("copies", False), marks.get("seals", False)
     sealing = Seals(placement, waiting, copies=copies, seals=seals) if placement and stores else None
     laws: list[_Law] = [stages.breaks, partial(_numbers, program), partial(_signature, program), updates.breaks]
+    laws += [partial(_saved, placement)] if placement else []
     laws += [*([sealing.breaks] if sealing else []), Collectives().breaks]
     laws += [*([Gathers().breaks] if placement and phase == "freed" else []), lifetimes.breaks]
     for index, op in enumerate(program.ops):
@@ -185,3 +187,13 @@ def _misfits(expected: list[Value], needed: list[bool], values: tuple[Value, ...
             yield f"{value} here, not {rest[0] if rest else 'nothing'}"
     if rest:
         yield f"no {rest[0]} here"
+
+
+def _saved(placement: Placement, op: Op) -> Iterator[str]:
+    """A backward reads what its level saves, and no more."""
+    if op.verb != "backward":
+        return
+    level = placement.level_of(Value("a", op.unit, op.micro_batch))
+    expected = ["x"] if level is None else ["x", "a"] if level.reads_input else ["a"]
+    if (found := [value.kind for value in op.reads if value.kind in ("x", "a")]) != expected:
+        yield f"it reads {' and '.join(found) or 'nothing'}, and {' and '.join(expected)} is saved for it"

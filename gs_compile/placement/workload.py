@@ -8,18 +8,24 @@ from functools import cached_property
 
 from gs_compile.program.ir import StepShape, Unit
 
+NOISE = 0.02  # of seconds: by what two timings of the same code differ
+
 
 @dataclass(frozen=True)
 class UnitSize:
-    """What a unit has to place: elements of its tensors (multiples of the quantum), trained ones first."""
+    """What a unit has to place: elements of its tensors (multiples of the quantum), trained ones first.
+
+    state_itemsize: not whole where moments have 8 bits. conversion_nbytes: see `formats`.
+    """
 
     unit: Unit
     trained: tuple[int, ...]
     frozen: tuple[int, ...]
     itemsize: int
     gradient_itemsize: int
-    state_itemsize: int
+    state_itemsize: float
     has_master: bool
+    conversion_nbytes: int = 0
 
     @property
     def numel(self) -> int:
@@ -32,25 +38,52 @@ class UnitSize:
     @property
     def may_reside(self) -> bool:
         """Whether its parameters may live on a device with memory of its own: the update makes them from a master in
-        host memory, or nothing does.
+        host memory, wholly or in part, or nothing does.
         """
-        return self.has_master or not self.trained
+        return self.itemsize < self.gradient_itemsize or not self.trained
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitCost:
-    """What a unit's code costs for one micro-batch.
+class CodeCost:
+    """What code costs for one micro-batch.
 
     backward counts the recomputation too; the head's is all of it, for its forward runs together with its backward.
     seconds: measured on the machine that is planned for; None: to be derived from the FLOPs.
-    workspace_nbytes: the most bytes that its code has alive inside, beside inputs and results.
     """
 
     forward_flops: float
     backward_flops: float
     forward_seconds: float | None = None
     backward_seconds: float | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of forward and backward, where both are known."""
+        forward, backward = self.forward_seconds, self.backward_seconds
+        return None if forward is None or backward is None else forward + backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelCost(CodeCost):
+    """Of a layer's code where its forward saves more than its input.
+
+    nbytes: of what is saved beside the input; reads_input: the backward reads that, too.
+    """
+
+    nbytes: int
+    reads_input: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCost(CodeCost):
+    """Of a unit's code.
+
+    levels: of a layer, what it may save instead of its input alone; () where it can save nothing else, or is not to.
+    workspace_nbytes: the most bytes that its code has alive inside, beside inputs and results.
+    """
+
     workspace_nbytes: int = 0
+    levels: tuple[LevelCost, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +94,7 @@ class Workload:
     costs: by unit: "e", 0 ... num_layers - 1, "h"; layers of one class share one `UnitCost`.
     x_nbytes, side_nbytes: of the checkpoint, and of all side inputs, of one micro-batch.
     dtype: the matrix rate that its code is held against ("fp32", "bf16", "fp16").
+    masters: of narrow parameters, "split" or "whole"; None: not known, or there are none.
     """
 
     name: str
@@ -74,6 +108,7 @@ class Workload:
     dtype: str = "fp32"
     shape: StepShape = field(default_factory=StepShape)
     world: int = 1
+    masters: str | None = None
 
     @cached_property
     def num_trained(self) -> int:
@@ -86,12 +121,36 @@ class Workload:
 
     @cached_property
     def states_nbytes(self) -> int:
-        return sum(size.num_trained * size.state_itemsize for size in self.sizes)
+        return int(sum(size.num_trained * size.state_itemsize for size in self.sizes))
 
     @cached_property
     def workspace_nbytes(self) -> int:
         """The most bytes that a unit's code computes with, beside inputs and results."""
         return max((cost.workspace_nbytes for cost in self.costs.values()), default=0)
+
+    @cached_property
+    def num_levels(self) -> int:
+        """How many levels the layers have that may save more than their input; 0 where none may."""
+        return max(len(self.costs[layer].levels) for layer in range(self.num_layers))
+
+    @cached_property
+    def computed(self) -> tuple[float, ...]:
+        """What all layers compute for one micro-batch, at each level: seconds, or operations where some have none."""
+        layers = [(cost, *cost.levels) for cost in map(self.costs.__getitem__, range(self.num_layers))]
+        levels = [[costs[: level + 1][-1] for costs in layers] for level in range(self.num_levels + 1)]
+        seconds = [[each.seconds for each in costs if each.seconds is not None] for costs in levels]
+        if all(len(known) == self.num_layers for known in seconds):
+            return tuple(map(sum, seconds))
+        return tuple(sum(each.forward_flops + each.backward_flops for each in costs) for costs in levels)
+
+    @cached_property
+    def worthwhile(self) -> tuple[int, ...]:
+        """The levels at which layers compute less than at any that saves less, by more than timings differ."""
+        found = [0]
+        for level, computed in enumerate(self.computed):
+            if computed < (1 - NOISE) * self.computed[found[-1]]:
+                found.append(level)
+        return tuple(found[1:])
 
     @cached_property
     def tokens(self) -> int:

@@ -12,15 +12,19 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gs_compile.errors import MemoryBudgetError, OptionError
 from gs_compile.machine import format_bytes
 from gs_compile.options import Options, Ratios
+from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
-from gs_compile.planner.planner import Planner, host_budget
-from gs_compile.program.ir import StepShape
+from gs_compile.planner.boundary import FIRST
+from gs_compile.planner.builder import peak
+from gs_compile.planner.given import host_budget
+from gs_compile.planner.planner import Planner
+from gs_compile.program.ir import StepShape, Unit
 
 if TYPE_CHECKING:
     from gs_compile.codegen.compiled import SpecializedModel
@@ -29,7 +33,7 @@ log = logging.getLogger(__name__)
 
 SAME = 0.1  # of host memory, by which a budget that is what happens to be free may differ
 
-Make = Callable[[Options], tuple[Planner, Placement]]
+Make = Callable[[Options, Shares | None], tuple[Planner, Placement]]
 
 
 def fingerprint(
@@ -48,21 +52,43 @@ def _plain(fact: Any) -> Any:
     return sorted(map(str, fact)) if isinstance(fact, frozenset) else str(fact)
 
 
+class _Former(NamedTuple):
+    """A former plan: the options with what it has chosen as given, and what no option says."""
+
+    options: Options
+    shares: Shares
+    kept: tuple[Unit, ...]
+    ahead: int
+
+
 def planned(
     make: Make, options: Options, former: Mapping[str, Any], made_for: str
 ) -> tuple[Planner, Placement, Mapping[str, Any]]:
     """A plan, and what commits keep of it. former: what the commit has that the run goes on from; empty: nothing."""
     if (same := _as_before(options, former, made_for)) is not None:
         try:
-            planner, placement = make(same)
-        except MemoryBudgetError as error:
+            planner, placement = make(same.options, same.shares)
+        except (MemoryBudgetError, OptionError) as error:  # no layer may save what it says, for one
             log.info("the plan that the run was made with does not fit any more: %s", error)
         else:
             planner.values_nbytes = former["values_nbytes"]
+            placement = _at_the_boundary(planner, placement, same)
             log.info("the plan is the one that the run was made with: what it was made for has not changed")
             return planner, placement, former
-    planner, placement = make(options)
+    planner, placement = make(options, None)
     return planner, placement, _kept(planner, made_for)
+
+
+def _at_the_boundary(planner: Planner, placement: Placement, former: _Former) -> Placement:
+    """With what the former plan had between two steps (`boundary`), if there is room for it as there was."""
+    before = replace(placement, kept=former.kept, ahead=former.ahead)
+    if before == placement:
+        return placement
+    budgets = {"host": planner.host_nbytes, "device": planner.values_nbytes}
+    most = {tier: nbytes for tier, nbytes in budgets.items() if nbytes is not None}
+    programs = planner.builder.programs(before)
+    fits = all(peak(program, tier) <= nbytes for program in programs for tier, nbytes in most.items())
+    return before if fits else placement
 
 
 def _kept(planner: Planner, made_for: str) -> dict[str, Any]:
@@ -77,12 +103,15 @@ def _kept(planner: Planner, made_for: str) -> dict[str, Any]:
         "values_nbytes": planner.values_nbytes,
         "ratios": {**plan.ratios, **on_device},
         "alpha": plan.alpha,
+        "shares": [list(share) for share in plan.shares],
+        "kept": list(plan.placement.kept),
+        "ahead": plan.placement.ahead,
         "clip": ("speculative" if fixed.speculative else "delayed") if fixed.clip else None,
     }
 
 
-def _as_before(options: Options, former: Mapping[str, Any], made_for: str) -> Options | None:
-    """The options with all that the former plan has chosen as given; None: it was made for something else."""
+def _as_before(options: Options, former: Mapping[str, Any], made_for: str) -> _Former | None:
+    """The former plan; None: it was made for something else."""
     if former.get("made_for") != made_for:
         return None
     before, now = former.get("host_nbytes"), host_budget(options)
@@ -93,6 +122,8 @@ def _as_before(options: Options, former: Mapping[str, Any], made_for: str) -> Op
         if not isinstance(former["values_nbytes"], int | None):
             return None
         chosen = {"ratios": Ratios(**former["ratios"]), "alpha": former["alpha"], "clip": former["clip"]}
-        return replace(options, expert=replace(options.expert, **chosen))
-    except (KeyError, TypeError, OptionError):  # nothing that was written here
+        shares = tuple(Share(*each) for each in former["shares"])
+        kept = tuple(unit for unit in FIRST if unit in former["kept"])
+        return _Former(replace(options, expert=replace(options.expert, **chosen)), shares, kept, int(former["ahead"]))
+    except (KeyError, TypeError, ValueError, OptionError):  # nothing that was written here
         return None

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
+from gs_compile.codegen.compiled import levels_of
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.options import Options
 from gs_compile.passes.lower import flush, lower
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.levels import TOLERANCE, Shares
+from gs_compile.placement.placement import Marks, Placement
 from gs_compile.placement.slab import packed, placed_as
 from gs_compile.placement.workload import UnitSize
 from gs_compile.planner.again import fingerprint, planned
+from gs_compile.planner.boundary import kept_nbytes
 from gs_compile.planner.builder import peak
 from gs_compile.planner.lifetimes import table
 from gs_compile.planner.planner import Planner
@@ -30,6 +34,8 @@ from gs_compile.runtime.stream import has_own_memory
 if TYPE_CHECKING:
     from gs_compile.codegen.compiled import SpecializedModel
 
+
+log = logging.getLogger(__name__)
 
 MOST_PROGRAMS = 256  # of one model, the latest: each length of the inputs has up to four, with commits sixteen
 
@@ -55,8 +61,9 @@ class PlanCache:
         self._placements: dict[Any, Placement] = {}
         self.first_shape = self.shape(layouts[0], tied, training=True)
 
-        def make(chosen: Options) -> tuple[Planner, Placement]:
-            planner = Planner(chosen, sizes, layouts, self.first_shape, clip=clip, device=device, ranks=ranks)
+        def make(chosen: Options, shares: Shares | None = None) -> tuple[Planner, Placement]:
+            given: Any = {"clip": clip, "device": device, "ranks": ranks, "shares": shares}
+            planner = Planner(chosen, sizes, layouts, self.first_shape, **given)
             return planner, planner.placement()
 
         settled = clip, has_own_memory(device), ranks.number if ranks else 1
@@ -70,26 +77,19 @@ class PlanCache:
         return layout.shape_of(self.sizes, tied, training=training)
 
     def programs(
-        self,
-        placement: Placement,
-        shape: StepShape,
-        *,
-        late: bool,
-        redo: bool,
-        copies: bool = False,
-        seals: bool = False,
+        self, placement: Placement, shape: StepShape, *, late: bool, redo: bool, **given: Unpack[Marks]
     ) -> tuple[Program, ...]:
         """Every snapshot of a step; `late`: the step before has left updates; `redo`: and some that did not hold.
 
-        copies: the step is to be committed; seals: the step before is.
         The step with all late updates takes the most memory and is planned first: the others run in what it has.
         """
-        key = (placement, shape, late, redo, copies, seals)
+        marks: Marks = {"copies": False, "seals": False, "warm": False, **given}
+        key = (placement, shape, late, redo, *marks.items())
         if key not in self._programs:
             largest = None
             if shape.training and placement.has_late and not (late and redo):
                 largest = self.programs(placement, shape, late=True, redo=True)[-1]
-            step = replace(self.builder.step(placement, late=late, redo=redo), copies=copies, seals=seals)
+            step = replace(self.builder.step(placement, late=late, redo=redo), **marks)
             self._programs[key] = self._packed(lower(replace(step, shape=shape)), placement, largest)
             while len(self._programs) > MOST_PROGRAMS:  # the latest one has the most host memory of all so far
                 del self._programs[next(iter(self._programs))]
@@ -117,36 +117,70 @@ class PlanCache:
         return (*programs[:-1], replace(found, slab_nbytes=max(before, found.slab_nbytes)))
 
     def sized(self, layouts: Sequence[SpecializedModel], shape: StepShape) -> Placement:
-        """The homes as they are, for a step of another size; raises `MemoryBudgetError` if it does not fit."""
+        """The homes of a step of another size: the first of `_retreats` that fits in what the first step has settled.
+
+        Raises `MemoryBudgetError` where none does.
+        """
         x_nbytes = tuple(each.x_nbytes for each in layouts)
         side_nbytes = tuple(each.side_nbytes for each in layouts)
-        if (x_nbytes, side_nbytes) == (self.placement.x_nbytes, self.placement.side_nbytes):
-            return self.placement
-        key = (x_nbytes, side_nbytes, shape.training)
+        known = self.placement
+        levels = levels_of(layouts) if known.shares and shape.training else known.levels
+        if (x_nbytes, side_nbytes, levels) == (known.x_nbytes, known.side_nbytes, known.levels):
+            return known
+        key = (x_nbytes, side_nbytes, levels, shape.training)
         if key not in self._placements:
-            sized = self._within_device(replace(self.placement, x_nbytes=x_nbytes, side_nbytes=side_nbytes), shape)
-            if not self._fits(sized, shape) and self.uses_ssd:
-                sized = replace(sized, checkpoint_ratio=0.0)
-            if not self._fits(sized, shape):
-                needed = peak(self._lowered(sized, shape), "host")
-                raise MemoryBudgetError(
-                    f"host_memory is {format_bytes(self.host_nbytes)}; a batch of this size needs "
-                    f"{format_bytes(needed)} beside what the first batch has settled: begin with the largest batch"
-                )
-            self._placements[key] = sized
+            planned = replace(known, x_nbytes=x_nbytes, side_nbytes=side_nbytes, levels=levels)
+            self._placements[key] = self._first_that_fits(planned, shape)
         return self._placements[key]
+
+    def _first_that_fits(self, planned: Placement, shape: StepShape) -> Placement:
+        needed = 0
+        for each in dict.fromkeys(self._retreats(planned)):
+            program = replace(self.builder, shape=shape).program(each)
+            needed = peak(program, "host")
+            if needed <= self.host_nbytes and (not each.keeps_on_device or peak(program, "device") <= self._on_device):
+                if planned.shares and not each.shares:
+                    log.info("a batch of this size leaves no room for saved activations: layers' forwards run again")
+                return each
+        raise MemoryBudgetError(
+            f"host_memory is {format_bytes(self.host_nbytes)}; a batch of this size needs {format_bytes(needed)} "
+            "beside what the first batch has settled: begin with the largest batch"
+        )
+
+    def _retreats(self, planned: Placement) -> Iterator[Placement]:
+        """As planned; without states that are read earlier; with layers that save their inputs alone, if the options
+        ask for no more; with all activations away from the device; with all of them on SSD, if there is any.
+        """
+        yield planned
+        planned = replace(planned, ahead=0)
+        yield planned
+        if planned.shares and not self.planner.fixed.saves:
+            planned = planned.recomputing()
+            yield planned
+        planned = planned.moved("device", "ssd" if self.uses_ssd else "host")
+        yield planned
+        if self.uses_ssd:
+            yield planned.moved("host", "ssd")
+
+    @cached_property
+    def _on_device(self) -> int:
+        """The bytes that the first step was planned to have in device memory."""
+        return peak(replace(self.builder, shape=self.first_shape).program(self.placement), "device")
 
     def predict(self, placement: Placement, shape: StepShape) -> Simulation:
         """What consecutive steps of a kind take on this machine, by the simulator."""
         program = replace(self.builder, shape=replace(shape, training=True)).usual(placement)
-        planner, host_nbytes = self.planner, self.host_nbytes
-        budgets = {"host_nbytes": host_nbytes, "device_nbytes": planner.values_nbytes}
-        return predict(program, placement, planner.workload, planner.profile, **budgets)
+        planner = self.planner
+        workload = planner.levels.of(planner.workload) if placement.shares else planner.workload
+        budgets = {"host_nbytes": self.host_nbytes, "device_nbytes": planner.values_nbytes}
+        return predict(program, placement, workload, planner.profile, **budgets)
 
     @property
     def uses_ssd(self) -> bool:
         placement = self.placement
-        return placement.checkpoint_ratio + placement.device_checkpoint_ratio < 1 or self.ssd_nbytes > 0
+        in_memory = sum(share.part for share in placement.shares if share.tier != "ssd")
+        kept = placement.checkpoint_ratio + placement.device_checkpoint_ratio + in_memory
+        return kept < 1 - TOLERANCE or self.ssd_nbytes > 0
 
     @property
     def ssd_nbytes(self) -> int:
@@ -162,16 +196,20 @@ class PlanCache:
             return f"{on_device}{format_bytes(homes[kind, 'host'])} on host, {format_bytes(homes[kind, 'ssd'])} on SSD"
 
         kinds = ["parameters", "states", "checkpoints", *(["sums"] if placement.order == "horizontal" else [])]
+        kinds += ["activations"] if placement.shares else []
         lines = [f"{kind + ':':<12} {stored(kind)}" for kind in kinds]
         if placement.speculative:
             lines.append(f"other:       {stored('shadow copies')}, early updates")
         if placement.durability:
             lines.append(f"commits:     {commits_text(placement)}")
+        if nbytes := kept_nbytes(placement):
+            lines.append(f"kept:        {format_bytes(nbytes)} of parameters, for the next step to begin with")
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
         share = late / max(trained, 1)
         lines.append(f"updates:     {share:.0%} late, in the next forward (alpha {self.planner.alpha:g})")
         peaks = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in program.peaks)
         lines.append(f"peaks:       {peaks}; host budget {format_bytes(self.host_nbytes)}")
+        lines += [f"not saved:   {refusal}" for refusal in self.planner.levels.refusals()]
         if self.planner.plan:
             lines.append(f"planned:     {self.planner.plan.seconds:.3g} s a step")
         return "\n".join([*lines, *([self._inactive] if placement.room else [])])
@@ -180,22 +218,3 @@ class PlanCache:
     def _inactive(self) -> str:
         """What the schedule `lifetime` has decided; made once, as every call is described and this lowers a step."""
         return table(self.placement, self.first_shape)
-
-    def _within_device(self, sized: Placement, shape: StepShape) -> Placement:
-        """With checkpoints that would live on the device elsewhere, where it was not planned to hold as many."""
-        if not sized.device_checkpoint_ratio:
-            return sized
-        most, needed = (
-            peak(self._lowered(each, of), "device") for each, of in ((self.placement, self.first_shape), (sized, shape))
-        )
-        if needed <= most:
-            return sized
-        elsewhere = sized.checkpoint_ratio if self.uses_ssd else 1.0
-        return replace(sized, device_checkpoint_ratio=0.0, checkpoint_ratio=elsewhere)
-
-    def _lowered(self, placement: Placement, shape: StepShape) -> Program:
-        """The program of a candidate, which is not kept: there are many, and they are large."""
-        return replace(self.builder, shape=shape).program(placement)
-
-    def _fits(self, placement: Placement, shape: StepShape) -> bool:
-        return peak(self._lowered(placement, shape), "host") <= self.host_nbytes

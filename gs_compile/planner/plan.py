@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
-from gs_compile.options import Options
+from gs_compile.options import Masters, Options, Recompute
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder
@@ -36,6 +36,7 @@ from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, explained
 from gs_compile.planner.refine import planned
 from gs_compile.planner.requested import budgets, micro_batch_sizes, workloads
+from gs_compile.planner.saved import faster, with_levels
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.program.ir import Schedule
 
@@ -71,40 +72,40 @@ def plan(
     nodes: int = 1,
     network: str | float | None = None,
     durability: Literal["off", "step"] | int = "off",
+    recompute: Recompute = "auto",
+    masters: Masters | None = None,
+    states: str = "fp32",
 ) -> StepPlan:
     """The plan for one model on one machine, or for ranks of several. What is given is kept, the rest solved around it.
 
     model: "gpt-65b", a HuggingFace model type, a config or its path, a module, or a `Workload`, which says all itself.
     machine: a name or file of a machine profile; None: this machine, measured once.
-    batch_size: samples of a step; without it and `num_micro_batches`, the smallest batch that saturates the machine. A
-        last micro-batch that is smaller is planned as a whole one.
+    batch_size: samples of a step, in whole micro-batches; without it and `num_micro_batches`, as few as saturate it.
     precision: "bf16" with fp32 masters, or "model", the model's own; None: bf16 for what has no weights yet.
-    host_memory, device_memory, durability: as in the backend's options; None: what the machine has.
+    host_memory, device_memory, durability, recompute, masters: as in the backend's options; None: what the machine has.
     wear_years: how long the drives are to last at their rated endurance, training all day.
     schedule: "single" plans one forward and backward over the vertical order's batch, or over as much of it as fits;
         "horizontal" plans the baseline, for the batch that the vertical order would take where that fits;
         "lifetime" the same step, with what is inactive kept where it is as far as the budgets have room for it.
-    saturation: when a batch is large enough: "relative", where more micro-batches bring less than a tenth of what they
-        are more, or "paper", where one more brings less than 1 %.
+    saturation: a batch is large enough where more micro-batches bring less than a tenth of what they are more, or, with
+        "paper", where one more brings less than 1 %. states: of AdamW, "fp32", "bf16" or "8bit" for its moments.
     gpus, nodes, network: ranks of a node, nodes, bytes a second that a node receives; `batch_size` is of all ranks.
 
-    Raises `PlanError` where settings contradict each other or the model fits nowhere, and `MemoryBudgetError` where
-    the linear program has a solution but none whose program keeps the budgets.
+    Raises `PlanError` where settings contradict each other or nothing fits, `MemoryBudgetError` where no program does.
     """
     profile = of_one_rank(find_profile(machine, storage), gpus, nodes, network)
     batch_size = samples_of_one_rank(batch_size, gpus * nodes)
-    request = _Request(
+    return _Request(
         schedule=schedule,
-        workload_of=workloads(model, sequence, precision, gpus * nodes),
+        workload_of=workloads(model, sequence, precision, gpus * nodes, masters, states),
         profile=profile,
         budgets=budgets(profile, host_memory, device_memory, wear_years),
-        fixed=Fixed(alpha=alpha, ratios=dict(ratios or {}), clip=clip, device=profile.separate),
+        fixed=Fixed(alpha=alpha, ratios=dict(ratios or {}), clip=clip, device=profile.separate, recompute=recompute),
         batch_size=batch_size,
         num_micro_batches=num_micro_batches,
         saturation=saturation,
         durability=Options.of({"durability": durability}).durability,
-    )
-    return request.made(micro_batch_sizes(batch_size, micro_batch_size, num_micro_batches))
+    ).made(micro_batch_sizes(batch_size, micro_batch_size, num_micro_batches))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +141,13 @@ class _Request:
 
     def problem(self, size: int, counted: Counted | None = None) -> Problem:
         fixed, schedule = self.fixed, self.schedule
-        workload = self.workload_of(size, halves=SCHEDULES[schedule].halves_blocks)
+        workload = self.workload_of(size, halves=SCHEDULES[schedule].halves_blocks, levels=fixed.saves)
         if SCHEDULES[schedule].order == "horizontal" and not fixed.clip:
             fixed = replace(fixed, alpha=fixed.alpha or 0.0)  # as it is known, the baseline does not delay updates
         if counted and (counted.workload.sizes, counted.workload.shape) != (workload.sizes, workload.shape):
             counted = None
+        if fixed.saves and not workload.num_levels:
+            raise PlanError(f"the layers of {workload.name} have nothing to save that they could compute again")
         builder = StepBuilder.of(workload, 0, separate=self.profile.separate, clip=fixed.clip, schedule=schedule)
         return Problem(
             workload=workload,
@@ -154,6 +157,15 @@ class _Request:
             builder=replace(builder, layer_updates=self.layer_updates, durability=self.durability),
             counted=counted,
         )
+
+    def faster(self, problem: Problem, made: StepPlan) -> tuple[Problem, StepPlan]:
+        """With saved activations, where that is faster."""
+        halves = SCHEDULES[self.schedule].halves_blocks
+
+        def saving(problem: Problem) -> Problem:
+            return with_levels(problem, self.workload_of(problem.workload.micro_batch_size, halves=halves, levels=True))
+
+        return faster(problem, made, saving)
 
     def number(self, size: int) -> int | None:
         """Micro-batches, where they are given or follow."""
@@ -197,14 +209,14 @@ class _Request:
                 try:
                     tried = search if number == most else problem.search(number)
                     log.info("simulating %d micro-batches", number)
-                    made = planned(problem, tried)
+                    chosen, made = self.faster(problem, planned(problem, tried))
                 except MemoryBudgetError as error:
                     refusal = error
                     continue
-                whole = explained(problem, made, tried, [each for each in found if each[0] is not problem])
+                whole = explained(chosen, made, tried, [each for each in found if each[0] is not problem])
                 if not SCHEDULES[self.schedule].fills_memory:
                     return whole
-                kept = with_room(problem, whole)
+                kept = with_room(chosen, whole)
                 return replace(kept, notes=(*kept.notes, *made.notes))
         assert refusal is not None, "there is a search"
         raise refusal
@@ -218,7 +230,8 @@ class _Request:
             problem = self.problem(size)
             try:
                 found = problem.search(1)
-                plans[size] = explained(problem, planned(problem, found), found, [])
+                problem, made = self.faster(problem, planned(problem, found))
+                plans[size] = explained(problem, made, found, [])
             except (NoFitError, MemoryBudgetError):
                 if size == 1:
                     raise

@@ -1,7 +1,7 @@
 """planner: where the data of a model at hand lives, within its budgets.
 
-ratios and alpha given      as they are
-everything fits             in host memory, if the device reads that itself: there is nothing to measure
+all is given                as it is: ratios, alpha, and what layers save
+everything fits             in host memory, if the device reads that itself: only the layers' code may be timed
 otherwise                   by the linear program, from the machine's profile and the time of the layers' code
 
 Ratios that are given are kept in every case. The log (`gs_compile.planner.planner`) says what was decided.
@@ -11,36 +11,43 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from gs_compile.errors import MemoryBudgetError, NoFitError, OptionError
-from gs_compile.machine import DEFAULT_SHARE, available_memory, format_bytes, parse_bytes, usable_memory
+from gs_compile.errors import MemoryBudgetError, NoFitError
+from gs_compile.machine import format_bytes
 from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
-from gs_compile.placement.cut import DEVICE_CLASSES, on_device
+from gs_compile.placement.cut import on_device
+from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize, Workload
+from gs_compile.planner.boundary import kept_for_free
 from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder, peak
-from gs_compile.planner.cost.timing import timed
+from gs_compile.planner.candidates import highest
+from gs_compile.planner.cost.levels import Levels
+from gs_compile.planner.cost.timing import priced, timed
 from gs_compile.planner.cost.workload import workload_of
+from gs_compile.planner.given import check, classes, device_budget, fixed, host_budget, remedies
 from gs_compile.planner.lifetimes import prolonged
-from gs_compile.planner.lp.limits import CLASSES, Budgets, Fixed, contradiction
+from gs_compile.planner.lp.limits import ACTIVATION, Budgets, Fixed
 from gs_compile.planner.lp.search import GROWTH
+from gs_compile.planner.measure.machines import named
 from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.refine import planned
+from gs_compile.planner.saved import computed, faster, is_open, saved_text, topmost, with_levels
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import paragraph
-from gs_compile.program.ir import StepShape
+from gs_compile.program.ir import StepShape, Tier
 from gs_compile.progress import stage
 from gs_compile.runtime.ranks import Ranks
-from gs_compile.runtime.stream import device_of, has_own_memory
+from gs_compile.runtime.stream import has_own_memory
 
 if TYPE_CHECKING:
     from gs_compile.codegen.compiled import SpecializedModel
@@ -49,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class Planner:
-    """Decides for one model and its first batch. `builder` lays out its steps."""
+    """Decides for one model and its first batch. `builder` lays out its steps. shares: those of an earlier plan."""
 
     def __init__(
         self,
@@ -61,11 +68,12 @@ class Planner:
         clip: bool,
         device: torch.device,
         ranks: Ranks | None = None,
+        shares: Shares | None = None,
     ) -> None:
         self.options, self.ranks = options, ranks
         self.layouts, self.device = layouts, device
         sizes_of_batch = tuple(each.x_nbytes for each in layouts), tuple(each.side_nbytes for each in layouts)
-        own = host_budget(options, ranks.num_here if ranks else 1), self._device_budget(), sizes_of_batch
+        own = host_budget(options, ranks.num_here if ranks else 1), device_budget(options, device), sizes_of_batch
         hosts, devices, batches = zip(*(ranks.agree("the budgets and batches", own) if ranks else [own]), strict=True)
         x_nbytes, side_nbytes = max(batches, key=lambda batch: sum(map(sum, batch)))
         self.host_nbytes: int = min(hosts)
@@ -83,14 +91,13 @@ class Planner:
             world=ranks.number if ranks else 1,
             durability=options.durability,
         )
-        self.fixed = _fixed(options, clip)
+        self.fixed = replace(fixed(options, clip), shares=shares)
         self.alpha = self.fixed.alpha or 0.0  # without the linear program nothing says that more would be faster
         self.plan: StepPlan | None = None  # where the linear program has decided
-        may_reside = any(size.may_reside for size in sizes)
-        if wrong := contradiction(
-            self.fixed, separate=self.builder.separate, may_reside=may_reside, prefix="expert.ratios."
-        ):
-            raise OptionError(wrong)
+        self.levels = Levels(layouts, x_nbytes, compiled=options.expert.compiler != "eager")
+        if self.fixed.saves or shares:
+            self.builder = replace(self.builder, levels=self.levels.checked())
+        check(self.fixed, self.builder)
 
     def placement(self) -> Placement:
         """The first rank's, for the largest batch of all. Raises `MemoryBudgetError` where not even the least fits; it
@@ -110,15 +117,26 @@ class Planner:
     def _settled(self) -> tuple[Placement, str] | None:
         """What needs no plan, and why; None: the linear program decides."""
         smallest, largest = self._smallest(), self._make(1.0, self.alpha)
-        if smallest == largest and self.fixed.alpha is not None:
+        may_save = is_open(self.fixed, self.builder) and bool(self.levels.by_micro_batch)
+        if smallest == largest and self.fixed.alpha is not None and not may_save:
             return smallest, "ratios and alpha are given: nothing was planned"
-        if not self.builder.separate and self._host_needed(largest) <= self.host_nbytes:
-            return largest, "all that may be in host memory fits there: nothing was planned"
-        return None
+        moves_nothing = all(self._ratios(1.0)[name] == 1.0 for name in classes(self.options))
+        if self.builder.separate or not self._fits(largest) or (may_save and not moves_nothing):
+            return None
+        chosen, number = self._filled(largest) if may_save else largest, self.builder.num_items
+        reason = "all that may be in host memory fits there: nothing was planned"
+        return chosen, "; ".join([reason, *saved_text(chosen.shares, number)])
+
+    def _filled(self, plain: Placement) -> Placement:
+        """With the least to compute, of what host memory has room for: where nothing moves, that is all there is."""
+        self.builder = replace(self.builder, levels=self.levels.by_micro_batch)
+        workload, make = self.levels.of(self.workload), partial(self._placed, self._ratios(1.0), self.alpha)
+        ladders = (list(map(make, ladder)) for ladder in topmost(workload.worthwhile, "host"))
+        return min([plain, *highest(ladders, self._fits)], key=lambda each: computed(workload, each.shares))
 
     def _chosen(self) -> Placement:
         if self._settled is not None:
-            chosen, reason = self._settled
+            chosen, reason = kept_for_free(self.builder, self._settled[0]), self._settled[1]
         elif (plan := self._fastest()) is not None:
             self.plan, self.alpha = plan, plan.alpha
             chosen, reason = plan.placement, paragraph(plan)
@@ -128,7 +146,7 @@ class Planner:
         if SCHEDULES[self.options.expert.schedule].fills_memory:
             chosen, reason = self._prolonged(chosen, reason)
         self._check_device(chosen)
-        log.info("%s", reason)
+        log.info("%s", "; ".join([reason, *self.levels.refusals()]))
         return chosen
 
     @cached_property
@@ -160,19 +178,29 @@ class Planner:
         with stage("compiling and timing the layers' code"):
             return replace(timed(workload, self.layouts[0]), shape=self.builder.shape, world=self.builder.world)
 
+    @cached_property
+    def _sizes(self) -> tuple[UnitSize, ...]:
+        sizes, threads = self.builder.sizes, self.options.expert.threads
+        return sizes if named(self.options.machine) else priced(sizes, self.profile, self.device, threads)
+
     def _problem(self, fixed: Fixed) -> Problem:
-        device = self.device_nbytes
-        return Problem(
-            workload=self.workload,
+        found = Problem(
+            workload=replace(self.workload, sizes=self._sizes),
             profile=self.profile,
             budgets=Budgets(
                 host_nbytes=self.host_nbytes,
-                device_nbytes=self.profile.device_nbytes if device is None else device,
+                device_nbytes=self.profile.device_nbytes if self.device_nbytes is None else self.device_nbytes,
                 ssd_nbytes=self.profile.ssd_nbytes,
             ),
             fixed=replace(fixed, device=self.builder.separate and self.profile.separate),
-            builder=self.builder,
+            builder=replace(self.builder, sizes=self._sizes),
         )
+        return self._saving(found) if fixed.saves else found
+
+    def _saving(self, problem: Problem) -> Problem:
+        """With layers that may save more than their inputs."""
+        workload = self.levels.of(problem.workload, last=problem.fixed.saves_all)
+        return with_levels(problem, workload, self.levels.by_micro_batch)
 
     def _fastest(self) -> StepPlan | None:
         """The plan of the way to clip that was asked for, or that is faster: of equal ones, with delayed updates."""
@@ -196,38 +224,54 @@ class Planner:
         """The linear program's answer; None where it finds none, or none whose program keeps the budgets."""
         problem = self._problem(fixed)
         try:
-            return planned(problem, problem.search(len(self.builder.x_nbytes)), whole=True)
-        except (NoFitError, MemoryBudgetError):
+            made = planned(problem, problem.search(len(self.builder.x_nbytes)), whole=True)
+        except (NoFitError, MemoryBudgetError) as error:
+            if fixed.saves:
+                raise MemoryBudgetError(str(error)) from error
             return None
+        return faster(problem, made, self._saving, whole=True)[1]
 
     # By the program's own peaks ---------------------------------------------------------------------------------------
 
     def _make(self, part: float, alpha: float) -> Placement:
         """This part of all classes in host memory whose ratio is not given, and on the device what is said to be."""
-        ratios = self._ratios(part)
-        return self.builder.placement(ratios, alpha, on_device(ratios), speculative=self.fixed.speculative)
+        return self._placed(self._ratios(part), alpha, self._shares(part))
+
+    def _placed(self, ratios: Mapping[str, float], alpha: float, shares: Shares) -> Placement:
+        speculative = self.fixed.speculative
+        return self.builder.placement(ratios, alpha, on_device(ratios), speculative=speculative, shares=shares)
+
+    def _shares(self, part: float) -> Shares:
+        """Of items that save activations, what is given: all there is to save, where nothing says at which level."""
+        if self.fixed.shares is not None or not self.fixed.saves:
+            return self.fixed.shares or ()
+        tier: Tier = "host" if part or not self.fixed.saves_all else "ssd"
+        return (Share(self.levels.most, tier, self.fixed.ratios.get(ACTIVATION, 1.0)),)
 
     def _ratios(self, part: float) -> dict[str, float]:
-        return {**dict.fromkeys(_classes(self.options), part), **self.fixed.ratios}
+        return {**dict.fromkeys(classes(self.options), part), **self.fixed.ratios}
 
     def _host_needed(self, placement: Placement) -> int:
         return peak(self.builder.program(placement), "host")
+
+    def _fits(self, placement: Placement) -> bool:
+        return self._host_needed(placement) <= self.host_nbytes
 
     def _smallest(self) -> Placement:
         """The least that host memory may keep; updates are in pieces where whole ones do not fit."""
         for layer_updates in (1, SCARCE_UPDATES):
             self.builder = replace(self.builder, layer_updates=layer_updates)
             placement = self._make(0.0, self.alpha)
-            if (needed := self._host_needed(placement)) <= self.host_nbytes:
+            if self._fits(placement):
                 return placement
-        raise MemoryBudgetError(self._too_large(needed))
+        raise MemoryBudgetError(self._too_large(self._host_needed(placement)))
 
     def _too_large(self, needed: int) -> str:
         ratios = self._ratios(0.0)
-        words = ", ".join(f"{name} {ratios[name]:g}" for name in _classes(self.options))
+        words = ", ".join(f"{name} {ratios[name]:g}" for name in classes(self.options))
         message = (
             f"host_memory is {format_bytes(self.host_nbytes)}; this step needs {format_bytes(needed)} ({needed} bytes) "
-            f"of it at least, with ratios {words}: {self._remedies()}"
+            f"of it at least, with ratios {words}: {remedies(self.options, self.fixed)}"
         )
         if self.alpha and not self.fixed.speculative and (most := self._most_alpha()) is not None:
             why = " (max_grad_norm makes all gradients wait)" if self.fixed.clip else ""
@@ -241,7 +285,7 @@ class Planner:
         """The largest alpha of 0.00, 0.01 ... below the one asked for with which the least fits; None without one."""
 
         def is_too_large(hundredths: int) -> bool:
-            return self._host_needed(self._make(0.0, hundredths / 100)) > self.host_nbytes
+            return not self._fits(self._make(0.0, hundredths / 100))
 
         number = bisect_left(range(round(100 * self.alpha)), True, key=is_too_large)
         return (number - 1) / 100 if number else None
@@ -252,47 +296,5 @@ class Planner:
         if budget is not None and needed > budget:
             raise MemoryBudgetError(
                 f"device_memory is {format_bytes(budget)}; this step keeps {format_bytes(needed)} there, and what a "
-                f"layer computes with comes on top: {self._remedies()}"
+                f"layer computes with comes on top: {remedies(self.options, self.fixed)}"
             )
-
-    def _remedies(self) -> str:
-        """What of all that makes a step smaller can still be done."""
-        found = ["give it more"]
-        found += ["lower ratios"] if any(self.fixed.ratios.values()) else []
-        found += ["give a smaller micro_batch_size"] if self.options.micro_batch_size > 1 else []
-        return ", or ".join(found)
-
-    def _device_budget(self) -> int | None:
-        if self.options.device_memory is None:
-            return None
-        whole = device_of(self.device).memory_nbytes()[1]
-        return parse_bytes(self.options.device_memory, whole=whole, name="device_memory")
-
-
-def _classes(options: Options) -> tuple[str, ...]:
-    """Those that have a ratio in host memory."""
-    return (*CLASSES, "gradient") if SCHEDULES[options.expert.schedule].order == "horizontal" else CLASSES
-
-
-def _fixed(options: Options, clip: bool) -> Fixed:
-    """What is given; updates are speculative where that was asked for, or where they are not all to be late."""
-    expert = options.expert
-    names = (*_classes(options), *DEVICE_CLASSES)
-    ratios = {name: ratio for name, ratio in asdict(expert.ratios).items() if ratio is not None and name in names}
-    speculates = expert.clip == "speculative" or (expert.clip is None and expert.alpha not in (None, 1.0))
-    fixed = Fixed(alpha=expert.alpha, ratios=ratios, clip=clip, speculative=clip and speculates)
-    if fixed.late and expert.alpha not in (None, 1.0):
-        raise OptionError(
-            f'expert.alpha is {expert.alpha}, but with max_grad_norm and expert.clip="delayed" all updates wait for '
-            'the norm of all gradients, so alpha is 1: leave one of the two out, or choose expert.clip="speculative"'
-        )
-    if fixed.late:
-        return replace(fixed, alpha=1.0)
-    return replace(fixed, alpha=expert.alpha or 0.0) if SCHEDULES[expert.schedule].order == "horizontal" else fixed
-
-
-def host_budget(options: Options, num_here: int = 1) -> int:
-    """The bytes of host memory that this process may map. num_here: ranks on this machine, which share what it has."""
-    if options.host_memory is None:
-        return int(available_memory() * DEFAULT_SHARE / num_here)
-    return parse_bytes(options.host_memory, whole=usable_memory() // num_here, name="host_memory")

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from gs_compile.placement.placement import Placement
-from gs_compile.placement.workload import Workload
-from gs_compile.planner.builder import StepBuilder, peak
+from gs_compile.placement.workload import CodeCost, LevelCost, Workload
+from gs_compile.planner.builder import StepBuilder, peak, workload_levels
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.lp.limits import Budgets, Fixed
@@ -26,8 +26,11 @@ from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.simulator import Simulation, predict
 from gs_compile.program.ir import Program
 
+Cost = TypeVar("Cost", bound=CodeCost)
+
 LARGE = 2000  # computations of a forward: from there on candidates are compared with micro-batches in bundles
 NUM_BUNDLES = 8
+NOTHING: Mapping[str, int] = {"host": 0, "device": 0}  # bytes of a tier that are left free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,9 @@ class Problem:
 
     @cached_property
     def formulas(self) -> Formulas:
-        counted = self.counted or Counted(self.workload, self.builder, speculative=self.fixed.speculative)
+        saves = self.workload.num_levels > 0
+        speculative = self.fixed.speculative
+        counted = self.counted or Counted(self.workload, self.builder, speculative=speculative, saves=saves)
         return Formulas(self.workload, self.profile, counted)
 
     def search(self, number: int | None = None, saturation: Saturation = "relative") -> Search:
@@ -66,13 +71,18 @@ class Problem:
         """What lays out steps of so many micro-batches."""
         if len(self.builder.x_nbytes) == number:
             return self.builder
-        x_nbytes, side_nbytes = (self.workload.x_nbytes,) * number, (self.workload.side_nbytes,) * number
-        return replace(self.builder, x_nbytes=x_nbytes, side_nbytes=side_nbytes)
+        workload = self.workload
+        x_nbytes, side_nbytes = (workload.x_nbytes,) * number, (workload.side_nbytes,) * number
+        return replace(
+            self.builder, x_nbytes=x_nbytes, side_nbytes=side_nbytes, levels=workload_levels(workload, number)
+        )
 
     def placed(self, solution: Solution) -> Placement:
         """The placement that a solution describes."""
         builder, speculative = self.at(solution.num_micro_batches), self.fixed.speculative
-        return builder.placement(solution.ratios, solution.alpha, solution.device_ratios, speculative=speculative)
+        return builder.placement(
+            solution.ratios, solution.alpha, solution.device_ratios, shares=solution.shares, speculative=speculative
+        )
 
     def predicted(self, program: Program, placement: Placement) -> Simulation:
         """Of steps none of which is rolled back; the memory they are given is that of the program."""
@@ -87,6 +97,11 @@ class Problem:
     def values_nbytes(self) -> int | None:
         """Device memory without what code computes with; None: the device has none of its own."""
         return self.budgets.values_nbytes(self.workload.workspace_nbytes) if self.profile.separate else None
+
+    def fits(self, placement: Placement, spare: Mapping[str, int] = NOTHING) -> bool:
+        """Whether no program of a placement takes more than the budgets; `spare` bytes of these are left free."""
+        builder = self.at(len(placement.x_nbytes))
+        return not any(self.excess(program, spare) for program in builder.programs(placement))
 
     def excess(self, program: Program, spare: Mapping[str, int]) -> dict[str, int]:
         """By tier, the bytes that a step takes beyond its budget; `spare` bytes of it are left free."""
@@ -106,16 +121,28 @@ class Problem:
 
 def scaled(workload: Workload, *, code: float = 1.0, activations: float = 1.0, workspace: float = 1.0) -> Workload:
     """The same model; what its code computes, and the bytes that it hands on and has inside, so many times."""
+
+    def level(cost: LevelCost) -> LevelCost:
+        return replace(_slower(cost, code), nbytes=int(cost.nbytes * activations))
+
     costs = {
         unit: replace(
-            cost,
-            forward_flops=cost.forward_flops * code,
-            backward_flops=cost.backward_flops * code,
-            forward_seconds=None if cost.forward_seconds is None else cost.forward_seconds * code,
-            backward_seconds=None if cost.backward_seconds is None else cost.backward_seconds * code,
+            _slower(cost, code),
             workspace_nbytes=int(cost.workspace_nbytes * workspace),
+            levels=tuple(map(level, cost.levels)),
         )
         for unit, cost in workload.costs.items()
     }
     x_nbytes, side_nbytes = (int(nbytes * activations) for nbytes in (workload.x_nbytes, workload.side_nbytes))
     return replace(workload, costs=costs, x_nbytes=x_nbytes, side_nbytes=side_nbytes)
+
+
+def _slower(cost: Cost, times: float) -> Cost:
+    """What computes so many times as much."""
+    return replace(
+        cost,
+        forward_flops=cost.forward_flops * times,
+        backward_flops=cost.backward_flops * times,
+        forward_seconds=None if cost.forward_seconds is None else cost.forward_seconds * times,
+        backward_seconds=None if cost.backward_seconds is None else cost.backward_seconds * times,
+    )

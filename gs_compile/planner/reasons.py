@@ -31,7 +31,7 @@ def explained(problem: Problem, plan: StepPlan, found: Search, others: Sequence[
 
 def binding(problem: Problem, solution: Solution) -> Iterator[str]:
     """What more of each resource would bring, by the linear program; `solution` is the best without."""
-    for words, richer in _richer(problem):
+    for words, richer in richer_problems(problem):
         better = richer.solved(solution.num_micro_batches, solution.alpha)
         gain = solution.seconds / better.seconds - 1 if better else 0.0
         yield f"{words}: {f'{gain:.0%} faster' if gain > WORTH_SAYING else 'nothing'}"
@@ -51,7 +51,7 @@ def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Proble
     if alpha and not clip:
         tries.append(("no delayed updates (alpha 0)", workload, problem.solved(number, 0.0)))
     if any(solution.ratios.values()):
-        bare = Fixed(ratios=dict.fromkeys(solution.ratios, 0.0))
+        bare = Fixed(ratios=dict.fromkeys(solution.ratios, 0.0), recompute="all")
         tries.append(("everything on SSD", workload, problem.other(fixed=bare).solved(number, alpha)))
     rows = [
         Alternative(label=label, seconds=found.seconds, tokens_per_second=found.throughput * model.tokens)
@@ -80,7 +80,7 @@ def notes(plan: StepPlan) -> Iterator[str]:
         yield f"the drives last as long as asked if a step begins every {plan.written / wear:.3g} s, and not sooner"
 
 
-def _richer(problem: Problem) -> Iterator[tuple[str, Problem]]:
+def richer_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
     """More of one resource at a time, in amounts that one can buy."""
     profile, budgets, wear = problem.profile, problem.budgets, problem.budgets.wear_bytes_per_second
     host = _gibibytes(budgets.host_nbytes / 8)

@@ -18,15 +18,16 @@ from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
+from gs_compile.planner.boundary import earlier, kept, kept_nbytes
+from gs_compile.planner.candidates import fastest
 from gs_compile.planner.lp.search import Search, allowed_alphas
 from gs_compile.planner.lp.solve import Solution
-from gs_compile.planner.problem import Problem
+from gs_compile.planner.problem import NOTHING, Problem
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.step_plan import StepPlan, commits_text
 
 MOST_ROUNDS = 8  # of solving again with less: each takes off what the program before was over
 SPARE_TURNS = (1, 2, 4)  # of a layer's data, left free for what leaves late; tried as long as that is faster
-NOTHING: Mapping[str, int] = {"host": 0, "device": 0}  # bytes of a tier that are left free
 LEAST_PART = 32  # of host memory, that alphas are tried with less and less of
 SMALL = 100  # computations of a forward
 FASTER = 0.999  # than without so much left free: the rest is nothing
@@ -51,8 +52,7 @@ class Candidate:
 
     @property
     def placement(self) -> Placement:
-        assert self.simulation.placement is not None, "a candidate is placed"
-        return self.simulation.placement
+        return self.simulation.placed
 
     @property
     def is_good_enough(self) -> bool:
@@ -73,6 +73,10 @@ def planned(problem: Problem, found: Search, *, whole: bool = False) -> StepPlan
     if chosen.solution.alpha != found.best.alpha:  # what is said of the plan is said of its own alpha
         best = problem.solved(found.best.num_micro_batches, chosen.solution.alpha)
     assert best is not None, "what fits in less memory fits"
+    trial = problem if whole else problem.bundled(found.best.num_micro_batches)[0]
+    builder = trial.at(len(chosen.placement.x_nbytes))
+    simulation = fastest(trial, chosen.simulation, [kept(builder, chosen.placement)], chosen.spare)
+    simulation = fastest(trial, simulation, [earlier(builder, simulation.placed)], chosen.spare)
     rows = [(number, solution.seconds) for number, solution in found.history if solution is not None]
     return StepPlan(
         workload=problem.workload,
@@ -82,10 +86,11 @@ def planned(problem: Problem, found: Search, *, whole: bool = False) -> StepPlan
         alpha=best.alpha,
         ratios=chosen.solution.ratios,
         device_ratios=chosen.solution.device_ratios,
-        simulation=chosen.simulation,
+        shares=chosen.solution.shares,
+        simulation=simulation,
         bound=best,
         history=tuple((number, seconds, number * problem.workload.tokens / seconds) for number, seconds in rows),
-        notes=_of_commits(problem, best, chosen.placement),
+        notes=(*_of_commits(problem, best, chosen.placement), *_of_boundary(chosen.simulation, simulation)),
     )
 
 
@@ -98,6 +103,15 @@ def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple
     assert found is not None, "less fits, too"
     slower = f"{best.seconds / found.seconds - 1:.1%} slower by the linear program"
     return (f"Commits: {commits_text(placement)}; {slower}.",)
+
+
+def _of_boundary(plain: Simulation, chosen: Simulation) -> tuple[str, ...]:
+    """What is kept from a step to the next, what is read earlier, and what that brings; none where nothing is."""
+    nbytes, ahead = kept_nbytes(chosen.placed), chosen.placed.ahead
+    kept = f"{format_bytes(nbytes)} of parameters that the next step reads first stay in host memory until then"
+    read = f"states of the updates after the last backward are read {ahead} layer{'s' * (ahead > 1)} earlier"
+    words = "; ".join([kept] * bool(nbytes) + [read] * bool(ahead))
+    return (f"{words[0].upper()}{words[1:]}: {plain.seconds / chosen.seconds - 1:.1%} faster.",) if words else ()
 
 
 def refined(problem: Problem, best: Solution, *, whole: bool) -> Candidate:
@@ -213,7 +227,7 @@ def _turns(problem: Problem) -> dict[str, int]:
 
     def nbytes(size: UnitSize, tier: str) -> int:
         state = size.state_itemsize if tier == "host" else 0
-        return size.num_trained * (size.itemsize + size.gradient_itemsize + state)
+        return int(size.num_trained * (size.itemsize + size.gradient_itemsize + state))
 
     tiers = ("host",) if problem.values_nbytes is None else ("device", "host")
     return {tier: max((nbytes(size, tier) for size in layers), default=0) for tier in tiers}

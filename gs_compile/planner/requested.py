@@ -6,19 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from gs_compile.errors import PlanError
 from gs_compile.machine import parse_bytes
+from gs_compile.options import Masters
 from gs_compile.placement.shards import shared
 from gs_compile.placement.workload import Workload
-from gs_compile.planner.cost.workload import ModelSpec
+from gs_compile.planner.cost.workload import STATES, ModelSpec
 from gs_compile.planner.lp.limits import Budgets
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import scaled
+from gs_compile.planner.saved import bare
 from gs_compile.planner.step_plan import SECONDS_PER_DAY
+from gs_compile.program.ir import Schedule
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -50,20 +53,35 @@ def micro_batch_sizes(
 
 
 def workloads(
-    model: str | Path | PretrainedConfig | nn.Module | Workload, sequence: int, precision: str | None, world: int
+    model: str | Path | PretrainedConfig | nn.Module | Workload,
+    sequence: int,
+    precision: str | None,
+    world: int,
+    masters: Masters | None = None,
+    states: str = "fp32",
 ) -> Callable[..., Workload]:
-    """One rank's share of the model at any micro-batch size; a workload given as such is scaled from its own."""
+    """One rank's share of the model at any micro-batch size, with or without the levels of its layers; a workload given
+    as such is scaled from its own.
+    """
+
+    if isinstance(model, Workload) and (masters or states != "fp32"):
+        raise PlanError(f"the workload {model.name} says itself what its states have: leave masters and states out")
+    if states not in STATES:
+        raise PlanError(f"states are {states!r}; there are {', '.join(STATES)}")
 
     @cache
     def spec(*, halves: bool) -> ModelSpec:
         assert not isinstance(model, Workload)
         wanted = precision or ("model" if isinstance(model, nn.Module) else "bf16")
-        return ModelSpec.of(model, sequence=sequence, precision=wanted, schedule="single" if halves else "vertical")
+        schedule: Schedule = "single" if halves else "vertical"
+        more: dict[str, Any] = {"precision": wanted, "masters": masters, "states": states}
+        return ModelSpec.of(model, sequence=sequence, schedule=schedule, **more)
 
     @cache
-    def workload(size: int, *, halves: bool) -> Workload:
+    def workload(size: int, *, halves: bool, levels: bool = False) -> Workload:
         if not isinstance(model, Workload):
-            return shared(spec(halves=halves).workload(size), world)
+            found = spec(halves=halves)
+            return found.levelled(workload(size, halves=halves)) if levels else shared(found.workload(size), world)
         if halves:
             raise PlanError(
                 f"the single schedule cuts each block in two, and the numbers of the workload {model.name} do not tell "
@@ -71,7 +89,7 @@ def workloads(
             )
         times = size / model.micro_batch_size
         whole = replace(scaled(model, code=times, activations=times, workspace=times), micro_batch_size=size)
-        return shared(whole, world)
+        return shared(whole if levels else bare(whole), world)
 
     return workload
 

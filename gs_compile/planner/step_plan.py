@@ -10,6 +10,7 @@ from itertools import chain, product
 
 from gs_compile.machine import format_bytes
 from gs_compile.placement.kinds import nbytes_of, slot_of
+from gs_compile.placement.levels import Share
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.units import UnitPlacement
@@ -46,6 +47,7 @@ class StepPlan:
     alpha: float
     ratios: Mapping[str, float]  # in host memory, of "parameter", "checkpoint" and "optimizer"
     device_ratios: Mapping[str, float]  # in device memory
+    shares: tuple[Share, ...] = ()  # of layers' micro-batches that save activations
     simulation: Simulation = field(repr=False)
     bound: Solution = field(repr=False)  # the linear program's: each lane's work is spread evenly over its phase
     history: tuple[tuple[int, float, float], ...] = ()  # micro-batches, seconds and tokens a second, by the LP
@@ -56,8 +58,7 @@ class StepPlan:
     @property
     def placement(self) -> Placement:
         """Of the step that is simulated."""
-        assert self.simulation.placement is not None, "a plan places everything"
-        return self.simulation.placement
+        return self.simulation.placed
 
     @property
     def bound_seconds(self) -> float:
@@ -81,6 +82,16 @@ class StepPlan:
     def ranks(self) -> int:
         """That share the model; bytes and seconds are those of one of them, throughput is of all."""
         return self.workload.world
+
+    @property
+    def masters(self) -> str | None:
+        """Of narrow parameters: "split" or "whole"."""
+        return self.workload.masters
+
+    @property
+    def saved(self) -> float:
+        """The part of layers' micro-batches that save activations: their backward runs less of the forward again."""
+        return sum(share.part for share in self.shares)
 
     @property
     def tokens_per_second(self) -> float:
@@ -145,7 +156,7 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
         for part in unit.w.values():
             found["parameters", part.tier] += part.numel * unit.itemsize
         for part in unit.s.values():
-            found["states", part.tier] += part.numel * unit.state_itemsize
+            found["states", part.tier] += int(part.numel * unit.state_itemsize)
         for _, other in (pair for group in placement.speculated(unit) for pair in unit.shadows(group)):
             found["shadow copies", other.tier or "host"] += slot_of(placement, other).nbytes
         if placement.order == "horizontal":
@@ -154,7 +165,10 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
         waiting = sum(group.numel for group in unit.trained(*placement.waiting(redo=True)))
         found["late gradients", "host"] += waiting * unit.gradient_itemsize
     for layer, (micro_batch, nbytes) in product(range(placement.num_layers), enumerate(placement.x_nbytes)):
-        found["checkpoints", placement.checkpoint_home(Value("x", layer, micro_batch))] += nbytes
+        checkpoint, saved = Value("x", layer, micro_batch), Value("a", layer, micro_batch)
+        home, level = placement.checkpoint_home(checkpoint), placement.level_of(saved)
+        found["checkpoints", home] += nbytes if level is None or level.reads_input else 0
+        found["activations", home] += level.nbytes[micro_batch] if level else 0
     return {key: nbytes for key, nbytes in found.items() if nbytes}
 
 

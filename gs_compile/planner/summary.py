@@ -40,12 +40,17 @@ def paragraph(plan: StepPlan) -> str:
 
 
 def settings(plan: StepPlan) -> str:
-    """``vertical: 32 micro-batches of 2 samples of 2048 tokens on each of 4 ranks, alpha 0.13``"""
+    """``vertical: 32 micro-batches of 2 samples of 2048 tokens on each of 4 ranks, alpha 0.13, split masters``"""
     workload = plan.workload
     samples = "1 sample" if workload.micro_batch_size == 1 else f"{workload.micro_batch_size} samples"
     number = "1 micro-batch" if plan.num_micro_batches == 1 else f"{plan.num_micro_batches} micro-batches"
     where = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
-    return f"{plan.schedule}: {number} of {samples} of {workload.sequence} tokens{where}, alpha {plan.alpha:g}"
+    masters = f", {workload.masters} masters" if workload.masters else ""
+    saved = f", {plan.saved:.0%} of activations saved" if plan.shares else ""
+    return (
+        f"{plan.schedule}: {number} of {samples} of {workload.sequence} tokens{where}, alpha {plan.alpha:g}"
+        f"{masters}{saved}"
+    )
 
 
 def throughput(plan: StepPlan) -> str:

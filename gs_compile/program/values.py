@@ -21,6 +21,7 @@ KINDS = {
     "batch": "one micro-batch of the user's inputs",
     "total": "what the loss's means divide by, counted over the whole batch",
     "x": "input of layer i, the checkpoint; x of layer L is the head's input",
+    "a": "what layer i's forward saves for its backward, beside its input or in its place",
     "side": "what the prologue makes and every layer reads: masks, rotary tables",
     "w": "parameters of a unit",
     "loss": "a micro-batch's share of the loss",

@@ -32,7 +32,7 @@ VERBS = {
     "forward": "one layer",
     "head": "the epilogue; with into= also its backward, of the loss",
     "head_backward": "the epilogue again, with its backward for gradients from outside",
-    "backward": "one layer again, from its checkpoint, and its backward",
+    "backward": "what one layer's forward has not saved again, from its checkpoint, and its backward",
     "embed_backward": "the prologue again, and its backward",
     "norm": "the sum of squares of a complete gradient",
     "clip": "the scale of all gradients, from all their norms",
@@ -147,7 +147,7 @@ class Operand:
                 return num_layers if unit == EPILOGUE else unit
             case ("x", "results") | ("dx", "reads") | ("dy", _):
                 return _above(unit)
-            case (("w" | "dw" | "y"), _):
+            case (("w" | "dw" | "y" | "a"), _):
                 return unit
             case _:
                 return None
@@ -174,10 +174,10 @@ class Signature:
 # verb            stages                    reads                                results          into
 _TABLE = """
   embed          | forward e               | batch w wt?                        | x side? y?     |
-  forward        | forward layer           | x side? w wt?                      | x y?           |
+  forward        | forward layer           | x side? w wt?                      | x y? a?        |
   head           | forward h, backward h   | x side? batch total? w wt?         | loss? dx? y?   | dw? dwt? dside?
   head_backward  | backward h              | x side? batch total? dy w wt?      | dx?            | dw? dwt? dside?
-  backward       | backward layer          | x dx? dy? side? w wt?              | dx?            | dw? dwt? dside?
+  backward       | backward layer          | x? a? dx? dy? side? w wt?          | dx?            | dw? dwt? dside?
   embed_backward | backward e              | batch dx? dy? dside? w wt?         |                | dw? dwt?
 """
 

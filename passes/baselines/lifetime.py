@@ -160,8 +160,9 @@ def _seconds(value: Value, nbytes: int, placement: Placement) -> float:
 
 def _ssd_nbytes(value: Value, nbytes: int, placement: Placement) -> int:
     """How many bytes of a tensor go as far as the SSD."""
-    if value.kind == "x":
-        return nbytes if placement.checkpoint_home(value) == "ssd" else 0
+    if value.kind == "x":  # the head's input never does
+        is_far = value.unit != placement.num_layers
+        return nbytes if is_far and placement.checkpoint_home(value) == "ssd" else 0
     assert value.unit is not None, f"{value} is of no unit"
     unit = placement.by_unit[value.unit]
     if value.kind == "dw":

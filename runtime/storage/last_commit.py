@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from gs_compile.errors import LeftoverError, RankError
 from gs_compile.runtime.storage import manifest
@@ -16,43 +17,72 @@ Steps = Mapping[int, bool]  # of one rank, and whether each is committed, or pre
 Agree = Callable[[Steps], Sequence[Steps]]  # gives those of all ranks
 
 
+class Left(NamedTuple):
+    """A commit that a run has left in a folder. is_made: it is the last one there; else it is prepared alone."""
+
+    commit: Manifest
+    folder: Path
+    is_made: bool
+
+
+def commits_in(folders: Iterable[Path], *, prepared: bool = False) -> list[Left]:
+    """The commits in those of the folders that are there; prepared: those too that ranks may not all have made."""
+    names = (manifest.NEXT, manifest.NAME) if prepared else (manifest.NAME,)
+    return [
+        Left(found, folder, name == manifest.NAME)
+        for folder in folders
+        for name in names
+        if folder.is_dir() and (found := manifest.read(folder, name)) is not None
+    ]
+
+
+def newest_of(left: Iterable[Left], agree: Agree | None = None) -> Manifest | None:
+    """The newest of commits, or of several ranks the newest that all have; None: there is none."""
+    known = {each.commit.step: each for each in sorted(left, key=lambda each: (each.is_made, each.commit.number))}
+    own = {step: each.is_made for step, each in known.items()}
+    step = common_step(agree(own) if agree else [own])
+    return None if step is None else known[step].commit
+
+
+def order(commit: Manifest) -> tuple[int, int]:
+    """Of two commits the newer has the greater: a step is committed anew where something has changed after it."""
+    return commit.step, commit.number
+
+
 def last_commit(drives: Iterable[Drive], *, resume: bool, agree: Agree | None = None) -> Manifest | None:
     """The last commit that a run has left on the drives and on others of its own. One may be a commit behind.
 
     agree: of several ranks, each of which may have prepared one more; what is agreed on is committed.
     Raises LeftoverError where it is not to be taken up, is of several runs, or has its files elsewhere.
     """
-    drives = list(drives)
-    found = [(each, drive) for drive in drives if (each := drive.own.committed()) is not None]
-    found += [(each, drives[0]) for each in _beside(drives, [each for each, _ in found])]
-    ahead = [(each, drive) for drive in drives if agree and (each := drive.own.prepared()) is not None]
-    having = [drive.folder for _, drive in (*found, *ahead)]
-    found, ahead = ([(located(each, drive.folder, having), drive) for each, drive in kind] for kind in (found, ahead))
-    known = {each.step: each for each, _ in (*ahead, *found)}
-    words = ", ".join(dict.fromkeys(f"run {each.run} at step {each.step} ({each.written})" for each in known.values()))
-    if len({each.run for each, _ in (*found, *ahead)}) > 1:
-        what = f"several runs have left commits here: {words}. Name the storage of the one that is to go on"
-        raise LeftoverError(errno.EEXIST, what, str(drives[0].folder))
+    folders = {drive.folder: drive.own for drive in drives}
+    left = commits_in(folders, prepared=agree is not None)
+    left += [each._replace(folder=next(iter(folders))) for each in _beside(left, folders)]
+    having = [each.folder for each in left]
+    left = [each._replace(commit=located(each.commit, each.folder, having)) for each in left]
+    known = {f"run {each.run} at step {each.step} ({each.written})": each.run for each, _, _ in left}
+    if len(set(known.values())) > 1:
+        what = f"several runs have left commits here: {', '.join(known)}. Name the storage of the one that is to go on"
+        raise LeftoverError(errno.EEXIST, what, str(next(iter(folders))))
     if known and not resume:
         what = (
-            f'a durable run has left a commit here: {words}. Go on from it with the option resume="auto", or delete '
-            f"it: greedysnake store gc --all {drives[0].folder.parent}"
+            f"a durable run has left a commit here: {', '.join(known)}. Go on from it with the option "
+            f'resume="auto", or delete it: greedysnake store gc --all {next(iter(folders)).parent}'
         )
-        raise LeftoverError(errno.EEXIST, what, str(drives[0].folder))
-    committed = {each.step for each, _ in found}
-    own = {each: each in committed for each in known}
-    step = common_step(agree(own) if agree else [own])
-    for each, drive in ahead:
-        drive.own.promote() if each.step == step else drive.own.unlink(manifest.NEXT)
-    return None if step is None else known[step]
+        raise LeftoverError(errno.EEXIST, what, str(next(iter(folders))))
+    newest = newest_of(left, agree)
+    for commit, folder, is_made in left:
+        if not is_made:
+            is_next = newest is not None and commit.step == newest.step
+            folders[folder].promote() if is_next else folders[folder].unlink(manifest.NEXT)
+    return newest
 
 
-def _beside(drives: Sequence[Drive], found: Sequence[Manifest]) -> list[Manifest]:
-    """The manifests in further folders of the same runs, which may be of drives that this run does without."""
-    named = {(Path(file.folder), each.run) for each in found for part in each.parts for file in part.files}
-    folders = {(folder, run) for folder, run in named if all(drive.folder != folder for drive in drives)}
-    read = [(manifest.read(folder), run) for folder, run in sorted(folders) if folder.is_dir()]
-    return [each for each, run in read if each is not None and each.run == run]
+def _beside(left: Iterable[Left], here: Iterable[Path]) -> list[Left]:
+    """The commits in further folders of the same runs, which may be of drives that this run does without."""
+    named = {(folder, each.commit.run) for each in left if each.is_made for folder in folders_of(each.commit)}
+    found = commits_in(sorted({folder for folder, _ in named}.difference(here)))
+    return [each for each in found if (each.folder, each.commit.run) in named]
 
 
 def common_step(given: Sequence[Steps]) -> int | None:

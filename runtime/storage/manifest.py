@@ -23,6 +23,7 @@ import numpy as np
 from gs_compile.errors import ManifestError, StorageError
 from gs_compile.machine import format_bytes
 from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.checked import check
 from gs_compile.runtime.storage.stored import (
     FOLDER,
     FORMAT,
@@ -35,7 +36,6 @@ from gs_compile.runtime.storage.stored import (
     StoredRange,
     StoredTensor,
     StoredUnit,
-    check,
 )
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,7 +39,7 @@ from gs_compile.runtime.storage.ssd import File, Transfer, as_bytes
 ROW = 16 << 20  # bytes of a row for each drive: two blocks, and 256 MiB are eight rows of two drives
 
 
-class Store:
+class Store(contextlib.AbstractContextManager["Store"]):
     """The storage of one run: extents are allocated from it, and it leaves nothing behind but its last commit.
 
     `weights` are the bandwidths of the directories, in any unit; without them, several directories are measured, for
@@ -61,6 +61,8 @@ class Store:
         agree: Agree | None = None,
     ) -> None:
         self.pid = os.getpid()
+        self._folders = threading.Lock()  # whoever commits or ends has it: the end removes what no commit names
+        self._closed = False
         self.counts = threading.Lock()
         self.moved_nbytes: Counter[tuple[ssd.Verb, str]] = Counter()  # by direction and extent, asked for so far
         self._threads = threads
@@ -153,23 +155,26 @@ class Store:
         """
         syncs = [drive.sync(file, each.label) for each in extents for drive, file in each.on_drives]
         Transfer(syncs).wait()
-        made = make()
-        for drive in self.drives:
-            drive.sync_names()
-        name = manifest.NEXT if together else manifest.NAME
-        for drive in reversed(self.drives):  # any of them has it whole, the first has it last
-            with as_storage_error("commit", drive.folder):
-                manifest.write(drive.own.fd, made, name, partial(self._keep_both, made))
-        if together is not None:
-            together(made.step)
-            for drive in reversed(self.drives):
+        made = replace(make(), number=self.made.number + 1 if self.made else 1)
+        with self._folders:
+            if self._closed:
+                raise StorageError(errno.ECANCELED, f"the commit of step {made.step} came after the end of its run")
+            for drive in self.drives:
+                drive.sync_names()
+            name = manifest.NEXT if together else manifest.NAME
+            for drive in reversed(self.drives):  # any of them has it whole, the first has it last
                 with as_storage_error("commit", drive.folder):
-                    drive.own.promote()
-        for drive in self.drives:
-            drive.kept = names_in(made, drive.folder)
-        self.made = made
-        if self._last is not None:
-            self._forget_former(made)
+                    manifest.write(drive.own.fd, made, name, partial(self._keep_both, made))
+            if together is not None:
+                together(made.step)
+                for drive in reversed(self.drives):
+                    with as_storage_error("commit", drive.folder):
+                        drive.own.promote()
+            for drive in self.drives:
+                drive.kept = names_in(made, drive.folder)
+            self.made = made
+            if self._last is not None:
+                self._forget_former(made)
 
     def _keep_both(self, made: Manifest) -> None:
         """This commit may count from now on, or the last one, until all drives have this one."""
@@ -181,18 +186,13 @@ class Store:
         for drive in self._others.values():
             drive.kept = frozenset()  # new files are on this run's drives, and no other's stay in use
             drive.own.unlink(manifest.NAME)
-        open_files = {
-            (drive, file.path.name): file for each in self._adopted.values() for drive, file in each.on_drives
-        }
+        adopted = {(drive, file.path.name): file for each in self._adopted.values() for drive, file in each.on_drives}
         go_on = {(drive, file.path.name) for name in self._goes_on for drive, file in self._adopted[name].on_drives}
         for drive in (*self.drives, *self._others.values()):
             for name in names_in(self._last, drive.folder) - drive.kept:
-                if (drive, name) in go_on:
-                    continue
-                if (file := open_files.get((drive, name))) is not None:
-                    drive.remove(file)
-                else:
-                    drive.own.unlink(name)
+                if (drive, name) not in go_on:
+                    file = adopted.get((drive, name))
+                    drive.remove(file) if file else drive.own.unlink(name)
         self._adopted.clear()
         self.former = self._last = None
 
@@ -200,11 +200,10 @@ class Store:
         """Finish what is in flight, end the threads, remove every file, release the directories; once is enough."""
         if os.getpid() != self.pid:
             return  # a forked child's copy: the run goes on in the parent
-        atexit.unregister(self.close)
-        self._opened.close()
-
-    def __enter__(self) -> Store:
-        return self
+        with self._folders:
+            self._closed = True
+            atexit.unregister(self.close)
+            self._opened.close()
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -214,7 +213,7 @@ class Store:
 class Extent:
     """`nbytes` of storage under one name. Offsets are in bytes; tensors are contiguous, in memory, of any dtype.
 
-    like: the shape and strides of an activation that is in it, on the meta device.
+    like: the shapes and strides of what is in it of an activation, on the meta device.
     """
 
     store: Store
@@ -223,7 +222,7 @@ class Extent:
     nbytes: int
     stripe: Stripe
     files: Sequence[File]
-    like: torch.Tensor | None = None
+    like: Any = None
 
     def read(self, into: torch.Tensor, offset: int = 0) -> Transfer:
         """Begin to fill `into` from `offset` on; it may be used when the transfer's `wait` has returned."""

@@ -69,6 +69,7 @@ def test_ls_tells_of_every_run(folders, commit, tmp_path):
     assert "rank 1 of 2" in lines[2]
     first, second = json.loads(printed("ls", folders[0].parent, "--json"))["runs"]
     assert (first["step"], first["nbytes"], first["parameters"], first["problem"]) == (3, 17 * 8192 + 48, 14656, None)
+    assert first["used_by"] is None
     assert set(first["garbage"].values()) == {8192}
     assert (second["rank"], second["world"]) == (1, 2)
     assert printed("ls", tmp_path) == f"no runs in {tmp_path}\n"

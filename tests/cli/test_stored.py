@@ -111,6 +111,12 @@ def test_what_cannot_be_mended_is_lost_by_name_and_nothing_is_guessed_or_removed
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"{}")])
 def test_a_lost_commit_is_restored_from_another_directory(folders, commit, damage):
     damage(folders[0] / NAME)
+    left = [path.read_bytes() for path in folders[0].glob(NAME)]
+    printed("verify", folders[1].parent)
+    flip(folders[1] / name_of("wea"), 0)
+    run("repair", folders[1].parent)  # which says what is lost
+    assert [path.read_bytes() for path in folders[0].glob(NAME)] == left
+    flip(folders[1] / name_of("wea"), 0)
     printed("repair", folders[1].parent)
     assert read(folders[0]) == commit
 

@@ -35,6 +35,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "mixed": {"alpha": 0.3, "ratios": {"optimizer": 0.4, "parameter": 0.3}},
     "speculative": {"alpha": 0.3, "clip": "speculative", "ratios": {"optimizer": 0.3}},
     "in memory": {"alpha": 0.0, "ratios": {"optimizer": 1.0, "parameter": 1.0}},
+    "saving": {"alpha": 0.3, "recompute": "none", "ratios": {"optimizer": 0.4}},
 }
 NUM_STEPS = 5
 MAX_NORM = 1.1  # some steps are clipped, some are not

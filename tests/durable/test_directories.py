@@ -9,9 +9,11 @@ import pytest
 import torch
 from stored_run import save, stored_folders, stored_run, values
 
+from gs_compile.cli.stored.checks import check
 from gs_compile.cli.stored.runs import collect, found_in
 from gs_compile.errors import LeftoverError
-from gs_compile.runtime.storage.manifest import FOLDER, NAME, NEXT
+from gs_compile.model.resume import last_of
+from gs_compile.runtime.storage.manifest import FOLDER, NAME, NEXT, read
 from gs_compile.runtime.storage.store import Store
 
 
@@ -77,7 +79,23 @@ def test_a_run_that_moves_leaves_nothing_where_it_was(tmp_path):
         assert not files([one])
     assert not one.exists()
     with Store([tmp_path / "new"], durable=True, resume=()) as store:
-        assert store.former == made
+        assert store.former == replace(made, number=1)
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_of_two_commits_of_one_step_the_later_counts(tmp_path, turn):
+    """Whichever directory has it: a step is committed anew where values were read, and a kill may come between two."""
+    folders = stored_folders(tmp_path, "one", "other")
+    first = stored_run(*folders, number=6)
+    later = replace(first, number=7, states={"scheduler": {"last_epoch": 4}})
+    for folder, made in zip(folders[::turn], (first, later), strict=True):
+        save(folder, made)
+    directories = [folder.parent for folder in folders]
+    assert last_of(directories) == found_in(directories[0])[0].commit == later
+    with Store(directories, durable=True, resume=(), weights=(1, 1)) as store:
+        assert store.former == later
+    check(directories[0], repair=True)
+    assert [read(folder) for folder in folders] == [later, later]
 
 
 def test_a_run_that_ends_before_its_first_commit_leaves_directories_that_nobody_named(tmp_path):

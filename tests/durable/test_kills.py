@@ -98,12 +98,15 @@ def test_a_kill_at_each_point_of_a_commit(server, uninterrupted, tmp_path, place
         assert killed, f"a whole run does not come to {points[0]}"
 
 
+PIECES = [(seed, 200) for seed in range(2, 12)]
+
+
 @pytest.mark.parametrize(
-    "count", [33, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(4000)])], ids=["some", "all"]
+    ("seed", "count"),
+    [(1, 33), *(pytest.param(*each, marks=[pytest.mark.slow, pytest.mark.timeout(900)]) for each in PIECES)],
 )
-def test_kills_at_random_moments(server, uninterrupted, calls, tmp_path, count):
+def test_kills_at_random_moments(server, uninterrupted, calls, tmp_path, seed, count):
     """Each process of a run may have another placement."""
-    seed = random.randrange(1 << 32) if count > 100 else 1
     numbers, killed, number = random.Random(seed), 0, 0
     while killed < count:
         number += 1

@@ -17,10 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from killed import Killed, Taken, batch, clean, resumed, seed, steps
-from tiered import Harness, adamw, gpt2, options, outcome
+from killed import Killed, Taken, clean, resumed, seed, steps
+from saving import saving
+from tiered import Harness, adamw, gpt2, options, outcome, tokens
 
 import gs_compile
+from gs_compile.placement.levels import Share
+from gs_compile.planner.boundary import FIRST
 
 KEEPS_CAPTURES = True
 NUM_STEPS, MANY_STEPS = 7, 20
@@ -135,6 +138,19 @@ def test_a_chain_of_killed_runs_is_one_run(lives, model, max_norm, first):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("max_norm", [None, SOME_CLIPPED], ids=str)
+def test_a_chain_of_runs_that_save_and_keep(lives, max_norm):
+    """Activations in host memory and on SSD, parameters from step to step, and halves of split masters."""
+    lives.harness("bf16")
+    lives.reference("bf16", max_norm, NUM_STEPS)  # saves and keeps nothing
+    places = [lives.given(each, max_norm) for each in PLACES[:3]]
+    with saving(Share(1, "host", 0.4), Share(2, "ssd", 0.3), kept=FIRST) as made:
+        begun = lives.chain("bf16", max_norm, places, NUM_STEPS)
+    assert begun == {0, 2, 4}
+    assert any(each.kept_values for each in made)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("max_norm", [None, CLIPPED, SOME_CLIPPED, 1000.0], ids=str)
 @pytest.mark.parametrize("model", MODELS)
@@ -203,7 +219,7 @@ def test_skipped_steps_and_states_go_on(lives):
                 run = gs_compile.resume(harness.model, optimizer, storage=place, **states)
                 assert (run.step, run.user) == (numbers[0], {"next": numbers[0]} if numbers[0] else None)
             for number in numbers:
-                ids = batch(number)
+                ids = tokens(number)
                 loss = harness.model(input_ids=ids, labels=ids).loss
                 scaler.scale(loss).backward()
                 scaler.unscale_(optimizer)

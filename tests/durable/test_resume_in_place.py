@@ -67,6 +67,31 @@ def test_what_stays_in_its_files_is_not_even_read(harness, moved, tmp_path, clip
     assert not again.taken.differences(first.taken)
 
 
+@pytest.mark.parametrize(("before", "after"), [("whole", "split"), ("split", "whole")])
+def test_a_run_goes_on_with_masters_of_the_other_kind(tmp_path, before, after):
+    harness, storage = Harness(gpt2, "bf16"), tmp_path / "a"
+    first = life(harness, adamw, options([storage], alpha=0.5, masters=before), tmp_path / "first", range(3))
+    given = options([storage], alpha=0.5, masters=after, ratios={"optimizer": 0.5})
+    clean(given)
+    again = life(harness, adamw, given, tmp_path / "again", range(1, 3), former=first)
+    assert {unit.state_itemsize for unit in again.placement.units} == {10 if after == "split" else 12}
+    assert not again.taken.differences(first.taken)
+
+
+def test_a_run_goes_on_with_states_of_another_type(tmp_path):
+    """They are rounded to nearest; a run that has had them in 8 bits goes on bit for bit, wherever they are."""
+    harness, storage = Harness(gpt2, "bf16"), tmp_path / "a"
+    eight = partial(adamw, state_dtype="8bit")
+    first = life(harness, adamw, options([storage], alpha=0.5), tmp_path / "first", range(3))
+    given = options([storage], alpha=0.5, ratios={"optimizer": 0.5})
+    clean(given)
+    again = life(harness, eight, given, tmp_path / "again", range(1, 4), former=first)
+    assert {unit.state_itemsize for unit in again.placement.units} == {2 + 2 * (1 + 4 / 256)}
+    clean(given)
+    other = options([storage], alpha=0.0, ratios={"optimizer": 0.2})
+    assert not life(harness, eight, other, tmp_path / "other", range(2, 4), former=again).taken.differences(again.taken)
+
+
 def test_a_plan_is_taken_again_where_nothing_has_changed(harness, moved, tmp_path, monkeypatch, caplog):
     """Nothing is measured, timed or solved; what is in memory is read, and nothing is written."""
     make, given = partial(adamw, max_grad_norm=0.5), options([tmp_path / "a"], ratios=FREE, host_memory=BUDGET)

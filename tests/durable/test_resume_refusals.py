@@ -53,7 +53,7 @@ def half_frozen(seed=0):
         (half_frozen, adamw, "transformer.wpe.weight was trained there"),
         (None, sgd, "its optimizer is AdamW, with exp_avg, exp_avg_sq of each parameter"),
         (None, one_group, "its optimizer has 2 param groups, and 1 here"),
-        (None, "2 ranks", "it is of 2 ranks, and here are 1"),
+        (None, "2 ranks", "it is of 2 ranks, this run of 1"),
     ],
     ids=["width", "frozen", "optimizer", "groups", "ranks"],
 )

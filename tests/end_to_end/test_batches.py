@@ -24,16 +24,6 @@ def test_batch_sizes(size, micro_batch_size):
     both_ways(GPT(), use, micro_batch_size)
 
 
-def test_a_transposed_batch():
-    """A micro-batch of it has the strides of the whole."""
-
-    def use(model):
-        ids, labels = batch()
-        model(ids.T.contiguous().T, labels.repeat_interleave(2, 1)[:, ::2])[1].backward()
-
-    both_ways(GPT(), use, compiler="inductor")
-
-
 def test_a_size_equal_to_the_batch_by_coincidence():
     """The bias has as many rows as the batch has samples, but they are tokens."""
 
@@ -49,14 +39,21 @@ def test_a_size_equal_to_the_batch_by_coincidence():
     both_ways(Biased(), lambda model: model(*batch(5, tokens=5), bias_TD).backward(), 2)
 
 
-def test_the_users_default_dtype_is_not_the_fractions():
+def test_compiled_code_is_for_a_transposed_batch_and_another_default_dtype():
+    """A micro-batch has the strides of the whole, and the fractions of a mean are not of the user's default dtype."""
+
     class Meaned(GPT):
         def forward(self, ids, labels):
-            return super().forward(ids)[0].square().mean()
+            logits, loss = super().forward(ids, labels)
+            return loss + logits.square().mean()
+
+    def use(model):
+        ids, labels = batch(5)
+        model(ids.T.contiguous().T, labels.repeat_interleave(2, 1)[:, ::2]).backward()
 
     torch.set_default_dtype(torch.float64)
     try:
-        both_ways(Meaned().float(), lambda model: model(*batch(5)).backward(), 2, compiler="inductor")
+        both_ways(Meaned().float(), use, 2, compiler="inductor")
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -92,7 +92,7 @@ def test_a_step_moves_what_the_paper_says(harnesses, storage, precision, gradien
     loads = {"e": 2, "h": 1, "t": 3}  # the head's backward follows at once; it shares the embedding with the prologue
     loaded = sum(units[unit] * loads.get(unit, 2) for unit in units) * itemsize * n
     checkpoints = NUM_LAYERS * MICRO_BATCH * LENGTH * WIDTH * itemsize * n
-    state = numel * 4 * (2 if precision == "model" else 3)
+    state = numel * (8 if precision == "model" else 10)
     form = {("ssd_read", "w"): loaded, ("ssd_write", "w"): numel * itemsize}
     form |= {(lane, "s"): state for lane in ("ssd_read", "ssd_write")}
     form |= {(lane, "x"): checkpoints for lane in ("ssd_read", "ssd_write", "d2h")}

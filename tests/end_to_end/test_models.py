@@ -43,7 +43,8 @@ def test_gradients_of_the_batch(name, size):
     check(build(name), size)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "gpt2")) for name in MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_compiled_by_inductor(name):
     check(build(name), 3, compiler="inductor", outputs="loss")
 

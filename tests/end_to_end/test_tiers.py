@@ -50,9 +50,10 @@ class Variant:
     on_device: float  # of parameters and checkpoints that are not in host memory
     threads: int
     gradient: float = 1.0  # of gradient sums, in the horizontal order
+    masters: str | None = None
 
 
-RESIDENT = Variant(0.0, (1.0, 1.0, 1.0), 1, False, 0.0, 1)
+RESIDENT = Variant(0.0, (1.0, 1.0, 1.0), 1, False, 0.0, 1, masters="whole")
 SETTINGS = [Setting(*each) for each in itertools.product(DROPOUT, OPTIMIZERS, (False, True))]
 
 
@@ -85,6 +86,7 @@ class Laboratory:
             separate_device=variant.separate_device,
             threads=variant.threads,
             schedule=setting.schedule,
+            masters=variant.masters,
         )
         return self.harness(setting.precision).train(partial(make, **clip), chosen, num_steps=4)
 

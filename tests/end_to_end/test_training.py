@@ -71,7 +71,7 @@ def test_training_is_that_of_plain_pytorch(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["positional", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama"))]
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("positional", "llama"))]
 )
 def test_compiled_layers_learn_the_same(name, tmp_path):
     assert_learns_the_same(name, tmp_path, compiler="inductor", alpha=0.3)

@@ -143,12 +143,13 @@ def test_what_a_killed_run_has_left_is_removed(tmp_path, caplog):
     ):
         Store([tmp_path])
     assert (tmp_path / FOLDER / "w3").stat().st_size == MIB
+    (tmp_path / FOLDER / "a1_0-4096").write_text("saved activations")
     (tmp_path / f"{FOLDER}.2").mkdir(mode=0o700)
     (tmp_path / f"{FOLDER}.2" / "w4").write_text("of its second model")
     with Store([tmp_path]):
         assert [path.name for path in (tmp_path / FOLDER).iterdir()] == [".lock"]
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
-    words = "a run was killed and left 1 files, 1.0 MiB, last written 20"
+    words = "a run was killed and left 2 files, 1.0 MiB, last written 20"
     assert words in caplog.text
     (tmp_path / FOLDER / "folder").mkdir(parents=True)
     (tmp_path / FOLDER).chmod(0o700)

@@ -16,7 +16,12 @@ import gs_compile.hf
 from gs_compile.errors import LaneError, MemoryBudgetError, OptionError
 from gs_compile.model.residency import is_offloaded
 
-EAGER = {"compiler": "eager", "ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}, "alpha": 0.5}
+EAGER = {
+    "compiler": "eager",
+    "recompute": "all",
+    "ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0},
+    "alpha": 0.5,
+}
 
 
 def samples(number=22, lengths=(12,)):

@@ -100,7 +100,7 @@ def test_its_checkpoint_is_older(whole, tmp_path, caplog, monkeypatch):
     with pytest.raises(LeftoverError, match=r'step 3 .*resume_from_checkpoint=True\) or the option resume="auto"'):
         attached(tmp_path).train()
     with monkeypatch.context() as patch:
-        patch.setattr("gs_compile.hf.durable.last_of", lambda storage: replace(last_of(storage), states={}))
+        patch.setattr("gs_compile.hf.durable.last_of", lambda *given: replace(last_of(*given), states={}))
         with pytest.raises(ResumeError, match="has no state of a Trainer"):
             attached(tmp_path, options={"resume": "auto"}).train()
     again = attached(tmp_path, **SAVES)
@@ -161,7 +161,4 @@ def test_adapters_and_an_evaluation_at_the_end_of_an_epoch(tmp_path):
     assert committed(tmp_path / "mine") == 3
     again = attached(tmp_path / "mine", lora=True, options={"resume": "auto"}, **EVALUATES)
     again.train()
-    # The evaluation came after the commit.
-    assert curve(again, "eval_loss") == curve(plain, "eval_loss")[-1:]
-    again.state.log_history.insert(3, next(each for each in plain.state.log_history if "eval_loss" in each))
-    assert_same(again, plain)
+    assert_same(again, plain)  # the evaluation too: the forward after it committed the step again

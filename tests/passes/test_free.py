@@ -88,4 +88,4 @@ def test_only_what_is_at_home_and_results_are_left(step, options, late):
         alive |= set(op.results)
         alive -= set(op.reads) if op.verb == "free" else set()
     left = {value for value in alive if value.kind not in ("loss", "y", "norm")}
-    assert left == placement.homes(late=placement.has_late and step[2].training)
+    assert left == placement.homes(late=placement.has_late and step[2].training, warm=step[2].training)

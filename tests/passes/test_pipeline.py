@@ -156,11 +156,25 @@ def test_a_unit_is_not_changed_while_it_is_loaded(step, options, late):
             loading.add(op.results[0].unit)
 
 
+@pytest.mark.parametrize("separate", [True, False])
+def test_states_of_updates_after_the_last_backward_may_be_read_earlier(separate):
+    plain, found = ({}, {})
+    for ahead, read in ((0, plain), (2, found)):
+        program = lowered((4, 2), place(4, 2, options=Options(separate=separate, ahead=ahead)))[-1]
+        stages = list(dict.fromkeys(op.stage for op in program.ops))
+        states = [op for op in program.ops if op.verb == "prefetch" and op.reads[0].kind == "s"]
+        read |= {op.reads[0].unit: stages.index(op.stage) for op in states}
+        last = {value.unit for op in program.ops if op.verb == "update" and op.stage == stages[-1] for value in op.into}
+    assert {unit: plain[unit] - at for unit, at in found.items()} == {unit: 2 * (unit in last) for unit in plain}
+    assert {"e"} <= last < set(plain)
+
+
 def test_updates_alone_follow_each_other():
     placement = place(3, 1, options=SMALL)
     program = after(flush(3, placement), "pipeline")
     updates = [op.into[0].unit for op in program.ops if op.verb == "update"]
     assert updates == ["e", 0, 1, 2, "h"]
+    assert flush(3, replace(placement, ahead=2))[-1].ops == flush(3, placement)[-1].ops
 
 
 def _name(op):

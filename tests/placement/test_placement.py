@@ -10,6 +10,7 @@ from tiers import SIDE_NBYTES, X_NBYTES, Options, options, place, tiered_steps
 from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.placement.liveness import peaks
 from gs_compile.placement.placement import Placement
+from gs_compile.placement.shards import QUANTUM, owned, pieces, place_of
 from gs_compile.program.ir import Value
 
 SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
@@ -34,6 +35,19 @@ def test_checkpoints_are_spread_evenly(num_layers, num_micro_batches, host, of_t
     for stop in range(len(homes) + 1):
         assert abs(homes[:stop].count("host") - host * stop) < 1 + 1e-6
         assert abs(homes[:stop].count("device") - device * stop) < 2 + 1e-6
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(1, 4))
+def test_an_element_has_one_place_whatever_number_of_ranks_there_is(trained, frozen, world):
+    """It is what its random numbers follow from."""
+    cuts = pieces(trained * QUANTUM, (trained + frozen) * QUANTUM)
+    found = []
+    for rank in range(world):
+        for each in owned(cuts, rank, world, 0, world * (trained + frozen) * QUANTUM):
+            for at in (0, each.numel - 1):
+                assert place_of(cuts, rank, world, each.local + at) == each.whole + at
+            found += range(each.whole, each.whole + each.numel, QUANTUM)
+    assert sorted(found) == list(range(0, world * (trained + frozen) * QUANTUM, QUANTUM))
 
 
 def test_nothing_lives_on_a_device_that_is_the_host():
@@ -93,6 +107,8 @@ def _memory(value, placement):
     match value.kind:
         case "x" | "dx":
             return (tier, value), X_NBYTES
+        case "a":
+            return (tier, value), placement.level_of(value).nbytes[value.micro_batch]
         case "side":
             return (tier, value), SIDE_NBYTES
         case "w" if tier == "device" and not value.part:

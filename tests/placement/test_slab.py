@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from tiers import PLAIN, Options, options, place, tiered_steps
 
 from gs_compile.passes.lower import StepSpec, flush, lower
+from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.slab import PAGE_NBYTES, conflicts, fixed_offsets, packed
+from gs_compile.program.verbs import NORMS
 
 
 @given(tiered_steps(), options(), st.booleans(), st.sampled_from(("vertical", "horizontal")))
@@ -22,10 +24,14 @@ def test_programs_of_a_run_agree_and_nothing_overlaps(step, chosen, speculative,
     modes = [(False, True), *([(True, True), (True, False)] if placement.has_late else [])]
     programs = [lower(replace(spec, late=late, redo=redo))[-1] for late, redo in modes]
     programs += [flush(num_layers, placement)[-1]] if placement.has_late else []
-    fixed = fixed_offsets(placement)
+    fixed, kept = fixed_offsets(placement), {slot_of(placement, value).key for value in placement.kept_values}
     for program in [*programs, *(packed(program, placement) for program in programs)]:
         assert not list(conflicts(program.ops, placement, program.offsets))
-        assert (fixed.always | fixed.shared).items() <= program.offsets.items()
+        updates = any(op.verb == "update" or op.verb in NORMS for op in program.ops)
+        apart = set() if updates else kept  # what runs while these are kept has others beside them
+        common = {key: offset for key, offset in (fixed.always | fixed.shared).items() if key not in apart}
+        assert common.items() <= program.offsets.items()
+        assert all(program.offsets[key] >= fixed.nbytes for key in apart & program.offsets.keys())
         assert all(offset % PAGE_NBYTES == 0 for offset in program.offsets.values())
 
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from gs_compile.planner.cost.flops import count_flops, peak_nbytes, unit_cost
+from gs_compile.capture.flops import count_flops
+from gs_compile.planner.cost.flops import peak_nbytes, unit_cost
 
 # B samples, H heads, T tokens, D width of a head; R rows, M and N width in and out, E experts.
 B, H, T, D = 2, 3, 64, 16

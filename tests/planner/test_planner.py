@@ -203,7 +203,7 @@ def test_a_config_is_planned_in_bf16_like_a_name():
     settings = {"machine": HERE, "sequence": 16, "micro_batch_size": 1, "num_micro_batches": 2}
     found = plan(config, **settings).workload
     assert (found.name, found.num_layers, found.sequence, found.dtype) == ("gpt2", 3, 16, "bf16")
-    assert all(size.has_master for size in found.sizes)
+    assert all((size.itemsize, size.state_itemsize) == (2, 10) for size in found.sizes)
     assert plan(config, precision="model", **settings).workload.dtype == "fp32"
 
 

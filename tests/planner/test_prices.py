@@ -6,14 +6,17 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import PLAIN, Options, options, place, tiered_steps
 
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.placement import Placement
+from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.traffic import traffic
-from gs_compile.placement.workload import UnitCost, Workload
+from gs_compile.placement.workload import UnitCost, UnitSize, Workload
+from gs_compile.planner.cost.timing import priced
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.prices import op_prices, update_nbytes, work_nbytes
 from gs_compile.program.ir import DRAIN, EPILOGUE, PROLOGUE, Op, Program, Stage, StepShape, Value
@@ -147,7 +150,16 @@ def test_within_one_memory_a_copy_is_two_passes():
     assert copy == Price(1000, 2 * 1000 / 1e12)
 
 
-@pytest.mark.parametrize("verb", ["gather", "alias", "empty", "free"])
+def test_what_a_layer_saves_is_copied_within_one_memory():
+    """Checkpoints come back under another name, and gradients leave so."""
+    placement = place(2, 2, PLAIN, Options(separate=False, checkpoint_ratio=1.0))
+    found = prices(lower(StepSpec(2, 2, placement=placement))[-1], placement, CPU)
+    copies = {op.results[0]: each for op, each in found if op.verb == "alias" and each.nbytes}
+    assert {str(value) for value in copies} == {"x0_0.host", "x0_1.host", "x1_0.host", "x1_1.host"}
+    assert set(copies.values()) == {Price(2000, 2000 / 1e12)}
+
+
+@pytest.mark.parametrize("verb", ["gather", "empty", "free"])
 def test_memory_under_another_name_costs_nothing(verb):
     placement = place(2, 2, PLAIN, Options(separate=False, checkpoint_ratio=1.0))
     found = [
@@ -186,6 +198,7 @@ def test_what_was_speculated_changes_places_unless_the_code_reads_it_there(separ
         (2, 4, 12, True, 30),  # AdamW in bf16 with masters: the parameter is written only
         (4, 4, 4, False, 20),  # momentum
         (4, 4, 0, False, 12),  # plain SGD
+        (2, 4, 4.03125, False, 16.0625),  # moments in 8 bits beside the rests of masters
     ],
 )
 def test_an_update_takes_its_bytes_beside_those_of_adamw(itemsize, gradient, state, has_master, nbytes):
@@ -199,6 +212,13 @@ def test_an_update_takes_its_bytes_beside_those_of_adamw(itemsize, gradient, sta
     assert update_nbytes(unit) == nbytes
     assert found.nbytes == group.numel * nbytes
     assert found.seconds == pytest.approx(group.numel / 1e9 * nbytes / 28)
+
+
+def test_converting_narrow_states_is_timed_where_a_run_is():
+    sizes = tuple(UnitSize(unit, (QUANTUM,), (), 4, 4, 4, False, each) for unit, each in enumerate((0, 12, 24)))
+    none, two, four = (size.conversion_nbytes for size in priced(sizes, CPU, torch.device("cpu"), 1))
+    assert none == 0
+    assert 0 < two <= four / 2 <= two + 1
 
 
 @settings(max_examples=20, deadline=None)

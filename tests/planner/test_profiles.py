@@ -101,6 +101,7 @@ def test_the_environment_takes_the_place_of_none(tmp_path, probe, monkeypatch):
     monkeypatch.setenv(profiles.ENVIRONMENT, "a100")
     assert profile(None, tmp_path) == profile("a100")
     assert profile("h200", tmp_path) != profile("a100")
+    assert (profiles.named(None), profiles.named("h200")) == ("a100", "h200")
     assert not probe.calls
     assert profile(None, tmp_path, refresh=True) == MEASURED
 

@@ -14,6 +14,7 @@ from planned import A100, GB, formulas, gpt, lowered, on, placed
 from gs_compile.placement import liveness
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.lp.limits import Budgets, Fixed
+from gs_compile.planner.lp.search import fastest
 from gs_compile.planner.lp.solve import TRAFFIC_PRICE, System, _pair, short, solve
 from gs_compile.planner.step_plan import nbytes_by_home
 
@@ -59,7 +60,7 @@ def step_seconds(known, n, alpha, points):
     speeds, total = known.profile.speeds(), 0.0
     for phase in ("forward", "backward"):
         mine = {lane: each for (of, lane), each in needed.items() if of == phase}
-        pairs = [("ssd_read", "ssd_write"), ("h2d", "d2h"), ("cpu", "compute")]
+        pairs = [("ssd_read", "ssd_write"), ("h2d", "d2h"), ("cpu", "compute"), ("compute", "d2h")]
         total += np.max(
             [together(mine[x], mine[y], speeds.get((x, y), 1.0), speeds.get((y, x), 1.0)) for x, y in pairs], axis=0
         )
@@ -238,3 +239,23 @@ def test_what_the_linear_program_keeps_off_a_tier_is_not_there():
         assert not [kind for kind, tier in stored if tier == empty and kind != "late gradients"]
         moved = traffic(lowered(SMALL, placement)[-1], placement)
         assert (empty == "ssd") == (not any(lane.startswith("ssd") for lane, _ in moved))
+
+
+def test_split_masters_are_never_slower_where_parameters_live_elsewhere():
+    """Of those on the device the planner asks for both: split ones come from there for every update."""
+    numbers, models, gains = np.random.default_rng(3), {}, []
+
+    def draw(low, high):
+        return float(numbers.uniform(low, high) if not low else np.exp(numbers.uniform(np.log(low), np.log(high))))
+
+    halves = (replace(size, state_itemsize=10, has_master=False) for size in SMALL.sizes)
+    split = replace(SMALL, sizes=tuple(halves))
+    for _ in range(10):
+        profile, n = machine(draw), int(numbers.integers(1, 8))
+        if profile.separate not in models:
+            models[profile.separate] = [formulas(workload, profile) for workload in (SMALL, split)]
+        budgets = replace(ROOMY, host_nbytes=int(draw(100e6, 400e6)))
+        seconds = [fastest(on(known, profile), n, budgets, Fixed()).seconds for known in models[profile.separate]]
+        gains.append(seconds[0] / seconds[1])
+    assert min(gains) > 1 - 1e-6
+    assert max(gains) > 1.15

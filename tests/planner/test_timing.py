@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import zoo
 
 from gs_compile.codegen.compiled import compilations_of
-from gs_compile.codegen.layout import arrange
-from gs_compile.planner.cost import timing
-from gs_compile.planner.cost.timing import timed
-from gs_compile.planner.cost.workload import workload_of
+from gs_compile.codegen.layout import arrange, stored_types
+from gs_compile.planner.cost import levels, timing
+from gs_compile.planner.cost.levels import Levels
+from gs_compile.planner.cost.timing import timed, timed_levels
+from gs_compile.planner.cost.workload import levelled, workload_of
 
 
 def ran(model):
@@ -20,7 +23,9 @@ def ran(model):
     zoo.train(model, *zoo.batch())
     compilation = compilations_of[next(p for p in model.parameters() if p.requires_grad)][-1]
     layout = next(iter(compilation.models.values()))
-    return layout, workload_of(layout, arrange(layout.split, compilation.captured, 2).sizes)
+    return layout, workload_of(
+        layout, arrange(layout.split, compilation.captured, stored_types([None, None], pairs=False)).sizes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +43,28 @@ def test_every_unit_is_timed_and_equal_ones_once(gpt2):
     assert {id(found.costs[layer]) for layer in range(zoo.LAYERS)} == {id(found.costs[0])}
     assert found.costs["h"].forward_seconds < found.costs["h"].backward_seconds
     assert [c.forward_flops for c in found.costs.values()] == [c.forward_flops for c in workload.costs.values()]
+
+
+def test_levels_are_held_against_the_code_that_saves_nothing(gpt2, monkeypatch):
+    """In turns, so that only their ratio to it counts; one that is not timed is as fast as the one below."""
+    layout, workload = gpt2
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(ticks)))
+    costs = {unit: replace(cost, forward_seconds=2.0, backward_seconds=6.0) for unit, cost in workload.costs.items()}
+    plain = levelled(replace(workload, costs=costs), layout)
+    found = timed_levels(plain, layout, [2], seconds=0.0)
+    assert [cost.seconds for cost in found.costs[0].levels] == [8.0, 8.0]
+    assert plain.costs[0].levels[0].seconds != 8.0
+    assert len({id(found.costs[layer].levels) for layer in range(zoo.LAYERS)}) == 1
+
+
+@pytest.mark.parametrize(("compiled", "timed_ones"), [(True, [1]), (False, [1, 2])])
+def test_levels_that_spare_no_product_are_not_compiled(gpt2, monkeypatch, compiled, timed_ones):
+    layout, workload = gpt2
+    asked = []
+    monkeypatch.setattr(levels, "timed_levels", lambda workload, _, chosen: asked.append(list(chosen)) or workload)
+    assert Levels([layout], [layout.x_nbytes], compiled=compiled).of(workload).num_levels == 2
+    assert asked == [timed_ones]
 
 
 def test_the_workload_of_a_running_model(gpt2):

@@ -45,7 +45,7 @@ def test_the_sizes_of_65b(gpt_65b):
     assert [s.unit for s in gpt_65b.sizes] == ["t", "e", *range(80), "h"]
     assert gpt_65b.num_trained == 80 * (12 * D**2 + 13 * D) + V * D + T * D + 2 * D
     assert {(s.itemsize, s.gradient_itemsize, s.state_itemsize, s.has_master) for s in gpt_65b.sizes} == {
-        (2, 4, 12, True)
+        (2, 4, 10, False)
     }
     assert gpt_65b.shape.tied == {"e", "h"}
     assert gpt_65b.shape.has_loss
@@ -112,7 +112,9 @@ def test_several_micro_batch_sizes_of_one_spec():
     for unit, cost in one.costs.items():
         assert three.costs[unit].forward_flops == 3 * cost.forward_flops
         assert three.costs[unit].backward_flops == 3 * cost.backward_flops
-    assert size(one, "h").state_itemsize == 12
+    assert size(one, "h").state_itemsize == 10
+    eight = ModelSpec.of(zoo.GPT(num_layers=4), sequence=zoo.TOKENS, precision="bf16", states="8bit").workload(1)
+    assert eight.states_nbytes == one.states_nbytes * (2 + 2 * (1 + 4 / 256)) / 10
     assert one.name == "GPT"
 
 

@@ -15,14 +15,14 @@ from gs_compile.placement.verify import verify
 
 
 @settings(deadline=None, max_examples=100)
-@given(tiered_steps(), options(), st.booleans(), st.data())
-def test_a_change_is_harmless_or_refused(step, options, late, data):
+@given(tiered_steps(), options(), st.booleans(), st.booleans(), st.data())
+def test_a_change_is_harmless_or_refused(step, options, late, warm, data):
     """Dropping, doubling or swapping lines of a program never gives other numbers unnoticed."""
     num_layers, _, shape = step
     step = num_layers, 2, shape  # with three, another order of additions rounds otherwise
     placement = place(*step, options)
-    late = late and placement.has_late
-    good = lowered(step, placement, late=late)[-1]
+    late, warm = late and placement.has_late, warm and bool(placement.kept_values) and shape.training
+    good = lowered(step, placement, late=late, warm=warm)[-1]
     ops = list(good.ops)
     which = st.integers(0, len(ops) - 1)
     for _ in range(data.draw(st.integers(1, 2))):
@@ -36,14 +36,14 @@ def test_a_change_is_harmless_or_refused(step, options, late, data):
             ops[a], ops[b] = replace(ops[b], stage=ops[a].stage), replace(ops[a], stage=ops[b].stage)
     bad = replace(good.with_ops(ops, "free"), peaks=())
     try:
-        verify(bad, placement, late=late)
+        verify(bad, placement, late=late, warm=warm)
     except ProgramError:
         return
-    expected, found = (_outcome(program, step, placement, late) for program in (good, bad))
+    expected, found = (_outcome(program, step, placement, late=late, warm=warm) for program in (good, bad))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def _outcome(program, step, placement, late):
+def _outcome(program, step, placement, *, late, warm):
     """What a program leaves at home, and gives."""
     toy = TieredToy(*step, placement=placement)
     home = toy.home()
@@ -53,11 +53,13 @@ def _outcome(program, step, placement, late):
             for part in group.w:
                 if placement.reclaims(unit, part):
                     del home[unit.value("w", part)]
+    for value in placement.kept_values if warm else ():
+        home[value] = home[value._replace(tier="ssd")].clone()
     if late and placement.clip:
         home |= {value: torch.tensor(0.5) for value in placement.homes(late=True) if value.kind == "scale"}
     values = home | reference(program, toy, home | toy.given())
-    leaves_late = placement.has_late and any(op.verb == "norm" for op in program.ops)
-    homes = placement.homes(late=leaves_late)
+    trains = any(op.verb == "norm" for op in program.ops)
+    homes = placement.homes(late=placement.has_late and trains, warm=trains)
     results = {value.name: content for value, content in values.items() if value.kind in ("loss", "y")}
     return results | {value.name: values[value] for value in homes}
 

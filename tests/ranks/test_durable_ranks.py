@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from launch import Fleet
 from rank_learner import Learner
+from saving import saving
+from stored_run import save, stored_run
 from tiered import gpt2
 
 import gs_compile
+from gs_compile.model.resume import last_of
+from gs_compile.placement.levels import Share
+from gs_compile.planner.boundary import FIRST
 from gs_compile.runtime.storage import manifest
 from gs_compile.runtime.storage.folder import folder_in
 
@@ -25,10 +32,27 @@ def pair():
         yield fleet
 
 
-def trains(info, tmp_path, dies_at=None):
+def looks(info, tmp_path):
+    """Two of three ranks look for the commit that both have; the third is not there."""
+    group = dist.new_group([0, 1])
+    if info.rank < 2:
+        folder = folder_in(tmp_path)
+        folder.mkdir(mode=0o700)
+        save(folder, made := stored_run(folder, on_disk=False), manifest.NAME if info.rank else manifest.NEXT)
+        if info.rank:
+            save(folder, replace(made, step=made.step + 1), manifest.NEXT)
+        assert last_of([tmp_path], group) == made
+
+
+def test_ranks_of_a_group_look_alone(tmp_path):
+    with Fleet(3) as fleet:
+        fleet.run(looks, tmp_path)
+
+
+def trains(info, tmp_path, dies_at=None, **changes):
     """Steps until the last; a rank is killed after it has prepared the commit of a step, or has made it."""
     torch.manual_seed(info.rank)
-    learner = Learner(info, tmp_path / "storage", build=partial(gpt2, dropout=0.1), durability="step")
+    learner = Learner(info, tmp_path / "storage", build=partial(gpt2, dropout=0.1), durability="step", **changes)
     run = gs_compile.resume(learner.model, learner.optimizer, storage=tmp_path / "storage")
     if dies_at is not None and info.rank == 1:
         name, step = dies_at
@@ -48,18 +72,30 @@ def trains(info, tmp_path, dies_at=None):
     return run.step, values, committed.step
 
 
+def saves(info, tmp_path, dies_at=None):
+    """The same with saved activations, parameters that are kept from step to step, and split masters."""
+    with saving(Share(1, "host", 0.4), Share(2, "ssd", 0.3), kept=FIRST) as made:
+        found = trains(info, tmp_path, dies_at, precision="bf16")
+    assert made[-1].kept_values
+    return found
+
+
 @pytest.mark.parametrize(
-    ("dies_at", "known"),
-    [((manifest.NEXT, 3), {2, 3}), pytest.param((manifest.NAME, 3), {3}, marks=pytest.mark.slow)],
+    ("case", "dies_at", "known"),
+    [
+        (trains, (manifest.NEXT, 3), {2, 3}),
+        pytest.param(trains, (manifest.NAME, 3), {3}, marks=pytest.mark.slow),
+        pytest.param(saves, (manifest.NEXT, 3), {2, 3}, marks=pytest.mark.slow),
+    ],
 )
-def test_ranks_go_on_from_a_step_that_all_have(dies_at, known, pair, tmp_path):
+def test_ranks_go_on_from_a_step_that_all_have(case, dies_at, known, pair, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
-    expected = pair.run(trains, whole)
-    killed = pair.outcomes(trains, broken, dies_at=dies_at)
+    expected = pair.run(case, whole)
+    killed = pair.outcomes(case, broken, dies_at=dies_at)
     assert "was killed" in killed[0].failure
-    found = pair.run(trains, broken)
+    found = pair.run(case, broken)
     for (start, values, committed), (_, wanted, _) in zip(found, expected, strict=True):
         assert start in known
         assert (start, committed) == (start, LAST)

@@ -123,6 +123,7 @@ PLACES = [  # the first of each norm is what the others are compared with
     (None, {"alpha": 0.0}),
     (None, {"alpha": 0.3, **SPLIT}),
     (None, {"alpha": 1.0, **ON_DEVICE}),
+    (None, {"alpha": 0.5, "recompute": "auto", "ratios": dict.fromkeys(("parameter", "checkpoint", "optimizer"))}),
     (CLIPPED, {"clip": "delayed"}),
     (CLIPPED, {"clip": "delayed", "separate_device": True, **SPLIT}),
     (CLIPPED, {"clip": "speculative", "alpha": 0.0, **ON_DEVICE}),
@@ -130,7 +131,7 @@ PLACES = [  # the first of each norm is what the others are compared with
 ]
 
 
-def run(info, harness, given, bound, spoiled=()):
+def run(info, harness, given, bound, spoiled=(), state_dtype=None):
     """Six steps, with what is `spoiled` on the last rank: losses, gradients, or an element of one, by step."""
     torch.manual_seed(1)
     losses, norms, skipped, words = [], [], [], []
@@ -142,7 +143,8 @@ def run(info, harness, given, bound, spoiled=()):
             gradient.flat[5] = math.inf
         reduce_scatter(self, op, gradient, *others)
 
-    with pytest.MonkeyPatch.context() as patched, harness.fresh(partial(adamw, max_grad_norm=bound), given) as one:
+    make = partial(adamw, max_grad_norm=bound, state_dtype=state_dtype)
+    with pytest.MonkeyPatch.context() as patched, harness.fresh(make, given) as one:
         patched.setattr(OptimizerStep, "reduce_scatter", spoil)
         for number in range(6):
             ids = tokens(number, 5 + 3 * info.rank * (number < 3))  # later ones are the same on all ranks
@@ -153,20 +155,21 @@ def run(info, harness, given, bound, spoiled=()):
                 (loss * math.nan if bad.get(number) == "gradient" else loss).backward()
                 one.step()
             losses.append(loss.item() if loss.isfinite() else math.inf)  # equal to itself
+            assert bool(one.engine.placement.shares) == (given["expert"]["recompute"] != "all")
             norms.append(one.last_step.grad_norm)
             skipped.append(one.last_step.skipped)
             words += [str(warning.message) for warning in caught]
         return outcome(harness.model, one, losses, norms), skipped, words
 
 
-def places(info, tmp_path, precision):
+def places(info, tmp_path, precision, state_dtype):
     """How each place differs from the first, and the losses of that."""
     harness = Harness(partial(gpt2, dropout=0.3), precision)
     found, firsts = {}, {}
     for bound, given in PLACES:
         if precision == "model":  # what is updated in the type it is computed in does not live on the device
             given = {**given, "ratios": {**given.get("ratios", {}), "device_parameter": 0.0}}
-        one, skipped, _ = run(info, harness, options(tmp_path, **given), bound)
+        one, skipped, _ = run(info, harness, options(tmp_path, **given), bound, state_dtype=state_dtype)
         assert not any(skipped)
         found[str(given)] = one.differences(firsts.setdefault(bound, one))
     norms = firsts[CLIPPED].norms
@@ -174,10 +177,17 @@ def places(info, tmp_path, precision):
     return found, firsts[None].losses
 
 
-@pytest.mark.parametrize("precision", [pytest.param("model", marks=pytest.mark.slow), "bf16"])
-def test_the_same_bits_wherever_data_is_stored(pair, tmp_path, precision):
+@pytest.mark.parametrize(
+    ("precision", "state_dtype"),
+    [
+        pytest.param("model", None, marks=pytest.mark.slow),
+        ("bf16", None),
+        pytest.param("bf16", "8bit", marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_bits_wherever_data_is_stored(pair, tmp_path, precision, state_dtype):
     """With dropout, whose masks are of a rank and a step."""
-    (found, losses), (others, other_losses) = pair.run(places, tmp_path, precision=precision)
+    (found, losses), (others, other_losses) = pair.run(places, tmp_path, precision=precision, state_dtype=state_dtype)
     assert {place: names for place, names in (found | others).items() if names} == {}
     assert losses[3:] != other_losses[3:], "the same batches, with masks of each rank's own"
 
@@ -185,7 +195,7 @@ def test_the_same_bits_wherever_data_is_stored(pair, tmp_path, precision):
 # What is not finite ---------------------------------------------------------------------------------------------------
 
 SPOILED = {1: "gradient", 3: "element", 4: "loss"}
-UPDATES = {"early": (None, {"alpha": 0.0}), **{str(given["clip"]): (bound, given) for bound, given in PLACES[3:]}}
+UPDATES = {"early": (None, {"alpha": 0.0}), **{str(given["clip"]): (bound, given) for bound, given in PLACES if bound}}
 
 
 def spoils(info, tmp_path):

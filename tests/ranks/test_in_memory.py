@@ -24,12 +24,29 @@ def pair():
         yield fleet
 
 
+class Scaled(zoo.Block):
+    """A block with a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("gain", torch.tensor(1.0))
+
+    def forward(self, x_BTD):
+        return super().forward(x_BTD) * self.gain
+
+
+def spread(model, rank):
+    """Each rank begins with other values: the first one's count."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.mul_(1 + rank)
+
+
 class Headed(torch.nn.Module):
     """A compiled trunk with an eager head, whose parameters stay in memory."""
 
     def __init__(self):
         super().__init__()
-        self.trunk = zoo.GPT()
+        self.trunk = zoo.GPT(Scaled)
         self.scale = torch.nn.Parameter(torch.tensor([1.5, 0.5]))
 
     def forward(self, ids, labels):
@@ -46,12 +63,9 @@ def train(info, model, optimizer):
 
 
 def learns(info, tmp_path):
-    """How far each way is from DDP of a plain model. Ranks begin with other values: the first rank's count."""
+    """How far each way is from DDP of a plain model."""
     found = {}
-    plain = zoo.GPT()
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.mul_(1 + info.rank)
+    spread(plain := zoo.GPT(Scaled), info.rank)
     ours, inside = copy.deepcopy(plain), zoo.compile_model(copy.deepcopy(plain))
     wrapped = DistributedDataParallel(plain)
     wanted = train(info, wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
@@ -62,8 +76,7 @@ def learns(info, tmp_path):
     zoo.compile_model(ours)
     found["alone"] = distance(train(info, ours, torch.optim.SGD(ours.parameters(), lr=0.1)), wanted)
 
-    model = Headed()
-    model.scale.data.mul_(1 + info.rank)
+    spread(model := Headed(), info.rank)
     reference = DistributedDataParallel(copy.deepcopy(model))
     wanted = train(info, reference, torch.optim.SGD(reference.parameters(), lr=0.1))
     optimizer = gs_compile.SGD(model.parameters(), lr=0.1)

@@ -39,7 +39,7 @@ def moves(info, tmp_path):
         found[dtype, "sum"] = shard
     numbers = torch.tensor([1.0, info.rank], dtype=torch.float64)
     ranks.all_reduce(numbers)
-    values = torch.full((2, 2), info.rank)
+    values = torch.full((2, 2), info.rank, dtype=torch.int16)  # which gloo does not know
     ranks.broadcast(values, 1)
     found |= {"numbers": numbers, "broadcast": values}
     found["agree"] = ranks.agree("letters", {"letter": "ab"[info.rank] * (1 + info.rank)})
@@ -83,6 +83,14 @@ def shares(info, tmp_path):
     """Two rows of two ranks that share a model each, by a mesh and by groups; no launcher's variables are set."""
     del os.environ["RANK"]
     found = {"folder": folder_in(tmp_path).name}
+    ranks = ranks_of(Options())
+    whole, shard = torch.arange(12.0) * (info.rank + 1), torch.empty(3)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("gs_compile.runtime.ranks.CHUNK", 8)  # two elements of each, then one
+        ranks.reduce_scatter(shard, whole)
+    ranks.all_gather(whole, shard)
+    found["all"] = whole.tolist()
+    ranks.close()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     ranks = ranks_of(Options(mesh=mesh))
     shard, values, numbers = torch.empty(1), torch.tensor([info.rank]), torch.tensor([2**info.rank])
@@ -101,6 +109,8 @@ def shares(info, tmp_path):
         Options(group=halves[1 - info.rank // 2])
     with pytest.raises(OptionError, match=r'^mesh must be a DeviceMesh with the dimensions "replicate" and "shard"'):
         Options(mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("data",)))
+    with pytest.raises(OptionError, match=r'^mesh has one rank in its dimension "shard", and 4 that replicate'):
+        Options(mesh=init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard")))
     with pytest.raises(OptionError, match=r"^group and mesh both say which ranks train together"):
         Options(group=dist.group.WORLD, mesh=mesh)
     return found
@@ -113,6 +123,7 @@ def test_a_mesh_and_groups(tmp_path):
         row, shard = divmod(rank, 2)
         both = [0, 1] if row == 0 else [2, 3]
         assert each["folder"] == (f"greedysnake-run-{rank}" if rank else "greedysnake-run")
+        assert each["all"] == [10.0 * number for number in range(12)]
         assert each["mesh"] == (shard, 2, 4, [10, 100][shard], 1, 15, [0, 1, 2, 3])
         assert each["group"] == (shard, 2, 2, both)
 

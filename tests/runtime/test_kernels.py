@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gs_compile.runtime import kernels
+from gs_compile.runtime.formats import StateType, joined, moment_types, pair, types_of
 from gs_compile.runtime.kernels import ADAM, ADAMW, LION, QUANTUM, RULES, SGD, Rule, sum_of_squares
 
 ADAM_HYPER = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-8, "weight_decay": 0.1}
@@ -137,6 +138,50 @@ def test_same_bits_for_every_cut_and_thread_count(
 
     for mine, whole in zip(run(cut, threads, chunk), run([quanta], 1, 1024), strict=True):
         assert torch.equal(mine, whole)
+
+
+@given(
+    rule=st.sampled_from(sorted(RULES)),
+    cut=cuts,
+    threads=st.integers(1, 3),
+    chunk=st.sampled_from([1, 3, 64]),
+    moments=st.sampled_from([torch.float32, torch.bfloat16, "8bit"]),
+    scale=st.sampled_from([1.0, 0.3]),
+)
+def test_pairs_and_narrow_states_are_the_same_for_every_cut(rule, cut, threads, chunk, moments, scale):
+    """And what pairs learn is what whole masters learn."""
+    quanta, hyper = sum(cut), HYPER[rule] | {"scale": scale}
+
+    def run(cut: list[int], threads: int, chunk: int, *, pairs: bool) -> list[Tensor]:
+        torch.set_num_threads(threads)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "CHUNK", chunk * QUANTUM)
+            low, rest = pair(random(quanta))
+            stored = rest if pairs else random(quanta)
+            state = stored_states(RULES[rule], HYPER[rule], moments, quanta)
+            for step in (1, 2, 3):
+                gradient = random(quanta, seed=step)
+                for part in slices(cut):
+                    placed, cut_state = hyper | {"place": (5, part.start)}, cut_states(state, part)
+                    RULES[rule].update(stored[part], gradient[part], cut_state, placed, step, low[part])
+        master = joined(low, stored, torch.empty(len(low)), torch.empty(len(low))) if pairs else stored
+        return [master, low, *state]
+
+    whole = run([quanta], 1, 1024, pairs=False)
+    assert (moments == torch.float32) or all(each.count_nonzero() for each in whole[2:])
+    for mine, its in zip(run(cut, threads, chunk, pairs=True), whole, strict=True):
+        assert torch.equal(mine, its)
+
+
+def stored_states(rule: Rule, hyper: dict[str, Any], state_type: StateType, quanta: int) -> list[Tensor]:
+    """Zeros, as they are stored."""
+    types = types_of(torch.float32, moment_types(state_type, rule.components(hyper)), pairs=False)
+    nbytes = int(quanta * QUANTUM * types.state_itemsize)
+    return types.components(torch.zeros(nbytes, dtype=torch.uint8), 0, quanta * QUANTUM)
+
+
+def cut_states(state: Sequence[Tensor], part: slice) -> list[Tensor]:
+    return [each[part] if each.dim() == 1 else each[part.start // QUANTUM : part.stop // QUANTUM] for each in state]
 
 
 def slices(cut: list[int]) -> Iterator[slice]:

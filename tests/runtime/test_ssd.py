@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import numpy as np
@@ -110,6 +112,22 @@ def test_neither_direction_waits_for_the_other(file, drive, monkeypatch, held):
         transfer.wait()
 
 
+def test_of_a_transfer_that_fails_what_has_not_begun_is_left_out():
+    gate, done = threading.Event(), []
+
+    def fail():
+        raise StorageError(errno.EIO, "broken")
+
+    with ThreadPoolExecutor(1) as busy, ThreadPoolExecutor(1) as other:
+        busy.submit(gate.wait, 10)
+        transfer = Transfer([busy.submit(done.append, 1), other.submit(fail)])
+        threading.Timer(0.1, gate.set).start()
+        for _ in range(2):
+            with pytest.raises(StorageError, match="broken"):
+                transfer.wait()
+    assert not done
+
+
 @given(st.integers(1, 100 << 20), st.none() | st.integers(100, 5000).map(PAGE.__mul__), st.data())
 def test_a_range_is_cut_at_the_blocks_of_its_file(nbytes, chunk, data):
     grid = Grid.of(nbytes, chunk)
@@ -144,6 +162,7 @@ def test_a_file_of_an_earlier_run_is_taken_up_with_its_checksums(tmp_path):
         assert (file.sums_text, len(file.grid)) == (told[-1], 2)
         Transfer(drive.submit("read", file, into, 0, "s3")).wait()
         assert np.array_equal(into, noise(3 * PAGE + 5))
+        assert not any(path.read_bytes()[3 * PAGE + 5 :])  # nothing else that was in memory
         path.write_bytes(path.read_bytes()[: 2 * PAGE] + bytes(2 * PAGE))
         with pytest.raises(CorruptionError, match=rf"read of s3 found {PAGE + 5} bytes at offset {2 * PAGE}"):
             Transfer(drive.submit("read", file, into, 0, "s3")).wait()

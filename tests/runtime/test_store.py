@@ -183,3 +183,12 @@ def test_stripes_are_even_whole_pages_in_proportion(nbytes, weights):
 
 def test_one_request_of_a_small_extent_uses_every_drive():
     assert {piece.drive for piece in Stripe.of(MIB, [1, 1, 2]).pieces(0, MIB)} == {0, 1, 2}
+
+
+def test_an_extent_of_a_page_is_on_one_of_two_drives(tmp_path):
+    with Store([tmp_path / "a", tmp_path / "b"], weights=[1, 1]) as store:
+        extent, source = store.allocate("w3", 100), random_bytes(100)
+        extent.write(source).wait()
+        extent.read(into := torch.empty_like(source)).wait()
+        assert torch.equal(into, source)
+        assert sorted(path.stat().st_size for path in tmp_path.glob("*/*/w3")) == [0, 4096]

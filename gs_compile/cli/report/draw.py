@@ -29,7 +29,7 @@ from gs_compile.program.ir import EPILOGUE, Schedule
 
 # Colours that most people can tell apart, whatever their sight (Okabe and Ito); the page of `timeline` has the same.
 COLOURS = {"w": "#0072b2", "x": "#56b4e9", "dx": "#009e73", "s": "#e69f00", "dw": "#d55e00", "update": "#cc79a7"}
-COLOURS |= {"forward": "#aab2bd", "backward": "#69727f", "seal": "#000000", "other": "#f0e442"}
+COLOURS |= {"forward": "#aab2bd", "backward": "#69727f", "a": "#882255", "seal": "#000000", "other": "#f0e442"}
 SERIES = (("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#d55e00", "D"), ("#cc79a7", "v"), ("#56b4e9", "P"))
 INK, SOFT = "#1c2128", "#6b7480"
 STYLE = {

@@ -24,12 +24,13 @@ NAMES = {
     "w": "parameters",
     "s": "optimizer states",
     "x": "checkpoints",
+    "a": "saved activations",
     "dx": "gradients of layer inputs",
     "dw": "gradients",
     "seal": "commits",
 }
 FIELDS = "schedule ranks num_micro_batches alpha ratios device_ratios seconds bound_seconds tokens_per_second".split()
-FIELDS += "flops_per_second binding notes wear".split()
+FIELDS += "flops_per_second binding notes wear masters saved".split()
 HISTORY = ("num_micro_batches", "seconds", "tokens_per_second")
 DIGITS = 6  # significant ones in JSON: more would only differ from machine to machine
 

@@ -20,7 +20,7 @@ from gs_compile.planner.simulate.simulator import Simulation, Span
 from gs_compile.program.ir import TRANSFERS, Op
 
 PAGE = Path(__file__).with_name("timeline.html")
-KINDS = ("w", "x", "dx", "s", "dw", "seal", "update", "forward", "backward", "other")
+KINDS = ("w", "x", "a", "dx", "s", "dw", "seal", "update", "forward", "backward", "other")
 FIELDS = ("lane", "start", "stop", "kind", "nbytes", "text", "stage", "cause", "after", "critical")
 
 

@@ -14,6 +14,7 @@ from gs_compile.cli.stored.values import Values, opened
 from gs_compile.errors import ManifestError
 from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
+from gs_compile.runtime.storage.last_commit import order
 from gs_compile.runtime.storage.manifest import Manifest, write
 
 MOST_NAMES = 4  # in a table
@@ -69,7 +70,7 @@ def _write_commit(commit: Manifest, values: Values) -> None:
             found = drive.own.committed()
         except ManifestError:
             found = None
-        if found is None or (found.run == commit.run and found.step < commit.step):
+        if found is None or (found.run == commit.run and order(found) < order(commit)):
             write(drive.own.fd, commit)
 
 

@@ -18,6 +18,7 @@ import torch
 from gs_compile.cli.stored.runs import Found
 from gs_compile.cli.stored.values import Values, nbytes_of, opened
 from gs_compile.errors import OptionError
+from gs_compile.runtime.formats import narrow
 from gs_compile.runtime.storage.last_commit import common_step
 from gs_compile.runtime.storage.manifest import Manifest
 
@@ -87,7 +88,8 @@ def _parameters(ranks: Sequence[Values], *, masters: bool) -> Iterator[Tensors]:
         nbytes = place.numel * dtype.itemsize
 
         def read(place: Any = place, dtype: torch.dtype = dtype) -> Tensor:
-            return _whole([each.read(place, master=True) for each in ranks]).to(dtype)
+            found = _whole([each.read(place, master=True) for each in ranks])
+            return found if found.dtype == dtype else narrow(found, dtype)
 
         yield Tensors(name, nbytes, read)
     for each in first.commit.rest:
@@ -99,7 +101,7 @@ def _states(ranks: Sequence[Values]) -> Iterator[Tensors]:
     trained = (each.name for each in first.commit.parameters if each.trained)
     for name in trained:
         place = first.places[name]
-        nbytes = place.numel * first.setting.state_dtype(place.unit).itemsize
+        nbytes = place.numel * first.setting.wide(place.unit).itemsize
         for number, component in enumerate(first.commit.components):
 
             def read(place: Any = place, number: int = number) -> Tensor:

@@ -18,6 +18,7 @@ from xxhash import xxh3_64_hexdigest
 from gs_compile.cli.stored.blocks import Bad
 from gs_compile.cli.stored.values import Values
 from gs_compile.errors import StorageError
+from gs_compile.runtime.formats import narrow
 from gs_compile.runtime.storage import system
 from gs_compile.runtime.storage.drive import Drive
 from gs_compile.runtime.storage.grid import Grid
@@ -75,4 +76,5 @@ def _rounded(values: Values, bad: Bad) -> Iterator[Memory]:
     for unit, part in of_part:
         first, last = (part.start + at // unit.itemsize for at in bad.range)
         with contextlib.suppress(StorageError):
-            yield as_bytes(values.masters(unit, first, last).to(values.setting.dtypes[unit.unit]))
+            masters, dtype = values.masters(unit, first, last), values.setting.dtype(unit.unit)
+            yield from map(as_bytes, (narrow(masters, dtype), masters.to(dtype)))  # format 1 has ties to even

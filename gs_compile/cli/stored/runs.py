@@ -19,7 +19,7 @@ from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
 from gs_compile.runtime.storage import manifest, system
 from gs_compile.runtime.storage.folder import Folder, as_storage_error, holder, is_made
-from gs_compile.runtime.storage.last_commit import folders_of, is_same, names_in
+from gs_compile.runtime.storage.last_commit import folders_of, is_same, names_in, order
 from gs_compile.runtime.storage.manifest import NAME, NEXT, Manifest
 from gs_compile.runtime.storage.stored import FOLDERS, OURS
 
@@ -41,12 +41,12 @@ class Found:
     @property
     def commit(self) -> Manifest | None:
         """The newest."""
-        return max(self.commits.values(), key=lambda each: each.step, default=None)
+        return max(self.commits.values(), key=order, default=None)
 
     @property
     def ahead(self) -> Manifest | None:
         """The newest that is prepared."""
-        return max(self.prepared.values(), key=lambda each: each.step, default=None)
+        return max(self.prepared.values(), key=order, default=None)
 
     @property
     def known(self) -> list[Manifest]:

@@ -15,6 +15,7 @@ from gs_compile.placement.units import UnitPlacement
 from gs_compile.runtime.former import FormerHomes
 from gs_compile.runtime.homes import Slice
 from gs_compile.runtime.ranks import Ranks
+from gs_compile.runtime.rest import read_tensor
 from gs_compile.runtime.storage.drive import Drive
 from gs_compile.runtime.storage.last_commit import folders_of, names_in
 from gs_compile.runtime.storage.manifest import REST, Manifest, StoredTensor
@@ -46,12 +47,9 @@ class Values(FormerHomes):
     def bytes_of(self, name: str) -> Iterator[tuple[str, int, int]]:
         """Each part that has some of a parameter or of its state: its name, and where in it they start and stop."""
         place = self.places[name]
-        unit, dtype = self.placement.by_unit[place.unit], self.setting.dtypes[place.unit]
-        flat = torch.empty(place.numel, device="meta")
-        for component in (None, *range(unit.state_itemsize // unit.gradient_itemsize)):
-            itemsize = dtype.itemsize if component is None else unit.gradient_itemsize
-            for value, start, target in self._pieces(place, component, flat):
-                yield value._replace(tier=None).name, start * itemsize, (start + len(target)) * itemsize
+        for component in (None, *range(len(self.setting.types[place.unit].state))):
+            for value, start, target in self._pieces(place, component):
+                yield value._replace(tier=None).name, start, start + len(target)
 
     def names_at(self, part: str, first: int, last: int) -> list[str]:
         """The parameters, or tensors beside the tiers, that have some of these bytes of a part."""
@@ -74,7 +72,7 @@ class Values(FormerHomes):
 
     def masters(self, unit: UnitPlacement, start: int, stop: int) -> Tensor:
         """The masters of trained elements of this rank's share of a unit."""
-        found = torch.empty(stop - start, dtype=self.setting.state_dtype(unit.unit))
+        found = torch.empty(stop - start, dtype=self.setting.wide(unit.unit))
         for group in unit.trained():
             for each in unit.stretches(group, start, stop):
                 assert each.s is not None, "what is trained has a master"
@@ -85,9 +83,7 @@ class Values(FormerHomes):
     def beside(self, stored: StoredTensor) -> Tensor:
         """A tensor beside the tiers."""
         assert self.setting.store is not None
-        found = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-        self.setting.store.adopt(REST).read(found, stored.offset).wait()
-        return found
+        return read_tensor(self.setting.store, stored)
 
 
 def nbytes_of(stored: StoredTensor) -> int:

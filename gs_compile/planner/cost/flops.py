@@ -2,18 +2,13 @@
 
 Nothing runs. The ATen graphs of forward and backward are those that are compiled, traced with tensors without memory.
 
-Operations are those of matrix products, convolutions and attention, two for each multiply-add; the rest is a fraction
-of a per cent of a transformer. Attention is counted in full: a kernel that leaves out what the causal mask hides does
-half of it. Its backward is five products to the forward's two, as the fused kernels compute the scores again.
-
 Memory is that of the graph as it is written, every tensor from the operation that makes it to its last reader. A
 compiler that fuses operations needs less; what kernels take inside is not counted.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -22,13 +17,13 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from gs_compile.capture.flops import count_flops
 from gs_compile.capture.graph import TensorSpec, UnitGraph, output_values
 from gs_compile.capture.inductor import Generator
 from gs_compile.capture.internals import tree_leaves
 from gs_compile.codegen.differentiate import Differentiated
-from gs_compile.placement.workload import UnitCost
+from gs_compile.placement.workload import LevelCost, UnitCost
 from gs_compile.program.ir import EPILOGUE
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -53,9 +48,18 @@ def unit_cost(unit: UnitGraph, graphs: Graphs | None = None) -> UnitCost:
     return UnitCost(forward_flops=flops, backward_flops=count_flops(backward), workspace_nbytes=nbytes)
 
 
-def count_flops(module: fx.GraphModule) -> float:
-    """Floating-point operations of an ATen graph."""
-    return float(sum(_flops(node) for node in module.graph.nodes if node.op == "call_function"))
+def unit_levels(unit: UnitGraph, code: Differentiated | None = None) -> tuple[LevelCost, ...]:
+    """What a unit may save beside its input, for one micro-batch. `code`: its own; None: it is traced for a CPU."""
+    code = code or Differentiated(_off_meta(unit), Generator("eager"))
+    return tuple(
+        LevelCost(
+            nbytes=level.nbytes,
+            reads_input=level.reads_input,
+            forward_flops=level.forward_flops,
+            backward_flops=level.backward_flops,
+        )
+        for level in code.levels
+    )
 
 
 def peak_nbytes(module: fx.GraphModule, held: Collection[int] = ()) -> int:
@@ -87,37 +91,6 @@ def peak_nbytes(module: fx.GraphModule, held: Collection[int] = ()) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-def _flops(node: fx.Node) -> float:
-    packet = getattr(node.target, "overloadpacket", node.target)
-    formula = _ATTENTION.get(str(packet)) or flop_registry.get(packet)
-    if formula is None:
-        return 0.0
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value)
-    return float(formula(*args, **kwargs, out_val=_value(node)))
-
-
-def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> float:
-    return float(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> float:
-    return float(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
-
-
-def _grouped(left: Any, right: Any, *_: Any, **__: Any) -> float:
-    """Products of groups, as of tokens with their experts: of rows, of columns, or of what is summed over."""
-    batch = left.shape[0] if left.dim() == right.dim() == 3 else 1
-    return float(2 * batch * math.prod(left.shape[-2:]) * right.shape[-1])
-
-
-# What torch's counter leaves out.
-_ATTENTION: Mapping[str, Callable[..., float]] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "aten._grouped_mm": _grouped,
-}
 
 
 def _value(node: fx.Node) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,14 @@ import torch
 
 from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.codegen.compiled import SpecializedModel
-from gs_compile.placement.workload import UnitCost, Workload
+from gs_compile.placement.workload import LevelCost, UnitCost, UnitSize, Workload
+from gs_compile.planner.measure.probe_compute import conversion_nbytes
+from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.simulate.prices import lane_rate
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit, height
-from gs_compile.runtime.stream import device_of, without_autocast
+from gs_compile.runtime.formats import CONVERSION_NBYTES
+from gs_compile.runtime.stream import device_of, has_own_memory, without_autocast
+from gs_compile.runtime.threads import update_threads
 from gs_compile.runtime.units import Accumulator, CompiledUnits, MicroBatch
 from gs_compile.runtime.values import Gradient
 
@@ -27,12 +32,24 @@ MOST_RUNS = 15  # of one function; the median of these is not moved by a few tha
 SEED = 0
 
 
-def timed(workload: Workload, layout: SpecializedModel, *, seconds: float = 2.0) -> Workload:
+def priced(
+    sizes: tuple[UnitSize, ...], profile: Profile, device: torch.device, num_threads: int | None
+) -> tuple[UnitSize, ...]:
+    """With what converting narrow states takes in updates on this machine, which `profile` is of, by its threads."""
+    if not any(size.conversion_nbytes for size in sizes):
+        return sizes
+    threads = num_threads or update_threads(not has_own_memory(device))
+    two = conversion_nbytes(threads, lane_rate("cpu", profile))
+    times = two / (2 * CONVERSION_NBYTES[torch.bfloat16])
+    return tuple(replace(size, conversion_nbytes=int(size.conversion_nbytes * times)) for size in sizes)
+
+
+def timed(workload: Workload, layout: SpecializedModel, *, seconds: float | None = None) -> Workload:
     """`workload`, which is `layout`'s, with the seconds of each unit's forward and backward; a class is run once.
 
     seconds: how long all runs take together, without the first of each; one run each is made at any rate.
     """
-    share = seconds / (2 * len(set(layout.uniform.keys)))
+    share = (SECONDS if seconds is None else seconds) / (2 * len(set(layout.uniform.keys)))
     known: dict[Hashable, UnitCost] = {}
     costs: dict[Unit, UnitCost] = {}
     for unit, key in zip(layout.split.units, layout.uniform.keys, strict=True):
@@ -40,6 +57,51 @@ def timed(workload: Workload, layout: SpecializedModel, *, seconds: float = 2.0)
             known[key] = _timed(workload, layout, unit, share)
         costs[unit.unit] = known[key]
     return replace(workload, costs=costs)
+
+
+def timed_levels(
+    workload: Workload, layout: SpecializedModel, levels: Collection[int], *, seconds: float | None = None
+) -> Workload:
+    """`workload`, which is timed, with the seconds of its layers' code where they save activations at these levels.
+    Others are as fast as the level below.
+
+    Levels are held against level 0 in turns: a machine that has become slower meanwhile makes none look worse.
+    """
+    share = (SECONDS if seconds is None else seconds) / (2 * (1 + len(levels)) * len(set(layout.uniform.layer_classes)))
+    known: dict[Hashable, tuple[LevelCost, ...]] = {}
+    costs = dict(workload.costs)
+    for unit, key in zip(layout.split.units, layout.uniform.keys, strict=True):
+        cost = costs[unit.unit]
+        if cost.levels:
+            if key not in known:
+                chosen = {min(level, len(cost.levels)) for level in levels}
+                known[key] = _timed_levels(layout, unit, cost, sorted(chosen), share)
+            costs[unit.unit] = replace(cost, levels=known[key])
+    return replace(workload, costs=costs)
+
+
+def _timed_levels(
+    layout: SpecializedModel, unit: UnitGraph, cost: UnitCost, levels: Sequence[int], share: float
+) -> tuple[LevelCost, ...]:
+    """The levels of one layer, some of them as many times as fast as level 0 as they are found to be."""
+    if cost.forward_seconds is None or cost.backward_seconds is None:
+        return cost.levels
+    found = list(cost.levels)
+    with torch.no_grad(), without_autocast():
+        trials = [_Trial(layout, unit)]
+        trials += [_Trial(layout, unit, level, reads_input=found[level - 1].reads_input) for level in levels]
+        forward, *forwards = _median_seconds([trial.forward for trial in trials], share, trials[0].device)
+        backward, *backwards = _median_seconds([trial.backward for trial in trials], share, trials[0].device)
+    slower = dict(zip(levels, zip(forwards, backwards, strict=True), strict=True))
+    times = cost.forward_seconds, cost.backward_seconds
+    for level, one in enumerate(found, start=1):
+        if level in slower:
+            times = (
+                cost.forward_seconds * slower[level][0] / forward,
+                cost.backward_seconds * slower[level][1] / backward,
+            )
+        found[level - 1] = replace(one, forward_seconds=times[0], backward_seconds=times[1])
+    return tuple(found)
 
 
 def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share: float) -> UnitCost:
@@ -53,19 +115,19 @@ def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share:
     with torch.no_grad(), without_autocast():  # as in a step
         trial = _Trial(layout, unit)
         if is_head and runs_back:  # a step never runs its forward alone: compiling that would take longer than all else
-            backward = _median_seconds(trial.backward, share, trial.device)
+            (backward,) = _median_seconds([trial.backward], share, trial.device)
             forward = backward * cost.forward_flops / max(cost.backward_flops, 1.0)
         else:
-            forward = _median_seconds(trial.forward, share, trial.device)
-            backward = _median_seconds(trial.backward, share, trial.device) if runs_back else forward * is_head
+            (forward,) = _median_seconds([trial.forward], share, trial.device)
+            (backward,) = _median_seconds([trial.backward], share, trial.device) if runs_back else [forward * is_head]
     return replace(cost, forward_seconds=forward, backward_seconds=backward)
 
 
 class _Trial:
-    """One unit and made-up values for all that it reads."""
+    """One unit and made-up values for all that it reads; at a level above 0 its forward comes before its backward."""
 
-    def __init__(self, layout: SpecializedModel, unit: UnitGraph) -> None:
-        self.unit = unit
+    def __init__(self, layout: SpecializedModel, unit: UnitGraph, level: int = 0, *, reads_input: bool = True) -> None:
+        self.unit, self.level, self.reads_input = unit, level, reads_input
         self.device = next((spec.device for spec in unit.specs if spec.shape), torch.device("cpu"))
         assert self.device.type != "meta", "there is no code to run on the meta device"
         generator = torch.Generator(self.device).manual_seed(SEED)
@@ -80,22 +142,30 @@ class _Trial:
                 self._reads["w" if source.kind == "input" else source.kind][source.index] = tensor
         self._gradients = [_random(unit.result_specs[index], most, generator) for index in unit.differentiated]
         self._sums = self._zeros()
+        self._saved: dict[str, Any] = {}
         self._units = CompiledUnits([MicroBatch(layout.split, layout.codes, {}, fraction, {})], SEED)
 
     def forward(self) -> None:
-        self._units.forward(self.unit.unit, 0, wants=(), **self._reads)
+        wants = ("a",) if self.level else ()
+        self._saved = dict(
+            zip(
+                wants, self._units.forward(self.unit.unit, 0, wants=wants, level=self.level, **self._reads), strict=True
+            )
+        )
 
     def backward(self) -> None:
-        unit, reads = self.unit, {**self._reads, **self._sums}
+        unit, reads = self.unit, {**self._reads, **self._sums, **self._saved}
+        if not self.reads_input:
+            del reads["x"]
         if unit.unit == EPILOGUE and "loss" in unit.results:
             self._units.head(unit.unit, 0, wants=("dx",), **reads)
         elif unit.unit == EPILOGUE:
-            self._units.head_backward(unit.unit, 0, wants=("dx",), dy=self._gradients, **reads)
+            self._units.head_backward(unit.unit, 0, wants=("dx",), dy=tuple(self._gradients), **reads)
         elif unit.unit == PROLOGUE:
             main = unit.differentiated.index(unit.results.index("x")) if "x" in unit.results else 0
             self._units.embed_backward(unit.unit, 0, wants=(), dx=self._gradients[main], **reads)
         else:
-            self._units.backward(unit.unit, 0, wants=("dx",), dx=self._gradients[0], **reads)
+            self._units.backward(unit.unit, 0, wants=("dx",), level=self.level, dx=self._gradients[0], **reads)
 
     def _zeros(self) -> dict[str, Any]:
         """The sums that gradients are added to, as in a step."""
@@ -128,14 +198,14 @@ def _smallest_table(unit: UnitGraph) -> int:
     return min((spec.shape[0] for spec in inputs if spec.dtype.is_floating_point and len(spec.shape) == 2), default=1)
 
 
-def _median_seconds(run: Callable[[], None], share: float, device: torch.device) -> float:
-    """Of at most `MOST_RUNS` runs, as many as fit into `share` seconds but one at least, after one more."""
-    run()
-    device_of(device).synchronize()
-    found: list[float] = []
-    while not found or (len(found) < MOST_RUNS and sum(found) + found[-1] <= share):
-        start = time.perf_counter()
-        run()
-        device_of(device).synchronize()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+def _median_seconds(runs: Sequence[Callable[[], None]], share: float, device: torch.device) -> list[float]:
+    """Of each in turns, at most `MOST_RUNS` times: as often as fits into `share` seconds for each, after once more."""
+    rounds: list[list[float]] = []
+    while len(rounds) < 2 or (len(rounds) <= MOST_RUNS and sum(map(sum, rounds[1:])) < share * len(runs)):
+        rounds.append([])
+        for run in runs:
+            start = time.perf_counter()
+            run()
+            device_of(device).synchronize()
+            rounds[-1].append(time.perf_counter() - start)
+    return [statistics.median(each) for each in zip(*rounds[1:], strict=True)]

@@ -21,20 +21,22 @@ from torch import nn
 from gs_compile.capture.call import captured_call
 from gs_compile.capture.graph import UnitGraph
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.codegen.layout import arrange, tied_units
+from gs_compile.codegen.layout import arrange, stored_types, tied_units
 from gs_compile.errors import CaptureError, GreedySnakeError
-from gs_compile.options import Options
-from gs_compile.placement.workload import UnitCost, UnitSize, Workload
-from gs_compile.planner.cost.flops import unit_cost
+from gs_compile.options import Masters, Options
+from gs_compile.placement.workload import LevelCost, UnitCost, UnitSize, Workload
+from gs_compile.planner.cost.flops import unit_cost, unit_levels
 from gs_compile.planner.cost.meta import DEPTH, meta_copy, meta_tokens, repeated
 from gs_compile.planner.cost.registry import built, check_length, named_config
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Schedule, Unit
+from gs_compile.runtime.formats import StateType, moment_types
+from gs_compile.runtime.kernels import ADAMW
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # any other is held against the rate of fp32
-NUM_COMPONENTS = 2  # of the optimizer's state besides a master: Adam's moments
+STATES: Mapping[str, StateType] = {"fp32": None, "bf16": torch.bfloat16, "8bit": "8bit"}  # of moments
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class ModelSpec:
     compilation: Compilation
     symbols: Mapping[str, int]
     num_layers: int = 0
+    moments: tuple[torch.dtype | None, ...] = (None, None)
 
     @classmethod
     def of(
@@ -60,11 +63,13 @@ class ModelSpec:
         sequence: int,
         precision: str = "model",
         schedule: Schedule = "vertical",
+        masters: Masters | None = None,
+        states: str = "fp32",
     ) -> ModelSpec:
         """The specification of a name or path (as `named_config` takes it), a config of transformers, or a module.
 
         precision: as the option of the backend; "bf16" has fp32 masters, and gradients in fp32.
-        schedule: "single" has two layers of every block.
+        schedule: "single" has two layers of every block. masters: as in `Expert`. states: AdamW's moments, of `STATES`.
 
         The model is neither changed nor read. Raises `PlanError` for a model that cannot be built, `InspectionError`
         where Dynamo cannot capture it without weights, and whatever the backend would refuse it with.
@@ -76,9 +81,10 @@ class ModelSpec:
             name = model.name_or_path or model.model_type
         check_length(getattr(model, "config", model), sequence)
         module = model if isinstance(model, nn.Module) else built(model)
-        expert = {"compiler": "eager", "schedule": schedule}
+        expert = {"compiler": "eager", "schedule": schedule, "masters": masters}
         options = Options.of({"outputs": "loss", "precision": precision, "expert": expert})
-        return cls._captured(name, sequence, meta_copy(getattr(module, "_orig_mod", module), options).train(), options)
+        found = cls._captured(name, sequence, meta_copy(getattr(module, "_orig_mod", module), options).train(), options)
+        return replace(found, moments=moment_types(STATES[states], ADAMW.states))
 
     @classmethod
     def _captured(cls, name: str, sequence: int, model: nn.Module, options: Options) -> ModelSpec:
@@ -109,12 +115,20 @@ class ModelSpec:
             )
         return self.compilation.specialized(micro_batch_size, self.symbols, alone=self.compilation.halved)
 
+    def levelled(self, workload: Workload) -> Workload:
+        """The workload of this model with the levels of its layers."""
+        return levelled(workload, self.specialized(workload.micro_batch_size))
+
     def workload(self, micro_batch_size: int) -> Workload:
         """The model at one micro-batch size, the memory inside its units' code counted at this size."""
         specialized = self.specialized(micro_batch_size)
-        layout = arrange(specialized.split, self.compilation.captured, NUM_COMPONENTS)
+        types = stored_types(self.moments, pairs=self.compilation.options.expert.masters != "whole")
+        layout = arrange(specialized.split, self.compilation.captured, types)
         tied = tied_units(specialized.split, layout.spans)
-        found = replace(workload_of(specialized, layout.sizes, tied=tied), name=self.name, sequence=self.sequence)
+        found = workload_of(specialized, layout.sizes, tied=tied)
+        kinds = {each.is_pair for each in layout.types.values() if each.has_master}
+        masters: Masters | None = ("split" if kinds.pop() else "whole") if kinds else None
+        found = replace(found, name=self.name, sequence=self.sequence, masters=masters)
         return _deepened(found, self.num_layers, specialized.split.layers_of_a_block)
 
 
@@ -139,6 +153,32 @@ def workload_of(specialized: SpecializedModel, sizes: Sequence[UnitSize], *, tie
         dtype=DTYPES.get(checkpoints[-1].dtype, "fp32"),
         shape=specialized.shape_of(sizes, tied),
     )
+
+
+def levelled(workload: Workload, specialized: SpecializedModel) -> Workload:
+    """`workload`, which is `specialized`'s, with the levels of its layers; of a deeper one those of layers alike.
+
+    Where the code was timed, a level saves as much of a forward's seconds as of its operations.
+    """
+    known: dict[Hashable, tuple[LevelCost, ...]] = {}
+    keys = dict(zip(specialized.split.by_unit, specialized.uniform.keys, strict=True))
+    costs = dict(workload.costs)
+    for layer in range(workload.num_layers):
+        number = layer % specialized.split.num_layers
+        if (key := keys[number]) not in known:
+            graph = specialized.split.by_unit[number]
+            known[key] = unit_levels(graph, None if graph.is_meta else specialized.codes[number])
+        cost = costs[layer]
+        costs[layer] = replace(cost, levels=tuple(_estimated(level, cost) for level in known[key]))
+    return replace(workload, costs=costs)
+
+
+def _estimated(level: LevelCost, cost: UnitCost) -> LevelCost:
+    if cost.forward_seconds is None or cost.backward_seconds is None:
+        return level
+    part = (cost.backward_flops - level.backward_flops) / max(cost.forward_flops, 1.0)
+    backward = max(cost.backward_seconds - part * cost.forward_seconds, 0.0)
+    return replace(level, forward_seconds=cost.forward_seconds, backward_seconds=backward)
 
 
 def _cost(specialized: SpecializedModel, graph: UnitGraph) -> UnitCost:

@@ -6,6 +6,7 @@ on), and in alpha (between 0 and 1). So the programs that are lowered are short,
     layers          a few at either end, and one period more                            `_lengths`
     micro-batches   2 and 3; 1 is counted for itself                                    `Counted.readings`
     alpha           0 and 1, and for all between 1/4 and 1/2                            `anchors`
+    saved           every layer saves one byte beside its input, on each tier in turn; and one in its place
 
 The points of a program at which bytes are counted are three in each stage: transfers come in, updates and what leaves,
 computation. What a unit's update takes in memory grows in steps where the unit is larger than a layer; there the
@@ -23,25 +24,29 @@ from math import ceil
 import numpy as np
 import numpy.typing as npt
 
+from gs_compile.placement.levels import Level, Share
 from gs_compile.placement.liveness import live_ranges
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.simulate.prices import runs_backward, work_nbytes
-from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Unit, Value, homed, whole_kind
+from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Tier, Unit, Value, homed, whole_kind
 
 Array = npt.NDArray[np.float64]
 RATIOS = ("checkpoint", "parameter", "optimizer", "device_checkpoint", "device_parameter", "gradient")
 WIDTH = 1 + len(RATIOS)
+# Behind them, where layers may save more: a byte of every item on each tier, and no item's input.
+SAVED: Mapping[Tier, int] = {"ssd": WIDTH, "host": WIDTH + 1, "device": WIDTH + 2}
+UNKEPT = WIDTH + 3
 PHASES = ("forward", "backward")
 TIMED = ("compute", "cpu", "h2d", "d2h", "ssd_read", "ssd_write", "net")
 TIERS = ("host", "device", "ssd")
 
 PHASE_OF = {"fill": 0, "forward": 0, "backward": 1, "drain": 1}
 # Classes of values, by kind, whose bytes are told apart; of the first four the columns of the ratios, host and device.
-KINDS = {"x": 0, "dx": 0, "w": 1, "s": 2, "dw": 3, "side": 4}
+KINDS = {"x": 0, "dx": 0, "w": 1, "s": 2, "dw": 3, "side": 4, "a": 5}
 COLUMNS = ((1, 4), (2, 5), (3,), (6,))
-NUM_CLASSES = 6  # the last is of all other values
+NUM_CLASSES = 7  # the last is of all other values
 ACTIVATIONS = [0, 4]  # classes whose bytes are a micro-batch's
 NOTHING = dict.fromkeys(("checkpoint", "parameter", "optimizer", "gradient"), 0.0)
 EVERYTHING = dict.fromkeys(NOTHING, 1.0)
@@ -54,9 +59,10 @@ MOST_PERIOD = 4  # layers
 class Readings:
     """Bytes of a program, or of the one that several are extended to.
 
-    moved: `[phase, lane, class, WIDTH]`, of the optimizer what its rule reads and writes, of "compute" passes over
-        memory. alive: `[point, tier, class, WIDTH]`. code: by phase, how often each unit's code runs (of a backward the
-        second entry). Activations count in checkpoints, and in side inputs of a micro-batch.
+    moved: `[phase, lane, class, WIDTH]`, or more where layers may save more than their input; of the optimizer what its
+        rule reads and writes, of "compute" passes over memory. alive: `[point, tier, class, WIDTH]`. code: by
+        phase, how often each unit's code runs (of a backward the second entry). Activations count in checkpoints, and
+        in side inputs of a micro-batch.
     """
 
     moved: Array
@@ -79,11 +85,16 @@ def _sum(*terms: tuple[float, Readings]) -> Readings:
 class Counted:
     """Readings of one model, whatever its micro-batch size; programs are lowered as they are needed."""
 
-    def __init__(self, workload: Workload, builder: StepBuilder, *, speculative: bool = False) -> None:
-        """`builder`: how steps are laid out; its numbers of layers and micro-batches do not count."""
+    def __init__(
+        self, workload: Workload, builder: StepBuilder, *, speculative: bool = False, saves: bool = False
+    ) -> None:
+        """`builder`: how steps are laid out; its numbers of layers and micro-batches do not count.
+
+        saves: layers may save more than their input.
+        """
         self.workload = workload
         self.builder = builder
-        self.speculative = speculative
+        self.speculative, self.saves = speculative, saves
         layers = [size.num_trained for size in workload.sizes if isinstance(size.unit, int)]
         groups = ceil(max(size.num_trained for size in workload.sizes) / max([1, *layers]))
         self.ends = ENDS + groups  # a unit that is updated in groups takes a stage more for each
@@ -123,26 +134,36 @@ class Counted:
             x_nbytes=(1,) * number,
             side_nbytes=(1,) * number,
         )
-        corners: list[tuple[Mapping[str, float], Mapping[str, float]]] = [(NOTHING, {}), (EVERYTHING, {})]
-        corners += [({**NOTHING, "optimizer": 1.0}, ON_DEVICE)] if builder.separate else []
+        corners: list[tuple[Mapping[str, float], Mapping[str, float], Tier | None]]
+        corners = [(NOTHING, {}, "ssd"), (EVERYTHING, {}, "host")]
+        corners += [({**NOTHING, "optimizer": 1.0}, ON_DEVICE, "device")] if builder.separate else []
+        corners += [(NOTHING, {}, None)] if self.saves else []
         counts: list[_Count] = []
-        for ratios, resident in corners:
-            placement = builder.placement(ratios, alpha, resident, speculative=self.speculative)
+        for ratios, resident, tier in corners:
+            shares = (Share(1, tier or "ssd", 1.0),) if self.saves else ()
+            each = replace(builder, levels=((Level((1,) * number, tier is not None),),) * num_layers)
+            placement = each.placement(ratios, alpha, resident, shares=shares, speculative=self.speculative)
             count = _Count(placement, self.ends if len(self.lengths) > 1 else num_layers)
             most = builder.program(placement)
             count.alive(most)
             usual = builder.program(placement, redo=False) if self.speculative else most
             count.moves(usual)
             counts.append(count)
-        moved = _affine([each.moved for each in counts])
+        moved = _affine([each.moved for each in counts], saves=self.saves)
         points = [np.concatenate([each.points[key] for key in sorted(each.points)]) for each in counts]
-        return Readings(moved, _affine(points), counts[0].code)
+        return Readings(moved, _affine(points, saves=self.saves), counts[0].code)
 
 
-def _affine(corners: Sequence[Array]) -> Array:
-    """`[..., class]` at each corner as `[..., class, WIDTH]`."""
-    found = np.zeros((*corners[0].shape, WIDTH))
+def _affine(corners: Sequence[Array], *, saves: bool) -> Array:
+    """`[..., class]` at each corner as `[..., class, WIDTH]`, or with the columns of what is saved."""
+    found = np.zeros((*corners[0].shape, UNKEPT + 1 if saves else WIDTH))
     found[..., 0] = corners[0]
+    if saves:
+        *corners, unkept = corners
+        found[..., KINDS["a"], 0] = 0.0
+        for column, corner in zip(SAVED.values(), corners, strict=False):
+            found[..., KINDS["a"], column] = corner[..., KINDS["a"]]
+        found[..., KINDS["x"], UNKEPT] = (unkept - corners[0])[..., KINDS["x"]]
     for kind, columns in enumerate(COLUMNS):
         for column, corner in zip(columns, corners[1:], strict=False):
             found[..., kind, column] = corner[..., kind] - corners[0][..., kind]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from gs_compile.options import Recompute
 from gs_compile.placement.cut import DEVICE_CLASSES
+from gs_compile.placement.levels import Share
 
 CLASSES = ("parameter", "checkpoint", "optimizer")  # of data that have a ratio in host memory
+ACTIVATION = "activation"  # the ratio of the items that save activations, in host memory
+
+TOGETHER = (("parameter", "device_parameter"), ("checkpoint", "device_checkpoint", ACTIVATION))  # parts of the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,8 @@ class Fixed:
     alpha: the late part of updates. clip: all updates are late, or early ones are speculative.
     ratios: of "parameter", "checkpoint", "optimizer", and those in device memory, "device_parameter" and
         "device_checkpoint": none where only the one in host memory is given, as what is left is on SSD then.
+    recompute: "auto": what saving brings is compared with none; "all": layers save their inputs alone; "none": all that
+        their backwards read. shares: of items that save, as an earlier plan has chosen.
     device: whether spare memory of a device that has its own may be a home too.
     """
 
@@ -44,6 +51,23 @@ class Fixed:
     clip: bool = False
     speculative: bool = False
     device: bool = False
+    recompute: Recompute = "auto"
+    shares: tuple[Share, ...] | None = None
+
+    @property
+    def saves_all(self) -> bool:
+        """Whether nothing is to be computed again."""
+        return self.recompute == "none"
+
+    @property
+    def saves(self) -> bool:
+        """Whether activations are to be saved, whether that is faster or not."""
+        return self.saves_all or bool(self.ratios.get(ACTIVATION))
+
+    def recomputing(self) -> Fixed:
+        """The same with nothing saved but layers' inputs."""
+        ratios = {name: ratio for name, ratio in self.ratios.items() if name != ACTIVATION}
+        return replace(self, recompute="all", ratios=ratios)
 
     @property
     def late(self) -> bool:
@@ -66,10 +90,9 @@ def contradiction(fixed: Fixed, *, separate: bool, may_reside: bool, prefix: str
             f"{prefix}device_parameter is {ratio:g}, but parameters that are updated in the type they are computed in "
             'go to host memory for that: leave it out, or choose precision="bf16"'
         )
-    for name in ("parameter", "checkpoint"):
-        host_part, device_part = (fixed.ratios.get(each, 0.0) for each in (name, f"device_{name}"))
-        if host_part + device_part > 1:
-            return (
-                f"the ratios {name} {host_part:g} and device_{name} {device_part:g} are more than there is: lower one"
-            )
+    for names in TOGETHER:
+        given = {name: ratio for name in names if (ratio := fixed.ratios.get(name))}
+        if sum(given.values()) > 1:
+            words = " and ".join(f"{name} {ratio:g}" for name, ratio in given.items())
+            return f"the ratios {words} are more than there is: lower one"
     return None

@@ -30,7 +30,7 @@ from gs_compile.machine import format_bytes
 from gs_compile.placement.cut import DEVICE_CLASSES
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import Array, anchors
-from gs_compile.planner.lp.limits import Budgets, Fixed, contradiction
+from gs_compile.planner.lp.limits import ACTIVATION, Budgets, Fixed, contradiction
 from gs_compile.planner.lp.solve import Solution, System, short, solve
 
 Saturation = Literal["relative", "paper"]
@@ -195,7 +195,7 @@ def check(formulas: Formulas, budgets: Budgets, fixed: Fixed, num_micro_batches:
         )
     if fixed.alpha is not None and not 0 <= fixed.alpha <= 1:
         raise PlanError(f"alpha is {fixed.alpha:g}; it is a part of each update, from 0 to 1")
-    classes = (*formulas.classes, *DEVICE_CLASSES)
+    classes = (*formulas.classes, *DEVICE_CLASSES, ACTIVATION)
     for name, ratio in fixed.ratios.items():
         if name not in classes or not 0 <= ratio <= 1:
             raise PlanError(f"the ratio {name} is {ratio:g}; there are {', '.join(classes)}, each from 0 to 1")
@@ -255,9 +255,11 @@ def _nearest(formulas: Formulas, budgets: Budgets, fixed: Fixed, num_micro_batch
     below = (each for each in range(99, -1, -1) if fixed.alpha and each / 100 < fixed.alpha)
     if (smaller := next((each for each in below if fits(num_micro_batches, [each / 100], fixed)), None)) is not None:
         yield f"alpha {smaller / 100:g}"
-    if fixed.clip and fits(num_micro_batches, ALPHAS, Fixed(ratios=fixed.ratios, device=fixed.device)):
+    if fixed.clip and fits(num_micro_batches, ALPHAS, replace(fixed, clip=False)):
         yield "no clipping, so that updates need not wait"
     if fixed.ratios and fits(num_micro_batches, alphas, replace(fixed, ratios={})):
         yield f"other ratios than {', '.join(f'{name} {ratio:g}' for name, ratio in fixed.ratios.items())}"
+    if fixed.saves and fits(num_micro_batches, alphas, fixed.recomputing()):
+        yield "activations that are computed again"
     if num_micro_batches > 1 and fits(1, alphas, fixed):
         yield several(bisect_left(range(1, num_micro_batches), True, key=lambda n: not fits(n, alphas, fixed)))

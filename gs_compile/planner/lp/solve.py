@@ -4,16 +4,19 @@ For n micro-batches and one alpha (arXiv 2512.17570, section 4.4). The variables
 
     c, p, o     in [0, 1]: what part of checkpoints, parameters and optimizer states lives in host memory
     dc, dp      in [0, 1]: what part of checkpoints and parameters lives in spare memory of a device that has its own
+    a_kt        in [0, 1]: what part of layers' micro-batches saves activations, at level k on tier t
     t_f, t_b    seconds of the forward and of the backward
 
-and what is left, 1 - c - dc and so on, is on SSD. All else is affine in c, p, o, dc, dp. With f a phase, i a lane:
+and what is left, 1 - c - dc and so on, is on SSD. All else is affine in c, p, o, dc, dp, a_kt. With f a phase, i a
+lane:
 
-    minimise    t_f + t_b + eps (bytes to and from SSD)                                       `System.optimum`
+    minimise    t_f + t_b + eps (bytes to and from SSD) + eps a                               `System.optimum`
     subject to
       t_f  >=   x_i                             x_i: seconds of lane i in f, alone            `coefficients.Formulas`
       t_f  >=   y + x (1 - b) / a               lanes x and y that disturb each other,        `_times`
       t_f  >=   x + y (1 - a) / b               with speeds a and b while both run
-      c + dc <= 1,  p + dp <= 1                                                               `HOMES`
+      c + dc + sum of a <= 1,  p + dp <= 1                                                    `Formulas.homes`
+      what is given of a                                                                      `demands`
       bytes alive on host at moment m   <= host_nbytes      for every m that can bind         `counting.Counted`
       bytes alive on device at m        <= device_nbytes    likewise, if it has its own
       bytes on SSD at m                 <= ssd_nbytes       likewise
@@ -39,9 +42,10 @@ from functools import cache
 
 import numpy as np
 
+from gs_compile.placement.levels import Share
 from gs_compile.planner.lp.coefficients import Formulas
-from gs_compile.planner.lp.counting import PHASES, RATIOS, TIERS, TIMED, Array
-from gs_compile.planner.lp.limits import Budgets, Fixed
+from gs_compile.planner.lp.counting import PHASES, RATIOS, TIERS, TIMED, WIDTH, Array
+from gs_compile.planner.lp.limits import ACTIVATION, Budgets, Fixed
 
 TRAFFIC_PRICE = 1e-6  # of a step's seconds, for all the bytes it could move to and from SSD
 TOLERANCE = 1e-9  # of the solver
@@ -52,11 +56,12 @@ PAIRS = (
     ("cpu", "compute"),
     ("compute", "ssd_read"),
     ("compute", "ssd_write"),
+    ("compute", "d2h"),
 )
 # Columns: the ratios, t_f and t_b, and by how much of its budget each tier is exceeded.
-NUM_RATIOS, TIMES, EXCESS = len(RATIOS), (0, 1), 2
+TIMES, EXCESS = (0, 1), 2
 NUM_OTHERS = EXCESS + len(TIERS)
-HOMES = np.array([[0.0, 1, 0, 0, 1, 0, 0], [0.0, 0, 1, 0, 0, 1, 0]])  # c + dc and p + dp, in the order of RATIOS
+LEAST_PART = 1e-6  # of all items: less is the solver's rounding
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class Solution:
     """The best there is for one n and alpha.
 
     ratios, device_ratios: by class ("parameter", "checkpoint", "optimizer"; of the horizontal order also "gradient").
-    multipliers: of the rows, for bounds of other linear programs (`System.lagrangian`).
+    shares: of items that save activations. multipliers: of the rows, for bounds of other linear programs
+        (`System.lagrangian`).
     """
 
     num_micro_batches: int
@@ -73,6 +79,7 @@ class Solution:
     device_ratios: Mapping[str, float]
     forward_seconds: float
     backward_seconds: float
+    shares: tuple[Share, ...] = ()
     multipliers: Array = field(default_factory=lambda: np.zeros(0), compare=False, repr=False)
 
     @property
@@ -106,6 +113,7 @@ class System:
     ) -> None:
         self.formulas, self.num_micro_batches, self.alpha, self.budgets = formulas, num_micro_batches, alpha, budgets
         self.numbers = formulas.of(alpha, num_micro_batches)
+        self.fixed = fixed
         self.lower, self.upper = _bounds(formulas, fixed)
         speeds = formulas.profile.speeds()
         seconds = self.numbers.seconds
@@ -120,13 +128,16 @@ class System:
         if (found := self.optimum()) is None:
             return None
         point, _, multipliers = found
-        by_name = dict(zip(RATIOS, point[1:].tolist(), strict=True))
+        by_name = dict(zip(RATIOS, point[1:WIDTH].tolist(), strict=True))
+        parts = zip(self.formulas.saved, point[WIDTH:].tolist(), strict=True)
+        shares = tuple(Share(level, tier, part) for (level, tier), part in parts if part > LEAST_PART)
         return Solution(
             self.num_micro_batches,
             self.alpha,
             {name: by_name[name] for name in self.formulas.classes},
             {name: by_name[f"device_{name}"] for name in ("parameter", "checkpoint")},
             *self._seconds_at(point),
+            shares,
             multipliers,
         )
 
@@ -140,13 +151,14 @@ class System:
         others = self.others if elastic else self.others * np.isin(np.arange(NUM_OTHERS), TIMES)
         matrix = np.hstack([self.rows[:, 1:] * scale[:, None], others])
         traffic = self.numbers.ssd[1:] / max(float(self.numbers.ssd[0]), 1.0)
-        prices = [*np.zeros(NUM_RATIOS + 2), 1, 1, 1] if elastic else [*(TRAFFIC_PRICE * traffic), 1, 1, 0, 0, 0]
+        traffic[len(RATIOS) :] = np.maximum(traffic[len(RATIOS) :], 0.0) + 1.0  # nothing is saved in vain
+        prices = [*np.zeros(len(traffic) + 2), 1, 1, 1] if elastic else [*(TRAFFIC_PRICE * traffic), 1, 1, 0, 0, 0]
         bound = (self.limits - self.rows[:, 0]) * scale
-        found = _linear_program(len(bound))(np.array(prices), matrix, bound, self.lower, self.upper)
+        found = _linear_program(len(bound), len(traffic))(np.array(prices), matrix, bound, self.lower, self.upper)
         if found is None:
             return None
         columns, duals = found
-        point = np.array([1.0, *np.clip(columns[:NUM_RATIOS], self.lower, self.upper)])
+        point = np.array([1.0, *np.clip(columns[: len(traffic)], self.lower, self.upper)])
         return point, columns[-len(TIERS) :], np.maximum(-duals, 0.0) * scale * self.unit_seconds
 
     def lagrangian(self, multipliers: Array) -> Array:
@@ -177,23 +189,24 @@ class System:
             yield _block(seconds, 0.0, i)
         for tier, alive in self.numbers.alive.items():
             yield _block(alive / self.budgets.of(tier), 1.0, EXCESS + TIERS.index(tier))
-        yield _block(HOMES, 1.0)
+        yield _block(self.formulas.homes, 1.0)
+        yield from (_block(row, limit) for row, limit in demands(self.formulas, self.fixed))
         if (wear := self.budgets.wear_bytes_per_second) is not None:
             yield _block(self.numbers.written / wear, 0.0, *TIMES)
 
 
 @cache
-def _linear_program(num_rows: int) -> Callable[..., tuple[Array, Array] | None]:
-    """A linear program of so many rows over the columns, as a function of its numbers: prices, matrix and bound of the
-    rows, lower and upper bounds of the ratios. It gives the columns and what a larger bound of each row brings; None
-    where nothing fits. cvxpy compiles it once.
+def _linear_program(num_rows: int, num_ratios: int) -> Callable[..., tuple[Array, Array] | None]:
+    """A linear program of so many rows and ratios, as a function of its numbers: prices, matrix and bound of the rows,
+    lower and upper bounds of the ratios. It gives the columns and what a larger bound of each row brings; None where
+    nothing fits. cvxpy compiles it once.
     """
     import cvxpy
 
-    columns = cvxpy.Variable(NUM_RATIOS + NUM_OTHERS, nonneg=True)
-    shapes = columns.size, (num_rows, columns.size), num_rows, NUM_RATIOS, NUM_RATIOS
+    columns = cvxpy.Variable(num_ratios + NUM_OTHERS, nonneg=True)
+    shapes = columns.size, (num_rows, columns.size), num_rows, num_ratios, num_ratios
     numbers = prices, matrix, bound, lower, upper = [cvxpy.Parameter(shape) for shape in shapes]
-    rows, ratios = matrix @ columns <= bound, columns[:NUM_RATIOS]
+    rows, ratios = matrix @ columns <= bound, columns[:num_ratios]
     problem = cvxpy.Problem(cvxpy.Minimize(prices @ columns), [rows, ratios >= lower, ratios <= upper])
     tolerances = {"primal_feasibility_tolerance": TOLERANCE, "dual_feasibility_tolerance": TOLERANCE}
 
@@ -232,13 +245,56 @@ def _pair(x: Array, y: Array, a: float, b: float) -> list[Array]:
 
 def _bounds(formulas: Formulas, fixed: Fixed) -> tuple[Array, Array]:
     """Of the ratios, in the order of `RATIOS`."""
-    lower, upper = np.zeros(NUM_RATIOS), np.ones(NUM_RATIOS)
+    lower, upper = np.zeros(formulas.width - 1), np.ones(formulas.width - 1)
+    if formulas.saved:
+        upper[WIDTH - 1 :] = _most_saved(formulas, fixed)
     if not (formulas.separate and fixed.device):
         upper[[RATIOS.index("device_parameter"), RATIOS.index("device_checkpoint")]] = 0.0
     if not formulas.may_reside:
         upper[RATIOS.index("device_parameter")] = 0.0
     for name, ratio in fixed.ratios.items():
+        if name == ACTIVATION:
+            continue
         if f"device_{name}" in RATIOS and f"device_{name}" not in fixed.ratios:
             upper[RATIOS.index(f"device_{name}")] = 0.0
-        lower[RATIOS.index(name)] = upper[RATIOS.index(name)] = ratio
+        upper[RATIOS.index(name)] = ratio
+        lower[RATIOS.index(name)] = 0.0 if _is_of_the_rest(formulas, fixed, name) else ratio
     return lower, upper
+
+
+def _most_saved(formulas: Formulas, fixed: Fixed) -> Array:
+    """Upper bounds of what is saved, by level and tier."""
+    workload = formulas.workload
+    last = (workload.num_levels,)
+    levels = last if fixed.saves_all else workload.worthwhile or last
+    allowed = [
+        fixed.recompute != "all"
+        and level in levels
+        and (fixed.device or tier != "device")
+        and (ACTIVATION not in fixed.ratios or tier == "host")
+        for level, tier in formulas.saved
+    ]
+    return np.array(allowed) * formulas.savable
+
+
+def _is_of_the_rest(formulas: Formulas, fixed: Fixed, name: str) -> bool:
+    """Whether a ratio is of those checkpoints that are left where it is not given how many items save activations."""
+    return bool(formulas.saved) and name in ("checkpoint", "device_checkpoint") and ACTIVATION not in fixed.ratios
+
+
+def demands(formulas: Formulas, fixed: Fixed) -> Iterator[tuple[Array, float]]:
+    """Rows and limits of what is given: items that save all there is, or in host memory, and others' inputs."""
+    saved = np.zeros(formulas.width)
+    saved[WIDTH:] = 1.0
+    if fixed.saves_all:
+        yield -saved, -formulas.savable
+    elif (part := fixed.ratios.get(ACTIVATION)) is not None:
+        part = min(part, formulas.savable)
+        yield -saved, -part
+        yield saved, part
+    for name, ratio in fixed.ratios.items():
+        if _is_of_the_rest(formulas, fixed, name):
+            rest = ratio * saved
+            rest[1 + RATIOS.index(name)] = 1.0
+            yield rest, ratio
+            yield -rest, -ratio

@@ -70,16 +70,20 @@ def profile(
     ranks: all of them call it, and get the same figures: those of the first rank's machine, the least memory that any
         has, and the network between them, which is measured where the profile does not say.
     """
-    if machine is None and not refresh:
-        machine = os.environ.get(ENVIRONMENT) or None
-    if isinstance(machine, Profile):
-        return machine
+    machine = machine if refresh else named(machine)
     directories = Options.of({"storage": storage}).storage
 
     def alone() -> Profile:
+        if isinstance(machine, Profile):
+            return machine
         return _this_machine(directories, refresh, ranks) if machine is None else Profile.load(_path(machine))
 
     return alone() if ranks is None else _of_all(ranks, alone, directories if machine is None else ())
+
+
+def named(machine: str | Path | Profile | None) -> str | Path | Profile | None:
+    """What names the machine, the environment where nothing else does; None: it is this one, to be measured."""
+    return os.environ.get(ENVIRONMENT) or None if machine is None else machine
 
 
 def known() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from contextlib import closing
 import torch
 
 from gs_compile.planner.measure.rates import Figure, Load, Work, at_once, medians, new_lane, pair
+from gs_compile.runtime.formats import Types, moment_types, types_of
 from gs_compile.runtime.kernels import ADAMW
 from gs_compile.runtime.lanes import Lane
 from gs_compile.runtime.slab import map_memory
@@ -29,6 +30,7 @@ COPY_NBYTES = 64 << 20  # of [3]: as large as a request to the drives
 NUM_OPS = 512
 OP_COST = 6  # bare ones: what memory, tickets and bookkeeping make of an operation (benchmarks/prediction.py)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FP32 = Types(torch.float32, (torch.float32,) * len(ADAMW.states))
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -113,13 +115,23 @@ def _matmul_rates(device: torch.device, seconds: float) -> Figure:
     return Figure(rates, f"products of rows x {width} x {4 * width}, {sizes}; {threads}{ROUNDS}")
 
 
-def _update(numel: int) -> Work:  # [1]
-    master, gradient, mean, square = (torch.zeros(numel) for _ in range(4))
-    master.normal_()
-    gradient.normal_()
+def conversion_nbytes(num_threads: int, update_bytes_per_second: float) -> float:
+    """The bytes that an update passes over in the time in which it converts an element's two moments of bfloat16."""
+    numel, moments = NUM_ELEMENTS // 8, moment_types(torch.bfloat16, ADAMW.states)
+    with closing(new_lane("cpu", num_threads=num_threads)) as cpu:
+        work: Load = {cpu: _update(numel, types_of(torch.float32, moments, pairs=False))}
+        at_once(work, 0.0)  # the first touch of memory
+        (found,) = medians([work], 0.0, NUM_ROUNDS)
+    passed = 2 * 4 + 4 + 2 * 2 * 2  # master and gradient, and both moments, read and written
+    return max(update_bytes_per_second / found[cpu] - passed, 0.0)
+
+
+def _update(numel: int, types: Types = FP32) -> Work:  # [1]
+    master, gradient = torch.randn(numel), torch.randn(numel)
+    state = types.components(torch.zeros(int(numel * types.state_itemsize), dtype=torch.uint8), 0, numel)
 
     def update() -> float:
-        ADAMW.update(master, gradient, [mean, square], HYPER, 1)
+        ADAMW.update(master, gradient, state, HYPER, 1)
         return numel
 
     return update

@@ -110,6 +110,8 @@ class Profile:
         for lane in ("ssd_read", "ssd_write"):  # several multiply: together they are what was measured
             found["compute", lane] = math.sqrt(self.compute_transfer_speed)
             found[lane, "compute"] = self.transfer_compute_speed
+        if not self.separate:  # a copy takes the memory, and a core, that the computation has
+            found["compute", "d2h"] = found["d2h", "compute"] = 0.5
         return {pair: speed for pair, speed in found.items() if speed < 1}
 
     def transfer_rate(self, lane: str) -> float:

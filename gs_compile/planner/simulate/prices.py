@@ -12,7 +12,8 @@ simulator (`Profile.speeds`). Nothing here looks at the order of operations.
     update                                 elements by the optimizer's rate, as the rule's bytes are to AdamW's
     seal                                   the seconds of syncing a file of each part, and of writing the manifest
     commit                                 copies of what the device reads in host memory; all else changes places
-    gather, alias, empty, free             nothing: memory under another name
+    alias                                  within one memory, of what a layer saves: a copy, which the issue loop makes
+    gather, other aliases, empty, free     nothing: memory under another name
 
 Of a durable placement's commits the Nth part is counted where every Nth step is committed: that of a mean step.
 
@@ -25,7 +26,7 @@ from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import op_nbytes
 from gs_compile.placement.units import UnitPlacement
-from gs_compile.placement.workload import UnitSize, Workload
+from gs_compile.placement.workload import CodeCost, UnitSize, Workload
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.program.ir import MEMORY_VERBS, SHADOWS, Op, Program, Unit
 
@@ -44,12 +45,14 @@ def op_prices(program: Program, placement: Placement, workload: Workload, profil
     return [_seconds(op, placement, workload, profile) for op in program.ops]
 
 
-def code_seconds(unit: Unit, workload: Workload, profile: Profile, *, backward: bool) -> float:
+def code_seconds(unit: Unit, workload: Workload, profile: Profile, *, backward: bool, level: int = 0) -> float:
     """Of a unit's forward, or of its backward with what that recomputes, for one micro-batch.
 
-    Measured, or its FLOPs by the matrix rate of the workload's dtype.
+    level: of what the forward saves. Measured, or its FLOPs by the matrix rate of the workload's dtype.
     """
-    cost = workload.costs[unit]
+    cost: CodeCost = workload.costs[unit]
+    if level and (levels := workload.costs[unit].levels):
+        cost = levels[min(level, len(levels)) - 1]
     measured = cost.backward_seconds if backward else cost.forward_seconds
     if measured is not None:
         return measured
@@ -69,9 +72,12 @@ def work_nbytes(op: Op, placement: Placement) -> int:
             return op_nbytes(op, placement) // _steps(op, placement)
         case "update":
             unit = placement.by_unit[op.into[0].unit or 0]
-            kept = (value for value in op.reads if value.kind in SHADOWS)  # what is written elsewhere is not in cache
-            elsewhere = sum(nbytes_of(placement, value) for value in kept)
-            return unit.group_of(op.into[0]).numel * update_nbytes(unit) + elsewhere
+            former = (value for value in op.reads if value.kind in SHADOWS)  # what is written elsewhere is not in cache
+            elsewhere = sum(nbytes_of(placement, value) for value in former)
+            return int(unit.group_of(op.into[0]).numel * update_nbytes(unit)) + elsewhere
+        case "alias":
+            kept = (value for value in op.results if value.kind in ("x", "a") and value.tier == "host")
+            return 2 * sum(nbytes_of(placement, value) for value in kept)
         case "norm" | "zeros":  # of a placed unit; the user's own gradients are not ours to count
             owner = (*op.reads, *op.results)[0].unit
             placed = None if owner is None else placement.by_unit.get(owner)
@@ -86,13 +92,13 @@ def lane_rate(lane: str, profile: Profile) -> float:
     return profile.memory_bytes_per_second if lane in ("compute", "memory") else profile.transfer_rate(lane)
 
 
-def update_nbytes(unit: UnitPlacement | UnitSize) -> int:
+def update_nbytes(unit: UnitPlacement | UnitSize) -> float:
     """The bytes that updating one element reads and writes: its state, its gradient, and its parameter.
 
-    A parameter that has a master in the state is only written.
+    A parameter that has a master in the state is only written. What narrow moments take to convert comes on top.
     """
     parameter = unit.itemsize if unit.has_master else 2 * unit.itemsize
-    return 2 * unit.state_itemsize + parameter + unit.gradient_itemsize
+    return 2 * unit.state_itemsize + parameter + unit.gradient_itemsize + unit.conversion_nbytes
 
 
 def _steps(op: Op, placement: Placement) -> int:
@@ -102,9 +108,11 @@ def _steps(op: Op, placement: Placement) -> int:
 
 def _seconds(op: Op, placement: Placement, workload: Workload, profile: Profile) -> float:
     if op.verb in CODE:
-        return code_seconds(op.unit, workload, profile, backward=runs_backward(op))
+        shares = (placement.share_of(value) for value in op.values if value.kind == "a")
+        level = max((share.level for share in shares if share), default=0)
+        return code_seconds(op.unit, workload, profile, backward=runs_backward(op), level=level)
     match op.verb:
-        case "prefetch" | "offload" | "update" | "norm" | "zeros":
+        case "prefetch" | "offload" | "update" | "norm" | "zeros" | "alias":
             asked = profile.request_seconds if op.lane in ("ssd_read", "ssd_write") else 0.0
             return work_nbytes(op, placement) / lane_rate(op.lane, profile) + asked / _steps(op, placement)
         case "all_gather" | "reduce_scatter":
@@ -121,7 +129,8 @@ def _seconds(op: Op, placement: Placement, workload: Workload, profile: Profile)
             files = sum(len(unit.w) + len(unit.s) for unit in placement.units)
             return (MANIFEST_SECONDS + SYNC_SECONDS * files) / _steps(op, placement)
         case "commit":
-            in_place = () if placement.separate else (v for v in op.into[::2] if (v.kind, v.tier) == ("w", "host"))
+            zone = placement.device_tier
+            in_place = (value for value in op.into[::2] if (value.kind, value.tier) == ("w", zone))
             return 2 * sum(nbytes_of(placement, value) for value in in_place) / profile.memory_bytes_per_second
     assert op.verb in MEMORY_VERBS, f"no price is known for {op.verb}"
     return 0.0

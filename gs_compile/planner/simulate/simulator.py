@@ -6,7 +6,7 @@ The executor and the simulator share one rule, so that a prediction and a run di
 2. A lane is first-in-first-out, and lanes run side by side. An operation starts when it is issued, its lane is free,
    what it reads is ready, and what it changes in place has no user left.
 3. Memory verbs happen as they are issued, on no lane. Readers of what they define wait for what those verbs read. The
-   one that copies a checkpoint, where device and host are one memory, holds the issue loop until there is room for it.
+   one that copies what a layer saves, where device and host are one memory, holds the issue loop until it is made.
 4. Where the issue loop computes itself (`inline`: the device is the CPU), a computation holds it until it is over.
    Where a stream computes, it issues a computation once the one before has begun: it is never further ahead than one.
 5. An operation that writes a new value into host memory waits for those who still work on what was in that range of
@@ -116,6 +116,12 @@ class Simulation:
     def program(self) -> Program:
         """The step's own."""
         return self.programs[-1]
+
+    @property
+    def placed(self) -> Placement:
+        """The placement of a step whose data is placed."""
+        assert self.placement is not None, "nothing was placed"
+        return self.placement
 
     @property
     def seconds(self) -> float:

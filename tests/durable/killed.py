@@ -1,4 +1,7 @@
-"""Durable runs that are killed after any step: what a kill leaves is copied aside, and put back for another run."""
+"""Durable runs in this process: what a kill after a step would leave is copied aside, and put back for another run.
+
+Processes that are killed are in children.py.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tiered import BATCH, Harness, Make, Outcome, outcome, step, tokens
+from tiered import Harness, Make, Outcome, outcome, step, tokens
 
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.runtime.storage.manifest import FOLDER, Manifest, read
 
-Batches = Callable[[int], torch.Tensor]
 Hook = Callable[[int, TieredOptimizer], None]
 
 
@@ -44,23 +46,18 @@ class Taken:
         return found
 
 
-def batch(number: int) -> torch.Tensor:
-    return tokens(number, BATCH)
-
-
 def steps(
     harness: Harness,
     optimizer: TieredOptimizer,
     numbers: Sequence[int],
     *,
-    batches: Batches = batch,
     after: Hook = lambda number, optimizer: None,
     reads: bool = False,
 ) -> Taken:
     """Steps on the batches of these numbers; random numbers are drawn after each. reads: all is read after each."""
     taken = Taken(numbers[0])
     for number in numbers:
-        taken.losses.append(step(harness.model, optimizer, batches(number)))
+        taken.losses.append(step(harness.model, optimizer, tokens(number)))
         assert optimizer.last_step is not None
         taken.norms.append(optimizer.last_step.grad_norm)
         taken.drawn.append((float(torch.rand(())), random.random(), float(np.random.rand())))
@@ -110,33 +107,6 @@ class Killed:
 
     def _copies(self, number: int) -> Iterator[Path]:
         return (self.aside / str(number) / str(place) for place in range(len(self.directories)))
-
-
-def killed(
-    harness: Harness,
-    make: Make,
-    given: Mapping[str, Any],
-    num_steps: int,
-    aside: Path,
-    *,
-    batches: Batches = batch,
-    kills: Sequence[int] | None = None,
-    after: Hook = lambda number, optimizer: None,
-) -> Killed:
-    """A durable run, and what kills after steps of these numbers leave; None: after each."""
-    seed()
-    found = Killed(aside, storage_of(given), Taken(0))
-    clean(given)
-
-    def keep(number: int, optimizer: TieredOptimizer) -> None:
-        after(number, optimizer)
-        if kills is None or number in kills:
-            found.keep(number, optimizer)
-
-    with harness.fresh(make, {"durability": "step", **given}) as optimizer:
-        found.taken = steps(harness, optimizer, range(num_steps), batches=batches, after=keep)
-    clean(given)
-    return found
 
 
 @contextmanager

@@ -1,0 +1,105 @@
+"""partition: which values of a forward to save for its backward, as torch's own partitioner chooses them.
+
+It gets a graph of forward and backward together, from which all that costs nothing to have again has been cut away:
+values of parameters and side inputs alone, and random numbers, which are drawn anew. Views it makes again. It solves
+a minimum cut, and where a budget is set a knapsack before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config
+from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
+from torch.fx.node import map_aggregate
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.utils.checkpoint import CheckpointPolicy
+
+from gs_compile.capture.flops import node_flops
+from gs_compile.capture.graph import output_values
+
+# From what saves most operations for its bytes to all that the backward reads: whether everything but products is
+# computed again, and the part of memory to stay in.
+BUDGETS = ((True, 0.25), (True, 0.5), (True, 0.75), (True, 1.0), (False, 1.0))
+
+# In the meta of a node that draws a mask and multiplies by it in one operation, as dropout on a GPU does: what has its
+# argument's shape. The mask takes no more than that; the product is as cheap as any.
+LIKE = "like"
+
+
+class CannotSaveError(Exception):
+    """The forward and backward of a layer cannot be cut into two; its message says why."""
+
+
+def choices(
+    module: fx.GraphModule, num_results: int, given: Sequence[fx.Node], free: Set[fx.Node]
+) -> list[list[fx.Node]]:
+    """For each of `BUDGETS` the nodes to save of a functional ATen graph that returns results and then gradients.
+
+    `given`: the placeholders of what arrives with the backward. `free`: nodes that are there in the backward anyway.
+    Raises `CannotSaveError` where torch refuses the graph.
+    """
+    from networkx import NetworkXException  # late, as torch itself does
+
+    found = []
+    for again, budget in BUDGETS:
+        copy = _cut_away(module, given, free)
+        with config.patch(activation_memory_budget=budget, aggressive_recomputation=again, recompute_views=True):
+            try:
+                forward, _ = min_cut_rematerialization_partition(copy, None, num_fwd_outputs=num_results)
+            except (RuntimeError, AssertionError, NetworkXException) as error:  # all that it raises
+                raise CannotSaveError(f"torch's partitioner refuses it: {error}") from error
+        chosen = [node.meta["origin"] for node in output_values(forward)[num_results:]]
+        found.append([node for node in chosen if isinstance(node.meta.get("val"), torch.Tensor)])
+    return found
+
+
+def write_sizes(graph: fx.Graph) -> None:
+    """Let symbolic sizes be computed of the graph's own, which come first, and not be read of tensors."""
+    sizes = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), torch.SymInt)]
+    known = {node.meta["val"].node.expr: fx.Proxy(node) for node in sizes}
+
+    def written(value: Any) -> Any:
+        if not isinstance(value, torch.SymInt):
+            return value
+        found = sympy_interp(PythonReferenceAnalysis, known, value.node.expr)
+        if isinstance(found, fx.Proxy):
+            found.node.meta.setdefault("val", value)
+        return found.node if isinstance(found, fx.Proxy) else found
+
+    for node in list(graph.nodes):
+        if node.op == "call_function" and known:
+            with graph.inserting_before(node):
+                if isinstance(node.meta.get("val"), torch.SymInt):
+                    node.replace_all_uses_with(written(node.meta["val"]))
+                    graph.erase_node(node)
+                else:
+                    node.args = map_aggregate(node.args, written)
+
+
+def _cut_away(module: fx.GraphModule, given: Sequence[fx.Node], free: Set[fx.Node]) -> fx.GraphModule:
+    """A copy with `free` nodes as constants, each node with its origin, named as the partitioner expects it."""
+    graph, copies, constants, known = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any](), get_default_op_list()
+    for node in module.graph.nodes:
+        if node.op == "output" or LIKE in node.meta or (node in free and free >= node.users.keys()):
+            continue
+        masked = [draw.all_input_nodes[0] for draw in node.all_input_nodes if LIKE in draw.meta]
+        if node in free:
+            copies[node] = graph.get_attr(node.name)
+            constants[node.name] = torch.empty(0)
+        elif node.op == "placeholder":
+            copies[node] = graph.placeholder(f"{'tangents' if node in given else 'primals'}_{node.name}")
+        elif masked:
+            copies[node] = graph.call_function(torch.ops.aten.mul.Tensor, (copies[masked[0]], 1.0))
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = {**node.meta, "origin": node}
+        if node not in free and node_flops(node) and not known.is_compute_intensive(node):
+            copies[node].meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    results: list[Any] = [copies.get(value) if value not in free else None for value in output_values(module)]
+    graph.output(tuple(results))
+    return fx.GraphModule(constants, graph)

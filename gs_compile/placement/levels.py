@@ -1,0 +1,72 @@
+"""levels: what a layer's forward saves for its backward, and where.
+
+At level 0 a layer saves its input, its checkpoint, and its backward runs the forward again. At level 1 and above the
+forward also leaves saved activations, with which the backward has less to run again. An item is one layer and one
+micro-batch; the shares say how many items have which level and home.
+
+    layer 3   host   ssd    -       a share is spread evenly over all items that no other has: while one of them moves,
+    layer 2   host   ssd    -       others are computed that do not, and all layers take as long
+    layer 1   host   ssd    -
+    layer 0   host   ssd    -       the others: level 0
+
+    layer 3   host   host   host    or it has the topmost: these are needed again at once, so that their memory is free
+    layer 2   host   -      -       before gradients and states need it
+    layer 1   -      -      -
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gs_compile.program.ir import Tier
+
+Item = tuple[int, int]  # a layer, and a micro-batch
+TOLERANCE = 1e-9  # in a part of all items
+ALIGNMENT = 64  # bytes, of each saved tensor where they stand together
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What one level of a layer saves: bytes for each micro-batch; reads_input: its backward reads the input, too."""
+
+    nbytes: tuple[int, ...]
+    reads_input: bool
+
+
+class Share(NamedTuple):
+    """A part of all items that is saved at a level, on a tier; of the topmost ones, or spread evenly."""
+
+    level: int
+    tier: Tier
+    part: float
+    is_topmost: bool = False
+
+
+Shares = tuple[Share, ...]
+
+
+def items(shares: Sequence[Share], levels: Sequence[Sequence[Level]], num_micro_batches: int) -> Mapping[Item, Share]:
+    """The share that each item belongs to; items of level 0, as all are whose layer has no other, have none."""
+    number, found = len(levels) * num_micro_batches, dict[Item, Share]()
+    rest = [(unit, j) for unit, above in enumerate(levels) if above for j in range(num_micro_batches)]
+    for share in sorted(shares, key=lambda each: (not each.is_topmost, ("device", "host", "ssd").index(each.tier))):
+        count = min(int(share.part * number + TOLERANCE * number), len(rest))
+        if share.is_topmost:
+            chosen = sorted(rest, key=lambda item: (-item[0], item[1]))[:count]
+        else:
+            chosen = [item for at, item in enumerate(rest) if is_chosen(at, count / len(rest))] if rest else []
+        found |= {item: share._replace(level=min(share.level, len(levels[item[0]]))) for item in chosen}
+        rest = [item for item in rest if item not in found]
+    return found
+
+
+def aligned(nbytes: int) -> int:
+    """The bytes that a saved tensor takes among others."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def is_chosen(at: int, ratio: float) -> bool:
+    """Whether the one at a place among many is, such that the ratio's share of them, spread evenly, are."""
+    return int((at + 1) * ratio + TOLERANCE) > int(at * ratio + TOLERANCE)

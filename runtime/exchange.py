@@ -1,0 +1,42 @@
+"""exchange: collectives on host memory, without what gloo's own do beside.
+
+shares      gloo gathers into memory of its own, and copies. A broadcast from each rank comes to where it belongs.
+terms       gloo reduces the whole of a sum on every rank, twice the bytes. Each is sent the terms of its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Tensor = torch.Tensor
+Begin = Callable[[], Any]  # a collective; gives torch's Work
+
+
+def shares(whole: Tensor, shard: Tensor, rank: int, group: Any) -> list[Begin]:
+    """What brings every rank's `shard`, one after the other, into `whole`; this one's is there."""
+    parts = list(whole.view(-1, len(shard)))
+    parts[rank].copy_(shard)
+    return [partial(dist.broadcast, part, group=group, group_src=at, async_op=True) for at, part in enumerate(parts)]
+
+
+def terms(rows: Sequence[Tensor], rank: int, group: Any) -> tuple[Begin, list[Tensor]]:
+    """What brings this rank's row of every rank's `rows`, and these, in the order of ranks. Rows of two or more."""
+    others = [row for at, row in enumerate(rows) if at != rank]
+    sizes = [0 if at == rank else len(row) for at, row in enumerate(rows)]
+    given = torch.cat(others) if len(others) > 1 else others[0]
+    taken = torch.empty_like(given)
+    found = list(taken.view(-1, len(rows[rank])))
+    begin = partial(dist.all_to_all_single, taken, given, sizes, sizes, group=group, async_op=True)
+    return begin, [*found[:rank], rows[rank], *found[rank:]]
+
+
+def add(numbers: Sequence[Tensor], out: Tensor) -> None:
+    """Their sum, in their order."""
+    torch.add(numbers[0], numbers[1], out=out)
+    for number in numbers[2:]:
+        out.add_(number)

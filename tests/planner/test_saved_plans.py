@@ -1,0 +1,182 @@
+"""Saved activations in plans: never slower, what the formulas say of them is what programs do, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from planned import A100, GB, formulas, gpt, lowered, placed, ratios
+
+from gs_compile.errors import NoFitError, OptionError, PlanError
+from gs_compile.options import Options
+from gs_compile.placement import liveness
+from gs_compile.placement.levels import Share
+from gs_compile.placement.traffic import traffic
+from gs_compile.placement.workload import LevelCost
+from gs_compile.planner import again
+from gs_compile.planner.builder import StepBuilder
+from gs_compile.planner.lp.counting import WIDTH
+from gs_compile.planner.lp.limits import Budgets, Fixed
+from gs_compile.planner.plan import plan
+from gs_compile.planner.problem import Problem
+from gs_compile.planner.refine import planned
+from gs_compile.planner.saved import bare, computed, faster, with_levels
+
+ROOMY = Budgets(host_nbytes=400 * GB, device_nbytes=40 * GB, ssd_nbytes=8000 * GB)
+CPU = replace(A100, device="cpu", device_nbytes=0)
+
+
+def levelled(workload, hidden):
+    """Products alone, or all that a backward reads, which then does not read its input."""
+    per_token = 2 * hidden * workload.micro_batch_size * workload.sequence
+
+    def level(cost, times, part, reads_input):
+        backward = cost.backward_flops - part * cost.forward_flops
+        flops = {"forward_flops": cost.forward_flops, "backward_flops": backward}
+        return LevelCost(nbytes=times * per_token, reads_input=reads_input, **flops)
+
+    costs = {
+        unit: replace(cost, levels=(level(cost, 9, 0.8, True), level(cost, 17, 1.0, False)))
+        if isinstance(unit, int)
+        else cost
+        for unit, cost in workload.costs.items()
+    }
+    return replace(workload, costs=costs)
+
+
+@pytest.mark.parametrize("share", [Share(1, "host", 1.0), Share(2, "device", 1.0), Share(2, "ssd", 1.0)])
+@pytest.mark.parametrize("separate", [True, False])
+def test_whole_programs_are_what_the_columns_say(separate, share):
+    """A model of 16 layers and seven micro-batches from shorter ones that save a byte of each."""
+    if not separate and share.tier == "device":
+        return
+    workload, machine = levelled(gpt(16, 512, sequence=512, vocabulary=2000), 512), A100 if separate else CPU
+    known = formulas(workload, machine)
+    point = np.array([1.0, *np.zeros(known.width - 1)])
+    point[WIDTH + known.saved.index((share.level, share.tier))] = 1.0
+    placement = placed(workload, 7, ratios(0.0, 0.0, 0.0), 0.0, separate=separate, shares=[share])
+    program = lowered(workload, placement)[-1]
+    peaks, found = liveness.peaks(program.ops, placement), known.of(0.0, 7)
+    for tier, alive in found.alive.items():
+        said = float((alive @ point).max()) - (workload.workspace_nbytes if tier == "device" else 0)
+        staged = share.tier == "ssd"  # in host memory, where another class has its most at another moment
+        assert 0.99 * peaks[tier] <= said <= (1.3 if staged else 1.15) * peaks[tier] + 1
+    moved = sum(nbytes for (lane, _), nbytes in traffic(program, placement).items() if lane.startswith("ssd"))
+    assert float(found.ssd @ point) == pytest.approx(moved, rel=0.01, abs=1e5)
+    again = workload.costs[0].backward_flops - workload.costs[0].levels[share.level - 1].backward_flops
+    saved = float(found.seconds["backward", "compute"] @ (point - np.eye(known.width)[0]))
+    assert saved == pytest.approx(-7 * 16 * again / machine.matmul_flops_per_second["bf16"])
+
+
+@pytest.mark.parametrize("alpha", [0.0, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_step_is_never_slower_for_what_it_saves(alpha):
+    """Of 20 random machines and budgets; on some of them it is faster."""
+    numbers, gains = np.random.default_rng(0), []
+    workload = levelled(gpt(4, 512, sequence=256, vocabulary=2000), 512)
+    problems = {}
+    for separate in (True, False):
+        builder = StepBuilder.of(bare(workload), 0, separate=separate)
+        known = {"profile": A100, "budgets": ROOMY, "fixed": Fixed(alpha=alpha, device=separate), "builder": builder}
+        problem = Problem(workload=bare(workload), **known)
+        problems[separate] = problem, with_levels(problem, workload)
+    for _ in range(20):
+        machine, budgets = drawn(numbers)
+        problem, wider = (each.other(profile=machine, budgets=budgets) for each in problems[machine.separate])
+        number = int(numbers.integers(1, 9))
+        if not problem.solved(number):
+            continue
+        without = planned(problem, problem.search(number))
+        _, found = faster(problem, without, lambda _, wider=wider: wider)
+        assert found.seconds <= without.seconds
+        assert bool(found.placement.shares) == (found.seconds < without.seconds)
+        assert bool(found.placement.shares) == any("keep their activations" in note for note in found.notes)
+        gains.append(without.seconds / found.seconds)
+    assert len(gains) > 15
+    assert max(gains) > 1.1
+
+
+def drawn(numbers):
+    """A random machine, and budgets that keep some of the toy off host memory."""
+    fast = float(np.exp(numbers.uniform(np.log(0.02), np.log(2))))
+    read, write = (numbers.uniform(1, 6, 2) * 1e9 * fast).tolist()
+    machine = replace(
+        A100 if numbers.integers(2) else CPU,
+        matmul_flops_per_second={"bf16": 2e12},
+        **{f"ssd_read{mixed}_bytes_per_second": read for mixed in ("", "_mixed")},
+        **{f"ssd_write{mixed}_bytes_per_second": write for mixed in ("", "_mixed")},
+    )
+    host, device = numbers.uniform(0.12, 0.6) * GB, numbers.uniform(0.1, 0.4) * GB * machine.separate
+    return machine, replace(ROOMY, host_nbytes=int(host), device_nbytes=int(device))
+
+
+def test_what_is_given_of_activations_is_kept():
+    workload = levelled(gpt(4, 512, sequence=256, vocabulary=2000), 512)
+    given = {"machine": CPU, "micro_batch_size": 1, "num_micro_batches": 4}
+    half = plan(workload, **given, ratios={"activation": 0.5})
+    assert sum(share.part for share in half.placement.shares) == 0.5
+    assert {share.tier for share in half.placement.shares} == {"host"}
+    everything = plan(workload, **given, recompute="none")
+    assert {share.level for share in everything.placement.shares} == {2}
+    assert sum(share.part for share in everything.placement.shares) == 1.0
+    assert everything.homes.get(("checkpoints", "host"), 0) == 0
+    least = plan(workload, **given, host_memory="150MB", recompute="all").peaks["ssd"]
+    small = given | {"alpha": 0.0, "machine": replace(CPU, ssd_nbytes=least), "host_memory": "150MB"}
+    with pytest.raises(NoFitError, match=r"it needs .* What would fit: .*activations that are computed again"):
+        plan(workload, **small, recompute="none")
+    with pytest.raises(PlanError, match="have nothing to save"):
+        plan(gpt(4, 512), **given, recompute="none")
+    with pytest.raises(OptionError, match=r'recompute is "all", but expert.ratios.activation is 0.5: leave one'):
+        Options.of({"expert": {"recompute": "all", "ratios": {"activation": 0.5}}})
+
+
+def test_the_topmost_layers_save_what_has_room_at_the_turn():
+    """Where all of host memory is needed later in the backward: no linear program of even shares knows of that room."""
+    workload = levelled(gpt(8, 512, sequence=256, vocabulary=20000), 512)
+    most = placed(workload, 4, ratios(0.0, 0.0, 0.0), 0.0, separate=False)
+    budgets = replace(ROOMY, host_nbytes=int(1.08 * liveness.peaks(lowered(workload, most)[-1].ops, most)["host"]))
+    names = [f"ssd_{lane}{mixed}_bytes_per_second" for lane in ("read", "write") for mixed in ("", "_mixed")]
+    slow = {name: getattr(CPU, name) / 1.25 for name in names}
+    machine = replace(CPU, matmul_flops_per_second={"bf16": 5e11}, **slow)
+    builder = StepBuilder.of(bare(workload), 4, separate=False)
+    known = {"profile": machine, "budgets": budgets, "fixed": Fixed(alpha=0.0), "builder": builder}
+    problem = Problem(workload=bare(workload), **known)
+    without = planned(problem, problem.search(4))
+    _, found = faster(problem, without, lambda each: with_levels(each, workload))
+    assert {(share.tier, share.is_topmost) for share in found.placement.shares} == {("host", True), ("ssd", False)}
+    assert without.seconds / found.seconds > 1.05  # copies to where it is saved take turns with the computation
+    assert dict(found.program.peaks)["host"] <= budgets.host_nbytes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "worthwhile"), [((4.0, 3.2, 3.15), (1,)), ((4.0, 3.2, 3.0), (1, 2)), ((4.0, 3.95, 3.0), (2,))]
+)
+def test_of_levels_that_are_as_fast_the_smallest_is_taken(seconds, worthwhile):
+    workload = levelled(gpt(2, 512), 512)
+    none, *levels = seconds
+    cost = workload.costs[0]
+    each = zip(cost.levels, levels, strict=True)
+    timed = [replace(level, forward_seconds=1.0, backward_seconds=seconds - 1) for level, seconds in each]
+    cost = replace(cost, forward_seconds=1.0, backward_seconds=none - 1, levels=tuple(timed))
+    workload = replace(workload, costs=workload.costs | dict.fromkeys(range(2), cost))
+    assert workload.computed == pytest.approx([2 * each for each in (none, *levels)])
+    assert workload.worthwhile == worthwhile
+    found = plan(workload, machine=CPU, micro_batch_size=1, num_micro_batches=4)
+    assert {share.level for share in found.shares} <= set(worthwhile)
+    assert computed(workload, found.shares) < workload.computed[0]
+
+
+def test_a_former_plan_that_the_layers_cannot_have_is_made_anew(monkeypatch, caplog):
+    planner = SimpleNamespace(plan=None, fixed=None)
+
+    def make(options, shares):
+        if shares is not None:
+            raise OptionError("no layer can save any")
+        return planner, options
+
+    monkeypatch.setattr(again, "_as_before", lambda *_: SimpleNamespace(options="before", shares=()))
+    with caplog.at_level(logging.INFO, "gs_compile.planner.again"):
+        assert again.planned(make, "now", {}, "the same") == (planner, "now", {})
+    assert "does not fit any more: no layer can save any" in caplog.text
