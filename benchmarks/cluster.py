@@ -48,7 +48,7 @@ def row(found: StepPlan) -> dict[str, Any]:
 def main() -> None:
     rows: dict[str, Any] = {}
     for model, size, gpus, numbers in CASES:
-        workload = ModelSpec.of(model, sequence=SEQUENCE, precision="bf16").workload(size)
+        workload = ModelSpec.of(model, sequence=SEQUENCE, precision="bf16", masters="whole").workload(size)
         first: StepPlan | None = None
         for nodes in numbers:
             given: dict[str, Any] = {"machine": MACHINE, "gpus": gpus, "nodes": nodes, "network": NETWORK}

@@ -224,7 +224,7 @@ def saturating(case: str, bandwidth: int) -> int:
 def workload_of(case: str, micro_batch_size: int = MICRO_BATCH_SIZE) -> Workload:
     """The share of one GPU."""
     model, ranks = CASES[case]
-    found = ModelSpec.of(model, sequence=SEQUENCE, precision="bf16").workload(micro_batch_size)
+    found = ModelSpec.of(model, sequence=SEQUENCE, precision="bf16", masters="whole").workload(micro_batch_size)
     return shared(found, ranks)
 
 

@@ -3,9 +3,9 @@
 Three settings, all with float32 master and state in host memory: a bfloat16 gradient and a bfloat16 parameter written
 (torch: the gradient converted before, the parameter copied after), a float32 gradient and a bfloat16 parameter written,
 and float32 alone. Torch's converted gradient is once a new tensor every step, as `gradient.to(float32)` makes it, and
-once a tensor that is kept, which takes 4 bytes a parameter for good. Then the cost of the gradient's sum of squares,
-beside torch's norm. Times are medians over rounds in which all run one after the other, so that what else the machine
-does meets all alike.
+once a tensor that is kept, which takes 4 bytes a parameter for good. Then float32 alone with moments in bfloat16 and in
+8 bits, which torch does not have, and the cost of the gradient's sum of squares, beside torch's norm. Times are medians
+over rounds in which all run one after the other, so that what else the machine does meets all alike.
 
     python benchmarks/optimizer.py --output benchmarks/results/optimizer.json
 """
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from gs_compile.runtime import kernels
+from gs_compile.runtime.formats import StateType, moment_types, types_of
 from gs_compile.runtime.kernels import ADAMW, QUANTUM, sum_of_squares
 
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -59,6 +60,12 @@ def variants(num_elements: int) -> dict[str, Callable[[], Any]]:
     fp32, kept = torch.randn(num_elements), torch.empty(num_elements)
     bf16, low = fp32.bfloat16(), master.bfloat16()
 
+    narrow = dict[StateType, list[Tensor]]()
+    for state_type in (torch.bfloat16, "8bit"):
+        types = types_of(torch.float32, moment_types(state_type, ADAMW.states), pairs=False)
+        stored = torch.zeros(int(num_elements * types.state_itemsize), dtype=torch.uint8)
+        narrow[state_type] = types.components(stored, 0, num_elements)
+
     def torch_bf16_kept() -> None:
         fused(master, kept.copy_(bf16), mean, square)
         low.copy_(master)
@@ -79,6 +86,8 @@ def variants(num_elements: int) -> dict[str, Callable[[], Any]]:
         "fp32 gradient, ours": lambda: ADAMW.update(master, fp32, [mean, square], HYPER, 1, low),
         "fp32 only, torch": lambda: fused(master, fp32, mean, square),
         "fp32 only, ours": lambda: ADAMW.update(master, fp32, [mean, square], HYPER, 1),
+        "fp32, states in bf16": lambda: ADAMW.update(master, fp32, narrow[torch.bfloat16], HYPER, 1),
+        "fp32, states in 8 bits": lambda: ADAMW.update(master, fp32, narrow["8bit"], HYPER, 1),
         "norm of fp32, torch": lambda: torch.linalg.vector_norm(fp32),
         "norm of fp32, ours": lambda: sum_of_squares(fp32),
         "norm of bf16, ours": lambda: sum_of_squares(bf16),

@@ -2,9 +2,11 @@
 
 Each model runs with its data on SSD, half and half, and in host memory, with 16 to 1 micro-batches. The machine is
 probed before, the layers' code is timed before and after; the step's own program is simulated with these figures. What
-is measured is the median of several consecutive steps.
+is measured is the median of several consecutive steps. Each rank has so many micro-batches, and the first one reports.
+A collective takes as long as on the rank that came to it last: the others have waited.
 
     python benchmarks/prediction.py --storage /path/on/an/nvme/drive --output benchmarks/results/prediction.json
+    torchrun --nproc-per-node 2 benchmarks/prediction.py --output benchmarks/results/prediction-2-ranks.json
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -28,6 +34,7 @@ from gs_compile.model.backend import greedysnake
 from gs_compile.planner.measure.machines import profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.simulator import Simulation
+from gs_compile.runtime.trace import Event
 
 SIZES = {"small": (4, 384), "middle": (6, 512), "large": (8, 768)}  # layers and hidden size
 PLACES = {"ssd": 0.0, "mixed": 0.5, "host": 1.0}  # what part of every class is in host memory
@@ -56,7 +63,7 @@ def measure(
     torch._dynamo.reset()
     model, ratio = build(*SIZES[size], arguments.sequence), PLACES[place]
     ratios = {"parameter": ratio, "checkpoint": ratio, "optimizer": ratio}
-    expert = {"compiler": arguments.compiler, "alpha": arguments.alpha, "ratios": ratios}
+    expert = {"compiler": arguments.compiler, "alpha": arguments.alpha, "ratios": ratios, "trace": True}
     options = {"outputs": "loss", "storage": storage, "machine": machine, "expert": expert}
     model.compile(backend=greedysnake, options=options)
     optimizer = gs_compile.AdamW(model.parameters(), lr=1e-4)
@@ -69,17 +76,21 @@ def measure(
     rows = []
     for number in sorted(arguments.micro_batches, reverse=True):
         ids = torch.randint(VOCABULARY, (number, arguments.sequence))
+        steps, busy = max(1, arguments.steps // number), Counter[str]()
         step(ids)
         before = predict(optimizer)
         optimizer.synchronize()
         step(ids)
+        optimizer.engine.tiers.trace.reset()
         seconds = []
         for _ in range(arguments.rounds):
             start = time.perf_counter()
-            for _ in range(max(1, arguments.steps // number)):
+            for _ in range(steps):
                 step(ids)
-            seconds.append((time.perf_counter() - start) / max(1, arguments.steps // number))
+            seconds.append((time.perf_counter() - start) / steps)
         optimizer.synchronize()
+        for lane, start, stop in together(optimizer.engine.tiers.trace.events()):
+            busy[lane] += (stop - start) / steps / arguments.rounds
         prediction = predict(optimizer)
         measured = statistics.median(seconds)
         predicted = (before.seconds + prediction.seconds) / 2
@@ -95,15 +106,11 @@ def measure(
                 "peak_nbytes": optimizer.engine.programs[-1].slab_nbytes,
                 "predicted_peak_nbytes": prediction.program.slab_nbytes,
                 "busy": dict(prediction.busy),
+                "measured_busy_seconds": dict(busy),
                 "bubbles": dict(prediction.bubbles),
             }
         )
-        row = rows[-1]
-        print(
-            f"{size} {place} n={number}: {measured:.3f} s, predicted {predicted:.3f} s, {row['error']:+.1%}; peak "
-            f"{row['peak_nbytes'] / 2**20:.1f} MiB, predicted {row['predicted_peak_nbytes'] / 2**20:.1f} MiB",
-            flush=True,
-        )
+        say(rows[-1])
     optimizer.engine.tiers.close()
     gc.collect()
     return rows
@@ -113,6 +120,42 @@ def predict(optimizer: Any) -> Simulation:
     """With the layers' code timed now: the speed of a shared machine changes from minute to minute."""
     vars(optimizer.engine.planning.planner).pop("workload", None)
     return optimizer.engine.predict()
+
+
+def together(events: Sequence[Event]) -> Iterator[tuple[str, float, float]]:
+    """The lane, start and end of each operation; a collective starts when the last rank has come to it."""
+    found = [(each.label.lane, each.start_seconds, each.end_seconds) for each in events]
+    starts = [start for lane, start, _ in found if lane == "net"]
+    every = [starts]
+    if dist.is_initialized():
+        dist.all_gather_object(every := [None] * dist.get_world_size(), starts)
+    last = map(max, zip(*every, strict=True))
+    for lane, start, stop in found:
+        yield lane, next(last) if lane == "net" else start, stop
+
+
+def say(row: dict[str, Any]) -> None:
+    if int(os.environ.get("RANK", 0)):
+        return
+    lanes = (
+        f"{lane} {row['measured_busy_seconds'].get(lane, 0):.3f}, predicted {share * row['predicted_seconds']:.3f}"
+        for lane, share in row["busy"].items()
+    )
+    print(
+        f"{row['size']} {row['place']} n={row['micro_batches']}: {row['median_seconds']:.3f} s, predicted "
+        f"{row['predicted_seconds']:.3f} s, {row['error']:+.1%} ({'; '.join(lanes)}); peak "
+        f"{row['peak_nbytes'] / 2**20:.1f} MiB, predicted {row['predicted_peak_nbytes'] / 2**20:.1f} MiB",
+        flush=True,
+    )
+
+
+def of_first(made: Any) -> Any:
+    """What the first rank has, on all."""
+    if not dist.is_initialized():
+        return made
+    both = [made]
+    dist.broadcast_object_list(both)
+    return both[0]
 
 
 def main() -> None:
@@ -129,12 +172,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    rows = []
+    rows, rank = [], int(os.environ.get("RANK", 0))
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory(dir=arguments.storage) as storage:
-        machine = profile(None, (Path(storage),), refresh=True)
+        machine = of_first(None if rank else profile(None, (Path(storage),), refresh=True))
         for size in arguments.sizes:
             for place in arguments.places:
                 rows += measure(arguments, machine, size, place, storage)
+    if rank:
+        return
     errors = sorted(abs(row["error"]) for row in rows)
     print(f"seconds: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}, of {len(rows)}")
     peaks = [row["predicted_peak_nbytes"] / row["peak_nbytes"] - 1 for row in rows]

@@ -7,8 +7,13 @@ which the busier SSD lane works is read from the trace of consecutive steps.
 With --durable both have everything on SSD, and each step of the first is committed; what a commit takes on its lane,
 the sync of all files and the manifest, is read from the trace.
 
+With --masters both have everything on SSD and compute in bf16; the masters of the first are whole, those of the second
+split between parameters and states.
+
     python benchmarks/tiers.py --storage /path/on/an/nvme/drive --output benchmarks/results/tiers.json
     python benchmarks/tiers.py --durable --storage /path/on/an/nvme/drive --output benchmarks/results/durable.json
+    python benchmarks/tiers.py --masters --micro-batches 1 2 --storage /path/on/an/nvme/drive \
+        --output benchmarks/results/masters.json
 """
 
 from __future__ import annotations
@@ -32,15 +37,23 @@ from gs_compile.model.backend import greedysnake
 from gs_compile.runtime.trace import Event
 
 RATIOS = {"ssd": 0.0, "host": 1.0}
-TIERS = {"ssd": ("ssd", "off"), "host": ("host", "off")}  # by name: the tier, and the durability
-DURABLE = {"step": ("ssd", "step"), "off": ("ssd", "off")}
+TIERS = {"ssd": {}, "host": {"tier": "host"}}  # by name: how a run differs from one with everything on SSD
+DURABLE = {"step": {"durability": "step"}, "off": {}}
+MASTERS = {"whole": {"masters": "whole"}, "split": {}}
 
 
 class Run:
     """One model with its data on one tier."""
 
     def __init__(
-        self, arguments: argparse.Namespace, tier: str, micro_batches: int, storage: str, durability: str = "off"
+        self,
+        arguments: argparse.Namespace,
+        micro_batches: int,
+        storage: str,
+        *,
+        tier: str = "ssd",
+        durability: str = "off",
+        masters: str = "split",
     ) -> None:
         torch.manual_seed(0)
         config = GPT2Config(
@@ -58,12 +71,13 @@ class Run:
         options = {
             "micro_batch_size": arguments.micro_batch_size,
             "outputs": "loss",
-            "storage": f"{storage}/{tier}-{durability}",
+            "storage": f"{storage}/{tier}-{durability}-{masters}",
             "durability": durability,
             "precision": arguments.precision,
             "expert": {
                 "compiler": arguments.compiler,
                 "alpha": arguments.alpha,
+                "masters": masters,
                 "ratios": {"parameter": ratio, "checkpoint": ratio, "optimizer": ratio},
                 "trace": True,
             },
@@ -100,6 +114,12 @@ class Run:
         events = self.optimizer.engine.tiers.trace.events()
         return {lane: busy_share(events, lane, start, stop) for lane in ("compute", "ssd_read", "ssd_write", "cpu")}
 
+    def nbytes(self) -> dict[str, int]:
+        """What each lane has moved in the last step."""
+        last = self.optimizer.last_step
+        assert last is not None
+        return {lane: total.nbytes for lane, total in last.lanes.items() if total.nbytes}
+
     def commit_seconds(self) -> float:
         """The median time that a commit takes on the lane that writes; 0: there are none."""
         events = self.optimizer.engine.tiers.trace.events()
@@ -123,8 +143,8 @@ def busy_share(events: list[Event], lane: str, since_seconds: float, until_secon
 
 def measure(arguments: argparse.Namespace, micro_batches: int, storage: str) -> dict[str, Any]:
     torch._dynamo.reset()
-    compared = DURABLE if arguments.durable else TIERS
-    runs = {name: Run(arguments, tier, micro_batches, storage, often) for name, (tier, often) in compared.items()}
+    compared = DURABLE if arguments.durable else MASTERS if arguments.masters else TIERS
+    runs = {name: Run(arguments, micro_batches, storage, **chosen) for name, chosen in compared.items()}
     first, second = runs
     for run in runs.values():
         run.timed(2)
@@ -133,9 +153,7 @@ def measure(arguments: argparse.Namespace, micro_batches: int, storage: str) -> 
         for tier, run in list(runs.items())[:: -1 if number % 2 else 1]:  # neither is always the first
             gc.collect()
             seconds[tier].append(run.timed(arguments.steps))
-    last = runs[first].optimizer.last_step
-    assert last is not None
-    nbytes = {lane: total.nbytes for lane, total in last.lanes.items() if total.nbytes}
+    nbytes = {name: run.nbytes() for name, run in runs.items()}
     shares, commit_seconds = runs[first].traced(arguments.steps), runs[first].commit_seconds()
     for run in runs.values():
         run.close()
@@ -166,9 +184,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--durable", action="store_true")
+    parser.add_argument("--masters", action="store_true")
     parser.add_argument("--storage", type=Path)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.masters:
+        arguments.precision = "bf16"
     transformers.logging.set_verbosity_error()
     rows = []
     for micro_batches in arguments.micro_batches:

@@ -5,6 +5,7 @@ than a minute. Two lines are other than in accelerate's guides: those of the opt
 
     python examples/finetune_accelerate.py
     python examples/finetune_accelerate.py --storage /path/on/an/nvme/drive
+    torchrun --nproc-per-node 2 examples/finetune_accelerate.py
 """
 
 from __future__ import annotations
@@ -56,10 +57,11 @@ def train(storage: Path, *, num_steps: int) -> float:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        print(f"step {number}: loss {loss.item():.3f}, gradient norm {norm.item():.3f}")
+        accelerator.print(f"step {number}: loss {loss.item():.3f}, gradient norm {norm.item():.3f}")
     accelerator.save_state(str(storage / "state"))
     accelerator.save_model(model, str(storage / "saved"))
-    print(f"saved: {sorted(path.name for path in (storage / 'saved').iterdir())}")
+    if accelerator.is_main_process:
+        print(f"saved: {sorted(path.name for path in (storage / 'saved').iterdir())}")
     return loss.item()
 
 

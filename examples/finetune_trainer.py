@@ -5,6 +5,7 @@ a minute. In a script of your own, the line with `attach` is all that is new.
 
     python examples/finetune_trainer.py
     python examples/finetune_trainer.py --lora --storage /path/on/an/nvme/drive
+    torchrun --nproc-per-node 2 examples/finetune_trainer.py
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def train(storage: Path, *, lora: bool, max_steps: int) -> float:
         save_strategy="no",
         dataloader_pin_memory=torch.cuda.is_available(),
         report_to=[],
+        use_cpu=not torch.cuda.is_available(),
     )
     model = with_adapters(build()) if lora else build()
     trainer = Trainer(model, args, train_dataset=samples(1000))
@@ -59,7 +61,8 @@ def train(storage: Path, *, lora: bool, max_steps: int) -> float:
     gs_compile.hf.attach(trainer, storage=storage / "tiers", expert=everything_on_ssd)
     trainer.train()
     trainer.save_model(str(storage / "saved"))
-    print(f"saved: {sorted(path.name for path in (storage / 'saved').iterdir())}")
+    if trainer.is_world_process_zero():
+        print(f"saved: {sorted(path.name for path in (storage / 'saved').iterdir())}")
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1]
 
 

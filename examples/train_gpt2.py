@@ -5,6 +5,7 @@ the first steps are taken by plain PyTorch as well. Nothing is left on the stora
 
     python examples/train_gpt2.py --check
     python examples/train_gpt2.py --storage /path/on/an/nvme/drive
+    torchrun --nproc-per-node 2 examples/train_gpt2.py  # one model, each rank with half of it and batches of its own
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import os
 import pydoc_data.topics
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import gs_compile
 from gs_compile.machine import format_bytes
 
+RANK = int(os.environ.get("RANK", 0))
 SEQUENCE = 128
 BATCH = 16
 MICRO_BATCH = 4
@@ -100,7 +103,7 @@ def train(model: GPT2LMHeadModel, storage: Path, batches: list[torch.Tensor]) ->
     model.compile(backend="greedysnake", options=options(storage))
     model.train()
     losses, start = [], time.perf_counter()
-    with tqdm(batches, unit="step") as bar:
+    with tqdm(batches, unit="step", disable=RANK > 0) as bar:
         for number, ids in enumerate(bar):
             losses.append(step(model, optimizer, ids))
             if number == 0:
@@ -108,6 +111,8 @@ def train(model: GPT2LMHeadModel, storage: Path, batches: list[torch.Tensor]) ->
             else:
                 speed = number * BATCH * SEQUENCE / (time.perf_counter() - start)
                 bar.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:.0f} tokens/s")
+    if RANK:
+        return
     first, last = losses[0], sum(losses[-10:]) / len(losses[-10:])
     print(f"loss {first:.3f} at the first step, {last:.3f} over the last ten")
     print(f"\nwhere everything lives:\n{gs_compile.inspect(model).tiers}\n\nthe last step, lane by lane:")
@@ -118,12 +123,11 @@ def train(model: GPT2LMHeadModel, storage: Path, batches: list[torch.Tensor]) ->
 
 def run(storage: Path, num_steps: int, checked: bool) -> int:
     torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(RANK)
     text, model = text_as_bytes(), build()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(
-        f"{parameters / 1e6:.1f} M parameters, {len(text) / 1e3:.0f} kB of text, {BATCH // MICRO_BATCH} micro-batches"
-    )
+    numbers = sum(parameter.numel() for parameter in model.parameters()) / 1e6, len(text) / 1e3, BATCH // MICRO_BATCH
+    if not RANK:
+        print("{:.1f} M parameters, {:.0f} kB of text, {} micro-batches".format(*numbers))
     if checked:
         gradients, learned = check(model, storage, [sample(text, generator) for _ in range(CHECKED_STEPS)])
         print(f"gradients differ from plain PyTorch's by {gradients:.1e} at most (relative norm per parameter)")
@@ -142,6 +146,8 @@ def main() -> int:
     parser.add_argument("--storage", type=Path, help="a directory on an SSD (default: a temporary one)")
     parser.add_argument("--check", action="store_true", help="compare gradients and parameters with plain PyTorch's")
     arguments = parser.parse_args()
+    if arguments.check and "RANK" in os.environ:
+        parser.error("--check is for one process: plain PyTorch has all samples in one")
     with tempfile.TemporaryDirectory() as temporary:
         status = run(arguments.storage or Path(temporary), arguments.steps, arguments.check)
         gc.collect()

@@ -44,7 +44,7 @@ class Fsdp2(Contestant):
             "offload_policy": CPUOffloadPolicy(pin_memory=False),
         }
         self.model = model = build_model(self.case)
-        checkpoint_blocks(model)
+        recompute = checkpoint_blocks(model, self.settings)
         for block in model.transformer.h:
             fully_shard(block, reshard_after_forward=True, **options)
         fully_shard(model, **options)
@@ -55,6 +55,7 @@ class Fsdp2(Contestant):
             "backend": "gloo",
             "offload": "CPUOffloadPolicy(pin_memory=False)",
             "reshard_after_forward": True,
+            "recompute": recompute,
             "threads": torch.get_num_threads(),
             "optimizer": "torch.optim.AdamW(fused)",
         }

@@ -6,6 +6,7 @@ home      ssd: parameters, checkpoints and optimizer states are all on SSD; host
           half, quarter, or a number: planned, with that part of the bytes of parameters and states as `host_memory`
 compiler  of the layers' code: eager, as the peers run it, or inductor
 alpha     the part of every update that waits for the next forward; left out, it is the planner's (0 on ssd and host)
+recompute what of the layers runs again in the backward: auto (the planner's), all or none
 
 Beside what every contestant answers: `describe` (where everything lives), `predict [MACHINE]` (seconds of a step,
 simulated, by the profile in that file) and `breakdown K COUNT` (where the seconds of steps go).
@@ -29,7 +30,7 @@ from gs_compile.planner.measure.profile import Profile
 
 RATIOS = {"ssd": 0.0, "host": 1.0}
 PARTS = {"half": 0.5, "quarter": 0.25}
-DEFAULTS = {"schedule": "vertical", "home": "ssd", "compiler": "eager", "alpha": None}
+DEFAULTS = {"schedule": "vertical", "home": "ssd", "compiler": "eager", "alpha": None, "recompute": "auto"}
 
 
 class GreedySnake(Contestant):
@@ -91,8 +92,8 @@ class GreedySnake(Contestant):
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _options(self, schedule: str, home: str, compiler: str, alpha: float | None) -> dict[str, Any]:
-        expert: dict[str, Any] = {"schedule": schedule, "compiler": compiler}
+    def _options(self, schedule: str, home: str, alpha: float | None, **settings: str) -> dict[str, Any]:
+        expert: dict[str, Any] = {"schedule": schedule, **settings}
         options: dict[str, Any] = {
             "micro_batch_size": self.case.micro_batch_size,
             "outputs": "loss",

@@ -2,7 +2,7 @@
 
 Every block is run again in the backward (torch.utils.checkpoint, non-reentrant), micro-batches follow each other, their
 gradients add in `.grad`, and torch's fused AdamW closes the step. Setting `compile`: "none" runs eagerly, "blocks"
-compiles each block, "model" the whole model.
+compiles each block, "model" the whole model. Setting `recompute`: "all", or "none" where memory holds all activations.
 
 In bf16 parameters and computation are bf16. Gradients of each micro-batch are added to fp32 sums as soon as autograd
 has them, AdamW works on fp32 masters, and the masters are rounded back: what ZeRO-3 and GreedySnake compute too.
@@ -12,6 +12,7 @@ has them, AdamW works on fp32 masters, and the masters are rounded back: what Ze
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Plain(Contestant):
             model.to(torch.bfloat16)
             for parameter, master in zip(model.parameters(), self.masters, strict=True):
                 parameter.register_post_accumulate_grad_hook(_adder(master))
-        checkpoint_blocks(model)
+        recompute = checkpoint_blocks(model, self.settings)
         if compiled == "blocks":
             for block in model.transformer.h:
                 block.compile()
@@ -44,7 +45,8 @@ class Plain(Contestant):
         self.optimizer = torch.optim.AdamW(
             self.masters, lr=self.case.lr, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, fused=True
         )
-        return {"compile": compiled, "threads": torch.get_num_threads(), "optimizer": "torch.optim.AdamW(fused)"}
+        found = {"compile": compiled, "recompute": recompute, "threads": torch.get_num_threads()}
+        return {**found, "optimizer": "torch.optim.AdamW(fused)"}
 
     def step(self, ids: torch.Tensor) -> float:
         loss = accumulate(self.model, ids.split(self.case.micro_batch_size))
@@ -61,10 +63,17 @@ class Plain(Contestant):
         return {name: master.detach() for name, master in zip(self.names, self.masters, strict=True)}
 
 
-def checkpoint_blocks(model: Any, *, reentrant: bool = False) -> None:
-    """Every block is recomputed in the backward; there is no dropout, so no random state to keep."""
+def checkpoint_blocks(model: Any, settings: Mapping[str, Any], *, reentrant: bool = False) -> str:
+    """Every block is recomputed in the backward, if the setting `recompute`, which is returned, is not "none".
+
+    There is no dropout, so no random state to keep.
+    """
+    recompute = str(settings.get("recompute", "all"))
+    if recompute == "none":
+        return recompute
     options = {"use_reentrant": reentrant, "preserve_rng_state": False}
     model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    return recompute
 
 
 def accumulate(model: Any, micro_batches: tuple[torch.Tensor, ...]) -> float:

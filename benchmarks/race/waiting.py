@@ -26,7 +26,7 @@ def waits() -> Iterator[Counter[str]]:
 
     def submit_named(lane: Lane, name: str, *arguments: Any, **named: Any) -> Ticket:
         ticket = submit(lane, name, *arguments, **named)
-        ticket.cause = f"{lane.name} {named['kind']}".strip()  # type: ignore[attr-defined]
+        ticket.cause = f"{lane.name} {named.get('kind', '')}".strip()  # type: ignore[attr-defined]
         return ticket
 
     def wait_timed(ticket: Ticket) -> None:

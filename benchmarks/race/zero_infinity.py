@@ -86,12 +86,12 @@ class ZeroInfinity(Contestant):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # collectives of several ranks: no need to build
         _swap_in_once()
         model = build_model(self.case)
-        checkpoint_blocks(model, reentrant=True)
+        recompute = checkpoint_blocks(model, self.settings, reentrant=True)
         if self.case.precision == "bf16":
             model.to(torch.bfloat16)
         else:
             _keep_fp32()
-        settings = {**SETTINGS, **self.settings}
+        settings = {**SETTINGS, **self.settings, "recompute": recompute}
         config = configuration(self.case, self.storage, settings)
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         self.model = model
