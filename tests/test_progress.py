@@ -20,7 +20,12 @@ class Terminal(io.StringIO):
         return True
 
 
-STAGES = ["tracing the model", "moving parameters", "compiling the layers' code"]
+STAGES = [
+    "tracing the model",
+    "compiling and timing the layers' code",
+    "compiling and timing the code of saved activations",
+    "moving parameters",
+]
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])

@@ -67,22 +67,28 @@ class SpecializedModel:
         trained = {size.unit for size in sizes if size.trained}
         shape = self._shape(trained | (tied if TIED in trained else set()))
         frozen = frozenset({TIED, *self.split.by_unit} - trained)
-        return replace(shape, training=training and shape.training, tied=frozenset(tied), frozen=frozen)
+        found = replace(shape, tied=frozenset(tied), frozen=frozen)
+        return found if training else found.forward_alone
 
     def _shape(self, trained: Set[Unit]) -> StepShape:
-        """The parts of a step that takes gradients of what the units `trained` read."""
+        """The parts of a step that takes gradients of what the units `trained` read.
+
+        The head's backward is apart where the loss, or its scale, is the user's own.
+        """
         units = self.split.by_unit
         first = min(trained & units.keys(), key=height, default=EPILOGUE)
-        return StepShape(
-            training=bool(trained & units.keys()),
-            has_loss="loss" in units[EPILOGUE].results,
+        has_loss = "loss" in units[EPILOGUE].results
+        shape = StepShape(
+            has_loss=has_loss,
             has_total=self.split.count is not None,
             has_side=bool(self.split.sides),
             side_gradient=any(spec.requires_grad for spec in self.split.sides) and first == PROLOGUE,
             emits=frozenset(u for u, graph in units.items() if "y" in graph.results),
+            outside=frozenset() if has_loss and not self.scales_gradients else frozenset({EPILOGUE}),
             frozen=frozenset(units.keys() - trained),
             first_grad=first,
         )
+        return shape if trained & units.keys() else shape.forward_alone
 
     @cached_property
     def checkpoints(self) -> tuple[TensorSpec, ...]:

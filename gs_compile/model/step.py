@@ -58,13 +58,11 @@ class Call:
 
     @cached_property
     def shape(self) -> StepShape:
-        """The parts of the step; the head's backward is apart where the loss, or its scale, is the user's own."""
+        """The parts of the step, with the gradients from outside that the latest step had."""
         shape = self.models[0].shape
         if not self.training:
-            return replace(shape, training=False)
-        is_head_apart = not shape.has_loss or self.models[0].scales_gradients
-        expected = frozenset() if self.engine is None else self.engine.outside
-        return replace(shape, outside=expected or frozenset({EPILOGUE} if is_head_apart else ()))
+            return shape.forward_alone
+        return replace(shape, outside=(self.engine.outside if self.engine else None) or shape.outside)
 
     @property
     def trained(self) -> list[torch.Tensor]:

@@ -136,7 +136,7 @@ class StepBuilder:
         if placement.kept_values:
             if placement.speculative:
                 yield self.program(placement, redo=False)
-            yield replace(self, shape=replace(self.shape, training=False)).program(placement)
+            yield replace(self, shape=self.shape.forward_alone).program(placement)
 
     def step(self, placement: Placement, *, late: bool, redo: bool) -> StepSpec:
         """What is lowered: a step after one that has left gradients (`late`), of speculative updates too (`redo`).

@@ -169,7 +169,7 @@ class PlanCache:
 
     def predict(self, placement: Placement, shape: StepShape) -> Simulation:
         """What consecutive steps of a kind take on this machine, by the simulator."""
-        program = replace(self.builder, shape=replace(shape, training=True)).usual(placement)
+        program = replace(self.builder, shape=shape if shape.training else self.first_shape).usual(placement)
         planner = self.planner
         workload = planner.levels.of(planner.workload) if placement.shares else planner.workload
         budgets = {"host_nbytes": self.host_nbytes, "device_nbytes": planner.values_nbytes}

@@ -73,6 +73,10 @@ class StepShape:
         if self.side_gradient and not self.has_side:
             raise ProgramError("side_gradient without has_side: there is nothing to have the gradient")
 
+    @property
+    def forward_alone(self) -> StepShape:
+        return replace(self, training=False, outside=frozenset())
+
     def needs_grad_below(self, unit: Unit) -> bool:
         """Whether anything that comes before `unit` needs a gradient."""
         return height(self.first_grad) < height(unit)

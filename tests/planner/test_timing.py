@@ -16,11 +16,11 @@ from gs_compile.planner.cost.timing import timed, timed_levels
 from gs_compile.planner.cost.workload import levelled, workload_of
 
 
-def ran(model):
+def ran(model, step=lambda model: zoo.train(model, *zoo.batch()), **options):
     """A model that has run one step: its layout, and its workload."""
     torch._dynamo.reset()
-    zoo.compile_model(model, 2, outputs="loss")
-    zoo.train(model, *zoo.batch())
+    zoo.compile_model(model, 2, **(options or {"outputs": "loss"}))
+    step(model)
     compilation = compilations_of[next(p for p in model.parameters() if p.requires_grad)][-1]
     layout = next(iter(compilation.models.values()))
     return layout, workload_of(
@@ -36,7 +36,7 @@ def gpt2():
 def test_every_unit_is_timed_and_equal_ones_once(gpt2):
     layout, workload = gpt2
     state = torch.get_rng_state()
-    found = timed(workload, layout, seconds=0.1)
+    found = timed(workload, layout)
     assert torch.equal(torch.get_rng_state(), state)
     assert found.costs.keys() == workload.costs.keys()
     assert all(cost.forward_seconds > 0 and cost.backward_seconds > 0 for cost in found.costs.values())
@@ -52,7 +52,7 @@ def test_levels_are_held_against_the_code_that_saves_nothing(gpt2, monkeypatch):
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(ticks)))
     costs = {unit: replace(cost, forward_seconds=2.0, backward_seconds=6.0) for unit, cost in workload.costs.items()}
     plain = levelled(replace(workload, costs=costs), layout)
-    found = timed_levels(plain, layout, [2], seconds=0.0)
+    found = timed_levels(plain, layout, [2])
     assert [cost.seconds for cost in found.costs[0].levels] == [8.0, 8.0]
     assert plain.costs[0].levels[0].seconds != 8.0
     assert len({id(found.costs[layer].levels) for layer in range(zoo.LAYERS)}) == 1
@@ -84,7 +84,8 @@ def test_the_backward_is_that_of_a_step(gpt2, monkeypatch):
             added.append({index: self.views[index].dtype for index in gradients})
 
     monkeypatch.setattr(timing, "Gradient", Watched)
-    timed(workload, layout, seconds=0.0)
+    monkeypatch.setattr(timing, "SECONDS", 0.0)
+    timed(workload, layout)
     classes = len(set(layout.uniform.keys))
     assert len(added) == 2 * classes  # one to warm up, one that counts
     wanted = [len([s for s in unit.specs if s.requires_grad and s.shape != (2, 12, 32)]) for unit in layout.split.units]
@@ -97,5 +98,22 @@ def test_what_has_no_gradient_has_no_backward():
     model.embedding.requires_grad_(False)
     model.blocks.requires_grad_(False)
     layout, workload = ran(model)
-    found = timed(workload, layout, seconds=0.0)
+    found = timed(workload, layout)
     assert [found.costs[unit].backward_seconds > 0 for unit in ("e", 0, 1, "h")] == [False, False, False, True]
+
+
+class TwoOutputs(zoo.GPT):
+    def forward(self, ids):
+        logits, _ = super().forward(ids)
+        return logits, logits.exp()
+
+
+def test_a_loss_of_the_users_own():
+    """The step that is planned has the backward that gradients of outputs begin; the head's takes one of each."""
+    outputs = {"outputs": "all"}
+    layout, workload = ran(
+        TwoOutputs(num_layers=2), lambda model: sum(model(zoo.batch()[0])).sum().backward(), **outputs
+    )
+    assert workload.shape.outside == {"h"}
+    found = timed(workload, layout)
+    assert all(cost.backward_seconds > 0 for cost in found.costs.values())

@@ -29,6 +29,7 @@ from gs_compile.runtime.units import Accumulator, CompiledUnits, MicroBatch
 from gs_compile.runtime.values import Gradient
 
 MOST_RUNS = 15  # of one function; the median of these is not moved by a few that were disturbed
+SECONDS = 2.0  # that all runs take together, without the first two of each, which are made at any rate
 SEED = 0
 
 
@@ -44,12 +45,9 @@ def priced(
     return tuple(replace(size, conversion_nbytes=int(size.conversion_nbytes * times)) for size in sizes)
 
 
-def timed(workload: Workload, layout: SpecializedModel, *, seconds: float | None = None) -> Workload:
-    """`workload`, which is `layout`'s, with the seconds of each unit's forward and backward; a class is run once.
-
-    seconds: how long all runs take together, without the first of each; one run each is made at any rate.
-    """
-    share = (SECONDS if seconds is None else seconds) / (2 * len(set(layout.uniform.keys)))
+def timed(workload: Workload, layout: SpecializedModel) -> Workload:
+    """`workload`, which is `layout`'s, with the seconds of each unit's forward and backward; a class is run once."""
+    share = SECONDS / (2 * len(set(layout.uniform.keys)))
     known: dict[Hashable, UnitCost] = {}
     costs: dict[Unit, UnitCost] = {}
     for unit, key in zip(layout.split.units, layout.uniform.keys, strict=True):
@@ -59,15 +57,13 @@ def timed(workload: Workload, layout: SpecializedModel, *, seconds: float | None
     return replace(workload, costs=costs)
 
 
-def timed_levels(
-    workload: Workload, layout: SpecializedModel, levels: Collection[int], *, seconds: float | None = None
-) -> Workload:
+def timed_levels(workload: Workload, layout: SpecializedModel, levels: Collection[int]) -> Workload:
     """`workload`, which is timed, with the seconds of its layers' code where they save activations at these levels.
     Others are as fast as the level below.
 
     Levels are held against level 0 in turns: a machine that has become slower meanwhile makes none look worse.
     """
-    share = (SECONDS if seconds is None else seconds) / (2 * (1 + len(levels)) * len(set(layout.uniform.layer_classes)))
+    share = SECONDS / (2 * (1 + len(levels)) * len(set(layout.uniform.layer_classes)))
     known: dict[Hashable, tuple[LevelCost, ...]] = {}
     costs = dict(workload.costs)
     for unit, key in zip(layout.split.units, layout.uniform.keys, strict=True):
