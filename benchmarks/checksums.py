@@ -167,7 +167,7 @@ def of_steps(arguments: argparse.Namespace, micro_batches: int) -> dict[str, Any
         runs = {}
         for state in STATES:
             with checksums(state):
-                runs[state] = Run(arguments, "ssd", micro_batches, f"{folder}/{state}")
+                runs[state] = Run(arguments, micro_batches, f"{folder}/{state}")
                 runs[state].timed(2)
         works = {state: partial(run.timed, arguments.steps) for state, run in runs.items()}
         rounds = max(5, arguments.rounds // micro_batches)  # of longer steps

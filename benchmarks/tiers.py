@@ -4,16 +4,15 @@ Both run the same program but for its transfers; steps alternate, and medians ar
 drives are the limit, and a step takes as long as its bytes; with many, the computation is. The share of the time in
 which the busier SSD lane works is read from the trace of consecutive steps.
 
-With --durable both have everything on SSD, and each step of the first is committed; what a commit takes on its lane,
-the sync of all files and the manifest, is read from the trace.
-
-With --masters both have everything on SSD and compute in bf16; the masters of the first are whole, those of the second
-split between parameters and states.
+--compare has the two runs differ in something else. durability: both have everything on SSD, and each step of the first
+is committed; what a commit takes on its lane, the sync of all files and the manifest, is read from the trace. masters:
+both have everything on SSD and compute in bf16; the masters of the first are whole, those of the second split between
+parameters and states. recompute: both have everything in memory; the first recomputes all layers, the second what is
+planned.
 
     python benchmarks/tiers.py --storage /path/on/an/nvme/drive --output benchmarks/results/tiers.json
-    python benchmarks/tiers.py --durable --storage /path/on/an/nvme/drive --output benchmarks/results/durable.json
-    python benchmarks/tiers.py --masters --micro-batches 1 2 --storage /path/on/an/nvme/drive \
-        --output benchmarks/results/masters.json
+    python benchmarks/tiers.py --compare masters --micro-batches 1 2 --storage /path/on/an/nvme/drive
+    python benchmarks/tiers.py --compare recompute --compiler inductor --layers 12 --vocabulary 50257 --micro-batches 8
 """
 
 from __future__ import annotations
@@ -36,14 +35,16 @@ import gs_compile
 from gs_compile.model.backend import greedysnake
 from gs_compile.runtime.trace import Event
 
-RATIOS = {"ssd": 0.0, "host": 1.0}
-TIERS = {"ssd": {}, "host": {"tier": "host"}}  # by name: how a run differs from one with everything on SSD
-DURABLE = {"step": {"durability": "step"}, "off": {}}
-MASTERS = {"whole": {"masters": "whole"}, "split": {}}
+COMPARED: dict[str, dict[str, dict[str, Any]]] = {  # by name: how a run differs from one with everything on SSD
+    "tiers": {"ssd": {}, "host": {"ratio": 1.0}},
+    "durability": {"step": {"durability": "step"}, "off": {}},
+    "masters": {"whole": {"masters": "whole"}, "split": {}},
+    "recompute": {"all": {"ratio": 1.0}, "auto": {"ratio": 1.0, "recompute": "auto"}},
+}
 
 
 class Run:
-    """One model with its data on one tier."""
+    """One model with this ratio of its data in host memory, the rest on SSD, below a directory of its own."""
 
     def __init__(
         self,
@@ -51,9 +52,10 @@ class Run:
         micro_batches: int,
         storage: str,
         *,
-        tier: str = "ssd",
+        ratio: float = 0.0,
         durability: str = "off",
         masters: str = "split",
+        recompute: str = "all",
     ) -> None:
         torch.manual_seed(0)
         config = GPT2Config(
@@ -67,17 +69,17 @@ class Run:
             eos_token_id=0,
         )
         self.model = GPT2LMHeadModel(config).train()
-        ratio = RATIOS[tier]
         options = {
             "micro_batch_size": arguments.micro_batch_size,
             "outputs": "loss",
-            "storage": f"{storage}/{tier}-{durability}-{masters}",
+            "storage": storage,
             "durability": durability,
             "precision": arguments.precision,
             "expert": {
                 "compiler": arguments.compiler,
                 "alpha": arguments.alpha,
                 "masters": masters,
+                "recompute": recompute,
                 "ratios": {"parameter": ratio, "checkpoint": ratio, "optimizer": ratio},
                 "trace": True,
             },
@@ -143,8 +145,8 @@ def busy_share(events: list[Event], lane: str, since_seconds: float, until_secon
 
 def measure(arguments: argparse.Namespace, micro_batches: int, storage: str) -> dict[str, Any]:
     torch._dynamo.reset()
-    compared = DURABLE if arguments.durable else MASTERS if arguments.masters else TIERS
-    runs = {name: Run(arguments, micro_batches, storage, **chosen) for name, chosen in compared.items()}
+    compared = COMPARED[arguments.compare]
+    runs = {name: Run(arguments, micro_batches, f"{storage}/{name}", **chosen) for name, chosen in compared.items()}
     first, second = runs
     for run in runs.values():
         run.timed(2)
@@ -183,12 +185,11 @@ def main() -> None:
     parser.add_argument("--compiler", default="eager")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--durable", action="store_true")
-    parser.add_argument("--masters", action="store_true")
+    parser.add_argument("--compare", choices=COMPARED, default="tiers")
     parser.add_argument("--storage", type=Path)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    if arguments.masters:
+    if arguments.compare == "masters":
         arguments.precision = "bf16"
     transformers.logging.set_verbosity_error()
     rows = []
@@ -198,7 +199,7 @@ def main() -> None:
         row = rows[-1]
         shares = {lane: round(share, 2) for lane, share in row["busy_share"].items()}
         ratios = f"ratio {row['ratio']:.3f}, by rounds {row['ratio_of_rounds']:.3f}"
-        commits = f", a commit {row['commit_seconds'] * 1000:.1f} ms" if arguments.durable else ""
+        commits = f", a commit {row['commit_seconds'] * 1000:.1f} ms" if arguments.compare == "durability" else ""
         print(f"n={micro_batches}: {row['median_seconds']} {ratios}, busy {shares}{commits}", flush=True)
     if arguments.output:
         setting = {k: v for k, v in vars(arguments).items() if k not in ("output", "storage")}

@@ -77,18 +77,19 @@ class SpecializedModel:
         """
         units = self.split.by_unit
         first = min(trained & units.keys(), key=height, default=EPILOGUE)
-        has_loss = "loss" in units[EPILOGUE].results
-        shape = StepShape(
+        trains, has_loss = bool(trained & units.keys()), "loss" in units[EPILOGUE].results
+        is_head_apart = trains and (not has_loss or self.scales_gradients)
+        return StepShape(
+            training=trains,
             has_loss=has_loss,
             has_total=self.split.count is not None,
             has_side=bool(self.split.sides),
             side_gradient=any(spec.requires_grad for spec in self.split.sides) and first == PROLOGUE,
             emits=frozenset(u for u, graph in units.items() if "y" in graph.results),
-            outside=frozenset() if has_loss and not self.scales_gradients else frozenset({EPILOGUE}),
+            outside=frozenset({EPILOGUE} if is_head_apart else ()),
             frozen=frozenset(units.keys() - trained),
             first_grad=first,
         )
-        return shape if trained & units.keys() else shape.forward_alone
 
     @cached_property
     def checkpoints(self) -> tuple[TensorSpec, ...]:
