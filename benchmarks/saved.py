@@ -39,6 +39,7 @@ CASES = (  # model, machine, samples of a micro-batch
     ("llama-3 8B", "h200", 4),
     ("llama-3 70B", "h200", 4),
 )
+BOTH = ("seconds_without", "seconds")
 TIMES = (1, 2, 4)  # the saturating batch
 
 
@@ -72,7 +73,8 @@ def line(key: str, each: dict[str, Any]) -> str:
     """A row of the table."""
     shares = ", ".join(f"{part:.0%} {what}" for what, part in each["shares"].items()) or "-"
     binds = max(each["binds"], key=lambda what: int(each["binds"][what].split("%")[0]), default="-")
-    seconds = f"{each['seconds_without']:.3g} | {each['seconds']:.3g} | {each['faster']:.2f} x"
+    seconds = " | ".join(f"{each[name]:#,.3g}" if each[name] < 100 else f"{each[name]:,.0f}" for name in BOTH)
+    seconds += f" | {each['faster']:.2f} x"
     return f"| {key} | {each['num_micro_batches']} x {each['micro_batch_size']} | {seconds} | {shares} | {binds} |"
 
 
