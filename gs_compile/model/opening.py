@@ -25,8 +25,6 @@ from gs_compile.runtime.storage.folder import folder_in
 from gs_compile.runtime.storage.last_commit import commits_in, newest_of
 from gs_compile.runtime.storage.manifest import StoredParameter
 from gs_compile.runtime.storage.store import Store
-from gs_compile.runtime.stream import has_own_memory
-from gs_compile.runtime.threads import update_threads
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Trace
 
@@ -99,7 +97,7 @@ def open_tiers(
             device,
             trace=Trace(events=expert.trace),
             host_nbytes=planning.host_nbytes,
-            num_threads=expert.threads or update_threads(not has_own_memory(device), ranks.num_here if ranks else 1),
+            num_threads=planner.num_threads,
             ranks=ranks,
             alike=same,
         )

@@ -13,7 +13,8 @@ from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.cut import DEVICE_CLASSES
 from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.lp.limits import ACTIVATION, CLASSES, Fixed, contradiction
-from gs_compile.runtime.stream import device_of
+from gs_compile.runtime.stream import device_of, has_own_memory
+from gs_compile.runtime.threads import update_threads
 
 
 def classes(options: Options) -> tuple[str, ...]:
@@ -56,6 +57,11 @@ def host_budget(options: Options, num_here: int = 1) -> int:
     if options.host_memory is None:
         return int(available_memory() * DEFAULT_SHARE / num_here)
     return parse_bytes(options.host_memory, whole=usable_memory() // num_here, name="host_memory")
+
+
+def num_update_threads(options: Options, device: torch.device, num_here: int = 1) -> int:
+    """The threads that updates have in this process, which is one of `num_here` ranks on this machine."""
+    return options.expert.threads or update_threads(not has_own_memory(device), num_here)
 
 
 def device_budget(options: Options, device: torch.device) -> int | None:

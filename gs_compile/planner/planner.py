@@ -32,7 +32,7 @@ from gs_compile.planner.candidates import highest
 from gs_compile.planner.cost.levels import Levels
 from gs_compile.planner.cost.timing import priced, timed
 from gs_compile.planner.cost.workload import workload_of
-from gs_compile.planner.given import check, classes, device_budget, fixed, host_budget, remedies
+from gs_compile.planner.given import check, classes, device_budget, fixed, host_budget, num_update_threads, remedies
 from gs_compile.planner.lifetimes import prolonged
 from gs_compile.planner.lp.limits import ACTIVATION, Budgets, Fixed
 from gs_compile.planner.lp.search import GROWTH
@@ -70,10 +70,10 @@ class Planner:
         ranks: Ranks | None = None,
         shares: Shares | None = None,
     ) -> None:
-        self.options, self.ranks = options, ranks
-        self.layouts, self.device = layouts, device
+        self.options, self.ranks, self.layouts, self.device = options, ranks, layouts, device
+        self.num_threads = num_update_threads(options, device, here := ranks.num_here if ranks else 1)
         sizes_of_batch = tuple(each.x_nbytes for each in layouts), tuple(each.side_nbytes for each in layouts)
-        own = host_budget(options, ranks.num_here if ranks else 1), device_budget(options, device), sizes_of_batch
+        own = host_budget(options, here), device_budget(options, device), sizes_of_batch
         hosts, devices, batches = zip(*(ranks.agree("the budgets and batches", own) if ranks else [own]), strict=True)
         x_nbytes, side_nbytes = max(batches, key=lambda batch: sum(map(sum, batch)))
         self.host_nbytes: int = min(hosts)
@@ -180,8 +180,8 @@ class Planner:
 
     @cached_property
     def _sizes(self) -> tuple[UnitSize, ...]:
-        sizes, threads = self.builder.sizes, self.options.expert.threads
-        return sizes if named(self.options.machine) else priced(sizes, self.profile, self.device, threads)
+        sizes, is_named = self.builder.sizes, named(self.options.machine)
+        return sizes if is_named else priced(sizes, self.profile, self.num_threads)
 
     def _problem(self, fixed: Fixed) -> Problem:
         found = Problem(

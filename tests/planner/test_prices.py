@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import PLAIN, Options, options, place, tiered_steps
@@ -216,7 +215,7 @@ def test_an_update_takes_its_bytes_beside_those_of_adamw(itemsize, gradient, sta
 
 def test_converting_narrow_states_is_timed_where_a_run_is():
     sizes = tuple(UnitSize(unit, (QUANTUM,), (), 4, 4, 4, False, each) for unit, each in enumerate((0, 12, 24)))
-    none, two, four = (size.conversion_nbytes for size in priced(sizes, CPU, torch.device("cpu"), 1))
+    none, two, four = (size.conversion_nbytes for size in priced(sizes, CPU, 1))
     assert none == 0
     assert 0 < two <= four / 2 <= two + 1
 

@@ -23,8 +23,7 @@ from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.prices import lane_rate
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit, height
 from gs_compile.runtime.formats import CONVERSION_NBYTES
-from gs_compile.runtime.stream import device_of, has_own_memory, without_autocast
-from gs_compile.runtime.threads import update_threads
+from gs_compile.runtime.stream import device_of, without_autocast
 from gs_compile.runtime.units import Accumulator, CompiledUnits, MicroBatch
 from gs_compile.runtime.values import Gradient
 
@@ -33,14 +32,11 @@ SECONDS = 2.0  # that all runs take together, without the first two of each, whi
 SEED = 0
 
 
-def priced(
-    sizes: tuple[UnitSize, ...], profile: Profile, device: torch.device, num_threads: int | None
-) -> tuple[UnitSize, ...]:
+def priced(sizes: tuple[UnitSize, ...], profile: Profile, num_threads: int) -> tuple[UnitSize, ...]:
     """With what converting narrow states takes in updates on this machine, which `profile` is of, by its threads."""
     if not any(size.conversion_nbytes for size in sizes):
         return sizes
-    threads = num_threads or update_threads(not has_own_memory(device))
-    two = conversion_nbytes(threads, lane_rate("cpu", profile))
+    two = conversion_nbytes(num_threads, lane_rate("cpu", profile))
     times = two / (2 * CONVERSION_NBYTES[torch.bfloat16])
     return tuple(replace(size, conversion_nbytes=int(size.conversion_nbytes * times)) for size in sizes)
 
