@@ -140,10 +140,13 @@ class Tiers(Homes):
         if placement.rolls_back(confirmed=record.confirmed):  # it is what was rolled back
             self.let_kept_go()
 
-    def finds_kept(self) -> bool:
-        """Whether all is there that the step before was to keep for the next; no part of it is left alone."""
+    def finds_kept(self, placement: Placement) -> bool:
+        """Whether all is there that the step before was to keep for one with this placement.
+
+        Otherwise nothing of it is left: a part of it, or what this step has no place for.
+        """
         kept = self.placement.kept_values
-        if not kept <= self.values.contents.keys():
+        if placement.kept_values != kept or not kept <= self.values.contents.keys():
             self.let_kept_go()
             return False
         return bool(kept)

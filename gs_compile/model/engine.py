@@ -144,7 +144,7 @@ class Engine(ParameterStore):
         pending = self.tiers.pending if shape.training and placement.has_late else None
         redo = pending is not None and placement.rolls_back(confirmed=pending.confirmed)
         marks = self.durable.marks(self.num_steps) if self.durable and shape.training else {}
-        marks = {**marks, "warm": shape.training and self.tiers.finds_kept()}
+        marks = {**marks, "warm": shape.training and self.tiers.finds_kept(placement)}
         self.programs = self.planning.programs(placement, shape, late=pending is not None, redo=redo, **marks)
         return TieredExecutor(self.tiers, placement, self.programs[-1], units, inputs, bindings)
 

@@ -58,6 +58,8 @@ class Placement:
     kept: units whose early parameters, stored on SSD, are also kept in host memory from their update to the first use
         in the next step; tied ones until the head has used them.
     ahead: so many stages earlier than others, the states of updates after the last backward are read.
+    home_nbytes: the least that what lives on takes of host memory: what a run has mapped for it, where a step keeps
+        less than others.
     """
 
     units: tuple[UnitPlacement, ...] = ()
@@ -77,6 +79,7 @@ class Placement:
     durability: int = 0
     kept: tuple[Unit, ...] = ()
     ahead: int = 0
+    home_nbytes: int = 0
     levels: tuple[tuple[Level, ...], ...] = ()
     shares: tuple[Share, ...] = ()
 

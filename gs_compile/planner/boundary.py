@@ -49,6 +49,16 @@ def kept_for_free(builder: StepBuilder, plain: Placement) -> Placement:
     return next(highest([every], fits), plain)
 
 
+def without(planned: Placement, home_nbytes: int) -> Ladder:
+    """Less and less of both, for a step whose batch is larger than the one that they were chosen for.
+
+    States that are read later cost this step alone; what is not kept is read again by this step and by the next one.
+    home_nbytes: of what lives on in the run, which stays mapped.
+    """
+    none = replace(planned, kept=(), home_nbytes=home_nbytes) if planned.kept else planned
+    return list(dict.fromkeys((planned, replace(planned, ahead=0), none, replace(none, ahead=0))))
+
+
 def kept_nbytes(placement: Placement) -> int:
     """The parameters that stay in memory from one step to the next."""
     return sum(nbytes_of(placement, value) for value in placement.kept_values)

@@ -132,16 +132,20 @@ class StepBuilder:
         """Those that may take the most memory of all: a step; where parameters are kept also one without rolled back
         updates, if they may be, and an evaluation, which run beside what is kept.
         """
-        yield self.program(placement)
+        yield from self.steps(placement)
         if placement.kept_values:
-            if placement.speculative:
-                yield self.program(placement, redo=False)
             yield replace(self, shape=self.shape.forward_alone).program(placement)
+
+    def steps(self, placement: Placement) -> Iterator[Program]:
+        """Those of `programs` that are of this shape."""
+        yield self.program(placement)
+        if self.shape.training and placement.speculative and placement.kept_values:
+            yield self.program(placement, redo=False)
 
     def step(self, placement: Placement, *, late: bool, redo: bool) -> StepSpec:
         """What is lowered: a step after one that has left gradients (`late`), of speculative updates too (`redo`).
 
-        What it was to keep is there, unless updates are done again.
+        What it was to keep is there, unless updates are done again; an evaluation does not use it.
 
         Of a durable placement all steps are committed; what that takes is priced as a mean (`prices.work_nbytes`).
         """
@@ -154,7 +158,7 @@ class StepBuilder:
             placement=placement,
             late=late,
             redo=redo,
-            warm=bool(placement.kept_values) and not (late and placement.speculative and redo),
+            warm=self.shape.training and bool(placement.kept_values) and not (late and placement.speculative and redo),
             copies=durable,
             seals=durable,
         )

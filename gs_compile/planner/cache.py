@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -18,10 +19,10 @@ from gs_compile.options import Options
 from gs_compile.passes.lower import flush, lower
 from gs_compile.placement.levels import TOLERANCE, Shares
 from gs_compile.placement.placement import Marks, Placement
-from gs_compile.placement.slab import packed, placed_as
+from gs_compile.placement.slab import fixed_offsets, packed, placed_as
 from gs_compile.placement.workload import UnitSize
 from gs_compile.planner.again import fingerprint, planned
-from gs_compile.planner.boundary import kept_nbytes
+from gs_compile.planner.boundary import kept_nbytes, without
 from gs_compile.planner.builder import peak
 from gs_compile.planner.lifetimes import table
 from gs_compile.planner.planner import Planner
@@ -135,10 +136,10 @@ class PlanCache:
 
     def _first_that_fits(self, planned: Placement, shape: StepShape) -> Placement:
         needed = 0
-        for each in dict.fromkeys(self._retreats(planned)):
-            program = replace(self.builder, shape=shape).program(each)
-            needed = peak(program, "host")
-            if needed <= self.host_nbytes and (not each.keeps_on_device or peak(program, "device") <= self._on_device):
+        for each in self._retreats(planned, training=shape.training):
+            programs = list(replace(self.builder, shape=shape).steps(each))
+            needed, on_device = (max(peak(program, tier) for program in programs) for tier in ("host", "device"))
+            if needed <= self.host_nbytes and (not each.keeps_on_device or on_device <= self._on_device):
                 if planned.shares and not each.shares:
                     log.info("a batch of this size leaves no room for saved activations: layers' forwards run again")
                 return each
@@ -147,12 +148,18 @@ class PlanCache:
             "beside what the first batch has settled: begin with the largest batch"
         )
 
-    def _retreats(self, planned: Placement) -> Iterator[Placement]:
-        """As planned; without states that are read earlier; with layers that save their inputs alone, if the options
-        ask for no more; with all activations away from the device; with all of them on SSD, if there is any.
+    def _retreats(self, planned: Placement, *, training: bool) -> Iterable[Placement]:
+        """Those of `_less_in_memory`, each with less and less between two steps (`without`), which costs less than the
+        next of them does. An evaluation runs beside what is kept and reads no states.
         """
-        yield planned
-        planned = replace(planned, ahead=0)
+        home_nbytes = fixed_offsets(self.placement).nbytes
+        every = (without(each, home_nbytes) if training else (each,) for each in self._less_in_memory(planned))
+        return dict.fromkeys(chain.from_iterable(every))
+
+    def _less_in_memory(self, planned: Placement) -> Iterator[Placement]:
+        """As planned; with layers that save their inputs alone, if the options ask for no more; with all activations
+        away from the device; with all of them on SSD, if there is any.
+        """
         yield planned
         if planned.shares and not self.planner.fixed.saves:
             planned = planned.recomputing()
@@ -165,7 +172,8 @@ class PlanCache:
     @cached_property
     def _on_device(self) -> int:
         """The bytes that the first step was planned to have in device memory."""
-        return peak(replace(self.builder, shape=self.first_shape).program(self.placement), "device")
+        programs = replace(self.builder, shape=self.first_shape).steps(self.placement)
+        return max(peak(program, "device") for program in programs)
 
     def predict(self, placement: Placement, shape: StepShape) -> Simulation:
         """What consecutive steps of a kind take on this machine, by the simulator."""

@@ -1,0 +1,89 @@
+"""A step of a larger batch than the first has homes with which all of its programs fit what the first has settled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from planned import gpt
+
+from gs_compile.errors import MemoryBudgetError
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.slab import fixed_offsets
+from gs_compile.planner.boundary import FIRST, without
+from gs_compile.planner.builder import StepBuilder, peak
+from gs_compile.planner.cache import PlanCache
+from gs_compile.planner.lp.limits import Fixed
+
+NOTHING = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}
+LARGER = 32  # micro-batches; the first batch has 2
+
+
+def sized(builder: StepBuilder, first: Placement, host_nbytes: int) -> Placement:
+    """The homes of a training step with the larger batch, in this budget."""
+    planning: Any = object.__new__(PlanCache)
+    planning.planner = SimpleNamespace(fixed=Fixed())
+    planning.builder, planning.placement, planning.host_nbytes = builder, first, host_nbytes
+    planning.first_shape, planning._placements = builder.shape, {}
+    layouts: Any = [SimpleNamespace(x_nbytes=first.x_nbytes[0], side_nbytes=first.side_nbytes[0])] * LARGER
+    found = PlanCache.sized(planning, layouts, builder.shape)
+    assert host_peak(builder, found) <= host_nbytes
+    return found
+
+
+def host_peak(builder: StepBuilder, placement: Placement) -> int:
+    return max(peak(program, "host") for program in builder.steps(placement))
+
+
+def larger(placement: Placement) -> Placement:
+    return replace(placement, x_nbytes=placement.x_nbytes[:1] * LARGER, side_nbytes=placement.side_nbytes[:1] * LARGER)
+
+
+def test_a_step_after_updates_that_hold_may_take_the_most_memory():
+    """What the step before has kept is then in it from the start; where that one is rolled back it is not."""
+    workload = gpt(3, 128, vocabulary=2000, sequence=256, tied=False, bf16=False)
+    builder = StepBuilder.of(workload, 2, separate=True, clip=True)
+    first = replace(builder.placement(NOTHING, 0.0, speculative=True), kept=FIRST)
+    redone, held = (peak(builder.program(larger(first), redo=redo), "host") for redo in (True, False))
+    assert host_peak(builder, first) <= redone < held
+    assert sized(builder, first, held) == larger(first)
+    assert not sized(builder, first, redone).kept
+
+
+def test_what_is_between_two_steps_goes_before_checkpoints_move():
+    """What lives on has the same memory in all programs of a run, whatever a step keeps for the next one."""
+    workload = gpt(3, 128, vocabulary=2000, sequence=256)
+    builder = StepBuilder.of(workload, 2, separate=True)
+    first = replace(builder.placement({**NOTHING, "checkpoint": 1.0, "optimizer": 1.0}, 0.3), kept=FIRST, ahead=2)
+    planned = larger(first)
+    variants = without(planned, fixed_offsets(first).nbytes)
+    assert [(bool(each.kept), each.ahead) for each in variants] == [(True, 2), (True, 0), (False, 2), (False, 0)]
+    peaks = [host_peak(builder, each) for each in variants]
+    assert min(peaks) < peaks[0]
+    for host_nbytes in sorted(set(peaks)):
+        found = sized(builder, first, host_nbytes)
+        assert found == next(each for each, needed in zip(variants, peaks, strict=True) if needed <= host_nbytes)
+        before, after = fixed_offsets(first), fixed_offsets(found)
+        assert (after.always, after.nbytes) == (before.always, before.nbytes)
+        assert after.shared.items() <= before.shared.items()
+    less = sized(builder, first, min(peaks) - 1)
+    assert less.checkpoint_ratio == 0.0
+    assert less.kept, "moved checkpoints leave room for what is kept"
+    with pytest.raises(MemoryBudgetError, match="begin with the largest batch"):
+        sized(builder, first, host_peak(builder, first) // 2)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_ranks_may_keep_less_than_others(separate):
+    """What they do together is in the same order, whatever the size of each one's batch."""
+    workload = replace(gpt(3, 128, vocabulary=2000, sequence=256), world=2)
+    builder = StepBuilder.of(workload, 2, separate=separate)
+    first = replace(builder.placement(NOTHING, 0.3), kept=FIRST, ahead=2)
+    every = (*without(first, 0), *without(larger(first), fixed_offsets(first).nbytes))
+    sizes = (replace(builder, x_nbytes=each.x_nbytes, side_nbytes=each.side_nbytes) for each in every)
+    programs = [of.program(each) for of, each in zip(sizes, every, strict=True)]
+    together = [[(op.verb, op.values[0]) for op in program.ops if op.lane == "net"] for program in programs]
+    assert together[0]
+    assert all(each == together[0] for each in together)
