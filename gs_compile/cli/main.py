@@ -31,7 +31,6 @@ from gs_compile.errors import (
     ProfileError,
     StorageLockedError,
 )
-from gs_compile.program.ir import Schedule
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -160,7 +159,6 @@ def plan(request: PlanRequest, as_json: Json = False) -> None:
 @takes(PlanRequest)
 def simulate(
     request: PlanRequest,
-    schedule: Annotated[Schedule, option("The order of the step.")] = "vertical",
     trace: Annotated[File, option("Save the operations as a trace, for ui.perfetto.dev.", metavar="FILE")] = None,
     page: Annotated[File, option("Save the timeline as a page.", ..., "--html", metavar="FILE")] = None,
     figures: Annotated[File, option("Save figures there; needs matplotlib.", metavar="DIR")] = None,
@@ -171,7 +169,7 @@ def simulate(
     from gs_compile.cli.report.draw import save
     from gs_compile.cli.report.explain import step_dict, step_report
 
-    found = make_plan(request, schedule=schedule)
+    found = make_plan(request)
     files = save(found, trace=trace, page=page, figures=figures)
     typer.echo(json.dumps(step_dict(found, files), indent=2) if as_json else step_report(found, files))
 

@@ -16,7 +16,6 @@ from gs_compile.cli.requests import PlanRequest
 from gs_compile.machine import format_bytes
 from gs_compile.options import Options
 from gs_compile.planner.summary import table
-from gs_compile.program.ir import Schedule
 
 if TYPE_CHECKING:
     from gs_compile.planner.measure.profile import Profile
@@ -31,19 +30,19 @@ UNITS = (  # of a field by the end of its name; the first that fits
 )
 
 
-def make_plan(request: PlanRequest, schedule: Schedule = "vertical") -> StepPlan:
+def make_plan(request: PlanRequest) -> StepPlan:
     """Ask the planner for what a request describes.
 
     Raises `BadParameter` for a ratio that is none, and the errors of `planner.plan.plan`.
     """
     ratios = dict(map(_ratio, request.ratios or ()))
     often = int(request.durability) if request.durability.isdecimal() else request.durability
-    expert = {"ratios": ratios, "recompute": request.recompute}
+    expert = {"ratios": ratios, "recompute": request.recompute, "schedule": request.schedule}
     Options.of({"durability": often, "expert": expert})  # refuses unknown classes, parts that are none, contradictions
     with busy(f"planning {request.model}"):
         from gs_compile.planner.plan import plan
 
-        return plan(**{**request._asdict(), "ratios": ratios or None, "schedule": schedule, "durability": often})
+        return plan(**{**request._asdict(), "ratios": ratios or None, "durability": often})
 
 
 def _ratio(text: str) -> tuple[str, float]:

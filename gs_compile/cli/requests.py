@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import typer
 
+from gs_compile.program.ir import Schedule
+
 Graph = Literal["captured", "forward", "backward", "program"]
 
 
@@ -89,6 +91,7 @@ class PlanRequest(NamedTuple):
         metavar="CLASS=X",
         unset="chosen",
     )
+    schedule: Schedule = option("The order of the step.", "vertical")
     clip: bool = option("Clip by the norm of all gradients: updates wait for it.", False, "--clip")
     host_memory: str | None = option('A budget, such as "64GiB".', None, metavar="SIZE", unset="the machine's")
     device_memory: str | None = option("The same for the device.", None, metavar="SIZE", unset="the machine's")

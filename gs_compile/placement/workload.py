@@ -134,6 +134,11 @@ class Workload:
         return max(len(self.costs[layer].levels) for layer in range(self.num_layers))
 
     @cached_property
+    def savable(self) -> float:
+        """The part of all layers that have levels."""
+        return sum(bool(self.costs[layer].levels) for layer in range(self.num_layers)) / self.num_layers
+
+    @cached_property
     def computed(self) -> tuple[float, ...]:
         """What all layers compute for one micro-batch, at each level: seconds, or operations where some have none."""
         layers = [(cost, *cost.levels) for cost in map(self.costs.__getitem__, range(self.num_layers))]

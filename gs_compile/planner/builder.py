@@ -107,15 +107,17 @@ class StepBuilder:
     def _checkpoints(
         self, on_host: float, on_device: float, shares: Sequence[Share]
     ) -> tuple[float, float, tuple[Share, ...]]:
-        """Shares of whole items; of checkpoints in host and device memory what these leave, and all of it where nothing
-        is to be on SSD.
+        """Shares of whole items, of no more than those whose layers can save any; of checkpoints in host and device
+        memory what these leave, and all of it where nothing is to be on SSD.
         """
-        number = self.num_items
-        ends = [int(part * number + ROUNDING) for part in accumulate((share.part for share in shares), initial=0.0)]
+        number, savable = self.num_items, sum(map(bool, self.levels)) * len(self.x_nbytes)
+        parts = accumulate((share.part for share in shares), initial=0.0)
+        ends = [min(int(part * number + ROUNDING), savable) for part in parts]
         counts = (stop - start for start, stop in pairwise(ends))
         whole = tuple(share._replace(part=count / number) for share, count in zip(shares, counts, strict=True))
         left = max(1.0 - sum(share.part for share in whole), 0.0)
-        is_all = bool(shares) and on_host + on_device + sum(share.part for share in shares) >= 1 - ROUNDING
+        asked = min(sum(share.part for share in shares), savable / number) if shares else 0.0
+        is_all = bool(shares) and on_host + on_device + asked >= 1 - ROUNDING
         on_device = left if is_all and on_device and not on_host else min(on_device, left)
         on_host = left - on_device if is_all else min(on_host, left - on_device)
         return on_host, on_device, tuple(share for share in whole if share.part)

@@ -63,14 +63,14 @@ def test_what_is_given_is_kept(asked):
     arguments = (
         "--model llama --machine a100.json --sequence 512 --batch 64 --micro-batch-size 2 --micro-batches 32 "
         "--alpha 0.25 --ratio parameter=0.5 --ratio optimizer=1 --clip --host-memory 64GiB --device-memory 20GiB "
-        "--precision model --states 8bit --wear-years 3 --storage /a --storage /b --gpus 8 --nodes 16 --network 25GB/s --durability 10 --recompute none --masters whole --json"
+        "--precision model --states 8bit --wear-years 3 --storage /a --storage /b --gpus 8 --nodes 16 --network 25GB/s --durability 10 --recompute none --masters whole --schedule single --json"
     )
     assert json.loads(printed("plan", *arguments.split())) == json.loads(json.dumps(as_dict(stand_in())))
     settings = {
         "machine": "a100.json", "sequence": 512, "batch_size": 64, "micro_batch_size": 2, "num_micro_batches": 32,
         "alpha": 0.25, "ratios": {"parameter": 0.5, "optimizer": 1.0}, "clip": True, "host_memory": "64GiB",
         "device_memory": "20GiB", "precision": "model", "states": "8bit", "wear_years": 3.0, "storage": [Path("/a"), Path("/b")],
-        "schedule": "vertical", "gpus": 8, "nodes": 16, "network": "25GB/s", "durability": 10,
+        "schedule": "single", "gpus": 8, "nodes": 16, "network": "25GB/s", "durability": 10,
         "recompute": "none", "masters": "whole",
     }  # fmt: skip
     assert asked == [("llama", settings)]

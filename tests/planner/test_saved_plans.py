@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from planned import A100, GB, formulas, gpt, lowered, placed, ratios
 
+from gs_compile.cli.report.explain import report
 from gs_compile.errors import NoFitError, OptionError, PlanError
 from gs_compile.options import Options
 from gs_compile.placement import liveness
@@ -130,6 +131,36 @@ def test_what_is_given_of_activations_is_kept():
         plan(gpt(4, 512), **given, recompute="none")
     with pytest.raises(OptionError, match=r'recompute is "all", but expert.ratios.activation is 0.5: leave one'):
         Options.of({"expert": {"recompute": "all", "ratios": {"activation": 0.5}}})
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_layers_that_can_save_nothing_are_in_no_share(separate):
+    """Every other layer: what is saved is of the others, on however many tiers, and so is what that brings."""
+    workload = levelled(gpt(4, 512, sequence=256, vocabulary=2000), 512)
+    halves = {unit: replace(cost, levels=()) for unit, cost in workload.costs.items() if unit in (0, 2)}
+    workload = replace(workload, costs=workload.costs | halves)
+    machine = A100 if separate else CPU
+    given = {"machine": machine, "micro_batch_size": 1, "num_micro_batches": 4, "alpha": 0.0}
+    for found in (plan(workload, **given, recompute="none"), plan(workload, **given, ratios={"activation": 1.0})):
+        assert found.saved == pytest.approx(0.5)
+        saving = {value[1:3] for op in found.program.ops for value in op.results if value.kind == "a"}
+        assert saving == {(unit, j) for unit in (1, 3) for j in range(4)}
+        assert sum(share.part for share in found.placement.shares) == 0.5
+    for shares in ((Share(2, "host", 1.0),), (Share(2, "host", 0.5), Share(2, "ssd", 0.5))):
+        builder = StepBuilder.of(workload, 4, separate=separate)
+        kept = builder.placement({"parameter": 0.0, "checkpoint": 0.25, "optimizer": 0.0}, 0.0, shares=shares)
+        assert (kept.shares, kept.checkpoint_ratio) == ((Share(2, "host", 0.5),), 0.25)
+
+
+def test_the_schedules_to_compare_with_save_too():
+    workload = levelled(gpt(4, 512, sequence=256, vocabulary=2000), 512)
+    given = {"machine": CPU, "micro_batch_size": 1, "num_micro_batches": 4, "schedule": "horizontal"}
+    again, auto, none = (plan(workload, **given, recompute=recompute) for recompute in ("all", "auto", "none"))
+    assert (again.saved, none.saved) == (0, 1.0)
+    assert auto.seconds <= again.seconds
+    assert none.program.order == "horizontal"
+    assert "horizontal: 4 micro-batches of 1 sample of 256 tokens, alpha 0" in report(none)
+    assert "100% of activations saved" in report(none)
 
 
 def test_the_topmost_layers_save_what_has_room_at_the_turn():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import cvxpy
 import numpy as np
 import pytest
 from hypothesis import given
@@ -259,3 +260,20 @@ def test_split_masters_are_never_slower_where_parameters_live_elsewhere():
         gains.append(seconds[0] / seconds[1])
     assert min(gains) > 1 - 1e-6
     assert max(gains) > 1.15
+
+
+def test_what_the_solver_cannot_tell_it_is_asked_again(monkeypatch):
+    """HiGHS says that it does not know of some that nearly fit, unless it takes them as they are."""
+    known, usual, asked = formulas(SMALL, A100), cvxpy.Problem.solve, []
+    expected = solve(known, 4, 0.5, ROOMY, Fixed())
+
+    def unknown(problem, **settings):
+        asked.append(settings.get("presolve", "on"))
+        if asked[-1] == "on":
+            raise ValueError("Cannot unpack invalid solution")
+        return usual(problem, **settings)
+
+    monkeypatch.setattr(cvxpy.Problem, "solve", unknown)
+    found = solve(known, 4, 0.5, ROOMY, Fixed())
+    assert found.seconds == pytest.approx(expected.seconds)
+    assert asked == ["on", "off"]

@@ -90,11 +90,6 @@ class Formulas:
         costs = (self.workload.costs[layer] for layer in range(self.workload.num_layers))
         return [(cost, cost.levels[min(level, len(cost.levels)) - 1]) for cost in costs if cost.levels]
 
-    @property
-    def savable(self) -> float:
-        """The part of all items whose layer has levels."""
-        return len(self._levels(1)) / self.workload.num_layers
-
     def _saving(self, level: int, tier: Tier) -> Array:
         """What saving all items moves and keeps, as a sum of what was counted: their bytes, and an input's that stays
         on the same tier or goes.
@@ -134,7 +129,7 @@ class Formulas:
             if self.saved and self.workload.costs[unit].levels:
                 for column, (level, _) in enumerate(self.saved, WIDTH):
                     more = code_seconds(unit, self.workload, self.profile, backward=is_backward, level=level) - alone
-                    seconds[PHASES[phase], "compute"][column] += times * more / self.savable
+                    seconds[PHASES[phase], "compute"][column] += times * more / self.workload.savable
         read, written = (moved[:, TIMED.index(lane)].sum(axis=0) for lane in ("ssd_read", "ssd_write"))
         points = self._points(anchors(alpha), several=number > 1)
         alive = {tier: self._alive(found, tier)[points[tier]] for tier in self.tiers}

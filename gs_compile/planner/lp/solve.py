@@ -16,7 +16,7 @@ lane:
       t_f  >=   y + x (1 - b) / a               lanes x and y that disturb each other,        `_times`
       t_f  >=   x + y (1 - a) / b               with speeds a and b while both run
       c + dc + sum of a <= 1,  p + dp <= 1                                                    `Formulas.homes`
-      what is given of a                                                                      `demands`
+      sum of a <= what layers can save,  what is given of a                                   `demands`
       bytes alive on host at moment m   <= host_nbytes      for every m that can bind         `counting.Counted`
       bytes alive on device at m        <= device_nbytes    likewise, if it has its own
       bytes on SSD at m                 <= ssd_nbytes       likewise
@@ -213,7 +213,10 @@ def _linear_program(num_rows: int, num_ratios: int) -> Callable[..., tuple[Array
     def solved(*values: Array) -> tuple[Array, Array] | None:
         for number, value in zip(numbers, values, strict=True):
             number.value = value
-        problem.solve(solver=cvxpy.HIGHS, **tolerances)
+        try:
+            problem.solve(solver=cvxpy.HIGHS, **tolerances)
+        except ValueError:  # of what nearly fits HiGHS knows nothing once it has simplified it
+            problem.solve(solver=cvxpy.HIGHS, presolve="off", **tolerances)
         return (columns.value, -rows.dual_value) if problem.status == cvxpy.OPTIMAL else None
 
     return solved
@@ -264,9 +267,8 @@ def _bounds(formulas: Formulas, fixed: Fixed) -> tuple[Array, Array]:
 
 def _most_saved(formulas: Formulas, fixed: Fixed) -> Array:
     """Upper bounds of what is saved, by level and tier."""
-    workload = formulas.workload
-    last = (workload.num_levels,)
-    levels = last if fixed.saves_all else workload.worthwhile or last
+    last = (formulas.workload.num_levels,)
+    levels = last if fixed.saves_all else formulas.workload.worthwhile or last
     allowed = [
         fixed.recompute != "all"
         and level in levels
@@ -274,7 +276,7 @@ def _most_saved(formulas: Formulas, fixed: Fixed) -> Array:
         and (ACTIVATION not in fixed.ratios or tier == "host")
         for level, tier in formulas.saved
     ]
-    return np.array(allowed) * formulas.savable
+    return np.array(allowed) * formulas.workload.savable
 
 
 def _is_of_the_rest(formulas: Formulas, fixed: Fixed, name: str) -> bool:
@@ -283,15 +285,12 @@ def _is_of_the_rest(formulas: Formulas, fixed: Fixed, name: str) -> bool:
 
 
 def demands(formulas: Formulas, fixed: Fixed) -> Iterator[tuple[Array, float]]:
-    """Rows and limits of what is given: items that save all there is, or in host memory, and others' inputs."""
-    saved = np.zeros(formulas.width)
-    saved[WIDTH:] = 1.0
-    if fixed.saves_all:
-        yield -saved, -formulas.savable
-    elif (part := fixed.ratios.get(ACTIVATION)) is not None:
-        part = min(part, formulas.savable)
-        yield -saved, -part
-        yield saved, part
+    """Rows and limits of what is given: items that save activations, of those that can, and the inputs of others."""
+    saved, most = np.where(np.arange(formulas.width) < WIDTH, 0.0, 1.0), formulas.workload.savable
+    least = most if fixed.saves_all else min(fixed.ratios.get(ACTIVATION, 0.0), most)
+    if formulas.saved:
+        yield -saved, -least
+        yield saved, least if ACTIVATION in fixed.ratios else most
     for name, ratio in fixed.ratios.items():
         if _is_of_the_rest(formulas, fixed, name):
             rest = ratio * saved

@@ -1,0 +1,126 @@
+"""Saved activations in the schedules that the vertical one is compared with: the same bits, and the bytes and memory
+that are planned.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from saving import saving
+from test_choice import MACHINE
+from tiered import Harness, adamw, gpt2, moved, options, outcome, step, tokens
+
+import gs_compile
+from gs_compile.machine import format_bytes
+from gs_compile.placement.levels import Share
+from gs_compile.planner.builder import peak
+from gs_compile.program.ir import Value
+
+KEEPS_CAPTURES = True
+SCHEDULES = ("horizontal", "single")
+NUM_BLOCKS = 3
+ITEMS = {"horizontal": 9, "single": 6}  # pairs of a layer and a micro-batch: of a half-layer and the batch
+SAVING = {"horizontal": 9, "single": 3}  # an attention half of this model has nothing to compute again
+FREE = dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.0)
+
+
+@pytest.fixture(scope="module")
+def harness():
+    return Harness(partial(gpt2, NUM_BLOCKS, dropout=0.1))
+
+
+@pytest.fixture(scope="module")
+def usual(harness, tmp_path_factory):
+    """What training comes to where every layer runs again, by schedule."""
+    found = tmp_path_factory.mktemp("usual")
+    return {schedule: harness.train(adamw, options(found, schedule=schedule), num_steps=3) for schedule in SCHEDULES}
+
+
+def of_items(placement):
+    """The bytes that are saved on each tier, item by item, and the items there."""
+    nbytes, number = Counter(), Counter()
+    for unit, levels in enumerate(placement.levels):
+        for micro_batch in range(len(placement.x_nbytes)):
+            if (share := placement.share_of(Value("a", unit, micro_batch))) is not None:
+                nbytes[share.tier] += levels[share.level - 1].nbytes[micro_batch]
+                number[share.tier] += 1
+    return nbytes, number
+
+
+def closed_form(placement):
+    """By lane: what is saved goes to its home and comes back once; in one memory what goes to SSD is collected."""
+    nbytes, _ = of_items(placement)
+    over_link = nbytes["host"] + nbytes["ssd"] if placement.separate else 0
+    form = {"d2h": over_link or nbytes["ssd"], "h2d": over_link}
+    form |= dict.fromkeys(("ssd_read", "ssd_write"), nbytes["ssd"])
+    return {lane: each for lane, each in form.items() if each}
+
+
+def checked(harness, given, usual):
+    """A run of the usual bits, whose last step moves what its plan and its program say: the placement, the most host
+    memory that its programs take, the most that it had mapped, and what `inspect` shows.
+    """
+    torch.manual_seed(1)
+    with harness.fresh(adamw, given) as optimizer:
+        losses = [step(harness.model, optimizer, tokens(number)) for number in range(2)]
+        optimizer.synchronize()
+        found = moved(harness.model, optimizer, tokens(2))
+        engine = optimizer.engine
+        placement, plan, program = engine.placement, engine.planning.planner.plan, engine.programs[-1]
+        shown = gs_compile.inspect(harness.model).tiers
+        come_to = outcome(harness.model, optimizer, losses, usual.norms)
+        mapped_nbytes = engine.tiers.slab.nbytes
+    assert come_to.differences(replace(usual, losses=usual.losses[:2])) == []
+    assert placement.schedule == given["expert"]["schedule"]
+    assert found.traced == found.planned
+    assert found.asked == {key: n for key, n in found.planned.items() if key[0].startswith("ssd")}
+    assert {lane: n for (lane, kind), n in found.planned.items() if kind == "a"} == closed_form(placement)
+    if plan is not None and plan.placement == placement:
+        assert plan.traffic == found.planned
+        assert plan.peaks["host"] == peak(program, "host")
+    return placement, peak(program, "host"), mapped_nbytes, shown
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_on_each_tier(harness, usual, tmp_path, schedule, separate):
+    """A third of what can save on each tier there is, late updates beside it, within exactly the memory planned."""
+    tiers = ("device", "host", "ssd") if separate else ("host", "ssd")
+    third = SAVING[schedule] / 3 / ITEMS[schedule]
+    given = options(tmp_path, schedule=schedule, separate_device=separate, alpha=0.5)
+    with saving(*(Share(1, tier, third) for tier in tiers)):
+        placement, nbytes, *_ = checked(harness, given, usual[schedule])
+        _, _, mapped_nbytes, _ = checked(harness, given | {"host_memory": nbytes}, usual[schedule])
+    assert mapped_nbytes <= nbytes
+    assert of_items(placement)[1] == dict.fromkeys(tiers, SAVING[schedule] // 3)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "ratios", "part"),
+    [("none", {**FREE, "checkpoint": None}, 1.0), ("auto", FREE, 1.0), ("auto", {**FREE, "activation": 1 / 3}, 1 / 3)],
+    ids=["none", "auto", "given"],
+)
+@pytest.mark.parametrize(("schedule", "separate"), [("horizontal", True), ("single", False), ("single", True)])
+def test_as_options_ask(harness, usual, tmp_path, slow_code, caplog, schedule, separate, recompute, ratios, part):
+    """All, what is faster, or a part; the log and `inspect` tell how many."""
+    caplog.set_level(logging.INFO, "gs_compile.planner.planner")
+    chosen = {"recompute": recompute, "ratios": ratios, "separate_device": separate, "alpha": 0.0}
+    given = options(tmp_path, schedule=schedule, **chosen) | {"machine": str(MACHINE)}
+    placement, _, _, shown = checked(harness, given, usual[schedule])
+    count, number = min(SAVING[schedule], round(part * ITEMS[schedule])), ITEMS[schedule]
+    nbytes, found = of_items(placement)
+    assert found == {"host": count}
+    assert f"activations: {format_bytes(nbytes['host'])} on host, 0 B on SSD" in shown
+    said = caplog.messages[-1]
+    if said.startswith("Plan of"):
+        assert f", {schedule}: " in said
+        assert f"{count / number:.0%} of activations saved" in said
+    if recompute == "auto" and part == 1.0:
+        assert re.search(rf"{count} of {number} layer inputs keep their activations in host memory: \d+% faster", said)
+    assert ("layers 0, 2, 4 can save the input alone" in said) == (schedule == "single")
