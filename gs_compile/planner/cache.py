@@ -142,6 +142,8 @@ class PlanCache:
             if needed <= self.host_nbytes and (not each.keeps_on_device or on_device <= self._on_device):
                 if planned.shares and not each.shares:
                     log.info("a batch of this size leaves no room for saved activations: layers' forwards run again")
+                if planned.kept and not each.kept:
+                    log.info("a batch of this size leaves no room to keep parameters for the next step: they are read")
                 return each
         raise MemoryBudgetError(
             f"host_memory is {format_bytes(self.host_nbytes)}; a batch of this size needs {format_bytes(needed)} "

@@ -215,7 +215,7 @@ def _linear_program(num_rows: int, num_ratios: int) -> Callable[..., tuple[Array
             number.value = value
         try:
             problem.solve(solver=cvxpy.HIGHS, **tolerances)
-        except ValueError:  # of what nearly fits HiGHS knows nothing once it has simplified it
+        except ValueError:  # HiGHS may find no status for a nearly infeasible program that it has simplified
             problem.solve(solver=cvxpy.HIGHS, presolve="off", **tolerances)
         return (columns.value, -rows.dual_value) if problem.status == cvxpy.OPTIMAL else None
 
