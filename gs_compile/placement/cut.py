@@ -10,9 +10,8 @@ from math import ceil
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.units import Group, Part, UnitPlacement
 from gs_compile.placement.workload import UnitSize
-from gs_compile.program.ir import Tier
+from gs_compile.program.ir import TIERS, Tier
 
-TIERS: tuple[Tier, ...] = ("device", "host", "ssd")  # the zones of a unit, in this order
 DEVICE_CLASSES = ("device_parameter", "device_checkpoint")  # as users call the ratios of what lives on the device
 
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gs_compile.program.ir import Tier
+from gs_compile.program.ir import TIERS, Tier
 
 Item = tuple[int, int]  # a layer, and a micro-batch
 TOLERANCE = 1e-9  # in a part of all items
@@ -51,7 +51,7 @@ def items(shares: Sequence[Share], levels: Sequence[Sequence[Level]], num_micro_
     """The share that each item belongs to; items of level 0, as all are whose layer has no other, have none."""
     number, found = len(levels) * num_micro_batches, dict[Item, Share]()
     rest = [(unit, j) for unit, above in enumerate(levels) if above for j in range(num_micro_batches)]
-    for share in sorted(shares, key=lambda each: (not each.is_topmost, ("device", "host", "ssd").index(each.tier))):
+    for share in sorted(shares, key=lambda each: (not each.is_topmost, TIERS.index(each.tier))):
         count = min(int(share.part * number + TOLERANCE * number), len(rest))
         if share.is_topmost:
             chosen = sorted(rest, key=lambda item: (-item[0], item[1]))[:count]

@@ -29,8 +29,8 @@ from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, richer_problems
 from gs_compile.planner.refine import planned
 from gs_compile.planner.step_plan import StepPlan
-from gs_compile.planner.summary import ON, TIERS
-from gs_compile.program.ir import Tier
+from gs_compile.planner.summary import ON
+from gs_compile.program.ir import TIERS, Tier
 
 STEPS = 16  # of the part of items that save activations where nothing is planned
 WORTH = 1.01  # times as fast by the linear program: less is not worth another plan

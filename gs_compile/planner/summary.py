@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gs_compile.machine import format_bytes
+from gs_compile.program.ir import TIERS
 
 if TYPE_CHECKING:
     from gs_compile.planner.step_plan import StepPlan
 
-TIERS = ("device", "host", "ssd")
 ON = {"device": "on the device", "host": "in host memory", "ssd": "on SSD"}
 RATIO_OF = {"parameters": "parameter", "states": "optimizer", "checkpoints": "checkpoint"}
 GAP = "  "  # between columns

@@ -23,6 +23,7 @@ from gs_compile.program.values import (
     PROLOGUE,
     SHADOWS,
     TIED,
+    TIERS,
     Stage,
     Tier,
     Unit,
@@ -36,8 +37,8 @@ from gs_compile.program.verbs import LANES, MEMORY_VERBS, TRANSFER_LANES, TRANSF
 # fmt: off
 __all__ = [  # the whole language, for whoever reads or makes programs
     "COPIES", "DRAIN", "EPILOGUE", "FILL", "KINDS", "LANES", "MEMORY_VERBS", "ORDERS", "PROLOGUE", "SHADOWS", "TIED",
-    "TRANSFERS", "TRANSFER_LANES", "VERBS", "DeviceBound", "Op", "Order", "Program", "Schedule", "Stage", "StepShape",
-    "Tier", "Unit", "Value", "height", "homed", "shifted", "whole_kind",
+    "TIERS", "TRANSFERS", "TRANSFER_LANES", "VERBS", "DeviceBound", "Op", "Order", "Program", "Schedule", "Stage",
+    "StepShape", "Tier", "Unit", "Value", "height", "homed", "shifted", "whole_kind",
 ]
 # fmt: on
 

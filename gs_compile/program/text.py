@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import get_args
 
 from gs_compile.errors import ProgramError
-from gs_compile.program.ir import DRAIN, FILL, KINDS, VERBS, Op, Program, Stage, Tier, Unit, Value, shifted
+from gs_compile.program.ir import DRAIN, FILL, KINDS, TIERS, VERBS, Op, Program, Stage, Tier, Unit, Value, shifted
 from gs_compile.program.verbs import SIGNATURES
 
-_TIERS: dict[str, Tier] = {tier: tier for tier in get_args(Tier)}
+_TIERS: dict[str, Tier] = {tier: tier for tier in TIERS}
 _HEADER = re.compile(
     r"# gs_compile program (\S+) +after (\S+) +(\d+) layers x (\d+) micro-batches(?: +peak(.*) bytes)?"
 )

@@ -5,13 +5,14 @@ A value's name says what and where it is: ``x1_0.device`` is the input of layer 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 # A unit is what is loaded as a whole: the prologue "e" (embedding), layer 0 ... L-1, the epilogue "h" (head and loss),
 # and "t", the parameters that several of these share (tied embeddings), which no code belongs to.
 Unit = int | Literal["e", "h", "t"]
 Tier = Literal["device", "host", "ssd"]
 Phase = Literal["fill", "forward", "backward", "drain"]
+TIERS: tuple[Tier, ...] = get_args(Tier)  # the nearest to the computation first
 
 PROLOGUE: Literal["e"] = "e"
 EPILOGUE: Literal["h"] = "h"

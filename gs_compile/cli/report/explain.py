@@ -17,8 +17,8 @@ from gs_compile.machine import format_bytes
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.planner import lifetimes
 from gs_compile.planner.step_plan import StepPlan
-from gs_compile.planner.summary import RATIO_OF, TIERS, rate_text, seconds_text, settings, table, throughput, tiers
-from gs_compile.program.ir import LANES
+from gs_compile.planner.summary import RATIO_OF, rate_text, seconds_text, settings, table, throughput, tiers
+from gs_compile.program.ir import LANES, TIERS
 
 NAMES = {
     "w": "parameters",

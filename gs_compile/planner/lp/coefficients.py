@@ -27,7 +27,6 @@ from gs_compile.planner.lp.counting import (
     PHASES,
     RATIOS,
     SAVED,
-    TIERS,
     TIMED,
     UNKEPT,
     WIDTH,
@@ -39,7 +38,7 @@ from gs_compile.planner.lp.counting import (
 from gs_compile.planner.lp.limits import CLASSES
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.prices import code_seconds, lane_rate
-from gs_compile.program.ir import ORDERS, Tier
+from gs_compile.program.ir import ORDERS, TIERS, Tier
 
 
 class Numbers(NamedTuple):
@@ -106,7 +105,7 @@ class Formulas:
     @property
     def tiers(self) -> tuple[str, ...]:
         """Those with a budget."""
-        return TIERS if self.separate else ("host", "ssd")
+        return TIERS if self.separate else TIERS[1:]
 
     @property
     def classes(self) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.simulate.prices import runs_backward, work_nbytes
-from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Tier, Unit, Value, homed, whole_kind
+from gs_compile.program.ir import DRAIN, FILL, TIERS, Op, Program, Stage, Tier, Unit, Value, homed, whole_kind
 
 Array = npt.NDArray[np.float64]
 RATIOS = ("checkpoint", "parameter", "optimizer", "device_checkpoint", "device_parameter", "gradient")
@@ -40,7 +40,6 @@ SAVED: Mapping[Tier, int] = {"ssd": WIDTH, "host": WIDTH + 1, "device": WIDTH + 
 UNKEPT = WIDTH + 3
 PHASES = ("forward", "backward")
 TIMED = ("compute", "cpu", "h2d", "d2h", "ssd_read", "ssd_write", "net")
-TIERS = ("host", "device", "ssd")
 
 PHASE_OF = {"fill": 0, "forward": 0, "backward": 1, "drain": 1}
 # Classes of values, by kind, whose bytes are told apart; of the first four the columns of the ratios, host and device.

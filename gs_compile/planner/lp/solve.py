@@ -44,8 +44,9 @@ import numpy as np
 
 from gs_compile.placement.levels import Share
 from gs_compile.planner.lp.coefficients import Formulas
-from gs_compile.planner.lp.counting import PHASES, RATIOS, TIERS, TIMED, WIDTH, Array
+from gs_compile.planner.lp.counting import PHASES, RATIOS, TIMED, WIDTH, Array
 from gs_compile.planner.lp.limits import ACTIVATION, Budgets, Fixed
+from gs_compile.program.ir import TIERS
 
 TRAFFIC_PRICE = 1e-6  # of a step's seconds, for all the bytes it could move to and from SSD
 TOLERANCE = 1e-9  # of the solver

@@ -12,9 +12,9 @@ from gs_compile.placement.liveness import BEFORE, live_ranges
 from gs_compile.placement.placement import Placement
 from gs_compile.planner.simulate.dependencies import Dependencies
 from gs_compile.planner.simulate.event_loop import Times
+from gs_compile.program.ir import TIERS
 
 Curve = tuple[tuple[float, int], ...]
-TIERS = ("device", "host", "ssd")
 
 
 def curves(placement: Placement, order: Dependencies, times: Times, since: float, until: float) -> dict[str, Curve]:
