@@ -95,7 +95,7 @@ class Generator:
         from torch._inductor.compile_fx import compile_fx
 
         patches = dict(list_mode_options(self.mode)) if self.mode else {}
-        patches.pop("triton.cudagraphs", None)  # a graph's outputs end with its next call; checkpoints live longer
+        patches["triton.cudagraphs"] = False  # a CUDA graph's next call overwrites its outputs; checkpoints live longer
         inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
         if any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in inputs):
             patches["fallback_random"] = True  # else masks are drawn in any order, in the backward in another one

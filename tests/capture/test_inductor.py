@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx as inductor
-from torch._inductor import cpp_builder
+from torch._inductor import config, cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -58,20 +58,24 @@ def test_what_inductor_has_compiled_is_kept_on_disk():
     [
         (None, {}),
         ("max-autotune-no-cudagraphs", {"max_autotune": True, "coordinate_descent_tuning": True}),
-        ("reduce-overhead", {}),  # without CUDA graphs, whose outputs would not live as long as checkpoints do
+        ("reduce-overhead", {}),
     ],
 )
-def test_mode_reaches_inductor(monkeypatch, mode, patches):
+@pytest.mark.parametrize("asked", [False, True], ids=["", "cudagraphs"])
+def test_mode_reaches_inductor(monkeypatch, mode, patches, asked):
+    """And CUDA graphs are off, whatever the user's config says: their outputs do not live as long as checkpoints do."""
     seen = []
     monkeypatch.setattr(
         inductor, "compile_fx", lambda module, inputs, config_patches: seen.append((inputs, config_patches)) or module
     )
     module = graph()
-    assert Generator("inductor", mode).generate(module) is module
+    with config.patch({"triton.cudagraphs": asked}):  # as TORCHINDUCTOR_CUDAGRAPHS=1 does
+        assert Generator("inductor", mode).generate(module) is module
     (((like,), found),) = seen
     assert like.shape == (3,)
     assert found.items() >= patches.items()
-    assert "triton.cudagraphs" not in found
+    with config.patch({"triton.cudagraphs": asked}), config.patch(found):
+        assert not config.triton.cudagraphs
 
 
 def test_a_cpu_with_a_compiler(monkeypatch, caplog):
