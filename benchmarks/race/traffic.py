@@ -16,10 +16,9 @@ import transformers
 
 from benchmarks.race.protocol import PRESETS
 from gs_compile.cli.report.draw import COLOURS, INK
-from gs_compile.cli.report.explain import NAMES
 from gs_compile.errors import PlanError
 from gs_compile.planner.plan import plan
-from gs_compile.program.ir import Schedule
+from gs_compile.program.ir import WORDS, Schedule
 
 PRESET, MICRO_BATCHES, SEQUENCE = "350m", 8, 1024
 MACHINE = "rtx4090"  # its link and drives do not matter here: bytes are counted
@@ -65,10 +64,10 @@ def draw_traffic(drawn: Any) -> None:
         most = max((total(moved[schedule], lane) for lane, schedule in bars), default=0.0) or 1.0
         for place, (lane, schedule) in enumerate(bars):
             left = 0.0
-            for kind in NAMES:
+            for kind in WORDS:
                 size = moved[schedule].get((lane, kind), 0) / GIB
                 if size:
-                    label = None if kind in named else NAMES[kind]
+                    label = None if kind in named else WORDS[kind]
                     axes.barh(place, size, left=left, color=COLOURS[kind], height=0.66, label=label)
                     left, named = left + size, named | {kind}
             axes.text(left + 0.02 * most, place, f"{left:.1f}", va="center", fontsize=8.5)

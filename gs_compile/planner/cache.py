@@ -28,7 +28,8 @@ from gs_compile.planner.lifetimes import table
 from gs_compile.planner.planner import Planner
 from gs_compile.planner.simulate.simulator import Simulation, predict
 from gs_compile.planner.step_plan import commits_text, nbytes_by_home
-from gs_compile.program.ir import Program, StepShape, Unit
+from gs_compile.planner.summary import RATIO_OF
+from gs_compile.program.ir import WORDS, Program, StepShape, Unit
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.stream import has_own_memory
 
@@ -205,23 +206,22 @@ class PlanCache:
             on_device = f"{format_bytes(homes[kind, 'device'])} on the device, " if homes[kind, "device"] else ""
             return f"{on_device}{format_bytes(homes[kind, 'host'])} on host, {format_bytes(homes[kind, 'ssd'])} on SSD"
 
-        kinds = ["parameters", "states", "checkpoints", *(["sums"] if placement.order == "horizontal" else [])]
-        kinds += ["activations"] if placement.shares else []
-        lines = [f"{kind + ':':<12} {stored(kind)}" for kind in kinds]
-        if placement.speculative:
-            lines.append(f"other:       {stored('shadow copies')}, early updates")
+        kinds = dict.fromkeys([*RATIO_OF, *(kind for kind, _ in homes if kind != "seal")])
+        rows = [(WORDS[kind], stored(kind)) for kind in kinds]
         if placement.durability:
-            lines.append(f"commits:     {commits_text(placement)}")
+            rows.append((WORDS["seal"], commits_text(placement)))
         if nbytes := kept_nbytes(placement):
-            lines.append(f"kept:        {format_bytes(nbytes)} of parameters, for the next step to begin with")
+            rows.append(("kept", f"{format_bytes(nbytes)} of parameters, for the next step to begin with"))
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
         share = late / max(trained, 1)
-        lines.append(f"updates:     {share:.0%} late, in the next forward (alpha {self.planner.alpha:g})")
+        rows.append(("updates", f"{share:.0%} late, in the next forward (alpha {self.planner.alpha:g})"))
         peaks = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in program.peaks)
-        lines.append(f"peaks:       {peaks}; host budget {format_bytes(self.host_nbytes)}")
-        lines += [f"not saved:   {refusal}" for refusal in self.planner.levels.refusals()]
+        rows.append(("peaks", f"{peaks}; host budget {format_bytes(self.host_nbytes)}"))
+        rows += [("not saved", refusal) for refusal in self.planner.levels.refusals()]
         if self.planner.plan:
-            lines.append(f"planned:     {self.planner.plan.seconds:.3g} s a step")
+            rows.append(("planned", f"{self.planner.plan.seconds:.3g} s a step"))
+        width = max(len(label) for label, _ in rows) + len(": ")
+        lines = [f"{label + ':':<{width}}{text}" for label, text in rows]
         return "\n".join([*lines, *([self._inactive] if placement.room else [])])
 
     @cached_property

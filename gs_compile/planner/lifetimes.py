@@ -19,7 +19,7 @@ from gs_compile.planner.builder import peak
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.step_plan import StepPlan
-from gs_compile.program.ir import TRANSFER_LANES, StepShape
+from gs_compile.program.ir import TRANSFER_LANES, WORDS, StepShape
 
 ENDLESS = 1 << 60  # bytes, where no budget is known
 EVERYTHING = Room(
@@ -28,7 +28,6 @@ EVERYTHING = Room(
     bytes_per_second=tuple(dict.fromkeys(TRANSFER_LANES.values(), 1.0).items()),
 )
 SPARE_PARTS = (0.25, 0.5)  # of host memory, that ratios of their own leave to what is inactive
-NAMES = {"w": "parameters", "x": "checkpoints", "dw": "gradient sums"}
 INACTIVE = {"w": "between two uses", "x": "from forward to backward", "dw": "between two micro-batches"}
 NEXT = {"device": "host", "host": "SSD"}  # where a tensor goes that does not stay
 
@@ -131,7 +130,7 @@ def _rows(found: Iterable[Period]) -> Iterator[tuple[str, ...]]:
     for (kind, tier), members in groups.items():
         kept = [period for period in members if period.kept]
         elsewhere = NEXT[tier] if len(kept) < len(members) else ""
-        yield NAMES[kind], tier, INACTIVE[kind], *_totals(members), *_totals(kept), elsewhere
+        yield WORDS[kind], tier, INACTIVE[kind], *_totals(members), *_totals(kept), elsewhere
 
 
 def _totals(found: Sequence[Period]) -> tuple[str, str]:

@@ -111,7 +111,7 @@ class StepPlan:
 
     @cached_property
     def homes(self) -> Mapping[tuple[str, str], int]:
-        """Bytes by class and tier, of what outlives a unit's turn."""
+        """Bytes by kind and tier, of what outlives a unit's turn."""
         return nbytes_by_home(self.placement)
 
     @property
@@ -150,25 +150,25 @@ class StepPlan:
 
 
 def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
-    """Bytes by class and tier of what lives on from one unit's turn to the next: what each ratio has decided."""
+    """Bytes by kind and tier of what lives on from one unit's turn to the next: what each ratio has decided."""
     found: Counter[tuple[str, str]] = Counter()
     for unit in placement.units:
         for part in unit.w.values():
-            found["parameters", part.tier] += part.numel * unit.itemsize
+            found["w", part.tier] += part.numel * unit.itemsize
         for part in unit.s.values():
-            found["states", part.tier] += int(part.numel * unit.state_itemsize)
+            found["s", part.tier] += int(part.numel * unit.state_itemsize)
         for _, other in (pair for group in placement.speculated(unit) for pair in unit.shadows(group)):
-            found["shadow copies", other.tier or "host"] += slot_of(placement, other).nbytes
+            found[other.kind, other.tier or "host"] += slot_of(placement, other).nbytes
         if placement.order == "horizontal":
-            found["sums", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
-        found["commits", "ssd"] += sum(_kept(unit, placement))
+            found["dw", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
+        found["seal", "ssd"] += sum(_kept(unit, placement))
         waiting = sum(group.numel for group in unit.trained(*placement.waiting(redo=True)))
-        found["late gradients", "host"] += waiting * unit.gradient_itemsize
+        found["dw", "host"] += waiting * unit.gradient_itemsize
     for layer, (micro_batch, nbytes) in product(range(placement.num_layers), enumerate(placement.x_nbytes)):
         checkpoint, saved = Value("x", layer, micro_batch), Value("a", layer, micro_batch)
         home, level = placement.checkpoint_home(checkpoint), placement.level_of(saved)
-        found["checkpoints", home] += nbytes if level is None or level.reads_input else 0
-        found["activations", home] += level.nbytes[micro_batch] if level else 0
+        found["x", home] += nbytes if level is None or level.reads_input else 0
+        found["a", home] += level.nbytes[micro_batch] if level else 0
     return {key: nbytes for key, nbytes in found.items() if nbytes}
 
 
@@ -188,5 +188,5 @@ def commits_text(placement: Placement) -> str:
     nbytes = sum(nbytes_of(placement, copy) for unit, group in groups for _, copy in unit.copies(group))
     written = f"{format_bytes(nbytes)} of what lives in memory" if nbytes else "nothing more"
     often = "every step" if placement.durability == 1 else f"every {placement.durability} steps"
-    kept = format_bytes(nbytes_by_home(placement).get(("commits", "ssd"), 0))
+    kept = format_bytes(nbytes_by_home(placement).get(("seal", "ssd"), 0))
     return f"{written} is written {often}, SSD holds {kept} more"

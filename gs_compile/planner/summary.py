@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gs_compile.machine import format_bytes
-from gs_compile.program.ir import TIERS
+from gs_compile.program.ir import TIERS, WORDS
 
 if TYPE_CHECKING:
     from gs_compile.planner.step_plan import StepPlan
 
 ON = {"device": "on the device", "host": "in host memory", "ssd": "on SSD"}
-RATIO_OF = {"parameters": "parameter", "states": "optimizer", "checkpoints": "checkpoint"}
+RATIO_OF = {"w": "parameter", "s": "optimizer", "x": "checkpoint"}
 GAP = "  "  # between columns
 
 
@@ -92,4 +92,4 @@ def rate_text(rate: float) -> str:
 
 
 def _shares(ratios: Mapping[str, float]) -> str:
-    return ", ".join(f"{ratios[ratio]:.0%} of {name}" for name, ratio in RATIO_OF.items() if ratio in ratios)
+    return ", ".join(f"{ratios[ratio]:.0%} of {WORDS[kind]}" for kind, ratio in RATIO_OF.items() if ratio in ratios)

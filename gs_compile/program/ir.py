@@ -24,6 +24,7 @@ from gs_compile.program.values import (
     SHADOWS,
     TIED,
     TIERS,
+    WORDS,
     Stage,
     Tier,
     Unit,
@@ -37,8 +38,8 @@ from gs_compile.program.verbs import LANES, MEMORY_VERBS, TRANSFER_LANES, TRANSF
 # fmt: off
 __all__ = [  # the whole language, for whoever reads or makes programs
     "COPIES", "DRAIN", "EPILOGUE", "FILL", "KINDS", "LANES", "MEMORY_VERBS", "ORDERS", "PROLOGUE", "SHADOWS", "TIED",
-    "TIERS", "TRANSFERS", "TRANSFER_LANES", "VERBS", "DeviceBound", "Op", "Order", "Program", "Schedule", "Stage",
-    "StepShape", "Tier", "Unit", "Value", "height", "homed", "shifted", "whole_kind",
+    "TIERS", "TRANSFERS", "TRANSFER_LANES", "VERBS", "WORDS", "DeviceBound", "Op", "Order", "Program", "Schedule",
+    "Stage", "StepShape", "Tier", "Unit", "Value", "height", "homed", "shifted", "whole_kind",
 ]
 # fmt: on
 

@@ -41,6 +41,17 @@ KINDS = {
     "cw": "copy on SSD of parameters that live in memory, for a commit to keep",
     "cs": "copy on SSD of optimizer state that lives in memory, for the same",
 }
+WORDS = {  # what reports call a kind whose bytes they tell; what a commit writes and keeps is told by its verb
+    "w": "parameters",
+    "s": "optimizer states",
+    "x": "checkpoints",
+    "a": "saved activations",
+    "dx": "gradients of layer inputs",
+    "dw": "gradients",
+    "sw": "shadow copies of parameters",
+    "ss": "shadow copies of states",
+    "seal": "commits",
+}
 
 SHADOWS = {"w": "sw", "s": "ss"}  # the kind of a part's shadow copy
 COPIES = {"w": "cw", "s": "cs"}  # the kind of the copy of a part in memory that a commit keeps

@@ -105,8 +105,8 @@ def test_a_model_from_a_file_on_a_machine_from_a_file(tmp_path):
     settings = "--sequence 32 --micro-batch-size 2 --micro-batches 4 --alpha 0.5 --ratio optimizer=0 --json"
     found = json.loads(printed("plan", "--model", tmp_path / "tiny.json", "--machine", machine, *settings.split()))
     assert (found["batch_size"], found["alpha"], found["ratios"]["optimizer"]) == (8, 0.5, 0.0)
-    assert found["homes"]["states"].keys() == {"ssd"}
-    assert found["traffic"]["ssd_read"]["s"] == found["homes"]["states"]["ssd"]
+    assert found["homes"]["s"].keys() == {"ssd"}
+    assert found["traffic"]["ssd_read"]["s"] == found["homes"]["s"]["ssd"]
     assert found["tokens_per_second"] == pytest.approx(8 * 32 / found["seconds"], rel=1e-4)
 
 

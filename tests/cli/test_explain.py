@@ -32,7 +32,7 @@ a step takes 312 s in simulation, 300 s by the linear program
 What lives where:
                                device       host        ssd  in host memory
   parameters                        -   60.0 GiB   61.0 GiB  50%, 25% on the device
-  states                            -          -  730.0 GiB  0%
+  optimizer states                  -          -  730.0 GiB  0%
   checkpoints                       -   80.0 GiB          -  100%
   gradients                         -    3.0 GiB          -
   peak, working buffers too  30.0 GiB  398.0 GiB  791.0 GiB
@@ -78,7 +78,7 @@ def test_what_there_is_not_is_not_said(plan):
 def test_the_paragraph(plan):
     expecttest.assert_expected_inline(
         paragraph(plan),
-        """Plan of gpt-65b on a100, vertical: 32 micro-batches of 2 samples of 2048 tokens, alpha 0.13, split masters, 12% of activations saved. In host memory: 50% of parameters, 0% of states, 100% of checkpoints. In device memory: 25% of parameters. A step takes 312 s: 419 tokens/s, 164 TFLOP/s. Busy lanes: compute 96%, ssd_write 80%, h2d 10%. At its peak it holds 30.0 GiB on the device, 398.0 GiB in host memory, 791.0 GiB on SSD. What binds: 48.0 GiB more host memory: 9% faster; more device memory: nothing. The horizontal order is half as fast.""",
+        """Plan of gpt-65b on a100, vertical: 32 micro-batches of 2 samples of 2048 tokens, alpha 0.13, split masters, 12% of activations saved. In host memory: 50% of parameters, 0% of optimizer states, 100% of checkpoints. In device memory: 25% of parameters. A step takes 312 s: 419 tokens/s, 164 TFLOP/s. Busy lanes: compute 96%, ssd_write 80%, h2d 10%. At its peak it holds 30.0 GiB on the device, 398.0 GiB in host memory, 791.0 GiB on SSD. What binds: 48.0 GiB more host memory: 9% faster; more device memory: nothing. The horizontal order is half as fast.""",
     )
 
 
@@ -88,7 +88,7 @@ def test_the_dict_is_json_with_few_digits(plan):
     assert found["seconds"] == 312.457
     assert found["bound_seconds"] is None
     assert found["batch_size"] == 64
-    assert found["homes"]["parameters"] == {"host": 60 * GiB, "ssd": 61 * GiB}
+    assert found["homes"]["w"] == {"host": 60 * GiB, "ssd": 61 * GiB}
     assert found["traffic"] == {"h2d": {"w": 240 * GiB, "x": 10 * GiB}, "ssd_write": {"s": 730 * GiB}}
     assert found["lanes"]["h2d"] == {"seconds": 31.25, "share": 0.1}
     assert found["budgets"]["host"] == 400 * GiB

@@ -98,6 +98,17 @@ def test_texts_are_shown_as_they_are_and_nothing_comes_from_outside(step):
     assert not re.findall(r"https?:|src=|href=|url\(|@import|import\(|fetch\(", re.sub(r'id="data">.*?<', "", page))
 
 
+def test_the_legend_has_a_name_for_every_kind(step):
+    *_, data, rows = step
+    assert list(data["kinds"]) == list(KINDS)
+    assert {row.kind for row in rows} <= data["kinds"].keys()
+    assert (data["kinds"]["a"], data["kinds"]["seal"], data["kinds"]["update"]) == (
+        "saved activations",
+        "commits",
+        "update",
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "kind"),
     [

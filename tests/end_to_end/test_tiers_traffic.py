@@ -63,7 +63,7 @@ def stored_in(directory):
 
 
 def checkpoints_on_ssd(optimizer):
-    return nbytes_by_home(optimizer.engine.placement).get(("checkpoints", "ssd"), 0)
+    return nbytes_by_home(optimizer.engine.placement).get(("x", "ssd"), 0)
 
 
 def units_of(harness):

@@ -75,12 +75,12 @@ norm0.device = norm(dw0.device)
         self.assertExpectedInline(
             table(roomy((2, 2), homes((2, 2)), 0.5), StepShape()),
             """\
-               on      inactive                   times      bytes  stay  bytes that stay  others go to
-checkpoints    device  from forward to backward       4    3.9 KiB     4          3.9 KiB
-parameters     device  between two uses              10  688.0 KiB     8        560.0 KiB  host
-gradient sums  device  between two micro-batches      4  512.0 KiB     3        384.0 KiB  host
-parameters     host    between two uses               2  128.0 KiB     2        128.0 KiB
-gradient sums  host    between two micro-batches      1  128.0 KiB     1        128.0 KiB""",
+             on      inactive                   times      bytes  stay  bytes that stay  others go to
+checkpoints  device  from forward to backward       4    3.9 KiB     4          3.9 KiB
+parameters   device  between two uses              10  688.0 KiB     8        560.0 KiB  host
+gradients    device  between two micro-batches      4  512.0 KiB     3        384.0 KiB  host
+parameters   host    between two uses               2  128.0 KiB     2        128.0 KiB
+gradients    host    between two micro-batches      1  128.0 KiB     1        128.0 KiB""",
         )
 
 

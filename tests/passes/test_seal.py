@@ -92,8 +92,8 @@ def test_room_for_two_versions_of_all_that_commits_keep(drawn):
         nbytes = nbytes_of(placement, unit.value(kind, part))
         is_narrow = kind == "w" and unit.has_master and unit.group_of(unit.value(kind, part)).when != "never"
         wanted += nbytes if part.tier == "ssd" else 0 if is_narrow else 2 * nbytes
-    assert nbytes_by_home(placement).get(("commits", "ssd"), 0) == wanted
-    assert ("commits", "ssd") not in nbytes_by_home(replace(placement, durability=0))
+    assert nbytes_by_home(placement).get(("seal", "ssd"), 0) == wanted
+    assert ("seal", "ssd") not in nbytes_by_home(replace(placement, durability=0))
 
 
 @pytest.mark.parametrize("bound", [math.inf, 30.0, 0.25])

@@ -122,7 +122,7 @@ def made(**changes):
         "num_micro_batches": 4,
         "seconds": 2.0,
         "written": 100,
-        "homes": {("states", "ssd"): 1},
+        "homes": {("s", "ssd"): 1},
         "placement": Placement(layer_updates=changes.pop("layer_updates", 1)),
     }
     simulation = SimpleNamespace(busy={"compute": changes.pop("compute", 0.5)})
@@ -135,7 +135,7 @@ def made(**changes):
     [
         ({}, []),
         ({"num_micro_batches": 1}, ["one micro-batch: the horizontal order is the same step"]),
-        ({"homes": {("states", "host"): 1}}, ["everything fits in host memory: nothing is moved to SSD"]),
+        ({"homes": {("s", "host"): 1}}, ["everything fits in host memory: nothing is moved to SSD"]),
         ({"layer_updates": 4}, ["host memory is scarce: layers are updated in pieces, and less is read ahead"]),
         ({"compute": 0.995}, ["the computation never waits"]),
         ({"wear": 50.0}, []),

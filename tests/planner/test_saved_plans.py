@@ -122,7 +122,7 @@ def test_what_is_given_of_activations_is_kept():
     everything = plan(workload, **given, recompute="none")
     assert {share.level for share in everything.placement.shares} == {2}
     assert sum(share.part for share in everything.placement.shares) == 1.0
-    assert everything.homes.get(("checkpoints", "host"), 0) == 0
+    assert everything.homes.get(("x", "host"), 0) == 0
     least = plan(workload, **given, host_memory="150MB", recompute="all").peaks["ssd"]
     small = given | {"alpha": 0.0, "machine": replace(CPU, ssd_nbytes=least), "host_memory": "150MB"}
     with pytest.raises(NoFitError, match=r"it needs .* What would fit: .*activations that are computed again"):

@@ -237,7 +237,7 @@ def test_what_the_linear_program_keeps_off_a_tier_is_not_there():
         solution = solve(known, 3, 0.3, ROOMY, Fixed(ratios=ratios))
         placement = placed(SMALL, 3, solution.ratios, 0.3, separate=True, device_ratios=solution.device_ratios)
         stored = nbytes_by_home(placement)
-        assert not [kind for kind, tier in stored if tier == empty and kind != "late gradients"]
+        assert not [kind for kind, tier in stored if tier == empty and kind != "dw"]
         moved = traffic(lowered(SMALL, placement)[-1], placement)
         assert (empty == "ssd") == (not any(lane.startswith("ssd") for lane, _ in moved))
 

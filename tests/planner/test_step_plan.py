@@ -33,10 +33,10 @@ def test_homes_hold_everything_once(toy, shares, alpha, separate):
     def total(kind):
         return sum(nbytes for (each, _), nbytes in homes.items() if each == kind)
 
-    assert total("parameters") == workload.parameters_nbytes
-    assert total("states") == workload.states_nbytes
-    assert total("checkpoints") == number * workload.num_layers * workload.x_nbytes
-    assert {kind for kind, _ in homes} <= {"parameters", "states", "checkpoints", "late gradients"}
+    assert total("w") == workload.parameters_nbytes
+    assert total("s") == workload.states_nbytes
+    assert total("x") == number * workload.num_layers * workload.x_nbytes
+    assert {kind for kind, _ in homes} <= {"w", "s", "x", "dw"}
     assert all(homes.values())
 
 
@@ -47,13 +47,13 @@ def test_commits_are_priced_and_explained(found, durability, often):
         WORKLOAD, machine=SLOW, host_memory="160MiB", micro_batch_size=2, num_micro_batches=3, durability=durability
     )
     homes, steps = Counter(durable.homes), durable.placement.durability
-    in_memory = homes["states", "host"]  # parameters are narrow: they follow from their masters
-    stored = homes["parameters", "ssd"] + homes["states", "ssd"]
+    in_memory = homes["s", "host"]  # parameters are narrow: they follow from their masters
+    stored = homes["w", "ssd"] + homes["s", "ssd"]
     assert in_memory * stored > 0
     assert durable.traffic["ssd_write", "seal"] == in_memory // steps
-    assert durable.written == in_memory // steps + stored + homes["checkpoints", "ssd"]
-    assert homes["commits", "ssd"] == stored + 2 * in_memory
-    assert durable.peaks["ssd"] >= stored + homes["commits", "ssd"]
+    assert durable.written == in_memory // steps + stored + homes["x", "ssd"]
+    assert homes["seal", "ssd"] == stored + 2 * in_memory
+    assert durable.peaks["ssd"] >= stored + homes["seal", "ssd"]
     assert f" is written {often}, " in durable.notes[0]
     usual = plan(WORKLOAD, machine=SLOW, host_memory="160MiB", micro_batch_size=2, num_micro_batches=3)
     assert durable.seconds >= usual.seconds

@@ -15,7 +15,7 @@ from itertools import cycle, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gs_compile.cli.report.explain import NAMES, report, step_report
+from gs_compile.cli.report.explain import report, step_report
 from gs_compile.cli.report.timeline import KINDS, kind_of, timeline_html
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
 from gs_compile.passes.baselines.registry import SCHEDULES
@@ -25,7 +25,7 @@ from gs_compile.planner.simulate.prices import code_seconds
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import paragraph
-from gs_compile.program.ir import EPILOGUE, Schedule
+from gs_compile.program.ir import EPILOGUE, WORDS, Schedule
 
 # Colours that most people can tell apart, whatever their sight (Okabe and Ito); the page of `timeline` has the same.
 COLOURS = {"w": "#0072b2", "x": "#56b4e9", "dx": "#009e73", "s": "#e69f00", "dw": "#d55e00", "update": "#cc79a7"}
@@ -195,7 +195,7 @@ def traffic_bars(schedules: Mapping[str, Mapping[tuple[str, str], int]], path: s
         for kind in KINDS:
             sizes = [moved.get((lane, kind), 0) / GIB for lane, moved in bars.values()]
             if any(sizes):
-                pieces = axes.barh(list(bars), sizes, 0.62, lefts, color=COLOURS[kind], label=NAMES.get(kind, kind))
+                pieces = axes.barh(list(bars), sizes, 0.62, lefts, color=COLOURS[kind], label=WORDS.get(kind, kind))
                 texts = [_rounded(size) if size > 0.09 * most else "" for size in sizes]
                 axes.bar_label(pieces, texts, label_type="center")
                 lefts = [left + size for left, size in zip(lefts, sizes, strict=True)]
@@ -222,7 +222,7 @@ def lanes(
                 facecolors=COLOURS[kind],
                 edgecolor="white",
                 linewidths=[0.4 if length > (until - since) / 200 else 0.0 for _, length in pieces],
-                label=NAMES.get(kind, kind),
+                label=WORDS.get(kind, kind),
             )
         look = {"facecolors": "none", "edgecolor": SOFT, "hatch": "//////", "linewidth": 0, "label": "waits"}
         axes.broken_barh(list(_gaps(simulation, since, until)), (rows.index("compute") - 0.3, 0.6), **look)

@@ -18,17 +18,8 @@ from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.planner import lifetimes
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import RATIO_OF, rate_text, seconds_text, settings, table, throughput, tiers
-from gs_compile.program.ir import LANES, TIERS
+from gs_compile.program.ir import LANES, TIERS, WORDS
 
-NAMES = {
-    "w": "parameters",
-    "s": "optimizer states",
-    "x": "checkpoints",
-    "a": "saved activations",
-    "dx": "gradients of layer inputs",
-    "dw": "gradients",
-    "seal": "commits",
-}
 FIELDS = "schedule ranks num_micro_batches alpha ratios device_ratios seconds bound_seconds tokens_per_second".split()
 FIELDS += "flops_per_second binding notes wear masters saved".split()
 HISTORY = ("num_micro_batches", "seconds", "tokens_per_second")
@@ -114,14 +105,14 @@ def _homes(plan: StepPlan) -> str:
         return (name, *(format_bytes(nbytes[tier]) if nbytes.get(tier) else "-" for tier in shown), share)
 
     shown = tiers(plan)
-    rows = [row(name, sizes, _share(plan, name)) for name, sizes in _nested(plan.homes).items()]
+    rows = [row(WORDS[kind], sizes, _share(plan, kind)) for kind, sizes in _nested(plan.homes).items()]
     rows.append(row("peak, working buffers too", plan.peaks))
     rows.append(row("may be used", {tier: getattr(plan.budgets, f"{tier}_nbytes") for tier in shown}))
     return table(("", *shown, "in host memory"), rows, right=shown)
 
 
-def _share(plan: StepPlan, name: str) -> str:
-    ratio = RATIO_OF.get(name, "")
+def _share(plan: StepPlan, kind: str) -> str:
+    ratio = RATIO_OF.get(kind, "")
     words = f"{plan.ratios[ratio]:.0%}" if ratio in plan.ratios else ""
     on_device = plan.device_ratios.get(ratio, 0.0)
     return f"{words}, {on_device:.0%} on the device" if on_device else words
@@ -134,7 +125,7 @@ def _lanes(plan: StepPlan) -> str:
     for lane in (lane for lane in LANES if lane in plan.lanes):
         seconds, share = plan.lanes[lane]
         kinds = moved.get(lane, {})
-        of_it = ", ".join(f"{NAMES.get(kind, kind)} {format_bytes(nbytes)}" for kind, nbytes in kinds.items())
+        of_it = ", ".join(f"{WORDS.get(kind, kind)} {format_bytes(nbytes)}" for kind, nbytes in kinds.items())
         total = format_bytes(sum(kinds.values())) if kinds else "-"
         rows.append((lane, seconds_text(seconds), f"{share:.0%}", total, of_it))
     return table(("lane", "works", "busy", "moves", "of that"), rows, right=("works", "busy", "moves"))

@@ -17,7 +17,7 @@ from typing import Any
 
 from gs_compile.planner.simulate.prices import CODE, runs_backward
 from gs_compile.planner.simulate.simulator import Simulation, Span
-from gs_compile.program.ir import TRANSFERS, Op
+from gs_compile.program.ir import TRANSFERS, WORDS, Op
 
 PAGE = Path(__file__).with_name("timeline.html")
 KINDS = ("w", "x", "a", "dx", "s", "dw", "seal", "update", "forward", "backward", "other")
@@ -47,7 +47,7 @@ def _data(simulation: Simulation) -> dict[str, Any]:
     critical = {(span.index, span.start_seconds) for span in simulation.critical_path}  # some are of the step before
     return {
         "seconds": _ns(simulation.seconds),
-        "kinds": KINDS,
+        "kinds": {kind: WORDS.get(kind, kind) for kind in KINDS},
         "lanes": [{"name": lane, "busy": round(simulation.busy[lane], 4)} for lane in lanes],
         "fields": FIELDS,
         "spans": [
