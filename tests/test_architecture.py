@@ -123,18 +123,15 @@ def with_many_parameters(sources: dict[str, str]) -> dict[str, int]:
 
 def touches(source: str) -> int:
     """How often a file asks for a device's type, uses `torch.cuda`, or uses what torch keeps private."""
-    found, tree = 0, ast.parse(source)
-    compared_to_meta = {
-        id(node.left)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Compare) and "'meta'" in map(ast.unparse, node.comparators)
-    }
-    for node in ast.walk(tree):
+    found = 0
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
             found += node.attr == "is_cuda" or node.attr in PRIVATE or (owner == "torch" and node.attr == "cuda")
-            found += node.attr == "type" and owner.endswith("device") and id(node) not in compared_to_meta
+            found += node.attr == "type" and owner.endswith("device")
             found += owner.split(".")[0] == "torch" and node.attr.startswith("_") and not node.attr.startswith("__")
+        elif isinstance(node, ast.Compare) and "'meta'" in map(ast.unparse, node.comparators):
+            found += not ast.unparse(node.left).endswith(".type")  # which is counted already
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             found += "cuda" in names or any(name.startswith("_") for name in names)
@@ -232,7 +229,8 @@ def test_wrong_imports_are_found(module, source, wrong):
         ("x.is_cuda", 1),
         ("torch.cuda.Stream()", 1),
         ("device.type == 'cuda'", 1),
-        ("device.type == 'meta'", 0),
+        ("device.type == 'meta'", 1),
+        ("device == 'meta'", 1),
         ("torch._C.f(storage._cdata)", 2),
         ("from torch._dynamo import reset", 1),
         ("from torch import cuda", 1),

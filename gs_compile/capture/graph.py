@@ -143,7 +143,7 @@ class UnitGraph:
     @property
     def device_type(self) -> str:
         """The type of the device that it computes on."""
-        return next((spec.device.type for spec in self.specs), "cpu")
+        return "meta" if self.is_meta else next((spec.device.type for spec in self.specs), "cpu")
 
     @property
     def is_meta(self) -> bool:

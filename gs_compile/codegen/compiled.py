@@ -254,8 +254,8 @@ def _levels(sizes: Sequence[Sequence[SavedLevel]]) -> tuple[Level, ...]:
 
 def _code(unit: UnitGraph, key: Hashable, options: Options) -> Differentiated:
     """The code of a class of units, with what it has in common with the same class at other lengths."""
-    device, chosen = unit.device_type, options.expert.compiler
-    compiler: Compiler = best_compiler(device) if chosen == "auto" or device == "meta" else chosen
+    chosen = options.expert.compiler
+    compiler: Compiler = best_compiler(unit.device_type) if chosen == "auto" or unit.is_meta else chosen
     generator = Generator(compiler, options.mode)
     full_key = (key, generator, _global_settings())
     codes = _codes.pop(full_key, {})

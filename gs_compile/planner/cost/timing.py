@@ -121,7 +121,7 @@ class _Trial:
     def __init__(self, layout: SpecializedModel, unit: UnitGraph, level: int = 0, *, reads_input: bool = True) -> None:
         self.unit, self.level, self.reads_input = unit, level, reads_input
         self.device = next((spec.device for spec in unit.specs if spec.shape), torch.device("cpu"))
-        assert self.device.type != "meta", "there is no code to run on the meta device"
+        assert not unit.is_meta, "there is no code to run on the meta device"
         generator = torch.Generator(self.device).manual_seed(SEED)
         most = _smallest_table(unit)
         self._reads: dict[str, Any] = {"w": {}, "batch": {}, "side": {}, "total": {}}
