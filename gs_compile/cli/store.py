@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,7 +15,7 @@ from gs_compile.cli.requests import Json, option
 
 Directory = Annotated[Path, typer.Argument(help="A storage directory.", metavar="DIR", show_default=False)]
 
-app = typer.Typer(help="List, check, mend, export or remove durable runs.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="List, verify, export or remove durable runs.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command()
@@ -57,21 +57,16 @@ def gc(
 
 @app.command()
 def verify(directory: Directory, as_json: Json = False) -> None:
-    """Read every block of the runs in a directory, and hold it against its checksum."""
-    from gs_compile.cli.stored.checks import check
+    """Read every block of the runs in a directory, and hold it against its checksum.
 
-    _tell(directory, check(directory), as_json)
-
-
-@app.command()
-def repair(directory: Directory, as_json: Json = False) -> None:
-    """Write bad blocks anew where their bytes are known, and remove what no commit names.
-
-    Nothing is guessed: it tells which parameters are lost, and removes nothing then.
+    The exit code is 5 where one is bad.
     """
-    from gs_compile.cli.stored.checks import check
+    from gs_compile.cli.stored.verify import verify, words
 
-    _tell(directory, check(directory, repair=True), as_json)
+    reports = verify(directory)
+    told = "\n".join(map(words, reports)) or f"no runs in {directory}"
+    typer.echo(json.dumps({"runs": reports}, indent=2) if as_json else told)
+    raise typer.Exit(5 if any(report["bad"] for report in reports) else 0)
 
 
 @app.command()
@@ -89,15 +84,3 @@ def export(
     done = export(found_in(directory), target, masters=masters, states=states)
     words = f"step {done['step']} of run {done['run']} in {len(done['files'])} files in {target}"
     typer.echo(json.dumps(done, indent=2) if as_json else words)
-
-
-def _tell(directory: Path, reports: list[dict[str, Any]], as_json: bool) -> None:
-    """Print what a check has found; the exit code is 5 where something is lost."""
-    from gs_compile.cli.stored.checks import words
-
-    typer.echo(
-        json.dumps({"runs": reports}, indent=2)
-        if as_json
-        else "\n".join(map(words, reports)) or f"no runs in {directory}"
-    )
-    raise typer.Exit(5 if any(report["bad"] for report in reports) else 0)

@@ -170,8 +170,8 @@ def read(folder: Path, name: str = NAME) -> Manifest | None:
         return decoded(data)
     except (ValueError, RecursionError) as error:
         words = "".join(each if each.isprintable() else " " for each in _words(error)[:MAX_WORDS])
-        ways = f"with another directory of the run greedysnake store repair restores it, store gc {folder.parent} --all"
-        what = f"{words}; {ways} removes the run"
+        ways = f"once this file is removed; greedysnake store gc {folder.parent} --all removes the run"
+        what = f"{words}; where another directory of the run has its commit too, the run goes on {ways}"
         raise ManifestError(errno.EINVAL, what, str(path)) from None
 
 

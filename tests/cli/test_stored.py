@@ -1,9 +1,8 @@
-"""`greedysnake store verify | repair | export`: every changed byte is found, mended where its block is known, and told."""
+"""`greedysnake store verify | export`: every changed byte is found, and told by file, offset and parameters."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +14,7 @@ from test_store_command import names, printed, refused, run
 
 from gs_compile.errors import ManifestError
 from gs_compile.runtime.storage.manifest import NAME, NEXT, read
+from gs_compile.runtime.storage.store import Store
 
 NAMES = {"wea": ["embedding.weight"], "w0b": ["layers.0.weight", "layers.0.bias"], "rest": ["layers.0.counts"]}
 
@@ -80,45 +80,16 @@ def test_a_file_that_cannot_be_trusted_is_bad_as_a_whole(folders, commit, change
     (bad,) = reports("verify", folders[0], code=5)[0]["bad"]
     assert reason in bad["reason"]
     assert (bad["parameters"], bad["nbytes"]) == (["embedding.weight"], 16384)
-    assert reports("repair", folders[0], code=5)[0]["bad"] == [bad]
 
 
-def test_blocks_are_mended_from_another_version_and_from_masters(folders, commit):
-    shutil.copy(folders[0] / name_of("s0b"), folders[0] / name_of("s0b", 1))
-    before = {name: (folders[0] / name_of(name)).read_bytes() for name in ("s0b", "w0b")}
-    flip(folders[0] / name_of("s0b"), 100)  # of the masters
-    flip(folders[0] / name_of("w0b"), 200)  # which are the masters', rounded
-    (report,) = reports("repair", folders[0])
-    assert (len(report["repaired"]), report["bad"]) == (2, [])
-    assert list(report["removed"]) == [str(folders[0] / name_of("s0b", 1))]
-    assert {name: (folders[0] / name_of(name)).read_bytes() for name in before} == before
-    printed("verify", folders[0].parent)
-
-
-def test_what_cannot_be_mended_is_lost_by_name_and_nothing_is_guessed_or_removed(folders, commit):
-    older = bytearray((folders[0] / name_of("s0b")).read_bytes())
-    older[100] ^= 1  # of another step
-    (folders[0] / name_of("s0b", 1)).write_bytes(older)
-    flip(folders[0] / name_of("s0b"), 100)
-    damaged = (folders[0] / name_of("s0b")).read_bytes()
-    output = run("repair", folders[0].parent)
-    assert output.exit_code == 5
-    assert "layers.0.weight" in output.stdout
-    assert (folders[0] / name_of("s0b")).read_bytes() == damaged
-    assert (folders[0] / name_of("s0b", 1)).exists()
-
-
-@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"{}")])
-def test_a_lost_commit_is_restored_from_another_directory(folders, commit, damage):
-    damage(folders[0] / NAME)
-    left = [path.read_bytes() for path in folders[0].glob(NAME)]
-    printed("verify", folders[1].parent)
-    flip(folders[1] / name_of("wea"), 0)
-    run("repair", folders[1].parent)  # which says what is lost
-    assert [path.read_bytes() for path in folders[0].glob(NAME)] == left
-    flip(folders[1] / name_of("wea"), 0)
-    printed("repair", folders[1].parent)
-    assert read(folders[0]) == commit
+def test_a_sound_run_without_one_of_its_manifests_is_read_and_goes_on_after_a_damaged_one_is_removed(folders, commit):
+    (folders[0] / NAME).write_bytes(b"{}")
+    refused(5, "the run goes on once this file is removed", "verify", folders[0].parent)
+    (folders[0] / NAME).unlink()
+    (report,) = reports("verify", folders[1])
+    assert report["bad"] == []
+    with Store([folder.parent for folder in folders], durable=True, resume=(), weights=(1, 1)) as store:
+        assert store.former == commit
 
 
 # export ---------------------------------------------------------------------------------------------------------------
@@ -203,7 +174,7 @@ def test_export_refuses_before_it_writes(folders, commit, tmp_path):
     refused(5, "CorruptionError", "export", folders[0].parent, tmp_path / "out")
 
 
-@pytest.mark.parametrize("command", [("verify",), ("repair",), ("export", "out")])
+@pytest.mark.parametrize("command", [("verify",), ("export", "out")])
 def test_a_run_in_use_or_damaged_is_refused(folders, used, command, tmp_path):
     name, *target = command
     refused(6, "another run uses this folder, pid 1", name, folders[0].parent, *[tmp_path / each for each in target])

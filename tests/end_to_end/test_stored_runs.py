@@ -11,9 +11,9 @@ from tiered import Harness, adamw, gpt2, options
 from typer.testing import CliRunner
 
 from gs_compile.cli.main import app
-from gs_compile.cli.stored.checks import check
 from gs_compile.cli.stored.export import export
 from gs_compile.cli.stored.runs import found_in
+from gs_compile.cli.stored.verify import verify
 
 KEEPS_CAPTURES = True
 NUM_STEPS = 3
@@ -46,7 +46,7 @@ def test_a_run_is_exported_bit_for_bit(tmp_path, precision, changes):
     storage = tmp_path / "one", tmp_path / "other"
     learned = harness(precision).train(adamw, {**options(storage, **changes), "durability": "step"}, NUM_STEPS)
     for directory in storage:
-        assert [report["bad"] for report in check(directory)] == [[]]
+        assert [report["bad"] for report in verify(directory)] == [[]]
         result = CliRunner().invoke(app, ["store", "ls", str(directory)])
         assert (result.exit_code, len(result.stdout.splitlines())) == (0, 2)
     found = exported(storage[0], tmp_path / "out", masters=True, states=True)

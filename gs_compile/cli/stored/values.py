@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from gs_compile.placement.units import UnitPlacement
 from gs_compile.runtime.former import FormerHomes
 from gs_compile.runtime.homes import Slice
 from gs_compile.runtime.ranks import Ranks
@@ -69,16 +68,6 @@ class Values(FormerHomes):
     def component(self, place: Slice, number: int) -> Tensor:
         """A component of a parameter's state, the master aside."""
         return self.read_state(place, number + self.has_master(place))
-
-    def masters(self, unit: UnitPlacement, start: int, stop: int) -> Tensor:
-        """The masters of trained elements of this rank's share of a unit."""
-        found = torch.empty(stop - start, dtype=self.setting.wide(unit.unit))
-        for group in unit.trained():
-            for each in unit.stretches(group, start, stop):
-                assert each.s is not None, "what is trained has a master"
-                target = found[each.unit_start - start :][: each.numel]
-                self.at_home(unit.value("s", each.s)).read(target, (each.start - each.s.start) * found.itemsize).wait()
-        return found
 
     def beside(self, stored: StoredTensor) -> Tensor:
         """A tensor beside the tiers."""

@@ -1,4 +1,4 @@
-"""blocks: every block of a commit read and held against its checksum, and what of the model a bad one has.
+"""verify: every block of a commit read and held against its checksum, and what of the model a bad one has.
 
 Drives are read at the same time, each by its own threads, a few blocks ahead: that is all the memory that it takes.
 """
@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import mmap
 import re
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gs_compile.cli.stored.values import Values
+from gs_compile.cli.stored.runs import Found, found_in
+from gs_compile.cli.stored.values import Values, opened
 from gs_compile.errors import CorruptionError, StorageError
+from gs_compile.machine import format_bytes
+from gs_compile.planner.summary import table
 from gs_compile.runtime.storage.drive import Drive
 from gs_compile.runtime.storage.grid import BLOCK
 from gs_compile.runtime.storage.manifest import Manifest, StoredFile, StoredPart
@@ -25,6 +30,8 @@ from gs_compile.runtime.storage.ssd import THREADS, Memory, Transfer
 
 CHANGED = "not the bytes that were written"
 AHEAD = THREADS  # blocks under way on a drive
+MOST_NAMES = 4  # in a table
+HEADINGS = ("file", "offset", "bytes", "unit", "parameters", "found")
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,29 @@ class Bad:
         place = {"file": str(Path(self.file.folder) / self.file.name), "offset": self.start}
         found = {"nbytes": self.stop - self.start, "reason": self.reason, "unit": named[1] if named else ""}
         return {**place, **found, "parameters": list(self.parameters)}
+
+
+def verify(directory: Path) -> list[dict[str, Any]]:
+    """What is bad of each run in a directory.
+
+    Raises StorageLockedError where a process has one, ManifestError where a commit cannot be read.
+    """
+    runs: dict[str, Found] = {}
+    for each in found_in(directory):
+        if each.problem is not None:
+            raise each.problem
+        if each.known:
+            runs.setdefault(each.known[0].run, each)
+    return [_verified(commit) for found in runs.values() for commit in found.known]
+
+
+def _verified(commit: Manifest) -> dict[str, Any]:
+    begin = time.perf_counter()
+    with ExitStack() as stack:
+        bad = bad_blocks(opened(stack, commit))
+    seconds = time.perf_counter() - begin
+    facts = {name: getattr(commit, name) for name in ("run", "step", "nbytes")}
+    return {**facts, "seconds": seconds, "bad": [each.as_dict() for each in bad]}
 
 
 def bad_blocks(values: Values) -> list[Bad]:
@@ -107,3 +137,25 @@ def _bad_in(drive: Drive, part: StoredPart, number: int, memories: Sequence[Memo
     while under_way:
         yield from finish()
     drive.leave(file)
+
+
+# In words -------------------------------------------------------------------------------------------------------------
+
+
+def words(report: dict[str, Any]) -> str:
+    """A report for people."""
+    rate = format_bytes(int(report["nbytes"] / report["seconds"]))
+    told = f"run {report['run']}, step {report['step']}: {format_bytes(report['nbytes'])} read, {rate}/s"
+    if not report["bad"]:
+        return told
+    cells = [
+        list(map(str, (*list(row.values())[:2], row["nbytes"], row["unit"], _names(row), row["reason"])))
+        for row in report["bad"]
+    ]
+    return "\n".join([told, "bad:", table(HEADINGS, cells, right=("offset", "bytes"))])
+
+
+def _names(row: dict[str, Any]) -> str:
+    """The first of the parameters, and how many more."""
+    names = row["parameters"]
+    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
