@@ -105,7 +105,7 @@ def inspect(request: InspectRequest) -> None:
 @app.command()
 def doctor(storage: Storage = None, as_json: Json = False) -> None:
     """Check whether this machine is fit to train on; the exit code is 1 where something is bad."""
-    from gs_compile.cli.doctor.doctor import examine
+    from gs_compile.cli.doctor import examine
     from gs_compile.options import Options
     from gs_compile.planner.summary import table
 

@@ -1,7 +1,8 @@
-"""The doctor's words of memory, cores and software; the machine is made of files, and stays as it was."""
+"""The doctor's words of a machine, its software and its storage; the machine is made of files, and stays as it was."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -11,15 +12,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from stored_run import save, stored_folders, stored_run
+from tiered import another_run
 from typer.testing import CliRunner
 
 from gs_compile.capture import inductor
-from gs_compile.cli.doctor import doctor
-from gs_compile.cli.doctor.check import Check, checked
+from gs_compile.cli import doctor
+from gs_compile.cli.doctor import Check, checked
 from gs_compile.cli.main import app
-from gs_compile.errors import VersionError
+from gs_compile.errors import StorageError, VersionError
 from gs_compile.planner.measure import machines
 from gs_compile.runtime import stream
+from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.manifest import NAME
+from gs_compile.runtime.storage.stored import FOLDER
 
 GiB = 2**30
 
@@ -40,14 +46,9 @@ def fails(error: Exception):
 @pytest.fixture
 def proc(tmp_path):
     """A machine of 64 GiB without groups."""
-    meminfo(tmp_path / "proc")
+    write(tmp_path / "proc/meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {48 << 20} kB")
+    write(tmp_path / "proc/self/cgroup", "0::/")
     return tmp_path / "proc"
-
-
-def meminfo(proc: Path, *, available: int = 48, swap: int = 0, swapped: int = 0) -> None:
-    entries = {"MemTotal": 64, "MemAvailable": available, "SwapTotal": swap, "SwapFree": swap - swapped}
-    write(proc / "meminfo", "\n".join(f"{key}: {size << 20} kB" for key, size in entries.items()))
-    write(proc / "self/cgroup", "0::/")
 
 
 # The machine ----------------------------------------------------------------------------------------------------------
@@ -62,56 +63,6 @@ def test_memory(tmp_path, proc):
     assert doctor.memory(proc=proc, cgroup=group) == Check(limit)
     write(group / "memory.current", 15 * GiB)
     assert doctor.memory(proc=proc, cgroup=group).state == "warn"
-
-
-@pytest.mark.parametrize(
-    ("swap", "swapped", "state", "found"),
-    [(0, 0, "ok", "none"), (8, 0, "ok", "0 B used of 8.0 GiB"), (8, 3, "warn", "3.0 GiB used of 8.0 GiB")],
-)
-def test_swap(proc, swap, swapped, state, found):
-    meminfo(proc, swap=swap, swapped=swapped)
-    check = doctor.swap(proc=proc)
-    assert (check.state, check.found) == (state, found)
-
-
-@pytest.mark.parametrize(
-    ("count", "state", "advice"),
-    [(16, "ok", ""), (8, "ok", ""), (7, "warn", "idle: set OMP_NUM_THREADS=16"), (17, "warn", "wait for each other")],
-)
-def test_threads(tmp_path, proc, monkeypatch, count, state, advice):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
-    check = doctor.threads(proc=proc, cgroup=tmp_path / "cgroup")
-    assert (check.state, check.found) == (state, f"torch computes with {count} threads on 16 usable cores")
-    assert advice in check.advice
-
-
-@pytest.mark.parametrize(
-    ("environment", "state", "found"),
-    [
-        ({"PATH": "/bin"}, "ok", "nothing is set"),
-        ({"OMP_NUM_THREADS": "4", "HOME": "/"}, "ok", "OMP_NUM_THREADS=4"),
-        ({"OMP_WAIT_POLICY": "ACTIVE"}, "warn", "OMP_WAIT_POLICY=ACTIVE"),
-        ({"OMP_WAIT_POLICY": "passive"}, "ok", "OMP_WAIT_POLICY=passive"),
-        ({"OMP_PROC_BIND": "close"}, "warn", "OMP_PROC_BIND=close"),
-        ({"OMP_PROC_BIND": "FALSE"}, "ok", "OMP_PROC_BIND=FALSE"),
-    ],
-)
-def test_openmp(environment, state, found):
-    check = doctor.openmp(environment)
-    assert (check.state, check.found) == (state, found)
-
-
-@pytest.mark.parametrize(
-    ("cores", "state", "nodes"), [({0, 1, 9}, "ok", "node0"), ({0, 4}, "warn", "node0, node1")], ids=str
-)
-def test_numa(tmp_path, monkeypatch, cores, state, nodes):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
-    assert doctor.numa(sys=tmp_path) == Check("not told by the system")
-    for number, its_cores in enumerate(("0-3,8-11", "4-7,12-15", "")):  # the last has memory alone
-        write(tmp_path / f"devices/system/node/node{number}/cpulist", its_cores)
-    check = doctor.numa(sys=tmp_path)
-    assert (check.state, check.found) == (state, f"2 nodes; this process runs on {nodes}")
 
 
 # Software -------------------------------------------------------------------------------------------------------------
@@ -131,10 +82,16 @@ def test_torch(monkeypatch, load, state, found):
     assert (check.state, check.found, bool(check.advice)) == (state, found, state != "ok")
 
 
-def test_capture(monkeypatch):
-    assert doctor.capture().state == "ok"
-    monkeypatch.setattr(doctor, "import_module", fails(VersionError("torch 3 moved a hook; install torch==2.13.0")))
-    assert doctor.capture() == Check("torch 3 moved a hook", "install torch==2.13.0", is_bad=True)
+def test_a_torch_that_the_capture_does_not_know(monkeypatch):
+    assert doctor.torch_version().state == "ok"
+
+    def load(name):
+        if name != "torch":
+            raise VersionError("torch 3 moved a hook; install torch==2.13.0")
+        return torch
+
+    monkeypatch.setattr(doctor, "import_module", load)
+    assert doctor.torch_version() == Check("torch 3 moved a hook", "install torch==2.13.0", is_bad=True)
 
 
 @pytest.mark.parametrize(("devices", "name", "advice"), [([], "cpu", "install g++"), ([("H200", 1)], "cuda", "Triton")])
@@ -147,39 +104,35 @@ def test_compilers(monkeypatch, devices, name, advice):
     assert advice in doctor.compiler().advice
 
 
-def test_what_is_not_installed(monkeypatch):
-    assert doctor.transformers().state == doctor.solver().state == "ok"
+def test_a_solver_that_is_not_installed(monkeypatch):
+    assert doctor.solver().state == "ok"
     monkeypatch.setattr(metadata, "version", fails(metadata.PackageNotFoundError("cvxpy")))
-    assert (doctor.transformers().state, doctor.transformers().found) == ("warn", "not installed")
     assert (doctor.solver().state, doctor.solver().advice) == ("bad", "pip install cvxpy highspy")
     monkeypatch.setattr(doctor, "import_module", fails(ImportError("no highspy")))
     assert (doctor.solver().state, doctor.solver().advice) == ("bad", "pip install cvxpy highspy")
 
 
-def test_cuda(tmp_path, monkeypatch):
+def test_no_cuda(tmp_path, monkeypatch):
     monkeypatch.setattr(stream, "cuda_devices", list)
-    assert doctor.cuda(proc=tmp_path).state == "ok"
+    assert doctor.cuda(proc=tmp_path) == Check("no device: what it would compute, the CPU does")
     write(tmp_path / "driver/nvidia/version", "NVRM")
     assert doctor.cuda(proc=tmp_path).state == "warn"
-    monkeypatch.setattr(stream, "cuda_devices", lambda: [("H200", 141 * GiB), ("A100", 80 * GiB)])
-    assert doctor.cuda(proc=tmp_path) == Check("H200 with 141.0 GiB, A100 with 80.0 GiB")
 
 
-def test_pinned_memory(monkeypatch):
+def test_cuda_and_pinned_memory(monkeypatch):
     pinned, limit = [], "limit of locked memory 8.0 MiB"
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, -1))
     monkeypatch.setattr(stream, "pinned_block", pinned.append)
-    monkeypatch.setattr(stream, "cuda_devices", list)
-    assert doctor.pinned_memory().found == f"nothing is pinned without CUDA; {limit}"
-    monkeypatch.setattr(stream, "cuda_devices", lambda: [("H200", 1)])
-    assert doctor.pinned_memory().found == f"64.0 MiB pinned; {limit}"
+    monkeypatch.setattr(stream, "cuda_devices", lambda: [("H200", 141 * GiB), ("A100", 80 * GiB)])
+    devices = "H200 with 141.0 GiB, A100 with 80.0 GiB"
+    assert doctor.cuda() == Check(f"{devices}; 64.0 MiB pinned; {limit}")
     assert pinned == [64 << 20]
     monkeypatch.setattr(stream, "pinned_block", fails(RuntimeError("CUDA error: invalid argument\nmore")))
-    refused = doctor.pinned_memory()
-    assert refused.found == f"64.0 MiB cannot be pinned (CUDA error: invalid argument); {limit}"
+    refused = doctor.cuda()
+    assert refused.found == f"{devices}; 64.0 MiB cannot be pinned (CUDA error: invalid argument); {limit}"
     assert (refused.state, "memlock=-1" in refused.advice) == ("bad", True)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (-1, -1))
-    assert doctor.pinned_memory().found.endswith("no limit of locked memory")
+    assert doctor.cuda().found.endswith("no limit of locked memory")
 
 
 def test_the_machine_profile(tmp_path, monkeypatch):
@@ -195,33 +148,106 @@ def test_the_machine_profile(tmp_path, monkeypatch):
     assert (doctor.profile([]).state, doctor.profile([]).advice) == ("warn", "greedysnake probe --refresh")
 
 
+# Storage --------------------------------------------------------------------------------------------------------------
+
+
+def test_direct_io_is_tried_and_leaves_nothing(tmp_path):
+    check = doctor.direct_io(tmp_path / "not" / "there")
+    assert (check.state, check.found) in {
+        ("ok", "works"),
+        ("warn", "refused: storage will work through the page cache"),
+    }
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("refused", "error", "state", "found", "advice"),
+    [
+        (os.O_DIRECT, OSError(errno.EINVAL, "Invalid argument"), "warn", "through the page cache", "ext4 or xfs"),
+        (~0, PermissionError(errno.EACCES, "Permission denied"), "bad", "Permission denied", "--storage"),
+        (
+            ~0,
+            StorageError(errno.EIO, "the drive is gone", "x"),
+            "bad",
+            "StorageError: [Errno 5] the drive",
+            "--storage",
+        ),
+    ],
+    ids=["direct I/O is refused", "nothing can be written", "the drive is broken"],
+)
+def test_a_directory_that_is_not_fit(tmp_path, monkeypatch, refused, error, state, found, advice):
+    def open_file(name, flags, folder_fd):
+        if flags & refused:
+            raise error
+        return os.open(name, flags, 0o600, dir_fd=folder_fd)
+
+    monkeypatch.setattr(system, "open_file", open_file)
+    check = doctor.direct_io(tmp_path)
+    assert check.state == state
+    assert found in check.found
+    assert advice in check.advice
+
+
+def test_a_directory_with_runs(tmp_path):
+    folder = tmp_path / FOLDER
+    assert doctor.run_folder(tmp_path) == Check("none")
+    with another_run(tmp_path):
+        check = doctor.run_folder(tmp_path)
+    assert (check.state, check.found) == ("warn", f"{folder} is in use")
+    folder.mkdir(mode=0o700)
+    assert doctor.run_folder(tmp_path) == Check("none")
+    write(folder / "w3", "")  # of a run that was killed
+    folder.chmod(0o700)
+    check = doctor.run_folder(tmp_path)
+    assert check.state == "ok"
+    assert "a run was killed and left 1 files" in check.found
+    (folder / "w3").unlink()
+    folder.chmod(0o755)
+    check = doctor.run_folder(tmp_path)
+    assert check.state == "bad"
+    assert "others can get at this folder" in check.found
+
+
+def test_a_directory_with_durable_runs(tmp_path):
+    assert doctor.durable_runs(tmp_path / "none") == doctor.durable_runs(tmp_path) == Check("none")
+    (folder,) = stored_folders(tmp_path, "drive")
+    save(folder, stored_run(folder))
+    check = doctor.durable_runs(folder.parent)
+    assert check.found == f"run 0123abcd at step 3 of 2026-01-02T03:04:05+00:00 in {FOLDER}, 136.0 KiB"
+    assert check.advice == f'resume="auto" goes on from it; greedysnake store gc {folder.parent} --all removes it'
+    (folder / NAME).write_bytes(b"{}")
+    assert doctor.durable_runs(folder.parent) == Check("none")
+    check = doctor.run_folder(folder.parent)
+    assert (check.found, check.state) == (f"{folder} has a damaged commit", "bad")
+
+
 # All together ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_the_system_hides():
-    hidden = checked("swap", fails(FileNotFoundError(2, "No such file", "/proc/meminfo")))
-    assert (hidden.name, hidden.state) == ("swap", "warn")
+    hidden = checked("host memory", fails(FileNotFoundError(2, "No such file", "/proc/meminfo")))
+    assert (hidden.name, hidden.state) == ("host memory", "warn")
     assert hidden.found.startswith("not told by the system: ")
 
 
 def test_a_broken_torch_is_found_without_it(monkeypatch):
     monkeypatch.setattr(doctor, "import_module", fails(ImportError("no torch")))
-    assert [check.name for check in doctor.examine([])] == ["torch", "host memory", "swap", "NUMA", "OpenMP"]
+    assert [check.name for check in doctor.examine([])] == ["torch", "host memory"]
 
 
 def test_the_command(tmp_path):
     result = CliRunner().invoke(app, ["doctor", "--storage", str(tmp_path), "--json"])
     checks = {check.pop("name"): check for check in json.loads(result.stdout)["checks"]}
     assert result.exit_code == (1 if "bad" in {check["state"] for check in checks.values()} else 0)
-    assert checks["capture by Dynamo"]["state"] == "ok"
     assert "measured" in checks["machine profile"]["found"]
-    assert checks[f"drive of {tmp_path}"]["found"]
+    of_storage = [f"{name} in {tmp_path}" for name in ("direct I/O", "runs", "durable runs")]
+    assert list(checks) == ["torch", "host memory", "CUDA", "compiler", "solver", "machine profile", *of_storage]
     assert not list(tmp_path.iterdir())
 
 
 def test_something_bad_is_an_exit_code(monkeypatch):
     bad = Check("broken [Errno 5]", "replace it", is_bad=True, name="drive")
-    monkeypatch.setattr("gs_compile.cli.doctor.doctor.examine", lambda _: (bad,))
+    monkeypatch.setattr("gs_compile.cli.doctor.examine", lambda _: (bad,))
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
     heading, row = result.stdout.splitlines()

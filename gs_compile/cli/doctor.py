@@ -1,0 +1,224 @@
+"""doctor: is this machine fit to train here? What a run needs, each with what to do where it is not there.
+
+Nothing is changed, and what is tried is tried in files that are removed again. What imports torch is imported by the
+looks that need it: a broken one is a finding, not the end. Of drives and filesystems the system's own tools tell more.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from gs_compile.errors import ManifestError, ProfileError, StorageError, StorageLockedError, VersionError
+from gs_compile.machine import CGROUP, PROC, available_memory, format_bytes, meminfo, usable_memory
+
+LITTLE_NBYTES = 4 << 30  # torch and a layer's activations take this much
+NEWEST_TORCH = (2, 13)  # that the tests have run with
+OLD_SECONDS = 90 * 86400.0  # drives age and machines change
+PIN_NBYTES = 64 << 20  # more than the usual limit of locked memory
+
+
+class Check(NamedTuple):
+    """What a look has found, and what to do where something is wrong: a warning, if a run will not fail of it."""
+
+    found: str
+    advice: str = ""
+    is_bad: bool = False
+    name: str = ""
+
+    @property
+    def state(self) -> Literal["ok", "warn", "bad"]:
+        """warn: it works, but slower or less than it could; bad: a run will fail."""
+        return "bad" if self.is_bad else "warn" if self.advice else "ok"
+
+    def as_dict(self) -> dict[str, str]:
+        """For people and for JSON."""
+        return {"name": self.name, "state": self.state, "found": self.found, "advice": self.advice}
+
+
+def examine(storage: Sequence[Path]) -> tuple[Check, ...]:
+    """All checks, with these directories as storage; where torch is broken, those that can do without."""
+    found = [checked("torch", torch_version), checked("host memory", memory)]
+    return (*found, *(_with_torch(storage) if found[0].state != "bad" else ()))
+
+
+def checked(name: str, look: Callable[..., Check], *args: object) -> Check:
+    """What a look at something has found, under its name; what the system does not tell is a warning."""
+    try:
+        return look(*args)._replace(name=name)
+    except (OSError, ValueError, IndexError) as error:
+        return Check(f"not told by the system: {error}", "a sandbox may hide /proc and /sys: run outside it", name=name)
+
+
+def _with_torch(storage: Sequence[Path]) -> Iterator[Check]:
+    for name, look in LOOKS.items():
+        yield checked(name, look)
+    yield checked("machine profile", profile, storage)
+    for directory in storage:
+        for name, look_at in LOOKS_AT.items():
+            yield checked(f"{name} {directory}", look_at, directory)
+
+
+# The machine ----------------------------------------------------------------------------------------------------------
+
+
+def torch_version() -> Check:
+    """Whether torch can be imported, has what the capture rests on, and is one that the tests have run with."""
+    try:
+        found = str(import_module("torch").__version__)
+        import_module("gs_compile.capture.dynamo")
+    except VersionError as error:
+        words, _, advice = str(error).partition("; ")
+        return Check(words, advice, is_bad=True)
+    except (ImportError, OSError) as error:  # a shared library that is missing
+        return Check(f"cannot be imported: {error}", "reinstall torch: pip install --force-reinstall", is_bad=True)
+    is_newer = tuple(int(part) for part in re.findall(r"\d+", found)[:2]) > NEWEST_TORCH
+    tested = ".".join(map(str, NEWEST_TORCH))
+    return Check(found, f"newer than the tests have seen: install torch=={tested}.* in doubt" if is_newer else "")
+
+
+def memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> Check:
+    """The memory that a run may take, and whether a group allows less than the machine has."""
+    total, usable = meminfo("MemTotal", proc), usable_memory(proc=proc, cgroup=cgroup)
+    available = available_memory(proc=proc, cgroup=cgroup)
+    found = f"{format_bytes(available)} free of {format_bytes(usable)}"
+    if usable < total:
+        found += f", this container's or job's limit; the machine has {format_bytes(total)}"
+    return Check(found, "end what else runs here, or ask for a larger limit" if available < LITTLE_NBYTES else "")
+
+
+def cuda(*, proc: Path = PROC) -> Check:
+    """The devices that torch sees, and whether host memory can be pinned for them, beyond its limit too."""
+    from gs_compile.runtime.stream import cuda_devices, pinned_block
+
+    devices = ", ".join(f"{name} with {format_bytes(nbytes)}" for name, nbytes in cuda_devices())
+    if not devices:
+        if (proc / "driver/nvidia/version").exists():
+            advice = "install a torch that is built for CUDA, or look at CUDA_VISIBLE_DEVICES"
+            return Check("NVIDIA's driver is there, but torch sees no device", advice)
+        return Check("no device: what it would compute, the CPU does")
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limited = "no limit of locked memory" if limit < 0 else f"limit of locked memory {format_bytes(limit)}"
+    try:
+        pinned_block(PIN_NBYTES)
+    except RuntimeError as error:
+        found = f"{devices}; {format_bytes(PIN_NBYTES)} cannot be pinned ({str(error).splitlines()[0]}); {limited}"
+        return Check(found, "ulimit -l unlimited; for docker, --ulimit memlock=-1", is_bad=True)
+    return Check(f"{devices}; {format_bytes(PIN_NBYTES)} pinned; {limited}")
+
+
+def compiler() -> Check:
+    """The compiler of a layer's code for the device of this machine."""
+    from gs_compile.capture.inductor import best_compiler
+    from gs_compile.runtime.stream import cuda_devices
+
+    device_type = "cuda" if cuda_devices() else "cpu"
+    if best_compiler(device_type) == "inductor":
+        return Check(f"inductor, for {device_type}")
+    advice = "install g++" if device_type == "cpu" else "install the Triton that belongs to this torch"
+    return Check("none that inductor can use: layers will run uncompiled", advice)
+
+
+def solver() -> Check:
+    """Whether the planner can solve: it needs HiGHS, and cvxpy to speak to it."""
+    try:
+        import_module("highspy")
+        return Check(f"HiGHS {metadata.version('highspy')}, by cvxpy {metadata.version('cvxpy')}")
+    except (ImportError, OSError) as error:  # PackageNotFoundError is an ImportError
+        return Check(f"HiGHS or cvxpy is missing: {error}", "pip install cvxpy highspy", is_bad=True)
+
+
+def profile(storage: Sequence[Path]) -> Check:
+    """Whether this machine has been measured with these directories, and lately."""
+    from gs_compile.planner.measure.machines import remembered
+    from gs_compile.planner.measure.profile import Profile
+
+    path = remembered(storage)
+    if not path.exists():
+        return Check("not measured yet; greedysnake probe does")
+    again = "greedysnake probe --refresh"
+    try:
+        Profile.load(path)
+    except ProfileError as error:
+        return Check(str(error), again)
+    seconds = time.time() - path.stat().st_mtime
+    return Check(f"measured {seconds / 86400:.0f} days ago, {path}", again if seconds > OLD_SECONDS else "")
+
+
+# A storage directory; one that is not there yet is looked at where it would be made -----------------------------------
+
+
+def direct_io(directory: Path) -> Check:
+    """Whether a file can be read and written around the page cache, tried with the run's own code."""
+    from gs_compile.planner.measure.probe_drive import existing
+    from gs_compile.runtime.storage.drive import Drive
+
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix=".greedysnake-doctor-", dir=existing(directory)) as folder,
+            warnings.catch_warnings(action="ignore"),
+            closing(Drive(Path(folder), threads=1)) as drive,
+        ):
+            if drive.is_direct:
+                return Check("works")
+    except OSError as error:  # no permission, no room, a broken drive
+        advice = "name a directory that can be written: --storage"
+        return Check(f"{type(error).__name__}: {error}", advice, is_bad=True)
+    advice = "choose a directory on a local drive, ext4 or xfs: through the page cache it is slower and takes memory"
+    return Check("refused: storage will work through the page cache", advice)
+
+
+def run_folder(directory: Path) -> Check:
+    """Whether a run could begin here now."""
+    from gs_compile.runtime.storage.folder import Folder, folder_in, leftovers
+    from gs_compile.runtime.storage.last_commit import names_in
+
+    folder = folder_in(directory)
+    try:
+        if not folder.exists():
+            return Check("none")
+        locked = Folder.lock(folder)
+        if locked is None:
+            return Check(f"{folder} is in use by this process")
+        try:
+            found = leftovers(folder, names_in(locked.committed(), folder))
+        finally:
+            locked.release()
+    except StorageLockedError:
+        return Check(f"{folder} is in use", "one run at a time: give each its own directory")
+    except ManifestError:
+        return Check(f"{folder} has a damaged commit", f"greedysnake store ls {directory} tells more", is_bad=True)
+    except StorageError as error:
+        return Check(str(error), f"delete {folder}, or name another directory", is_bad=True)
+    return Check(f"{folder}: {found}; the next run removes them" if found else "none")
+
+
+def durable_runs(directory: Path) -> Check:
+    """The commits that durable runs have left, of all ranks and models."""
+    from gs_compile.cli.stored.runs import found_in
+
+    runs = found_in(directory) if directory.is_dir() else []
+    words, idle = [], False
+    for each in runs:
+        if (made := each.commit) is not None:
+            state = f"in use by {each.user}" if each.user else format_bytes(made.nbytes)
+            words.append(f"run {made.run} at step {made.step} of {made.written} in {each.folder.name}, {state}")
+            idle |= not each.user
+    advice = f'resume="auto" goes on from it; greedysnake store gc {directory} --all removes it' if idle else ""
+    return Check("; ".join(words) or "none", advice)
+
+
+LOOKS: Mapping[str, Callable[[], Check]] = {"CUDA": cuda, "compiler": compiler, "solver": solver}
+LOOKS_AT: Mapping[str, Callable[[Path], Check]] = {
+    "direct I/O in": direct_io,
+    "runs in": run_folder,
+    "durable runs in": durable_runs,
+}

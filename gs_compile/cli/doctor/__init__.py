@@ -1,1 +1,0 @@
-"""Is this machine fit for a run?"""
