@@ -1,8 +1,8 @@
 """traffic: what a step moves, by kind of data and schedule: counted on the step programs, nothing runs.
 
 GPT-2 medium in bf16 on a device with memory of its own, everything on SSD: what is between host and device, and what
-between host and SSD. The runtime counts the same bytes (tests/models hold it to that). `lifetime` leaves on the device
-what there is room for, so it is given 1 GiB of it.
+between host and SSD. The runtime counts the same bytes (`tests/end_to_end/test_tiers_traffic.py` holds it to that).
+`lifetime` leaves on the device what there is room for, so it is given 1 GiB of it.
 
     python -m benchmarks.race.traffic
 """

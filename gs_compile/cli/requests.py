@@ -75,7 +75,7 @@ class PlanRequest(NamedTuple):
     machine: str | None = option('"a100", or the path of a profile.', None, metavar="NAME", unset="this one, measured")
     sequence: int = option("Tokens of a sample.", 2048, min=1, metavar="T")
     batch_size: int | None = option(
-        "Samples of a step, of all GPUs.", None, "--batch", min=1, metavar="B", unset="as few as keep it busy"
+        "Samples of a step, of all GPUs.", None, min=1, metavar="B", unset="as few as keep it busy"
     )
     micro_batch_size: int | None = option("Samples of a micro-batch.", None, min=1, metavar="S", unset="chosen")
     num_micro_batches: int | None = option(

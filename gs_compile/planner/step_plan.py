@@ -142,11 +142,17 @@ class StepPlan:
         words = f"{format_bytes(int(self.written_per_day))} written to SSD in a day"
         words += " by each rank" if self.ranks > 1 else ""
         if self.profile.ssd_rated_nbytes:
-            years = self.profile.ssd_rated_nbytes / self.written_per_day / 365
+            rated = self.profile.ssd_rated_nbytes
             words += (
-                f"; the drives are rated for {format_bytes(self.profile.ssd_rated_nbytes)}, {years:.1f} years of it"
+                f"; the drives are rated for {format_bytes(rated)}, {_time_text(rated / self.written_per_day)} of it"
             )
         return words
+
+
+def _time_text(days: float) -> str:
+    """So many days, in years or hours where these say more."""
+    unit, length = ("years", 365.0) if days >= 365 else ("days", 1.0) if days >= 1 else ("hours", 1 / 24)
+    return f"{days / length:.1f} {unit}"
 
 
 def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:

@@ -61,7 +61,7 @@ def test_what_is_not_given_is_the_planners_choice(asked):
 
 def test_what_is_given_is_kept(asked):
     arguments = (
-        "--model llama --machine a100.json --sequence 512 --batch 64 --micro-batch-size 2 --micro-batches 32 "
+        "--model llama --machine a100.json --sequence 512 --batch-size 64 --micro-batch-size 2 --micro-batches 32 "
         "--alpha 0.25 --ratio parameter=0.5 --ratio optimizer=1 --clip --host-memory 64GiB --device-memory 20GiB "
         "--precision model --states 8bit --wear-years 3 --storage /a --storage /b --gpus 8 --nodes 16 --network 25GB/s --durability 10 --recompute none --masters whole --schedule single --json"
     )
@@ -86,6 +86,7 @@ def test_what_is_given_is_kept(asked):
         (("--model", "m", "--ratio", "parameter=2"), "expert.ratios.parameter must be a number from 0 to 1"),
         (("--model", "m", "--durability", "never"), 'durability must be "off", "step" or a whole number of steps'),
         (("--model", "m", "--alpha", "2"), "'--alpha'"),
+        (("--model", "m", "--batch", "8"), "--batch-size"),
         (("--model", "m", "--precision", "fp8"), "'--precision'"),
         (("--model", "m", "--states", "4bit"), "'--states'"),
     ],

@@ -92,6 +92,14 @@ def test_wear(found):
     assert rated.wear.endswith(", 7.0 years of it")
 
 
+@pytest.mark.parametrize(
+    ("days", "words"), [(730, "2.0 years"), (364, "364.0 days"), (12, "12.0 days"), (0.5, "12.0 hours")]
+)
+def test_wear_is_told_in_the_unit_that_fits(found, days, words):
+    rated = replace(found.profile, ssd_rated_nbytes=int(days * found.written_per_day))
+    assert replace(found, profile=rated).wear.endswith(f", {words} of it")
+
+
 def test_nothing_written_is_no_wear():
     one_memory = replace(A100, device="cpu")
     resident = plan(gpt(2, 64, vocabulary=500), machine=one_memory, micro_batch_size=1, num_micro_batches=1)
