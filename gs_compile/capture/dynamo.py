@@ -242,10 +242,14 @@ def _refuse_graph_break(module: fx.GraphModule) -> None:
         )
 
 
+# What Dynamo says where it gives a whole frame up: at a break in a loop, and at an error that the trace alone meets.
+_GIVES_UP = ("frame skipped", "Observed exception")
+
+
 def add_graph_breaks(error: CaptureError) -> None:
     """Add to an error what Dynamo has broken forwards at: where it has, the graph may be a part of one."""
-    in_loops = [words for words in counters["unimplemented"] if "frame skipped" in words]  # Dynamo gives a frame up
-    words = "\n".join(found[-1].strip() for found in (list(counters["graph_break"]), in_loops) if found)
+    given_up = [words for words in counters["unimplemented"] if any(sign in words for sign in _GIVES_UP)]
+    words = "\n".join(found[-1].strip() for found in (list(counters["graph_break"]), given_up) if found)
     if words and not isinstance(error, GraphBreakError):
         error.add_note(f"If Dynamo has broken this model's forward, that is the cause. Its latest reasons:\n{words}")
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
+from gs_compile.capture.dynamo import current_compile_id
 from gs_compile.capture.internals import changes, makes_state_dict, tree_map_only
 from gs_compile.errors import ReleasedParameterError
 
@@ -61,6 +62,22 @@ def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), 0 if dtype == torch.bool else torch.iinfo(dtype).min, dtype=dtype, device=device)
 
 
+class _ByWhoAsks:
+    """The `__torch_function__` of a class: none for Dynamo, which asks the class while it traces.
+
+    So all functions, those that ask for overrides themselves included, are traced as of an ordinary tensor.
+    """
+
+    def __get__(self, tensor: Tensor | None, kind: type) -> Any:
+        if tensor is None and current_compile_id() is not None:
+            return nn.Parameter.__torch_function__
+        return self.call
+
+    @staticmethod
+    def call(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _applied(function, args, kwargs or {})
+
+
 class _Elsewhere(Tensor):
     """A tensor that stands for values in other memory: torch's functions are applied to those."""
 
@@ -75,11 +92,7 @@ class _Elsewhere(Tensor):
         """What the caller gets of a function's result that is a view of what `in_memory` has given."""
         return result
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        return _applied(function, args, kwargs or {})
+    __torch_function__ = _ByWhoAsks()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.in_memory().__reduce_ex__(protocol)

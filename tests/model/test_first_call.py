@@ -182,3 +182,21 @@ def test_a_break_in_a_hook_of_a_block_is_named():
     with pytest.raises(CaptureError) as caught:
         model(input_ids=tokens(0), labels=tokens(0))
     assert "graph_break()" in "".join(caught.value.__notes__)
+
+
+def test_an_error_that_only_the_trace_meets_is_named():
+    """Dynamo gives the forward up: it hands over each module for itself, without a reason."""
+
+    class Overrides(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    model = gpt2()
+    model.transformer.ln_f = nn.RMSNorm(32)
+    model.transformer.ln_f.weight = Overrides(torch.ones(32))
+    assert torch.isfinite(model(input_ids=tokens(0), labels=tokens(0)).loss)
+    model.compile(backend="greedysnake", options={"micro_batch_size": 2})
+    with pytest.raises(CaptureError) as caught:
+        model(input_ids=tokens(0), labels=tokens(0))
+    assert "no implementation found for 'torch.nn.functional.rms_norm'" in "".join(caught.value.__notes__)
