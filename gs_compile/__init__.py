@@ -15,6 +15,7 @@ from gs_compile.errors import GreedySnakeError
 from gs_compile.options import Expert, Options, Ratios
 
 if TYPE_CHECKING:
+    from gs_compile import hf
     from gs_compile.hf.weights import from_pretrained, save_pretrained
     from gs_compile.model.inspection import Inspection, inspect
     from gs_compile.model.materialize import materialize, streaming
@@ -44,6 +45,7 @@ __all__ = [
     "StepSampler",
     "__version__",
     "from_pretrained",
+    "hf",
     "init_on_storage",
     "inspect",
     "materialize",
@@ -68,6 +70,8 @@ _LATER = {  # names that need torch come when they are first used: importing thi
 
 
 def __getattr__(name: str) -> Any:
+    if name == "hf":
+        return import_module("gs_compile.hf")
     for module, names in _LATER.items():
         if name in names:
             return getattr(import_module(f"gs_compile.{module}"), name)
