@@ -44,6 +44,7 @@ compilations_of: MutableMapping[torch.nn.Parameter, list[Compilation]] = WeakTen
 _codes: dict[Hashable, dict[tuple[int, ...], Differentiated]] = {}
 MOST_CODES = 512  # a model has three for each size of the micro-batch
 MOST_MODELS = 64  # of one capture: sequence lengths, and sizes of the last micro-batch
+MOST_PROGRAMS = 64  # of one capture: numbers of micro-batches, in training and in evaluation
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,7 @@ class Compilation:
         if key not in self.models:
             start = time.perf_counter()
             self.models[key] = self._specialize(micro_batch_size, sizes, alone)
-            while len(self.models) > MOST_MODELS:
-                del self.models[next(iter(self.models))]
+            _let_oldest_go(self.models, MOST_MODELS)
             self.seconds += time.perf_counter() - start
         return self.models[key]
 
@@ -197,6 +197,7 @@ class Compilation:
         if spec not in self.programs:
             start = time.perf_counter()
             self.programs[spec] = lower(spec)
+            _let_oldest_go(self.programs, MOST_PROGRAMS)
             self.seconds += time.perf_counter() - start
         self.latest = Step(model, shape, self.programs[spec])
         return self.programs[spec]
@@ -260,15 +261,19 @@ def _code(unit: UnitGraph, key: Hashable, options: Options) -> Differentiated:
     full_key = (key, generator, _global_settings())
     codes = _codes.pop(full_key, {})
     _codes[full_key] = codes  # the latest last
-    while len(_codes) > MOST_CODES:
-        del _codes[next(iter(_codes))]
+    _let_oldest_go(_codes, MOST_CODES)
     lengths = tuple(unit.symbols.values())
     if lengths not in codes:
         common = next(iter(codes.values())).common if codes else None
         codes[lengths] = Differentiated(unit, generator, common)
-        while len(codes) > MOST_MODELS:
-            del codes[next(iter(codes))]
+        _let_oldest_go(codes, MOST_MODELS)
     return codes[lengths]
+
+
+def _let_oldest_go(found: dict[Any, Any], most: int) -> None:
+    """Leave the entries that were put in last, `most` of them."""
+    while len(found) > most:
+        del found[next(iter(found))]
 
 
 def _global_settings() -> Hashable:

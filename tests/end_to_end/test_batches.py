@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional
-from zoo import GPT, WIDTH, assert_same_gradients, batch, both_ways, gradients, train
+from zoo import GPT, WIDTH, assert_same_gradients, batch, both_ways, compile_model, gradients, train
 
 from gs_compile.capture.inductor import Generator, Sizes
 from gs_compile.codegen import compiled
@@ -74,6 +74,16 @@ def test_other_sizes_are_not_captured_again(options):
         ids, _ = batch(size, tokens)
         assert_same_gradients(train(model, ids, ids)[1], train(reference, ids, ids)[1])
         assert len(captures) == (1 if options else num_captures), (size, tokens)
+
+
+def test_programs_of_many_sizes_are_not_kept_for_ever(monkeypatch):
+    monkeypatch.setattr(compiled, "MOST_PROGRAMS", 2)
+    model, reference = compile_model(GPT(), 1), GPT()
+    for size in (4, 5, 6, 4):
+        model.zero_grad(), reference.zero_grad()
+        assert_same_gradients(train(model, *batch(size))[1], train(reference, *batch(size))[1])
+    (compilation,) = compiled.compilations_of[next(model.parameters())]
+    assert [spec.num_micro_batches for spec in compilation.programs] == [6, 4]
 
 
 @pytest.fixture
