@@ -3,8 +3,8 @@ from __future__ import annotations
 import gc
 import os
 from dataclasses import replace
-from pathlib import Path
 
+import figures
 import pytest
 import torch
 from hypothesis import settings
@@ -12,12 +12,11 @@ from hypothesis import settings
 from gs_compile.planner.cost import timing
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every model is built from its configuration
-os.environ["GREEDYSNAKE_MACHINE"] = str(Path(__file__).with_name("machine.json"))  # no test measures this machine
+os.environ.pop(figures.ENVIRONMENT, None)
+figures.give()  # no test plans from what it measures
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 torch.set_num_threads(1)  # for tiny models more only get in each other's way
-
-timing.SECONDS = 0.1  # tests ask what is timed, not how well
 
 settings.register_profile("any speed", deadline=None, max_examples=25)  # other examples in every run
 settings.load_profile("any speed")
@@ -50,6 +49,21 @@ def captures_of_a_module():
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory):
     return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture
+def given_figures(monkeypatch):
+    """The figures as they are in `figures.py`, whatever the seed: a test that needs these ones says so."""
+    monkeypatch.delenv(figures.SEED, raising=False)
+    monkeypatch.setenv(figures.ENVIRONMENT, str(figures.MACHINE))
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The code and the drives are measured, in short: such a test asks what is measured, not how well."""
+    for owner, name, measure in figures.MEASURED:
+        monkeypatch.setattr(owner, name, measure)
+    monkeypatch.setattr(timing, "SECONDS", 0.1)
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from gs_compile.planner.cost.levels import Levels
 from gs_compile.planner.cost.timing import timed, timed_levels
 from gs_compile.planner.cost.workload import levelled, workload_of
 
+pytestmark = pytest.mark.usefixtures("measured")
+
 
 def ran(model, step=lambda model: zoo.train(model, *zoo.batch()), **options):
     """A model that has run one step: its layout, and its workload."""

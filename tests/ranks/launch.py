@@ -36,11 +36,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import figures
 import torch
 import torch.distributed as dist
 
 context: Any = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch.distributed.tensor", "networkx", "gs_compile.model.backend"])
+context.set_forkserver_preload(["torch.distributed.tensor", "networkx", "gs_compile.model.backend", "figures"])
 
 
 class Info(NamedTuple):
@@ -162,6 +163,7 @@ def _serve(pipe: Connection, info: Info, environment: dict[str, str], initialize
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    figures.give()
     warnings.simplefilter("error")
     for harmless in ("`torch.jit.script_method` is deprecated", "The .grad attribute of a Tensor that is not a leaf"):
         warnings.filterwarnings("ignore", harmless)

@@ -47,6 +47,16 @@ def open_files():
     return sorted(str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.exists())
 
 
+def test_several_directories_are_measured_and_one_is_not(measured, tmp_path):
+    directories = [tmp_path / "a", tmp_path / "b"]
+    with Store(directories) as store:
+        assert all(weight > 1e5 for weight in store.weights), "bytes a second"
+        assert store.weights[0] != store.weights[1]
+        assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > MIB]
+    with Store([tmp_path / "a"]) as store:
+        assert store.weights == (1.0,)
+
+
 def test_an_extent_is_zeros_before_it_is_written(store):
     into = torch.ones(MIB, dtype=torch.uint8)
     store.allocate("w3", MIB).read(into).wait()
