@@ -19,13 +19,16 @@ import threading
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import figures
 import torch
 from tiered import Harness, adamw, gpt2, options, our_threads, outcome, step, tokens
 
-from gs_compile.runtime.storage import manifest, system
+from gs_compile.runtime.signals import end_by_exit
+from gs_compile.runtime.storage import manifest, store, system
 from gs_compile.runtime.storage.folder import folder_in
 
 SECONDS = 60  # of a run that takes one; what is more is a hang
@@ -45,7 +48,8 @@ MAX_NORM = 1.1  # some steps are clipped, some are not
 class Run:
     """One process of a run. kill_after: seconds; at: a call of the system, and whether it is killed before or after it.
 
-    signals: with seconds between them, the first after as many. slow: seconds that each sync takes.
+    signals: with seconds between them, the first as many after the run has begun to mind them (`armed`). slow: seconds
+    that each sync takes.
     """
 
     directories: list[str]
@@ -62,13 +66,14 @@ class Run:
 class Ended:
     """code: as of `subprocess`; found: the step that the run began from, -1 before it knows; done: of those it has closed, the last.
 
-    losses: by step; digests: of values in the end, by name; calls: of the system, by name; seconds: since the last
+    armed: a signal does not end it as it ends any process. losses: by step; digests: of values in the end, by name; calls: of the system, by name; seconds: since the last
     signal, or in all.
     """
 
     code: int = 0
     found: int = -1
     done: int = 0
+    armed: bool = False
     losses: dict[str, float] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
@@ -113,6 +118,7 @@ def train(harness: Harness, run: Run, tell: Any) -> None:
     commits = [each for path in directories if folder_in(path).is_dir() and (each := manifest.read(folder_in(path)))]
     found = max((each.step for each in commits), default=0)
     tell(found=found, done=found)
+    store.end_by_exit = lambda: (end_by_exit(), tell(armed=True))
     changes = {"durability": run.durability, "resume": "auto"} if run.durability else {}
     given = {**options(directories, **PLACES[run.place]), **changes}
     torch.manual_seed(1)
@@ -137,6 +143,7 @@ def train(harness: Harness, run: Run, tell: Any) -> None:
 def serve() -> None:
     """Returns in the forked processes, which end as a script does."""
     torch.set_num_threads(1)
+    figures.give()
     harness = Harness(partial(gpt2, 2, 16, dropout=0.1))
     harness.train(partial(adamw, max_grad_norm=MAX_NORM), options(sys.argv[1]), num_steps=1)
     gc.collect()
@@ -163,14 +170,13 @@ def tell(writing: int, **told: Any) -> None:
 def watch(run: Run, pid: int, reading: int) -> Ended:
     """Read what a process tells, until it has ended, and send it what it is to be sent."""
     ended, start, data = Ended(), time.monotonic(), b""
-    due = [(run.kill_after, "SIGKILL")] if run.kill_after is not None else []
-    seconds = 0.0
-    for name, after in run.signals:
-        due.append((seconds := seconds + after, name))
-    due.append((SECONDS, "SIGKILL"))
-    begun = start
+    due = [(start + SECONDS, "SIGKILL")]
+    if run.kill_after is not None:
+        due.append((start + run.kill_after, "SIGKILL"))
+    begun, signals = start, run.signals
     while True:
-        wait = max(0.0, due[0][0] - (time.monotonic() - start)) if due else None
+        due.sort()
+        wait = max(0.0, due[0][0] - time.monotonic()) if due else None
         if not select.select([reading], [], [], wait)[0]:
             begun = time.monotonic()
             os.kill(pid, getattr(signal, due.pop(0)[1]))
@@ -178,6 +184,10 @@ def watch(run: Run, pid: int, reading: int) -> Ended:
         if not (piece := os.read(reading, 1 << 16)):
             break
         data += piece
+        if signals and b'"armed"' in data:
+            moments = accumulate((after for _, after in signals), initial=time.monotonic())
+            due += zip(list(moments)[1:], (name for name, _ in signals), strict=True)
+            signals = []
     _, status = os.waitpid(pid, 0)
     os.close(reading)
     ended.code, ended.seconds = os.waitstatus_to_exitcode(status), time.monotonic() - begun

@@ -40,14 +40,16 @@ def ends(server, uninterrupted, directory, signals, **how):
 )
 @pytest.mark.parametrize("name", CODES)
 def test_a_run_that_is_asked_to_end(server, uninterrupted, tmp_path, name, count):
-    """At random moments, with syncs that take their time; and with a second signal, which waits for nothing."""
+    """At random moments, with syncs that take their time; and with a second signal, which waits for nothing.
+
+    A run that does not end is killed, which is another code.
+    """
     numbers = random.Random(name if count < 10 else None)
     for number in range(count):
         directory = tmp_path / str(number)
         begun = [name, numbers.uniform(0.05, 2.0)]
         again = [[name, numbers.uniform(0, 0.1)]] if number % 3 == 2 else []
         ended, said = ends(server, uninterrupted, directory, [begun, *again], slow=0.02)
-        assert ended.seconds < 5, (ended, said)
         if not again:
             assert ended.code in CODES[name], (ended, said)
         else:
@@ -64,7 +66,7 @@ def test_the_end_of_a_run_removes_nothing_that_a_commit_is_about_to_name(tmp_pat
 
     def make():
         is_begun.set()
-        assert is_removed.wait(10)
+        assert is_removed.wait(60)
         return made
 
     def commit():
@@ -80,7 +82,7 @@ def test_the_end_of_a_run_removes_nothing_that_a_commit_is_about_to_name(tmp_pat
 
     committing = threading.Thread(target=commit)
     committing.start()
-    assert is_begun.wait(10)
+    assert is_begun.wait(60)
     with monkeypatch.context() as patched:
         patched.setattr(system, "unlink", remove)
         store.close()

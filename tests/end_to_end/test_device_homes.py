@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from dataclasses import replace
@@ -50,8 +51,8 @@ def test_a_larger_batch_keeps_no_more_on_the_device_than_was_planned(harness, tm
 
 def test_a_slow_way_from_the_device_fills_no_more_of_it_than_it_may(tmp_path, monkeypatch):
     """Gradients wait for their way to the host; as many come beside them as the device has room for."""
-    harness, alive, most = Harness(partial(gpt2, num_layers=8)), [0], [0]
-    allocate, move = Handlers.allocate, Handlers.move
+    harness, alive, most, planned = Harness(partial(gpt2, num_layers=8)), [0], [0], 0
+    allocate, move, are_many = Handlers.allocate, Handlers.move, threading.Event()
 
     def counted(handlers, verb, value, source, memory):
         made = allocate(handlers, verb, value, source, memory)
@@ -60,20 +61,23 @@ def test_a_slow_way_from_the_device_fills_no_more_of_it_than_it_may(tmp_path, mo
             alive[0] += nbytes
             most[0] = max(most[0], alive[0])
             weakref.finalize(made.flat, lambda: alive.__setitem__(0, alive[0] - nbytes))
+            if most[0] > planned:
+                are_many.set()
         return made
 
     def slow(handlers, op, *args):
         if op.lane == "d2h" and op.reads[0].kind == "dw":
+            are_many.wait(60)  # however slow the computation is
             time.sleep(0.02)
         return move(handlers, op, *args)
 
-    monkeypatch.setattr(Handlers, "allocate", counted)
-    monkeypatch.setattr(Handlers, "move", slow)
     chosen = separate(tmp_path, alpha=0.0)
-    plain = harness.train(adamw, chosen, 2, 1)
     with harness.fresh(adamw, chosen) as optimizer:
         step(harness.model, optimizer, tokens(0, 1))
         planned = dict(optimizer.engine.programs[-1].peaks)["device"]
+    monkeypatch.setattr(Handlers, "allocate", counted)
+    monkeypatch.setattr(Handlers, "move", slow)
+    plain = harness.train(adamw, chosen, 2, 1)
     assert most[0] > planned
     most[0] = 0
     found = harness.train(adamw, {**chosen, "device_memory": planned}, 2, 1)

@@ -18,7 +18,7 @@ from gs_compile.runtime.groups import place_of
 from gs_compile.runtime.ranks import Ranks, ranks_of
 
 KEEPS_CAPTURES = True  # captures nothing
-LIMIT = 10  # seconds
+LIMIT = 60  # seconds: the others end at once; what is more is a loaded machine, or a wait without the alarm
 
 
 def ends(info, tmp_path, how, last=1):
@@ -42,7 +42,7 @@ def ends(info, tmp_path, how, last=1):
             if how == "returns":
                 return
         if step == 3 and how == "is killed" and info.rank == 0 != last:
-            time.sleep(60)  # a user's thread that notices nothing
+            time.sleep(10 * LIMIT)  # a user's thread that notices nothing
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_script_that_ends_before_the_others(tmp_path):
 def waits(info, tmp_path):
     ranks = Ranks(place_of(Options()), timeout=0.5)
     if info.rank == 0:
-        with pytest.raises(RankError, match=r"^all_gather of w1: rank 0 has waited 0 s for the others"):
+        with pytest.raises(RankError, match=r"^all_gather of w1: rank 0 has waited \d+ s for the others"):
             ranks.all_gather(torch.empty(2), torch.ones(1), "all_gather of w1")
     else:
         time.sleep(1)
@@ -127,7 +127,7 @@ def test_a_rank_that_is_killed_at_any_moment(times, tmp_path):
             killed = draw.randrange(3)
             at = time.monotonic()
             fleet.processes[killed].kill()
-            found = fleet.end(place, 60)
+            found = fleet.end(place, LIMIT + 30)
             assert time.monotonic() - at < LIMIT
         for rank, each in enumerate(found):
             if rank != killed:

@@ -20,7 +20,7 @@ from gs_compile.errors import LaneError, RankError, StorageError
 from gs_compile.runtime.storage import ssd
 from gs_compile.runtime.storage.folder import Folder
 
-LIMIT = 10  # seconds
+LIMIT = 60  # seconds: the others end at once; what is more is a loaded machine
 
 
 def begin(tmp_path, num_layers=2, **changes):
@@ -146,7 +146,7 @@ def test_a_rank_that_is_killed_while_it_trains(times, tmp_path):
             killed = draw.randrange(2)
             fleet.processes[killed].kill()
             at = time.monotonic()
-            found = fleet.end(place, 60)
+            found = fleet.end(place, LIMIT + 30)
             assert time.monotonic() - at < LIMIT
         assert f"rank {killed} has failed: it was killed, or its machine is gone" in found[1 - killed].failure
         folders = sorted((place / "storage").iterdir())

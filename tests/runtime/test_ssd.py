@@ -97,7 +97,7 @@ def test_neither_direction_waits_for_the_other(file, drive, monkeypatch, held):
     real = getattr(system, held)
 
     def blocked(*arguments):
-        assert gate.wait(10)
+        assert gate.wait(60)
         return real(*arguments)
 
     monkeypatch.setattr(system, held, blocked)
