@@ -106,6 +106,16 @@ def mesh_of(place: Place, timeout: float) -> DeviceMesh:
     return DeviceMesh.from_group(place.new_group([place.everyone], "gloo", timedelta(seconds=timeout)), "cpu")
 
 
+def gathered(place: Place, value: Any) -> list[Any]:
+    """The `value` of each rank that trains together with this one, before they have met; all call it."""
+    group = place.group
+    if group is None:
+        group = place.new_group([place.everyone], "gloo", timedelta(minutes=30))
+    given: list[Any] = [None] * len(place.everyone)
+    dist.all_gather_object(given, value, group)
+    return given
+
+
 def num_processes() -> int:
     """Those that train together where no option says otherwise: torch's ranks, or what torchrun has started.
 

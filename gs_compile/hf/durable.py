@@ -12,7 +12,7 @@ import json
 import logging
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -41,9 +41,7 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
     state: Any
     optimizer: Any
     lr_scheduler: Any
-    _storage: Sequence[Path] = ()  # of the commits; empty: no step is durable
-    _resumes: bool  # the option
-    _group: Any = None  # the option
+    _options: Options | None = None  # of the model, where steps are durable
     _commit: Manifest | None = None  # that the run goes on from
     _stand_in: str | None = None  # the checkpoint that Trainer is given for it
     _begins_anew: bool = False
@@ -57,26 +55,26 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
         """
         self._commit, self._stand_in, self._begins_anew = None, None, False
         with tempfile.TemporaryDirectory() as folder:
-            if self._storage and self._engine is None:
-                resume_from_checkpoint = self._later(resume_from_checkpoint, Path(folder))
+            if self._options is not None and self._engine is None:
+                resume_from_checkpoint = self._later(resume_from_checkpoint, Path(folder), self._options)
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _later(self, given: Any, folder: Path) -> Any:
+    def _later(self, given: Any, folder: Path, options: Options) -> Any:
         """The checkpoint that Trainer is to go on from: its own, or one in `folder` that stands for the commit."""
         from transformers.trainer import TRAINER_STATE_NAME
         from transformers.trainer_utils import get_last_checkpoint
 
-        commit = last_of(self._storage, self._group)
+        commit = last_of(options)
         if commit is None:
             return given
-        words = f"run {commit.run} at step {commit.step} ({commit.written}) in {folder_in(self._storage[0])}"
-        delete = f"greedysnake store gc --all {self._storage[0]}"
-        if not given and not self._resumes:
+        words = f"run {commit.run} at step {commit.step} ({commit.written}) in {folder_in(options.storage[0])}"
+        delete = f"greedysnake store gc --all {options.storage[0]}"
+        if not given and options.resume is None:
             what = (
                 f"a durable run has left a commit here: {words}. Go on from it with "
                 f'trainer.train(resume_from_checkpoint=True) or the option resume="auto", or delete it: {delete}'
             )
-            raise LeftoverError(errno.EEXIST, what, str(folder_in(self._storage[0])))
+            raise LeftoverError(errno.EEXIST, what, str(folder_in(options.storage[0])))
         if _NAME not in commit.states:
             raise ResumeError(f"{words} has no state of a Trainer: choose another storage=, or delete it: {delete}")
         state = commit.states[_NAME]["state"]
@@ -96,12 +94,11 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
         return self._stand_in
 
     def _keep(self, options: Options) -> None:
-        self._storage, self._resumes = options.storage if options.durability else (), options.resume == "auto"
-        self._group = options.group
+        self._options = options if options.durability else None
 
     def _keep_states(self, optimizer: TieredOptimizer) -> None:
         """Commits have the Trainer's state from now on."""
-        if self._storage:
+        if self._options is not None:
             optimizer.kept.states[_NAME] = _States(self)
             optimizer.kept.begins_anew = self._begins_anew
 
@@ -137,7 +134,8 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
         assert self._commit is not None, "a checkpoint stands for a commit"
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         states = {_NAME: optimizer.kept.states[_NAME]}
-        resume(self.model, optimizer, storage=self._storage, group=self._group, **states)
+        given = {name: getattr(self._options, name) for name in ("storage", "group", "mesh")}
+        resume(self.model, optimizer, **given, **states)
         kept = self._commit.states[_NAME]
         optimizer.kept.has_random_state = not kept["is_under_way"]
         for _ in range(kept["scheduler_steps"]):

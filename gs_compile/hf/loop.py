@@ -18,6 +18,7 @@ from gs_compile.errors import OptimizerError, OptionError
 from gs_compile.hf.fitting import fit_for_capture, scale_losses, share_among_ranks
 from gs_compile.hf.gather import gathered, pad_token_id_of
 from gs_compile.hf.weights import options_of
+from gs_compile.model.resume import resume
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 
@@ -54,7 +55,7 @@ def prepare(
             "the loader has a batch sampler of its own, so its batches have no size: give micro_batch_size"
         )
     chosen = {"outputs": "loss", **options_of(model, options), "micro_batch_size": size}
-    Options.of(chosen)  # refuses what is wrong
+    asked = Options.of(chosen)  # refuses what is wrong
     loader = _of_steps(loader, accelerator.gradient_accumulation_steps, size, model)
     fit_for_capture(model)
     share_among_ranks(accelerator, model, chosen)
@@ -64,6 +65,8 @@ def prepare(
     if (scaler := scale_losses(accelerator)) is not None:
         scaler.serve(optimizer)
     prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, loader, *others)
+    if asked.resume is not None:  # so that the optimizer's number of steps is true from now on
+        resume(model, optimizer, storage=asked.storage, group=asked.group, mesh=asked.mesh)
     return prepared
 
 

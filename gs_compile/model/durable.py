@@ -31,13 +31,15 @@ from gs_compile.runtime.tiers import Tiers
 class Trainer(Protocol):
     """The part of an optimizer that plans and commits ask for."""
 
-    num_steps: int
     num_skipped: int
+    num_steps_read: int | None
     param_groups: list[dict[str, Any]]
     state: Any
     kept: Kept
     max_grad_norm: float | None
 
+    @property
+    def num_steps(self) -> int: ...
     @property
     def group_of(self) -> Mapping[torch.Tensor, int]: ...
     @property

@@ -19,7 +19,7 @@ class Kept:
     """states: objects with `state_dict` and `load_state_dict`, such as schedulers; user: whatever JSON can hold.
 
     storage: the directories of the run that is to go on, where somebody has named them; step: of its commit there,
-        0: none was found.
+        0: none was found; ranks: by torch's numbers, those that have looked for it together.
     begins_anew: the run goes on from elsewhere, and a commit in its storage stays until it makes one.
     has_random_state: random numbers go on already, so the first call leaves them as they are.
     """
@@ -28,6 +28,7 @@ class Kept:
     user: Any = None
     storage: Sequence[Path] = ()
     step: int | None = None
+    ranks: tuple[int, ...] | None = None
     begins_anew: bool = False
     has_random_state: bool = False
 

@@ -12,7 +12,7 @@ import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import Layout, arrange, stored_types, tied_units
-from gs_compile.errors import MemoryBudgetError, OptionError, ResumeError, StorageError
+from gs_compile.errors import MemoryBudgetError, OptionError, ResumeError, StepOrderError, StorageError
 from gs_compile.model.durable import Trainer, check_alike
 from gs_compile.model.trained import param_groups
 from gs_compile.options import Options
@@ -23,7 +23,7 @@ from gs_compile.runtime.optimizer import Recipe
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.storage.folder import folder_in
 from gs_compile.runtime.storage.last_commit import commits_in, newest_of
-from gs_compile.runtime.storage.manifest import StoredParameter
+from gs_compile.runtime.storage.manifest import Manifest, StoredParameter
 from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Trace
@@ -84,6 +84,13 @@ def open_tiers(
         raise OptionError(
             'gs_compile.resume() was called, and durability is "off": give durability="step", or a number'
         )
+    asked, together = optimizer.kept.ranks, ranks.names if ranks else ()
+    if asked is not None and asked != together:
+        one, other = (f"ranks {', '.join(map(str, each))}" if each else "one process" for each in (asked, together))
+        raise OptionError(
+            f"gs_compile.resume looked for the commit of {one}, and by the model's options it is trained by {other}: "
+            "give resume the same group= or mesh= as the model"
+        )
     with ExitStack() as undo:
         store, same = None, frozenset[str]()
         if planning.uses_ssd:
@@ -134,11 +141,23 @@ def _open_store(
         if store.former is not None:
             log.info("run %s goes on from step %d (%s)", store.run, store.former.step, store.former.written)
             check_alike(store.former, optimizer, stored, planning.placement.world)
+            _refuse_what_was_read(store.former, optimizer)
             folders = [drive.folder for drive in store.drives]
             same = alike(store.former, planning.placement, layout.types, stored, folders)
         store.reserve_check(planning.ssd_nbytes - store.nbytes_of(same))
         undo.pop_all()
     return store, same
+
+
+def _refuse_what_was_read(former: Manifest, optimizer: Trainer) -> None:
+    """Raise StepOrderError where the user has been told another number of steps than the run goes on from."""
+    found, read = former.step - former.num_skipped, optimizer.num_steps_read
+    if optimizer.kept.step is None and read not in (None, found):
+        raise StepOrderError(
+            f"optimizer.num_steps was read as {read} before the model's first call, and run {former.run} goes on from "
+            f"{found} steps: call `run = gs_compile.resume(model, optimizer, storage=...)` before that, and begin with "
+            "batch run.step"
+        )
 
 
 def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: Trainer) -> Mapping[str, Any]:

@@ -9,13 +9,12 @@ Each part is of use alone: `resume` takes any loader, and `StepSampler` any loop
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Sampler
 
@@ -23,9 +22,9 @@ from gs_compile.errors import OptionError, ResumeError, StepOrderError
 from gs_compile.model.durable import check_parameters
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
-from gs_compile.runtime.groups import place_of
+from gs_compile.runtime.groups import gathered, place_of
 from gs_compile.runtime.storage.folder import folder_in
-from gs_compile.runtime.storage.last_commit import Steps, commits_in, newest_of
+from gs_compile.runtime.storage.last_commit import commits_in, newest_of
 from gs_compile.runtime.storage.manifest import Manifest
 
 
@@ -41,13 +40,19 @@ class Resumed:
 
 
 def resume(
-    model: nn.Module, optimizer: TieredOptimizer, *, storage: Any = None, group: Any = None, **states: Any
+    model: nn.Module,
+    optimizer: TieredOptimizer,
+    *,
+    storage: Any = None,
+    group: Any = None,
+    mesh: Any = None,
+    **states: Any,
 ) -> Resumed:
     """Have the model's first call go on from the last durable step in `storage`, if there is one.
 
     Called when model and optimizer are made as they were, before the model's first call; the option `durability` has to
     be on. `storage` is as in `Options`; the model may be compiled with another one, to which the run then moves. All
-    ranks that train together call this; `group`, as in `Options`, says which where not all do.
+    ranks that train together call this; `group` or `mesh`, the model's option, says which where not all do.
     `states` are objects with `state_dict` and `load_state_dict`, such as schedulers, samplers or a LossScaler: each
     commit keeps their states by name, and they are given back here. The optimizer's settings are those of that step.
 
@@ -59,10 +64,11 @@ def resume(
     for name, each in states.items():
         if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
             raise OptionError(f"{name} has no state_dict and load_state_dict: a {type(each).__name__}")
-    directories = Options.of({"storage": storage}).storage
-    optimizer.kept.storage = directories
+    options = Options(storage=storage, group=group, mesh=mesh)
+    place = place_of(options)
+    optimizer.kept.storage, optimizer.kept.ranks = options.storage, place.everyone if place else ()
     optimizer.kept.states.update(states)
-    former = last_of(directories, group)
+    former = last_of(options)
     if former is None:
         optimizer.kept.step = 0
         return Resumed()
@@ -77,16 +83,11 @@ def resume(
     return Resumed(former.step, former.user)
 
 
-def last_of(directories: Iterable[Path], group: Any = None) -> Manifest | None:
-    """The last commit that this process has, or of several ranks all have: torch's, or those of a group."""
-    place = place_of(Options(group=group))
-
-    def agree(own: Steps) -> Sequence[Steps]:
-        given: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(given, own, group)
-        return given
-
-    return newest_of(commits_in(map(folder_in, directories), prepared=place is not None), agree if place else None)
+def last_of(options: Options) -> Manifest | None:
+    """The last commit in `storage` that this process has, or of several ranks all have."""
+    place = place_of(options)
+    left = commits_in(map(folder_in, options.storage), prepared=place is not None)
+    return newest_of(left, partial(gathered, place) if place else None)
 
 
 class StepSampler(Sampler[list[int]]):

@@ -54,7 +54,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.loss_scale: Callable[[], float] = lambda: 1.0  # a LossScaler's
         self._check_norm()
-        self.num_steps = self.num_skipped = 0
+        self._num_steps = self.num_skipped = 0
+        self.num_steps_read: int | None = None  # before the first call, which may go on from another number
         self._shown_steps = torch.zeros(())  # `num_steps`, for all that `state` shows
         self.last_step: StepInfo | None = None
         self.kept = Kept()
@@ -77,6 +78,17 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._show_state(parameter)
 
     @property
+    def num_steps(self) -> int:
+        """Steps that were taken and not skipped, with those of the run that goes on, once that is known.
+
+        `gs_compile.resume` makes it known. With the option ``resume="auto"`` alone the model's first call does, and
+        raises StepOrderError where another number was read before.
+        """
+        if self.engine is None:
+            self.num_steps_read = self._num_steps
+        return self._num_steps
+
+    @property
     def components(self) -> tuple[str, ...]:
         """Names of the tensors of a parameter's state; all parameters have them if any param group needs them."""
         found = [self.rule.components(group) for group in self.param_groups]
@@ -95,7 +107,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self.engine is not None and self.components != self.engine.components:
             raise OptimizerError("momentum was 0 when the model first ran, so there is no state for it: set it before")
         settings = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        record = StepRecord(self.num_steps + 1, settings, self.max_grad_norm)
+        record = StepRecord(self._num_steps + 1, settings, self.max_grad_norm)
         record.loss_scale = self.loss_scale()
         resident_update.count(self._resident, record, self.engine.ranks if self.engine is not None else None)
         return record
@@ -135,14 +147,14 @@ class TieredOptimizer(torch.optim.Optimizer):
             for parameter in self._parameters:
                 parameter.grad = None if isinstance(parameter.grad, UnavailableGradient) else parameter.grad
             self.num_skipped += record.skipped
-            self.num_steps += not record.skipped
-            self._shown_steps.fill_(self.num_steps)
+            self._num_steps += not record.skipped
+            self._shown_steps.fill_(self._num_steps)
             if record.skipped and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
                 self._warn(record)
             lanes = self.engine.tiers.trace.totals(reset=True)
             rolled_back = self.engine.placement.rolls_back(confirmed=record.confirmed)
             self.last_step = StepInfo(
-                self.num_steps, record.grad_norm, record.skipped, rolled_back, self.num_skipped, lanes
+                self._num_steps, record.grad_norm, record.skipped, rolled_back, self.num_skipped, lanes
             )
         return loss
 
@@ -189,8 +201,8 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def go_on(self, former: Manifest) -> None:
         """Have the steps of a commit behind it: their number, and the settings that they have left."""
-        self.num_steps, self.num_skipped = former.step - former.num_skipped, former.num_skipped
-        self._shown_steps.fill_(self.num_steps)
+        self._num_steps, self.num_skipped = former.step - former.num_skipped, former.num_skipped
+        self._shown_steps.fill_(self._num_steps)
         for mine, theirs in zip(self.param_groups, former.groups, strict=True):
             mine.update({key: tuple(each) if isinstance(each, list) else each for key, each in theirs.items()})
             self._check(mine)
@@ -210,7 +222,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         spoiled, units = "the loss" if record.is_loss_bad else "a gradient", ", ".join(map(str, record.updated))
         done = f"; units {units} were updated before it showed" if units else ""
         warnings.warn(
-            f"{spoiled} is not finite: step {self.num_steps + 1} was skipped{done}"
+            f"{spoiled} is not finite: step {self._num_steps + 1} was skipped{done}"
             + (". With max_grad_norm= (inf to clip nothing) such a step is skipped as a whole" if done else ""),
             NonFiniteWarning,
             stacklevel=4,
@@ -227,7 +239,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """As torch's optimizers have it, and zeros before a step; mapped from files, so no memory until it is used."""
         self.synchronize()
         shown = self.state
-        if self.engine is not None or not self.num_steps:
+        if self.engine is not None or not self._num_steps:
             states = {p: self.stored_state(p) for p in self._parameters}
             self.state = defaultdict(dict, {p: state for p, state in states.items() if state is not None})
         try:
@@ -253,8 +265,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             taken = loaded_state.settings_of(theirs)
             self._check({**mine, **taken, "amsgrad": theirs.get("amsgrad", False)})
             mine.update(taken)
-        self.num_steps = num_steps
-        self._shown_steps.fill_(self.num_steps)
+        self._num_steps = num_steps
+        self._shown_steps.fill_(num_steps)
         self.state.update(states)
         self.load_into_engine()
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -264,7 +276,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """A parameter's state as torch has it, its tensors mapped from files; None where it is not trained."""
         span = self.engine.trained_span(parameter) if self.engine is not None else None
         if self.engine is not None and span is not None:
-            return self.engine.state(span, self.num_steps)
+            return self.engine.state(span, self._num_steps)
         state = self.state.get(parameter, {})
         is_shown = any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
         return loaded_state.zeros(parameter, state) if is_shown else resident_update.copied(state)

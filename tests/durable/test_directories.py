@@ -12,6 +12,7 @@ from stored_run import save, stored_folders, stored_run, values
 from gs_compile.cli.stored.runs import collect, found_in
 from gs_compile.errors import LeftoverError
 from gs_compile.model.resume import last_of
+from gs_compile.options import Options
 from gs_compile.runtime.storage.manifest import FOLDER, NAME, NEXT
 from gs_compile.runtime.storage.store import Store
 
@@ -90,7 +91,7 @@ def test_of_two_commits_of_one_step_the_later_counts(tmp_path, turn):
     for folder, made in zip(folders[::turn], (first, later), strict=True):
         save(folder, made)
     directories = [folder.parent for folder in folders]
-    assert last_of(directories) == found_in(directories[0])[0].commit == later
+    assert last_of(Options(storage=directories)) == found_in(directories[0])[0].commit == later
     with Store(directories, durable=True, resume=(), weights=(1, 1)) as store:
         assert store.former == later
 

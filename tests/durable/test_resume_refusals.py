@@ -14,7 +14,7 @@ from stored_run import save
 from tiered import Harness, adamw, gpt2, options, sgd
 
 import gs_compile
-from gs_compile.errors import LeftoverError, OptimizerError, ResumeError
+from gs_compile.errors import LeftoverError, OptimizerError, ResumeError, StepOrderError
 from gs_compile.runtime.storage.manifest import FOLDER, read
 
 KEEPS_CAPTURES = True
@@ -114,6 +114,29 @@ def test_a_commit_that_resume_has_not_found_is_not_taken_up(harness, given, tmp_
         assert gs_compile.resume(harness.model, optimizer, storage=tmp_path / "empty").step == 0
         with pytest.raises(ResumeError, match=f"no commit in .*empty, and with {tmp_path} there is a commit of step 2"):
             steps(harness, optimizer, (0,))
+
+
+def test_a_number_of_steps_that_was_read_before_the_first_call_is_true_or_refused(harness, given, tmp_path):
+    """Else the loop begins with the first batch again, and learns something else without a word."""
+    commit = read(tmp_path / FOLDER)
+    with resumed(harness, adamw, given) as optimizer:
+        assert optimizer.num_steps == 0
+        with pytest.raises(
+            StepOrderError, match=r"num_steps was read as 0 before .* goes on from 2 steps: call .*resume"
+        ):
+            steps(harness, optimizer, (0,))
+        assert read(tmp_path / FOLDER) == commit
+    with resumed(harness, adamw, given) as optimizer:
+        assert optimizer.num_steps == 0
+        gs_compile.resume(harness.model, optimizer, storage=tmp_path)
+        assert optimizer.num_steps == 2
+        steps(harness, optimizer, (2,))
+        assert optimizer.num_steps == 3
+    clean(given)
+    with resumed(harness, adamw, given) as optimizer:
+        assert optimizer.num_steps == 0
+        steps(harness, optimizer, (0,))
+        assert optimizer.num_steps == 1
 
 
 @pytest.mark.parametrize("what", ["groups", "states"])

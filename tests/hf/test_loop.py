@@ -113,6 +113,19 @@ def test_a_saved_state_goes_on(precision, tmp_path):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def test_the_number_of_steps_of_a_run_that_goes_on_is_true_before_the_first_call(tmp_path):
+    """A loop finds its place in the data by it."""
+    options = {"durability": "step", "resume": "auto"}
+    first = Loop(tmp_path, mine=True, options=options)
+    first.epoch(stop=2)
+    first.optimizer.optimizer.commit()
+    first.optimizer.optimizer.engine.tiers.close()
+    again = Loop(tmp_path, mine=True, options=options)
+    assert again.optimizer.optimizer.num_steps == 2
+    again.epoch(stop=1)
+    assert again.optimizer.optimizer.num_steps == 3
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __init__(self, number):
         self.number = number

@@ -14,10 +14,12 @@ from launch import Fleet
 from rank_learner import Learner
 from saving import saving
 from stored_run import save, stored_run
-from tiered import gpt2
+from tiered import gpt2, options, step, tokens
 
 import gs_compile
+from gs_compile.errors import OptionError
 from gs_compile.model.resume import last_of
+from gs_compile.options import Options
 from gs_compile.placement.levels import Share
 from gs_compile.planner.boundary import FIRST
 from gs_compile.runtime.storage import manifest
@@ -41,12 +43,50 @@ def looks(info, tmp_path):
         save(folder, made := stored_run(folder, on_disk=False), manifest.NAME if info.rank else manifest.NEXT)
         if info.rank:
             save(folder, replace(made, step=made.step + 1), manifest.NEXT)
-        assert last_of([tmp_path], group) == made
+        assert last_of(Options(storage=tmp_path, group=group)) == made
 
 
 def test_ranks_of_a_group_look_alone(tmp_path):
     with Fleet(3) as fleet:
         fleet.run(looks, tmp_path)
+
+
+def look_by_mesh(info, tmp_path):
+    """Two rows of ranks, which have the same model each: all look together."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    folder = folder_in(tmp_path / str(info.rank))
+    folder.parent.mkdir()
+    folder.mkdir(mode=0o700)
+    save(folder, made := stored_run(folder, on_disk=False), manifest.NAME if info.rank else manifest.NEXT)
+    if info.rank == 3:
+        save(folder, replace(made, step=made.step + 1), manifest.NEXT)
+    assert last_of(Options(storage=folder.parent, mesh=mesh)) == made
+
+
+def test_ranks_of_a_mesh_look_together(tmp_path):
+    with Fleet(4) as fleet:
+        fleet.run(look_by_mesh, tmp_path)
+
+
+def looks_with_others(info, tmp_path):
+    """Each rank trains a model of its own, and has not said so to `resume`."""
+    alone = [dist.new_group([0]), dist.new_group([1])][info.rank]
+    model = gpt2()
+    optimizer = gs_compile.AdamW(model.parameters())
+    given = options(tmp_path / str(info.rank), durability="step")
+    model.compile(backend="greedysnake", options={**given, "group": alone})
+    gs_compile.resume(model, optimizer, storage=given["storage"])
+    words = (
+        "resume looked for the commit of ranks 0, 1, and .* it is trained by one process: give resume the same group="
+    )
+    with pytest.raises(OptionError, match=words):
+        step(model, optimizer, tokens(0))
+    gs_compile.resume(model, optimizer, storage=given["storage"], group=alone)
+    step(model, optimizer, tokens(0))
+
+
+def test_resume_looks_with_the_ranks_that_train_together(pair, tmp_path):
+    pair.run(looks_with_others, tmp_path)
 
 
 def trains(info, tmp_path, dies_at=None, **changes):
