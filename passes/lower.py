@@ -90,6 +90,14 @@ def lower(step: StepSpec, *, verified: bool = True) -> list[Program]:
     return _snapshots(program, step, verified=verified)
 
 
+def before_own_pass(step: StepSpec) -> Program:
+    """The program that the own pass of a schedule gets, not verified: it will not run."""
+    assert step.placement is not None
+    assert step.order.own_pass is not None, "the schedule has no pass of its own"
+    *_, program, _, _ = lower(step, verified=False)  # `free` comes after the own pass
+    return program
+
+
 def flush(
     num_layers: int, placement: Placement, *, late: bool = True, redo: bool = True, seals: bool = False
 ) -> list[Program]:

@@ -12,19 +12,6 @@ from gs_compile.placement.units import Group, Part, UnitPlacement
 from gs_compile.program.ir import COPIES, ORDERS, Op, Order, Schedule, Tier, Unit, Value
 
 
-@dataclass(frozen=True, kw_only=True)
-class Room:
-    """What the schedule `lifetime` may fill with what is inactive, and what moving costs.
-
-    device_nbytes, host_nbytes: the planned peaks that it keeps; of the device only where that has memory of its own.
-    bytes_per_second: of each lane that moves data, alone.
-    """
-
-    device_nbytes: int
-    host_nbytes: int
-    bytes_per_second: tuple[tuple[str, float], ...]
-
-
 class Marks(TypedDict, total=False):
     """What depends on the steps around one, beside its late updates; what is not said is not so.
 
@@ -53,7 +40,7 @@ class Placement:
     gradient_ratio: of the units, how many have their gradient sums in host memory between two micro-batches of the
         horizontal order; those of the others go to SSD.
     world: the ranks that share all units; `units` and all sizes but activations are one rank's share.
-    room: for what the schedule `lifetime` keeps where it is; None: nothing is kept, as in the horizontal schedule.
+    own: what the schedule has decided beside, which its own pass alone reads; None: nothing.
     durability: every so many steps are committed: what the last of them has left outlives the process; 0: none are.
     kept: units whose early parameters, stored on SSD, are also kept in host memory from their update to the first use
         in the next step; tied ones until the head has used them.
@@ -72,7 +59,7 @@ class Placement:
     schedule: Schedule = "vertical"
     gradient_ratio: float = 1.0
     device_checkpoint_ratio: float = 0.0
-    room: Room | None = None
+    own: object | None = None
     speculative: bool = False
     world: int = 1
     layer_updates: int = 1

@@ -24,11 +24,11 @@ from gs_compile.placement.workload import UnitSize
 from gs_compile.planner.again import fingerprint, planned
 from gs_compile.planner.boundary import kept_nbytes, without
 from gs_compile.planner.builder import peak
-from gs_compile.planner.lifetimes import table
 from gs_compile.planner.planner import Planner
 from gs_compile.planner.simulate.simulator import Simulation, predict
 from gs_compile.planner.step_plan import commits_text, nbytes_by_home
 from gs_compile.planner.summary import RATIO_OF
+from gs_compile.planner.variants import table
 from gs_compile.program.ir import WORDS, Program, StepShape, Unit
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.stream import has_own_memory
@@ -222,9 +222,9 @@ class PlanCache:
             rows.append(("planned", f"{self.planner.plan.seconds:.3g} s a step"))
         width = max(len(label) for label, _ in rows) + len(": ")
         lines = [f"{label + ':':<{width}}{text}" for label, text in rows]
-        return "\n".join([*lines, *([self._inactive] if placement.room else [])])
+        return "\n".join([*lines, *([self._own] if placement.own else [])])
 
     @cached_property
-    def _inactive(self) -> str:
-        """What the schedule `lifetime` has decided; made once, as every call is described and this lowers a step."""
+    def _own(self) -> str:
+        """What the schedule has decided beside; made once, as every call is described and this lowers a step."""
         return table(self.placement, self.first_shape)

@@ -25,7 +25,6 @@ from gs_compile.options import Masters, Options, Recompute
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder
-from gs_compile.planner.lifetimes import with_room
 from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.lp.limits import Budgets, Fixed
 from gs_compile.planner.lp.search import Saturation, Search
@@ -38,6 +37,7 @@ from gs_compile.planner.refine import planned
 from gs_compile.planner.requested import budgets, micro_batch_sizes, workloads
 from gs_compile.planner.saved import faster, with_levels
 from gs_compile.planner.step_plan import StepPlan
+from gs_compile.planner.variants import with_variant
 from gs_compile.program.ir import Schedule
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class _Request:
                 whole = explained(chosen, made, tried, [each for each in found if each[0] is not problem])
                 if not SCHEDULES[self.schedule].fills_memory:
                     return whole
-                kept = with_room(chosen, whole)
+                kept = with_variant(chosen, whole)
                 return replace(kept, notes=(*kept.notes, *made.notes))
         assert refusal is not None, "there is a search"
         raise refusal

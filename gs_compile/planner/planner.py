@@ -33,7 +33,6 @@ from gs_compile.planner.cost.levels import Levels
 from gs_compile.planner.cost.timing import priced, timed
 from gs_compile.planner.cost.workload import workload_of
 from gs_compile.planner.given import check, classes, device_budget, fixed, host_budget, num_update_threads, remedies
-from gs_compile.planner.lifetimes import prolonged
 from gs_compile.planner.lp.limits import ACTIVATION, Budgets, Fixed
 from gs_compile.planner.lp.search import GROWTH
 from gs_compile.planner.measure.machines import named
@@ -44,6 +43,7 @@ from gs_compile.planner.refine import planned
 from gs_compile.planner.saved import computed, faster, is_open, saved_text, topmost, with_levels
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import paragraph
+from gs_compile.planner.variants import fastest_variant
 from gs_compile.program.ir import StepShape, Tier
 from gs_compile.progress import stage
 from gs_compile.runtime.ranks import Ranks
@@ -158,8 +158,8 @@ class Planner:
         return self.device_nbytes if self.builder.separate else None
 
     def _prolonged(self, plain: Placement, reason: str) -> tuple[Placement, str]:
-        """With what is inactive kept where it is, as far as there is room and that is faster."""
-        found, why = prolonged(self._problem(replace(self.fixed, speculative=False)), plain)
+        """The fastest of the schedule's variants."""
+        found, why = fastest_variant(self._problem(replace(self.fixed, speculative=False)), plain)
         return found.placement or plain, f"{reason}; {why}"
 
     # By the linear program --------------------------------------------------------------------------------------------

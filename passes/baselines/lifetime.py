@@ -17,20 +17,49 @@ it. What outlives the step is not in question: its home is the placement's.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gs_compile.machine import format_bytes
 from gs_compile.passes.free import with_frees
 from gs_compile.placement.liveness import LiveRange, live_ranges, nbytes_alive
 from gs_compile.placement.placement import Placement
-from gs_compile.program.ir import Op, Program, Stage, Tier, Value
+from gs_compile.program.ir import TRANSFER_LANES, WORDS, Op, Program, Stage, Tier, Value
+
+if TYPE_CHECKING:
+    from gs_compile.passes.baselines.registry import Outcome
 
 BACKWARD = 3.0  # forwards that a backward takes: one again, and twice one for its two gradients
 STAYING = frozenset({"w", "x", "dw"})  # kinds; optimizer states go home after each update: that is what is learned
 MOVES = frozenset({"prefetch", "offload", "alias", "gather"})  # what is of no use if nobody reads what it defines
+ENDLESS = 1 << 60  # bytes, where no budget is known
+SPARE_PARTS = (0.25, 0.5)  # of host memory, that ratios of their own leave to what is inactive
+INACTIVE = {"w": "between two uses", "x": "from forward to backward", "dw": "between two micro-batches"}
+NEXT = {"device": "host", "host": "SSD"}  # where a tensor goes that does not stay
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What may be filled with what is inactive, and what moving costs: `Placement.own` of this schedule.
+
+    device_nbytes, host_nbytes: the planned peaks that it keeps; of the device only where that has memory of its own.
+    bytes_per_second: of each lane that moves data, alone.
+    """
+
+    device_nbytes: int
+    host_nbytes: int
+    bytes_per_second: tuple[tuple[str, float], ...]
+
+
+EVERYTHING = Room(
+    device_nbytes=ENDLESS,
+    host_nbytes=ENDLESS,
+    bytes_per_second=tuple(dict.fromkeys(TRANSFER_LANES.values(), 1.0).items()),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +91,7 @@ class Period:
 def lifetime(program: Program, placement: Placement, *, late: bool = False) -> Program:
     """The same step with fewer round trips, none of its planned peaks above the room's or the horizontal program's own.
 
-    late: as of `free`. Without a room in the placement nothing stays.
+    late: as of `free`. Without a `Room` in the placement nothing stays.
     """
     return decide(program, placement, late=late)[0]
 
@@ -70,7 +99,7 @@ def lifetime(program: Program, placement: Placement, *, late: bool = False) -> P
 def decide(program: Program, placement: Placement, *, late: bool = False) -> tuple[Program, tuple[Period, ...]]:
     """The program with fewer round trips, and every period with what was decided on it."""
     found: list[Period] = []
-    room, homes = placement.room, placement.homes(late=late)
+    room, homes = _room(placement), placement.homes(late=late)
     budgets: dict[Tier, int] = {}
     if room is not None:
         budgets = {"device": room.device_nbytes} if placement.separate else {}
@@ -84,6 +113,11 @@ def decide(program: Program, placement: Placement, *, late: bool = False) -> tup
         program = _without(program, dropped, homes, placement)
         found += periods
     return program.with_ops(program.ops, made_by="lifetime"), tuple(found)
+
+
+def _room(placement: Placement) -> Room | None:
+    assert placement.own is None or isinstance(placement.own, Room)
+    return placement.own
 
 
 def _periods(ops: Sequence[Op], ranges: Iterable[LiveRange], placement: Placement) -> Iterator[Period]:
@@ -150,8 +184,9 @@ def _forwards(op: Op) -> float:
 
 def _seconds(value: Value, nbytes: int, placement: Placement) -> float:
     """The time of a round trip from a value's tier on all its lanes; parameters need not be written."""
-    assert placement.room is not None
-    rates = dict(placement.room.bytes_per_second)
+    room = _room(placement)
+    assert room is not None
+    rates = dict(room.bytes_per_second)
     on_ssd = _ssd_nbytes(value, nbytes, placement)
     lanes = {"ssd_read": on_ssd, "ssd_write": on_ssd}
     lanes |= {"h2d": nbytes, "d2h": nbytes} if value.tier == "device" else {}
@@ -192,3 +227,72 @@ def _without(program: Program, dropped: set[int], outlives: frozenset[Value], pl
 def _is_copied_for_ssd(op: Op, placement: Placement) -> bool:
     """Whether a checkpoint is copied only to be written from there: in one memory."""
     return op.verb == "offload" and op.lane == "d2h" and op.reads[0].kind == "x" and not placement.separate
+
+
+# What the planner asks ------------------------------------------------------------------------------------------------
+
+
+class Rooms:
+    """The variants of this schedule (`registry.Variants`): each has a room."""
+
+    unbounded = EVERYTHING
+    none = "nothing is moved away and back within a step: there is nothing to keep"
+    spare_parts = SPARE_PARTS
+
+    def within(self, *, device_nbytes: int | None, host_nbytes: int, bytes_per_second: Mapping[str, float]) -> Room:
+        """What budgets leave; device_nbytes: None where nothing on the device is counted."""
+        return Room(
+            device_nbytes=ENDLESS if device_nbytes is None else device_nbytes,
+            host_nbytes=host_nbytes,
+            bytes_per_second=tuple(bytes_per_second.items()),
+        )
+
+    def why(self, plain: Outcome, chosen: Outcome) -> str:
+        """In a sentence, what keeping brings, or that it would bring nothing."""
+        before, after = plain.seconds, chosen.seconds
+        if chosen is plain:
+            return f"to keep what there is room for would not be faster than {before:.3g} s: nothing is kept"
+        saved = plain.moved_nbytes - chosen.moved_nbytes
+        words = f"{format_bytes(saved)} less are moved" if saved >= 0 else f"{format_bytes(-saved)} more are moved"
+        return (
+            f"what there is room for stays where it is: {words} in a step, which takes {after:.3g} s in simulation, "
+            f"and {before:.3g} s by the horizontal schedule"
+        )
+
+    def table(
+        self, program: Program, placement: Placement
+    ) -> tuple[Sequence[str], Sequence[Sequence[str]], Sequence[str]]:
+        """The periods in which tensors are inactive, by kind, and what becomes of them."""
+        headings = ("", "on", "inactive", "times", "bytes", "stay", "bytes that stay", "others go to")
+        _, periods = decide(program, placement, late=placement.has_late)
+        return headings, list(_rows(periods)), ("times", "bytes", "stay", "bytes that stay")
+
+    def as_dict(self, program: Program, placement: Placement) -> dict[str, Any]:
+        """All periods, each with what was decided."""
+        _, periods = decide(program, placement, late=placement.has_late)
+        return {
+            "periods": [
+                {
+                    "tensor": str(period.value),
+                    "since": str(period.since),
+                    "until": str(period.until),
+                    "nbytes": period.nbytes,
+                    "stays": period.kept,
+                }
+                for period in periods
+            ]
+        }
+
+
+def _rows(found: Iterable[Period]) -> Iterator[tuple[str, ...]]:
+    groups: dict[tuple[str, str], list[Period]] = {}
+    for period in found:
+        groups.setdefault((period.value.kind, str(period.value.tier)), []).append(period)
+    for (kind, tier), members in groups.items():
+        kept = [period for period in members if period.kept]
+        elsewhere = NEXT[tier] if len(kept) < len(members) else ""
+        yield WORDS[kind], tier, INACTIVE[kind], *_totals(members), *_totals(kept), elsewhere
+
+
+def _totals(found: Sequence[Period]) -> tuple[str, str]:
+    return str(len(found)), format_bytes(sum(period.nbytes for period in found))

@@ -18,10 +18,9 @@ from tiered import BATCH, LENGTH, Harness, adamw, gpt2, moved, options, sgd, ste
 from zoo import assert_same_gradients, batch, gradients, huggingface
 
 import gs_compile
-from gs_compile.placement.placement import Room
+from gs_compile.passes.baselines.lifetime import EVERYTHING, Room
 from gs_compile.planner import planner
 from gs_compile.planner.builder import peak
-from gs_compile.planner.lifetimes import EVERYTHING
 
 KEEPS_CAPTURES = True
 NUM_LAYERS, WIDTH, MICRO_BATCH = 2, 32, 2
@@ -117,12 +116,12 @@ def with_room(share):
     """What stands for the choice by the simulator: a room of a size that the test wants."""
 
     def prolonged(self, plain, reason):
-        least, most = (self.builder.program(replace(plain, room=room)) for room in (None, EVERYTHING))
+        least, most = (self.builder.program(replace(plain, own=own)) for own in (None, EVERYTHING))
         sizes = {
             f"{tier}_nbytes": int((1 - share) * peak(least, tier) + share * peak(most, tier))
             for tier in ("device", "host")
         }
-        return replace(plain, room=Room(**sizes, bytes_per_second=EVERYTHING.bytes_per_second)), reason
+        return replace(plain, own=Room(**sizes, bytes_per_second=EVERYTHING.bytes_per_second)), reason
 
     return prolonged
 
@@ -188,7 +187,7 @@ def test_by_the_simulator(harnesses, storage, monkeypatch, caplog, separate):
         assert "lifetime" in [program.made_by for program in programs]
         assert programs[-1].order == "horizontal"
         shown = gs_compile.inspect(harnesses("model").model).tiers
-    if placement.room is not None:
+    if placement.own is not None:
         assert re.search(r"^\W*checkpoints .* (host|device) .* from forward to backward", shown, re.M)
     assert "stays where it is" in caplog.text or "nothing is kept" in caplog.text
 

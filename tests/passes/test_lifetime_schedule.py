@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import X_NBYTES, Options, lowered, options, place, stages, tiered_steps, train
 
-from gs_compile.passes.baselines.lifetime import decide
+from gs_compile.passes.baselines.lifetime import Room, decide
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement import liveness
-from gs_compile.placement.placement import Placement, Room
+from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
-from gs_compile.planner.lifetimes import table
+from gs_compile.planner.variants import table
 from gs_compile.program.ir import StepShape
 
 ALL_SSD = Options(separate=True)
@@ -31,7 +31,7 @@ def homes(step, chosen=ALL_SSD, gradient_ratio=0.0, schedule="lifetime") -> Plac
 
 
 def within(placement: Placement, device_nbytes: int, host_nbytes: int = ENDLESS) -> Placement:
-    return replace(placement, room=Room(device_nbytes=device_nbytes, host_nbytes=host_nbytes, bytes_per_second=RATES))
+    return replace(placement, own=Room(device_nbytes=device_nbytes, host_nbytes=host_nbytes, bytes_per_second=RATES))
 
 
 def peaks(step, placement, late=False) -> dict[str, int]:
@@ -143,8 +143,8 @@ def test_within_its_room_and_no_lane_moves_more(step, chosen, gradient_ratio, sh
     base = lowered(step, plain, late=late)[-1]
     found, before = (liveness.peaks(p.ops, of) for p, of in ((program, placement), (base, plain)))
     if plain.separate:
-        assert found["device"] <= max(placement.room.device_nbytes, before["device"])
-    assert found["host"] <= max(placement.room.host_nbytes, before["host"])
+        assert found["device"] <= max(placement.own.device_nbytes, before["device"])
+    assert found["host"] <= max(placement.own.host_nbytes, before["host"])
     assert found["ssd"] <= before["ssd"]
     moved, at_first = traffic(program, placement), traffic(base, plain)
     assert moved.keys() <= at_first.keys()

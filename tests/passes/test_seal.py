@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tiers import Options, lowered, options, place, stages, tiered_steps, train
 
 from gs_compile.errors import ProgramError
+from gs_compile.passes.baselines.lifetime import Room
 from gs_compile.passes.lower import flush
 from gs_compile.placement.kinds import nbytes_of
-from gs_compile.placement.placement import Room
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.verify import verify
 from gs_compile.planner.step_plan import nbytes_by_home
@@ -39,7 +39,7 @@ def placements(draw):
     schedules += ["single"] * (step[0] % 2 == 0 and step[1] == 1)
     schedule = draw(st.sampled_from(schedules))
     room, gradient_ratio = (ROOM if schedule == "lifetime" else None), draw(st.sampled_from((0.0, 1.0)))
-    placement = replace(place(*step, chosen), schedule=schedule, room=room, gradient_ratio=gradient_ratio)
+    placement = replace(place(*step, chosen), schedule=schedule, own=room, gradient_ratio=gradient_ratio)
     return step, replace(placement, durability=draw(st.sampled_from((1, 3))))
 
 

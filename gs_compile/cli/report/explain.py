@@ -15,7 +15,7 @@ from typing import Any
 
 from gs_compile.machine import format_bytes
 from gs_compile.passes.baselines.registry import SCHEDULES
-from gs_compile.planner import lifetimes
+from gs_compile.planner import variants
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import RATIO_OF, rate_text, seconds_text, settings, table, throughput, tiers
 from gs_compile.program.ir import LANES, TIERS, WORDS
@@ -67,14 +67,13 @@ def step_report(plan: StepPlan, files: Mapping[str, Path]) -> str:
     """How the step runs: its lanes, what the computation waits for, the critical path, memory, and what was drawn."""
     spec, peaks = SCHEDULES[plan.schedule], plan.simulation.peaks.items()
     memory = [(tier, format_bytes(nbytes), format_bytes(plan.peaks.get(tier, 0))) for tier, nbytes in peaks]
-    kept = [lifetimes.table(plan.placement, plan.workload.shape)] if spec.fills_memory and plan.placement.room else []
+    told = [variants.table(plan.placement, plan.workload.shape), *plan.notes]
     sections = {
         "What each lane does in a step:": _lanes(plan),
         "What the computation waits for:": _times(plan, plan.simulation.bubbles) or "nothing",
         "The critical path, by lane:": _times(plan, _critical(plan)),
         "Memory at its peak:": table(("", "simulated", "planned"), memory, right=("simulated", "planned")),
-        "What is inactive between two uses:": "\n".join([*kept, *plan.notes]) if spec.fills_memory else "",
-        "What to know:": "\n".join(plan.notes) if spec.halves_blocks else "",
+        spec.heading: "\n".join(filter(None, told)) if spec.heading else "",
     }
     drawn = "\n".join(f"{what}: {path}" for what, path in files.items())
     return "\n\n".join(filter(None, [_headline(plan), *_titled(sections), drawn]))
@@ -84,7 +83,7 @@ def step_dict(plan: StepPlan, files: Mapping[str, Path]) -> dict[str, Any]:
     """The plan's, with what the simulation adds; its operations, which are many, are in the trace."""
     simulated: dict[str, Any] = {"peaks": plan.simulation.peaks, "critical_path": _critical(plan)}
     if SCHEDULES[plan.schedule].fills_memory:
-        simulated["periods"] = lifetimes.as_dicts(lifetimes.periods(plan.placement, plan.workload.shape))
+        simulated |= variants.as_dict(plan.placement, plan.workload.shape)
     return as_dict(plan) | {"simulated": simulated, "files": {what: str(path) for what, path in files.items()}}
 
 

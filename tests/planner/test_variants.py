@@ -12,9 +12,10 @@ from planned import A100, gpt
 from test_planner import FIVE, TINY
 
 from gs_compile.cli.report.explain import step_dict, step_report
-from gs_compile.planner.lifetimes import periods, room_of, why
+from gs_compile.passes.baselines.lifetime import Rooms
 from gs_compile.planner.lp.limits import Budgets
 from gs_compile.planner.plan import plan
+from gs_compile.planner.variants import as_dict, own_within
 
 LINKS = [f"{lane}_bytes_per_second" for lane in ("h2d", "d2h", "h2d_mixed", "d2h_mixed")]
 BUDGETS = Budgets(host_nbytes=10**9, device_nbytes=10**8, ssd_nbytes=10**10)
@@ -33,7 +34,7 @@ def predicted(seconds, nbytes):
     ],
 )
 def test_what_keeping_brings(seconds, nbytes, reason):
-    plain = predicted(4.0, 2 << 20)
+    plain, why = predicted(4.0, 2 << 20), Rooms().why
     assert reason in why(plain, predicted(seconds, nbytes))
     assert "would not be faster than 4 s: nothing is kept" in why(plain, plain)
 
@@ -41,14 +42,15 @@ def test_what_keeping_brings(seconds, nbytes, reason):
 def test_a_room_is_what_budgets_leave():
     """In one memory a copy reads and writes, and nothing on the device is counted."""
     problem = SimpleNamespace(budgets=BUDGETS, workload=gpt(2, 128), profile=A100)
-    room = room_of(problem)
+    room = own_within(problem, Rooms())
     assert room.device_nbytes == 10**8 - problem.workload.workspace_nbytes
     assert room.host_nbytes == 10**9
     assert dict(room.bytes_per_second) == {"h2d": 24e9, "d2h": 24e9, "ssd_read": 6e9, "ssd_write": 3e9}
     problem.profile = replace(A100, device="cpu", device_nbytes=0, **dict.fromkeys(LINKS, math.inf))
     problem.budgets = replace(BUDGETS, device_nbytes=0)
-    assert dict(room_of(problem).bytes_per_second)["d2h"] == A100.memory_bytes_per_second / 2
-    assert room_of(problem).device_nbytes > 10**15
+    room = own_within(problem, Rooms())
+    assert dict(room.bytes_per_second)["d2h"] == A100.memory_bytes_per_second / 2
+    assert room.device_nbytes > 10**15
 
 
 def test_what_is_told_of_a_plan():
@@ -59,7 +61,7 @@ def test_what_is_told_of_a_plan():
     assert re.search(r"^  checkpoints +device +from forward to backward +20 +5\.0 MiB +20 +5\.0 MiB$", shown, re.M)
     assert found.notes[0] in shown
     told = step_dict(found, {})["simulated"]["periods"]
-    every = periods(found.placement, found.workload.shape)
+    every = as_dict(found.placement, found.workload.shape)["periods"]
     assert len(told) == len(every) == 63 + 20 + 28
     assert {entry["tensor"].partition(".")[2] for entry in told} <= {"device", "host"}
     first = next(entry for entry in told if entry["tensor"] == "x0_0.device")

@@ -1,0 +1,96 @@
+"""variants: the other placements that a schedule offers for the same homes, of which the fastest is taken.
+
+The simulator holds each against the plain placement. So a schedule with variants is never slower than without them, as
+far as can be known before a run. What the variants are, and what is told of them, the schedule says itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from gs_compile.passes.baselines.registry import SCHEDULES, Variants
+from gs_compile.passes.lower import StepSpec, before_own_pass
+from gs_compile.placement.placement import Placement
+from gs_compile.planner import summary
+from gs_compile.planner.builder import peak
+from gs_compile.planner.problem import Problem
+from gs_compile.planner.simulate.simulator import Simulation
+from gs_compile.planner.step_plan import StepPlan
+from gs_compile.program.ir import TRANSFER_LANES, Program, StepShape
+
+
+def with_variant(problem: Problem, plan: StepPlan) -> StepPlan:
+    """`plan` with the fastest of its schedule's variants, also of placements that leave more host memory to these."""
+    problem, number = problem.bundled(plan.num_micro_batches)
+    others = []
+    for part in _variants(plan.placement).spare_parts:
+        less = replace(problem.budgets, host_nbytes=int(problem.budgets.host_nbytes * (1 - part)))
+        solution = problem.solved(number, plan.alpha, budgets=less)
+        others += [problem.placed(solution)] if solution else []
+    simulation, reason = fastest_variant(problem, plan.placement, others)
+    return replace(plan, simulation=simulation, notes=(reason,))
+
+
+def fastest_variant(problem: Problem, plain: Placement, others: Sequence[Placement] = ()) -> tuple[Simulation, str]:
+    """Of a plain placement and its variants, the fastest; and in a sentence why it is.
+
+    others: placements that leave more memory. With gaps between what is in host memory, a variant may need more than
+    there is: then it is left out.
+    """
+    variants, program = _variants(plain), problem.builder.program
+    bare = program(plain)
+    found = [problem.predicted(bare, plain)]
+    if bare.ops == program(replace(plain, own=variants.unbounded)).ops:
+        return found[0], variants.none
+    own = own_within(problem, variants)
+    for placement in dict.fromkeys(replace(each, own=own) for each in (plain, *others)):
+        changed = program(placement)
+        if peak(changed, "host") <= problem.budgets.host_nbytes:
+            found.append(problem.predicted(changed, placement))
+    fastest = min(reversed(found), key=lambda each: each.seconds)
+    return fastest, variants.why(found[0], fastest)
+
+
+def own_within(problem: Problem, variants: Variants) -> object:
+    """What budgets leave, as a schedule has it: of the device's memory what its code does not compute in.
+
+    Where the device reads host memory itself a copy reads and writes there.
+    """
+    budgets, profile = problem.budgets, problem.profile
+    return variants.within(
+        device_nbytes=budgets.values_nbytes(problem.workload.workspace_nbytes),
+        host_nbytes=budgets.host_nbytes,
+        bytes_per_second={lane: profile.transfer_rate(lane) for lane in TRANSFER_LANES.values()},
+    )
+
+
+# What is told of it ---------------------------------------------------------------------------------------------------
+
+
+def table(placement: Placement, shape: StepShape) -> str:
+    """For people: what a schedule has decided in a step among others; empty where it has decided nothing."""
+    if placement.own is None:
+        return ""
+    headings, rows, numbers = _variants(placement).table(_program(placement, shape), placement)
+    return summary.table(headings, rows, right=numbers)
+
+
+def as_dict(placement: Placement, shape: StepShape) -> dict[str, Any]:
+    """The same for JSON, by what the schedule calls it."""
+    return dict(_variants(placement).as_dict(_program(placement, shape), placement))
+
+
+def _variants(placement: Placement) -> Variants:
+    found = SCHEDULES[placement.schedule].variants
+    assert found is not None, f"the schedule {placement.schedule} has no variants"
+    return found
+
+
+def _program(placement: Placement, shape: StepShape) -> Program:
+    """A step among others, as the schedule's own pass gets it."""
+    step = StepSpec(
+        placement.num_layers, len(placement.x_nbytes), shape=shape, placement=placement, late=placement.has_late
+    )
+    return before_own_pass(step)
