@@ -86,7 +86,7 @@ def main() -> None:
         rows = {key: each for key, each in rows.items() if not key.startswith(f"{model}, {machine},")}
         spec = workloads(config(model), SEQUENCE, "bf16", 1)
         given: dict[str, Any] = {"machine": machine, "micro_batch_size": size}
-        workload = spec(size, halves=False, levels=True)
+        workload = spec(size, levels=True)
         saturated = plan(workload, **given, recompute="all").num_micro_batches
         for times in TIMES:
             number = times * saturated

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from gs_compile.passes.baselines.registry import SCHEDULES, ScheduleSpec
+from gs_compile.passes.baselines.registry import SCHEDULES
+from gs_compile.passes.baselines.spec import ScheduleSpec
 from gs_compile.passes.free import free
 from gs_compile.passes.offload import offload
 from gs_compile.passes.overlap import overlap

@@ -151,22 +151,23 @@ class CompiledUnits:
     def _run(self, name: str, unit: Unit, micro_batch: int, arguments: Tensors, level: int = 0) -> Sequence[Any]:
         """Call "forward", "backward" or "both" of a unit's code at a level, with unit and micro-batch's random numbers.
 
-        The halves of a block draw together what the whole block does: the second goes on where the first's forward,
-        which always comes before it, has stopped.
+        The layers of a block draw together what the whole block does: each goes on where the forward of the one before,
+        which always comes first, has stopped.
         """
         part = self.micro_batches[micro_batch]
         code = part.codes[unit]
         function = code.function(name, level)
         if self.seed is None or not code.draws_random:
             return function(*arguments)
-        half = unit % 2 if part.split.halved and isinstance(unit, int) else None
-        if half == 1 and (unit, micro_batch) in self._drawn:
+        number = part.split.layers_per_block
+        block, place = divmod(unit, number) if isinstance(unit, int) else (unit, number - 1)
+        if place > 0 and (unit, micro_batch) in self._drawn:
             self._numbers.go_on(self._drawn[unit, micro_batch])
         else:
-            self._numbers.seed(seed_of(self.seed, unit if half is None else int(unit) // 2, micro_batch))
+            self._numbers.seed(seed_of(self.seed, block, micro_batch))
         with self._numbers:
             outcome = function(*arguments)
-        if half == 0 and name == "forward":
+        if place < number - 1 and name == "forward":
             self._drawn[int(unit) + 1, micro_batch] = self._numbers.state()
         return outcome
 

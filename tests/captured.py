@@ -16,6 +16,7 @@ from gs_compile.capture.loss import Separated, loss
 from gs_compile.capture.specialize import specialize
 from gs_compile.capture.split import Split, split
 from gs_compile.model.backend import greedysnake
+from gs_compile.passes.baselines.halve import HALVES
 
 WIDTH, TOKENS, WORDS = 8, 5, 11
 
@@ -50,7 +51,8 @@ class Case:
         return loss(module, self.captured, kept=kept, alone=alone)
 
     def split(self, micro_batch_size: int = 2, *, alone: bool = False, halved: bool = False) -> Split:
-        return split(self.separated(micro_batch_size, alone=alone), self.captured, halved=halved)
+        block_cut = HALVES if halved else None
+        return split(self.separated(micro_batch_size, alone=alone), self.captured, block_cut)
 
 
 def captured(model: Callable[..., Any], *args: Any, dynamic: bool | None = None, **kwargs: Any) -> Case:

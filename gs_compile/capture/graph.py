@@ -217,10 +217,28 @@ def output_values(module: fx.GraphModule) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def layer_name(layer: int, *, halved: bool = False) -> str:
-    """A layer for people; `halved`: each block is two layers."""
-    half = "feed-forward" if layer % 2 else "attention"
-    return f"the {half} half of layer {layer // 2}" if halved else f"layer {layer}"
+@dataclass(frozen=True)
+class BlockCut:
+    """How a schedule has each block as several layers.
+
+    names: of a block's layers in order, such as ("attention", "feed-forward").
+    part, parts: what one of them is, "half", and several are, "halves".
+    units: takes nodes with their readers, the unit of each, and what goes from one block to the next; gives the unit of
+        each node where every block is so many layers.
+    """
+
+    names: tuple[str, ...]
+    part: str
+    parts: str
+    units: Callable[[Mapping[fx.Node, Sequence[fx.Node]], Mapping[fx.Node, int], Sequence[fx.Node]], dict[fx.Node, int]]
+
+
+def layer_name(layer: int, cut: BlockCut | None = None) -> str:
+    """A layer for people; `cut`: how blocks are cut into layers, if they are."""
+    if cut is None:
+        return f"layer {layer}"
+    block, part = divmod(layer, len(cut.names))
+    return f"the {cut.names[part]} {cut.part} of layer {block}"
 
 
 def source_line(node: fx.Node) -> str:

@@ -7,8 +7,8 @@ prologue (`arrange`).
     prologue "e"  --x0-->  layer 0  --x1-->  ...  layer L-1  --xL-->  epilogue "h"
         \\------------ side inputs: masks, rotary tables ------/------/
 
-Exactly one tensor goes from a layer to the next, its checkpoint. Anything else that crosses is refused by name. The
-single schedule has each block as two layers, its attention half and its feed-forward half (`halve`).
+Exactly one tensor goes from a layer to the next, its checkpoint. Anything else that crosses is refused by name. A layer
+is a block, or a part of one where the schedule cuts blocks (`BlockCut`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,16 @@ import torch
 from torch import fx
 
 from gs_compile.capture.arrange import arrange, is_free, is_like, needed_by, storage_of
-from gs_compile.capture.graph import Captured, OutputSpec, Source, TensorSpec, UnitGraph, layer_name, source_line
-from gs_compile.capture.halve import halve
+from gs_compile.capture.graph import (
+    BlockCut,
+    Captured,
+    OutputSpec,
+    Source,
+    TensorSpec,
+    UnitGraph,
+    layer_name,
+    source_line,
+)
 from gs_compile.capture.loss import Separated
 from gs_compile.capture.operations import is_mutation, mutated, operation
 from gs_compile.capture.specialize import ENTER_AUTOCAST, EXIT_AUTOCAST
@@ -41,15 +49,15 @@ class Split:
     outputs: tuple[OutputSpec, ...]
     sides: tuple[TensorSpec, ...]
     count: UnitGraph | None  # makes a micro-batch's part of each total, ahead of the step
-    halved: bool = False  # layer 2 i is the attention half of block i, layer 2 i + 1 its feed-forward half
+    block_cut: BlockCut | None = None  # None: a layer is a block
 
     @property
     def num_layers(self) -> int:
         return len(self.units) - 2
 
     @property
-    def layers_of_a_block(self) -> int:
-        return 2 if self.halved else 1
+    def layers_per_block(self) -> int:
+        return len(self.block_cut.names) if self.block_cut else 1
 
     @cached_property
     def made(self) -> tuple[OutputSpec, ...]:
@@ -61,24 +69,24 @@ class Split:
         return {graph.unit: graph for graph in self.units}
 
 
-def split(separated: Separated, captured: Captured, *, halved: bool = False) -> Split:
-    """Cut the graph of `separated` into units; `halved`: every block is two layers."""
-    return _Cut(separated, captured, halved=halved).run()
+def split(separated: Separated, captured: Captured, block_cut: BlockCut | None = None) -> Split:
+    """Cut the graph of `separated` into units; `block_cut`: and every block into several layers."""
+    return _Cut(separated, captured, block_cut).run()
 
 
 class _Cut:
-    def __init__(self, separated: Separated, captured: Captured, *, halved: bool) -> None:
+    def __init__(self, separated: Separated, captured: Captured, block_cut: BlockCut | None) -> None:
         self.separated = separated
         self.graph = separated.module.graph
         self.batch = captured.names("batch")
         self.wanted = [value for value in separated.outputs if isinstance(value, fx.Node)]
         self.readers = needed_by(self.wanted, self.graph)
         self.at, self.num_layers = arrange(self.readers)
-        self.halved = False  # until each block is known to hand on one tensor
+        self.block_cut: BlockCut | None = None  # until each block is known to hand on one tensor
         self.carried = self._carried()
-        if halved:
-            self.at = halve(self.readers, self.at, self.carried)
-            self.halved, self.num_layers = True, 2 * self.num_layers
+        if block_cut:
+            self.at = block_cut.units(self.readers, self.at, self.carried)
+            self.block_cut, self.num_layers = block_cut, len(block_cut.names) * self.num_layers
             self.carried = self._carried()
         self.sides = self._sides()
         self.emitted: dict[int, list[fx.Node]] = defaultdict(list)  # by unit, what it makes for the outputs alone
@@ -92,7 +100,7 @@ class _Cut:
         if totals := self.separated.totals:
             nodes = [node for node in needed_by(totals, self.graph) if not is_free(node)]
             count = _extract(PROLOGUE, nodes, [("total", node) for node in totals], lambda node: node.meta["source"])
-        return Split(units, outputs, sides, count, self.halved)
+        return Split(units, outputs, sides, count, self.block_cut)
 
     # What crosses ----------------------------------------------------------------------------------------------------
 
@@ -145,7 +153,7 @@ class _Cut:
         """The words for a layer that passes on `leaving`, each read at these positions, in place of one tensor."""
 
         def name(position: int) -> str:
-            return "the epilogue" if position > self.num_layers else layer_name(position - 1, halved=self.halved)
+            return "the epilogue" if position > self.num_layers else layer_name(position - 1, self.block_cut)
 
         if not leaving:
             return f"{name(position)} passes nothing on to what follows; its block does not feed the model's output"

@@ -2,8 +2,8 @@
 
 Two layers are of one class when their graphs are the same: operations, wiring, constants, and the shapes and dtypes
 of what they read. Parameters and side inputs are bound per layer, so alternating masks or rotary tables (gemma2) make
-no difference. Every class is compiled once, whatever the number of layers. Where blocks are cut in halves, each half is
-held against its like.
+no difference. Every class is compiled once, whatever the number of layers. Where blocks are cut into several layers, a
+layer is held against its like.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gs_compile.capture.graph import Captured, Length, TensorSpec, UnitGraph, layer_name
+from gs_compile.capture.graph import BlockCut, Captured, Length, TensorSpec, UnitGraph, layer_name
 from gs_compile.capture.split import Split
 from gs_compile.errors import UniformityError
 
@@ -26,8 +26,8 @@ class Uniform:
 
     keys: tuple[Hashable, ...]  # of every unit, in the order of the split; equal keys are one class
     layer_classes: tuple[tuple[int, ...], ...]  # the layers of each class
-    differences: tuple[str, ...]  # how the first layer of each further class differs from layer 0, or from its half
-    halved: bool = False  # every block is two layers
+    differences: tuple[str, ...]  # how the first layer of each further class differs from layer 0, or from its like
+    block_cut: BlockCut | None = None  # how blocks are cut into layers, if they are
 
     @property
     def report(self) -> str:
@@ -35,10 +35,11 @@ class Uniform:
         return "\n".join([*lines, *self.differences])
 
     def _described(self, layers: Sequence[int]) -> str:
-        if not self.halved:
+        if (cut := self.block_cut) is None:
             return f"{len(layers)} layers: {_ranges(layers)}"
-        half = "feed-forward" if layers[0] % 2 else "attention"
-        return f"the {half} halves of {len(layers)} layers: {_ranges([layer // 2 for layer in layers])}"
+        number = len(cut.names)
+        of = _ranges([layer // number for layer in layers])
+        return f"the {cut.names[layers[0] % number]} {cut.parts} of {len(layers)} layers: {of}"
 
 
 def uniform(cut: Split, captured: Captured) -> Uniform:
@@ -46,16 +47,16 @@ def uniform(cut: Split, captured: Captured) -> Uniform:
     keys = tuple(map(structure, cut.units))
     members: dict[Hashable, list[int]] = {}
     for layer, key in enumerate(keys[1:-1]):
-        members.setdefault((layer % cut.layers_of_a_block, key), []).append(layer)
-    further = [layers[0] for layers in members.values() if layers[0] >= cut.layers_of_a_block]
+        members.setdefault((layer % cut.layers_per_block, key), []).append(layer)
+    further = [layers[0] for layers in members.values() if layers[0] >= cut.layers_per_block]
     differences = tuple(_difference(cut, layer, captured) for layer in further)
     if all(len(layers) == 1 for layers in members.values()):
-        number = len(members) // cut.layers_of_a_block
+        number = len(members) // cut.layers_per_block
         raise UniformityError(
             f"the model has no repeated block: all {number} blocks differ, the first two thus: "
             f"{differences[0]}. greedysnake needs blocks of equal code and shapes"
         )
-    return Uniform(keys, tuple(map(tuple, members.values())), differences, cut.halved)
+    return Uniform(keys, tuple(map(tuple, members.values())), differences, cut.block_cut)
 
 
 def structure(unit: UnitGraph) -> Hashable:
@@ -113,10 +114,10 @@ def _attribute_key(module: fx.GraphModule, name: str) -> Hashable:
 
 
 def _difference(cut: Split, layer: int, captured: Captured) -> str:
-    """Where `layer` first differs from layer 0, or from its half of block 0, in the user's names."""
-    like = layer % cut.layers_of_a_block
+    """Where `layer` first differs from layer 0, or from its like in block 0, in the user's names."""
+    like = layer % cut.layers_per_block
     first, second = cut.by_unit[like], cut.by_unit[layer]
-    which = f"{layer_name(layer, halved=cut.halved)} differs from {layer_name(like, halved=cut.halved)}"
+    which = f"{layer_name(layer, cut.block_cut)} differs from {layer_name(like, cut.block_cut)}"
     for mine, other, source in zip(first.specs, second.specs, second.sources, strict=False):
         if (str(mine), mine.requires_grad) != (str(other), other.requires_grad):
             path = captured.inputs[source.index].path if source.kind == "input" else f"its {source.kind} input"

@@ -30,6 +30,7 @@ from gs_compile.codegen.levels import SavedLevel
 from gs_compile.errors import UniformityWarning
 from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
+from gs_compile.passes.baselines.spec import ScheduleSpec
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.levels import Level
 from gs_compile.placement.placement import Placement
@@ -164,9 +165,8 @@ class Compilation:
     _warned: bool = False
 
     @property
-    def halved(self) -> bool:
-        """Whether every block is two layers, its attention half and its feed-forward half."""
-        return SCHEDULES[self.options.expert.schedule].halves_blocks
+    def schedule(self) -> ScheduleSpec:
+        return SCHEDULES[self.options.expert.schedule]
 
     def specialized(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> SpecializedModel:
         """The model's units at one micro-batch size; `alone`: this micro-batch is the whole batch."""
@@ -224,7 +224,7 @@ class Compilation:
         all_are = self.options.outputs == "all" or not losses
         kept = [all_are or value in losses or not isinstance(value, fx.Node) for value in given]
         separated = loss(module, captured, kept=kept, alone=alone)
-        cut = split(separated, captured, halved=self.halved)
+        cut = split(separated, captured, self.schedule.block_cut)
         alike = uniform(cut, captured)
         self._warn(alike)
         codes = {unit.unit: _code(unit, key, self.options) for unit, key in zip(cut.units, alike.keys, strict=True)}
@@ -233,9 +233,10 @@ class Compilation:
     def _warn(self, alike: Uniform) -> None:
         if alike.differences and not self._warned:
             self._warned = True
+            blocks = f"{alike.block_cut.part}-blocks" if alike.block_cut else "blocks"
             warnings.warn(
-                f"the model's {'half-blocks' if alike.halved else 'blocks'} are of {len(alike.layer_classes)} kinds, "
-                "each compiled once: " + "; ".join(alike.differences),
+                f"the model's {blocks} are of {len(alike.layer_classes)} kinds, each compiled once: "
+                + "; ".join(alike.differences),
                 UniformityWarning,
                 stacklevel=2,
             )

@@ -96,7 +96,7 @@ class Inspection:
         operation; empty where the micro-batch is the whole batch.
     shape: the parts of the step.
     programs: the step program after every pass; the last is the one that runs. `str` of one is its text.
-    num_layers: the single schedule has two of each block: its attention half, then its feed-forward half.
+    num_layers: of the program; a schedule may have several of each block, such as its attention half and the other.
     micro_batch_size: samples in a micro-batch; the last of the `num_micro_batches` of a batch may have fewer.
     checkpoint: the input of one layer for one micro-batch.
     seconds_in_passes: spent so far in the passes over this capture, for all sizes it was called with.
@@ -211,7 +211,7 @@ class Inspection:
         """The same for programs: numbers and strings, fit for JSON."""
         return {
             "num_layers": self.num_layers,
-            "halved": self._model.split.halved,
+            "halved": self._model.split.layers_per_block > 1,
             "num_micro_batches": self.num_micro_batches,
             "micro_batch_size": self.micro_batch_size,
             "parameters_nbytes": self._nbytes(),
@@ -236,7 +236,8 @@ class Inspection:
     @property
     def _layer(self) -> str:
         """The word for a layer of the program."""
-        return "half-layer" if self._model.split.halved else "layer"
+        cut = self._model.split.block_cut
+        return f"{cut.part}-layer" if cut else "layer"
 
     def _class(self, units: tuple[Unit, ...]) -> UnitClass:
         graph = self._model.split.by_unit[units[0]]

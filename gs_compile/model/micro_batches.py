@@ -31,9 +31,11 @@ def cut_batch(compilation: Compilation, args: Sequence[Any]) -> tuple[list[Speci
 
 
 def _lengths(compilation: Compilation, batch_size: int) -> list[int]:
-    """The samples of each micro-batch: `micro_batch_size`, and the rest in the last one."""
+    """The samples of each micro-batch: `micro_batch_size`, and the rest in the last one; some schedules have
+    the whole batch as one.
+    """
     size = compilation.options.micro_batch_size
-    if batch_size <= size or compilation.halved:
+    if batch_size <= size or compilation.schedule.whole_batch:
         return [batch_size]
     if not compilation.captured.batch_symbols:
         raise CaptureError(

@@ -68,7 +68,7 @@ class Outputs:
         for output in arrived:
             if output.kind == "y" and output.unit != EPILOGUE:
                 is_layer = isinstance(output.unit, int)
-                maker = layer_name(output.unit, halved=self.models[0].split.halved) if is_layer else "the embedding"  # type: ignore[arg-type]
+                maker = layer_name(output.unit, self.models[0].split.block_cut) if is_layer else "the embedding"  # type: ignore[arg-type]
                 raise OutputGradientError(
                     f"a gradient arrived for an output made inside {maker} (a cache or attention weights); "
                     "greedysnake differentiates the loss, what the head makes, and hidden states"

@@ -135,13 +135,13 @@ class _Request:
         return replace(self, layer_updates=SCARCE_UPDATES)._made(sizes)
 
     def _made(self, sizes: Sequence[int]) -> StepPlan:
-        if SCHEDULES[self.schedule].halves_blocks:
+        if SCHEDULES[self.schedule].whole_batch:
             return self.single(*replace(self, schedule="vertical").searched(sizes)[0])
         return self.baseline(sizes) if SCHEDULES[self.schedule].order == "horizontal" else self.planned(sizes)
 
     def problem(self, size: int, counted: Counted | None = None) -> Problem:
         fixed, schedule = self.fixed, self.schedule
-        workload = self.workload_of(size, halves=SCHEDULES[schedule].halves_blocks, levels=fixed.saves)
+        workload = self.workload_of(size, schedule=schedule, levels=fixed.saves)
         if SCHEDULES[schedule].order == "horizontal" and not fixed.clip:
             fixed = replace(fixed, alpha=fixed.alpha or 0.0)  # as it is known, the baseline does not delay updates
         if counted and (counted.workload.sizes, counted.workload.shape) != (workload.sizes, workload.shape):
@@ -160,10 +160,10 @@ class _Request:
 
     def faster(self, problem: Problem, made: StepPlan) -> tuple[Problem, StepPlan]:
         """With saved activations, where that is faster."""
-        halves = SCHEDULES[self.schedule].halves_blocks
 
         def saving(problem: Problem) -> Problem:
-            return with_levels(problem, self.workload_of(problem.workload.micro_batch_size, halves=halves, levels=True))
+            size = problem.workload.micro_batch_size
+            return with_levels(problem, self.workload_of(size, schedule=self.schedule, levels=True))
 
         return faster(problem, made, saving)
 

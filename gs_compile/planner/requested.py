@@ -13,6 +13,7 @@ from torch import nn
 from gs_compile.errors import PlanError
 from gs_compile.machine import parse_bytes
 from gs_compile.options import Masters
+from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.shards import shared
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.cost.workload import STATES, ModelSpec
@@ -70,22 +71,23 @@ def workloads(
         raise PlanError(f"states are {states!r}; there are {', '.join(STATES)}")
 
     @cache
-    def spec(*, halves: bool) -> ModelSpec:
+    def spec(schedule: Schedule) -> ModelSpec:
         assert not isinstance(model, Workload)
         wanted = precision or ("model" if isinstance(model, nn.Module) else "bf16")
-        schedule: Schedule = "single" if halves else "vertical"
         more: dict[str, Any] = {"precision": wanted, "masters": masters, "states": states}
         return ModelSpec.of(model, sequence=sequence, schedule=schedule, **more)
 
     @cache
-    def workload(size: int, *, halves: bool, levels: bool = False) -> Workload:
+    def workload(size: int, *, schedule: Schedule = "vertical", levels: bool = False) -> Workload:
+        cut = SCHEDULES[schedule].block_cut
         if not isinstance(model, Workload):
-            found = spec(halves=halves)
-            return found.levelled(workload(size, halves=halves)) if levels else shared(found.workload(size), world)
-        if halves:
+            alike = next(name for name, each in SCHEDULES.items() if each.block_cut is cut)  # captured once for all
+            found = spec(alike)
+            return found.levelled(workload(size, schedule=schedule)) if levels else shared(found.workload(size), world)
+        if cut:
             raise PlanError(
-                f"the single schedule cuts each block in two, and the numbers of the workload {model.name} do not tell "
-                "where: give the model by name, as a config or as a module"
+                f"the {schedule} schedule cuts each block in {cut.parts}, and the numbers of the workload {model.name} "
+                "do not tell where: give the model by name, as a config or as a module"
             )
         times = size / model.micro_batch_size
         whole = replace(scaled(model, code=times, activations=times, workspace=times), micro_batch_size=size)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gs_compile.passes.baselines.registry import SCHEDULES, Variants
+from gs_compile.passes.baselines.registry import SCHEDULES
+from gs_compile.passes.baselines.spec import Variants
 from gs_compile.passes.lower import StepSpec, before_own_pass
 from gs_compile.placement.placement import Placement
 from gs_compile.planner import summary

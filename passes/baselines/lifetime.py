@@ -19,19 +19,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gs_compile.machine import format_bytes
+from gs_compile.passes.baselines.spec import Outcome
 from gs_compile.passes.free import with_frees
 from gs_compile.placement.liveness import LiveRange, live_ranges, nbytes_alive
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import TRANSFER_LANES, WORDS, Op, Program, Stage, Tier, Value
-
-if TYPE_CHECKING:
-    from gs_compile.passes.baselines.registry import Outcome
 
 BACKWARD = 3.0  # forwards that a backward takes: one again, and twice one for its two gradients
 STAYING = frozenset({"w", "x", "dw"})  # kinds; optimizer states go home after each update: that is what is learned
@@ -233,7 +231,7 @@ def _is_copied_for_ssd(op: Op, placement: Placement) -> bool:
 
 
 class Rooms:
-    """The variants of this schedule (`registry.Variants`): each has a room."""
+    """The variants of this schedule (`spec.Variants`): each has a room."""
 
     unbounded = EVERYTHING
     none = "nothing is moved away and back within a step: there is nothing to keep"

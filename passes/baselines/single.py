@@ -16,7 +16,7 @@ from gs_compile.program.ir import Program, StepShape
 def single(num_layers: int, num_micro_batches: int, *, shape: StepShape | None = None) -> Program:
     """The vertical step of one micro-batch, which is the whole batch; a layer is half a block.
 
-    Layer 2 i is the attention half of block i, layer 2 i + 1 its feed-forward half: `split` has cut them so.
+    Layer 2 i is the attention half of block i, layer 2 i + 1 its feed-forward half: `halve` has cut them so.
     """
     assert num_micro_batches == 1, f"{num_micro_batches} micro-batches: the single schedule has the whole batch as one"
     assert num_layers % 2 == 0, f"{num_layers} layers: the single schedule has two of each block"

@@ -156,7 +156,7 @@ class Wide(Two):
 @pytest.mark.parametrize("block", [Two, PostNorm, InPlace, Flat])
 def test_the_halves_compute_what_the_blocks_do(block):
     cut, case = halves(block(), block(), alone=True)
-    assert (cut.halved, cut.num_layers) == (True, 4)
+    assert (cut.layers_per_block, cut.num_layers) == (2, 4)
     whole = case.split(2, alone=True)
     boundaries = [unit.module.graph.output_node().args[0][0] for unit in cut.units[1:-1:2]]
     assert [operation(node) in ("add", "iadd") for node in boundaries] == [True, True]

@@ -68,6 +68,6 @@ def test_what_does_not_fit_is_left_out():
 def test_numbers_alone_do_not_tell_the_halves():
     tiny = gpt(4, 512, sequence=256, vocabulary=5000)
     with pytest.raises(
-        PlanError, match=r"cuts each block in two, and the numbers of the workload .* do not tell where"
+        PlanError, match=r"cuts each block in halves, and the numbers of the workload .* do not tell where"
     ):
         plan(tiny, machine=HERE, schedule="single", micro_batch_size=1, num_micro_batches=2)

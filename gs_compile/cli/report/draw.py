@@ -74,7 +74,7 @@ def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
     paths = {name: folder / f"{name}.svg" for name in ("throughput", "traffic", "lanes")}
     title, number = _title(plan), plan.num_micro_batches
     lanes(plan.simulation, paths["lanes"], title=title)
-    if SCHEDULES[plan.schedule].halves_blocks:  # both orders run layers, and its workload has halves
+    if SCHEDULES[plan.schedule].block_cut:  # both orders run layers, and its workload has halves
         return {"lanes": paths["lanes"]}
     sizes = sorted({2**power for power in range(number.bit_length())} | {number})
     planned = {schedule: list(_planned(plan, schedule, sizes)) for schedule in COMPARED}

@@ -44,8 +44,8 @@ class ModelSpec:
     """A model captured once without its weights, whose workload at any micro-batch size is asked for.
 
     sequence: tokens of a sample. symbols: symbolic sizes beside the batch.
-    num_layers: may be more than were captured: they are alike then. In the single schedule a layer is half a block,
-        and a micro-batch the whole batch.
+    num_layers: may be more than were captured: they are alike then. A layer may be a part of a block, and a
+        micro-batch the whole batch, as the schedule has it.
     """
 
     name: str
@@ -69,7 +69,8 @@ class ModelSpec:
         """The specification of a name or path (as `named_config` takes it), a config of transformers, or a module.
 
         precision: as the option of the backend; "bf16" has fp32 masters, and gradients in fp32.
-        schedule: "single" has two layers of every block. masters: as in `Expert`. states: AdamW's moments, of `STATES`.
+        schedule: one that cuts blocks has several layers of each. masters: as in `Expert`. states: AdamW's moments, of
+            `STATES`.
 
         The model is neither changed nor read. Raises `PlanError` for a model that cannot be built, `InspectionError`
         where Dynamo cannot capture it without weights, and whatever the backend would refuse it with.
@@ -101,7 +102,7 @@ class ModelSpec:
                 found = capture()
                 shortened = found.specialized(1)
                 if _is_alike(shortened):
-                    return replace(found, num_layers=len(blocks) * shortened.split.layers_of_a_block)
+                    return replace(found, num_layers=len(blocks) * shortened.split.layers_per_block)
             stack.extend(blocks[DEPTH:])
         found = capture()
         return replace(found, num_layers=found.specialized(1).split.num_layers)
@@ -113,7 +114,7 @@ class ModelSpec:
                 f"the model's code fixes the batch size, so it cannot run in micro-batches of {micro_batch_size}; take "
                 "the size from the input's shape"
             )
-        return self.compilation.specialized(micro_batch_size, self.symbols, alone=self.compilation.halved)
+        return self.compilation.specialized(micro_batch_size, self.symbols, alone=self.compilation.schedule.whole_batch)
 
     def levelled(self, workload: Workload) -> Workload:
         """The workload of this model with the levels of its layers."""
@@ -129,7 +130,7 @@ class ModelSpec:
         kinds = {each.is_pair for each in layout.types.values() if each.has_master}
         masters: Masters | None = ("split" if kinds.pop() else "whole") if kinds else None
         found = replace(found, name=self.name, sequence=self.sequence, masters=masters)
-        return _deepened(found, self.num_layers, specialized.split.layers_of_a_block)
+        return _deepened(found, self.num_layers, specialized.split.layers_per_block)
 
 
 def workload_of(specialized: SpecializedModel, sizes: Sequence[UnitSize], *, tied: Set[Unit] = frozenset()) -> Workload:
@@ -189,7 +190,7 @@ def _cost(specialized: SpecializedModel, graph: UnitGraph) -> UnitCost:
 def _is_alike(found: SpecializedModel) -> bool:
     """Whether the blocks that were captured can stand for more of them."""
     num_captured, num_classes = found.split.num_layers, len(found.uniform.layer_classes)
-    return (num_captured, num_classes) == (DEPTH * found.split.layers_of_a_block, found.split.layers_of_a_block)
+    return (num_captured, num_classes) == (DEPTH * found.split.layers_per_block, found.split.layers_per_block)
 
 
 def _deepened(workload: Workload, num_layers: int, period: int) -> Workload:

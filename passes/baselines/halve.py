@@ -19,7 +19,7 @@ from itertools import pairwise
 from torch import fx
 
 from gs_compile.capture.arrange import Readers, is_free, is_like
-from gs_compile.capture.graph import block_of, source_line
+from gs_compile.capture.graph import BlockCut, block_of, source_line
 from gs_compile.capture.operations import operation
 from gs_compile.errors import UniformityError
 
@@ -38,6 +38,9 @@ def halve(readers: Readers, whole: Mapping[fx.Node, int], carried: Sequence[fx.N
         for node in _after(boundary, block, readers):
             position[node] += 1
     return position
+
+
+HALVES = BlockCut(names=("attention", "feed-forward"), part="half", parts="halves", units=halve)
 
 
 def _boundary(layer: int, block: Sequence[fx.Node], readers: Readers, first: fx.Node, last: fx.Node) -> fx.Node:

@@ -1,0 +1,85 @@
+"""spec: what the rest has to know of a schedule, and what a schedule may provide beside the order of its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gs_compile.capture.graph import BlockCut
+from gs_compile.placement.placement import Placement
+from gs_compile.program.ir import Order, Program, StepShape
+
+
+class Builder(Protocol):
+    """Lays a step out, as compute operations only."""
+
+    def __call__(self, num_layers: int, num_micro_batches: int, *, shape: StepShape | None = None) -> Program: ...
+
+
+class Outcome(Protocol):
+    """What is known of a step before it runs."""
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def moved_nbytes(self) -> int: ...
+
+
+class Variants(Protocol):
+    """Other placements of the same homes: they differ in `Placement.own`, which the schedule's own pass follows.
+
+    unbounded: the `own` that no budget bounds. Where it changes nothing, there are no variants, and `none` says so.
+    spare_parts: of host memory, what other homes may leave to variants.
+    """
+
+    @property
+    def unbounded(self) -> object: ...
+
+    @property
+    def none(self) -> str: ...
+
+    @property
+    def spare_parts(self) -> Sequence[float]: ...
+
+    def within(self, *, device_nbytes: int | None, host_nbytes: int, bytes_per_second: Mapping[str, float]) -> object:
+        """The `own` of a variant within budgets; bytes_per_second: of each lane that moves data, alone."""
+
+    def why(self, plain: Outcome, chosen: Outcome) -> str:
+        """In a sentence, what the chosen variant brings, or that it would bring nothing."""
+
+    def table(
+        self, program: Program, placement: Placement
+    ) -> tuple[Sequence[str], Sequence[Sequence[str]], Sequence[str]]:
+        """Headings, rows, and the headings of numbers: what was decided on `program`, which its own pass gets."""
+
+    def as_dict(self, program: Program, placement: Placement) -> Mapping[str, Any]:
+        """The same for JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSpec:
+    """One schedule: how its programs are built, and how it differs from the others.
+
+    turns: neighbouring stages take the micro-batches in opposite orders (`snake`).
+    own_pass: what only it has, given the placement and whether gradients are left to the next step; before `free`.
+    block_cut: how it has each block as several layers; None: a layer is a block.
+    whole_batch: the whole batch is one micro-batch.
+    variants: other placements of the same homes, of which the planner takes the fastest.
+    heading: over what the report of a simulation tells of such decisions; none: it tells nothing.
+    """
+
+    order: Order
+    build: Builder
+    turns: bool = False
+    own_pass: Callable[..., Program] | None = None
+    block_cut: BlockCut | None = None
+    whole_batch: bool = False
+    variants: Variants | None = None
+    heading: str = ""
+
+    @property
+    def fills_memory(self) -> bool:
+        """Whether the schedule itself decides what the memory that its homes leave is for."""
+        return self.variants is not None
