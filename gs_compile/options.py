@@ -13,19 +13,11 @@ from typing import Any, Literal, TypeVar, get_args
 
 from gs_compile.errors import OptionError
 from gs_compile.machine import parse_bytes
+from gs_compile.schedules import BASELINE, BY_MICRO_BATCH, Schedule
 
 T = TypeVar("T")
-Order = Literal["vertical", "horizontal"]  # layer by layer, or micro-batch by micro-batch
-Schedule = Literal["vertical", "horizontal", "single", "lifetime"]
 Recompute = Literal["auto", "all", "none"]
 Masters = Literal["split", "whole"]
-
-ORDERS: dict[Schedule, Order] = {
-    "vertical": "vertical",
-    "horizontal": "horizontal",
-    "single": "vertical",  # of one micro-batch
-    "lifetime": "horizontal",
-}
 
 DEFAULT_STORAGE = "greedysnake"  # under the user's cache
 
@@ -114,10 +106,10 @@ class Expert:
             _one_of(f"expert.{name}", getattr(self, name), (True, False))
         object.__setattr__(self, "alpha", _fraction("expert.alpha", self.alpha))
         object.__setattr__(self, "ratios", _nested("expert.ratios", Ratios, {} if self.ratios is None else self.ratios))
-        if self.ratios.gradient is not None and ORDERS[self.schedule] != "horizontal":
+        if self.ratios.gradient is not None and self.schedule not in BY_MICRO_BATCH:
             raise OptionError(
                 f"expert.ratios.gradient is {self.ratios.gradient:g}, but gradient sums leave the device between two "
-                'micro-batches in the horizontal order alone: leave it out, or choose expert.schedule="horizontal"'
+                f'micro-batches in the {BASELINE} order alone: leave it out, or choose expert.schedule="{BASELINE}"'
             )
         left_over = {"all": ("activation",), "none": ("checkpoint", "device_checkpoint", "activation")}
         for name in left_over.get(self.recompute, ()):

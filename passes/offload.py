@@ -45,7 +45,7 @@ def offload(program: Program, placement: Placement, *, copies: bool = False, war
     parameters that `Placement.kept` says.
     """
     placed = program.with_ops(_Units(program, placement, copies=copies, warm=warm).ops(), "offload")
-    if placement.order == "horizontal":
+    if placement.by_micro_batch:
         placed = placed.with_ops(_with_sums(placed, placement), "offload")
     return placed.with_ops(_Activations(placed, placement).ops(), "offload")
 

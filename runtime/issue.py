@@ -70,10 +70,10 @@ class TieredExecutor(Executor):
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients there are: between forward and backward, the head's own.
 
-        In the horizontal order there are sums of whole micro-batches by then, some of them on their way: all sums are
+        Micro-batch by micro-batch there are sums of whole ones by then, some of them on their way: all sums are
         multiplied when they are complete.
         """
-        if self.placement.order == "horizontal":
+        if self.placement.by_micro_batch:
             self._factor = factor
             return
         for value, content in list(self.env.items()):

@@ -1,6 +1,6 @@
 """The bounds of the source tree, read from its folders: who imports whom, how long things are, what touches torch.
 
-    errors, machine, options, progress < program < placement < capture < passes | runtime < codegen < planner < model
+    errors, machine, options, progress, schedules < program < placement < capture < passes | runtime < codegen < planner < model
     < hf < cli
 
 Left never imports right; `passes` and `runtime` never import each other."""
@@ -8,17 +8,20 @@ Left never imports right; `passes` and `runtime` never import each other."""
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from typing import get_args
 
 import bounds
 import pytest
 from bounds import ROOT, beside, code_lines, hold, library
 
 import gs_compile
+from gs_compile.schedules import Schedule
 
 LAYERS = (
-    ("errors", "machine", "options", "progress"),
+    ("errors", "machine", "options", "progress", "schedules"),
     ("program",),
     ("placement",),
     ("capture",),
@@ -31,6 +34,8 @@ LAYERS = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MAY_ASK_THE_DEVICE = ("gs_compile.capture.", "gs_compile.runtime.stream")
+MAY_NAME_SCHEDULES = ("gs_compile.passes.baselines.", "gs_compile.schedules")
+COMPARED = "|".join(name for name in get_args(Schedule) if name != "vertical")
 PRIVATE = {"_cdata", "_typed_storage", "_version", "_weak_ref", "__closure__", "cell_contents"}
 MUTABLE = {  # module-level state that changes, each with its reason in ARCHITECTURE.md
     "gs_compile.codegen.compiled.compilations_of",
@@ -138,6 +143,21 @@ def touches(source: str) -> int:
     return found
 
 
+def schedules_named(source: str) -> list[str]:
+    """The schedules to compare with that code names: as identifiers, in imports, or in strings; docstrings may."""
+    tree = ast.parse(source)
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found: list[str] = []
+    for node in ast.walk(tree):
+        words = [getattr(node, field, None) for field in ("id", "attr", "arg", "name")]
+        words += (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
+        found += [word for word in words if isinstance(word, str) and re.fullmatch(COMPARED, word)]
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            named = rf'(?:^|["\'])({COMPARED})(?:$|["\'])|\b({COMPARED}) (?:schedule|order)'
+            found += [first or second for first, second in re.findall(named, node.value)]
+    return found
+
+
 def mutable(source: str) -> Iterator[str]:
     """Names of a module that are neither constants, functions nor types but hold an object that may change."""
     for node in ast.parse(source).body:
@@ -192,6 +212,30 @@ def test_one_place_knows_the_device_and_torch_inside():
         module: touches(source) for module, source in library().items() if not module.startswith(MAY_ASK_THE_DEVICE)
     }
     hold("device types and private interfaces", {module: number for module, number in found.items() if number})
+
+
+def test_schedules_to_compare_with_are_named_in_their_own_folder():
+    others = {name: source for name, source in library().items() if not name.startswith(MAY_NAME_SCHEDULES)}
+    named = {module: schedules_named(source) for module, source in others.items()}
+    assert {module: names for module, names in named.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("if schedule == 'single': pass", ["single"]),
+        ("from gs_compile.passes.baselines.lifetime import Room", ["lifetime"]),
+        ("from gs_compile.passes.baselines import lifetime", ["lifetime"]),
+        ("lifetime.decide(program)", ["lifetime"]),
+        ("plan(horizontal=True)", ["horizontal"]),
+        ("f'in the horizontal order of {n}'", ["horizontal"]),
+        ("x = 'choose expert.schedule=\"lifetime\"'", ["lifetime"]),
+        ('def f():\n    """The horizontal order."""', []),
+        ("x = 'a single file'\nlifetimes = SCHEDULES[name].variants", []),
+    ],
+)
+def test_schedules_that_are_named_are_found(source, names):
+    assert schedules_named(source) == names
 
 
 def test_module_level_state_is_listed():

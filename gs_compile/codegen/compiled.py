@@ -35,8 +35,9 @@ from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.levels import Level
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
-from gs_compile.program.ir import EPILOGUE, ORDERS, PROLOGUE, TIED, Program, StepShape, Unit, Value, height
+from gs_compile.program.ir import EPILOGUE, PROLOGUE, TIED, Program, StepShape, Unit, Value, height
 from gs_compile.progress import stage
+from gs_compile.schedules import BY_MICRO_BATCH
 
 # For inspection: the compilations of each parameter's model. By identity: `==` of two tensors is a tensor.
 compilations_of: MutableMapping[torch.nn.Parameter, list[Compilation]] = WeakTensorKeyDictionary()
@@ -205,9 +206,9 @@ class Compilation:
     def _kept(self, model: SpecializedModel, num_micro_batches: int) -> frozenset[Value]:
         """The values that are outputs too, and those that the head reads again where other outputs may get gradients.
 
-        In the horizontal order such a step is run anew.
+        A step that runs micro-batch by micro-batch is run anew.
         """
-        if ORDERS[self.options.expert.schedule] == "horizontal":
+        if self.options.expert.schedule in BY_MICRO_BATCH:
             inner = {o.unit for o in model.split.made if o.kind == "x"}
             return frozenset(Value("x", unit, j) for unit in inner for j in range(num_micro_batches))
         if not any(o.kind != "loss" and o.spec and o.spec.requires_grad for o in model.split.made):

@@ -178,7 +178,7 @@ class Call:
         program = self.compilation.program(self.models[0], len(self.models), shape)[-1]
         env = {value: content for value, content in executor.env.items() if value.kind not in ("dx", "dw", "dside")}
         redo = Executor(program, self.units, {**env, **self.outputs.cut(gradients, outside)})
-        if executor.program.order == "horizontal" and executor.program is not program:
+        if executor.program.by_micro_batch and executor.program is not program:
             redo.forward()  # its checkpoints went with the backwards that the first half has run
         return redo
 

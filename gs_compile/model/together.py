@@ -18,9 +18,9 @@ from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
-from gs_compile.program.ir import Schedule
 from gs_compile.runtime.ranks import Ranks, ranks_of
 from gs_compile.runtime.threads import correct_thread_count
+from gs_compile.schedules import BY_MICRO_BATCH, Schedule
 
 OWN = ("storage", "group", "mesh", "expert")  # options that each rank may have its own of, or that are looked into
 
@@ -89,12 +89,12 @@ def refuse_empty(ranks: Ranks | None, num_rows: int) -> None:
 def refuse_uneven(ranks: Ranks, schedule: Schedule, models: Sequence[SpecializedModel]) -> None:
     """Raise `RankError` on all ranks where they would exchange parameters in different orders.
 
-    The vertical order gathers a unit once whatever the micro-batches are, the horizontal one once for each of them; and
-    where units stay while there is room, it depends on the size of checkpoints too.
+    Layer by layer a unit is gathered once whatever the micro-batches are, otherwise once for each of them; and where a
+    schedule fills memory, it depends on the size of checkpoints too.
     """
-    spec = SCHEDULES[schedule]
-    if spec.order == "horizontal":
-        sizes = {"the size of checkpoints": [each.x_nbytes for each in models]} if spec.fills_memory else {}
+    if schedule in BY_MICRO_BATCH:
+        fills = SCHEDULES[schedule].fills_memory
+        sizes = {"the size of checkpoints": [each.x_nbytes for each in models]} if fills else {}
         facts = {"the number of micro-batches": len(models), **sizes}
         ranks.require_same(f'expert.schedule "{schedule}"', facts)
 

@@ -9,7 +9,8 @@ from typing import TypedDict
 
 from gs_compile.placement.levels import TOLERANCE, Item, Level, Share, is_chosen, items
 from gs_compile.placement.units import Group, Part, UnitPlacement
-from gs_compile.program.ir import COPIES, ORDERS, Op, Order, Schedule, Tier, Unit, Value
+from gs_compile.program.ir import COPIES, Op, Schedule, Tier, Unit, Value
+from gs_compile.schedules import BY_MICRO_BATCH
 
 
 class Marks(TypedDict, total=False):
@@ -35,10 +36,10 @@ class Placement:
     x_nbytes, side_nbytes: of the checkpoint, and of the side inputs, of each micro-batch.
     levels: of each layer, what levels 1, 2 ... save; a class of layers may have fewer than another.
     shares: the parts of all items that are saved (`levels`).
-    schedule: the order of a training step. layer_updates: in how many updates a layer's elements are taken.
+    schedule: of a training step. layer_updates: in how many updates a layer's elements are taken.
     device_checkpoint_ratio: of the checkpoints, how many stay in memory of the device's own.
-    gradient_ratio: of the units, how many have their gradient sums in host memory between two micro-batches of the
-        horizontal order; those of the others go to SSD.
+    gradient_ratio: of the units, how many have their gradient sums in host memory between two micro-batches, where
+        these run one by one; those of the others go to SSD.
     world: the ranks that share all units; `units` and all sizes but activations are one rank's share.
     own: what the schedule has decided beside, which its own pass alone reads; None: nothing.
     durability: every so many steps are committed: what the last of them has left outlives the process; 0: none are.
@@ -78,8 +79,9 @@ class Placement:
         assert self.clip or not self.speculative, "without clipping no update is rolled back"
 
     @property
-    def order(self) -> Order:
-        return ORDERS[self.schedule]
+    def by_micro_batch(self) -> bool:
+        """Whether a training step runs one micro-batch through all layers before the next."""
+        return self.schedule in BY_MICRO_BATCH
 
     @cached_property
     def by_unit(self) -> Mapping[Unit, UnitPlacement]:
@@ -182,7 +184,7 @@ class Placement:
         first = unit.num_resident
         if self.world > 1:
             return {k: (start, stop) for k, (start, stop) in enumerate(unit.pieces) if start >= first}
-        number, numel = 1 if self.order == "horizontal" else len(self.x_nbytes), unit.numel - first
+        number, numel = 1 if self.by_micro_batch else len(self.x_nbytes), unit.numel - first
         return {k: (first + numel * k // number, first + numel * (k + 1) // number) for k in range(number)}
 
     def speculated(self, unit: UnitPlacement) -> tuple[Group, ...]:

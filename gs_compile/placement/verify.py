@@ -70,7 +70,6 @@ class Stages:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.order = program.order
         self.now: Stage | None = None
         self.seen: set[Stage] = set()
         self.tracks: dict[object, tuple[_Place, Stage]] = {}  # the last place on each line of stages, and its stage
@@ -89,8 +88,8 @@ class Stages:
     def _begin(self, stage: Stage) -> Iterator[str]:
         if stage in self.seen:
             yield f"stage {stage} was left and comes again"
-        if stage.unit is not None and (stage.micro_batch is None) != (self.order == "vertical"):
-            yield f"stage {stage} is of another order than {self.order}"
+        if stage.unit is not None and (stage.micro_batch is None) == self.program.by_micro_batch:
+            yield f"stage {stage} is of all micro-batches, and others are of one each"
         for track, place in _places(stage).items():
             last, before = self.tracks.get(track, (place, stage))
             if place < last:
@@ -114,7 +113,7 @@ class Stages:
         """Every unit runs forward, unless all there is are updates, if any; the head may do so in the backward."""
         if placement is not None and self.seen <= {FILL, DRAIN}:
             return
-        for j in range(self.program.num_micro_batches) if self.order == "horizontal" else (None,):
+        for j in range(self.program.num_micro_batches) if self.program.by_micro_batch else (None,):
             for unit in (PROLOGUE, *range(self.program.num_layers)):
                 if Stage("forward", unit, j) not in self.seen:
                     yield Stage("forward", unit, j)
@@ -125,8 +124,8 @@ class Stages:
 def _places(stage: Stage) -> dict[object, _Place]:
     """Where a stage stands on each line of stages that is in order: up through the forward, down through the backward.
 
-    In the vertical order that is one line. In the horizontal order each micro-batch has one, and in each phase the
-    micro-batches follow each other.
+    Layer by layer that is one line. Micro-batch by micro-batch each of these has one, and in a phase they follow each
+    other.
     """
     if stage.unit is None:
         return {"step": (0, 0.0) if stage == FILL else (3, 0.0)}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
 from gs_compile.planner.builder import StepBuilder, peak
@@ -22,8 +23,8 @@ FIRST: tuple[Unit, ...] = (TIED, PROLOGUE, 0, 1)  # read before the first layers
 
 
 def kept(builder: StepBuilder, plain: Placement) -> Ladder:
-    """More and more kept. The horizontal order is as it is known: what it is compared with moves what is said of it."""
-    if plain.order == "horizontal" or not builder.shape.training:
+    """More and more kept. What is as it is published is not: what it is compared with moves what is said of it."""
+    if SCHEDULES[plain.schedule].as_published or not builder.shape.training:
         return ()
     every = (replace(plain, kept=FIRST[:number]) for number in range(1, len(FIRST) + 1))
     return list({each.kept_values: each for each in every if each.kept_values}.values())
@@ -31,7 +32,7 @@ def kept(builder: StepBuilder, plain: Placement) -> Ladder:
 
 def earlier(builder: StepBuilder, plain: Placement) -> Ladder:
     """With states of the updates after the last backward read earlier and earlier, one layer's worth in each stage."""
-    if plain.order == "horizontal" or not builder.shape.training or plain.layer_updates > 1:
+    if SCHEDULES[plain.schedule].as_published or not builder.shape.training or plain.layer_updates > 1:
         return ()
     most = max(len(unit.trained("early")) for unit in plain.units)
     return [replace(plain, ahead=ahead) for ahead in range(1, most + 1)]

@@ -15,11 +15,12 @@ from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.lp.limits import ACTIVATION, CLASSES, Fixed, contradiction
 from gs_compile.runtime.stream import device_of, has_own_memory
 from gs_compile.runtime.threads import update_threads
+from gs_compile.schedules import BY_MICRO_BATCH
 
 
 def classes(options: Options) -> tuple[str, ...]:
     """Those that have a ratio in host memory."""
-    return (*CLASSES, "gradient") if SCHEDULES[options.expert.schedule].order == "horizontal" else CLASSES
+    return (*CLASSES, "gradient") if options.expert.schedule in BY_MICRO_BATCH else CLASSES
 
 
 def fixed(options: Options, clip: bool) -> Fixed:
@@ -42,7 +43,7 @@ def fixed(options: Options, clip: bool) -> Fixed:
         )
     if found.late:
         return replace(found, alpha=1.0)
-    return replace(found, alpha=expert.alpha or 0.0) if SCHEDULES[expert.schedule].order == "horizontal" else found
+    return replace(found, alpha=expert.alpha or 0.0) if SCHEDULES[expert.schedule].as_published else found
 
 
 def check(fixed: Fixed, builder: StepBuilder) -> None:

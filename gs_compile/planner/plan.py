@@ -135,15 +135,17 @@ class _Request:
         return replace(self, layer_updates=SCARCE_UPDATES)._made(sizes)
 
     def _made(self, sizes: Sequence[int]) -> StepPlan:
-        if SCHEDULES[self.schedule].whole_batch:
-            return self.single(*replace(self, schedule="vertical").searched(sizes)[0])
-        return self.baseline(sizes) if SCHEDULES[self.schedule].order == "horizontal" else self.planned(sizes)
+        spec = SCHEDULES[self.schedule]
+        if spec.batch_like is None:
+            return self.planned(sizes)
+        other = replace(self, schedule=spec.batch_like)
+        return self.whole(other, sizes) if spec.whole_batch else self.baseline(other, sizes)
 
     def problem(self, size: int, counted: Counted | None = None) -> Problem:
         fixed, schedule = self.fixed, self.schedule
         workload = self.workload_of(size, schedule=schedule, levels=fixed.saves)
-        if SCHEDULES[schedule].order == "horizontal" and not fixed.clip:
-            fixed = replace(fixed, alpha=fixed.alpha or 0.0)  # as it is known, the baseline does not delay updates
+        if SCHEDULES[schedule].as_published and not fixed.clip:
+            fixed = replace(fixed, alpha=fixed.alpha or 0.0)
         if counted and (counted.workload.sizes, counted.workload.shape) != (workload.sizes, workload.shape):
             counted = None
         if fixed.saves and not workload.num_levels:
@@ -221,9 +223,10 @@ class _Request:
         assert refusal is not None, "there is a search"
         raise refusal
 
-    def single(self, vertical: Problem, search: Search) -> StepPlan:
-        """One forward and backward over a batch, or over the most samples of it that fit."""
-        batch_size = self.batch_size or search.best.num_micro_batches * vertical.workload.micro_batch_size
+    def whole(self, other: _Request, sizes: Sequence[int]) -> StepPlan:
+        """One forward and backward over the batch of `other`, or over the most samples of it that fit."""
+        problem, search = other.searched(sizes)[0]
+        batch_size = self.batch_size or search.best.num_micro_batches * problem.workload.micro_batch_size
         plans: dict[int, StepPlan] = {}
 
         def is_too_large(size: int) -> bool:
@@ -240,13 +243,15 @@ class _Request:
         if not is_too_large(batch_size):
             return plans[batch_size]
         fits = bisect_left(range(1, batch_size), True, key=is_too_large)
-        limit = f"of the {batch_size} samples that the vertical order takes, {fits} fit in one forward and backward"
+        limit = (
+            f"of the {batch_size} samples that the {other.schedule} order takes, {fits} fit in one forward and backward"
+        )
         return replace(plans[fits], notes=(limit, *plans[fits].notes))
 
-    def baseline(self, sizes: Sequence[int]) -> StepPlan:
-        """The horizontal order, for the batch that the vertical one takes where that fits."""
+    def baseline(self, other: _Request, sizes: Sequence[int]) -> StepPlan:
+        """The plan for the batch that `other` takes, where that fits."""
         try:
-            problem, search = replace(self, schedule="vertical").searched(sizes)[0]
+            problem, search = other.searched(sizes)[0]
         except NoFitError:
             return self.planned(sizes)
         same = replace(self, batch_size=None, num_micro_batches=search.best.num_micro_batches)

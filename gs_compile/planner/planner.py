@@ -208,7 +208,7 @@ class Planner:
         settled = not self.fixed.clip or expert.clip is not None or expert.alpha is not None
         if settled or chosen is None:
             return chosen
-        alpha = 0.0 if SCHEDULES[expert.schedule].order == "horizontal" else None
+        alpha = 0.0 if SCHEDULES[expert.schedule].as_published else None
         speculative = replace(self.fixed, alpha=alpha, speculative=True)
         other = self._planned(speculative)
         if other is None:

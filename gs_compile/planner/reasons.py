@@ -13,6 +13,7 @@ from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem, scaled
 from gs_compile.planner.step_plan import Alternative, StepPlan
+from gs_compile.schedules import BASELINE
 
 WORTH_SAYING = 0.01  # a change of the step's time below this is nothing
 MOST_ALTERNATIVES = 3
@@ -66,7 +67,7 @@ def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Proble
 def notes(plan: StepPlan) -> Iterator[str]:
     """What a reader should know before spending time on this."""
     if plan.num_micro_batches == 1 and plan.schedule == "vertical":
-        yield "one micro-batch: the horizontal order is the same step"
+        yield f"one micro-batch: the {BASELINE} order is the same step"
     if plan.placement.layer_updates > 1:
         yield "host memory is scarce: layers are updated in pieces, and less is read ahead"
     if not any(tier == "ssd" for _, tier in plan.homes):

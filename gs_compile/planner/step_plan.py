@@ -165,7 +165,7 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
             found["s", part.tier] += int(part.numel * unit.state_itemsize)
         for _, other in (pair for group in placement.speculated(unit) for pair in unit.shadows(group)):
             found[other.kind, other.tier or "host"] += slot_of(placement, other).nbytes
-        if placement.order == "horizontal":
+        if placement.by_micro_batch:
             found["dw", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
         found["seal", "ssd"] += sum(_kept(unit, placement))
         waiting = sum(group.numel for group in unit.trained(*placement.waiting(redo=True)))

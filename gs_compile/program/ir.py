@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from gs_compile.errors import ProgramError
-from gs_compile.options import ORDERS, Order, Schedule
 from gs_compile.program.values import (
     COPIES,
     DRAIN,
@@ -34,11 +33,12 @@ from gs_compile.program.values import (
     whole_kind,
 )
 from gs_compile.program.verbs import LANES, MEMORY_VERBS, TRANSFER_LANES, TRANSFERS, VERBS, Op
+from gs_compile.schedules import Schedule
 
 # fmt: off
 __all__ = [  # the whole language, for whoever reads or makes programs
-    "COPIES", "DRAIN", "EPILOGUE", "FILL", "KINDS", "LANES", "MEMORY_VERBS", "ORDERS", "PROLOGUE", "SHADOWS", "TIED",
-    "TIERS", "TRANSFERS", "TRANSFER_LANES", "VERBS", "WORDS", "DeviceBound", "Op", "Order", "Program", "Schedule",
+    "COPIES", "DRAIN", "EPILOGUE", "FILL", "KINDS", "LANES", "MEMORY_VERBS", "PROLOGUE", "SHADOWS", "TIED",
+    "TIERS", "TRANSFERS", "TRANSFER_LANES", "VERBS", "WORDS", "DeviceBound", "Op", "Program", "Schedule",
     "Stage", "StepShape", "Tier", "Unit", "Value", "height", "homed", "shifted", "whole_kind",
 ]
 # fmt: on
@@ -110,9 +110,9 @@ class Program:
     device: DeviceBound | None = field(default=None, compare=False, repr=False)  # None: without a bound
 
     @property
-    def order(self) -> Order:
-        """Which order it is in: its stages say so."""
-        return "horizontal" if any(op.stage.micro_batch is not None for op in self.ops) else "vertical"
+    def by_micro_batch(self) -> bool:
+        """Whether each stage is of one micro-batch, not of all: they say so themselves."""
+        return any(op.stage.micro_batch is not None for op in self.ops)
 
     @property
     def phase(self) -> Phase:

@@ -1,7 +1,7 @@
 """registry: every schedule by name: the paper's own and those it is compared with.
 
-A new one is a row here, and a file of its own beside this one. Nothing else asks for a schedule by its name: what the
-rest has to know of one is a field of its `ScheduleSpec`.
+A new one is a row here, a file of its own beside this one, and a name in `gs_compile/schedules.py`. Nothing else asks
+for one by its name: what the rest has to know of it is a field of its `ScheduleSpec`.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from gs_compile.passes.baselines.lifetime import Rooms, lifetime
 from gs_compile.passes.baselines.single import single
 from gs_compile.passes.baselines.spec import ScheduleSpec
 from gs_compile.passes.vertical import vertical
-from gs_compile.program.ir import ORDERS, Schedule
+from gs_compile.schedules import Schedule
 
 SCHEDULES: dict[Schedule, ScheduleSpec] = {
-    "vertical": ScheduleSpec(order=ORDERS["vertical"], build=vertical, turns=True),
-    "horizontal": ScheduleSpec(order=ORDERS["horizontal"], build=horizontal),
+    "vertical": ScheduleSpec(build=vertical, turns=True),
+    "horizontal": ScheduleSpec(build=horizontal, batch_like="vertical", as_published=True),
     "single": ScheduleSpec(
-        order=ORDERS["single"],
         build=single,
         block_cut=HALVES,
         whole_batch=True,
+        batch_like="vertical",
         heading="What to know:",
     ),
     "lifetime": ScheduleSpec(
-        order=ORDERS["lifetime"],
         build=horizontal,
         own_pass=lifetime,
         variants=Rooms(),
+        batch_like="vertical",
+        as_published=True,
         heading="What is inactive between two uses:",
     ),
 }

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from gs_compile.capture.graph import BlockCut
 from gs_compile.placement.placement import Placement
-from gs_compile.program.ir import Order, Program, StepShape
+from gs_compile.program.ir import Program, StepShape
+from gs_compile.schedules import Schedule
 
 
 class Builder(Protocol):
@@ -66,16 +67,20 @@ class ScheduleSpec:
     own_pass: what only it has, given the placement and whether gradients are left to the next step; before `free`.
     block_cut: how it has each block as several layers; None: a layer is a block.
     whole_batch: the whole batch is one micro-batch.
+    batch_like: the schedule whose batch it is planned for, so that the two can be compared; None: its own.
+    as_published: it is as others publish it: updates are left to the next step, and parameters kept for it, only where
+        somebody asks for that.
     variants: other placements of the same homes, of which the planner takes the fastest.
     heading: over what the report of a simulation tells of such decisions; none: it tells nothing.
     """
 
-    order: Order
     build: Builder
     turns: bool = False
     own_pass: Callable[..., Program] | None = None
     block_cut: BlockCut | None = None
     whole_batch: bool = False
+    batch_like: Schedule | None = None
+    as_published: bool = False
     variants: Variants | None = None
     heading: str = ""
 

@@ -185,7 +185,7 @@ def test_by_the_simulator(harnesses, storage, monkeypatch, caplog, separate):
         placement, programs = optimizer.engine.placement, optimizer.engine.programs
         assert placement.schedule == "lifetime"
         assert "lifetime" in [program.made_by for program in programs]
-        assert programs[-1].order == "horizontal"
+        assert programs[-1].by_micro_batch
         shown = gs_compile.inspect(harnesses("model").model).tiers
     if placement.own is not None:
         assert re.search(r"^\W*checkpoints .* (host|device) .* from forward to backward", shown, re.M)
@@ -211,9 +211,9 @@ def test_a_forward_without_gradients_comes_between_steps(storage):
     step(model, optimizer, tokens(0))
     with torch.no_grad():
         alone = model(input_ids=tokens(1), labels=tokens(1)).loss
-    assert optimizer.engine.programs[-1].order == "vertical"
+    assert not optimizer.engine.programs[-1].by_micro_batch
     assert step(model, optimizer, tokens(1)) == float(alone)
-    assert optimizer.engine.programs[-1].order == "horizontal"
+    assert optimizer.engine.programs[-1].by_micro_batch
     optimizer.engine.tiers.close()
 
 

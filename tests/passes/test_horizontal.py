@@ -116,7 +116,7 @@ def test_only_the_last_backward_is_beside_early_updates(step, chosen, gradient_r
 def test_a_forward_alone_is_vertical():
     step = 2, 2, StepShape(training=False)
     for snapshots in (lowered(step, homes(step, ALL_SSD)), lowered(step, schedule="horizontal")):
-        assert snapshots[-1].order == "vertical"
+        assert not snapshots[-1].by_micro_batch
 
 
 def test_the_snake_is_left_out():

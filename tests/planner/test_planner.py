@@ -161,7 +161,7 @@ def test_the_baseline_is_planned_for_the_same_batch(machine):
         plan(TINY, machine=machine, host_memory="220MiB", schedule=schedule, **FIVE)
         for schedule in ("vertical", "horizontal")
     )
-    assert baseline.schedule == baseline.program.order == "horizontal"
+    assert (baseline.schedule, baseline.program.by_micro_batch) == ("horizontal", True)
     assert baseline.num_micro_batches == vertical.num_micro_batches == 5
     assert baseline.peaks["host"] <= baseline.budgets.host_nbytes
     assert baseline.seconds > (1.1 if vertical.profile.separate else 0.99) * vertical.seconds
@@ -180,7 +180,7 @@ def test_keeping_what_is_inactive_is_never_slower(machine, host_memory):
         plan(TINY, machine=machine, host_memory=host_memory, schedule=schedule, **FIVE)
         for schedule in ("horizontal", "lifetime")
     )
-    assert (kept.schedule, kept.program.order) == ("lifetime", "horizontal")
+    assert (kept.schedule, kept.program.by_micro_batch) == ("lifetime", True)
     assert kept.seconds <= plain.seconds
     assert kept.peaks["host"] <= kept.budgets.host_nbytes
     assert kept.peaks["device"] <= max(kept.budgets.device_nbytes, plain.peaks["device"])

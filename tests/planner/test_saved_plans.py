@@ -158,7 +158,7 @@ def test_the_schedules_to_compare_with_save_too():
     again, auto, none = (plan(workload, **given, recompute=recompute) for recompute in ("all", "auto", "none"))
     assert (again.saved, none.saved) == (0, 1.0)
     assert auto.seconds <= again.seconds
-    assert none.program.order == "horizontal"
+    assert none.program.by_micro_batch
     assert "horizontal: 4 micro-batches of 1 sample of 256 tokens, alpha 0" in report(none)
     assert "100% of activations saved" in report(none)
 

@@ -75,7 +75,12 @@ BROKEN = [
         "embed does not belong in stage f",
     ),
     ("horizontal", "x1_1.device = forward(x0_1", "x1_0.device = forward(x0_0", "micro-batch 0 in a stage of another"),
-    ("horizontal", "# forward 1 of 1\n", "# forward 1\n", "stage forward 1 is of another order than horizontal"),
+    (
+        "horizontal",
+        "# forward 1 of 1\n",
+        "# forward 1\n",
+        "stage forward 1 is of all micro-batches, and others are of one each",
+    ),
     (
         "horizontal",
         "# forward 0 of 1\n",

@@ -25,7 +25,8 @@ from gs_compile.planner.simulate.prices import code_seconds
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import paragraph
-from gs_compile.program.ir import EPILOGUE, WORDS, Schedule
+from gs_compile.program.ir import EPILOGUE, WORDS
+from gs_compile.schedules import BASELINE, Schedule
 
 # Colours that most people can tell apart, whatever their sight (Okabe and Ito); the page of `timeline` has the same.
 COLOURS = {"w": "#0072b2", "x": "#56b4e9", "dx": "#009e73", "s": "#e69f00", "dw": "#d55e00", "update": "#cc79a7"}
@@ -51,7 +52,7 @@ STYLE = {
 SHOWN = {"h2d": "load", "d2h": "offload", "ssd_read": "SSD read", "ssd_write": "SSD write", "net": "network"}
 GIB = 2**30
 APART = 0.08  # of a figure's width, between two notes on a line
-COMPARED: tuple[Schedule, ...] = ("vertical", "horizontal")  # that figures show side by side
+COMPARED: tuple[Schedule, ...] = ("vertical", BASELINE)  # that figures show side by side
 
 
 def save(plan: StepPlan, *, trace: Path | None, page: Path | None, figures: Path | None) -> dict[str, Path]:
@@ -74,7 +75,7 @@ def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
     paths = {name: folder / f"{name}.svg" for name in ("throughput", "traffic", "lanes")}
     title, number = _title(plan), plan.num_micro_batches
     lanes(plan.simulation, paths["lanes"], title=title)
-    if SCHEDULES[plan.schedule].block_cut:  # both orders run layers, and its workload has halves
+    if SCHEDULES[plan.schedule].block_cut:  # both orders run whole blocks
         return {"lanes": paths["lanes"]}
     sizes = sorted({2**power for power in range(number.bit_length())} | {number})
     planned = {schedule: list(_planned(plan, schedule, sizes)) for schedule in COMPARED}

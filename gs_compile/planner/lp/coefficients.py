@@ -38,7 +38,8 @@ from gs_compile.planner.lp.counting import (
 from gs_compile.planner.lp.limits import CLASSES
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.prices import code_seconds, lane_rate
-from gs_compile.program.ir import ORDERS, TIERS, Tier
+from gs_compile.program.ir import TIERS, Tier
+from gs_compile.schedules import BY_MICRO_BATCH
 
 
 class Numbers(NamedTuple):
@@ -109,9 +110,8 @@ class Formulas:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Those that may live in host memory; gradient sums move in the horizontal order alone."""
-        sums = ORDERS[self.counted.builder.schedule] == "horizontal"
-        return (*CLASSES, "gradient") if sums else CLASSES
+        """Those that may live in host memory; gradient sums move where micro-batches run one by one."""
+        return (*CLASSES, "gradient") if self.counted.builder.schedule in BY_MICRO_BATCH else CLASSES
 
     def of(self, alpha: float, number: int) -> Numbers:
         """Those of one alpha and one number of micro-batches."""
