@@ -67,13 +67,13 @@ def step_report(plan: StepPlan, files: Mapping[str, Path]) -> str:
     """How the step runs: its lanes, what the computation waits for, the critical path, memory, and what was drawn."""
     spec, peaks = SCHEDULES[plan.schedule], plan.simulation.peaks.items()
     memory = [(tier, format_bytes(nbytes), format_bytes(plan.peaks.get(tier, 0))) for tier, nbytes in peaks]
-    told = [variants.table(plan.placement, plan.workload.shape), *plan.notes]
+    decided = variants.table(plan.placement, plan.workload.shape) if spec.fills_memory else ""
     sections = {
         "What each lane does in a step:": _lanes(plan),
         "What the computation waits for:": _times(plan, plan.simulation.bubbles) or "nothing",
         "The critical path, by lane:": _times(plan, _critical(plan)),
         "Memory at its peak:": table(("", "simulated", "planned"), memory, right=("simulated", "planned")),
-        spec.heading: "\n".join(filter(None, told)) if spec.heading else "",
+        spec.heading: "\n".join(filter(None, [decided, *plan.notes])) if spec.heading else "",
     }
     drawn = "\n".join(f"{what}: {path}" for what, path in files.items())
     return "\n\n".join(filter(None, [_headline(plan), *_titled(sections), drawn]))
