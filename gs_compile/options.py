@@ -18,7 +18,9 @@ from gs_compile.schedules import BASELINE, BY_MICRO_BATCH, Schedule
 T = TypeVar("T")
 Recompute = Literal["auto", "all", "none"]
 Masters = Literal["split", "whole"]
+Clipping = Literal["delayed", "speculative"]
 
+ROUNDING = 1e-6  # of ratios that are sums of what a solver gives
 DEFAULT_STORAGE = "greedysnake"  # under the user's cache
 
 
@@ -50,13 +52,26 @@ class Ratios:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            value = _fraction(f"expert.ratios.{entry.name}", getattr(self, entry.name))
+            value = _fraction(f"ratios.{entry.name}", getattr(self, entry.name))
             object.__setattr__(self, entry.name, value)
         for names in (("parameter", "device_parameter"), ("checkpoint", "device_checkpoint", "activation")):
             given = {name: ratio for name in names if (ratio := getattr(self, name))}
-            if sum(given.values()) > 1:
-                words = " and ".join(f"expert.ratios.{name} is {ratio:g}" for name, ratio in given.items())
+            if sum(given.values()) > 1 + ROUNDING:
+                words = " and ".join(f"ratios.{name} is {ratio:g}" for name, ratio in given.items())
                 raise OptionError(f"{words}: together they are more than there is, so lower one of them")
+
+    @classmethod
+    def of(cls, ratios: Ratios | Mapping[str, Any] | None, name: str) -> Ratios:
+        """The ratios of a dict of them, which a user knows by `name`."""
+        return _nested(name, cls, {} if ratios is None else ratios)
+
+    def given(self) -> dict[str, float]:
+        """Those that are not None, by name."""
+        return {name: ratio for name, ratio in vars(self).items() if ratio is not None}
+
+    def on_device(self) -> dict[str, float]:
+        """What lives on the device, by class."""
+        return {"parameter": self.device_parameter or 0.0, "checkpoint": self.device_checkpoint or 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +105,7 @@ class Expert:
     alpha: float | None = None
     recompute: Recompute = "auto"
     ratios: Ratios = field(default_factory=Ratios)
-    clip: Literal["delayed", "speculative"] | None = None
+    clip: Clipping | None = None
     separate_device: bool = False
     masters: Masters | None = None
     threads: int | None = None
@@ -100,26 +115,32 @@ class Expert:
         _one_of("expert.schedule", self.schedule, get_args(Schedule))
         _one_of("expert.compiler", self.compiler, ("auto", "inductor", "eager"))
         _one_of("expert.masters", self.masters, (*get_args(Masters), None))
-        _one_of("expert.clip", self.clip, ("delayed", "speculative", None))
+        _one_of("expert.clip", self.clip, (*get_args(Clipping), None))
         _one_of("expert.recompute", self.recompute, get_args(Recompute))
         for name in ("snake", "separate_device", "trace"):
             _one_of(f"expert.{name}", getattr(self, name), (True, False))
         object.__setattr__(self, "alpha", _fraction("expert.alpha", self.alpha))
-        object.__setattr__(self, "ratios", _nested("expert.ratios", Ratios, {} if self.ratios is None else self.ratios))
-        if self.ratios.gradient is not None and self.schedule not in BY_MICRO_BATCH:
-            raise OptionError(
-                f"expert.ratios.gradient is {self.ratios.gradient:g}, but gradient sums leave the device between two "
-                f'micro-batches in the {BASELINE} order alone: leave it out, or choose expert.schedule="{BASELINE}"'
-            )
-        left_over = {"all": ("activation",), "none": ("checkpoint", "device_checkpoint", "activation")}
-        for name in left_over.get(self.recompute, ()):
-            if ratio := getattr(self.ratios, name):
-                raise OptionError(
-                    f'expert.recompute is "{self.recompute}", but expert.ratios.{name} is {ratio:g}: leave one of the '
-                    "two out"
-                )
+        object.__setattr__(self, "ratios", Ratios.of(self.ratios, "expert.ratios"))
+        if wrong := contradiction(self.ratios, self.recompute, self.schedule, prefix="expert."):
+            raise OptionError(wrong)
         if self.threads is not None:
             _whole("expert.threads", self.threads, "a whole number, 1 or more, or None")
+
+
+def contradiction(ratios: Ratios, recompute: Recompute, schedule: Schedule, *, prefix: str = "") -> str | None:
+    """In a sentence, why ratios contradict what else is asked for; `prefix` makes a name the user's."""
+    if ratios.gradient is not None and schedule not in BY_MICRO_BATCH:
+        return (
+            f"{prefix}ratios.gradient is {ratios.gradient:g}, but gradient sums leave the device between two "
+            f'micro-batches in the {BASELINE} order alone: leave it out, or choose {prefix}schedule="{BASELINE}"'
+        )
+    left_over = {"all": ("activation",), "none": ("checkpoint", "device_checkpoint", "activation")}
+    for name in left_over.get(recompute, ()):
+        if ratio := getattr(ratios, name):
+            return (
+                f'{prefix}recompute is "{recompute}", but {prefix}ratios.{name} is {ratio:g}: leave one of the two out'
+            )
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

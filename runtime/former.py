@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Layout, Placement
 from gs_compile.placement.units import Group, Part, UnitPlacement
 from gs_compile.program.ir import Unit, Value
 from gs_compile.runtime.coordinators import Setting
@@ -29,7 +29,7 @@ class FormerHomes(Homes):
     def __init__(self, store: Store, ranks: Ranks | None) -> None:
         assert store.former is not None, "there was no run before"
         units = [unit_of(each) for each in store.former.units]
-        placement = Placement(tuple(units), separate=True, world=store.former.world)
+        placement = Placement(tuple(units), Layout(separate=True, world=store.former.world))
         types = {each.unit: types_in(each) for each in store.former.units}
         super().__init__(Setting(placement, types, store, device_of(torch.device("cpu")), ranks))
         self.places = {each.name: Slice(each.unit, each.offset, tuple(each.shape)) for each in store.former.parameters}

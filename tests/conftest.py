@@ -76,5 +76,5 @@ def slow_code(monkeypatch):
         }
         return replace(workload, costs=costs)
 
-    monkeypatch.setattr("gs_compile.planner.planner.timed", timed)
+    monkeypatch.setattr("gs_compile.planner.run.timed", timed)
     monkeypatch.setattr("gs_compile.planner.cost.levels.timed_levels", lambda workload, *_: workload)

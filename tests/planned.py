@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import strategies as st
 from tiers import frozen_quanta, tensors, tiered_steps, with_gradient
 
+from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, lower
-from gs_compile.placement.levels import Share
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.levels import Share, Shares
+from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
 from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.plan import Levelled
+from gs_compile.planner.problem import Problem
+from gs_compile.planner.request import Request
 from gs_compile.program.ir import Program, StepShape, Unit
 
 GB = 10**9
@@ -115,28 +120,50 @@ def toys(draw: st.DrawFn, whole: bool = False) -> tuple[Workload, int]:
 def placed(
     workload: Workload,
     num_micro_batches: int,
-    ratios: Mapping[str, float],
+    ratios: Ratios,
     alpha: float,
     *,
     separate: bool,
     clip: bool = False,
-    device_ratios: Mapping[str, float] | None = None,
     speculative: bool = False,
     layer_updates: int = 1,
     shares: Sequence[Share] = (),
 ) -> Placement:
     builder = StepBuilder.of(workload, num_micro_batches, separate=separate, clip=clip)
-    return replace(builder, layer_updates=layer_updates).placement(
-        ratios, alpha, device_ratios, speculative=speculative, shares=shares
+    shares = Shares(shares)
+    return builder.placement(
+        Decision(ratios=ratios, alpha=alpha, shares=shares, speculative=speculative, layer_updates=layer_updates)
     )
+
+
+def problem(
+    workload: Workload,
+    profile: Profile,
+    number: int = 0,
+    *,
+    request: Request | None = None,
+    bare: bool = False,
+    **changes: Any,
+) -> Problem:
+    """Of a made-up model on a machine; `bare`: its layers save their inputs alone, but where that is faster."""
+    request = request or Request()
+    plain = workload.bare() if bare else workload
+    layout = {"separate": profile.separate, "clip": request.clip, "schedule": request.schedule}
+    found = Problem(
+        builder=StepBuilder.of(plain, number, durability=request.durability, **layout),
+        request=request,
+        machine=lambda: profile,
+        code=lambda: plain,
+        saving=Levelled(lambda: workload) if bare else None,
+    )
+    return replace(found, **changes)
 
 
 def formulas(workload: Workload, profile: Profile, *, speculative: bool = False, layer_updates: int = 1) -> Formulas:
     builder = StepBuilder.of(workload, 0, separate=profile.separate, clip=speculative)
-    builder = replace(builder, layer_updates=layer_updates)
-    return Formulas(
-        workload, profile, Counted(workload, builder, speculative=speculative, saves=workload.num_levels > 0)
-    )
+    saves = workload.num_levels > 0
+    counted = Counted(workload, builder, speculative=speculative, saves=saves, layer_updates=layer_updates)
+    return Formulas(workload, profile, counted)
 
 
 def on(known: Formulas, profile: Profile) -> Formulas:
@@ -152,9 +179,13 @@ def lowered(workload: Workload, placement: Placement) -> list[Program]:
     )
 
 
-def on_device(checkpoint: float, parameter: float) -> dict[str, float]:
-    return {"checkpoint": checkpoint, "parameter": parameter}
-
-
-def ratios(checkpoint: float, parameter: float, optimizer: float) -> dict[str, float]:
-    return {"checkpoint": checkpoint, "parameter": parameter, "optimizer": optimizer}
+def ratios(checkpoint: float, parameter: float, optimizer: float, *on_device: float) -> Ratios:
+    """In host memory, and of checkpoints and parameters on the device."""
+    on_device = on_device or (0.0, 0.0)
+    return Ratios(
+        checkpoint=checkpoint,
+        parameter=parameter,
+        optimizer=optimizer,
+        device_checkpoint=on_device[0],
+        device_parameter=on_device[1],
+    )

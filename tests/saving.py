@@ -9,22 +9,24 @@ from dataclasses import replace
 import pytest
 
 from gs_compile.codegen.compiled import levels_of
-from gs_compile.placement.levels import Share
+from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Placement
-from gs_compile.planner.planner import Planner
+from gs_compile.planner.run import Planned, Run
 from gs_compile.program.ir import Unit
 
 
 @contextmanager
 def saving(*shares: Share, kept: tuple[Unit, ...] = ()) -> Iterator[list[Placement]]:
     """Have plans save these activations, and keep these units' parameters from step to step; gives such plans."""
-    usual, made = Planner.placement, list[Placement]()
+    usual, made = Run._decided, list[Placement]()
 
-    def placement(planner: Planner) -> Placement:
-        plain = replace(usual(planner), checkpoint_ratio=0.0, device_checkpoint_ratio=0.0)
-        made.append(replace(plain, levels=levels_of(planner.layouts), shares=shares, kept=kept))
-        return made[-1]
+    def decided(run: Run) -> Planned:
+        found = usual(run)
+        ratios = replace(found.placement.decision.ratios, checkpoint=0.0, device_checkpoint=0.0)
+        plain = found.placement.laid_out(levels=levels_of(run.model.layouts))
+        made.append(plain.decided(ratios=ratios, shares=Shares(shares), kept=kept))
+        return replace(found, placement=made[-1])
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Planner, "placement", placement)
+        patched.setattr(Run, "_decided", decided)
         yield made

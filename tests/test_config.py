@@ -61,12 +61,12 @@ def test_from_a_mapping():
         ),
         (
             {"expert": {"ratios": {"parameter": 0.5, "device_parameter": 0.75}}},
-            "expert.ratios.parameter is 0.5 and expert.ratios.device_parameter is 0.75: together they are more than "
+            "ratios.parameter is 0.5 and ratios.device_parameter is 0.75: together they are more than "
             "there is, so lower one of them",
         ),
         (
             {"expert": {"ratios": {"optimizer": 1.5}}},
-            "expert.ratios.optimizer must be a number from 0 to 1, or None; got 1.5",
+            "ratios.optimizer must be a number from 0 to 1, or None; got 1.5",
         ),
         ({"expert": 3}, "expert must be a dict or gs_compile.Expert; got 3"),
         ({"expert": {"alpha": -0.1}}, "expert.alpha must be a number from 0 to 1, or None; got -0.1"),

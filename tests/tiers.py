@@ -14,11 +14,12 @@ from tiered_toy import TieredToy, frozen_quanta, tensors
 from torch import Tensor
 from toy import steps
 
+from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.cut import cut
-from gs_compile.placement.levels import Level, Share
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.levels import Level, Share, Shares
+from gs_compile.placement.placement import Decision, Layout, Placement
 from gs_compile.placement.shards import QUANTUM, sharded
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import Program, StepShape, Unit, Value
@@ -133,23 +134,31 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         )
 
     levels = tuple(Level((k * SAVED_NBYTES,) * num_micro_batches, options.reads_input and k == 1) for k in (1, 2))
-    return Placement(
-        tuple(map(placed, units)),
-        options.separate,
-        options.clip,
-        options.checkpoint_ratio,
-        (X_NBYTES,) * num_micro_batches,
-        (SIDE_NBYTES,) * num_micro_batches,
-        num_layers,
-        device_checkpoint_ratio=options.device_checkpoint,
-        speculative=options.speculative,
+    layout = Layout(
+        num_layers=num_layers,
+        x_nbytes=(X_NBYTES,) * num_micro_batches,
+        side_nbytes=(SIDE_NBYTES,) * num_micro_batches,
+        levels=(levels,) * num_layers,
+        separate=options.separate,
+        clip=options.clip,
         world=options.world,
+    )
+    decision = Decision(
+        ratios=Ratios(
+            checkpoint=options.checkpoint_ratio,
+            parameter=min(options.parameter_ratio, 1.0 - options.device_parameter),
+            optimizer=options.optimizer_ratio,
+            device_checkpoint=options.device_checkpoint,
+            device_parameter=options.device_parameter,
+        ),
+        alpha=options.alpha,
+        shares=Shares(share for share in options.shares if options.separate or share.tier != "device"),
+        speculative=options.speculative,
         layer_updates=options.layer_updates,
         kept=options.kept,
         ahead=options.ahead,
-        levels=(levels,) * num_layers,
-        shares=tuple(share for share in options.shares if options.separate or share.tier != "device"),
     )
+    return Placement(tuple(map(placed, units)), layout, decision)
 
 
 def stages(program: Program, *wanted: str, computation: bool = True, frees: bool = False) -> str:
@@ -221,3 +230,9 @@ def train(
 
 def _scale(on_device: bool) -> Value:
     return Value("scale", tier="device" if on_device else "host")
+
+
+def in_order(placement: Placement, gradient_ratio: float | None = None, schedule: str = "horizontal") -> Placement:
+    """The same in the horizontal order, with so many gradient sums in host memory."""
+    ratios = replace(placement.decision.ratios, gradient=gradient_ratio)
+    return placement.laid_out(schedule=schedule).decided(ratios=ratios)

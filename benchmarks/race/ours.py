@@ -83,7 +83,7 @@ class GreedySnake(Contestant):
         assert engine is not None, f"{command} before the first step"
         match command:
             case "describe":
-                return {"describe": gs_compile.inspect(self.model).tiers, "alpha": engine.planning.planner.alpha}
+                return {"describe": gs_compile.inspect(self.model).tiers, "alpha": engine.placement.decision.alpha}
             case "predict":
                 return self._predict(engine, *arguments)
             case "breakdown":
@@ -117,10 +117,7 @@ class GreedySnake(Contestant):
 
     def _predict(self, engine: Any, machine: str | None = None) -> dict[str, Any]:
         """With the layers' code timed now, and a profile of now: a shared machine changes from minute to minute."""
-        known = vars(engine.planning.planner)
-        known.pop("workload", None)
-        if machine is not None:
-            known["profile"] = Profile.load(Path(machine))
+        engine.planning.run.measure_again(None if machine is None else Profile.load(Path(machine)))
         simulation = engine.predict()
         return {"predict": simulation.seconds, "busy": dict(simulation.busy), "bubbles": dict(simulation.bubbles)}
 

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from gs_compile import __version__
 from gs_compile.cli import store
-from gs_compile.cli.requests import File, InspectRequest, Json, PlanRequest, Storage, option, takes
+from gs_compile.cli.requests import File, InspectRequest, Json, Storage, option, plans, takes
 from gs_compile.errors import (
     GreedySnakeError,
     MemoryBudgetError,
@@ -31,6 +31,7 @@ from gs_compile.errors import (
     ProfileError,
     StorageLockedError,
 )
+from gs_compile.planner.request import Request
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -142,8 +143,8 @@ def probe(
 
 
 @app.command()
-@takes(PlanRequest)
-def plan(request: PlanRequest, as_json: Json = False) -> None:
+@plans
+def plan(model: str, request: Request, as_json: Json = False) -> None:
     """Show where everything of a model's step would live, how fast it would run, and why.
 
     Neither the model's weights nor the machine are needed.
@@ -151,14 +152,15 @@ def plan(request: PlanRequest, as_json: Json = False) -> None:
     from gs_compile.cli.plan import make_plan
     from gs_compile.cli.report.explain import as_dict, report
 
-    found = make_plan(request)
+    found = make_plan(model, request)
     typer.echo(json.dumps(as_dict(found), indent=2) if as_json else report(found))
 
 
 @app.command()
-@takes(PlanRequest)
+@plans
 def simulate(
-    request: PlanRequest,
+    model: str,
+    request: Request,
     trace: Annotated[File, option("Save the operations as a trace, for ui.perfetto.dev.", metavar="FILE")] = None,
     page: Annotated[File, option("Save the timeline as a page.", ..., "--html", metavar="FILE")] = None,
     figures: Annotated[File, option("Save figures there; needs matplotlib.", metavar="DIR")] = None,
@@ -169,7 +171,7 @@ def simulate(
     from gs_compile.cli.report.draw import save
     from gs_compile.cli.report.explain import step_dict, step_report
 
-    found = make_plan(request)
+    found = make_plan(model, request)
     files = save(found, trace=trace, page=page, figures=figures)
     typer.echo(json.dumps(step_dict(found, files), indent=2) if as_json else step_report(found, files))
 

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
-from typer import BadParameter
 
-from gs_compile.cli.requests import PlanRequest
 from gs_compile.machine import format_bytes
-from gs_compile.options import Options
 from gs_compile.planner.summary import table
 
 if TYPE_CHECKING:
     from gs_compile.planner.measure.profile import Profile
+    from gs_compile.planner.request import Request
     from gs_compile.planner.step_plan import StepPlan
 
 QUIET_SECONDS = 1.0  # what is done sooner needs no progress
@@ -30,27 +28,12 @@ UNITS = (  # of a field by the end of its name; the first that fits
 )
 
 
-def make_plan(request: PlanRequest) -> StepPlan:
-    """Ask the planner for what a request describes.
-
-    Raises `BadParameter` for a ratio that is none, and the errors of `planner.plan.plan`.
-    """
-    ratios = dict(map(_ratio, request.ratios or ()))
-    often = int(request.durability) if request.durability.isdecimal() else request.durability
-    expert = {"ratios": ratios, "recompute": request.recompute, "schedule": request.schedule}
-    Options.of({"durability": often, "expert": expert})  # refuses unknown classes, parts that are none, contradictions
-    with busy(f"planning {request.model}"):
+def make_plan(model: str, request: Request) -> StepPlan:
+    """Ask the planner for what a request describes; raises the errors of `planner.plan.plan`."""
+    with busy(f"planning {model}"):
         from gs_compile.planner.plan import plan
 
-        return plan(**{**request._asdict(), "ratios": ratios or None, "durability": often})
-
-
-def _ratio(text: str) -> tuple[str, float]:
-    name, _, number = text.partition("=")
-    try:
-        return name.strip(), float(number)
-    except ValueError as error:
-        raise BadParameter(f"--ratio {text}: not a class and a number, such as parameter=0.5") from error
+        return plan(model, request)
 
 
 @contextmanager

@@ -5,7 +5,8 @@ Nothing heavy is imported here, so that help comes at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import typer
 
-from gs_compile.program.ir import Schedule
+from gs_compile.options import Clipping, Masters, Recompute
+from gs_compile.planner.request import Precision, Request, Saturation, States
+from gs_compile.schedules import Schedule
 
 Graph = Literal["captured", "forward", "backward", "program"]
 
@@ -21,6 +24,11 @@ Graph = Literal["captured", "forward", "backward", "program"]
 def option(text: str, default: Any = ..., *names: str, unset: str | bool = True, **more: Any) -> Any:
     """An option with its help; `unset`: the words for its default in the help."""
     return typer.Option(default, *names, help=text, show_default=unset, **more)
+
+
+def flag(text: str, *names: str, unset: str | bool = True, **more: Any) -> Callable[[Any], Any]:
+    """The same of whatever default."""
+    return lambda default: option(text, default, *names, unset=unset, **more)
 
 
 def takes(request: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -68,46 +76,97 @@ class InspectRequest(NamedTuple):
     as_json: bool = option("For programs: one JSON object; with --graph also the graph's text.", False, "--json")
 
 
-class PlanRequest(NamedTuple):
-    """What `planner.plan.plan` is given: a model, a machine, and what of a step; None: the planner chooses."""
+Model = Annotated[str, option('As in inspect, or "gpt-65b".', metavar="M")]
+Flag = tuple[Any, Any]  # its type on the command line; its help
 
-    model: str = option('As in inspect, or "gpt-65b".', metavar="M")
-    machine: str | None = option('"a100", or the path of a profile.', None, metavar="NAME", unset="this one, measured")
-    sequence: int = option("Tokens of a sample.", 2048, min=1, metavar="T")
-    batch_size: int | None = option(
-        "Samples of a step, of all GPUs.", None, min=1, metavar="B", unset="as few as keep it busy"
-    )
-    micro_batch_size: int | None = option("Samples of a micro-batch.", None, min=1, metavar="S", unset="chosen")
-    num_micro_batches: int | None = option(
-        "Micro-batches of a step.", None, "--micro-batches", min=1, metavar="N", unset="chosen"
-    )
-    alpha: float | None = option(
-        "The part of each update that is put off.", None, min=0, max=1, metavar="A", unset="chosen"
-    )
-    ratios: list[str] | None = option(
-        "The part of parameter, checkpoint or optimizer that is in host memory, as parameter=0.5.",
-        None,
-        "--ratio",
-        metavar="CLASS=X",
-        unset="chosen",
-    )
-    schedule: Schedule = option("The order of the step.", "vertical")
-    clip: bool = option("Clip by the norm of all gradients: updates wait for it.", False, "--clip")
-    host_memory: str | None = option('A budget, such as "64GiB".', None, metavar="SIZE", unset="the machine's")
-    device_memory: str | None = option("The same for the device.", None, metavar="SIZE", unset="the machine's")
-    precision: Literal["bf16", "model"] = option("bf16 with fp32 masters, or the model's own.", "bf16")
-    states: Literal["fp32", "bf16", "8bit"] = option("What moments of the optimizer are stored in.", "fp32")
-    wear_years: float | None = option("Years that the drives are to last, training all day.", None, min=0, metavar="Y")
-    recompute: Literal["auto", "all", "none"] = option(
-        "What a backward runs again: the whole forward, none of it, or what is faster.", "auto"
-    )
-    masters: Literal["split", "whole"] | None = option(
-        "fp32 masters of bf16 parameters: the parameter is their upper half, or the state has all.",
-        None,
-        unset="split",
-    )
-    durability: str = option('The steps that outlive the process: "off", "step", or N: every N-th.', "off", metavar="N")
-    storage: Storage = None
-    gpus: int = option("GPUs of a node; each has micro-batches of its own.", 1, min=1, metavar="G")
-    nodes: int = option("Nodes, each like the machine.", 1, min=1, metavar="N")
-    network: str | None = option("What a node receives of others, such as 25GB/s.", None, metavar="RATE", unset="none")
+# A flag for each field of a `Request`; what is not given is what the field says.
+FLAGS: Mapping[str, Flag] = {
+    "machine": (str | None, flag('"a100", or the path of a profile.', metavar="NAME", unset="this one, measured")),
+    "sequence": (int, flag("Tokens of a sample.", min=1, metavar="T")),
+    "batch_size": (
+        int | None,
+        flag("Samples of a step, of all GPUs.", min=1, metavar="B", unset="as few as keep it busy"),
+    ),
+    "micro_batch_size": (int | None, flag("Samples of a micro-batch.", min=1, metavar="S", unset="chosen")),
+    "num_micro_batches": (
+        int | None,
+        flag("Micro-batches of a step.", "--micro-batches", min=1, metavar="N", unset="chosen"),
+    ),
+    "alpha": (float | None, flag("The part of each update that is put off.", metavar="A", unset="chosen")),
+    "ratios": (
+        list[str] | None,
+        flag(
+            "The part of parameter, checkpoint or optimizer that is in host memory, as parameter=0.5.",
+            "--ratio",
+            metavar="CLASS=X",
+            unset="chosen",
+        ),
+    ),
+    "schedule": (Schedule, flag("The order of the step.")),
+    "clip": (bool, flag("Clip by the norm of all gradients.", "--clip")),
+    "clipping": (
+        Clipping | None,
+        flag("With --clip: updates wait for the norm, or run before it and may be rolled back.", unset="chosen"),
+    ),
+    "host_memory": (str | None, flag('A budget, such as "64GiB".', metavar="SIZE", unset="the machine's")),
+    "device_memory": (str | None, flag("The same for the device.", metavar="SIZE", unset="the machine's")),
+    "precision": (Precision | None, flag("bf16 with fp32 masters, or the model's own.", unset="bf16")),
+    "states": (States, flag("What moments of the optimizer are stored in.")),
+    "wear_years": (
+        float | None,
+        flag("Years that the drives are to last, training all day.", metavar="Y"),
+    ),
+    "recompute": (Recompute, flag("What a backward runs again: the whole forward, none of it, or what is faster.")),
+    "masters": (
+        Masters | None,
+        flag(
+            "fp32 masters of bf16 parameters: the parameter is their upper half, or the state has all.",
+            unset="what is faster",
+        ),
+    ),
+    "durability": (str, flag('The steps that outlive the process: "off", "step", or N: every N-th.', metavar="N")),
+    "storage": (
+        list[Path] | None,
+        flag("A storage directory; again for each drive.", metavar="DIR", unset="in the user's cache"),
+    ),
+    "saturation": (
+        Saturation,
+        flag("When a batch is large enough: more brings less than a tenth of what it is more, or less than 1 %."),
+    ),
+    "gpus": (int, flag("GPUs of a node; each has micro-batches of its own.", min=1, metavar="G")),
+    "nodes": (int, flag("Nodes, each like the machine.", min=1, metavar="N")),
+    "network": (str | None, flag("What a node receives of others, such as 25GB/s.", metavar="RATE", unset="none")),
+}
+
+
+def plans(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command a model and the flags of a plan, before its own; it gets the model's name and a `Request`.
+
+    Raises `BadParameter` for a ratio that is none, and what a `Request` raises.
+    """
+    defaults = {each.name: each.default for each in fields(Request)} | {"ratios": None}
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    flags = [
+        Parameter(name, kind, default=made(defaults[name]), annotation=type_) for name, (type_, made) in FLAGS.items()
+    ]
+
+    @wraps(command)
+    def run(model: str, **given: Any) -> None:
+        asked = {name: given.pop(name) for name in FLAGS}
+        often = str(asked["durability"])
+        asked["ratios"] = dict(map(_ratio, asked["ratios"] or ()))
+        asked["durability"] = int(often) if often.isdecimal() else often
+        command(model, Request(**asked), **given)
+
+    _, _, *own = signature(command, eval_str=True).parameters.values()
+    first = Parameter("model", kind, default=..., annotation=Model)
+    run.__signature__ = Signature([first.replace(default=Parameter.empty), *flags, *own])  # type: ignore[attr-defined]
+    return run
+
+
+def _ratio(text: str) -> tuple[str, float]:
+    name, _, number = text.partition("=")
+    try:
+        return name.strip(), float(number)
+    except ValueError as error:
+        raise typer.BadParameter(f"--ratio {text}: not a class and a number, such as parameter=0.5") from error

@@ -26,7 +26,7 @@ Run = tuple[int, int, int]  # trained elements of one param group: start, stop, 
 
 
 @dataclass(frozen=True)
-class Layout:
+class Arrangement:
     """The parameters of each unit: trained ones first, by param group, then frozen ones, each at a multiple of QUANTUM.
 
     A parameter that several units read belongs to unit "t". Where ranks share the units, spans are places in what all
@@ -46,7 +46,7 @@ def arrange(
     groups: Mapping[int, int] | None = None,
     *,
     ranks: Ranks | None = None,
-) -> Layout:
+) -> Arrangement:
     """The layout of a captured model.
 
     types_by: of parameters of a dtype, their types; groups: the param group of each trained parameter, by input index;
@@ -78,7 +78,7 @@ def arrange(
                 stop += _padded(specs[index].numel)
             mine = () if is_frozen else owned(cuts, rank, world, start, stop)
             runs[unit] += [(each.local, each.local + each.numel, group) for each in mine]
-    return Layout(spans, runs, tuple(sizes), types)
+    return Arrangement(spans, runs, tuple(sizes), types)
 
 
 def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:

@@ -22,7 +22,7 @@ from gs_compile.model.materialize import materialize, on_first_rank
 from gs_compile.model.residency import as_masters, is_offloaded, residency_of
 from gs_compile.model.storage_init import CACHE_NBYTES, NewTensorsInFiles, offload
 from gs_compile.options import Options
-from gs_compile.planner.given import host_budget
+from gs_compile.planner.run import host_budget
 
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"  # a switch of transformers
 _REFUSED = {

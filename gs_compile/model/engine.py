@@ -73,13 +73,13 @@ class Engine(ParameterStore):
         self.programs: tuple[Program, ...] = ()  # of the latest call
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
         self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
-        layout, stored, self.planning = planned(optimizer, compilation, models, args, ranks)
+        arrangement, stored, self.planning = planned(optimizer, compilation, models, args, ranks)
         self._latest = self.planning.placement, self.planning.first_shape  # of the latest call
-        tiers = open_tiers(self.planning, layout, optimizer.rule, stored, optimizer)
+        tiers = open_tiers(self.planning, arrangement, optimizer.rule, stored, optimizer)
         super().__init__(tiers, self.options.storage[0], optimizer.components)
         self.turn = optimizer.turn
-        self.durable = Durable(self._optimizer, tiers, stored, self.planning.kept) if tiers.commits else None
-        spans = {args[index]: span for index, span in layout.spans.items()}
+        self.durable = Durable(self._optimizer, tiers, stored, self.planning.planned.kept) if tiers.commits else None
+        spans = {args[index]: span for index, span in arrangement.spans.items()}
         if self.durable is not None and self.durable.former is not None:
             give_back_rest(optimizer, take_up(self, spans, stored))
         else:

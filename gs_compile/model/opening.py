@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.codegen.layout import Layout, arrange, stored_types, tied_units
-from gs_compile.errors import MemoryBudgetError, OptionError, ResumeError, StepOrderError, StorageError
+from gs_compile.codegen.layout import Arrangement, arrange, stored_types, tied_units
+from gs_compile.errors import OptionError, ResumeError, StepOrderError, StorageError
 from gs_compile.model.durable import Trainer, check_alike
 from gs_compile.model.trained import param_groups
-from gs_compile.options import Options
-from gs_compile.planner.cache import PlanCache
+from gs_compile.options import Masters, Options
+from gs_compile.planner.programs import StepPrograms
+from gs_compile.planner.run import ModelAtHand, Run
 from gs_compile.runtime.former import alike
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import Recipe
@@ -29,7 +30,6 @@ from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Trace
 
 log = logging.getLogger(__name__)
-FASTER = 0.99  # of the time with split masters: less is what two timings of the same code differ by
 
 
 def planned(
@@ -38,48 +38,57 @@ def planned(
     models: Sequence[SpecializedModel],
     args: Sequence[Any],
     ranks: Ranks | None = None,
-) -> tuple[Layout, tuple[StoredParameter, ...], PlanCache]:
-    """The layout of a model, its parameters as commits say them, and its plan.
+) -> tuple[Arrangement, tuple[StoredParameter, ...], StepPrograms]:
+    """The arrangement of a model's parameters, these as commits say them, and the plan of its steps.
 
-    Masters are split where nothing else is asked for. What lives on a device goes to the host for its update then, and
-    late updates need the old halves: where parameters live there, or nothing fits, whole masters may be better.
+    Masters of parameters in bf16 are split or whole, as the plan says where nobody does; ranks have split ones.
     """
     options, split = compilation.options, models[0].split
-    parameters = [index for index, arg in enumerate(args) if isinstance(arg, torch.nn.Parameter)]
-    groups, clip = param_groups(compilation, models[0], args, optimizer.group_of), optimizer.max_grad_norm is not None
-
-    def found(*, pairs: bool) -> tuple[Layout, tuple[StoredParameter, ...], PlanCache]:
-        layout = arrange(split, compilation.captured, stored_types(optimizer.moments, pairs=pairs), groups, ranks=ranks)
-        device, tied = next(args[index].device for index in layout.spans), tied_units(split, layout.spans)
-        stored = stored_parameters(compilation, layout, args)
-        former = {} if ranks else former_plan(options, stored, optimizer)
-        cache = PlanCache(options, layout.sizes, models, tied, clip=clip, device=device, ranks=ranks, former=former)
-        return layout, stored, cache
-
-    if options.expert.masters or ranks or not any(args[index].dtype == torch.bfloat16 for index in parameters):
-        return found(pairs=options.expert.masters != "whole")
-    try:
-        first = found(pairs=True)
-    except MemoryBudgetError as error:
-        log.info("with split masters it does not fit, so they are whole: %s", error)
-        return found(pairs=False)
-    one = first[-1].planner.plan
-    if one is None or not any(unit.num_resident for unit in first[-1].placement.units):
-        return first
-    other = found(pairs=False)
-    two = other[-1].planner.plan
-    return other if two is None or two.seconds < FASTER * one.seconds else first
+    parameters = [arg for arg in args if isinstance(arg, torch.nn.Parameter)]
+    groups = param_groups(compilation, models[0], args, optimizer.group_of)
+    asked = options.expert.masters
+    is_open = not asked and ranks is None and any(each.dtype == torch.bfloat16 for each in parameters)
+    kinds: tuple[Masters, ...] = ("split", "whole") if is_open else (asked or "split",)
+    arrangements = {
+        masters: arrange(
+            split,
+            compilation.captured,
+            stored_types(optimizer.moments, pairs=masters != "whole"),
+            groups,
+            ranks=ranks,
+        )
+        for masters in kinds
+    }
+    first = arrangements[kinds[0]]
+    stored = stored_parameters(compilation, first, args)
+    run = Run(
+        ModelAtHand(
+            options=options,
+            sizes={masters: each.sizes for masters, each in arrangements.items()},
+            layouts=models,
+            tied=tied_units(split, first.spans),
+            device=next(args[index].device for index in first.spans),
+            clip=optimizer.max_grad_norm is not None,
+            ranks=ranks,
+        )
+    )
+    found = run.planned({} if ranks else former_plan(options, stored, optimizer))
+    return arrangements[found.masters], stored, StepPrograms(run, found)
 
 
 def open_tiers(
-    planning: PlanCache, layout: Layout, rule: Rule, stored: Sequence[StoredParameter], optimizer: Trainer
+    planning: StepPrograms,
+    arrangement: Arrangement,
+    rule: Rule,
+    stored: Sequence[StoredParameter],
+    optimizer: Trainer,
 ) -> Tiers:
     """The tiers of a plan, with their storage if it uses any, and the commit there that is to go on.
 
     Raises as `Store` and `Tiers` do, and leaves nothing; ResumeError for a commit of something else.
     """
-    planner = planning.planner
-    options, expert, device, ranks = planner.options, planner.options.expert, planner.device, planner.ranks
+    run = planning.run
+    options, expert, device, ranks = run.options, run.options.expert, run.model.device, run.ranks
     if optimizer.kept.storage and not options.durability:
         raise OptionError(
             'gs_compile.resume() was called, and durability is "off": give durability="step", or a number'
@@ -94,17 +103,17 @@ def open_tiers(
     with ExitStack() as undo:
         store, same = None, frozenset[str]()
         if planning.uses_ssd:
-            store, same = _open_store(planning, layout, stored, optimizer)
+            store, same = _open_store(planning, arrangement, stored, optimizer)
             undo.callback(store.close)
         tiers = Tiers(
             planning.placement,
-            layout.types,
-            Recipe(rule, layout.runs),
+            arrangement.types,
+            Recipe(rule, arrangement.runs),
             store,
             device,
             trace=Trace(events=expert.trace),
             host_nbytes=planning.host_nbytes,
-            num_threads=planner.num_threads,
+            num_threads=run.num_threads,
             ranks=ranks,
             alike=same,
         )
@@ -113,10 +122,10 @@ def open_tiers(
 
 
 def _open_store(
-    planning: PlanCache, layout: Layout, stored: Sequence[StoredParameter], optimizer: Trainer
+    planning: StepPrograms, arrangement: Arrangement, stored: Sequence[StoredParameter], optimizer: Trainer
 ) -> tuple[Store, frozenset[str]]:
     """The storage of a plan, and the names of the parts there that stay in their files."""
-    options, ranks, same = planning.planner.options, planning.planner.ranks, frozenset[str]()
+    options, ranks, same = planning.run.options, planning.run.ranks, frozenset[str]()
     anew = optimizer.kept.begins_anew
     looks_in = optimizer.kept.storage or (() if options.resume or anew else None)
     agree = partial(ranks.agree, "the steps that are committed") if ranks and options.durability else None
@@ -143,7 +152,7 @@ def _open_store(
             check_alike(store.former, optimizer, stored, planning.placement.world)
             _refuse_what_was_read(store.former, optimizer)
             folders = [drive.folder for drive in store.drives]
-            same = alike(store.former, planning.placement, layout.types, stored, folders)
+            same = alike(store.former, planning.placement, arrangement.types, stored, folders)
         store.reserve_check(planning.ssd_nbytes - store.nbytes_of(same))
         undo.pop_all()
     return store, same
@@ -176,10 +185,12 @@ def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: 
     return {}
 
 
-def stored_parameters(compilation: Compilation, layout: Layout, args: Sequence[Any]) -> tuple[StoredParameter, ...]:
-    """Where each parameter is in its unit, as commits say it, in the order of the layout."""
+def stored_parameters(
+    compilation: Compilation, arrangement: Arrangement, args: Sequence[Any]
+) -> tuple[StoredParameter, ...]:
+    """Where each parameter is in its unit, as commits say it, in the order of the arrangement."""
     names = [entry.path for entry in compilation.captured.inputs]
     return tuple(
         StoredParameter(names[index], span.unit, span.offset, tuple(span.shape), bool(args[index].requires_grad))
-        for index, span in layout.spans.items()
+        for index, span in arrangement.spans.items()
     )

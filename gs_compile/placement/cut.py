@@ -7,38 +7,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, count, pairwise
 from math import ceil
 
+from gs_compile.placement.placement import Decision
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.units import Group, Part, UnitPlacement
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIERS, Tier
 
-DEVICE_CLASSES = ("device_parameter", "device_checkpoint")  # as users call the ratios of what lives on the device
 
+def cut_units(sizes: Sequence[UnitSize], decision: Decision, *, separate: bool) -> tuple[UnitPlacement, ...]:
+    """The units as a decision describes them. No update takes more elements at a time than a whole layer has.
 
-def cut_units(
-    sizes: Sequence[UnitSize],
-    ratios: Mapping[str, float],
-    device_ratios: Mapping[str, float],
-    *,
-    alpha: float,
-    separate: bool,
-    layer_updates: int = 1,
-) -> tuple[UnitPlacement, ...]:
-    """The units as ratios and alpha describe them. No update takes more elements at a time than a whole layer has.
-
-    layer_updates: in how many updates a layer's elements are taken; a larger unit's in as many for each layer's worth.
-    device_ratios: what part of "parameter" lives on a device with memory of its own. Whole tensors do: what one unit is
-        short of its part, the next ones may have on top.
+    A larger unit's elements are taken in as many updates for each layer's worth. Whole tensors live on the device: what
+    one unit is short of its part, the next ones may have on top.
     """
+    ratios, updates = decision.ratios, decision.layer_updates
     layers = [size.num_trained for size in sizes if isinstance(size.unit, int)]
-    most_numel = ceil((max(layers, default=0) or max(size.num_trained for size in sizes) or 1) / layer_updates)
+    most_numel = ceil((max(layers, default=0) or max(size.num_trained for size in sizes) or 1) / updates)
     units: list[UnitPlacement] = []
     spare = 0.0  # elements that the units so far have left of the device's part
     for size in sizes:
-        device_ratio = device_ratios.get("parameter", 0.0) if size.may_reside else 0.0
-        spare += device_ratio * size.numel
+        on_device = (ratios.device_parameter or 0.0) if size.may_reside else 0.0
+        spare += on_device * size.numel
         numel = int(spare + 1e-9) if size.may_reside else 0
-        shares = {**ratios, "device": device_ratio}
+        shares = {"parameter": ratios.parameter or 0.0, "optimizer": ratios.optimizer or 0.0, "device": on_device}
+        alpha = decision.alpha
         units.append(cut(size, shares, alpha=alpha, most_numel=most_numel, separate=separate, device_numel=numel))
         spare -= units[-1].num_resident
     return tuple(units)
@@ -47,11 +39,6 @@ def cut_units(
 def turn(place: int, layer_updates: int) -> int:
     """The stages from a unit's first update to the one at `place` among them: one for each layer's worth."""
     return place // layer_updates
-
-
-def on_device(ratios: Mapping[str, float]) -> dict[str, float]:
-    """The ratios of what lives on the device, by class, among those that users give."""
-    return {name.removeprefix("device_"): ratio for name, ratio in ratios.items() if name in DEVICE_CLASSES}
 
 
 def cut(

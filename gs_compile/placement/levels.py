@@ -35,6 +35,9 @@ class Level:
     reads_input: bool
 
 
+Levels = tuple[tuple[Level, ...], ...]  # 1, 2 ... of each layer; () of one that can save its input alone
+
+
 class Share(NamedTuple):
     """A part of all items that is saved at a level, on a tier; of the topmost ones, or spread evenly."""
 
@@ -44,7 +47,18 @@ class Share(NamedTuple):
     is_topmost: bool = False
 
 
-Shares = tuple[Share, ...]
+class Shares(tuple[Share, ...]):
+    """What is saved of all items; what is in no share is at level 0."""
+
+    __slots__ = ()
+
+    def part(self, tier: Tier | None = None) -> float:
+        """Of all items, how many are in a share, or in one on a tier."""
+        return sum(share.part for share in self if tier in (None, share.tier))
+
+    def moved(self, source: Tier, target: Tier) -> Shares:
+        """The same with what is on one tier on another."""
+        return Shares(share._replace(tier=target) if share.tier == source else share for share in self)
 
 
 def items(shares: Sequence[Share], levels: Sequence[Sequence[Level]], num_micro_batches: int) -> Mapping[Item, Share]:

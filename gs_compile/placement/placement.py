@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import TypedDict
+from typing import Any, TypedDict
 
-from gs_compile.placement.levels import TOLERANCE, Item, Level, Share, is_chosen, items
+from gs_compile.options import Ratios
+from gs_compile.placement.levels import TOLERANCE, Item, Level, Levels, Share, Shares, is_chosen, items
 from gs_compile.placement.units import Group, Part, UnitPlacement
 from gs_compile.program.ir import COPIES, Op, Schedule, Tier, Unit, Value
 from gs_compile.schedules import BY_MICRO_BATCH
@@ -24,59 +25,111 @@ class Marks(TypedDict, total=False):
     warm: bool
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Homes and sizes for one model. Without `units` the parameters are the user's and only checkpoints move.
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What is given to a step: the layers of a model, a batch, and how steps are laid out on one device.
 
-    separate: the device has memory of its own; otherwise it is the host's, and nothing is copied between them but
-        what has to be collected for the SSD.
-    clip: late updates wait for the scale that follows from all gradients' norms.
-    speculative: early ones do not; should gradients have to be scaled, they are rolled back and are late ones too. What
-        they make goes to shadow copies until the scale is known.
+    The homes of a model serve steps of every shape, so a `StepShape` is none of it.
+
     x_nbytes, side_nbytes: of the checkpoint, and of the side inputs, of each micro-batch.
     levels: of each layer, what levels 1, 2 ... save; a class of layers may have fewer than another.
-    shares: the parts of all items that are saved (`levels`).
-    schedule: of a training step. layer_updates: in how many updates a layer's elements are taken.
-    device_checkpoint_ratio: of the checkpoints, how many stay in memory of the device's own.
-    gradient_ratio: of the units, how many have their gradient sums in host memory between two micro-batches, where
-        these run one by one; those of the others go to SSD.
-    world: the ranks that share all units; `units` and all sizes but activations are one rank's share.
-    own: what the schedule has decided beside, which its own pass alone reads; None: nothing.
+    separate: the device has memory of its own; otherwise it is the host's, and nothing is copied between them but
+        what has to be collected for the SSD.
+    clip: gradients are clipped by the norm of all.
+    schedule: of a training step; snake: that pass runs, where the schedule has it.
+    world: the ranks that share all units; the sizes of all but activations are one rank's share.
     durability: every so many steps are committed: what the last of them has left outlives the process; 0: none are.
-    kept: units whose early parameters, stored on SSD, are also kept in host memory from their update to the first use
-        in the next step; tied ones until the head has used them.
-    ahead: so many stages earlier than others, the states of updates after the last backward are read.
     home_nbytes: the least that what lives on takes of host memory: what a run has mapped for it, where a step keeps
         less than others.
     """
 
-    units: tuple[UnitPlacement, ...] = ()
-    separate: bool = False
-    clip: bool = False
-    checkpoint_ratio: float = 1.0
+    num_layers: int = 0
     x_nbytes: tuple[int, ...] = ()
     side_nbytes: tuple[int, ...] = ()
-    num_layers: int = 0
+    levels: Levels = ()
+    separate: bool = False
+    clip: bool = False
     schedule: Schedule = "vertical"
-    gradient_ratio: float = 1.0
-    device_checkpoint_ratio: float = 0.0
-    own: object | None = None
-    speculative: bool = False
+    snake: bool = True
     world: int = 1
-    layer_updates: int = 1
     durability: int = 0
+    home_nbytes: int = 0
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.x_nbytes)
+
+    @property
+    def num_items(self) -> int:
+        """Pairs of a layer and a micro-batch."""
+        return self.num_layers * self.num_micro_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What is chosen for a step.
+
+    ratios: by class; what has none in host memory and none on the device is on SSD. Of units, `gradient` is how many
+        have their gradient sums in host memory between two micro-batches; without one all do.
+    alpha: the part of each update that is late, in the next forward.
+    shares: of all items, what saves activations; the ratios of checkpoints are of all items, too.
+    speculative: with clipping, early updates run before the norm is known; should gradients have to be scaled, they are
+        rolled back and are late ones too. What they make goes to shadow copies until the scale is known.
+    layer_updates: in how many updates a layer's elements are taken.
+    kept: units whose early parameters, stored on SSD, are also kept in host memory from their update to the first use
+        in the next step; tied ones until the head has used them.
+    ahead: so many stages earlier than others, the states of updates after the last backward are read.
+    own: what the schedule has decided beside, which its own pass alone reads; None: nothing.
+    """
+
+    ratios: Ratios = Ratios(checkpoint=1.0, parameter=1.0, optimizer=1.0)  # noqa: RUF009  (frozen)
+    alpha: float = 0.0
+    shares: Shares = Shares()  # noqa: RUF009  (a tuple)
+    speculative: bool = False
+    layer_updates: int = 1
     kept: tuple[Unit, ...] = ()
     ahead: int = 0
-    home_nbytes: int = 0
-    levels: tuple[tuple[Level, ...], ...] = ()
-    shares: tuple[Share, ...] = ()
+    own: object | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; `of` is the inverse."""
+        shares = [list(share) for share in self.shares]
+        return {**asdict(self), "ratios": self.ratios.given(), "shares": shares, "kept": list(self.kept)}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Decision:
+        """The decision that a dict describes; raises KeyError, TypeError, ValueError or OptionError for another's."""
+        known = {each.name: values[each.name] for each in fields(cls)}
+        ratios = Ratios(**known.pop("ratios"))
+        shares, kept = Shares(Share(*each) for each in known.pop("shares")), tuple(known.pop("kept"))
+        return cls(ratios=ratios, shares=shares, kept=kept, **known)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Homes and sizes for one model: its units, cut as a decision says, in a layout.
+
+    Without `units` the parameters are the user's and only checkpoints move.
+    """
+
+    units: tuple[UnitPlacement, ...] = ()
+    layout: Layout = Layout()
+    decision: Decision = Decision()
 
     def __post_init__(self) -> None:
         on_device = self.keeps_on_device or any(unit.num_resident for unit in self.units)
         assert self.separate or not on_device, "the device has no memory of its own for anything to live in"
-        kept = (self.checkpoint_ratio, self.device_checkpoint_ratio, *(share.part for share in self.shares))
-        assert sum(kept) <= 1 + 1e-9, "more checkpoints than there are"
-        assert self.clip or not self.speculative, "without clipping no update is rolled back"
+        kept = self.checkpoint_ratio + self.device_checkpoint_ratio + self.shares.part()
+        assert kept <= 1 + 1e-9, "more checkpoints than there are"
+        assert self.layout.clip or not self.speculative, "without clipping no update is rolled back"
+
+    def laid_out(self, **changes: Any) -> Placement:
+        """The same with other fields of its layout."""
+        return replace(self, layout=replace(self.layout, **changes))
+
+    def decided(self, **changes: Any) -> Placement:
+        """The same with other fields of its decision, of those that do not cut units."""
+        return replace(self, decision=replace(self.decision, **changes))
 
     @property
     def by_micro_batch(self) -> bool:
@@ -108,7 +161,7 @@ class Placement:
         if (share := self.share_of(value)) is not None:
             return share.tier
         unit, micro_batch = _item(value)
-        left = 1.0 - sum(share.part for share in self.shares)
+        left = 1.0 - self.shares.part()
         if left <= TOLERANCE:  # a layer that can save nothing, or a batch whose items come to other whole numbers
             return max(self.shares, key=lambda each: each.part).tier
         at = self._places[unit, micro_batch] if self._items else unit * len(self.x_nbytes) + micro_batch
@@ -121,30 +174,24 @@ class Placement:
 
     def recomputing(self) -> Placement:
         """The same with layers that save their inputs alone, each where its activations were."""
-        host, device = (sum(each.part for each in self.shares if each.tier == tier) for tier in ("host", "device"))
-        return replace(
-            self,
-            levels=(),
-            shares=(),
-            checkpoint_ratio=self.checkpoint_ratio + host,
-            device_checkpoint_ratio=self.device_checkpoint_ratio + device,
-        )
+        host, device = self.shares.part("host"), self.shares.part("device")
+        return self._kept_at(self.checkpoint_ratio + host, self.device_checkpoint_ratio + device, Shares())
 
     def moved(self, source: Tier, target: Tier) -> Placement:
         """The same with all activations of one tier on another, slower one."""
         ratios = {"device": self.device_checkpoint_ratio, "host": self.checkpoint_ratio, "ssd": 0.0}
         ratios[target] += ratios.pop(source)
-        return replace(
-            self,
-            shares=tuple(share._replace(tier=target) if share.tier == source else share for share in self.shares),
-            checkpoint_ratio=ratios.get("host", 0.0),
-            device_checkpoint_ratio=ratios.get("device", 0.0),
-        )
+        return self._kept_at(ratios.get("host", 0.0), ratios.get("device", 0.0), self.shares.moved(source, target))
+
+    def _kept_at(self, host: float, device: float, shares: Shares) -> Placement:
+        """The same with other homes of activations."""
+        ratios = replace(self.decision.ratios, checkpoint=host, device_checkpoint=device)
+        return self.decided(ratios=ratios, shares=shares)
 
     @property
     def keeps_on_device(self) -> bool:
         """Whether activations have their home on the device."""
-        return bool(self.device_checkpoint_ratio) or any(share.tier == "device" for share in self.shares)
+        return bool(self.device_checkpoint_ratio) or bool(self.shares.part("device"))
 
     def share_of(self, value: Value) -> Share | None:
         """The share that the layer and micro-batch of a value belong to; None: level 0."""
@@ -172,7 +219,8 @@ class Placement:
 
     def gradient_home(self, unit: UnitPlacement) -> Tier:
         """Host or SSD, for a unit's gradient sums between two micro-batches: the ratio's share of all units."""
-        return "host" if is_chosen(self.units.index(unit), self.gradient_ratio) else "ssd"
+        ratio = self.decision.ratios.gradient
+        return "host" if is_chosen(self.units.index(unit), 1.0 if ratio is None else ratio) else "ssd"
 
     @property
     def device_tier(self) -> Tier:
@@ -253,6 +301,86 @@ class Placement:
     def keeps_gradient(self, unit: UnitPlacement) -> bool:
         """Whether late gradients stay where they were summed: in one memory, if all of the unit's may be late."""
         return not self.separate and (self.speculative or not unit.trained("early"))
+
+    # What the layout and the decision say ----
+
+    @property
+    def num_layers(self) -> int:
+        return self.layout.num_layers
+
+    @property
+    def x_nbytes(self) -> tuple[int, ...]:
+        return self.layout.x_nbytes
+
+    @property
+    def side_nbytes(self) -> tuple[int, ...]:
+        return self.layout.side_nbytes
+
+    @property
+    def separate(self) -> bool:
+        return self.layout.separate
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.layout.schedule
+
+    @property
+    def world(self) -> int:
+        return self.layout.world
+
+    @property
+    def durability(self) -> int:
+        return self.layout.durability
+
+    @property
+    def home_nbytes(self) -> int:
+        return self.layout.home_nbytes
+
+    @property
+    def speculative(self) -> bool:
+        return self.decision.speculative
+
+    @property
+    def layer_updates(self) -> int:
+        return self.decision.layer_updates
+
+    @property
+    def kept(self) -> tuple[Unit, ...]:
+        return self.decision.kept
+
+    @property
+    def ahead(self) -> int:
+        return self.decision.ahead
+
+    @property
+    def own(self) -> object | None:
+        return self.decision.own
+
+    @property
+    def shares(self) -> Shares:
+        return self.decision.shares
+
+    @property
+    def levels(self) -> Levels:
+        """Of each layer what it saves, where any does."""
+        return self.layout.levels if self.shares else ()
+
+    @property
+    def checkpoint_ratio(self) -> float:
+        """Of the checkpoints, how many are in host memory."""
+        return self.decision.ratios.checkpoint or 0.0
+
+    @property
+    def device_checkpoint_ratio(self) -> float:
+        """Of the checkpoints, how many stay in memory of the device's own."""
+        return self.decision.ratios.device_checkpoint or 0.0
+
+    @property
+    def clip(self) -> bool:
+        """Whether late updates wait for the scale that follows from all gradients' norms: of updates that are neither
+        all late nor speculative the step is one without clipping.
+        """
+        return self.layout.clip and (self.speculative or self.decision.alpha == 1.0)
 
 
 def _item(value: Value) -> Item:

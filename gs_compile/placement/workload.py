@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Self
 
 from gs_compile.program.ir import StepShape, Unit
 
@@ -62,6 +63,25 @@ class CodeCost:
         forward, backward = self.forward_seconds, self.backward_seconds
         return None if forward is None or backward is None else forward + backward
 
+    def times(self, factor: float) -> Self:
+        """Of code that computes so many times as much."""
+        return replace(
+            self,
+            forward_flops=self.forward_flops * factor,
+            backward_flops=self.backward_flops * factor,
+            forward_seconds=None if self.forward_seconds is None else self.forward_seconds * factor,
+            backward_seconds=None if self.backward_seconds is None else self.backward_seconds * factor,
+        )
+
+    def without_recomputation(self) -> Self:
+        """Of code whose backward does not run the forward again."""
+        forward, backward = self.forward_seconds, self.backward_seconds
+        return replace(
+            self,
+            backward_flops=self.backward_flops - self.forward_flops,
+            backward_seconds=None if forward is None or backward is None else max(backward - forward, 0.0),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class LevelCost(CodeCost):
@@ -109,6 +129,29 @@ class Workload:
     shape: StepShape = field(default_factory=StepShape)
     world: int = 1
     masters: str | None = None
+
+    def scaled(self, *, code: float = 1.0, activations: float = 1.0, workspace: float = 1.0) -> Workload:
+        """The same model; what its code computes, and the bytes that it hands on and has inside, so many times."""
+
+        def level(cost: LevelCost) -> LevelCost:
+            return replace(cost.times(code), nbytes=int(cost.nbytes * activations))
+
+        costs = {
+            unit: replace(
+                cost.times(code),
+                workspace_nbytes=int(cost.workspace_nbytes * workspace),
+                levels=tuple(map(level, cost.levels)),
+            )
+            for unit, cost in self.costs.items()
+        }
+        x_nbytes, side_nbytes = (int(nbytes * activations) for nbytes in (self.x_nbytes, self.side_nbytes))
+        return replace(self, costs=costs, x_nbytes=x_nbytes, side_nbytes=side_nbytes)
+
+    def bare(self) -> Workload:
+        """The same with layers that save their inputs alone."""
+        if not self.num_levels:
+            return self
+        return replace(self, costs={unit: replace(cost, levels=()) for unit, cost in self.costs.items()})
 
     @cached_property
     def num_trained(self) -> int:

@@ -1,17 +1,18 @@
-"""builder: from ratios to the placement that they describe, and to the program of a step in it."""
+"""builder: from a decision to the placement that it describes, and to the program of a step in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.cut import cut_units
-from gs_compile.placement.levels import Level, Share
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.levels import Level, Shares
+from gs_compile.placement.placement import Decision, Layout, Placement
 from gs_compile.placement.workload import UnitSize, Workload
-from gs_compile.program.ir import DRAIN, Op, Program, Schedule, StepShape
+from gs_compile.program.ir import DRAIN, Op, Program, StepShape
 
 # Updates of a layer where memory is scarce: three pieces of state, not the states of three layers, are in it. As less
 # is read ahead a step that waits for drives is slower so: nothing that fits with whole updates has pieces.
@@ -21,106 +22,54 @@ ROUNDING = 1e-6  # of the linear program's parts
 
 @dataclass(frozen=True, kw_only=True)
 class StepBuilder:
-    """Of one model: its units, and how its steps are laid out.
-
-    x_nbytes, side_nbytes: of the checkpoint and of the side inputs of each micro-batch. levels: as in `Placement`.
-    separate: the device has memory of its own. clip: gradients are clipped. world: the ranks that share the units, of
-        which `sizes` are one's shares. layer_updates, durability: as in `Placement`.
-    """
+    """What is given to the steps of one model: its units, their layout, and the shape of a step."""
 
     sizes: tuple[UnitSize, ...]
-    num_layers: int
+    layout: Layout
     shape: StepShape
-    x_nbytes: tuple[int, ...]
-    side_nbytes: tuple[int, ...]
-    separate: bool
-    clip: bool = False
-    schedule: Schedule = "vertical"
-    snake: bool = True
-    world: int = 1
-    layer_updates: int = 1
-    durability: int = 0
-    levels: tuple[tuple[Level, ...], ...] = ()
 
     @classmethod
-    def of(
-        cls, workload: Workload, number: int, *, separate: bool, clip: bool = False, schedule: Schedule = "vertical"
-    ) -> StepBuilder:
-        """For `number` micro-batches that are all alike."""
-        return cls(
-            sizes=workload.sizes,
-            num_layers=workload.num_layers,
-            shape=workload.shape,
-            x_nbytes=(workload.x_nbytes,) * number,
-            side_nbytes=(workload.side_nbytes,) * number,
-            separate=separate,
-            clip=clip,
-            schedule=schedule,
-            world=workload.world,
-            levels=workload_levels(workload, number),
-        )
+    def of(cls, workload: Workload, number: int, **layout: Any) -> StepBuilder:
+        """For `number` micro-batches that are all alike. layout: further fields of it."""
+        found = Layout(num_layers=workload.num_layers, world=workload.world, **layout)
+        return cls(sizes=workload.sizes, layout=found, shape=workload.shape).at(workload, number)
 
-    @property
-    def num_items(self) -> int:
-        """Pairs of a layer and a micro-batch."""
-        return self.num_layers * len(self.x_nbytes)
+    def at(self, workload: Workload, number: int) -> StepBuilder:
+        """The same for `number` micro-batches like the workload's."""
+        x_nbytes, side_nbytes = (workload.x_nbytes,) * number, (workload.side_nbytes,) * number
+        return self.laid_out(x_nbytes=x_nbytes, side_nbytes=side_nbytes, levels=workload_levels(workload, number))
 
-    def placement(
-        self,
-        ratios: Mapping[str, float],
-        alpha: float,
-        device_ratios: Mapping[str, float] | None = None,
-        *,
-        speculative: bool = False,
-        shares: Sequence[Share] = (),
-    ) -> Placement:
-        """The placement of `ratios` ("parameter", "checkpoint", "optimizer", perhaps "gradient") in host memory.
+    def laid_out(self, **changes: Any) -> StepBuilder:
+        """The same with other fields of its layout."""
+        return replace(self, layout=replace(self.layout, **changes))
 
-        device_ratios: of "parameter" and "checkpoint" in device memory. shares: of items that save more than their
-        input; what is in no share is left for the ratios of checkpoints. With clipping that is not speculative, alpha
-        is 1; a smaller one describes a step without clipping.
-        """
-        device_ratios = device_ratios or {}
-        on_host, on_device, shares = self._checkpoints(
-            ratios["checkpoint"], device_ratios.get("checkpoint", 0.0), shares
-        )
-        updates = self.layer_updates
-        return Placement(
-            cut_units(self.sizes, ratios, device_ratios, alpha=alpha, separate=self.separate, layer_updates=updates),
-            separate=self.separate,
-            clip=self.clip and (speculative or alpha == 1.0),
-            speculative=speculative,
-            checkpoint_ratio=on_host,
-            device_checkpoint_ratio=on_device,
-            gradient_ratio=ratios.get("gradient", 1.0),
-            x_nbytes=self.x_nbytes,
-            side_nbytes=self.side_nbytes,
-            num_layers=self.num_layers,
-            schedule=self.schedule,
-            world=self.world,
-            layer_updates=updates,
-            durability=self.durability,
-            levels=self.levels if shares else (),
-            shares=shares,
-        )
+    def placement(self, decision: Decision) -> Placement:
+        """The placement that a decision describes; of activations it has whole items."""
+        decision = self._whole(decision)
+        return Placement(cut_units(self.sizes, decision, separate=self.layout.separate), self.layout, decision)
 
-    def _checkpoints(
-        self, on_host: float, on_device: float, shares: Sequence[Share]
-    ) -> tuple[float, float, tuple[Share, ...]]:
+    def _whole(self, decision: Decision) -> Decision:
         """Shares of whole items, of no more than those whose layers can save any; of checkpoints in host and device
         memory what these leave, and all of it where nothing is to be on SSD.
         """
-        number, savable = self.num_items, sum(map(bool, self.levels)) * len(self.x_nbytes)
+        ratios, shares, number = decision.ratios, decision.shares, self.layout.num_items
+        savable = sum(map(bool, self.layout.levels)) * self.layout.num_micro_batches
         parts = accumulate((share.part for share in shares), initial=0.0)
         ends = [min(int(part * number + ROUNDING), savable) for part in parts]
         counts = (stop - start for start, stop in pairwise(ends))
-        whole = tuple(share._replace(part=count / number) for share, count in zip(shares, counts, strict=True))
-        left = max(1.0 - sum(share.part for share in whole), 0.0)
-        asked = min(sum(share.part for share in shares), savable / number) if shares else 0.0
+        whole = Shares(
+            share._replace(part=count / number) for share, count in zip(shares, counts, strict=True) if count
+        )
+        left, on_host, on_device = (
+            max(1.0 - whole.part(), 0.0),
+            ratios.checkpoint or 0.0,
+            ratios.device_checkpoint or 0.0,
+        )
+        asked = min(shares.part(), savable / number) if shares else 0.0
         is_all = bool(shares) and on_host + on_device + asked >= 1 - ROUNDING
         on_device = left if is_all and on_device and not on_host else min(on_device, left)
         on_host = left - on_device if is_all else min(on_host, left - on_device)
-        return on_host, on_device, tuple(share for share in whole if share.part)
+        return replace(decision, ratios=replace(ratios, checkpoint=on_host, device_checkpoint=on_device), shares=whole)
 
     def program(self, placement: Placement, *, redo: bool = True) -> Program:
         """A step among others. It will not run here, and all passes were tested: it is not verified.
@@ -153,10 +102,10 @@ class StepBuilder:
         """
         durable = placement.durability > 0
         return StepSpec(
-            self.num_layers,
-            len(placement.x_nbytes),
+            placement.num_layers,
+            placement.layout.num_micro_batches,
             shape=self.shape,
-            snake=self.snake,
+            snake=placement.layout.snake,
             placement=placement,
             late=late,
             redo=redo,

@@ -1,97 +1,197 @@
-"""problem: one model on one machine within budgets: where everything lives, such that a step takes the least time.
+"""problem: one model on one machine within budgets, and what is asked for.
 
     search      how many micro-batches, by the linear program                                   `lp.search`
-    refine      its solution as a placement whose own program keeps the budgets: the fastest of a few, by the simulator
+    choose      its solution as a placement whose own program keeps the budgets: the fastest of a few, by the simulator
     reasons     what limits that
 
-A plan for a model that is named and the one for a model at hand are made here alike.
+A named model and a model at hand differ in where the machine's figures and the costs of code come from: they are asked
+for when they are needed, for what is settled without them need not be measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, TypeVar
+from functools import cache, cached_property
+from typing import Any, Protocol
 
-from gs_compile.placement.placement import Placement
-from gs_compile.placement.workload import CodeCost, LevelCost, Workload
-from gs_compile.planner.builder import StepBuilder, peak, workload_levels
+from gs_compile.errors import OptionError, PlanError
+from gs_compile.options import Masters
+from gs_compile.placement.levels import Levels
+from gs_compile.placement.placement import Decision, Placement
+from gs_compile.placement.workload import Workload
+from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.lp.coefficients import Formulas
-from gs_compile.planner.lp.counting import Counted
-from gs_compile.planner.lp.limits import Budgets, Fixed
-from gs_compile.planner.lp.search import Saturation, Search, fastest, search
-from gs_compile.planner.lp.solve import Solution
+from gs_compile.planner.lp.counting import DEVICE_RATIOS, Counted
+from gs_compile.planner.lp.search import Search, fastest, search
+from gs_compile.planner.lp.solve import Solution, System
 from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.request import Budgets, Request
 from gs_compile.planner.simulate.simulator import Simulation, predict
 from gs_compile.program.ir import Program
-
-Cost = TypeVar("Cost", bound=CodeCost)
 
 LARGE = 2000  # computations of a forward: from there on candidates are compared with micro-batches in bundles
 NUM_BUNDLES = 8
 NOTHING: Mapping[str, int] = {"host": 0, "device": 0}  # bytes of a tier that are left free
 
 
+class Saving(Protocol):
+    """What the layers of a model may save beside their inputs."""
+
+    def levels(self, x_nbytes: Sequence[int]) -> Levels:
+        """Of each layer, for micro-batches whose inputs have so many bytes; () where none may save more."""
+
+    def workload(self, workload: Workload, *, last: bool) -> Workload:
+        """`workload` with what the levels cost; with `last` the last level alone counts."""
+
+    def reasons(self) -> str:
+        """Why layers can save nothing, where that is known."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """`builder` lays out the steps: of its own micro-batches, or of as many as are asked for, all like the workload's.
+    """What is given to the steps of one model, and what is asked for.
 
+    builder: lays out steps of its own micro-batches, or of as many as are asked for, all like the workload's.
+    machine, code: the profile, and the workload with what code costs there, as functions that measure once.
+    saving: what layers may save; None: their inputs alone, whatever is faster.
+    host_nbytes, device_nbytes: the budgets of memory, where they are known before the machine is; None: as the machine
+        and the request say.
+    whole: the step is going to run: a large one is not left with its micro-batches in bundles.
+    whole_masters: gives the same problem with masters that are whole, where these are split because nobody has said.
+    masters: of narrow parameters, where there is a choice. layer_updates: as in `Decision`.
     counted: what is known of the same model at another micro-batch size.
     """
 
-    workload: Workload
-    profile: Profile
-    budgets: Budgets
-    fixed: Fixed
     builder: StepBuilder
+    request: Request
+    machine: Callable[[], Profile]
+    code: Callable[[], Workload]
+    saving: Saving | None = None
+    host_nbytes: int | None = None
+    device_nbytes: int | None = None
+    whole: bool = False
+    whole_masters: Callable[[], Problem] | None = None
+    masters: Masters | None = None
+    layer_updates: int = 1
     counted: Counted | None = field(default=None, compare=False, repr=False)
+
+    # What is asked for when it is needed ------------------------------------------------------------------------------
+
+    @cached_property
+    def profile(self) -> Profile:
+        return self.machine()
+
+    @cached_property
+    def workload(self) -> Workload:
+        return self.code()
+
+    @cached_property
+    def budgets(self) -> Budgets:
+        return self.request.budgets(self.profile, host_nbytes=self.host_nbytes, device_nbytes=self.device_nbytes)
+
+    @property
+    def host_budget(self) -> int:
+        """Bytes of host memory, without measuring where they are known before the machine is."""
+        return self.budgets.host_nbytes if self.host_nbytes is None else self.host_nbytes
+
+    @property
+    def device_budget(self) -> int | None:
+        """The same of the device; None: nothing is said of it."""
+        return (self.budgets.device_nbytes or None) if self.host_nbytes is None else self.device_nbytes
 
     @cached_property
     def formulas(self) -> Formulas:
-        saves = self.workload.num_levels > 0
-        speculative = self.fixed.speculative
-        counted = self.counted or Counted(self.workload, self.builder, speculative=speculative, saves=saves)
+        counted = self.counted or Counted(
+            self.workload,
+            self.builder,
+            speculative=self.request.speculative,
+            saves=self.workload.num_levels > 0,
+            layer_updates=self.layer_updates,
+        )
         return Formulas(self.workload, self.profile, counted)
 
-    def search(self, number: int | None = None, saturation: Saturation = "relative") -> Search:
-        """The best by the linear program, for `number` micro-batches or for as many as saturate; see `lp.search`."""
-        return search(self.formulas, self.budgets, self.fixed, num_micro_batches=number, saturation=saturation)
+    @cached_property
+    def wider(self) -> Problem:
+        """The same with layers that may save more than their inputs; itself where none may, or they do already.
 
-    def other(self, **changes: Any) -> Problem:
-        """The same model on another machine, or within other budgets: nothing is counted again."""
-        return replace(self, counted=self.formulas.counted, **changes)
+        Raises `PlanError` where something is to be saved and there is nothing.
+        """
+        layout, saving, request = self.builder.layout, self.saving, self.request
+        levels = saving.levels(layout.x_nbytes) if saving and not layout.levels else layout.levels
+        if request.saves and not levels:
+            reasons = saving.reasons() if saving else ""
+            raise PlanError(
+                "activations are to be saved (recompute, the ratio activation), but the layers have nothing to save "
+                f"that they could compute again{reasons and f' ({reasons})'}: leave that out"
+            )
+        if saving is None or layout.levels or not levels:
+            return self
+        code = cache(lambda: saving.workload(self.workload, last=request.saves_all))
+        return replace(self, builder=self.builder.laid_out(levels=levels), code=code, counted=None)
 
-    def solved(self, number: int, alpha: float | None = None, *, budgets: Budgets | None = None) -> Solution | None:
-        """The linear program's answer for one alpha or the best; None where nothing fits."""
-        fixed = self.fixed if alpha is None else replace(self.fixed, alpha=alpha)
-        return fastest(self.formulas, number, budgets or self.budgets, fixed)
+    # Others -----------------------------------------------------------------------------------------------------------
+
+    def of(self, workload: Workload | None = None, profile: Profile | None = None, **changes: Any) -> Problem:
+        """The same of another workload of this model, on another machine, or with other fields.
+
+        Nothing is counted again.
+        """
+        changes.setdefault("counted", self.formulas.counted)
+        workload, profile = workload or self.workload, profile or self.profile
+        return replace(self, machine=lambda: profile, code=lambda: workload, **changes)
+
+    def asked(self, request: Request, **changes: Any) -> Problem:
+        """The same model and machine, asked for something else."""
+        return (
+            self if request == self.request and not changes else replace(self, request=request, counted=None, **changes)
+        )
 
     def at(self, number: int) -> StepBuilder:
         """What lays out steps of so many micro-batches."""
-        if len(self.builder.x_nbytes) == number:
-            return self.builder
-        workload = self.workload
-        x_nbytes, side_nbytes = (workload.x_nbytes,) * number, (workload.side_nbytes,) * number
-        return replace(
-            self.builder, x_nbytes=x_nbytes, side_nbytes=side_nbytes, levels=workload_levels(workload, number)
-        )
+        known = self.builder
+        return known if known.layout.num_micro_batches == number else known.at(self.workload, number)
 
-    def placed(self, solution: Solution) -> Placement:
-        """The placement that a solution describes."""
-        builder, speculative = self.at(solution.num_micro_batches), self.fixed.speculative
-        return builder.placement(
-            solution.ratios, solution.alpha, solution.device_ratios, shares=solution.shares, speculative=speculative
-        )
+    def bundled(self, number: int) -> tuple[Problem, int]:
+        """This problem, and a number of micro-batches; of a large step a few, each of which stands for several."""
+        if number <= NUM_BUNDLES or number * self.workload.num_layers <= LARGE:
+            return self, number
+        times = number / NUM_BUNDLES
+        return self.of(self.workload.scaled(code=times, activations=times)), NUM_BUNDLES
 
-    def predicted(self, program: Program, placement: Placement) -> Simulation:
+    # Its solutions ----------------------------------------------------------------------------------------------------
+
+    def search(self, number: int | None = None) -> Search:
+        """The best by the linear program, for `number` micro-batches or for as many as saturate; see `lp.search`."""
+        return search(self.formulas, self.budgets, self.request, num_micro_batches=number)
+
+    def solved(self, number: int, alpha: float | None = None, *, budgets: Budgets | None = None) -> Solution | None:
+        """The linear program's answer for one alpha or the best; None where nothing fits."""
+        request = self.request
+        if alpha is not None and request.alphas != (alpha,):
+            request = replace(request, alpha=alpha, clipping="speculative" if request.speculative else request.clipping)
+        return fastest(self.formulas, number, budgets or self.budgets, request)
+
+    def placed(self, decision: Decision, number: int) -> Placement:
+        """The placement that a decision describes, for so many micro-batches."""
+        return self.at(number).placement(decision)
+
+    def predicted(self, placement: Placement) -> Simulation:
         """Of steps none of which is rolled back; the memory they are given is that of the program."""
+        builder = self.at(placement.layout.num_micro_batches)
+        program = builder.program(placement)
         if placement.speculative:
-            program = replace(self.builder.usual(placement), peaks=program.peaks)
+            program = replace(builder.usual(placement), peaks=program.peaks)
         host_nbytes, device_nbytes = self.budgets.host_nbytes, self.values_nbytes
         return predict(
             program, placement, self.workload, self.profile, host_nbytes=host_nbytes, device_nbytes=device_nbytes
         )
+
+    def valued(self, decision: Decision, number: int) -> Solution:
+        """What a decision takes by the linear program, whether or not it fits."""
+        return System(self.formulas, number, decision.alpha, self.budgets, self.request).valued(decision)
+
+    # Whether they fit -------------------------------------------------------------------------------------------------
 
     @property
     def values_nbytes(self) -> int | None:
@@ -100,49 +200,33 @@ class Problem:
 
     def fits(self, placement: Placement, spare: Mapping[str, int] = NOTHING) -> bool:
         """Whether no program of a placement takes more than the budgets; `spare` bytes of these are left free."""
-        builder = self.at(len(placement.x_nbytes))
-        return not any(self.excess(program, spare) for program in builder.programs(placement))
+        programs = self.at(placement.layout.num_micro_batches).programs(placement)
+        return not any(self.excess(program, spare) for program in programs)
 
-    def excess(self, program: Program, spare: Mapping[str, int]) -> dict[str, int]:
+    def excess(self, program: Program, spare: Mapping[str, int] = NOTHING) -> dict[str, int]:
         """By tier, the bytes that a step takes beyond its budget; `spare` bytes of it are left free."""
         most = {"host": self.budgets.host_nbytes}
         if (on_device := self.values_nbytes) is not None:
             most["device"] = on_device
-        over = {tier: peak(program, tier) + spare[tier] - nbytes for tier, nbytes in most.items()}
-        return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}
+        return excess(program, {tier: nbytes - spare[tier] for tier, nbytes in most.items()})
 
-    def bundled(self, number: int) -> tuple[Problem, int]:
-        """This problem, and a number of micro-batches; of a large step a few, each of which stands for several."""
-        if number <= NUM_BUNDLES or number * self.workload.num_layers <= LARGE:
-            return self, number
-        times = number / NUM_BUNDLES
-        return self.other(workload=scaled(self.workload, code=times, activations=times)), NUM_BUNDLES
-
-
-def scaled(workload: Workload, *, code: float = 1.0, activations: float = 1.0, workspace: float = 1.0) -> Workload:
-    """The same model; what its code computes, and the bytes that it hands on and has inside, so many times."""
-
-    def level(cost: LevelCost) -> LevelCost:
-        return replace(_slower(cost, code), nbytes=int(cost.nbytes * activations))
-
-    costs = {
-        unit: replace(
-            _slower(cost, code),
-            workspace_nbytes=int(cost.workspace_nbytes * workspace),
-            levels=tuple(map(level, cost.levels)),
-        )
-        for unit, cost in workload.costs.items()
-    }
-    x_nbytes, side_nbytes = (int(nbytes * activations) for nbytes in (workload.x_nbytes, workload.side_nbytes))
-    return replace(workload, costs=costs, x_nbytes=x_nbytes, side_nbytes=side_nbytes)
+    def check(self) -> None:
+        """Raise `OptionError` where the ratios that are asked for contradict what there is."""
+        ratios, separate = self.request.ratios.given(), self.builder.layout.separate
+        for name in DEVICE_RATIOS:
+            if ratios.get(name) and not separate:
+                raise OptionError(
+                    f"the ratio {name} is {ratios[name]:g}, but this device has no memory of its own: it reads the "
+                    f"host's, so give {name.removeprefix('device_')}"
+                )
+        if (ratio := ratios.get("device_parameter")) and not any(size.may_reside for size in self.builder.sizes):
+            raise OptionError(
+                f"the ratio device_parameter is {ratio:g}, but parameters that are updated in the type they are "
+                'computed in go to host memory for that: leave it out, or choose precision="bf16"'
+            )
 
 
-def _slower(cost: Cost, times: float) -> Cost:
-    """What computes so many times as much."""
-    return replace(
-        cost,
-        forward_flops=cost.forward_flops * times,
-        backward_flops=cost.backward_flops * times,
-        forward_seconds=None if cost.forward_seconds is None else cost.forward_seconds * times,
-        backward_seconds=None if cost.backward_seconds is None else cost.backward_seconds * times,
-    )
+def excess(program: Program, most: Mapping[str, int | None]) -> dict[str, int]:
+    """By tier, the bytes that a step takes beyond the `most` it may; None: nothing is said of a tier."""
+    over = {tier: peak(program, tier) - nbytes for tier, nbytes in most.items() if nbytes is not None}
+    return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}

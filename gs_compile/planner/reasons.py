@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gs_compile.machine import format_bytes
+from gs_compile.options import Ratios
 from gs_compile.placement.workload import Workload
-from gs_compile.planner.lp.limits import Fixed
+from gs_compile.planner.lp.counting import CLASSES
 from gs_compile.planner.lp.search import Search, several
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.problem import Problem, scaled
+from gs_compile.planner.problem import Problem
 from gs_compile.planner.step_plan import Alternative, StepPlan
 from gs_compile.schedules import BASELINE
 
@@ -20,12 +21,12 @@ MOST_ALTERNATIVES = 3
 FASTER_DEVICE = 0.1
 
 
-def explained(problem: Problem, plan: StepPlan, found: Search, others: Sequence[tuple[Problem, Search]]) -> StepPlan:
+def explained(plan: StepPlan, found: Search, others: Sequence[tuple[Problem, Search]]) -> StepPlan:
     """The plan with what limits it, what else there was, and notes. `others`: searches with other micro-batch sizes."""
     return replace(
         plan,
-        binding=tuple(binding(problem, plan.bound)),
-        alternatives=tuple(alternatives(problem, replace(found, best=plan.bound), others)),
+        binding=tuple(binding(plan.problem, plan.bound)),
+        alternatives=tuple(alternatives(plan.problem, replace(found, best=plan.bound), others)),
         notes=(*plan.notes, *notes(plan)),
     )
 
@@ -40,7 +41,7 @@ def binding(problem: Problem, solution: Solution) -> Iterator[str]:
 
 def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Problem, Search]]) -> Iterator[Alternative]:
     """The settings nearest in throughput to the best of the search, by the linear program."""
-    solution, workload, clip = chosen.best, problem.workload, problem.fixed.clip
+    solution, workload, request = chosen.best, problem.workload, problem.request
     number, alpha = solution.num_micro_batches, solution.alpha
     fewer = [each for n, each in chosen.history if n < number and each is not None][-2:]
     tries: list[tuple[str, Workload, Solution | None]]
@@ -49,11 +50,12 @@ def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Proble
         other, result = max(others, key=lambda each: each[0].workload.tokens * each[1].best.throughput)
         size = other.workload.micro_batch_size
         tries.append((f"micro-batches of {size}", other.workload, result.best))
-    if alpha and not clip:
+    if alpha and not request.clip:
         tries.append(("no delayed updates (alpha 0)", workload, problem.solved(number, 0.0)))
-    if any(solution.ratios.values()):
-        bare = Fixed(ratios=dict.fromkeys(solution.ratios, 0.0), recompute="all")
-        tries.append(("everything on SSD", workload, problem.other(fixed=bare).solved(number, alpha)))
+    given = solution.decision.ratios.given()
+    if any(given[name] for name in given.keys() & CLASSES):
+        nothing = replace(request, ratios=Ratios(**dict.fromkeys(given, 0.0)), recompute="all")
+        tries.append(("everything on SSD", workload, problem.of(request=nothing).solved(number, alpha)))
     rows = [
         Alternative(label=label, seconds=found.seconds, tokens_per_second=found.throughput * model.tokens)
         for label, model, found in tries
@@ -83,22 +85,25 @@ def notes(plan: StepPlan) -> Iterator[str]:
 
 def richer_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
     """More of one resource at a time, in amounts that one can buy."""
-    profile, budgets, wear = problem.profile, problem.budgets, problem.budgets.wear_bytes_per_second
-    host = _gibibytes(budgets.host_nbytes / 8)
-    more = replace(budgets, host_nbytes=budgets.host_nbytes + host)
-    yield f"{format_bytes(host)} more host memory", problem.other(budgets=more)
-    second = replace(budgets, ssd_nbytes=2 * budgets.ssd_nbytes, wear_bytes_per_second=wear and 2 * wear)
-    yield "a second SSD like the first", problem.other(profile=_faster(profile, "ssd"), budgets=second)
+    profile, budgets = problem.profile, problem.budgets
+    host, device = budgets.host_nbytes, budgets.device_nbytes
+
+    def on(machine: Profile) -> Problem:
+        return problem.of(profile=machine, host_nbytes=host, device_nbytes=device)
+
+    more = _gibibytes(host / 8)
+    yield f"{format_bytes(more)} more host memory", problem.of(host_nbytes=host + more)
+    larger = replace(profile, ssd_nbytes=2 * profile.ssd_nbytes, ssd_rated_nbytes=2 * profile.ssd_rated_nbytes)
+    yield "a second SSD like the first", on(_faster(larger, "ssd"))
     if profile.separate:
-        device = _gibibytes(budgets.device_nbytes / 4)
-        more = replace(budgets, device_nbytes=budgets.device_nbytes + device)
-        yield f"{format_bytes(device)} more device memory", problem.other(budgets=more)
-        yield "a link to the device twice as fast", problem.other(profile=_faster(profile, "h2d", "d2h"))
+        more = _gibibytes(device / 4)
+        yield f"{format_bytes(more)} more device memory", problem.of(host_nbytes=host, device_nbytes=device + more)
+        yield "a link to the device twice as fast", on(_faster(profile, "h2d", "d2h"))
     if problem.workload.world > 1:
-        yield "a network twice as fast", problem.other(profile=_faster(profile, "net"))
-    yield "an optimizer twice as fast", problem.other(profile=_faster(profile, "update"))
-    faster = scaled(problem.workload, code=1 / (1 + FASTER_DEVICE))
-    yield f"a device that computes {FASTER_DEVICE:.0%} faster", problem.other(workload=faster)
+        yield "a network twice as fast", on(_faster(profile, "net"))
+    yield "an optimizer twice as fast", on(_faster(profile, "update"))
+    faster = problem.workload.scaled(code=1 / (1 + FASTER_DEVICE))
+    yield f"a device that computes {FASTER_DEVICE:.0%} faster", problem.of(faster)
 
 
 def _gibibytes(nbytes: float) -> int:

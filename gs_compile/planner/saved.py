@@ -11,23 +11,21 @@ known before a run. Where not even a backward without recomputation would be fas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.passes.baselines.registry import SCHEDULES
-from gs_compile.placement.levels import Level, Share, Shares
+from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Placement
-from gs_compile.placement.workload import UnitCost, Workload
-from gs_compile.planner.builder import StepBuilder, workload_levels
-from gs_compile.planner.candidates import fastest
-from gs_compile.planner.lp.limits import ACTIVATION, Fixed
+from gs_compile.placement.workload import Workload
+from gs_compile.planner.choose import fastest, planned
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, richer_problems
-from gs_compile.planner.refine import planned
+from gs_compile.planner.request import Request
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import ON
 from gs_compile.program.ir import TIERS, Tier
@@ -35,83 +33,67 @@ from gs_compile.program.ir import TIERS, Tier
 STEPS = 16  # of the part of items that save activations where nothing is planned
 WORTH = 1.01  # times as fast by the linear program: less is not worth another plan
 
-Levels = tuple[tuple[Level, ...], ...]
-Saving = Callable[[Problem], Problem]  # the same problem, with the levels of its layers (`with_levels`)
 
-
-def bare(workload: Workload) -> Workload:
-    """The same with layers that save their inputs alone."""
-    if not workload.num_levels:
-        return workload
-    return replace(workload, costs={unit: replace(cost, levels=()) for unit, cost in workload.costs.items()})
-
-
-def with_levels(problem: Problem, workload: Workload, levels: Levels | None = None) -> Problem:
-    """The same problem with `workload`, whose layers may save more than their inputs; `levels`: by micro-batch."""
-    levels = levels or workload_levels(workload, len(problem.builder.x_nbytes))
-    return replace(problem, workload=workload, builder=replace(problem.builder, levels=levels), counted=None)
-
-
-def is_open(fixed: Fixed, builder: StepBuilder) -> bool:
+def is_open(request: Request) -> bool:
     """Whether what is saved is for the planner to choose."""
-    is_given = fixed.recompute != "auto" or ACTIVATION in fixed.ratios or fixed.shares is not None
-    return not is_given and not SCHEDULES[builder.schedule].fills_memory
+    is_given = request.recompute != "auto" or request.ratios.activation is not None
+    return not is_given and not SCHEDULES[request.schedule].fills_memory
 
 
-def faster(problem: Problem, plan: StepPlan, saving: Saving, *, whole: bool = False) -> tuple[Problem, StepPlan]:
-    """The plan with saved activations and its problem, where that is faster than `plan`, which is without.
-
-    whole: as in `planned`.
-    """
-    if not is_open(problem.fixed, problem.builder) or not _may_pay(problem, plan):
-        return problem, plan
-    wider = saving(problem)
-    if not wider.workload.worthwhile:
-        return problem, plan
-    found = [plan, *_by_program(wider, plan, whole=whole)]
-    best = min([*found, _at_the_turn(wider, found[-1], whole=whole)], key=lambda each: each.seconds)
+def faster(problem: Problem, plan: StepPlan) -> StepPlan:
+    """The plan with saved activations, where that is faster than `plan`, which is without."""
+    if not is_open(problem.request) or not _may_pay(problem, plan):
+        return plan
+    wider = problem.wider
+    if wider is problem or not wider.workload.worthwhile:
+        return plan
+    found = [plan, *_by_program(wider, plan)]
+    best = min([*found, _at_the_turn(wider, found[-1])], key=lambda each: each.seconds)
     if not best.placement.shares:
-        return problem, plan
-    return wider, replace(best, history=plan.history, notes=(*best.notes, *text(wider, best, plan.seconds)))
+        return plan
+    return replace(best, history=plan.history, notes=(*best.notes, *text(best, plan.seconds)))
 
 
-def _by_program(problem: Problem, plan: StepPlan, *, whole: bool) -> Iterator[StepPlan]:
+def _by_program(problem: Problem, plan: StepPlan) -> Iterator[StepPlan]:
     """What the linear program saves, if that is worth it."""
     solution = problem.solved(plan.num_micro_batches)
-    if solution and solution.shares and solution.seconds * WORTH <= plan.bound_seconds:
+    if solution and solution.decision.shares and solution.seconds * WORTH <= plan.bound_seconds:
         with suppress(MemoryBudgetError):
-            yield planned(problem, Search(solution, ()), whole=whole)
+            yield planned(problem, Search(solution, ()))
 
 
-def _at_the_turn(problem: Problem, plan: StepPlan, *, whole: bool) -> StepPlan:
+def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
     """The same with as many of the topmost layers' items as fit where the device computes, if that is faster: their
     memory is free again before the backward needs it, which the linear program does not know. Of others they take the
     place where these leave none.
     """
     here: Tier = "device" if problem.profile.separate else "host"
-    others = tuple(share for share in plan.shares if share.tier != here)
-    trial = problem if whole else problem.bundled(plan.num_micro_batches)[0]
-    number = len(plan.placement.x_nbytes)
-    bound = replace(plan.bound, num_micro_batches=number, ratios=plan.ratios, device_ratios=plan.device_ratios)
+    others = Shares(share for share in plan.shares if share.tier != here)
+    steps = problem if problem.whole else problem.bundled(plan.num_micro_batches)[0]
+    number, chosen = plan.placement.layout.num_micro_batches, plan.placement.decision
 
     def placed(shares: Shares) -> Placement:
-        left = min(1.0, (1.0 - _part(shares)) / _part(others)) if others else 0.0
+        left = min(1.0, (1.0 - shares.part()) / others.part()) if others else 0.0
         rest = (share._replace(part=left * share.part) for share in others)
-        made = trial.placed(replace(bound, shares=(*shares, *rest)))
-        return replace(made, kept=plan.placement.kept, ahead=plan.placement.ahead)
+        decision = replace(plan.decision, shares=Shares((*shares, *rest)), kept=chosen.kept, ahead=chosen.ahead)
+        return steps.placed(decision, number)
 
     ladders = topmost(problem.workload.worthwhile, here)
-    simulation = fastest(trial, plan.simulation, ([placed(shares) for shares in ladder] for ladder in ladders))
-    return replace(plan, shares=simulation.placed.shares, simulation=simulation)
+    simulation = fastest(steps, plan.simulation, ([placed(shares) for shares in ladder] for ladder in ladders))
+    made = simulation.placed
+    decision = replace(plan.decision, shares=made.shares)
+    return replace(
+        plan, problem=problem, steps=steps, decision=decision, placement=made, solved=plan.bound, simulated=simulation
+    )
 
 
 def topmost(levels: Sequence[int], tier: Tier) -> Iterator[list[Shares]]:
     """What takes more and more memory: topmost items at each level, alone and above all others at the one below."""
     for below, level in pairwise((0, *levels)):
         tops = [Share(level, tier, step / STEPS, is_topmost=True) for step in range(1, STEPS + 1)]
-        yield [(top,) for top in tops]
+        yield [Shares([top]) for top in tops]
         if below:
-            yield [(top, Share(below, tier, 1 - top.part, is_topmost=True)) for top in tops[:-1]]
+            yield [Shares([top, Share(below, tier, 1 - top.part, is_topmost=True)]) for top in tops[:-1]]
 
 
 def computed(workload: Workload, shares: Shares) -> float:
@@ -124,44 +106,31 @@ def _may_pay(problem: Problem, plan: StepPlan) -> bool:
     """Whether the step would be faster if nothing were computed again, and nothing saved for that."""
     workload = problem.workload
     layers = range(workload.num_layers)
-    costs = {unit: _without_again(cost) if unit in layers else cost for unit, cost in workload.costs.items()}
-    found = problem.other(workload=replace(workload, costs=costs)).solved(plan.num_micro_batches)
+    costs = {unit: cost.without_recomputation() if unit in layers else cost for unit, cost in workload.costs.items()}
+    found = problem.of(replace(workload, costs=costs)).solved(plan.num_micro_batches)
     return found is not None and found.seconds * WORTH < plan.bound_seconds
-
-
-def _without_again(cost: UnitCost) -> UnitCost:
-    forward, backward = cost.forward_seconds, cost.backward_seconds
-    return replace(
-        cost,
-        backward_flops=cost.backward_flops - cost.forward_flops,
-        backward_seconds=None if forward is None or backward is None else max(backward - forward, 0.0),
-    )
 
 
 # What is said of it ---------------------------------------------------------------------------------------------------
 
 
-def text(problem: Problem, plan: StepPlan, seconds: float) -> Iterator[str]:
+def text(plan: StepPlan, seconds: float) -> Iterator[str]:
     """What saving brings to a step that would take `seconds` without, and what would have more saved."""
     shares, number = plan.placement.shares, plan.num_micro_batches * plan.workload.num_layers
     words = f"{next(saved_text(shares, number))}: {seconds / plan.seconds - 1:.0%} faster"
-    part, better = _part(shares), list[tuple[float, str]]()
-    for what, richer in richer_problems(problem):
+    part, better = shares.part(), list[tuple[float, str]]()
+    for what, richer in richer_problems(plan.problem):
         found = richer.solved(plan.num_micro_batches, plan.alpha)
-        better += [(_part(found.shares), what)] if found else []
+        better += [(found.decision.shares.part(), what)] if found else []
     most, what = max(better)
     more = f"; {what} would make it {round(most * number)}" if most > part + WORTH_SAYING else ""
     yield words + more
 
 
-def saved_text(shares: Sequence[Share], number: int) -> Iterator[str]:
+def saved_text(shares: Shares, number: int) -> Iterator[str]:
     """``44 of 192 layer inputs keep their activations in host memory``, if any do; `number`: of all items."""
-    by_tier = {tier: round(number * _part([share for share in shares if share.tier == tier])) for tier in TIERS}
+    by_tier = {tier: round(number * shares.part(tier)) for tier in TIERS}
     found = [f"{count} {ON[tier]}" for tier, count in by_tier.items() if count]
     first = f" of {number} layer inputs keep their activations "
     if found:
         yield ", ".join([found[0].replace(" ", first, 1), *found[1:]])
-
-
-def _part(shares: Sequence[Share]) -> float:
-    return sum(share.part for share in shares)

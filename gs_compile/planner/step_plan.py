@@ -10,14 +10,16 @@ from itertools import chain, product
 
 from gs_compile.machine import format_bytes
 from gs_compile.placement.kinds import nbytes_of, slot_of
-from gs_compile.placement.levels import Share
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.levels import Shares
+from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.units import UnitPlacement
 from gs_compile.placement.workload import Workload
-from gs_compile.planner.lp.limits import Budgets
+from gs_compile.planner.lp.counting import CLASSES
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.problem import Problem
+from gs_compile.planner.request import Budgets
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, Schedule, Value
 
@@ -37,28 +39,71 @@ class Alternative:
 class StepPlan:
     """Where everything lives and how a step runs. Seconds and throughput are simulated; see `explain.report`.
 
-    simulation: of the step, or of a large one with its micro-batches in a few bundles (`Problem.bundled`).
+    problem: what was given and asked for. decision: what was chosen.
+    steps, placement: what lays out the step that is simulated, and its placement: of a large one with its micro-batches
+        in a few bundles (`Problem.bundled`).
+    solved, simulated: the linear program's answer, each lane's work spread evenly over its phase, and the simulation,
+        where the plan was made by them; else they are made when somebody asks.
+    history: micro-batches, seconds and tokens a second, by the linear program.
+    binding: what limits the step, and what more of it would bring.
     """
 
-    workload: Workload
-    profile: Profile
-    budgets: Budgets
+    problem: Problem = field(repr=False)
     num_micro_batches: int
-    alpha: float
-    ratios: Mapping[str, float]  # in host memory, of "parameter", "checkpoint" and "optimizer"
-    device_ratios: Mapping[str, float]  # in device memory
-    shares: tuple[Share, ...] = ()  # of layers' micro-batches that save activations
-    simulation: Simulation = field(repr=False)
-    bound: Solution = field(repr=False)  # the linear program's: each lane's work is spread evenly over its phase
-    history: tuple[tuple[int, float, float], ...] = ()  # micro-batches, seconds and tokens a second, by the LP
-    binding: tuple[str, ...] = ()  # what limits the step, and what more of it would bring
+    decision: Decision
+    steps: Problem = field(repr=False)
+    placement: Placement = field(repr=False)
+    solved: Solution | None = field(default=None, repr=False)
+    simulated: Simulation | None = field(default=None, repr=False, compare=False)
+    history: tuple[tuple[int, float, float], ...] = ()
+    binding: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
 
     @property
-    def placement(self) -> Placement:
-        """Of the step that is simulated."""
-        return self.simulation.placed
+    def is_solved(self) -> bool:
+        """Whether the plan was made by the linear program and the simulator, not by what is given and fits alone."""
+        return self.simulated is not None
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        return self.simulated or self.steps.predicted(self.placement)
+
+    @cached_property
+    def bound(self) -> Solution:
+        return self.solved or self.problem.valued(self.decision, self.num_micro_batches)
+
+    @property
+    def workload(self) -> Workload:
+        return self.problem.workload
+
+    @property
+    def profile(self) -> Profile:
+        return self.problem.profile
+
+    @property
+    def budgets(self) -> Budgets:
+        return self.problem.budgets
+
+    @property
+    def alpha(self) -> float:
+        return self.decision.alpha
+
+    @property
+    def shares(self) -> Shares:
+        """Of layers' micro-batches that save activations."""
+        return self.decision.shares
+
+    @property
+    def ratios(self) -> Mapping[str, float]:
+        """In host memory, of "parameter", "checkpoint" and "optimizer", perhaps of "gradient"."""
+        given = self.decision.ratios.given()
+        return {name: given[name] for name in (*CLASSES, "gradient") if name in given}
+
+    @property
+    def device_ratios(self) -> Mapping[str, float]:
+        """In device memory, of "parameter" and "checkpoint"."""
+        return self.decision.ratios.on_device()
 
     @property
     def bound_seconds(self) -> float:
@@ -91,7 +136,7 @@ class StepPlan:
     @property
     def saved(self) -> float:
         """The part of layers' micro-batches that save activations: their backward runs less of the forward again."""
-        return sum(share.part for share in self.shares)
+        return self.shares.part()
 
     @property
     def tokens_per_second(self) -> float:

@@ -6,7 +6,6 @@ far as can be known before a run. What the variants are, and what is told of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,43 +14,33 @@ from gs_compile.passes.baselines.spec import Variants
 from gs_compile.passes.lower import StepSpec, before_own_pass
 from gs_compile.placement.placement import Placement
 from gs_compile.planner import summary
-from gs_compile.planner.builder import peak
 from gs_compile.planner.problem import Problem
-from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.program.ir import TRANSFER_LANES, Program, StepShape
 
 
-def with_variant(problem: Problem, plan: StepPlan) -> StepPlan:
-    """`plan` with the fastest of its schedule's variants, also of placements that leave more host memory to these."""
-    problem, number = problem.bundled(plan.num_micro_batches)
-    others = []
-    for part in _variants(plan.placement).spare_parts:
-        less = replace(problem.budgets, host_nbytes=int(problem.budgets.host_nbytes * (1 - part)))
-        solution = problem.solved(number, plan.alpha, budgets=less)
-        others += [problem.placed(solution)] if solution else []
-    simulation, reason = fastest_variant(problem, plan.placement, others)
-    return replace(plan, simulation=simulation, notes=(reason,))
+def with_variant(plan: StepPlan) -> StepPlan:
+    """The plan with the fastest of its schedule's variants, also of placements that leave more host memory to these.
 
-
-def fastest_variant(problem: Problem, plain: Placement, others: Sequence[Placement] = ()) -> tuple[Simulation, str]:
-    """Of a plain placement and its variants, the fastest; and in a sentence why it is.
-
-    others: placements that leave more memory. With gaps between what is in host memory, a variant may need more than
-    there is: then it is left out.
+    With gaps between what is in host memory, a variant may need more than there is: then it is left out.
     """
-    variants, program = _variants(plain), problem.builder.program
-    bare = program(plain)
-    found = [problem.predicted(bare, plain)]
-    if bare.ops == program(replace(plain, own=variants.unbounded)).ops:
-        return found[0], variants.none
-    own = own_within(problem, variants)
-    for placement in dict.fromkeys(replace(each, own=own) for each in (plain, *others)):
-        changed = program(placement)
-        if peak(changed, "host") <= problem.budgets.host_nbytes:
-            found.append(problem.predicted(changed, placement))
+    steps, plain, number = plan.steps, plan.placement, plan.placement.layout.num_micro_batches
+    variants, program = _variants(plain), steps.at(number).program
+    if program(plain).ops == program(plain.decided(own=variants.unbounded)).ops:
+        return replace(plan, simulated=plan.simulation, notes=(variants.none, *plan.notes))
+    others = []
+    for part in variants.spare_parts if plan.is_solved else ():
+        less = replace(steps.budgets, host_nbytes=int(steps.budgets.host_nbytes * (1 - part)))
+        solution = steps.solved(number, plan.alpha, budgets=less)
+        others += [steps.placed(solution.decision, number)] if solution else []
+    own, found = own_within(steps, variants), [plan.simulation]
+    for placement in dict.fromkeys(each.decided(own=own) for each in (plain, *others)):
+        if not steps.excess(program(placement)).keys() & {"host"}:
+            found.append(steps.predicted(placement))
     fastest = min(reversed(found), key=lambda each: each.seconds)
-    return fastest, variants.why(found[0], fastest)
+    notes = (variants.why(found[0], fastest), *plan.notes)
+    decision = replace(plan.decision, own=fastest.placed.own)
+    return replace(plan, decision=decision, placement=fastest.placed, simulated=fastest, notes=notes)
 
 
 def own_within(problem: Problem, variants: Variants) -> object:

@@ -19,13 +19,7 @@ from gs_compile.cli.plan import figure, profile_table
 from gs_compile.cli.report.explain import as_dict, report
 from gs_compile.planner.measure import machines
 from gs_compile.planner.measure.profile import Profile
-
-CHOSEN = {
-    "machine": None, "sequence": 2048, "batch_size": None, "micro_batch_size": None, "num_micro_batches": None,
-    "alpha": None, "ratios": None, "clip": False, "host_memory": None, "device_memory": None, "precision": "bf16", "states": "fp32",
-    "wear_years": None, "storage": None, "schedule": "vertical", "gpus": 1, "nodes": 1, "network": None,
-    "durability": "off", "recompute": "auto", "masters": None,
-}  # fmt: skip
+from gs_compile.planner.request import Request
 
 
 def run(*arguments):
@@ -46,8 +40,8 @@ def asked(monkeypatch):
     """The requests to the planner; it answers with a plan that is made up."""
     asked = []
 
-    def plan(model, **settings):
-        asked.append((model, settings))
+    def plan(model, request):
+        asked.append((model, request))
         return stand_in()
 
     monkeypatch.setitem(sys.modules, "gs_compile.planner.plan", SimpleNamespace(plan=plan))
@@ -56,7 +50,7 @@ def asked(monkeypatch):
 
 def test_what_is_not_given_is_the_planners_choice(asked):
     assert printed("plan", "--model", "gpt-65b") == report(stand_in()) + "\n"
-    assert asked == [("gpt-65b", CHOSEN)]
+    assert asked == [("gpt-65b", Request())]
 
 
 def test_what_is_given_is_kept(asked):
@@ -73,7 +67,7 @@ def test_what_is_given_is_kept(asked):
         "schedule": "single", "gpus": 8, "nodes": 16, "network": "25GB/s", "durability": 10,
         "recompute": "none", "masters": "whole",
     }  # fmt: skip
-    assert asked == [("llama", settings)]
+    assert asked == [("llama", Request(**settings))]
 
 
 @pytest.mark.parametrize(
@@ -82,10 +76,10 @@ def test_what_is_given_is_kept(asked):
         ((), "Missing option '--model'"),
         (("--model", "m", "--ratio", "parameter"), "--ratio parameter: not a class and a number"),
         (("--model", "m", "--ratio", "parameter=half"), "--ratio parameter=half: not a class and a number"),
-        (("--model", "m", "--ratio", "parameters=1"), "did you mean expert.ratios.parameter?"),
-        (("--model", "m", "--ratio", "parameter=2"), "expert.ratios.parameter must be a number from 0 to 1"),
+        (("--model", "m", "--ratio", "parameters=1"), "did you mean ratios.parameter?"),
+        (("--model", "m", "--ratio", "parameter=2"), "ratios.parameter must be a number from 0 to 1"),
         (("--model", "m", "--durability", "never"), 'durability must be "off", "step" or a whole number of steps'),
-        (("--model", "m", "--alpha", "2"), "'--alpha'"),
+        (("--model", "m", "--alpha", "2"), "alpha is 2; it is a part of each update"),
         (("--model", "m", "--batch", "8"), "--batch-size"),
         (("--model", "m", "--precision", "fp8"), "'--precision'"),
         (("--model", "m", "--states", "4bit"), "'--states'"),
@@ -142,7 +136,7 @@ def plans(monkeypatch):
     program, simulation = simulated()
     plans = []
 
-    def plan(model, schedule, **_):
+    def plan(model, request, **_):
         made = stand_in()
         vars(made).update(
             program=program,
@@ -152,7 +146,8 @@ def plans(monkeypatch):
             peaks=dict(program.peaks),
             workload=workload(),
             profile=profile(),
-            schedule=schedule,
+            schedule=request.schedule,
+            problem=SimpleNamespace(request=request),
         )
         plans.append(made)
         return made

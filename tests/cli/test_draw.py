@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import matplotlib
 import pytest
+from planned import A100, gpt
 from test_timeline import simulated
 
+from gs_compile.cli.report import draw
 from gs_compile.cli.report.draw import Point, Roofline, lanes, throughput, traffic_bars
 from gs_compile.errors import PlanError
-from gs_compile.placement.workload import UnitCost, UnitSize, Workload
+from gs_compile.placement.workload import LevelCost, UnitCost, UnitSize, Workload
 from gs_compile.planner.measure.machines import SHIPPED
 from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.plan import plan
 
 GIB = 2**30
 
@@ -114,3 +117,39 @@ def test_rooflines():
     drive = profile(ssd_read=2e9, ssd_read_mixed=1e9, ssd_write=4e9, ssd_write_mixed=2e9)
     assert Roofline.of(workload(), drive).io_seconds == pytest.approx(36)
     assert Roofline.of(workload(), replace(drive, ssd_read_mixed_bytes_per_second=2e9)).io_seconds == pytest.approx(24)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"clip": True},
+        {"alpha": 1.0},
+        {"ratios": {"optimizer": 0.0, "parameter": 0.0}},
+        {"recompute": "none"},
+        {"durability": "step"},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_the_step_that_figures_are_titled_by_is_on_its_curve(tmp_path, monkeypatch, settings):
+    """So its bars of traffic are its own, too: the curve is planned with all that the step was planned with."""
+    curves, bars = [], []
+    monkeypatch.setattr(draw, "throughput", lambda series, *_, **__: curves.append(series))
+    monkeypatch.setattr(draw, "traffic_bars", lambda schedules, *_, **__: bars.append(schedules))
+    monkeypatch.setattr(draw, "COMPARED", ("vertical",))
+    monkeypatch.setattr(draw, "lanes", lambda *_, **__: None)
+    given = {"machine": A100, "micro_batch_size": 1, "num_micro_batches": 2, "host_memory": "160MiB"}
+    model = gpt(4, 512, sequence=256, vocabulary=5000)
+    layer = model.costs[0]
+    level = LevelCost(
+        nbytes=17 * 2 * 512 * 256,
+        reads_input=False,
+        forward_flops=layer.forward_flops,
+        backward_flops=layer.backward_flops - layer.forward_flops,
+    )  # saves all that a backward reads
+    costs = model.costs | {unit: replace(layer, levels=(level,)) for unit in range(model.num_layers)}
+    titled = plan(replace(model, costs=costs), **given, **settings)
+    draw.save(titled, trace=None, page=None, figures=tmp_path)
+    ((series,), (schedules,)) = curves, bars
+    assert series["vertical"][-1].samples == 2
+    assert series["vertical"][-1].tokens_per_second == pytest.approx(titled.tokens_per_second, rel=1e-9)
+    assert schedules["vertical"] == titled.traffic

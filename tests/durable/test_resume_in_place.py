@@ -12,7 +12,7 @@ from tiered import Harness, adamw, gpt2, options
 
 from gs_compile.errors import StorageFullError
 from gs_compile.model import engine
-from gs_compile.planner import planner
+from gs_compile.planner import run
 from gs_compile.runtime.storage import drive
 from gs_compile.runtime.storage.last_commit import names_in
 from gs_compile.runtime.storage.manifest import FOLDER
@@ -52,7 +52,7 @@ def life(harness, make, given, aside, numbers, former=None):
     with goes_on as optimizer:
         found.taken = steps(harness, optimizer, numbers, after=found.keep_at(numbers[-1]))
         found.placement = optimizer.engine.placement
-        found.plan = optimizer.engine.planning.kept
+        found.plan = optimizer.engine.planning.planned.kept
     return found
 
 
@@ -108,12 +108,12 @@ def test_a_plan_is_taken_again_where_nothing_has_changed(harness, moved, tmp_pat
     """Nothing is measured, timed or solved; what is in memory is read, and nothing is written."""
     make, given = partial(adamw, max_grad_norm=0.5), options([tmp_path / "a"], ratios=FREE, host_memory=BUDGET)
     first = life(harness, make, given, tmp_path / "first", range(3))
-    assert first.plan["ratios"]["parameter"] < 1, "there is something on storage"
+    assert first.plan["decision"]["ratios"]["parameter"] < 1, "there is something on storage"
     assert nbytes_in_memory(first.placement) > 0, "and something in memory"
     clean(given)
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "gs_compile"):
-        for name in ("find_profile", "timed", "Problem"):
-            patch.setattr(planner, name, lambda *_, name=name, **__: pytest.fail(f"{name} was asked for"))
+        for name in ("find_profile", "timed", "decide"):
+            patch.setattr(run, name, lambda *_, name=name, **__: pytest.fail(f"{name} was asked for"))
         again = life(harness, make, given, tmp_path / "again", range(1, 3), former=first)
     assert "the plan is the one that the run was made with" in caplog.text
     assert "goes on from step 1 (" in caplog.text

@@ -12,7 +12,7 @@ from zoo import VOCAB, huggingface
 
 import gs_compile
 from gs_compile.errors import OptimizerError
-from gs_compile.planner import cache
+from gs_compile.planner import programs
 
 
 class Pair:
@@ -51,7 +51,7 @@ def pair(tmp_path):
 @pytest.mark.parametrize("separate", [False, True])
 def test_batches_of_any_size_in_any_order(pair, separate, monkeypatch):
     """Also of more sizes than programs are kept for."""
-    monkeypatch.setattr(cache, "MOST_PROGRAMS", 4)
+    monkeypatch.setattr(programs, "MOST_PROGRAMS", 4)
     both = pair(separate_device=separate)
     for seed, samples in enumerate((4, 2, 3, 5, 1, 4)):
         both.step(samples, seed)

@@ -13,9 +13,10 @@ from tiered import Harness, adamw, gpt2, moved, options, outcome, step, tokens
 
 import gs_compile
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
-from gs_compile.planner import planner
+from gs_compile.planner import decide, run
 from gs_compile.planner.builder import peak
 from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.problem import Problem
 
 KEEPS_CAPTURES = True
 MACHINE = Path(__file__).parent.parent / "machine.json"
@@ -40,8 +41,8 @@ def fails(error):
 def unasked(monkeypatch):
     """The machine may not be measured, and nothing is solved."""
 
-    for name in ("find_profile", "Problem"):
-        monkeypatch.setattr(planner, name, fails(AssertionError("asked")))
+    monkeypatch.setattr(run, "find_profile", fails(AssertionError("asked")))
+    monkeypatch.setattr(decide, "_fastest", fails(AssertionError("asked")))
 
 
 def given(storage, **changes):
@@ -77,10 +78,10 @@ def least(harness, storage, make=adamw, **changes):
 
 
 def test_what_fits_is_in_host_memory_and_the_machine_is_not_measured(harness, storage, unasked, slow_code, caplog):
-    with caplog.at_level(logging.INFO, "gs_compile.planner.planner"), harness.fresh(adamw, given(storage)) as optimizer:
+    with caplog.at_level(logging.INFO, "gs_compile.planner.run"), harness.fresh(adamw, given(storage)) as optimizer:
         step(harness.model, optimizer, tokens(0))
         planning = optimizer.engine.planning
-        assert planning.planner.plan is None
+        assert not planning.planned.plan.is_solved
         assert not planning.uses_ssd
         assert not planning.placement.has_late
         described = planning.describe(optimizer.engine.programs[-1])
@@ -95,7 +96,7 @@ def test_what_fits_is_in_host_memory_and_the_machine_is_not_measured(harness, st
 def test_what_is_given_is_not_planned(harness, storage, unasked, caplog):
     ratios = {"parameter": 0.0, "checkpoint": 0.5, "optimizer": 0.0}
     everything = given(storage, alpha=0.5, recompute="all", ratios=ratios)
-    with caplog.at_level(logging.INFO, "gs_compile.planner.planner"), harness.fresh(adamw, everything) as optimizer:
+    with caplog.at_level(logging.INFO, "gs_compile.planner.run"), harness.fresh(adamw, everything) as optimizer:
         step(harness.model, optimizer, tokens(0))
         assert optimizer.engine.placement.checkpoint_ratio == 0.5
         assert optimizer.engine.planning.ssd_nbytes > 0
@@ -133,13 +134,13 @@ def test_what_does_not_fit_is_planned_and_learns_the_same(harness, storage, capl
     budget = tight(harness, storage, make, alpha=float(clip is not None), **changes)
     changes["clip"] = None if clip == "chosen" else clip
     with (
-        caplog.at_level(logging.INFO, "gs_compile.planner.planner"),
+        caplog.at_level(logging.INFO, "gs_compile.planner.run"),
         harness.fresh(make, given(storage, host_memory=budget, **changes)) as optimizer,
     ):
         for number in range(3):
             step(harness.model, optimizer, tokens(number))
         engine = optimizer.engine
-        program, placement, plan = engine.programs[-1], engine.placement, engine.planning.planner.plan
+        program, placement, plan = engine.programs[-1], engine.placement, engine.planning.planned.plan
         optimizer.synchronize()
         found = outcome(harness.model, optimizer, [], [])
         assert engine.tiers.slab.nbytes <= budget
@@ -192,7 +193,7 @@ def test_bytes_are_those_of_the_program(harness, storage):
         for number in range(2):
             step(harness.model, optimizer, tokens(number))
         found = moved(harness.model, optimizer, tokens(2))
-        assert optimizer.engine.planning.planner.plan.traffic == found.planned == found.traced
+        assert optimizer.engine.planning.planned.plan.traffic == found.planned == found.traced
 
 
 def test_a_machine_from_a_file(harness, storage, tmp_path):
@@ -201,32 +202,32 @@ def test_a_machine_from_a_file(harness, storage, tmp_path):
     budget = tight(harness, storage)
     with harness.fresh(adamw, given(storage, host_memory=budget, machine=tmp_path / "mine.json")) as optimizer:
         step(harness.model, optimizer, tokens(0))
-        assert optimizer.engine.planning.planner.plan.profile == named
+        assert optimizer.engine.planning.planned.plan.profile == named
 
 
 @pytest.mark.parametrize(
     ("broken", "error"),
-    [("Problem.search", NoFitError("nothing fits")), ("planned", MemoryBudgetError("no program fits"))],
+    [("problem.Problem.search", NoFitError("nothing fits")), ("decide.planned", MemoryBudgetError("no program fits"))],
     ids=["infeasible", "no program"],
 )
 def test_what_fits_runs_where_the_linear_program_finds_nothing(harness, storage, monkeypatch, caplog, broken, error):
     budget = tight(harness, storage)
-    monkeypatch.setattr(f"gs_compile.planner.planner.{broken}", fails(error))
+    monkeypatch.setattr(f"gs_compile.planner.{broken}", fails(error))
     with (
-        caplog.at_level(logging.INFO, "gs_compile.planner.planner"),
+        caplog.at_level(logging.INFO, "gs_compile.planner.run"),
         harness.fresh(adamw, given(storage, host_memory=budget)) as optimizer,
     ):
         step(harness.model, optimizer, tokens(0))
         assert {part.tier for unit in optimizer.engine.placement.units for part in unit.w.values()} == {"ssd"}
-        assert optimizer.engine.planning.planner.plan is None
-    said = [record.message for record in caplog.records if record.name == "gs_compile.planner.planner"]
+        assert not optimizer.engine.planning.planned.plan.is_solved
+    said = [record.message for record in caplog.records if record.name == "gs_compile.planner.run"]
     assert said == ["no plan fits by the linear program's bounds: host memory keeps the least it can"]
 
 
 def test_what_is_wrong_with_a_plan_is_told(harness, storage, monkeypatch):
     """Only that nothing fits has another way out."""
     budget = tight(harness, storage)
-    monkeypatch.setattr(planner.Problem, "search", fails(PlanError("no matrix rate")))
+    monkeypatch.setattr(Problem, "search", fails(PlanError("no matrix rate")))
     with (
         harness.fresh(adamw, given(storage, host_memory=budget)) as optimizer,
         pytest.raises(PlanError, match="no matrix rate"),
@@ -241,8 +242,8 @@ def test_the_baselines_have_the_linear_program_too(harness, storage, schedule):
     with harness.fresh(adamw, given(storage, schedule=schedule, host_memory=budget, ratios=ratios)) as optimizer:
         step(harness.model, optimizer, tokens(0))
         engine = optimizer.engine
-        assert engine.planning.planner.plan.ratios["gradient"] == 1.0
-        assert any(engine.planning.planner.plan.ratios[name] for name in EVERYTHING)
+        assert engine.planning.planned.plan.ratios["gradient"] == 1.0
+        assert any(engine.planning.planned.plan.ratios[name] for name in EVERYTHING)
         assert dict(engine.programs[-1].peaks)["host"] <= budget
 
 

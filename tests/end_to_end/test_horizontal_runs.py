@@ -19,7 +19,7 @@ from zoo import assert_same_gradients, batch, gradients, huggingface
 
 import gs_compile
 from gs_compile.passes.baselines.lifetime import EVERYTHING, Room
-from gs_compile.planner import planner
+from gs_compile.planner import decide
 from gs_compile.planner.builder import peak
 
 KEEPS_CAPTURES = True
@@ -115,20 +115,22 @@ def moving(storage, schedule="lifetime", **others):
 def with_room(share):
     """What stands for the choice by the simulator: a room of a size that the test wants."""
 
-    def prolonged(self, plain, reason):
-        least, most = (self.builder.program(replace(plain, own=own)) for own in (None, EVERYTHING))
+    def with_variant(plan):
+        plain, builder = plan.placement, plan.problem.builder
+        least, most = (builder.program(plain.decided(own=own)) for own in (None, EVERYTHING))
         sizes = {
             f"{tier}_nbytes": int((1 - share) * peak(least, tier) + share * peak(most, tier))
             for tier in ("device", "host")
         }
-        return replace(plain, own=Room(**sizes, bytes_per_second=EVERYTHING.bytes_per_second)), reason
+        own = Room(**sizes, bytes_per_second=EVERYTHING.bytes_per_second)
+        return replace(plan, placement=plain.decided(own=own))
 
-    return prolonged
+    return with_variant
 
 
 def train(harness, share, make, chosen, batch_size=BATCH):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(planner.Planner, "_prolonged", with_room(share))
+        patched.setattr(decide, "with_variant", with_room(share))
         return harness.train(make, chosen, num_steps=3, batch_size=batch_size)
 
 
@@ -153,7 +155,7 @@ def test_any_room_learns_what_the_horizontal_order_learns(
 @pytest.mark.parametrize(("share", "separate"), [(0.0, True), (0.4, False), (1.0, False), (1.0, True)])
 def test_moves_what_it_says_and_no_more_than_the_horizontal_order(harnesses, storage, monkeypatch, share, separate):
     """Within exactly the memory that is planned."""
-    monkeypatch.setattr(planner.Planner, "_prolonged", with_room(share))
+    monkeypatch.setattr(decide, "with_variant", with_room(share))
     found, budget = {}, 0
     for schedule, keeps in (("horizontal", False), ("lifetime", False), ("lifetime", True)):
         chosen = moving(storage, schedule, separate=separate)
@@ -178,7 +180,7 @@ def test_moves_what_it_says_and_no_more_than_the_horizontal_order(harnesses, sto
 @pytest.mark.parametrize("separate", [False, True])
 def test_by_the_simulator(harnesses, storage, monkeypatch, caplog, separate):
     """As users have it: the machine's profile, the code timed, and the choice logged."""
-    caplog.set_level("INFO", logger="gs_compile.planner.planner")
+    caplog.set_level("INFO", logger="gs_compile.planner.run")
     chosen = moving(storage, separate=separate) | {"machine": str(MACHINE)}
     with harnesses("model").fresh(adamw, chosen) as optimizer:
         step(harnesses("model").model, optimizer, tokens(0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,10 +10,10 @@ import torch
 from tiered import Harness, adamw, gpt2, moved, options, outcome, step, tokens
 
 from gs_compile.placement.slab import fixed_offsets
-from gs_compile.planner import planner
+from gs_compile.planner import decide
 from gs_compile.planner.boundary import FIRST, without
 from gs_compile.planner.builder import peak
-from gs_compile.planner.cache import PlanCache
+from gs_compile.planner.programs import StepPrograms
 
 KEEPS_CAPTURES = True
 NUM_STEPS = 5
@@ -29,7 +28,7 @@ def trained(harness, given, kept, monkeypatch, max_grad_norm=None, between=None)
     """What steps come to with these units kept, and the last states read earlier then; whether each step has found what
     the one before it has kept.
     """
-    monkeypatch.setattr(planner, "kept_for_free", lambda builder, plain: replace(plain, kept=kept, ahead=len(kept)))
+    monkeypatch.setattr(decide, "_kept_for_free", lambda _, plain: plain.decided(kept=kept, ahead=len(kept)))
     torch.manual_seed(1)
     losses, norms, warm = [], [], []
     with harness.fresh(partial(adamw, max_grad_norm=max_grad_norm), given) as optimizer:
@@ -102,7 +101,7 @@ def test_it_is_read_once_less(harnesses, storage, monkeypatch):
     """And what the head shares with the embedding twice: from there to the head it stays."""
     harness, found = harnesses["bf16"], {}
     for kept in ((), FIRST):
-        monkeypatch.setattr(planner, "kept_for_free", lambda builder, plain, kept=kept: replace(plain, kept=kept))
+        monkeypatch.setattr(decide, "_kept_for_free", lambda _, plain, kept=kept: plain.decided(kept=kept))
         with harness.fresh(adamw, options(storage, alpha=0.0)) as optimizer:
             for number in range(2):
                 step(harness.model, optimizer, tokens(number))
@@ -121,7 +120,7 @@ SIZES = (2, 2, 9, 2, 9, 9, 2, 2)
 
 def with_sizes(harness, given, kept, monkeypatch, sizes, max_grad_norm=None, evaluated=()):
     """What steps on batches of these sizes come to; whether each has found parameters in memory, and keeps some."""
-    monkeypatch.setattr(planner, "kept_for_free", lambda builder, plain: replace(plain, kept=kept, ahead=len(kept)))
+    monkeypatch.setattr(decide, "_kept_for_free", lambda _, plain: plain.decided(kept=kept, ahead=len(kept)))
     torch.manual_seed(1)
     losses, norms, warm, keeps = [], [], [], []
     with harness.fresh(partial(adamw, max_grad_norm=max_grad_norm), given) as optimizer:
@@ -144,7 +143,7 @@ def larger_ones_keep_nothing(monkeypatch):
     def least(planning, planned, shape):
         return without(planned, fixed_offsets(planning.placement).nbytes)[-1]
 
-    monkeypatch.setattr(PlanCache, "_first_that_fits", least)
+    monkeypatch.setattr(StepPrograms, "_first_that_fits", least)
 
 
 @pytest.mark.usefixtures("larger_ones_keep_nothing")
@@ -175,7 +174,7 @@ def test_a_larger_batch_fits_where_it_keeps_nothing(storage, monkeypatch):
     run = partial(with_sizes, harness, monkeypatch=monkeypatch, sizes=(2, 64, 2, 2))
     plain, _, _ = run(options(storage, alpha=0.3), ())
     with harness.fresh(adamw, options(storage, alpha=0.3)) as optimizer:
-        monkeypatch.setattr(planner, "kept_for_free", lambda builder, plain: replace(plain, kept=FIRST, ahead=4))
+        monkeypatch.setattr(decide, "_kept_for_free", lambda _, plain: plain.decided(kept=FIRST, ahead=4))
         step(harness.model, optimizer, tokens(0, 2))
         planning = optimizer.engine.planning
         host_nbytes = max(peak(program, "host") for program in planning.builder.programs(planning.placement))

@@ -113,7 +113,7 @@ def test_given_ratios_are_kept_and_what_is_saved_is_planned(
     changes["ratios"] = {"parameter": 0.0, "checkpoint": checkpoint, "optimizer": 0.0}
     torch.manual_seed(1)
     with (
-        caplog.at_level(logging.INFO, "gs_compile.planner.planner"),
+        caplog.at_level(logging.INFO, "gs_compile.planner.run"),
         harness.fresh(adamw, options(tmp_path, recompute="auto", **changes)) as optimizer,
     ):
         losses = [step(harness.model, optimizer, tokens(number)) for number in range(2)]

@@ -129,7 +129,7 @@ def test_garbage_of_earlier_models_is_collected_before_the_budget_is_fixed(tmp_p
     model = gpt2()
     optimizer = adamw(two_groups(model))
     model.compile(backend="greedysnake", options=options(tmp_path))
-    monkeypatch.setattr(opening, "PlanCache", planning)
+    monkeypatch.setattr(opening, "StepPrograms", planning)
     gc.disable()
     try:
         Cycle()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import reference
-from tiers import Options, lowered, options, place, stages, tiered_steps, train
+from tiers import Options, in_order, lowered, options, place, stages, tiered_steps, train
 from toy import Toy, steps
 
 from gs_compile.passes.baselines.horizontal import horizontal
@@ -23,7 +23,7 @@ KEPT = ("loss", "y", "dw")  # what a step is run for
 
 
 def homes(step, chosen, gradient_ratio=1.0):
-    return replace(place(*step, options=chosen), schedule="horizontal", gradient_ratio=gradient_ratio)
+    return in_order(place(*step, options=chosen), gradient_ratio)
 
 
 class TestText(expecttest.TestCase):

@@ -9,7 +9,7 @@ import torch
 from cpu_time import cpu_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import X_NBYTES, Options, lowered, options, place, stages, tiered_steps, train
+from tiers import X_NBYTES, Options, in_order, lowered, options, place, stages, tiered_steps, train
 
 from gs_compile.passes.baselines.lifetime import Room, decide
 from gs_compile.passes.lower import StepSpec, lower
@@ -27,11 +27,11 @@ SHARES = (0.0, 0.3, 0.7, 1.0)  # of the way from the peaks of plain horizontal t
 
 
 def homes(step, chosen=ALL_SSD, gradient_ratio=0.0, schedule="lifetime") -> Placement:
-    return replace(place(*step, options=chosen), schedule=schedule, gradient_ratio=gradient_ratio)
+    return in_order(place(*step, options=chosen), gradient_ratio, schedule)
 
 
 def within(placement: Placement, device_nbytes: int, host_nbytes: int = ENDLESS) -> Placement:
-    return replace(placement, own=Room(device_nbytes=device_nbytes, host_nbytes=host_nbytes, bytes_per_second=RATES))
+    return placement.decided(own=Room(device_nbytes=device_nbytes, host_nbytes=host_nbytes, bytes_per_second=RATES))
 
 
 def peaks(step, placement, late=False) -> dict[str, int]:
@@ -130,7 +130,7 @@ def test_a_large_program_takes_little_time():
 )
 def test_keeps_every_bit_of_the_horizontal_step(step, chosen, gradient_ratio, share, modes):
     plain = homes(step, chosen, gradient_ratio)
-    expected = train(*step, replace(plain, schedule="horizontal"), modes=modes)
+    expected = train(*step, plain.laid_out(schedule="horizontal"), modes=modes)
     torch.testing.assert_close(train(*step, roomy(step, plain, share), modes=modes), expected, rtol=0, atol=0)
 
 

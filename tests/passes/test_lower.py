@@ -7,7 +7,7 @@ import torch
 from cpu_time import cpu_seconds
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import Options, lowered, options, place, tiered_steps, train
+from tiers import Options, in_order, lowered, options, place, tiered_steps, train
 
 from gs_compile.errors import ProgramError
 from gs_compile.passes import lower as lower_module
@@ -76,7 +76,7 @@ def test_every_pass_keeps_every_bit(step, chosen, schedule, gradient_ratio, mode
     """Neither what steps give, evaluation among them, nor what they leave depends on where data is or on alpha."""
 
     def scheduled(chosen):
-        return replace(place(*step, chosen), schedule=schedule, gradient_ratio=gradient_ratio)
+        return in_order(place(*step, chosen), gradient_ratio, schedule)
 
     resident = replace(chosen, parameter_ratio=1.0, optimizer_ratio=1.0, alpha=1.0 if chosen.clip else 0.0)
     expected = train(*step, scheduled(resident), "overlap", modes)

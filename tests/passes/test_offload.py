@@ -102,7 +102,7 @@ def test_checkpoints_alone(step, options):
     """Parameters may be the user's: then activations move, and gradients stay as results."""
     num_layers, num_micro_batches, shape = step
     whole = replace(shape, tied=frozenset(), frozen=shape.frozen - {"t"}, first_grad=_first(num_layers, shape))
-    placement = replace(place(num_layers, num_micro_batches, whole, options), units=(), clip=False)
+    placement = replace(place(num_layers, num_micro_batches, whole, replace(options, clip=False)), units=())
     step = num_layers, num_micro_batches, whole
     toy = Toy(*step)
     resident = reference(lowered(step)[-1], toy, toy.inputs())

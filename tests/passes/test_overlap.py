@@ -112,7 +112,7 @@ def test_late_updates_come_in_the_order_of_first_use():
 
 
 def test_clipping_has_no_early_updates():
-    placement = replace(place(2, 1, options=SMALL), clip=True)
+    placement = place(2, 1, options=replace(SMALL, clip=True))
     with pytest.raises(AssertionError, match="wait for the norm"):
         lowered((2, 1), placement)
 

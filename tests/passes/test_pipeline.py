@@ -174,7 +174,7 @@ def test_updates_alone_follow_each_other():
     program = after(flush(3, placement), "pipeline")
     updates = [op.into[0].unit for op in program.ops if op.verb == "update"]
     assert updates == ["e", 0, 1, 2, "h"]
-    assert flush(3, replace(placement, ahead=2))[-1].ops == flush(3, placement)[-1].ops
+    assert flush(3, placement.decided(ahead=2))[-1].ops == flush(3, placement)[-1].ops
 
 
 def _name(op):

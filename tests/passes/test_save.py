@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiers import SAVED_NBYTES, Options, after, lowered, options, place, stages, tiered_steps
 
 from gs_compile.errors import ProgramError
-from gs_compile.placement.levels import Level, Share, items
+from gs_compile.placement.levels import Level, Share, Shares, items
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import Value
@@ -66,7 +66,7 @@ def test_bytes_are_those_of_the_items(step, options, horizontal):
     """By hand: what is saved goes to its home and comes back once, in place of the layer's input unless it reads that."""
     num_layers, num_micro_batches, shape = step
     placement = place(num_layers, num_micro_batches, shape, options)
-    placement = replace(placement, schedule="horizontal" if horizontal and shape.training else "vertical")
+    placement = placement.laid_out(schedule="horizontal" if horizontal and shape.training else "vertical")
     program = lowered(step, placement)[-1]
     backwards = {(op.unit, op.micro_batch) for op in program.ops if op.verb == "backward"}
     expected = Counter()
@@ -118,4 +118,4 @@ def test_a_backward_reads_what_its_level_saves():
     placement = place(1, 2, options=SSD)
     program = lowered((1, 2), placement)[-1]
     with pytest.raises(ProgramError, match=r"it reads a, and x is saved for it"):
-        verify(program, replace(placement, shares=(), checkpoint_ratio=0.5))
+        verify(program, placement.decided(shares=Shares(), ratios=replace(placement.decision.ratios, checkpoint=0.5)))

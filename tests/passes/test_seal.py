@@ -11,7 +11,7 @@ import tiered_toy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import Options, lowered, options, place, stages, tiered_steps, train
+from tiers import Options, in_order, lowered, options, place, stages, tiered_steps, train
 
 from gs_compile.errors import ProgramError
 from gs_compile.passes.baselines.lifetime import Room
@@ -39,8 +39,8 @@ def placements(draw):
     schedules += ["single"] * (step[0] % 2 == 0 and step[1] == 1)
     schedule = draw(st.sampled_from(schedules))
     room, gradient_ratio = (ROOM if schedule == "lifetime" else None), draw(st.sampled_from((0.0, 1.0)))
-    placement = replace(place(*step, chosen), schedule=schedule, own=room, gradient_ratio=gradient_ratio)
-    return step, replace(placement, durability=draw(st.sampled_from((1, 3))))
+    placement = in_order(place(*step, chosen), gradient_ratio, schedule).decided(own=room)
+    return step, placement.laid_out(durability=draw(st.sampled_from((1, 3))))
 
 
 def in_memory(placement, units, *when):
@@ -59,7 +59,7 @@ def test_a_durable_step_is_the_step_with_copies_and_a_seal(drawn, late, redo, co
     """Well-formed after each pass; nothing else is moved or comes in another order; the bytes are as counted by hand."""
     step, placement = drawn
     late = late and any(value.kind == "dw" for value in placement.homes(late=True, redo=redo))
-    bare = replace(placement, durability=0)
+    bare = placement.laid_out(durability=0)
     made = lowered(step, placement, late=late, redo=redo, copies=copies, seals=seals)
     alone = flush(step[0], placement, late=late, redo=redo, seals=seals)
     for program in (*made, *alone):
@@ -93,7 +93,7 @@ def test_room_for_two_versions_of_all_that_commits_keep(drawn):
         is_narrow = kind == "w" and unit.has_master and unit.group_of(unit.value(kind, part)).when != "never"
         wanted += nbytes if part.tier == "ssd" else 0 if is_narrow else 2 * nbytes
     assert nbytes_by_home(placement).get(("seal", "ssd"), 0) == wanted
-    assert ("seal", "ssd") not in nbytes_by_home(replace(placement, durability=0))
+    assert ("seal", "ssd") not in nbytes_by_home(placement.laid_out(durability=0))
 
 
 @pytest.mark.parametrize("bound", [math.inf, 30.0, 0.25])
@@ -106,14 +106,14 @@ def test_copies_are_of_what_the_step_has_left(bound, monkeypatch):
     def check(drawn):
         step, placement = drawn
         modes = (True, True, False, True)
-        found, wanted = (train(*step, each, modes=modes) for each in (placement, replace(placement, durability=0)))
+        found, wanted = (train(*step, each, modes=modes) for each in (placement, placement.laid_out(durability=0)))
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
     check()
 
 
 SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.5, checkpoint_ratio=1.0, alpha=0.25)
-PLACEMENT = replace(place(2, 1, options=SMALL), durability=1)
+PLACEMENT = place(2, 1, options=SMALL).laid_out(durability=1)
 GOOD = lowered((2, 1), PLACEMENT, late=True, copies=True, seals=True)[-1].text(fold=False)
 
 
@@ -153,7 +153,7 @@ offload(sea.host, into=csea.ssd)
 
 SEAL, LATE, EARLY = "seal()\n", "offload(s1c.host, into=cs1c.ssd)\n", "offload(s1a.host, into=cs1a.ssd)\n"
 AT_HOME, NEXT = "offload(s1d.host, into=s1d.ssd)\n", "offload(whb.host, into=whb.ssd)\n"
-ROLLED_BACK = replace(place(2, 1, options=replace(SMALL, clip=True, speculative=True, alpha=0.0)), durability=1)
+ROLLED_BACK = place(2, 1, options=replace(SMALL, clip=True, speculative=True, alpha=0.0)).laid_out(durability=1)
 REDONE = lowered((2, 1), ROLLED_BACK, late=True, redo=True, copies=True, seals=True)[-1].text(fold=False)
 SHADOW = "offload(ss1a.host, into=cs1a.ssd)\n"
 

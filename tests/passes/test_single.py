@@ -21,7 +21,7 @@ def test_it_is_the_vertical_step_of_one_micro_batch(step, chosen, late):
     step = half * 2, 1, replace(shape, emits=frozenset(), outside=frozenset())
     placement = place(*step, chosen)
     late = late and placement.has_late
-    found = lowered(step, replace(placement, schedule="single"), late=late)
+    found = lowered(step, placement.laid_out(schedule="single"), late=late)
     expected = lowered(step, placement, late=late, snake=False)
     assert found[0].made_by == ("single" if shape.training else "vertical")
     assert (found[-1].ops, found[-1].peaks) == (expected[-1].ops, expected[-1].peaks)
@@ -32,7 +32,7 @@ def test_twice_as_many_checkpoints():
     """Of the same size: with one micro-batch each goes once each way."""
     moved = {}
     for schedule, num_layers in (("vertical", 3), ("single", 6)):
-        placement = replace(place(num_layers, 1, options=Options(separate=True)), schedule=schedule)
+        placement = place(num_layers, 1, options=Options(separate=True)).laid_out(schedule=schedule)
         moved[schedule] = traffic(lowered((num_layers, 1), placement)[-1], placement)
     for lane in ("ssd_read", "ssd_write", "h2d", "d2h"):
         assert moved["single"][lane, "x"] == 2 * moved["vertical"][lane, "x"] > 0

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gs_compile.options import Ratios
 from gs_compile.placement.cut import cut, cut_units
+from gs_compile.placement.placement import Decision
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.workload import UnitSize
 
@@ -58,8 +60,8 @@ def test_whole_tensors_live_on_the_device():
 @given(st.lists(SIZES.filter(bool), min_size=1, max_size=8), SHARES)
 def test_what_a_unit_is_short_of_the_next_ones_have(tensors, share):
     sizes = tuple(UnitSize(unit, tuple(each), (), 2, 4, 12, True) for unit, each in enumerate(tensors))
-    ratios = {"parameter": 0.0, "optimizer": 0.0}
-    units = cut_units(sizes, ratios, {"parameter": share}, alpha=0.0, separate=True)
+    ratios = Ratios(parameter=0.0, optimizer=0.0, device_parameter=share)
+    units = cut_units(sizes, Decision(ratios=ratios), separate=True)
     largest, wanted, found = 0, 0.0, 0
     for size, unit in zip(sizes, units, strict=True):
         wanted, found, largest = wanted + share * size.numel, found + unit.num_resident, max(largest, *size.trained)
@@ -71,8 +73,8 @@ def test_what_a_unit_is_short_of_the_next_ones_have(tensors, share):
 
 def test_without_a_master_a_trained_unit_has_no_part_on_the_device():
     sizes = (UnitSize(0, (8 * Q,), (), 4, 4, 8, False), UnitSize(1, (), (8 * Q,), 4, 4, 8, False))
-    ratios = {"parameter": 0.0, "optimizer": 0.0}
-    units = cut_units(sizes, ratios, {"parameter": 1.0}, alpha=0.0, separate=True)
+    ratios = Ratios(parameter=0.0, optimizer=0.0, device_parameter=1.0)
+    units = cut_units(sizes, Decision(ratios=ratios), separate=True)
     assert [unit.num_resident for unit in units] == [0, 8 * Q]
 
 
@@ -147,8 +149,8 @@ def _partition(parts, numel):
 def test_nothing_is_on_ssd_if_device_and_host_have_it_all(tensors, device):
     """What whole tensors leave of the device's share goes to host memory, and no more than one of them."""
     sizes = tuple(UnitSize(i, tuple(each), (), 2, 4, 12, True) for i, each in enumerate(tensors))
-    ratios = {"parameter": 1 - device, "optimizer": 1.0}
-    units = cut_units(sizes, ratios, {"parameter": device}, alpha=0.5, separate=True)
+    ratios = Ratios(parameter=1 - device, optimizer=1.0, device_parameter=device)
+    units = cut_units(sizes, Decision(ratios=ratios, alpha=0.5), separate=True)
     parts = [part for unit in units for part in unit.w.values()]
     assert {part.tier for part in parts} <= {"device", "host"}
     in_host = sum(part.numel for part in parts if part.tier == "host")

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import SIDE_NBYTES, X_NBYTES, Options, options, place, tiered_steps
 
+from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.placement.liveness import peaks
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Decision, Layout, Placement
 from gs_compile.placement.shards import QUANTUM, owned, pieces, place_of
 from gs_compile.program.ir import Value
 
@@ -30,7 +31,11 @@ def test_a_stale_late_part_gives_its_memory_to_the_gradient():
 @given(st.integers(1, 20), st.integers(1, 8), st.floats(0, 1), st.just(0.0) | st.floats(0, 1))
 def test_checkpoints_are_spread_evenly(num_layers, num_micro_batches, host, of_the_rest):
     x_nbytes, device = (1,) * num_micro_batches, of_the_rest * (1 - host)
-    placement = Placement((), True, False, host, x_nbytes, (), num_layers, device_checkpoint_ratio=device)
+    placement = Placement(
+        (),
+        Layout(separate=True, x_nbytes=x_nbytes, num_layers=num_layers),
+        Decision(ratios=Ratios(checkpoint=host, device_checkpoint=device)),
+    )
     homes = [placement.checkpoint_home(Value("x", i, j)) for i in range(num_layers) for j in range(num_micro_batches)]
     for stop in range(len(homes) + 1):
         assert abs(homes[:stop].count("host") - host * stop) < 1 + 1e-6
@@ -52,7 +57,7 @@ def test_an_element_has_one_place_whatever_number_of_ranks_there_is(trained, fro
 
 def test_nothing_lives_on_a_device_that_is_the_host():
     with pytest.raises(AssertionError, match="no memory of its own"):
-        Placement(device_checkpoint_ratio=0.5, checkpoint_ratio=0.5)
+        Placement(decision=Decision(ratios=Ratios(device_checkpoint=0.5, checkpoint=0.5)))
 
 
 # Peaks ---------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def test_programs_of_a_run_agree_and_nothing_overlaps(step, chosen, speculative,
     num_layers, num_micro_batches, shape = step
     if chosen.clip and speculative:
         chosen = replace(chosen, speculative=True, alpha=0.5)
-    placement = replace(place(*step, chosen), schedule=schedule)
+    placement = place(*step, chosen).laid_out(schedule=schedule)
     spec = StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement)
     modes = [(False, True), *([(True, True), (True, False)] if placement.has_late else [])]
     programs = [lower(replace(spec, late=late, redo=redo))[-1] for late, redo in modes]

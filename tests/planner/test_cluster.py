@@ -7,11 +7,12 @@ from math import inf
 
 import numpy as np
 import pytest
-from planned import A100, formulas, gpt, lowered, on_device, placed, ratios
+from planned import A100, formulas, gpt, lowered, placed, ratios
 
 from gs_compile.cli.report.timeline import kind_of
 from gs_compile.errors import OptionError, PlanError
 from gs_compile.placement import liveness
+from gs_compile.placement.placement import Decision
 from gs_compile.placement.shards import shared
 from gs_compile.placement.traffic import op_nbytes, traffic
 from gs_compile.planner.builder import StepBuilder
@@ -36,7 +37,7 @@ def test_bytes_of_the_network_are_the_closed_form(schedule, times, number):
     """
     workload = shared(MODEL, WORLD)
     builder = StepBuilder.of(workload, number, separate=True, schedule=schedule)
-    placement = builder.placement(ratios(0.3, 0.5, 0.5), 0.0)
+    placement = builder.placement(Decision(ratios=ratios(0.3, 0.5, 0.5)))
     moved = traffic(builder.program(placement), placement)
     uses = {"h": 1, "t": 3}
     gathered = sum(uses.get(size.unit, 2) * size.numel * size.itemsize for size in workload.sizes)
@@ -64,7 +65,7 @@ def test_the_linear_program_counts_a_ranks_share(point):
     """Bytes of the network exactly, and memory as for one rank, what was gathered included."""
     workload, one = shared(gpt(16, 1024, vocabulary=5000), WORLD), np.array([1.0, *point, 0.0])
     found = formulas(workload, NODE).of(0.4, 7)
-    placement = placed(workload, 7, ratios(*point[:3]), 0.4, separate=True, device_ratios=on_device(*point[3:]))
+    placement = placed(workload, 7, ratios(*point), 0.4, separate=True)
     program = lowered(workload, placement)[-1]
     moved = sum(nbytes for (lane, _), nbytes in traffic(program, placement).items() if lane == "net")
     assert sum(seconds @ one for (_, lane), seconds in found.seconds.items() if lane == "net") == pytest.approx(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planned import A100, formulas, gpt, lowered, on_device, placed, ratios
+from planned import A100, formulas, gpt, lowered, placed, ratios
 
 from gs_compile.errors import NoFitError
 from gs_compile.placement import liveness
@@ -30,8 +30,8 @@ def test_whole_programs_are_what_short_ones_say(separate, layer_updates, alpha, 
     known = formulas(workload, machine, layer_updates=layer_updates)
     assert len(known.counted.lengths) == 2
     found, one = known.of(alpha, 7), np.array([1.0, *point, 0.0])
-    homes = {"separate": separate, "device_ratios": on_device(*point[3:]), "layer_updates": layer_updates}
-    placement = placed(workload, 7, ratios(*point[:3]), alpha, **homes)
+    homes = {"separate": separate, "layer_updates": layer_updates}
+    placement = placed(workload, 7, ratios(*point), alpha, **homes)
     program = lowered(workload, placement)[-1]
     peaks = liveness.peaks(program.ops, placement)
     for tier, alive in found.alive.items():

@@ -7,28 +7,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from planned import gpt
+from planned import gpt, ratios
 
 from gs_compile.errors import MemoryBudgetError
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.slab import fixed_offsets
 from gs_compile.planner.boundary import FIRST, without
 from gs_compile.planner.builder import StepBuilder, peak
-from gs_compile.planner.cache import PlanCache
-from gs_compile.planner.lp.limits import Fixed
+from gs_compile.planner.programs import StepPrograms
+from gs_compile.planner.request import Request
 
-NOTHING = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}
+NOTHING = ratios(0.0, 0.0, 0.0)
 LARGER = 32  # micro-batches; the first batch has 2
 
 
 def sized(builder: StepBuilder, first: Placement, host_nbytes: int) -> Placement:
     """The homes of a training step with the larger batch, in this budget."""
-    planning: Any = object.__new__(PlanCache)
-    planning.planner = SimpleNamespace(fixed=Fixed())
+    planning: Any = object.__new__(StepPrograms)
+    planning.run = SimpleNamespace(request=Request())
     planning.builder, planning.placement, planning.host_nbytes = builder, first, host_nbytes
     planning.first_shape, planning._placements = builder.shape, {}
     layouts: Any = [SimpleNamespace(x_nbytes=first.x_nbytes[0], side_nbytes=first.side_nbytes[0])] * LARGER
-    found = PlanCache.sized(planning, layouts, builder.shape)
+    found = StepPrograms.sized(planning, layouts, builder.shape)
     assert host_peak(builder, found) <= host_nbytes
     return found
 
@@ -38,14 +38,14 @@ def host_peak(builder: StepBuilder, placement: Placement) -> int:
 
 
 def larger(placement: Placement) -> Placement:
-    return replace(placement, x_nbytes=placement.x_nbytes[:1] * LARGER, side_nbytes=placement.side_nbytes[:1] * LARGER)
+    return placement.laid_out(x_nbytes=placement.x_nbytes[:1] * LARGER, side_nbytes=placement.side_nbytes[:1] * LARGER)
 
 
 def test_a_step_after_updates_that_hold_may_take_the_most_memory():
     """What the step before has kept is then in it from the start; where that one is rolled back it is not."""
     workload = gpt(3, 128, vocabulary=2000, sequence=256, tied=False, bf16=False)
     builder = StepBuilder.of(workload, 2, separate=True, clip=True)
-    first = replace(builder.placement(NOTHING, 0.0, speculative=True), kept=FIRST)
+    first = builder.placement(Decision(ratios=NOTHING, speculative=True, kept=FIRST))
     redone, held = (peak(builder.program(larger(first), redo=redo), "host") for redo in (True, False))
     assert host_peak(builder, first) <= redone < held
     assert sized(builder, first, held) == larger(first)
@@ -56,7 +56,7 @@ def test_what_is_between_two_steps_goes_before_checkpoints_move():
     """What lives on has the same memory in all programs of a run, whatever a step keeps for the next one."""
     workload = gpt(3, 128, vocabulary=2000, sequence=256)
     builder = StepBuilder.of(workload, 2, separate=True)
-    first = replace(builder.placement({**NOTHING, "checkpoint": 1.0, "optimizer": 1.0}, 0.3), kept=FIRST, ahead=2)
+    first = builder.placement(Decision(ratios=ratios(1.0, 0.0, 1.0), alpha=0.3, kept=FIRST, ahead=2))
     planned = larger(first)
     variants = without(planned, fixed_offsets(first).nbytes)
     assert [(bool(each.kept), each.ahead) for each in variants] == [(True, 2), (True, 0), (False, 2), (False, 0)]
@@ -80,9 +80,9 @@ def test_ranks_may_keep_less_than_others(separate):
     """What they do together is in the same order, whatever the size of each one's batch."""
     workload = replace(gpt(3, 128, vocabulary=2000, sequence=256), world=2)
     builder = StepBuilder.of(workload, 2, separate=separate)
-    first = replace(builder.placement(NOTHING, 0.3), kept=FIRST, ahead=2)
+    first = builder.placement(Decision(ratios=NOTHING, alpha=0.3, kept=FIRST, ahead=2))
     every = (*without(first, 0), *without(larger(first), fixed_offsets(first).nbytes))
-    sizes = (replace(builder, x_nbytes=each.x_nbytes, side_nbytes=each.side_nbytes) for each in every)
+    sizes = (replace(builder, layout=each.layout) for each in every)
     programs = [of.program(each) for of, each in zip(sizes, every, strict=True)]
     together = [[(op.verb, op.values[0]) for op in program.ops if op.lane == "net"] for program in programs]
     assert together[0]

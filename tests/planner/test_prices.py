@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiers import PLAIN, Options, options, place, tiered_steps
 
 from gs_compile.passes.lower import StepSpec, lower
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Layout, Placement
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
@@ -239,15 +239,17 @@ def test_a_pass_over_the_gradient(verb):
     nbytes = unit.num_trained * unit.gradient_itemsize
     found = price(Op(verb, reads, Stage("backward", 0), results), placement)
     assert found == Price(nbytes, nbytes / 1e12)
-    users_own = price(Op(verb, reads, Stage("backward", 0), results), Placement(num_layers=1, x_nbytes=(1,)))
+    users_own = price(
+        Op(verb, reads, Stage("backward", 0), results), Placement(layout=Layout(num_layers=1, x_nbytes=(1,)))
+    )
     assert users_own == Price()
 
 
 @pytest.mark.parametrize("verb", ["count", "clip"])
 def test_a_few_numbers_cost_an_operation(verb):
-    assert price(Op(verb, (), DRAIN, (Value("scale"),)), Placement(num_layers=1)) == Price(0, 1e-5)
+    assert price(Op(verb, (), DRAIN, (Value("scale"),)), Placement(layout=Layout(num_layers=1))) == Price(0, 1e-5)
 
 
 def test_an_unknown_verb_is_our_own_fault():
     with pytest.raises(AssertionError, match="no price is known for gossip"):
-        price(Op("gossip", (), Stage("forward", 0)), Placement(num_layers=1, x_nbytes=(1,)))
+        price(Op("gossip", (), Stage("forward", 0)), Placement(layout=Layout(num_layers=1, x_nbytes=(1,))))

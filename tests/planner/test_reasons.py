@@ -6,21 +6,23 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from planned import A100, GB, gpt
+from planned import A100, gpt, ratios
 
-from gs_compile.placement.placement import Placement
-from gs_compile.planner.lp.limits import Budgets, Fixed
+from gs_compile.placement.placement import Decision, Placement
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.reasons import alternatives, binding, notes
+from gs_compile.planner.request import SECONDS_PER_YEAR, Request
 
 WORKLOAD = gpt(4, 512, sequence=256, vocabulary=5000)
-BUDGETS = Budgets(host_nbytes=64 * 2**30, device_nbytes=40 * 2**30, ssd_nbytes=8000 * GB)
+MACHINE = replace(A100, host_nbytes=64 * 2**30, device_nbytes=40 * 2**30)
+BUDGETS = Request().budgets(MACHINE)
 
 
 def solution(number, seconds, alpha=0.0, resident=0.0):
-    ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), resident)
-    return Solution(number, alpha, ratios, {}, seconds / 2, seconds / 2)
+    return Solution(
+        number, Decision(ratios=ratios(resident, resident, resident), alpha=alpha), seconds / 2, seconds / 2
+    )
 
 
 def found(*history):
@@ -30,15 +32,21 @@ def found(*history):
 class Faked(SimpleNamespace):
     """A problem whose linear program is `answer`, a function of the problem, the micro-batches and alpha."""
 
-    def other(self, **changes):
+    @property
+    def budgets(self):
+        return self.request.budgets(self.profile, host_nbytes=self.host_nbytes, device_nbytes=self.device_nbytes)
+
+    def of(self, workload=None, profile=None, **changes):
+        changes |= {"workload": workload or self.workload, "profile": profile or self.profile}
         return Faked(**{**vars(self), **changes})
 
     def solved(self, number, alpha):
         return self.answer(self, number, alpha)
 
 
-def problem(answer, *, machine=A100, budgets=BUDGETS, workload=WORKLOAD, clip=False):
-    return Faked(answer=answer, profile=machine, budgets=budgets, workload=workload, fixed=Fixed(clip=clip))
+def problem(answer, *, machine=MACHINE, workload=WORKLOAD, **asked):
+    known = {"host_nbytes": None, "device_nbytes": None}
+    return Faked(answer=answer, profile=machine, workload=workload, request=Request(**asked), **known)
 
 
 # What binds -----------------------------------------------------------------------------------------------------------
@@ -77,13 +85,14 @@ def test_more_of_each_resource_is_tried_alone():
 
 def test_a_second_drive_wears_half_as_fast():
     rooms = []
-    worn = replace(BUDGETS, wear_bytes_per_second=5.0)
-    list(binding(problem(lambda richer, *_: rooms.append(richer.budgets), budgets=worn), solution(1, 1.0)))
+    worn = replace(MACHINE, ssd_rated_nbytes=5 * SECONDS_PER_YEAR)
+    asked = problem(lambda richer, *_: rooms.append(richer.budgets), machine=worn, wear_years=1)
+    list(binding(asked, solution(1, 1.0)))
     assert [room.wear_bytes_per_second for room in rooms] == [5.0, 10.0, 5.0, 5.0, 5.0, 5.0]
 
 
 def test_one_memory_has_neither_link_nor_device_memory():
-    machine = replace(A100, device="cpu")
+    machine = replace(MACHINE, device="cpu", device_nbytes=0)
     words = list(binding(problem(lambda *_, **__: None, machine=machine), solution(1, 1.0)))
     assert len(words) == 4
     assert not any("device memory" in each or "link" in each for each in words)
@@ -99,7 +108,7 @@ def test_the_nearest_come_first():
     other = problem(None, workload=replace(WORKLOAD, micro_batch_size=2)), found(solution(2, 4.0))
 
     def solved(other, number, alpha):
-        return solution(number, 9.0 if other.fixed.ratios else 3.75, alpha)
+        return solution(number, 9.0 if other.request.ratios.given() else 3.75, alpha)
 
     rows = list(alternatives(problem(solved), own, [other]))
     assert [row.label for row in rows] == ["3 micro-batches", "no delayed updates (alpha 0)", "2 micro-batches"]
@@ -123,7 +132,7 @@ def made(**changes):
         "seconds": 2.0,
         "written": 100,
         "homes": {("s", "ssd"): 1},
-        "placement": Placement(layer_updates=changes.pop("layer_updates", 1)),
+        "placement": Placement(decision=Decision(layer_updates=changes.pop("layer_updates", 1))),
     }
     simulation = SimpleNamespace(busy={"compute": changes.pop("compute", 0.5)})
     budgets = replace(BUDGETS, wear_bytes_per_second=changes.pop("wear", None))

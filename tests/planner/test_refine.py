@@ -6,14 +6,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from planned import A100, gpt
+from planned import A100, gpt, problem, ratios
 
 from gs_compile.errors import MemoryBudgetError
-from gs_compile.planner import refine
-from gs_compile.planner.builder import StepBuilder, peak
-from gs_compile.planner.lp.limits import Budgets, Fixed
+from gs_compile.planner import choose
+from gs_compile.planner.builder import peak
+from gs_compile.planner.choose import planned, refined
 from gs_compile.planner.problem import Problem
-from gs_compile.planner.refine import planned, refined
+from gs_compile.planner.request import Budgets, Request
 
 WORKLOAD = gpt(2, 64)
 TURN = max(size.num_trained for size in WORKLOAD.sizes if isinstance(size.unit, int)) * (12 + 2 + 4)
@@ -32,6 +32,7 @@ class Faked:
     profile = CPU
     workload = WORKLOAD
     beyond = 0
+    whole = True
     seconds_on_device = staticmethod(lambda nbytes: 1.0)
     values_nbytes = Problem.values_nbytes
     excess = Problem.excess
@@ -47,15 +48,17 @@ class Faked:
         self.device_asked.append(budgets.device_nbytes)
         if budgets.host_nbytes < LEAST:
             return None
-        names = {"resident": budgets.host_nbytes, "device": budgets.device_nbytes, "seconds": self.bound}
-        names["device_ratios"] = {"parameter": 0.5 * bool(budgets.device_nbytes)}
-        return SimpleNamespace(alpha=self.best if alpha is None else alpha, num_micro_batches=number, **names)
+        alpha = self.best if alpha is None else alpha
+        names = {"resident": budgets.host_nbytes, "device": budgets.device_nbytes, "alpha": alpha}
+        shares = ratios(0.0, 0.0, 0.0, 0.0, 0.5 * bool(budgets.device_nbytes))
+        decision = SimpleNamespace(ratios=shares, **names)
+        return SimpleNamespace(seconds=self.bound, num_micro_batches=number, decision=decision, **names)
 
     def bundled(self, number):
         return self, number
 
-    def placed(self, solution):
-        return solution
+    def placed(self, decision, number):
+        return decision
 
     def at(self, number):
         assert number == 3
@@ -69,15 +72,15 @@ class Faked:
         }
         return SimpleNamespace(peaks=tuple(peaks.items()))
 
-    def predicted(self, program, placement):
+    def predicted(self, placement):
         seconds = self.seconds(placement.resident) * self.late(placement.alpha)
         seconds *= self.seconds_on_device(placement.device)
-        return SimpleNamespace(program=program, seconds=seconds)
+        return SimpleNamespace(seconds=seconds)
 
-    def refined(self, host_nbytes=BUDGET, best=0.0, device_nbytes=0, **fixed):
+    def refined(self, host_nbytes=BUDGET, best=0.0, device_nbytes=0, **asked):
         self.budgets = replace(BUDGETS, host_nbytes=host_nbytes, device_nbytes=device_nbytes)
-        self.fixed, self.best = Fixed(**fixed), best
-        return refined(self, SimpleNamespace(alpha=best, seconds=self.bound, num_micro_batches=3), whole=True)
+        self.request, self.best = Request(**asked), best
+        return refined(self, SimpleNamespace(alpha=best, seconds=self.bound, num_micro_batches=3))
 
 
 def falling(resident):
@@ -108,7 +111,7 @@ def test_memory_is_left_free_as_long_as_the_step_is_faster():
 
 
 @pytest.mark.parametrize(
-    ("settings", "fixed", "alpha"),
+    ("settings", "asked", "alpha"),
     [
         ({}, {}, 0.25),  # as good as any: no other is tried
         ({"seconds": falling}, {}, 0.0),
@@ -120,9 +123,9 @@ def test_memory_is_left_free_as_long_as_the_step_is_faster():
         ({"seconds": lambda resident: 2.0, "over": lambda alpha: BUDGET * (alpha == 0)}, {}, 0.25),
     ],
 )
-def test_nothing_is_late_where_that_is_faster_or_fits_alone(settings, fixed, alpha):
+def test_nothing_is_late_where_that_is_faster_or_fits_alone(settings, asked, alpha):
     faked = Faked(**{"late": lambda alpha: 1 + alpha / 10, **settings})
-    assert faked.refined(best=0.25, **fixed).solution.alpha == alpha
+    assert faked.refined(best=0.25, **asked).solution.alpha == alpha
 
 
 def test_the_device_keeps_its_budget():
@@ -159,7 +162,7 @@ def test_a_program_that_never_fits_is_refused(over):
         faked.program = lambda placement: SimpleNamespace(peaks=(("host", BUDGET + 1),))
     with pytest.raises(MemoryBudgetError, match=r"^host memory of .* is too little for this step: give it more, fewer"):
         faked.refined()
-    assert len(faked.asked) <= 4 * refine.MOST_ROUNDS
+    assert len(faked.asked) <= 4 * choose.MOST_ROUNDS
 
 
 @pytest.mark.parametrize(("machine", "hidden"), [(A100, 1024), (CPU, 512)], ids=["gpu", "cpu"])
@@ -170,20 +173,13 @@ def test_a_large_step_is_simulated_in_bundles(machine, hidden, monkeypatch):
     """
     workload = gpt(6, hidden, sequence=hidden // 2, vocabulary=2000)
     host_nbytes = 300 * 10**6 * (hidden // 512) ** 2
-    budgets = Budgets(host_nbytes=host_nbytes, device_nbytes=machine.device_nbytes, ssd_nbytes=10**12)
-    problem = Problem(
-        workload=workload,
-        profile=machine,
-        budgets=budgets,
-        fixed=Fixed(device=machine.separate),
-        builder=StepBuilder.of(workload, 0, separate=machine.separate),
-    )
+    given = problem(workload, machine, host_nbytes=host_nbytes)
     monkeypatch.setattr("gs_compile.planner.problem.LARGE", 60)
-    search = problem.search(12)
-    bundled, whole = (planned(problem, search, whole=whole) for whole in (False, True))
+    search = given.search(12)
+    bundled, whole = (planned(replace(given, whole=whole), search) for whole in (False, True))
     assert (bundled.program.num_micro_batches, whole.program.num_micro_batches) == (8, 12)
     assert bundled.num_micro_batches == whole.num_micro_batches == 12
     assert bundled.seconds == pytest.approx(whole.seconds, rel=0.05)
     assert sum(bundled.homes.values()) == pytest.approx(sum(whole.homes.values()), rel=0.02)
     for found in (bundled, whole):
-        assert peak(found.program, "host") <= budgets.host_nbytes
+        assert peak(found.program, "host") <= host_nbytes

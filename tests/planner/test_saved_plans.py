@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from planned import A100, GB, formulas, gpt, lowered, placed, ratios
+from planned import A100, GB, formulas, gpt, lowered, placed, problem, ratios
 
 from gs_compile.cli.report.explain import report
 from gs_compile.errors import NoFitError, OptionError, PlanError
 from gs_compile.options import Options
 from gs_compile.placement import liveness
-from gs_compile.placement.levels import Share
+from gs_compile.placement.levels import Share, Shares
+from gs_compile.placement.placement import Decision
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.workload import LevelCost
-from gs_compile.planner import again
 from gs_compile.planner.builder import StepBuilder
+from gs_compile.planner.choose import planned
 from gs_compile.planner.lp.counting import WIDTH
-from gs_compile.planner.lp.limits import Budgets, Fixed
 from gs_compile.planner.plan import plan
-from gs_compile.planner.problem import Problem
-from gs_compile.planner.refine import planned
-from gs_compile.planner.saved import bare, computed, faster, with_levels
+from gs_compile.planner.request import Request
+from gs_compile.planner.resumed import as_before
+from gs_compile.planner.saved import computed, faster
 
-ROOMY = Budgets(host_nbytes=400 * GB, device_nbytes=40 * GB, ssd_nbytes=8000 * GB)
 CPU = replace(A100, device="cpu", device_nbytes=0)
 
 
@@ -77,20 +74,17 @@ def test_a_step_is_never_slower_for_what_it_saves(alpha):
     """Of 20 random machines and budgets; on some of them it is faster."""
     numbers, gains = np.random.default_rng(0), []
     workload = levelled(gpt(4, 512, sequence=256, vocabulary=2000), 512)
-    problems = {}
-    for separate in (True, False):
-        builder = StepBuilder.of(bare(workload), 0, separate=separate)
-        known = {"profile": A100, "budgets": ROOMY, "fixed": Fixed(alpha=alpha, device=separate), "builder": builder}
-        problem = Problem(workload=bare(workload), **known)
-        problems[separate] = problem, with_levels(problem, workload)
+    counted = {}
     for _ in range(20):
-        machine, budgets = drawn(numbers)
-        problem, wider = (each.other(profile=machine, budgets=budgets) for each in problems[machine.separate])
+        machine, known = drawn(numbers)
         number = int(numbers.integers(1, 9))
-        if not problem.solved(number):
+        given = problem(workload, machine, request=Request(alpha=alpha), bare=True, **known)
+        given = replace(given, counted=counted.setdefault(machine.separate, given.formulas.counted))
+        given = replace(given, builder=given.at(number))
+        if not given.solved(number):
             continue
-        without = planned(problem, problem.search(number))
-        _, found = faster(problem, without, lambda _, wider=wider: wider)
+        without = planned(given, given.search(number))
+        found = faster(given, without)
         assert found.seconds <= without.seconds
         assert bool(found.placement.shares) == (found.seconds < without.seconds)
         assert bool(found.placement.shares) == any("keep their activations" in note for note in found.notes)
@@ -110,7 +104,7 @@ def drawn(numbers):
         **{f"ssd_write{mixed}_bytes_per_second": write for mixed in ("", "_mixed")},
     )
     host, device = numbers.uniform(0.12, 0.6) * GB, numbers.uniform(0.1, 0.4) * GB * machine.separate
-    return machine, replace(ROOMY, host_nbytes=int(host), device_nbytes=int(device))
+    return machine, {"host_nbytes": int(host), "device_nbytes": int(device)}
 
 
 def test_what_is_given_of_activations_is_kept():
@@ -129,7 +123,7 @@ def test_what_is_given_of_activations_is_kept():
         plan(workload, **small, recompute="none")
     with pytest.raises(PlanError, match="have nothing to save"):
         plan(gpt(4, 512), **given, recompute="none")
-    with pytest.raises(OptionError, match=r'recompute is "all", but expert.ratios.activation is 0.5: leave one'):
+    with pytest.raises(OptionError, match=r'recompute is "all", but expert\.ratios\.activation is 0\.5: leave one'):
         Options.of({"expert": {"recompute": "all", "ratios": {"activation": 0.5}}})
 
 
@@ -147,8 +141,8 @@ def test_layers_that_can_save_nothing_are_in_no_share(separate):
         assert saving == {(unit, j) for unit in (1, 3) for j in range(4)}
         assert sum(share.part for share in found.placement.shares) == 0.5
     for shares in ((Share(2, "host", 1.0),), (Share(2, "host", 0.5), Share(2, "ssd", 0.5))):
-        builder = StepBuilder.of(workload, 4, separate=separate)
-        kept = builder.placement({"parameter": 0.0, "checkpoint": 0.25, "optimizer": 0.0}, 0.0, shares=shares)
+        decision = Decision(ratios=ratios(0.25, 0.0, 0.0), shares=Shares(shares))
+        kept = StepBuilder.of(workload, 4, separate=separate).placement(decision)
         assert (kept.shares, kept.checkpoint_ratio) == ((Share(2, "host", 0.5),), 0.25)
 
 
@@ -167,18 +161,16 @@ def test_the_topmost_layers_save_what_has_room_at_the_turn():
     """Where all of host memory is needed later in the backward: no linear program of even shares knows of that room."""
     workload = levelled(gpt(8, 512, sequence=256, vocabulary=20000), 512)
     most = placed(workload, 4, ratios(0.0, 0.0, 0.0), 0.0, separate=False)
-    budgets = replace(ROOMY, host_nbytes=int(1.08 * liveness.peaks(lowered(workload, most)[-1].ops, most)["host"]))
+    host_nbytes = int(1.08 * liveness.peaks(lowered(workload, most)[-1].ops, most)["host"])
     names = [f"ssd_{lane}{mixed}_bytes_per_second" for lane in ("read", "write") for mixed in ("", "_mixed")]
     slow = {name: getattr(CPU, name) / 1.25 for name in names}
     machine = replace(CPU, matmul_flops_per_second={"bf16": 5e11}, **slow)
-    builder = StepBuilder.of(bare(workload), 4, separate=False)
-    known = {"profile": machine, "budgets": budgets, "fixed": Fixed(alpha=0.0), "builder": builder}
-    problem = Problem(workload=bare(workload), **known)
-    without = planned(problem, problem.search(4))
-    _, found = faster(problem, without, lambda each: with_levels(each, workload))
+    given = problem(workload, machine, 4, request=Request(alpha=0.0), bare=True, host_nbytes=host_nbytes)
+    without = planned(given, given.search(4))
+    found = faster(given, without)
     assert {(share.tier, share.is_topmost) for share in found.placement.shares} == {("host", True), ("ssd", False)}
     assert without.seconds / found.seconds > 1.05  # copies to where it is saved take turns with the computation
-    assert dict(found.program.peaks)["host"] <= budgets.host_nbytes
+    assert dict(found.program.peaks)["host"] <= host_nbytes
 
 
 @pytest.mark.parametrize(
@@ -199,15 +191,9 @@ def test_of_levels_that_are_as_fast_the_smallest_is_taken(seconds, worthwhile):
     assert computed(workload, found.shares) < workload.computed[0]
 
 
-def test_a_former_plan_that_the_layers_cannot_have_is_made_anew(monkeypatch, caplog):
-    planner = SimpleNamespace(plan=None, fixed=None)
-
-    def make(options, shares):
-        if shares is not None:
-            raise OptionError("no layer can save any")
-        return planner, options
-
-    monkeypatch.setattr(again, "_as_before", lambda *_: SimpleNamespace(options="before", shares=()))
-    with caplog.at_level(logging.INFO, "gs_compile.planner.again"):
-        assert again.planned(make, "now", {}, "the same") == (planner, "now", {})
-    assert "does not fit any more: no layer can save any" in caplog.text
+def test_a_former_plan_that_the_layers_cannot_have_is_made_anew():
+    decision = Decision(ratios=ratios(0.0, 0.0, 0.0), shares=Shares([Share(1, "host", 0.5)])).as_dict()
+    former = {"made_for": "it", "host_nbytes": 400 * GB, "values_nbytes": None, "decision": decision}
+    workload = levelled(gpt(2, 512), 512)
+    assert as_before(problem(workload, CPU, 2, bare=True), former, "it", 400 * GB).shares.part() == 0.5
+    assert as_before(problem(gpt(2, 512), CPU, 2, bare=True), former, "it", 400 * GB) is None

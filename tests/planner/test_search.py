@@ -11,14 +11,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from planned import A100, GB, formulas, gpt, on
 
-from gs_compile.errors import PlanError
-from gs_compile.planner.lp.limits import Budgets, Fixed
-from gs_compile.planner.lp.search import ALPHAS, GROWTH, search, shortfall
+from gs_compile.errors import OptionError, PlanError
+from gs_compile.planner.lp.search import GROWTH, search, shortfall
 from gs_compile.planner.lp.solve import solve
+from gs_compile.planner.plan import plan
+from gs_compile.planner.request import ALPHAS, Budgets, Request
 
 SERVER = Budgets(host_nbytes=400 * GB, device_nbytes=40 * GB, ssd_nbytes=8000 * GB)
 DESKTOP = Budgets(host_nbytes=20 * GB, device_nbytes=20 * GB, ssd_nbytes=1000 * GB)
 XL = gpt(12, 2048)
+ELSEWHERE = {"device_parameter": 0.0, "device_checkpoint": 0.0}  # than on the device
 counted = cache(lambda: formulas(XL, A100))
 
 
@@ -27,12 +29,17 @@ def known(workload, profile):
     return on(counted(), profile) if workload is XL and profile.separate else formulas(workload, profile)
 
 
-def plainly(workload, profile, budgets, fixed):
+def elsewhere(ratios=None, **asked):
+    """A request that has nothing live on the device."""
+    return Request(ratios={**ELSEWHERE, **(ratios or {})}, **asked)
+
+
+def plainly(workload, profile, budgets, request):
     """The paper's algorithm as it stands: every alpha of every n."""
     formula, found, history = formulas(workload, profile), None, []
     for n in range(1, 200):
-        alphas = (1.0,) if fixed.clip else ALPHAS
-        fitting = filter(None, [solve(formula, n, alpha, budgets, fixed) for alpha in alphas])
+        alphas = (1.0,) if request.clip else ALPHAS
+        fitting = filter(None, [solve(formula, n, alpha, budgets, request) for alpha in alphas])
         solution = min(fitting, key=lambda each: each.seconds, default=None)
         history.append((n, solution))
         if solution is None or (found and solution.throughput < GROWTH * found.throughput):
@@ -51,13 +58,13 @@ def test_leaving_alphas_out_changes_nothing(host, update, clip, roomy):
         update_elements_per_second=update,
         update_mixed_elements_per_second=update / 2,
     )
-    budgets, fixed = replace(DESKTOP, host_nbytes=int(host * 1e8)), Fixed(clip=clip)
-    expected, history = plainly(workload, profile, budgets, fixed)
+    budgets, request = replace(DESKTOP, host_nbytes=int(host * 1e8)), elsewhere(clip=clip, saturation="paper")
+    expected, history = plainly(workload, profile, budgets, request)
     if expected is None:
         with pytest.raises(PlanError):
-            search(formulas(workload, profile), budgets, fixed, saturation="paper")
+            search(formulas(workload, profile), budgets, request)
         return
-    found = search(formulas(workload, profile), budgets, fixed, saturation="paper")
+    found = search(formulas(workload, profile), budgets, request)
     assert found.best.num_micro_batches == expected.num_micro_batches
     assert found.best.seconds == pytest.approx(expected.seconds, rel=2e-5)
     assert [n for n, _ in found.history] == [n for n, _ in history]
@@ -69,8 +76,8 @@ def test_leaving_alphas_out_changes_nothing(host, update, clip, roomy):
 def test_a_model_of_175_billion_parameters():
     """In a few seconds of this process, whatever else the machine does."""
     workload = gpt(96, 12288)
-    solve(formulas(gpt(2, 512), A100), 1, 0.0, SERVER, Fixed())  # imports the solver
-    seconds, found = cpu_seconds(lambda: search(formulas(workload, A100), SERVER, Fixed(), saturation="paper"))
+    solve(formulas(gpt(2, 512), A100), 1, 0.0, SERVER, Request())  # imports the solver
+    seconds, found = cpu_seconds(lambda: search(formulas(workload, A100), SERVER, elsewhere(saturation="paper")))
     assert seconds < 6.0
     assert workload.num_trained > 174e9
     assert [n for n, _ in found.history] == list(range(1, found.best.num_micro_batches + 2))
@@ -84,7 +91,7 @@ def test_a_model_of_175_billion_parameters():
 def test_alpha_leaves_the_saturation_and_lowers_the_batch_that_reaches_it():
     """Section 6 of the paper."""
     free, without = (
-        search(known(XL, A100), SERVER, Fixed(alpha=alpha, ratios={"optimizer": 0.0})) for alpha in (None, 0.0)
+        search(known(XL, A100), SERVER, Request(alpha=alpha, ratios={"optimizer": 0.0})) for alpha in (None, 0.0)
     )
     assert free.best.num_micro_batches < without.best.num_micro_batches
     assert free.best.throughput == pytest.approx(without.best.throughput, rel=0.05)
@@ -93,8 +100,8 @@ def test_alpha_leaves_the_saturation_and_lowers_the_batch_that_reaches_it():
 def test_the_search_ends_where_memory_does():
     """More micro-batches need more memory for their checkpoints, in host memory or on SSD."""
     fast = replace(A100, matmul_flops_per_second={"bf16": 4e15})
-    fixed = Fixed(ratios=dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.0))
-    found = search(known(XL, fast), replace(DESKTOP, ssd_nbytes=11 * GB), fixed)
+    request = Request(ratios=dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.0))
+    found = search(known(XL, fast), replace(DESKTOP, ssd_nbytes=11 * GB), request)
     assert found.history[-1][1] is None
     assert found.best == [solution for _, solution in found.history if solution][-1]
 
@@ -109,7 +116,7 @@ def refused(workload, profile, *args, **kwargs):
 
 
 def test_a_model_that_fits_nowhere():
-    said = refused(XL, A100, Budgets(host_nbytes=GB, device_nbytes=2 * GB, ssd_nbytes=5 * GB), Fixed())
+    said = refused(XL, A100, Budgets(host_nbytes=GB, device_nbytes=2 * GB, ssd_nbytes=5 * GB), Request())
     assert "gpt 12 x 2048 does not fit with 1 micro-batch of 1 and alpha 0: it needs" in said
     assert "of host memory" in said
     assert "more than it may use" in said
@@ -117,84 +124,72 @@ def test_a_model_that_fits_nowhere():
 
 
 def test_what_is_short_is_said_of_each_tier():
-    said = refused(XL, A100, replace(DESKTOP, device_nbytes=GB), Fixed())
+    said = refused(XL, A100, replace(DESKTOP, device_nbytes=GB), Request())
     assert "of device memory" in said
     assert "of host memory" not in said
-    fixed = Fixed(alpha=0.0, ratios=dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.0))
-    said = refused(XL, A100, replace(DESKTOP, ssd_nbytes=GB), fixed)
+    request = Request(alpha=0.0, ratios=dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.0))
+    said = refused(XL, A100, replace(DESKTOP, ssd_nbytes=GB), request)
     assert "of SSD" in said
 
 
 def test_a_smaller_alpha_is_near():
     budgets = replace(DESKTOP, host_nbytes=int(2.8 * GB))
-    said = refused(XL, A100, budgets, Fixed(alpha=0.9), num_micro_batches=4)
+    said = refused(XL, A100, budgets, Request(alpha=0.9), num_micro_batches=4)
     assert "What would fit: alpha 0." in said
     near = float(said.split("alpha ")[-1])
-    assert solve(known(XL, A100), 4, near, budgets, Fixed())
-    assert not solve(known(XL, A100), 4, near + 0.01, budgets, Fixed())
+    assert solve(known(XL, A100), 4, near, budgets, Request())
+    assert not solve(known(XL, A100), 4, near + 0.01, budgets, Request())
 
 
 def test_fewer_micro_batches_are_near():
     budgets = replace(DESKTOP, ssd_nbytes=11 * GB, host_nbytes=6 * GB)
-    said = refused(XL, A100, budgets, Fixed(alpha=0.0), num_micro_batches=2000)
+    said = refused(XL, A100, budgets, Request(alpha=0.0), num_micro_batches=2000)
     near = int(said.split("What would fit: ")[1].split()[0])
-    assert solve(known(XL, A100), near, 0.0, budgets, Fixed())
-    assert not solve(known(XL, A100), near + 1, 0.0, budgets, Fixed())
+    assert solve(known(XL, A100), near, 0.0, budgets, Request())
+    assert not solve(known(XL, A100), near + 1, 0.0, budgets, Request())
 
 
 def test_other_ratios_are_near():
-    fixed = Fixed(ratios={"optimizer": 0.4})
-    said = refused(XL, A100, replace(DESKTOP, host_nbytes=5 * GB), fixed)
+    request = Request(ratios={"optimizer": 0.4})
+    said = refused(XL, A100, replace(DESKTOP, host_nbytes=4 * GB), request)
     assert "other ratios than optimizer 0.4" in said
 
 
 def test_no_clipping_is_near():
-    assert "no clipping" in refused(XL, A100, replace(DESKTOP, host_nbytes=4 * GB), Fixed(clip=True))
+    assert "no clipping" in refused(XL, A100, replace(DESKTOP, host_nbytes=4 * GB), Request(clip=True))
 
 
 def test_nothing_is_near_where_only_more_memory_helps():
-    assert "Give it more" in shortfall(known(XL, A100), replace(DESKTOP, host_nbytes=GB // 2), Fixed())
+    assert "Give it more" in shortfall(known(XL, A100), replace(DESKTOP, host_nbytes=GB // 2), Request())
 
 
-@pytest.mark.parametrize(
-    ("fixed", "said"),
-    [
-        (Fixed(clip=True, alpha=0.5), "alpha is 0.5, but with clipping"),
-        (Fixed(alpha=1.5), "alpha is 1.5; it is a part of each update"),
-        (Fixed(ratios={"gradient": 1.0}), "the ratio gradient is 1; there are parameter, checkpoint, optimizer, dev"),
-        (
-            Fixed(ratios={"parameter": 0.5, "device_parameter": 0.75}),
-            "the ratios parameter 0.5 and device_parameter 0.75 are more than there is",
-        ),
-        (Fixed(ratios={"optimizer": 1.5}), "the ratio optimizer is 1.5"),
-        (
-            Fixed(ratios={"optimizer": 1.0, "parameter": 1.0}),
-            "the ratios optimizer 1, parameter 1 keep 9.3 GiB in host",
-        ),
-    ],
-)
-def test_settings_that_contradict(fixed, said):
-    assert said in refused(XL, A100, replace(DESKTOP, host_nbytes=5 * GB), fixed)
+def test_ratios_that_host_memory_cannot_hold():
+    request = Request(ratios={"optimizer": 1.0, "parameter": 1.0})
+    said = refused(XL, A100, replace(DESKTOP, host_nbytes=5 * GB), request)
+    assert "the ratios parameter 1, optimizer 1 keep 9.3 GiB in host" in said
 
 
 def test_device_ratios_need_a_device_memory_and_masters():
     laptop = replace(A100, name="laptop", device="cpu", device_nbytes=0)
-    said = refused(XL, laptop, DESKTOP, Fixed(ratios={"device_checkpoint": 0.5}))
-    assert said.startswith("the ratio device_checkpoint is 0.5, but this device has no memory of its own")
+    given = {"micro_batch_size": 1, "num_micro_batches": 2}
+    with pytest.raises(OptionError, match=r"the ratio device_checkpoint is 0\.5, but this device has no memory of its"):
+        plan(XL, machine=laptop, ratios={"device_checkpoint": 0.5}, **given)
     wide = replace(A100, matmul_flops_per_second={"fp32": 1e12})
-    said = refused(gpt(2, 256, bf16=False), wide, DESKTOP, Fixed(ratios={"device_parameter": 0.5}))
-    assert "updated in the type they are computed in" in said
+    with pytest.raises(OptionError, match="updated in the type they are computed in"):
+        plan(gpt(2, 256, bf16=False), machine=wide, ratios={"device_parameter": 0.5}, **given)
 
 
-def test_what_is_given_for_host_memory_leaves_the_rest_on_ssd():
-    fixed = Fixed(device=True, ratios={"parameter": 0.25})
-    assert search(known(XL, A100), DESKTOP, fixed, num_micro_batches=2).best.device_ratios["parameter"] == 0.0
-    free = search(known(XL, A100), DESKTOP, Fixed(device=True), num_micro_batches=2).best
-    assert free.device_ratios["parameter"] > 0
-    fixed = Fixed(device=True, ratios={"device_parameter": 0.125, "device_checkpoint": 0.0})
-    found = search(known(XL, A100), DESKTOP, fixed, num_micro_batches=2).best
-    assert found.device_ratios == {"parameter": 0.125, "checkpoint": 0.0}
+def test_a_ratio_in_host_memory_alone_leaves_the_rest_on_ssd():
+    request = Request(ratios={"parameter": 0.25})
+    found = search(known(XL, A100), DESKTOP, request, num_micro_batches=2).best.decision.ratios
+    assert found.parameter == 0.25
+    assert found.on_device()["parameter"] == 0.0
+    free = search(known(XL, A100), DESKTOP, Request(), num_micro_batches=2).best.decision.ratios
+    assert free.on_device()["parameter"] > 0
+    request = Request(ratios={"device_parameter": 0.125, "device_checkpoint": 0.0})
+    found = search(known(XL, A100), DESKTOP, request, num_micro_batches=2).best.decision.ratios
+    assert found.on_device() == {"parameter": 0.125, "checkpoint": 0.0}
 
 
 def test_a_type_without_a_rate():
-    assert "no matrix rate, only of bf16: add" in refused(gpt(2, 256, bf16=False), A100, DESKTOP, Fixed())
+    assert "no matrix rate, only of bf16: add" in refused(gpt(2, 256, bf16=False), A100, DESKTOP, Request())

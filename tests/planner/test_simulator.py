@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from oracle import Oracle
 from tiers import PLAIN, Options, options, place, tiered_steps
 
+from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.liveness import peaks
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Decision, Layout, Placement
 from gs_compile.placement.slab import packed
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.simulate.event_loop import Rule
@@ -171,7 +172,8 @@ GRADIENT = Value("dw", 0, tier="host", part="a")
 
 def test_memory_is_given_back_when_its_users_are_done():
     """x0_0.host is freed as soon as it is on its way, and is there until it has arrived."""
-    placement = Placement(separate=True, checkpoint_ratio=0.0, x_nbytes=(7,), num_layers=1)
+    layout, decision = Layout(num_layers=1, x_nbytes=(7,), separate=True), Decision(ratios=Ratios())
+    placement = Placement(layout=layout, decision=decision)
     made, there, away = (Value("x", 0, 0, tier) for tier in ("device", "host", "ssd"))
     ops = [
         Op("embed", (), Stage("forward", "e"), (made,), micro_batch=0),

@@ -14,15 +14,17 @@ from planned import A100, GB, formulas, gpt, lowered, on, placed
 
 from gs_compile.placement import liveness
 from gs_compile.placement.traffic import traffic
-from gs_compile.planner.lp.limits import Budgets, Fixed
+from gs_compile.planner.lp.counting import CLASSES
 from gs_compile.planner.lp.search import fastest
 from gs_compile.planner.lp.solve import TRAFFIC_PRICE, System, _pair, short, solve
+from gs_compile.planner.request import Budgets, Request
 from gs_compile.planner.step_plan import nbytes_by_home
 
 ROOMY = Budgets(host_nbytes=400 * GB, device_nbytes=40 * GB, ssd_nbytes=8000 * GB)
 ALL = np.eye(7)[0]
 SMALL = gpt(3, 512, sequence=256, vocabulary=2000)
 RATES = ("ssd_read", "ssd_write", "h2d", "d2h")
+ELSEWHERE = Request(ratios={"device_parameter": 0.0, "device_checkpoint": 0.0})  # than on the device
 
 
 def machine(draw):
@@ -42,6 +44,12 @@ def machine(draw):
         update_mixed_elements_per_second=update * draw(0.3, 1.0),
         compute_mixed_speed=draw(0.5, 1.0),
     )
+
+
+def on_host(solution):
+    """Its ratios in host memory, by class."""
+    given = solution.decision.ratios.given()
+    return {name: given[name] for name in CLASSES}
 
 
 def memory(known, n, alpha, point):
@@ -93,10 +101,12 @@ def test_no_point_of_a_fine_grid_is_better(seed):
         alpha = float(numbers.choice([0.0, 0.2, 0.5, 1.0]))
         least, most = (float(memory(known, n, alpha, np.array([1.0, *[r] * 3, 0, 0, 0]))[0]) for r in (0, 1))
         host = int(least + numbers.uniform(0.05, 1.05) * max(most - least, 1)) + 1
-        solution = solve(known, n, alpha, replace(ROOMY, host_nbytes=host), Fixed())
+        solution = solve(known, n, alpha, replace(ROOMY, host_nbytes=host), ELSEWHERE)
         grid = step_seconds(known, n, alpha, GRID[memory(known, n, alpha, GRID) <= host])
         assert solution.seconds <= grid.min() * (1 + 1e-5)
-        found = np.array([1.0, *(solution.ratios[name] for name in ("checkpoint", "parameter", "optimizer")), 0, 0, 0])
+        found = np.array(
+            [1.0, *(on_host(solution)[name] for name in ("checkpoint", "parameter", "optimizer")), 0, 0, 0]
+        )
         assert solution.seconds == pytest.approx(step_seconds(known, n, alpha, found[None])[0], rel=1e-9)
         assert memory(known, n, alpha, found)[0] <= host * (1 + 1e-6)
         # The point of the grid below it takes less memory, and no more time than a step of the grid can cost.
@@ -141,12 +151,12 @@ def xl():
 def test_the_multipliers_of_one_program_bound_another(xl, n, other, alpha, another, host):
     """Whatever the alpha and the micro-batches, and tightly that of their own."""
     budgets = replace(ROOMY, host_nbytes=host * GB, wear_bytes_per_second=1e9 if host % 2 else None)
-    solution = solve(xl, n, alpha, budgets, Fixed(device=True))
+    solution = solve(xl, n, alpha, budgets, Request())
     for number, part in ((n, alpha), (other, another)):
-        system = System(xl, number, part, budgets, Fixed(device=True))
+        system = System(xl, number, part, budgets, Request())
         bound = float(system.least(system.lagrangian(solution.multipliers[None]))[0])
         assert bound <= system.solution().seconds * (1 + 1e-6)
-    own = System(xl, n, alpha, budgets, Fixed(device=True))
+    own = System(xl, n, alpha, budgets, Request())
     apart = TRAFFIC_PRICE * own.unit_seconds  # the multipliers are those of seconds and that price of traffic
     found = own.least(own.lagrangian(solution.multipliers[None]))[0]
     assert found == pytest.approx(solution.seconds, rel=1e-6, abs=apart)
@@ -162,70 +172,70 @@ def test_more_of_anything_never_makes_it_slower(data, resource, n, device):
     better, more = richer(profile, budgets, resource, data.draw(st.floats(0.001, 1)))
     known = formulas(SMALL, profile)
     for alpha in (0.0, 0.3, 1.0):
-        old = solve(known, n, alpha, budgets, Fixed(device=device))
-        new = solve(on(known, better), n, alpha, more, Fixed(device=device))
+        old = solve(known, n, alpha, budgets, Request() if device else ELSEWHERE)
+        new = solve(on(known, better), n, alpha, more, Request() if device else ELSEWHERE)
         assert old is None or new.seconds <= old.seconds * (1 + 3e-6)
 
 
 def test_what_does_not_fit_is_none(xl):
     budgets = replace(ROOMY, host_nbytes=4 * GB)
-    assert [solve(xl, 8, alpha, budgets, Fixed()) is None for alpha in (0.0, 0.2, 1.0)] == [False, False, True]
-    assert solve(formulas(SMALL, A100), 1, 0.0, replace(ROOMY, device_nbytes=0), Fixed()) is None
+    assert [solve(xl, 8, alpha, budgets, ELSEWHERE) is None for alpha in (0.0, 0.2, 1.0)] == [False, False, True]
+    assert solve(formulas(SMALL, A100), 1, 0.0, replace(ROOMY, device_nbytes=0), ELSEWHERE) is None
 
 
 def test_a_full_ssd_keeps_more_in_host_memory(xl):
     """All on SSD would not fit there."""
     host = replace(ROOMY, host_nbytes=20 * GB)
-    roomy, full = (solve(xl, 60, 0.0, replace(host, ssd_nbytes=ssd * GB), Fixed()) for ssd in (100, 6))
-    kept = [sum(solution.ratios.values()) for solution in (roomy, full)]
+    roomy, full = (solve(xl, 60, 0.0, replace(host, ssd_nbytes=ssd * GB), ELSEWHERE) for ssd in (100, 6))
+    kept = [sum(on_host(solution).values()) for solution in (roomy, full)]
     assert kept[0] < kept[1] or full.seconds >= roomy.seconds
-    assert solve(xl, 60, 0.0, replace(ROOMY, host_nbytes=4 * GB, ssd_nbytes=6 * GB), Fixed()) is None
+    assert solve(xl, 60, 0.0, replace(ROOMY, host_nbytes=4 * GB, ssd_nbytes=6 * GB), ELSEWHERE) is None
 
 
 def test_traffic_is_saved_where_time_is_not():
     """With all the time in the world for the SSD, host memory is used nevertheless."""
     slow = replace(A100, matmul_flops_per_second={"bf16": 1e10})
-    solution = solve(formulas(SMALL, slow), 2, 0.0, ROOMY, Fixed())
-    assert all(ratio == pytest.approx(1.0) for ratio in solution.ratios.values())
+    solution = solve(formulas(SMALL, slow), 2, 0.0, ROOMY, ELSEWHERE)
+    assert all(ratio == pytest.approx(1.0) for ratio in on_host(solution).values())
 
 
 def test_wear_makes_a_step_wait_or_write_less(xl):
     budgets = replace(ROOMY, host_nbytes=8 * GB)
-    free, worn = (solve(xl, 8, 0.1, replace(budgets, wear_bytes_per_second=rate), Fixed()) for rate in (None, 1e8))
-    point = np.array([1.0, *(worn.ratios[name] for name in ("checkpoint", "parameter", "optimizer")), 0, 0, 0])
+    free, worn = (solve(xl, 8, 0.1, replace(budgets, wear_bytes_per_second=rate), ELSEWHERE) for rate in (None, 1e8))
+    point = np.array([1.0, *(on_host(worn)[name] for name in ("checkpoint", "parameter", "optimizer")), 0, 0, 0])
     written = float(xl.of(0.1, 8).written @ point)
     assert worn.seconds > free.seconds
     assert written / worn.seconds <= 1e8 * (1 + 1e-6)
 
 
 def test_spare_device_memory_is_a_home_if_asked_for(xl):
-    without, with_device = (solve(xl, 4, 0.0, ROOMY, Fixed(device=asked)) for asked in (False, True))
-    assert set(without.device_ratios.values()) == {0.0}
-    assert max(with_device.device_ratios.values()) > 0
+    without, with_device = (solve(xl, 4, 0.0, ROOMY, asked) for asked in (ELSEWHERE, Request()))
+    assert set(without.decision.ratios.on_device().values()) == {0.0}
+    assert max(with_device.decision.ratios.on_device().values()) > 0
     assert with_device.seconds <= without.seconds * (1 + 1e-6)
-    for name, ratio in with_device.device_ratios.items():
-        assert ratio + with_device.ratios[name] <= 1 + 1e-6
+    for name, ratio in with_device.decision.ratios.on_device().items():
+        assert ratio + on_host(with_device)[name] <= 1 + 1e-6
 
 
 def test_what_is_short_is_counted(xl):
     budgets = Budgets(host_nbytes=1 * GB, device_nbytes=40 * GB, ssd_nbytes=800 * GB)
-    needed = short(xl, 4, 0.0, budgets, Fixed())
+    needed = short(xl, 4, 0.0, budgets, ELSEWHERE)
     assert set(needed) == {"host"}
     enough = replace(budgets, host_nbytes=budgets.host_nbytes + needed["host"] + 4096)
-    assert solve(xl, 4, 0.0, enough, Fixed())
-    assert not solve(xl, 4, 0.0, replace(enough, host_nbytes=enough.host_nbytes - 10**6), Fixed())
+    assert solve(xl, 4, 0.0, enough, ELSEWHERE)
+    assert not solve(xl, 4, 0.0, replace(enough, host_nbytes=enough.host_nbytes - 10**6), ELSEWHERE)
 
 
 @pytest.mark.parametrize(("host", "n", "alpha"), [(3, 2, 0.0), (5, 6, 0.3), (9, 12, 0.15), (8, 3, 1.0)])
 def test_the_program_of_a_plan_keeps_its_budgets(xl, host, n, alpha):
     """As it is counted when it is lowered, and with little of host memory left unused."""
     workload, budgets = xl.workload, Budgets(host_nbytes=host * GB, device_nbytes=12 * GB, ssd_nbytes=20 * GB)
-    solution = solve(xl, n, alpha, budgets, Fixed())
-    placement = placed(workload, n, solution.ratios, alpha, separate=True)
+    solution = solve(xl, n, alpha, budgets, ELSEWHERE)
+    placement = placed(workload, n, solution.decision.ratios, alpha, separate=True)
     peaks = liveness.peaks(lowered(workload, placement)[-1].ops, placement)
     for tier, peak in peaks.items():
         assert peak <= getattr(budgets, f"{tier}_nbytes")
-    if min(solution.ratios.values()) < 1:
+    if min(on_host(solution).values()) < 1:
         assert peaks["host"] >= 0.93 * budgets.host_nbytes
 
 
@@ -234,8 +244,8 @@ def test_what_the_linear_program_keeps_off_a_tier_is_not_there():
     known = formulas(SMALL, A100)
     none, all_of_it = ({"parameter": r, "checkpoint": r, "optimizer": r} for r in (0.0, 1.0))
     for ratios, empty in ((none, "host"), (all_of_it, "ssd")):
-        solution = solve(known, 3, 0.3, ROOMY, Fixed(ratios=ratios))
-        placement = placed(SMALL, 3, solution.ratios, 0.3, separate=True, device_ratios=solution.device_ratios)
+        solution = solve(known, 3, 0.3, ROOMY, Request(ratios=ratios))
+        placement = placed(SMALL, 3, solution.decision.ratios, 0.3, separate=True)
         stored = nbytes_by_home(placement)
         assert not [kind for kind, tier in stored if tier == empty and kind != "dw"]
         moved = traffic(lowered(SMALL, placement)[-1], placement)
@@ -256,7 +266,7 @@ def test_split_masters_are_never_slower_where_parameters_live_elsewhere():
         if profile.separate not in models:
             models[profile.separate] = [formulas(workload, profile) for workload in (SMALL, split)]
         budgets = replace(ROOMY, host_nbytes=int(draw(100e6, 400e6)))
-        seconds = [fastest(on(known, profile), n, budgets, Fixed()).seconds for known in models[profile.separate]]
+        seconds = [fastest(on(known, profile), n, budgets, ELSEWHERE).seconds for known in models[profile.separate]]
         gains.append(seconds[0] / seconds[1])
     assert min(gains) > 1 - 1e-6
     assert max(gains) > 1.15
@@ -265,7 +275,7 @@ def test_split_masters_are_never_slower_where_parameters_live_elsewhere():
 def test_what_the_solver_cannot_tell_it_is_asked_again(monkeypatch):
     """HiGHS says that it does not know of some that nearly fit, unless it takes them as they are."""
     known, usual, asked = formulas(SMALL, A100), cvxpy.Problem.solve, []
-    expected = solve(known, 4, 0.5, ROOMY, Fixed())
+    expected = solve(known, 4, 0.5, ROOMY, ELSEWHERE)
 
     def unknown(problem, **settings):
         asked.append(settings.get("presolve", "on"))
@@ -274,6 +284,6 @@ def test_what_the_solver_cannot_tell_it_is_asked_again(monkeypatch):
         return usual(problem, **settings)
 
     monkeypatch.setattr(cvxpy.Problem, "solve", unknown)
-    found = solve(known, 4, 0.5, ROOMY, Fixed())
+    found = solve(known, 4, 0.5, ROOMY, ELSEWHERE)
     assert found.seconds == pytest.approx(expected.seconds)
     assert asked == ["on", "off"]

@@ -87,7 +87,8 @@ def test_what_is_written_is_what_is_on_ssd(found):
 def test_wear(found):
     assert found.wear.endswith(" written to SSD in a day")
     years = 7.0
-    rated = replace(found, profile=replace(A100, ssd_rated_nbytes=int(years * 365 * found.written_per_day)))
+    machine = replace(A100, ssd_rated_nbytes=int(years * 365 * found.written_per_day))
+    rated = replace(found, problem=found.problem.of(profile=machine))
     assert rated.wear.startswith(found.wear + "; the drives are rated for ")
     assert rated.wear.endswith(", 7.0 years of it")
 
@@ -97,7 +98,7 @@ def test_wear(found):
 )
 def test_wear_is_told_in_the_unit_that_fits(found, days, words):
     rated = replace(found.profile, ssd_rated_nbytes=int(days * found.written_per_day))
-    assert replace(found, profile=rated).wear.endswith(f", {words} of it")
+    assert replace(found, problem=found.problem.of(profile=rated)).wear.endswith(f", {words} of it")
 
 
 def test_nothing_written_is_no_wear():

@@ -11,7 +11,7 @@ import zoo
 from gs_compile.codegen.compiled import compilations_of
 from gs_compile.codegen.layout import arrange, stored_types
 from gs_compile.planner.cost import levels, timing
-from gs_compile.planner.cost.levels import Levels
+from gs_compile.planner.cost.levels import LayerLevels
 from gs_compile.planner.cost.timing import timed, timed_levels
 from gs_compile.planner.cost.workload import levelled, workload_of
 
@@ -65,7 +65,8 @@ def test_levels_that_spare_no_product_are_not_compiled(gpt2, monkeypatch, compil
     layout, workload = gpt2
     asked = []
     monkeypatch.setattr(levels, "timed_levels", lambda workload, _, chosen: asked.append(list(chosen)) or workload)
-    assert Levels([layout], [layout.x_nbytes], compiled=compiled).of(workload).num_levels == 2
+    saving = LayerLevels([layout], lambda: workload, compiled=compiled)
+    assert saving.workload(workload, last=False).num_levels == 2
     assert asked == [timed_ones]
 
 

@@ -13,8 +13,8 @@ from test_planner import FIVE, TINY
 
 from gs_compile.cli.report.explain import step_dict, step_report
 from gs_compile.passes.baselines.lifetime import Rooms
-from gs_compile.planner.lp.limits import Budgets
 from gs_compile.planner.plan import plan
+from gs_compile.planner.request import Budgets
 from gs_compile.planner.variants import as_dict, own_within
 
 LINKS = [f"{lane}_bytes_per_second" for lane in ("h2d", "d2h", "h2d_mixed", "d2h_mixed")]

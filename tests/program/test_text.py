@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from dataclasses import replace
 
 import expecttest
 import pytest
@@ -95,7 +94,7 @@ def test_text_without_a_header():
 
 @given(tiered_steps(), options(), st.booleans(), st.sampled_from(("vertical", "horizontal")))
 def test_parse_is_the_inverse(step, options, late, schedule):
-    placement = replace(place(*step, options), schedule=schedule)
+    placement = place(*step, options).laid_out(schedule=schedule)
     for program in (*lowered(step), *lowered(step, placement, late=late), *flush(step[0], placement)):
         assert parse(str(program)) == program
         assert parse(program.text(fold=False)) == program

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import expecttest
 import pytest
-from tiers import Options, lowered, place
+from tiers import Options, in_order, lowered, place
 
 from gs_compile.errors import ProgramError
 from gs_compile.passes.baselines.horizontal import horizontal
@@ -20,7 +20,7 @@ from gs_compile.program.text import parse
 SMALL = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.5, alpha=0.25)
 PLACEMENTS = {
     "resident": None,
-    "horizontal": replace(place(2, 2, options=Options()), schedule="horizontal", gradient_ratio=0.0),
+    "horizontal": in_order(place(2, 2, options=Options()), 0.0),
     "tiers": place(3, 2, options=SMALL),
     "clipped": place(3, 2, options=replace(SMALL, alpha=1.0, clip=True)),
     "one memory": place(3, 2, options=replace(SMALL, separate=False)),

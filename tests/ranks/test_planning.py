@@ -14,7 +14,7 @@ from tiered import BATCH, Harness, adamw, gpt2, options, outcome, tokens
 from typer.testing import CliRunner
 
 from gs_compile.cli.main import app
-from gs_compile.planner import planner
+from gs_compile.planner import run
 from gs_compile.planner.builder import peak
 from gs_compile.planner.measure import machines
 from gs_compile.planner.measure.profile import Profile
@@ -50,12 +50,12 @@ def plans(info, tmp_path):
     (_, small, values), (_, large, _) = (learn(harness, each) for each in given)
     budget = (peak(small, "host") + peak(large, "host")) // 2 + (1 - info.rank) * 2**20
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(planner, "host_budget", lambda *_: budget)
+        patched.setattr(run, "host_budget", lambda *_: budget)
         planning, program, found = learn(harness, options(tmp_path, ratios=CHOSEN) | {"machine": MACHINE})
-    profile, plan = planning.planner.profile, planning.planner.plan
+    profile, plan = planning.run.profile, planning.planned.plan
     return {
         "budget": (budget, planning.host_nbytes, peak(program, "host")),
-        "plan": (planning.placement.units, planning.planner.alpha),
+        "plan": (planning.placement.units, planning.placement.decision.alpha),
         "profile": asdict(profile),
         "lanes": dict(plan.lanes) if plan else None,
         "same": all(one.equal(other) for one, other in zip(values.values(), found.values(), strict=True)),
@@ -82,7 +82,7 @@ def larger(info, tmp_path):
     harness, rows = Harness(gpt2), 2 + 38 * info.rank
     _, program, _ = learn(harness, options(tmp_path, alpha=0.0, ratios=dict.fromkeys(CHOSEN, 1.0)), rows)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(planner, "host_budget", lambda *_: peak(program, "host") + (-8192 if info.rank else 2**20))
+        patched.setattr(run, "host_budget", lambda *_: peak(program, "host") + (-8192 if info.rank else 2**20))
         planning, program, _ = learn(harness, options(tmp_path, ratios=CHOSEN) | {"machine": MACHINE}, rows)
     return planning.placement, planning.host_nbytes, peak(program, "host")
 

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import paragraph
 from gs_compile.program.ir import EPILOGUE, WORDS
-from gs_compile.schedules import BASELINE, Schedule
+from gs_compile.schedules import BASELINE, BY_MICRO_BATCH, Schedule
 
 # Colours that most people can tell apart, whatever their sight (Okabe and Ito); the page of `timeline` has the same.
 COLOURS = {"w": "#0072b2", "x": "#56b4e9", "dx": "#009e73", "s": "#e69f00", "dw": "#d55e00", "update": "#cc79a7"}
@@ -52,6 +52,13 @@ STYLE = {
 SHOWN = {"h2d": "load", "d2h": "offload", "ssd_read": "SSD read", "ssd_write": "SSD write", "net": "network"}
 GIB = 2**30
 APART = 0.08  # of a figure's width, between two notes on a line
+ONE_RANK: Mapping[str, Any] = {  # what a workload says itself
+    "gpus": 1,
+    "nodes": 1,
+    "network": None,
+    "masters": None,
+    "states": "fp32",
+}
 COMPARED: tuple[Schedule, ...] = ("vertical", BASELINE)  # that figures show side by side
 
 
@@ -89,20 +96,25 @@ def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
 
 
 def _planned(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterator[StepPlan]:
-    """Plans of the same model within the same budgets, for numbers of micro-batches, as far as they fit."""
+    """Plans of the same model as was asked for, for numbers of micro-batches, as far as they fit."""
     from gs_compile.planner.plan import plan as make
 
+    asked = plan.problem.request
+    ratios = asked.ratios if schedule in BY_MICRO_BATCH else replace(asked.ratios, gradient=None)
+    request = replace(
+        asked,
+        machine=plan.profile,
+        schedule=schedule,
+        ratios=ratios,
+        batch_size=None,
+        micro_batch_size=plan.workload.micro_batch_size,
+        host_memory=plan.budgets.host_nbytes,
+        device_memory=plan.budgets.device_nbytes or None,
+        **ONE_RANK,
+    )
     for number in sizes:
         try:
-            yield make(
-                plan.workload,
-                machine=plan.profile,
-                micro_batch_size=plan.workload.micro_batch_size,
-                num_micro_batches=number,
-                host_memory=plan.budgets.host_nbytes,
-                device_memory=plan.budgets.device_nbytes or None,
-                schedule=schedule,
-            )
+            yield make(plan.workload, request, num_micro_batches=number)
         except (NoFitError, MemoryBudgetError):
             return
 

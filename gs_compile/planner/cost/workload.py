@@ -120,15 +120,19 @@ class ModelSpec:
         """The workload of this model with the levels of its layers."""
         return levelled(workload, self.specialized(workload.micro_batch_size))
 
-    def workload(self, micro_batch_size: int) -> Workload:
-        """The model at one micro-batch size, the memory inside its units' code counted at this size."""
+    def workload(self, micro_batch_size: int, masters: Masters | None = None) -> Workload:
+        """The model at one micro-batch size, the memory inside its units' code counted at this size.
+
+        masters: None: as the specification says.
+        """
         specialized = self.specialized(micro_batch_size)
-        types = stored_types(self.moments, pairs=self.compilation.options.expert.masters != "whole")
+        pairs = (masters or self.compilation.options.expert.masters) != "whole"
+        types = stored_types(self.moments, pairs=pairs)
         layout = arrange(specialized.split, self.compilation.captured, types)
         tied = tied_units(specialized.split, layout.spans)
         found = workload_of(specialized, layout.sizes, tied=tied)
         kinds = {each.is_pair for each in layout.types.values() if each.has_master}
-        masters: Masters | None = ("split" if kinds.pop() else "whole") if kinds else None
+        masters = ("split" if kinds.pop() else "whole") if kinds else None
         found = replace(found, name=self.name, sequence=self.sequence, masters=masters)
         return _deepened(found, self.num_layers, specialized.split.layers_per_block)
 

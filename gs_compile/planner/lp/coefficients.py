@@ -23,6 +23,7 @@ import numpy as np
 from gs_compile.placement.workload import LevelCost, UnitCost, Workload
 from gs_compile.planner.lp.counting import (
     ACTIVATIONS,
+    CLASSES,
     NUM_CLASSES,
     PHASES,
     RATIOS,
@@ -35,7 +36,6 @@ from gs_compile.planner.lp.counting import (
     Readings,
     anchors,
 )
-from gs_compile.planner.lp.limits import CLASSES
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.prices import code_seconds, lane_rate
 from gs_compile.program.ir import TIERS, Tier
@@ -63,6 +63,7 @@ class Formulas:
         self.profile = profile
         self.counted = counted
         self.separate = profile.separate
+        self.may_live_there = profile.separate and counted.builder.layout.separate  # on the device, between turns
         self.may_reside = any(size.may_reside for size in workload.sizes)
         self.scale = np.ones(NUM_CLASSES)
         self.scale[ACTIVATIONS] = workload.x_nbytes, workload.side_nbytes
@@ -111,7 +112,7 @@ class Formulas:
     @property
     def classes(self) -> tuple[str, ...]:
         """Those that may live in host memory; gradient sums move where micro-batches run one by one."""
-        return (*CLASSES, "gradient") if self.counted.builder.schedule in BY_MICRO_BATCH else CLASSES
+        return (*CLASSES, "gradient") if self.counted.builder.layout.schedule in BY_MICRO_BATCH else CLASSES
 
     def of(self, alpha: float, number: int) -> Numbers:
         """Those of one alpha and one number of micro-batches."""

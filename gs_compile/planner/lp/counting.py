@@ -24,9 +24,10 @@ from math import ceil
 import numpy as np
 import numpy.typing as npt
 
-from gs_compile.placement.levels import Level, Share
+from gs_compile.options import Ratios
+from gs_compile.placement.levels import Level, Share, Shares
 from gs_compile.placement.liveness import live_ranges
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.simulate.prices import runs_backward, work_nbytes
@@ -35,6 +36,8 @@ from gs_compile.program.ir import DRAIN, FILL, TIERS, Op, Program, Stage, Tier, 
 Array = npt.NDArray[np.float64]
 RATIOS = ("checkpoint", "parameter", "optimizer", "device_checkpoint", "device_parameter", "gradient")
 WIDTH = 1 + len(RATIOS)
+CLASSES = ("parameter", "checkpoint", "optimizer")  # of data that have a ratio in host memory
+DEVICE_RATIOS = ("device_parameter", "device_checkpoint")
 # Behind them, where layers may save more: a byte of every item on each tier, and no item's input.
 SAVED: Mapping[Tier, int] = {"ssd": WIDTH, "host": WIDTH + 1, "device": WIDTH + 2}
 UNKEPT = WIDTH + 3
@@ -47,9 +50,9 @@ KINDS = {"x": 0, "dx": 0, "w": 1, "s": 2, "dw": 3, "side": 4, "a": 5}
 COLUMNS = ((1, 4), (2, 5), (3,), (6,))
 NUM_CLASSES = 7  # the last is of all other values
 ACTIVATIONS = [0, 4]  # classes whose bytes are a micro-batch's
-NOTHING = dict.fromkeys(("checkpoint", "parameter", "optimizer", "gradient"), 0.0)
-EVERYTHING = dict.fromkeys(NOTHING, 1.0)
-ON_DEVICE = {"checkpoint": 1.0, "parameter": 1.0}
+NOTHING = Ratios(checkpoint=0.0, parameter=0.0, optimizer=0.0, gradient=0.0)
+EVERYTHING = Ratios(checkpoint=1.0, parameter=1.0, optimizer=1.0, gradient=1.0)
+ON_DEVICE = Ratios(device_checkpoint=1.0, device_parameter=1.0, optimizer=1.0, gradient=0.0)
 ENDS = 4  # layers at either end that may differ from those between: as far as `pipeline` looks ahead, and one
 MOST_PERIOD = 4  # layers
 
@@ -85,15 +88,21 @@ class Counted:
     """Readings of one model, whatever its micro-batch size; programs are lowered as they are needed."""
 
     def __init__(
-        self, workload: Workload, builder: StepBuilder, *, speculative: bool = False, saves: bool = False
+        self,
+        workload: Workload,
+        builder: StepBuilder,
+        *,
+        speculative: bool = False,
+        saves: bool = False,
+        layer_updates: int = 1,
     ) -> None:
         """`builder`: how steps are laid out; its numbers of layers and micro-batches do not count.
 
-        saves: layers may save more than their input.
+        saves: layers may save more than their input. speculative, layer_updates: as in `Decision`.
         """
         self.workload = workload
         self.builder = builder
-        self.speculative, self.saves = speculative, saves
+        self.speculative, self.saves, self.layer_updates = speculative, saves, layer_updates
         layers = [size.num_trained for size in workload.sizes if isinstance(size.unit, int)]
         groups = ceil(max(size.num_trained for size in workload.sizes) / max([1, *layers]))
         self.ends = ENDS + groups  # a unit that is updated in groups takes a stage more for each
@@ -125,23 +134,25 @@ class Counted:
     def _lowered(self, num_layers: int, alpha: float, number: int) -> Readings:
         """Of the model with as many layers, from a program for each corner."""
         workload = shortened(self.workload, num_layers)
-        builder = replace(
-            self.builder,
-            sizes=workload.sizes,
-            num_layers=num_layers,
-            shape=workload.shape,
-            x_nbytes=(1,) * number,
-            side_nbytes=(1,) * number,
-        )
-        corners: list[tuple[Mapping[str, float], Mapping[str, float], Tier | None]]
-        corners = [(NOTHING, {}, "ssd"), (EVERYTHING, {}, "host")]
-        corners += [({**NOTHING, "optimizer": 1.0}, ON_DEVICE, "device")] if builder.separate else []
-        corners += [(NOTHING, {}, None)] if self.saves else []
+        layout = {"num_layers": num_layers, "x_nbytes": (1,) * number, "side_nbytes": (1,) * number}
+        builder = replace(self.builder, sizes=workload.sizes, shape=workload.shape).laid_out(**layout)
+        corners: list[tuple[Ratios, Tier | None]] = [(NOTHING, "ssd"), (EVERYTHING, "host")]
+        corners += [(ON_DEVICE, "device")] if builder.layout.separate else []
+        corners += [(NOTHING, None)] if self.saves else []
         counts: list[_Count] = []
-        for ratios, resident, tier in corners:
-            shares = (Share(1, tier or "ssd", 1.0),) if self.saves else ()
-            each = replace(builder, levels=((Level((1,) * number, tier is not None),),) * num_layers)
-            placement = each.placement(ratios, alpha, resident, shares=shares, speculative=self.speculative)
+        for ratios, tier in corners:
+            shares = Shares([Share(1, tier or "ssd", 1.0)] if self.saves else [])
+            each = builder.laid_out(levels=((Level((1,) * number, tier is not None),),) * num_layers)
+            ratios = replace(ratios, checkpoint=0.0, device_checkpoint=0.0) if shares else ratios
+            placement = each.placement(
+                Decision(
+                    ratios=ratios,
+                    alpha=alpha,
+                    shares=shares,
+                    speculative=self.speculative,
+                    layer_updates=self.layer_updates,
+                )
+            )
             count = _Count(placement, self.ends if len(self.lengths) > 1 else num_layers)
             most = builder.program(placement)
             count.alive(most)

@@ -21,25 +21,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
-from typing import Literal, get_args
 
 import numpy as np
 
 from gs_compile.errors import NoFitError, PlanError
 from gs_compile.machine import format_bytes
-from gs_compile.placement.cut import DEVICE_CLASSES
+from gs_compile.options import Ratios
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import Array, anchors
-from gs_compile.planner.lp.limits import ACTIVATION, Budgets, Fixed, contradiction
 from gs_compile.planner.lp.solve import Solution, System, short, solve
+from gs_compile.planner.request import ALPHAS, Budgets, Request
 
-Saturation = Literal["relative", "paper"]
 GROWTH = 1.01  # of throughput, for another micro-batch to be worth it by the paper's rule
 PART = 0.1  # of a part of micro-batches, that throughput has to grow by
 # Seconds do not fall with n, so with n > 100 throughput cannot grow by 1 % a micro-batch; a program of a thousand has
 # half a million operations.
 MOST = {"relative": 1024, "paper": 101}
-ALPHAS = tuple(number / 100 for number in range(51))
 ROUNDING = 1e-5  # of seconds: how far the solver's rounding may move a bound
 
 
@@ -54,38 +51,28 @@ class Search:
 def search(
     formulas: Formulas,
     budgets: Budgets,
-    fixed: Fixed,
+    request: Request,
     *,
     num_micro_batches: int | None = None,
-    saturation: Saturation = "relative",
 ) -> Search:
     """The smallest number of micro-batches with saturated throughput, or the one given, and the best plan for it.
 
     Raises `PlanError` where settings contradict each other or nothing fits: it says what is short, and what is near.
     """
-    if saturation not in get_args(Saturation):
-        raise PlanError(f"saturation is {saturation!r}; there are {' and '.join(get_args(Saturation))}")
-    check(formulas, budgets, fixed, num_micro_batches or 1)
-    found = _Tries(formulas, budgets, fixed)
+    check(formulas, budgets, request, num_micro_batches or 1)
+    found = _Tries(formulas, budgets, request)
     if num_micro_batches is not None:
         best = found.at(num_micro_batches)
     else:
-        best = (_relative if saturation == "relative" else _paper)(found, MOST[saturation])
+        best = (_relative if request.saturation == "relative" else _paper)(found, MOST[request.saturation])
     if best is None:
-        raise NoFitError(shortfall(formulas, budgets, fixed, num_micro_batches=num_micro_batches or 1))
+        raise NoFitError(shortfall(formulas, budgets, request, num_micro_batches=num_micro_batches or 1))
     return Search(best, tuple(sorted(found.known.items())))
 
 
-def fastest(formulas: Formulas, num_micro_batches: int, budgets: Budgets, fixed: Fixed) -> Solution | None:
+def fastest(formulas: Formulas, num_micro_batches: int, budgets: Budgets, request: Request) -> Solution | None:
     """The best for one number of micro-batches, whatever alpha may be chosen; None where nothing fits."""
-    return _Tries(formulas, budgets, fixed).at(num_micro_batches)
-
-
-def allowed_alphas(fixed: Fixed) -> tuple[float, ...]:
-    """Those that may be chosen; one where it is given, or where clipping makes all updates wait."""
-    if fixed.late:
-        return (1.0,)
-    return ALPHAS if fixed.alpha is None else (fixed.alpha,)
+    return _Tries(formulas, budgets, request).at(num_micro_batches)
 
 
 # The number of micro-batches ------------------------------------------------------------------------------------------
@@ -127,10 +114,10 @@ def _is_enough(found: _Tries, number: int, most: int) -> bool:
 class _Tries:
     """The best solution of each number of micro-batches that was asked for."""
 
-    def __init__(self, formulas: Formulas, budgets: Budgets, fixed: Fixed) -> None:
-        self.formulas, self.budgets, self.fixed = formulas, budgets, fixed
+    def __init__(self, formulas: Formulas, budgets: Budgets, request: Request) -> None:
+        self.formulas, self.budgets, self.request = formulas, budgets, request
         self.known: dict[int, Solution | None] = {}
-        self.most = dict.fromkeys(allowed_alphas(fixed), inf)  # by alpha, from where on nothing fits
+        self.most = dict.fromkeys(request.alphas, inf)  # by alpha, from where on nothing fits
         self.multipliers: dict[tuple[tuple[float, ...], bool], list[Array]] = {}  # by what has the same rows
 
     def at(self, number: int) -> Solution | None:
@@ -143,7 +130,7 @@ class _Tries:
 
         @cache
         def system(alpha: float) -> System:
-            return System(self.formulas, number, alpha, self.budgets, self.fixed)
+            return System(self.formulas, number, alpha, self.budgets, self.request)
 
         found: Solution | None = None
         bounds = {alpha: 0.0 for alpha, most in self.most.items() if number < most}
@@ -185,23 +172,10 @@ class _Tries:
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
-def check(formulas: Formulas, budgets: Budgets, fixed: Fixed, num_micro_batches: int) -> None:
-    """Raise `PlanError` where what is fixed contradicts itself or the budgets, before anything is solved."""
+def check(formulas: Formulas, budgets: Budgets, request: Request, num_micro_batches: int) -> None:
+    """Raise `PlanError` where what is given contradicts the machine or the budgets, before anything is solved."""
     workload, profile = formulas.workload, formulas.profile
-    if fixed.late and fixed.alpha not in (None, 1.0):
-        raise PlanError(
-            f"alpha is {fixed.alpha:g}, but with clipping all updates wait for the norm of all gradients, so alpha is "
-            "1: leave one of the two out"
-        )
-    if fixed.alpha is not None and not 0 <= fixed.alpha <= 1:
-        raise PlanError(f"alpha is {fixed.alpha:g}; it is a part of each update, from 0 to 1")
-    classes = (*formulas.classes, *DEVICE_CLASSES, ACTIVATION)
-    for name, ratio in fixed.ratios.items():
-        if name not in classes or not 0 <= ratio <= 1:
-            raise PlanError(f"the ratio {name} is {ratio:g}; there are {', '.join(classes)}, each from 0 to 1")
-    if wrong := contradiction(fixed, separate=formulas.separate, may_reside=formulas.may_reside):
-        raise PlanError(wrong)
-    timed = all(None not in (cost.forward_seconds, cost.backward_seconds) for cost in workload.costs.values())
+    timed = all(cost.seconds is not None for cost in workload.costs.values())
     if not timed and workload.dtype not in profile.matmul_flops_per_second:
         known = ", ".join(profile.matmul_flops_per_second)
         raise PlanError(
@@ -213,7 +187,7 @@ def check(formulas: Formulas, budgets: Budgets, fixed: Fixed, num_micro_batches:
         "checkpoint": num_micro_batches * workload.num_layers * workload.x_nbytes,
         "optimizer": workload.states_nbytes,
     }
-    on_host = {name: ratio for name, ratio in fixed.ratios.items() if name in nbytes}
+    on_host = {name: ratio for name, ratio in request.ratios.given().items() if name in nbytes}
     resident = sum(ratio * nbytes[name] for name, ratio in on_host.items())
     if resident > budgets.host_nbytes:
         kept = ", ".join(f"{name} {ratio:g}" for name, ratio in on_host.items())
@@ -223,16 +197,16 @@ def check(formulas: Formulas, budgets: Budgets, fixed: Fixed, num_micro_batches:
         )
 
 
-def shortfall(formulas: Formulas, budgets: Budgets, fixed: Fixed, *, num_micro_batches: int = 1) -> str:
+def shortfall(formulas: Formulas, budgets: Budgets, request: Request, *, num_micro_batches: int = 1) -> str:
     """Why nothing fits: what is short, by how much, and the nearest settings that do fit. One sentence or two."""
-    needed = {alpha: short(formulas, num_micro_batches, alpha, budgets, fixed) for alpha in allowed_alphas(fixed)}
+    needed = {alpha: short(formulas, num_micro_batches, alpha, budgets, request) for alpha in request.alphas}
     alpha = min(needed, key=lambda each: sum(n / budgets.of(tier) for tier, n in needed[each].items()))
     what = "; ".join(
         f"it needs {format_bytes(getattr(budgets, f'{tier}_nbytes') + nbytes)} of "
         f"{'SSD' if tier == 'ssd' else tier + ' memory'}, {format_bytes(nbytes)} more than it may use"
         for tier, nbytes in needed[alpha].items()
     )
-    near = list(_nearest(formulas, budgets, fixed, num_micro_batches))
+    near = list(_nearest(formulas, budgets, request, num_micro_batches))
     remedy = f"What would fit: {', or '.join(near)}" if near else "Give it more, or make micro_batch_size smaller"
     return (
         f"{formulas.workload.name} does not fit with {several(num_micro_batches)} of "
@@ -245,21 +219,21 @@ def several(number: int) -> str:
     return f"{number} micro-batch{'es' if number > 1 else ''}"
 
 
-def _nearest(formulas: Formulas, budgets: Budgets, fixed: Fixed, num_micro_batches: int) -> Iterator[str]:
+def _nearest(formulas: Formulas, budgets: Budgets, request: Request, num_micro_batches: int) -> Iterator[str]:
     """Settings that fit, each with one thing changed."""
 
-    def fits(number: int, alphas: Sequence[float], fixed: Fixed) -> bool:
-        return any(solve(formulas, number, alpha, budgets, fixed) for alpha in alphas)
+    def fits(number: int, alphas: Sequence[float], request: Request) -> bool:
+        return any(solve(formulas, number, alpha, budgets, request) for alpha in alphas)
 
-    alphas = allowed_alphas(fixed)
-    below = (each for each in range(99, -1, -1) if fixed.alpha and each / 100 < fixed.alpha)
-    if (smaller := next((each for each in below if fits(num_micro_batches, [each / 100], fixed)), None)) is not None:
+    alphas, ratios = request.alphas, request.ratios.given()
+    below = (each for each in range(99, -1, -1) if request.alpha and each / 100 < request.alpha)
+    if (smaller := next((n for n in below if fits(num_micro_batches, [n / 100], request)), None)) is not None:
         yield f"alpha {smaller / 100:g}"
-    if fixed.clip and fits(num_micro_batches, ALPHAS, replace(fixed, clip=False)):
+    if request.clip and fits(num_micro_batches, ALPHAS, replace(request, clip=False)):
         yield "no clipping, so that updates need not wait"
-    if fixed.ratios and fits(num_micro_batches, alphas, replace(fixed, ratios={})):
-        yield f"other ratios than {', '.join(f'{name} {ratio:g}' for name, ratio in fixed.ratios.items())}"
-    if fixed.saves and fits(num_micro_batches, alphas, fixed.recomputing()):
+    if ratios and fits(num_micro_batches, alphas, replace(request, ratios=Ratios())):
+        yield f"other ratios than {', '.join(f'{name} {ratio:g}' for name, ratio in ratios.items())}"
+    if request.saves and fits(num_micro_batches, alphas, request.recomputing()):
         yield "activations that are computed again"
-    if num_micro_batches > 1 and fits(1, alphas, fixed):
-        yield several(bisect_left(range(1, num_micro_batches), True, key=lambda n: not fits(n, alphas, fixed)))
+    if num_micro_batches > 1 and fits(1, alphas, request):
+        yield several(bisect_left(range(1, num_micro_batches), True, key=lambda n: not fits(n, alphas, request)))

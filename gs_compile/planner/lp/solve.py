@@ -42,10 +42,12 @@ from functools import cache
 
 import numpy as np
 
-from gs_compile.placement.levels import Share
+from gs_compile.options import Ratios
+from gs_compile.placement.levels import Share, Shares
+from gs_compile.placement.placement import Decision
 from gs_compile.planner.lp.coefficients import Formulas
-from gs_compile.planner.lp.counting import PHASES, RATIOS, TIMED, WIDTH, Array
-from gs_compile.planner.lp.limits import ACTIVATION, Budgets, Fixed
+from gs_compile.planner.lp.counting import DEVICE_RATIOS, PHASES, RATIOS, TIMED, WIDTH, Array
+from gs_compile.planner.request import Budgets, Request
 from gs_compile.program.ir import TIERS
 
 TRAFFIC_PRICE = 1e-6  # of a step's seconds, for all the bytes it could move to and from SSD
@@ -63,25 +65,25 @@ PAIRS = (
 TIMES, EXCESS = (0, 1), 2
 NUM_OTHERS = EXCESS + len(TIERS)
 LEAST_PART = 1e-6  # of all items: less is the solver's rounding
+ACTIVATION = "activation"  # the ratio of the items that save activations, in host memory
 
 
 @dataclass(frozen=True)
 class Solution:
     """The best there is for one n and alpha.
 
-    ratios, device_ratios: by class ("parameter", "checkpoint", "optimizer"; of the horizontal order also "gradient").
-    shares: of items that save activations. multipliers: of the rows, for bounds of other linear programs
-        (`System.lagrangian`).
+    decision: what it chooses. multipliers: of the rows, for bounds of other linear programs (`System.lagrangian`).
     """
 
     num_micro_batches: int
-    alpha: float
-    ratios: Mapping[str, float]
-    device_ratios: Mapping[str, float]
+    decision: Decision
     forward_seconds: float
     backward_seconds: float
-    shares: tuple[Share, ...] = ()
     multipliers: Array = field(default_factory=lambda: np.zeros(0), compare=False, repr=False)
+
+    @property
+    def alpha(self) -> float:
+        return self.decision.alpha
 
     @property
     def seconds(self) -> float:
@@ -93,14 +95,18 @@ class Solution:
         return self.num_micro_batches / self.seconds
 
 
-def solve(formulas: Formulas, num_micro_batches: int, alpha: float, budgets: Budgets, fixed: Fixed) -> Solution | None:
+def solve(
+    formulas: Formulas, num_micro_batches: int, alpha: float, budgets: Budgets, request: Request
+) -> Solution | None:
     """The best for one alpha; None where it does not fit."""
-    return System(formulas, num_micro_batches, alpha, budgets, fixed).solution()
+    return System(formulas, num_micro_batches, alpha, budgets, request).solution()
 
 
-def short(formulas: Formulas, num_micro_batches: int, alpha: float, budgets: Budgets, fixed: Fixed) -> dict[str, int]:
+def short(
+    formulas: Formulas, num_micro_batches: int, alpha: float, budgets: Budgets, request: Request
+) -> dict[str, int]:
     """The bytes that are short, by tier, where budgets are exceeded by as small parts as can be."""
-    found = System(formulas, num_micro_batches, alpha, budgets, fixed).optimum(elastic=True)
+    found = System(formulas, num_micro_batches, alpha, budgets, request).optimum(elastic=True)
     assert found is not None, "there is a point that exceeds the budgets by enough"
     parts = dict(zip(TIERS, found[1].tolist(), strict=True))
     return {tier: int(np.ceil(part * budgets.of(tier))) for tier, part in parts.items() if part > FEASIBLE}
@@ -110,12 +116,12 @@ class System:
     """The rows of one alpha: affine functions of the ratios, in seconds or in parts of a budget, and their limits."""
 
     def __init__(
-        self, formulas: Formulas, num_micro_batches: int, alpha: float, budgets: Budgets, fixed: Fixed
+        self, formulas: Formulas, num_micro_batches: int, alpha: float, budgets: Budgets, request: Request
     ) -> None:
         self.formulas, self.num_micro_batches, self.alpha, self.budgets = formulas, num_micro_batches, alpha, budgets
         self.numbers = formulas.of(alpha, num_micro_batches)
-        self.fixed = fixed
-        self.lower, self.upper = _bounds(formulas, fixed)
+        self.request = request
+        self.lower, self.upper = _bounds(formulas, request)
         speeds = formulas.profile.speeds()
         seconds = self.numbers.seconds
         self.times = [(i, each) for i, phase in enumerate(PHASES) for each in _times(phase, seconds, speeds)]
@@ -129,18 +135,30 @@ class System:
         if (found := self.optimum()) is None:
             return None
         point, _, multipliers = found
+        return self._at(point, multipliers)
+
+    def valued(self, decision: Decision) -> Solution:
+        """The seconds of a decision, whether or not it keeps the budgets."""
+        known = decision.ratios.given()
+        shares = [
+            sum(each.part for each in decision.shares if (each.level, each.tier) == saved)
+            for saved in self.formulas.saved
+        ]
+        point = np.array([1.0, *(known.get(name, 0.0) for name in RATIOS), *shares])
+        return Solution(self.num_micro_batches, decision, *self._seconds_at(point))
+
+    def _at(self, point: Array, multipliers: Array) -> Solution:
         by_name = dict(zip(RATIOS, point[1:WIDTH].tolist(), strict=True))
         parts = zip(self.formulas.saved, point[WIDTH:].tolist(), strict=True)
-        shares = tuple(Share(level, tier, part) for (level, tier), part in parts if part > LEAST_PART)
-        return Solution(
-            self.num_micro_batches,
-            self.alpha,
-            {name: by_name[name] for name in self.formulas.classes},
-            {name: by_name[f"device_{name}"] for name in ("parameter", "checkpoint")},
-            *self._seconds_at(point),
-            shares,
-            multipliers,
+        names = (*self.formulas.classes, "device_parameter", "device_checkpoint")
+        decision = Decision(
+            ratios=Ratios(**{name: by_name[name] for name in names}),
+            alpha=self.alpha,
+            shares=Shares(Share(level, tier, part) for (level, tier), part in parts if part > LEAST_PART),
+            speculative=self.request.speculative,
+            layer_updates=self.formulas.counted.layer_updates,
         )
+        return Solution(self.num_micro_batches, decision, *self._seconds_at(point), multipliers)
 
     def optimum(self, *, elastic: bool = False) -> tuple[Array, Array, Array] | None:
         """The best ratios after a 1, by which part each budget is exceeded, and the seconds that one less on a row's
@@ -191,7 +209,7 @@ class System:
         for tier, alive in self.numbers.alive.items():
             yield _block(alive / self.budgets.of(tier), 1.0, EXCESS + TIERS.index(tier))
         yield _block(self.formulas.homes, 1.0)
-        yield from (_block(row, limit) for row, limit in demands(self.formulas, self.fixed))
+        yield from (_block(row, limit) for row, limit in demands(self.formulas, self.request))
         if (wear := self.budgets.wear_bytes_per_second) is not None:
             yield _block(self.numbers.written / wear, 0.0, *TIMES)
 
@@ -247,53 +265,55 @@ def _pair(x: Array, y: Array, a: float, b: float) -> list[Array]:
     return [x + y] if a + b < 1 else [y + x * (1 - b) / a, x + y * (1 - a) / b]
 
 
-def _bounds(formulas: Formulas, fixed: Fixed) -> tuple[Array, Array]:
+def _bounds(formulas: Formulas, request: Request) -> tuple[Array, Array]:
     """Of the ratios, in the order of `RATIOS`."""
     lower, upper = np.zeros(formulas.width - 1), np.ones(formulas.width - 1)
     if formulas.saved:
-        upper[WIDTH - 1 :] = _most_saved(formulas, fixed)
-    if not (formulas.separate and fixed.device):
-        upper[[RATIOS.index("device_parameter"), RATIOS.index("device_checkpoint")]] = 0.0
+        upper[WIDTH - 1 :] = _most_saved(formulas, request)
+    if not formulas.may_live_there:
+        upper[[RATIOS.index(name) for name in DEVICE_RATIOS]] = 0.0
     if not formulas.may_reside:
         upper[RATIOS.index("device_parameter")] = 0.0
-    for name, ratio in fixed.ratios.items():
+    given = request.ratios.given()
+    for name, ratio in given.items():
         if name == ACTIVATION:
             continue
-        if f"device_{name}" in RATIOS and f"device_{name}" not in fixed.ratios:
+        if f"device_{name}" in RATIOS and f"device_{name}" not in given:
             upper[RATIOS.index(f"device_{name}")] = 0.0
         upper[RATIOS.index(name)] = ratio
-        lower[RATIOS.index(name)] = 0.0 if _is_of_the_rest(formulas, fixed, name) else ratio
+        lower[RATIOS.index(name)] = 0.0 if _is_of_the_rest(formulas, request, name) else ratio
     return lower, upper
 
 
-def _most_saved(formulas: Formulas, fixed: Fixed) -> Array:
+def _most_saved(formulas: Formulas, request: Request) -> Array:
     """Upper bounds of what is saved, by level and tier."""
     last = (formulas.workload.num_levels,)
-    levels = last if fixed.saves_all else formulas.workload.worthwhile or last
+    levels = last if request.saves_all else formulas.workload.worthwhile or last
     allowed = [
-        fixed.recompute != "all"
+        request.recompute != "all"
         and level in levels
-        and (fixed.device or tier != "device")
-        and (ACTIVATION not in fixed.ratios or tier == "host")
+        and (formulas.may_live_there or tier != "device")
+        and (request.ratios.activation is None or tier == "host")
         for level, tier in formulas.saved
     ]
     return np.array(allowed) * formulas.workload.savable
 
 
-def _is_of_the_rest(formulas: Formulas, fixed: Fixed, name: str) -> bool:
+def _is_of_the_rest(formulas: Formulas, request: Request, name: str) -> bool:
     """Whether a ratio is of those checkpoints that are left where it is not given how many items save activations."""
-    return bool(formulas.saved) and name in ("checkpoint", "device_checkpoint") and ACTIVATION not in fixed.ratios
+    return bool(formulas.saved) and name in ("checkpoint", "device_checkpoint") and request.ratios.activation is None
 
 
-def demands(formulas: Formulas, fixed: Fixed) -> Iterator[tuple[Array, float]]:
+def demands(formulas: Formulas, request: Request) -> Iterator[tuple[Array, float]]:
     """Rows and limits of what is given: items that save activations, of those that can, and the inputs of others."""
     saved, most = np.where(np.arange(formulas.width) < WIDTH, 0.0, 1.0), formulas.workload.savable
-    least = most if fixed.saves_all else min(fixed.ratios.get(ACTIVATION, 0.0), most)
+    asked = request.ratios.activation
+    least = most if request.saves_all else min(asked or 0.0, most)
     if formulas.saved:
         yield -saved, -least
-        yield saved, least if ACTIVATION in fixed.ratios else most
-    for name, ratio in fixed.ratios.items():
-        if _is_of_the_rest(formulas, fixed, name):
+        yield saved, most if asked is None else least
+    for name, ratio in request.ratios.given().items():
+        if _is_of_the_rest(formulas, request, name):
             rest = ratio * saved
             rest[1 + RATIOS.index(name)] = 1.0
             yield rest, ratio

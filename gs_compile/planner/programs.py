@@ -1,37 +1,31 @@
-"""cache: where everything lives, within the budgets, and the programs that follow from it."""
+"""programs: the programs of a run's steps, by size and shape, within what its first step has settled."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Unpack
 
-import torch
-
 from gs_compile.codegen.compiled import levels_of
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
-from gs_compile.options import Options
 from gs_compile.passes.lower import flush, lower
-from gs_compile.placement.levels import TOLERANCE, Shares
+from gs_compile.placement.levels import TOLERANCE
 from gs_compile.placement.placement import Marks, Placement
 from gs_compile.placement.slab import fixed_offsets, packed, placed_as
-from gs_compile.placement.workload import UnitSize
-from gs_compile.planner.again import fingerprint, planned
 from gs_compile.planner.boundary import kept_nbytes, without
 from gs_compile.planner.builder import peak
-from gs_compile.planner.planner import Planner
+from gs_compile.planner.problem import excess
+from gs_compile.planner.run import Planned, Run
 from gs_compile.planner.simulate.simulator import Simulation, predict
 from gs_compile.planner.step_plan import commits_text, nbytes_by_home
 from gs_compile.planner.summary import RATIO_OF
 from gs_compile.planner.variants import table
 from gs_compile.program.ir import WORDS, Program, StepShape, Unit
-from gs_compile.runtime.ranks import Ranks
-from gs_compile.runtime.stream import has_own_memory
 
 if TYPE_CHECKING:
     from gs_compile.codegen.compiled import SpecializedModel
@@ -42,37 +36,17 @@ log = logging.getLogger(__name__)
 MOST_PROGRAMS = 256  # of one model, the latest: each length of the inputs has up to four, with commits sixteen
 
 
-class PlanCache:
-    """The placement of one model's data, decided at its first call, and its programs by size and shape."""
+class StepPrograms:
+    """The programs of one model's steps, by size and shape, of the placement that was planned at its first call."""
 
-    def __init__(
-        self,
-        options: Options,
-        sizes: tuple[UnitSize, ...],
-        layouts: Sequence[SpecializedModel],
-        tied: Set[Unit],
-        *,
-        clip: bool,
-        device: torch.device,
-        ranks: Ranks | None = None,
-        former: Mapping[str, Any] | None = None,
-    ) -> None:
-        """former: what a commit has kept of the plan that a run was made with, which goes on here."""
-        self.sizes = sizes
+    def __init__(self, run: Run, planned: Planned) -> None:
+        self.run, self.planned = run, planned
+        self.placement, self.host_nbytes = planned.placement, run.host_nbytes
+        self.sizes = run.model.sizes[planned.masters]
+        self.builder = replace(run.builder(planned.masters), layout=planned.placement.layout)
+        self.first_shape = self.builder.shape
         self._programs: dict[Any, tuple[Program, ...]] = {}
         self._placements: dict[Any, Placement] = {}
-        self.first_shape = self.shape(layouts[0], tied, training=True)
-
-        def make(chosen: Options, shares: Shares | None = None) -> tuple[Planner, Placement]:
-            given: Any = {"clip": clip, "device": device, "ranks": ranks, "shares": shares}
-            planner = Planner(chosen, sizes, layouts, self.first_shape, **given)
-            return planner, planner.placement()
-
-        settled = clip, has_own_memory(device), ranks.number if ranks else 1
-        made_for = fingerprint(options, sizes, layouts, self.first_shape, *settled)
-        self.planner, self.placement, self.kept = planned(make, options, former or {}, made_for)
-        self.host_nbytes = self.planner.host_nbytes
-        self.builder = self.planner.builder
 
     def shape(self, layout: SpecializedModel, tied: Set[Unit], *, training: bool) -> StepShape:
         """The layout's shape where parameters of the units `tied` are apart."""
@@ -110,7 +84,7 @@ class PlanCache:
     ) -> tuple[Program, ...]:
         """The last one in the host memory that programs so far have, or where it needs more, in all there may be."""
         before = max((known[-1].slab_nbytes for known in self._programs.values()), default=0)
-        on_device = self.planner.values_nbytes
+        on_device = self.planned.values_nbytes
         found = packed(programs[-1], placement, before, on_device)
         if found.slab_nbytes > before and largest is not None:
             found = placed_as(found, largest, placement)
@@ -123,24 +97,26 @@ class PlanCache:
 
         Raises `MemoryBudgetError` where none does.
         """
-        x_nbytes = tuple(each.x_nbytes for each in layouts)
-        side_nbytes = tuple(each.side_nbytes for each in layouts)
         known = self.placement
-        levels = levels_of(layouts) if known.shares and shape.training else known.levels
-        if (x_nbytes, side_nbytes, levels) == (known.x_nbytes, known.side_nbytes, known.levels):
+        planned = known.laid_out(
+            x_nbytes=tuple(each.x_nbytes for each in layouts),
+            side_nbytes=tuple(each.side_nbytes for each in layouts),
+            levels=levels_of(layouts) if known.shares and shape.training else known.layout.levels,
+        )
+        if planned.layout == known.layout:
             return known
-        key = (x_nbytes, side_nbytes, levels, shape.training)
+        key = planned.layout, shape.training
         if key not in self._placements:
-            planned = replace(known, x_nbytes=x_nbytes, side_nbytes=side_nbytes, levels=levels)
             self._placements[key] = self._first_that_fits(planned, shape)
         return self._placements[key]
 
     def _first_that_fits(self, planned: Placement, shape: StepShape) -> Placement:
         needed = 0
         for each in self._retreats(planned, training=shape.training):
+            most = {"host": self.host_nbytes, "device": self._on_device if each.keeps_on_device else None}
             programs = list(replace(self.builder, shape=shape).steps(each))
-            needed, on_device = (max(peak(program, tier) for program in programs) for tier in ("host", "device"))
-            if needed <= self.host_nbytes and (not each.keeps_on_device or on_device <= self._on_device):
+            needed = max(peak(program, "host") for program in programs)
+            if not any(excess(program, most) for program in programs):
                 if planned.shares and not each.shares:
                     log.info("a batch of this size leaves no room for saved activations: layers' forwards run again")
                 if planned.kept and not each.kept:
@@ -164,7 +140,7 @@ class PlanCache:
         away from the device; with all of them on SSD, if there is any.
         """
         yield planned
-        if planned.shares and not self.planner.fixed.saves:
+        if planned.shares and not self.run.request.saves:
             planned = planned.recomputing()
             yield planned
         planned = planned.moved("device", "ssd" if self.uses_ssd else "host")
@@ -181,15 +157,16 @@ class PlanCache:
     def predict(self, placement: Placement, shape: StepShape) -> Simulation:
         """What consecutive steps of a kind take on this machine, by the simulator."""
         program = replace(self.builder, shape=shape if shape.training else self.first_shape).usual(placement)
-        planner = self.planner
-        workload = planner.levels.of(planner.workload) if placement.shares else planner.workload
-        budgets = {"host_nbytes": self.host_nbytes, "device_nbytes": planner.values_nbytes}
-        return predict(program, placement, workload, planner.profile, **budgets)
+        run = self.run
+        problem = run.problem(self.planned.masters)
+        workload = problem.wider.workload if placement.shares else problem.workload
+        budgets = {"host_nbytes": self.host_nbytes, "device_nbytes": self.planned.values_nbytes}
+        return predict(program, placement, workload, run.profile, **budgets)
 
     @property
     def uses_ssd(self) -> bool:
         placement = self.placement
-        in_memory = sum(share.part for share in placement.shares if share.tier != "ssd")
+        in_memory = placement.shares.part() - placement.shares.part("ssd")
         kept = placement.checkpoint_ratio + placement.device_checkpoint_ratio + in_memory
         return kept < 1 - TOLERANCE or self.ssd_nbytes > 0
 
@@ -214,12 +191,12 @@ class PlanCache:
             rows.append(("kept", f"{format_bytes(nbytes)} of parameters, for the next step to begin with"))
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
         share = late / max(trained, 1)
-        rows.append(("updates", f"{share:.0%} late, in the next forward (alpha {self.planner.alpha:g})"))
+        rows.append(("updates", f"{share:.0%} late, in the next forward (alpha {placement.decision.alpha:g})"))
         peaks = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in program.peaks)
         rows.append(("peaks", f"{peaks}; host budget {format_bytes(self.host_nbytes)}"))
-        rows += [("not saved", refusal) for refusal in self.planner.levels.refusals()]
-        if self.planner.plan:
-            rows.append(("planned", f"{self.planner.plan.seconds:.3g} s a step"))
+        rows += [("not saved", refusal) for refusal in self.run.levels.refusals()]
+        if (plan := self.planned.plan) and plan.is_solved:
+            rows.append(("planned", f"{plan.seconds:.3g} s a step"))
         width = max(len(label) for label, _ in rows) + len(": ")
         lines = [f"{label + ':':<{width}}{text}" for label, text in rows]
         return "\n".join([*lines, *([self._own] if placement.own else [])])

@@ -1,26 +1,31 @@
-"""refine: from the linear program's solution to the placement whose own program keeps the budgets and takes least time.
+"""choose: from the linear program's solution to the placement whose own program keeps the budgets and takes least time.
 
 Why the program is asked. The linear program does not know cuts at whole tensors, nor how values fit beside each other.
 Where a program takes more than a budget, the linear program is given less. A full host memory can cost more than it
 brings, too: where the drive is busy, writes end late, and the step waits for their buffers, so some is left free where
 that is faster. And a late update that costs nothing in the linear program, as long as the forward hides its traffic,
 stands between two steps in the program.
+
+Of placements that may be faster, those that keep the budgets are simulated too. A ladder is what one idea proposes:
+placements, each of which takes no less memory than the one before. The last one that keeps the budgets is a candidate.
+
+    boundary    parameters stay in memory from one step to the next; the last states of a step are read earlier
+    saved       the topmost layers save activations in memory that gradients and states need later
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
-from gs_compile.planner.boundary import earlier, kept, kept_nbytes
-from gs_compile.planner.candidates import fastest
-from gs_compile.planner.lp.search import Search, allowed_alphas
+from gs_compile.planner.boundary import Ladder, earlier, kept, kept_nbytes
+from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.problem import NOTHING, Problem
 from gs_compile.planner.simulate.simulator import Simulation
@@ -60,45 +65,57 @@ class Candidate:
 
     def fills(self, tier: str) -> bool:
         """Whether data may have the memory of a tier that waits could be shorter with."""
-        return tier == "host" or any(self.solution.device_ratios.values())
+        return tier == "host" or any(self.solution.decision.ratios.on_device().values())
 
 
-def planned(problem: Problem, found: Search, *, whole: bool = False) -> StepPlan:
-    """What the search's best becomes. Raises `MemoryBudgetError` where no program keeps the budgets.
-
-    whole: the step is going to run: a large one is not left with its micro-batches in bundles.
-    """
-    chosen = refined(problem, found.best, whole=whole)
-    best: Solution | None = found.best
-    if chosen.solution.alpha != found.best.alpha:  # what is said of the plan is said of its own alpha
-        best = problem.solved(found.best.num_micro_batches, chosen.solution.alpha)
-    assert best is not None, "what fits in less memory fits"
-    trial = problem if whole else problem.bundled(found.best.num_micro_batches)[0]
-    builder = trial.at(len(chosen.placement.x_nbytes))
-    simulation = fastest(trial, chosen.simulation, [kept(builder, chosen.placement)], chosen.spare)
-    simulation = fastest(trial, simulation, [earlier(builder, simulation.placed)], chosen.spare)
+def planned(problem: Problem, found: Search) -> StepPlan:
+    """What the search's best becomes. Raises `MemoryBudgetError` where no program keeps the budgets."""
+    number, best = found.best.num_micro_batches, found.best
+    chosen = refined(problem, best)
+    if chosen.solution.alpha != best.alpha:  # what is said of the plan is said of its own alpha
+        solved = problem.solved(number, chosen.solution.alpha)
+        assert solved is not None, "what fits in less memory fits"
+        best = solved
+    steps = problem if problem.whole else problem.bundled(number)[0]
+    simulation = fastest(steps, chosen.simulation, [kept(chosen.placement)], chosen.spare)
+    simulation = fastest(steps, simulation, [earlier(simulation.placed)], chosen.spare)
     rows = [(number, solution.seconds) for number, solution in found.history if solution is not None]
     return StepPlan(
-        workload=problem.workload,
-        profile=problem.profile,
-        budgets=problem.budgets,
-        num_micro_batches=best.num_micro_batches,
-        alpha=best.alpha,
-        ratios=chosen.solution.ratios,
-        device_ratios=chosen.solution.device_ratios,
-        shares=chosen.solution.shares,
-        simulation=simulation,
-        bound=best,
+        problem=problem,
+        num_micro_batches=number,
+        decision=chosen.solution.decision,
+        steps=steps,
+        placement=simulation.placed,
+        solved=best,
+        simulated=simulation,
         history=tuple((number, seconds, number * problem.workload.tokens / seconds) for number, seconds in rows),
         notes=(*_of_commits(problem, best, chosen.placement), *_of_boundary(chosen.simulation, simulation)),
     )
+
+
+def highest(ladders: Iterable[Ladder], fits: Callable[[Placement], bool]) -> Iterator[Placement]:
+    """Of each ladder the last placement that fits, if any does."""
+    for ladder in ladders:
+        if number := bisect_left(ladder, True, key=lambda each: not fits(each)):
+            yield ladder[number - 1]
+
+
+def fastest(
+    problem: Problem, plain: Simulation, ladders: Iterable[Ladder], spare: Mapping[str, int] = NOTHING
+) -> Simulation:
+    """The fastest step of what ladders propose and `plain`, which is taken where none is faster.
+
+    spare: by tier, bytes that are left free.
+    """
+    found = map(problem.predicted, highest(ladders, lambda each: problem.fits(each, spare)))
+    return min([plain, *found], key=lambda each: each.seconds)
 
 
 def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple[str, ...]:
     """What durable steps take; none where there are none."""
     if not placement.durability:
         return ()
-    plain = replace(problem, builder=replace(problem.builder, durability=0), counted=None)
+    plain = replace(problem, builder=problem.builder.laid_out(durability=0), counted=None)
     found = plain.solved(best.num_micro_batches)
     assert found is not None, "less fits, too"
     slower = f"{best.seconds / found.seconds - 1:.1%} slower by the linear program"
@@ -114,19 +131,19 @@ def _of_boundary(plain: Simulation, chosen: Simulation) -> tuple[str, ...]:
     return (f"{words[0].upper()}{words[1:]}: {plain.seconds / chosen.seconds - 1:.1%} faster.",) if words else ()
 
 
-def refined(problem: Problem, best: Solution, *, whole: bool) -> Candidate:
+def refined(problem: Problem, best: Solution) -> Candidate:
     """The fastest of a few placements, by the simulator; all keep the budgets.
 
     Raises `MemoryBudgetError` where none does.
     """
     trial, number = problem.bundled(best.num_micro_batches)
     for found in sorted(_tries(trial, number, best), key=lambda each: each.seconds):
-        if trial is problem or not whole:
+        if trial is problem or not problem.whole:
             return found
         kept = _fitting(problem, best.num_micro_batches, found.solution.alpha, found.spare, found.less)
         if kept is not None:
             return kept
-    scarce = _of_any_alpha(problem, best.num_micro_batches) if whole else _of_any_alpha(trial, number)
+    scarce = _of_any_alpha(problem, best.num_micro_batches) if problem.whole else _of_any_alpha(trial, number)
     if scarce is None:
         raise MemoryBudgetError(_too_little(problem))
     return scarce
@@ -159,7 +176,7 @@ def _tries(problem: Problem, number: int, best: Solution) -> list[Candidate]:
 
 def _other_alphas(problem: Problem, number: int, best: Solution) -> Iterator[float]:
     """None late; and of a small step, which is quickly simulated, the most that costs the linear program nothing."""
-    alphas = allowed_alphas(problem.fixed)
+    alphas = problem.request.alphas
     if best.alpha and 0.0 in alphas:
         yield 0.0
     above = [alpha for alpha in alphas if alpha > best.alpha]
@@ -208,12 +225,11 @@ def _fitting(
         solution = problem.solved(number, alpha, budgets=replace(problem.budgets, **left))
         if solution is None:
             return None
-        placement = problem.placed(solution)
-        program = problem.at(number).program(placement)
-        excess = problem.excess(program, spare)
-        if not excess:
-            return Candidate(solution, problem.predicted(program, placement), less, spare)
-        for tier, nbytes in excess.items():
+        placement = problem.placed(solution.decision, number)
+        over = problem.excess(problem.at(number).program(placement), spare)
+        if not over:
+            return Candidate(solution, problem.predicted(placement), less, spare)
+        for tier, nbytes in over.items():
             less[tier] += nbytes << times[tier]
             times[tier] += 1
     return None

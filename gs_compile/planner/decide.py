@@ -1,0 +1,302 @@
+"""decide: where everything of a step lives and how its updates run: one function for a named model and one at hand.
+
+    all is given                as it is: ratios, alpha, and what layers save
+    everything fits             in host memory, if the device reads that itself: nothing is measured
+    otherwise                   by the linear program and the simulator (`choose`), with and without saved activations
+                                (`saved`), with delayed updates and speculative ones
+    nothing fits by that        but the program of the least does: host memory keeps the least it can
+
+Updates are whole; where not even the least fits so, they are in pieces, which take less memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from gs_compile.errors import MemoryBudgetError, NoFitError
+from gs_compile.machine import format_bytes
+from gs_compile.options import Ratios
+from gs_compile.passes.baselines.registry import SCHEDULES
+from gs_compile.placement.levels import Share, Shares
+from gs_compile.placement.placement import Decision, Placement
+from gs_compile.planner.boundary import kept
+from gs_compile.planner.builder import SCARCE_UPDATES, peak
+from gs_compile.planner.choose import highest, planned
+from gs_compile.planner.lp.counting import CLASSES
+from gs_compile.planner.lp.search import GROWTH, Search
+from gs_compile.planner.problem import Problem, excess
+from gs_compile.planner.request import Request
+from gs_compile.planner.saved import computed, faster, is_open, saved_text, topmost
+from gs_compile.planner.step_plan import StepPlan
+from gs_compile.planner.variants import with_variant
+from gs_compile.program.ir import Tier
+from gs_compile.schedules import BY_MICRO_BATCH
+
+HOST_CLASSES = (*CLASSES, "gradient")
+FASTER = 0.99  # of the time with split masters: less is what two timings of the same code differ by
+
+log = logging.getLogger(__name__)
+
+
+def decide(problem: Problem, request: Request, found: Search | None = None) -> StepPlan:
+    """The plan of a step of the problem's micro-batches, as it is asked for.
+
+    found: by the linear program, of this problem and request, where that is known.
+
+    Raises `PlanError` or `OptionError` where what is asked for contradicts what there is, `NoFitError` or
+    `MemoryBudgetError` where not even the least fits; of a step that is going to run before anything is measured.
+    """
+    try:
+        made = _decided(problem.asked(request), found)
+    except (NoFitError, MemoryBudgetError) as error:
+        if problem.whole_masters is None:
+            raise
+        log.info("with split masters it does not fit, so they are whole: %s", error)
+        return _decided(_with_whole_masters(problem, request), None)
+    if problem.whole_masters is None or not any(unit.num_resident for unit in made.placement.units):
+        return made
+    return _faster_masters(made, _with_whole_masters(problem, request))
+
+
+def _with_whole_masters(problem: Problem, request: Request) -> Problem:
+    assert problem.whole_masters is not None, "masters are given"
+    whole = problem.whole_masters()
+    return replace(whole, builder=whole.at(problem.builder.layout.num_micro_batches)).asked(request)
+
+
+def _faster_masters(made: StepPlan, whole: Problem) -> StepPlan:
+    """With masters that are whole, where that is faster: what lives on a device goes to the host for its update if they
+    are split, and late updates need the old halves.
+    """
+    most = FASTER * made.seconds
+    with suppress(NoFitError, MemoryBudgetError):
+        found = whole.search(made.num_micro_batches)
+        if found.best.seconds < most and (other := _decided(whole, found)).seconds < most:
+            return other
+    return made
+
+
+def _decided(problem: Problem, found: Search | None) -> StepPlan:
+    """The plan with one kind of masters."""
+    open_problem = undecided(problem)
+    made = _solved(open_problem, found) if isinstance(open_problem, Problem) else open_problem
+    return with_variant(made) if SCHEDULES[problem.request.schedule].variants else made
+
+
+def _solved(problem: Problem, found: Search | None) -> StepPlan:
+    try:
+        return _fastest(problem, found)
+    except (NoFitError, MemoryBudgetError) as error:
+        if problem.request.saves and not problem.whole:
+            raise
+        if problem.request.saves:
+            raise MemoryBudgetError(str(error)) from error
+        return _scarce(problem, error)
+
+
+# By the linear program and the simulator ------------------------------------------------------------------------------
+
+
+def _fastest(problem: Problem, found: Search | None = None) -> StepPlan:
+    """The plan of the way to clip that is asked for, or that is faster: of equal ones, with delayed updates."""
+    request, sizes = problem.request, problem.workload.sizes  # priced, once the machine is known
+    if sizes != problem.builder.sizes:
+        problem = replace(problem, builder=replace(problem.builder, sizes=sizes))
+    number = problem.builder.layout.num_micro_batches
+    chosen = faster(problem, planned(problem, found or problem.search(number)))
+    if not request.clip or request.clipping is not None or request.alpha is not None:
+        return chosen
+    try:
+        other = _fastest(problem.asked(replace(request, clipping="speculative")))
+    except (NoFitError, MemoryBudgetError):
+        return replace(chosen, notes=(*chosen.notes, "Speculative updates do not fit."))
+    seconds = f"{chosen.seconds:.3g} s a step with delayed updates, {other.seconds:.3g} s with speculative ones"
+    if other.seconds * GROWTH < chosen.seconds:
+        note = f"Clipping is speculative: {seconds}, of which none is expected to be rolled back."
+        return replace(other, notes=(*other.notes, note))
+    return replace(chosen, notes=(*chosen.notes, f"Clipping is delayed: {seconds}."))
+
+
+def _scarce(problem: Problem, refusal: NoFitError | MemoryBudgetError) -> StepPlan:
+    """Where the linear program finds nothing: updates in pieces where whole ones cannot be, or the least there is."""
+    try:
+        least = _least(problem)
+    except MemoryBudgetError:
+        raise refusal from None
+    if least.problem.layer_updates > problem.layer_updates:
+        with suppress(NoFitError, MemoryBudgetError):
+            return _fastest(least.problem)
+    note = "no plan fits by the linear program's bounds: host memory keeps the least it can"
+    return replace(least, notes=(note,))
+
+
+# Without the machine --------------------------------------------------------------------------------------------------
+
+
+def undecided(problem: Problem) -> Problem | StepPlan:
+    """The plan of what is settled without figures of the machine, else the problem that needs them."""
+    problem.check()
+    problem = problem.wider if problem.request.saves else problem
+    problem = _least(problem).problem if problem.whole else problem
+    return _settled(problem) or problem
+
+
+def _settled(problem: Problem) -> StepPlan | None:
+    """What needs no figures of the machine; None: the linear program decides."""
+    request, separate = problem.request, problem.builder.layout.separate
+    if separate and len(request.alphas) > 1:
+        return None
+    steps = _steps(problem)
+    smallest, largest = (_placed(steps, part) for part in (0.0, 1.0))
+    may_save = is_open(request) and problem.wider is not problem
+    if smallest == largest and len(request.alphas) == 1 and not may_save:
+        return _made(problem, _kept_for_free(steps, smallest), "ratios and alpha are given: nothing was planned")
+    given = _ratios(problem, 1.0).given()
+    moves_nothing = all(given[name] == 1.0 for name in given.keys() & set(HOST_CLASSES))
+    if separate or not _fits(steps, largest) or (may_save and not moves_nothing):
+        return None
+    reason = "all that may be in host memory fits there: nothing was planned"
+    if not may_save:
+        return _made(problem, _kept_for_free(steps, largest), reason)
+    wider = _steps(problem.wider)
+    chosen = _kept_for_free(wider, _filled(wider, largest))
+    words = saved_text(chosen.shares, problem.builder.layout.num_items)
+    return _made(problem.wider, chosen, "; ".join([reason, *words]))
+
+
+def _filled(problem: Problem, plain: Placement) -> Placement:
+    """With the least to compute, of what host memory has room for: where nothing moves, that is all there is."""
+    workload, builder, decision = problem.workload, problem.builder, plain.decision
+
+    def placed(shares: Shares) -> Placement:
+        return builder.placement(replace(decision, shares=shares))
+
+    ladders = (list(map(placed, ladder)) for ladder in topmost(workload.worthwhile, "host"))
+    return min([plain, *highest(ladders, partial(_fits, problem))], key=lambda each: computed(workload, each.shares))
+
+
+def _kept_for_free(problem: Problem, plain: Placement) -> Placement:
+    """With as much kept as takes no more host memory, and no plan is needed for: less is moved, and nothing waits."""
+    if not (every := kept(plain)):
+        return plain
+    most = {"host": peak(problem.builder.program(plain), "host")}
+
+    def fits(placement: Placement) -> bool:
+        return not any(excess(program, most) for program in problem.builder.programs(placement))
+
+    return next(highest([every], fits), plain)
+
+
+def _least(problem: Problem) -> StepPlan:
+    """The least that host memory may keep; updates are in pieces where whole ones do not fit.
+
+    Raises `MemoryBudgetError` where not even that fits.
+    """
+    for layer_updates in (1, SCARCE_UPDATES):
+        if layer_updates != problem.layer_updates:
+            problem = replace(problem, layer_updates=layer_updates, counted=None)
+        steps = _steps(problem)
+        placement = _placed(steps, 0.0)
+        if _fits(steps, placement):
+            return _made(problem, placement, "")
+    raise MemoryBudgetError(_too_large(steps, placement))
+
+
+def _made(problem: Problem, placement: Placement, note: str) -> StepPlan:
+    """The plan of a placement that is not simulated; raises `MemoryBudgetError` where the device has no room for it."""
+    needed, budget = peak(_steps(problem).builder.program(placement), "device"), problem.device_budget
+    if budget is not None and needed > budget:
+        raise MemoryBudgetError(
+            f"device_memory is {format_bytes(budget)}; this step keeps {format_bytes(needed)} there, and what a layer "
+            f"computes with comes on top: {remedies(problem.request)}"
+        )
+    return StepPlan(
+        problem=problem,
+        num_micro_batches=problem.builder.layout.num_micro_batches,
+        decision=placement.decision,
+        steps=_steps(problem),
+        placement=placement,
+        notes=(note,) if note else (),
+    )
+
+
+def _steps(problem: Problem) -> Problem:
+    """The problem of the step whose programs are looked at."""
+    if problem.whole:
+        return problem
+    trial, number = problem.bundled(problem.builder.layout.num_micro_batches)
+    return trial if trial is problem else replace(trial, builder=trial.at(number))
+
+
+def _ratios(problem: Problem, part: float) -> Ratios:
+    """This part of all classes in host memory whose ratio is not given, and on the device what is said to be."""
+    names = HOST_CLASSES if problem.request.schedule in BY_MICRO_BATCH else CLASSES
+    return Ratios(**(dict.fromkeys(names, part) | replace(problem.request.ratios, activation=None).given()))
+
+
+def _placed(problem: Problem, part: float, alpha: float | None = None) -> Placement:
+    """The placement with the ratios of `_ratios`. Without the linear program nothing says that more late updates would
+    be faster.
+    """
+    request, shares = problem.request, Shares()
+    if request.saves:  # all there is to save, as nothing says at which level
+        tier: Tier = "host" if part or not request.saves_all else "ssd"
+        most = max(map(len, problem.builder.layout.levels))
+        asked = request.ratios.activation
+        shares = Shares([Share(most, tier, 1.0 if asked is None else asked)])
+    return problem.builder.placement(
+        Decision(
+            ratios=_ratios(problem, part),
+            alpha=request.alphas[0] if alpha is None else alpha,
+            shares=shares,
+            speculative=request.speculative,
+            layer_updates=problem.layer_updates,
+        )
+    )
+
+
+def _fits(problem: Problem, placement: Placement) -> bool:
+    """Whether a step keeps the budget of host memory."""
+    return not excess(problem.builder.program(placement), {"host": problem.host_budget})
+
+
+def _too_large(problem: Problem, placement: Placement) -> str:
+    """How much host memory the least needs, and what can be done about it."""
+    request, nbytes = problem.request, peak(problem.builder.program(placement), "host")
+    ratios = _ratios(problem, 0.0).given()
+    words = ", ".join(f"{name} {ratios[name]:g}" for name in HOST_CLASSES if name in ratios)
+    message = (
+        f"host_memory is {format_bytes(problem.host_budget)}; this step needs {format_bytes(nbytes)} ({nbytes} bytes) "
+        f"of it at least, with ratios {words}: {remedies(request)}"
+    )
+    alpha = placement.decision.alpha
+    if alpha and not request.speculative and (most := _most_alpha(problem, alpha)) is not None:
+        why = " (max_grad_norm makes all gradients wait)" if request.clip else ""
+        message += (
+            ". Late gradients need the memory that obsolete parameters and checkpoints leave: the largest alpha "
+            f"possible here is {most:.2f}, not {alpha:g}{why}"
+        )
+    return message
+
+
+def _most_alpha(problem: Problem, alpha: float) -> float | None:
+    """The largest alpha of 0.00, 0.01 ... below the one asked for with which the least fits; None without one."""
+
+    def is_too_large(hundredths: int) -> bool:
+        return not _fits(problem, _placed(problem, 0.0, hundredths / 100))
+
+    number = bisect_left(range(round(100 * alpha)), True, key=is_too_large)
+    return (number - 1) / 100 if number else None
+
+
+def remedies(request: Request) -> str:
+    """What of all that makes a step smaller can still be done."""
+    found = ["give it more"]
+    found += ["lower ratios"] if any(request.ratios.given().values()) else []
+    found += ["have activations computed again (recompute)"] if request.saves_all else []
+    found += ["give a smaller micro_batch_size"] if (request.micro_batch_size or 1) > 1 else []
+    return ", or ".join(found)

@@ -1,0 +1,249 @@
+"""request: what is asked of a plan. What is given is kept; what is None is chosen.
+
+A plan of a named model and the plan of a run are asked for alike: the first by the fields of a `Request`, which are
+also the flags of the command line, the second by the options of the backend (`Request.of`). Nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from gs_compile.errors import OptionError, PlanError
+from gs_compile.machine import parse_bytes
+from gs_compile.options import Clipping, Masters, Options, Ratios, Recompute, contradiction
+from gs_compile.schedules import Schedule
+
+if TYPE_CHECKING:
+    from gs_compile.planner.measure.profile import Profile
+
+Saturation = Literal["relative", "paper"]
+Precision = Literal["bf16", "model"]
+States = Literal["fp32", "bf16", "8bit"]
+
+ALPHAS = tuple(number / 100 for number in range(51))  # that the planner chooses from
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # tried where none is given
+SECONDS_PER_YEAR = 365 * 86400
+WORDS: Mapping[str, tuple[Any, ...]] = {  # what fields of words may say
+    "precision": (None, *get_args(Precision)),
+    "schedule": get_args(Schedule),
+    "saturation": get_args(Saturation),
+    "recompute": get_args(Recompute),
+    "masters": (None, *get_args(Masters)),
+    "states": get_args(States),
+    "clipping": (None, *get_args(Clipping)),
+}
+NUMBERS = ("sequence", "batch_size", "micro_batch_size", "num_micro_batches")  # 1 or more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of a plan; raises `PlanError` or `OptionError` where settings contradict each other.
+
+    machine: a name or file of a machine profile; None: this machine, measured once. storage: its SSDs.
+    batch_size: samples of a step of all ranks, in whole micro-batches; without it and `num_micro_batches`, as few as
+        saturate the machine. sequence: tokens of a sample.
+    alpha: the part of each update that is late. ratios: a `Ratios`, or a dict of its fields.
+    clip: gradients are clipped by the norm of all. clipping: when updates run then, as `Expert.clip`.
+    host_memory, device_memory, durability, recompute, schedule, masters: as in the backend's options.
+    precision: "bf16" with fp32 masters, or "model", the model's own; None: bf16 for what has no weights yet.
+    wear_years: how long the drives are to last at their rated endurance, training all day.
+    saturation: a batch is large enough where more micro-batches bring less than a tenth of what they are more, or, with
+        "paper", where one more brings less than 1 %.
+    gpus, nodes, network: ranks of a node, nodes, bytes a second that a node receives.
+    states: what AdamW's moments are stored in.
+    """
+
+    machine: str | Path | Profile | None = None
+    storage: Sequence[Path | str] | Path | str | None = None
+    sequence: int = 2048
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+    num_micro_batches: int | None = None
+    alpha: float | None = None
+    ratios: Any = field(default_factory=Ratios)  # as given; a `Ratios` is made of it
+    schedule: Schedule = "vertical"
+    clip: bool = False
+    clipping: Clipping | None = None
+    host_memory: int | str | None = None
+    device_memory: int | str | None = None
+    precision: Precision | None = None
+    states: States = "fp32"
+    wear_years: float | None = None
+    recompute: Recompute = "auto"
+    masters: Masters | None = None
+    durability: Literal["off", "step"] | int = "off"
+    saturation: Saturation = "relative"
+    gpus: int = 1
+    nodes: int = 1
+    network: str | float | None = None
+
+    def __post_init__(self) -> None:
+        for name, words in WORDS.items():
+            if (value := getattr(self, name)) not in words:
+                raise PlanError(f"{name} is {value!r}; there are {' and '.join(filter(None, words))}")
+        for name in NUMBERS:
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise PlanError(f"{name} is {value}; it is 1 or more")
+        if not isinstance(self.ratios, Ratios):
+            object.__setattr__(self, "ratios", Ratios.of(self.ratios, "ratios"))
+        object.__setattr__(self, "durability", Options.of({"durability": self.durability}).durability)
+        self._check_alpha()
+        if wrong := contradiction(self.ratios, self.recompute, self.schedule):
+            raise PlanError(wrong)
+        if self.wear_years is not None and not self.wear_years > 0:
+            raise PlanError(f"wear_years is {self.wear_years:g}; it is more than 0")
+
+    @classmethod
+    def of(cls, options: Options, *, clip: bool) -> Request:
+        """What the options of a run ask for; clip: its optimizer clips gradients."""
+        expert = options.expert
+        try:
+            return cls(
+                machine=options.machine,
+                storage=options.storage,
+                micro_batch_size=options.micro_batch_size,
+                clip=clip,
+                clipping=expert.clip if clip else None,
+                host_memory=options.host_memory,
+                device_memory=options.device_memory,
+                precision=options.precision,
+                durability=options.durability,
+                **{name: getattr(expert, name) for name in ("alpha", "ratios", "schedule", "recompute", "masters")},
+            )
+        except PlanError as error:
+            raise OptionError(f"expert: {error}") from error
+
+    def _check_alpha(self) -> None:
+        if self.alpha is not None and not 0 <= self.alpha <= 1:
+            raise PlanError(f"alpha is {self.alpha:g}; it is a part of each update, from 0 to 1")
+        if self.late and self.alpha not in (None, 1.0):
+            raise PlanError(
+                f'alpha is {self.alpha:g}, but with clipping that is "delayed" all updates wait for the norm of all '
+                'gradients, so alpha is 1: leave one of the two out, or choose "speculative"'
+            )
+
+    # How updates run --------------------------------------------------------------------------------------------------
+
+    @property
+    def speculative(self) -> bool:
+        """Whether updates run before the norm is known: where that is asked for, or where not all are to be late."""
+        return self.clip and (
+            self.clipping == "speculative" or (self.clipping is None and self.alpha not in (None, 1.0))
+        )
+
+    @property
+    def late(self) -> bool:
+        """Whether clipping makes all updates wait for the norm of all gradients."""
+        return self.clip and not self.speculative
+
+    @property
+    def alphas(self) -> tuple[float, ...]:
+        """Those that may be chosen. A schedule as others publish it delays nothing that nobody asks to delay."""
+        from gs_compile.passes.baselines.registry import SCHEDULES  # heavy: not for a command line's help
+
+        if self.late:
+            return (1.0,)
+        if self.alpha is not None:
+            return (self.alpha,)
+        return ALPHAS[:1] if SCHEDULES[self.schedule].as_published else ALPHAS
+
+    # What is saved ----------------------------------------------------------------------------------------------------
+
+    @property
+    def saves_all(self) -> bool:
+        """Whether nothing is to be computed again."""
+        return self.recompute == "none"
+
+    @property
+    def saves(self) -> bool:
+        """Whether activations are to be saved, whether that is faster or not."""
+        return self.saves_all or bool(self.ratios.activation)
+
+    def recomputing(self) -> Request:
+        """The same with nothing saved but layers' inputs."""
+        return replace(self, recompute="all", ratios=replace(self.ratios, activation=None))
+
+    # Sizes and budgets ------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> int:
+        return self.gpus * self.nodes
+
+    @property
+    def own_batch_size(self) -> int | None:
+        """One rank's samples of a step."""
+        if self.batch_size is not None and self.batch_size % self.ranks:
+            raise PlanError(f"batch_size is {self.batch_size}: {self.ranks} ranks cannot have equal parts of it")
+        return None if self.batch_size is None else self.batch_size // self.ranks
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Of micro-batches, to be tried: the one that is given or follows, or those that a batch can be cut into."""
+        batch_size = self.own_batch_size
+        if batch_size is None:
+            return [self.micro_batch_size] if self.micro_batch_size else MICRO_BATCH_SIZES
+        if self.micro_batch_size is None and self.num_micro_batches is None:
+            return [size for size in MICRO_BATCH_SIZES if batch_size % size == 0]
+        size = self.micro_batch_size or -(-batch_size // (self.num_micro_batches or 1))
+        number = self.num_micro_batches or -(-batch_size // size)
+        if not (number - 1) * size < batch_size <= number * size or size > batch_size:
+            raise PlanError(
+                f"a batch of {batch_size} cannot be cut into {number} micro-batch{'es' if number > 1 else ''} of "
+                f"{size}: leave one of batch_size, micro_batch_size and num_micro_batches out"
+            )
+        return [size]
+
+    def number(self, size: int) -> int | None:
+        """Micro-batches of `size` samples, where they are given or follow."""
+        if self.num_micro_batches is not None or (batch_size := self.own_batch_size) is None:
+            return self.num_micro_batches
+        return -(-batch_size // size)
+
+    def budgets(self, profile: Profile, *, host_nbytes: int | None = None, device_nbytes: int | None = None) -> Budgets:
+        """What a run may use of a machine; host_nbytes, device_nbytes: what is asked for, where that is known in bytes.
+
+        Raises `PlanError` where it is not known what drives are rated for.
+        """
+        years, rated = self.wear_years, profile.ssd_rated_nbytes
+        if years is not None and not rated:
+            raise PlanError(
+                f"{profile.name} does not say what its drives are rated for: give its profile ssd_rated_nbytes"
+            )
+
+        def budget(name: str, known: int | None, whole: int) -> int:
+            asked = getattr(self, f"{name}_memory")
+            if known is not None or asked is None:
+                return whole if known is None else known
+            return parse_bytes(asked, whole=whole or None, name=f"{name}_memory")
+
+        return Budgets(
+            host_nbytes=budget("host", host_nbytes, profile.host_nbytes),
+            device_nbytes=budget("device", device_nbytes, profile.device_nbytes),
+            ssd_nbytes=profile.ssd_nbytes,
+            wear_bytes_per_second=rated / (years * SECONDS_PER_YEAR) if years else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """What a run may use. Without wear_bytes_per_second SSDs are written as fast as they take it."""
+
+    host_nbytes: int
+    device_nbytes: int = 0
+    ssd_nbytes: int
+    wear_bytes_per_second: float | None = None
+
+    def of(self, tier: str) -> int:
+        """Bytes of a tier."""
+        nbytes: int = getattr(self, f"{tier}_nbytes")
+        return max(nbytes, 1)
+
+    def values_nbytes(self, workspace_nbytes: int) -> int | None:
+        """Of the device, without what code computes with; None: it has no memory of its own."""
+        return max(self.device_nbytes - workspace_nbytes, 0) if self.device_nbytes else None
+
+
+FIELDS = tuple(each.name for each in fields(Request))

@@ -1,0 +1,84 @@
+"""resumed: the plan of a run that goes on, taken again where nothing that it was made for has changed.
+
+What is measured differs a little each time, and another plan would have all values copied to other files. A plan that
+follows from options and budgets alone is simply made again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from hashlib import sha256
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from gs_compile.errors import OptionError, PlanError
+from gs_compile.machine import format_bytes
+from gs_compile.options import Options
+from gs_compile.placement.placement import Decision, Placement
+from gs_compile.placement.workload import UnitSize
+from gs_compile.planner.builder import StepBuilder
+from gs_compile.planner.problem import Problem, excess
+from gs_compile.planner.step_plan import StepPlan
+from gs_compile.program.ir import StepShape
+
+if TYPE_CHECKING:
+    from gs_compile.codegen.compiled import SpecializedModel
+
+log = logging.getLogger(__name__)
+
+SAME = 0.1  # of host memory, by which a budget that is what happens to be free may differ
+
+
+def fingerprint(
+    options: Options, sizes: Sequence[UnitSize], layouts: Sequence[SpecializedModel], shape: StepShape, *settled: Any
+) -> str:
+    """Of all that a plan follows from but what is measured; settled: what else it is made for, as text or numbers."""
+    batches = [(each.x_nbytes, each.side_nbytes) for each in layouts]
+    own = replace(options, group=None, mesh=None, resume=None)
+    facts = own, sizes, batches, shape, settled, import_module("gs_compile").__version__
+    return sha256(json.dumps(facts, default=_plain, sort_keys=True).encode()).hexdigest()
+
+
+def _plain(fact: Any) -> Any:
+    if is_dataclass(fact):
+        return {each.name: getattr(fact, each.name) for each in fields(fact)}
+    return sorted(map(str, fact)) if isinstance(fact, frozenset) else str(fact)
+
+
+def kept_of(plan: StepPlan, made_for: str, host_nbytes: int, values_nbytes: int | None) -> dict[str, Any]:
+    """What commits keep of a plan that was searched for: what was decided, and what for."""
+    decision = plan.placement.decision.as_dict()
+    return {"made_for": made_for, "host_nbytes": host_nbytes, "values_nbytes": values_nbytes, "decision": decision}
+
+
+def as_before(problem: Problem, former: Mapping[str, Any], made_for: str, host_nbytes: int) -> Placement | None:
+    """The placement that was decided before; None: it was made for something else, or does not fit any more."""
+    before, values_nbytes = former.get("host_nbytes"), former.get("values_nbytes")
+    if former.get("made_for") != made_for or not isinstance(before, int) or not isinstance(values_nbytes, int | None):
+        return None
+    if abs(host_nbytes - before) > SAME * before:
+        log.info(
+            "there is another amount of host memory than before, %s: the plan is made anew", format_bytes(host_nbytes)
+        )
+        return None
+    try:
+        decision = Decision.of(former["decision"])
+        builder = problem.wider.builder if decision.shares else problem.builder
+        if decision.shares and not builder.layout.levels:
+            return None
+    except (KeyError, TypeError, ValueError, OptionError, PlanError):  # nothing that was written here
+        return None
+    return _fitting(builder, decision, {"host": host_nbytes, "device": values_nbytes})
+
+
+def _fitting(builder: StepBuilder, decision: Decision, most: Mapping[str, int | None]) -> Placement | None:
+    """What was decided, if there is room for it; with nothing between two steps (`boundary`) where that fits alone."""
+    for each in dict.fromkeys((decision, replace(decision, kept=(), ahead=0))):
+        placement = builder.placement(each)
+        if not any(excess(program, most) for program in builder.programs(placement)):
+            return placement
+    log.info("the plan that the run was made with does not fit any more")
+    return None

@@ -1,0 +1,244 @@
+"""run: the plan of a model at hand, made at its first call, with the other ranks if there are any.
+
+What `decide` decides, for the model's own micro-batches. The machine is measured and the layers' code is timed when the
+decision needs it. Ranks share one plan: that of the first rank, for the largest batch of all and the smallest budgets.
+The log (`gs_compile.planner.run`) says what was decided.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gs_compile.machine import DEFAULT_SHARE, available_memory, parse_bytes, usable_memory
+from gs_compile.options import Masters, Options
+from gs_compile.passes.baselines.registry import SCHEDULES
+from gs_compile.placement.placement import Layout, Placement
+from gs_compile.placement.workload import UnitSize, Workload
+from gs_compile.planner.builder import StepBuilder
+from gs_compile.planner.cost.levels import LayerLevels
+from gs_compile.planner.cost.timing import priced, timed
+from gs_compile.planner.cost.workload import workload_of
+from gs_compile.planner.decide import decide, undecided
+from gs_compile.planner.measure.machines import named
+from gs_compile.planner.measure.machines import profile as find_profile
+from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.problem import Problem
+from gs_compile.planner.request import Request
+from gs_compile.planner.resumed import as_before, fingerprint, kept_of
+from gs_compile.planner.step_plan import StepPlan
+from gs_compile.planner.summary import paragraph
+from gs_compile.progress import stage
+from gs_compile.runtime.ranks import Ranks
+from gs_compile.runtime.stream import device_of, has_own_memory
+from gs_compile.runtime.threads import update_threads
+
+if TYPE_CHECKING:
+    from gs_compile.codegen.compiled import SpecializedModel
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelAtHand:
+    """What a plan of a model at hand is made of.
+
+    sizes: of its units, with each kind of masters that may be chosen: "split" first. layouts: of each micro-batch.
+    tied: the units that share parameters. clip: the optimizer clips gradients.
+    """
+
+    options: Options
+    sizes: Mapping[Masters, tuple[UnitSize, ...]]
+    layouts: Sequence[SpecializedModel]
+    tied: Set[Any]
+    device: torch.device
+    clip: bool
+    ranks: Ranks | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What was decided for a run.
+
+    plan: by this rank, which is the first; None: by another one, or by the run that goes on here.
+    masters: of parameters in bf16. values_nbytes: of device memory, without what code computes with where that is
+        known; None: nothing is said of it. kept: what commits keep of the plan.
+    """
+
+    placement: Placement
+    masters: Masters
+    values_nbytes: int | None
+    plan: StepPlan | None = None
+    kept: Mapping[str, Any]
+
+
+class Run:
+    """The problem of a model at hand: what is asked for, and what is measured when it is needed."""
+
+    def __init__(self, model: ModelAtHand) -> None:
+        options, ranks, layouts = model.options, model.ranks, model.layouts
+        self.model, self.ranks, self.options = model, ranks, options
+        self.request = Request.of(options, clip=model.clip)
+        here = ranks.num_here if ranks else 1
+        self.num_threads = options.expert.threads or update_threads(not has_own_memory(model.device), here)
+        batch = tuple(each.x_nbytes for each in layouts), tuple(each.side_nbytes for each in layouts)
+        own = host_budget(options, here), device_budget(options, model.device), batch
+        hosts, devices, batches = zip(*(ranks.agree("the budgets and batches", own) if ranks else [own]), strict=True)
+        self.batch = max(batches, key=lambda each: sum(map(sum, each)))
+        self.host_nbytes: int = min(hosts)
+        self.device_nbytes: int | None = None if None in devices else min(devices)
+        self.levels = self._levels()
+
+    # What is given ----------------------------------------------------------------------------------------------------
+
+    @property
+    def masters(self) -> Masters:
+        """Those that are tried first."""
+        return next(iter(self.model.sizes))
+
+    def builder(self, masters: Masters) -> StepBuilder:
+        """What lays out the steps of the batch that all ranks plan for."""
+        model, expert, sizes = self.model, self.options.expert, self.model.sizes[masters]
+        x_nbytes, side_nbytes = self.batch
+        layout = Layout(
+            num_layers=model.layouts[0].split.num_layers,
+            x_nbytes=x_nbytes,
+            side_nbytes=side_nbytes,
+            separate=has_own_memory(model.device) or expert.separate_device,
+            clip=model.clip,
+            schedule=expert.schedule,
+            snake=expert.snake,
+            world=self.ranks.number if self.ranks else 1,
+            durability=self.options.durability,
+        )
+        return StepBuilder(
+            sizes=sizes, layout=layout, shape=model.layouts[0].shape_of(sizes, model.tied, training=True)
+        )
+
+    @cache  # noqa: B019  (lives as long as the run)
+    def problem(self, masters: Masters) -> Problem:
+        others = [each for each in self.model.sizes if each != masters]
+        return Problem(
+            builder=self.builder(masters),
+            request=self.request,
+            machine=lambda: self.profile,
+            code=partial(self._priced, masters),
+            saving=self.levels,
+            host_nbytes=self.host_nbytes,
+            device_nbytes=self.device_nbytes,
+            whole=True,
+            whole_masters=partial(self.problem, others[0]) if others and masters == self.masters else None,
+            masters=masters,
+        )
+
+    @cached_property
+    def profile(self) -> Profile:
+        """Measured by all ranks together."""
+        with stage("measuring this machine, once"):
+            return find_profile(self.options.machine, self.options.storage, ranks=self.ranks)
+
+    @cached_property
+    def workload(self) -> Workload:
+        """What the layers' code costs here, timed once, with the units as they are tried first."""
+        layout, builder = self.model.layouts[0], self.builder(self.masters)
+        workload = workload_of(layout, builder.sizes)
+        with stage("compiling and timing the layers' code"):
+            return replace(timed(workload, layout), shape=builder.shape, world=builder.layout.world)
+
+    def measure_again(self, profile: Profile | None = None) -> None:
+        """Let what was timed be timed again when it is asked for, on this machine or as a profile says."""
+        vars(self).pop("workload", None)
+        self._priced.cache_clear()
+        self.problem.cache_clear()
+        self.levels = self._levels()
+        if profile is not None:
+            vars(self)["profile"] = profile
+
+    def _levels(self) -> LayerLevels:
+        is_compiled = self.options.expert.compiler != "eager"
+        return LayerLevels(self.model.layouts, lambda: self.workload, compiled=is_compiled)
+
+    @cache  # noqa: B019  (lives as long as the run)
+    def _priced(self, masters: Masters) -> Workload:
+        """The workload with what updates of these units take on this machine."""
+        sizes = self.model.sizes[masters]
+        if not named(self.options.machine):
+            sizes = priced(sizes, self.profile, self.num_threads)
+        return replace(self.workload, sizes=sizes)
+
+    # What is decided --------------------------------------------------------------------------------------------------
+
+    def planned(self, former: Mapping[str, Any]) -> Planned:
+        """The plan of a commit that the run goes on from, if nothing has changed that it was made for; else a new one.
+
+        former: what the commit has of its plan; empty: there is none. Raises `MemoryBudgetError` where not even the
+        least fits; it says what is needed.
+        """
+        for masters, sizes in self.model.sizes.items():
+            made_for = self._made_for(sizes)
+            if (placement := as_before(self.problem(masters), former, made_for, self.host_nbytes)) is not None:
+                log.info("the plan is the one that the run was made with: what it was made for has not changed")
+                return Planned(placement=placement, masters=masters, values_nbytes=former["values_nbytes"], kept=former)
+        found = self._decided() if self.ranks is None else self._together(self.ranks)
+        if found.plan is not None:
+            log.info("%s", "; ".join([words(found.plan), *self.levels.refusals()]))
+        return found
+
+    def _decided(self) -> Planned:
+        plan = decide(self.problem(self.masters), self.request)
+        masters = plan.problem.masters or self.masters
+        kept: Mapping[str, Any] = {}
+        values_nbytes = self.device_nbytes if plan.problem.builder.layout.separate else None
+        if plan.is_solved:
+            values_nbytes = plan.problem.values_nbytes if plan.profile.separate else values_nbytes
+            made_for = self._made_for(self.model.sizes[masters])
+            kept = kept_of(plan, made_for, self.host_nbytes, values_nbytes)
+        placement = plan.placement
+        return Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, plan=plan, kept=kept)
+
+    def _together(self, ranks: Ranks) -> Planned:
+        """The first rank's; what has to be measured for it is measured by all."""
+        own_pass = SCHEDULES[self.request.schedule].variants is not None
+        first = self.problem(self.masters)
+        if ranks.from_first("whether to plan", lambda: own_pass or isinstance(undecided(first), Problem)):
+            _ = self.profile
+        here: list[Planned] = []
+
+        def decided() -> tuple[Any, ...]:
+            here.append(self._decided())
+            return here[0].placement, here[0].masters, here[0].values_nbytes, dict(here[0].kept)
+
+        placement, masters, values_nbytes, kept = ranks.from_first("the plan", decided)
+        return (
+            here[0] if here else Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, kept=kept)
+        )
+
+    def _made_for(self, sizes: Sequence[UnitSize]) -> str:
+        model, number = self.model, self.ranks.number if self.ranks else 1
+        settled = model.clip, has_own_memory(model.device), number
+        return fingerprint(self.options, sizes, model.layouts, self.builder(self.masters).shape, *settled)
+
+
+def words(plan: StepPlan) -> str:
+    """What a run's log says of its plan."""
+    return paragraph(plan) if plan.is_solved else "; ".join(plan.notes)
+
+
+def host_budget(options: Options, num_here: int = 1) -> int:
+    """The bytes of host memory that this process may map. num_here: ranks on this machine, which share what it has."""
+    if options.host_memory is None:
+        return int(available_memory() * DEFAULT_SHARE / num_here)
+    return parse_bytes(options.host_memory, whole=usable_memory() // num_here, name="host_memory")
+
+
+def device_budget(options: Options, device: torch.device) -> int | None:
+    """The bytes of device memory that a run is given; None: nothing is said of it."""
+    if options.device_memory is None:
+        return None
+    whole = device_of(device).memory_nbytes()[1]
+    return parse_bytes(options.device_memory, whole=whole, name="device_memory")
