@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import LlamaConfig
 
+from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.plan import plan
-from gs_compile.planner.requested import workloads
 from gs_compile.planner.step_plan import StepPlan
 
 RESULTS = Path(__file__).resolve().parent / "results" / "saved.json"
@@ -84,9 +84,9 @@ def main() -> None:
         if sys.argv[1:] and machine not in sys.argv[1:]:
             continue
         rows = {key: each for key, each in rows.items() if not key.startswith(f"{model}, {machine},")}
-        spec = workloads(config(model), SEQUENCE, "bf16", 1)
+        spec = ModelSpec.of(config(model), sequence=SEQUENCE, precision="bf16")
         given: dict[str, Any] = {"machine": machine, "micro_batch_size": size}
-        workload = spec(size, levels=True)
+        workload = spec.levelled(spec.workload(size))
         saturated = plan(workload, **given, recompute="all").num_micro_batches
         for times in TIMES:
             number = times * saturated

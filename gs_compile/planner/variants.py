@@ -39,8 +39,12 @@ def with_variant(plan: StepPlan) -> StepPlan:
             found.append(steps.predicted(placement))
     fastest = min(reversed(found), key=lambda each: each.seconds)
     notes = (variants.why(found[0], fastest), *plan.notes)
-    decision = replace(plan.decision, own=fastest.placed.own)
-    return replace(plan, decision=decision, placement=fastest.placed, simulated=fastest, notes=notes)
+    chosen = fastest.placed
+    if chosen.decision.ratios == plain.decision.ratios:
+        decision, solved = replace(plan.decision, own=chosen.own), plan.solved
+    else:  # of a placement that leaves more memory: what is said of the plan is said of this one
+        decision, solved = chosen.decision, None
+    return replace(plan, decision=decision, solved=solved, placement=chosen, simulated=fastest, notes=notes)
 
 
 def own_within(problem: Problem, variants: Variants) -> object:
