@@ -129,15 +129,15 @@ def test_spare_device_memory_is_used_by_itself(harness, tmp_path):
 
 def test_one_memory_refuses_it_by_name(harness, tmp_path):
     assert refused(harness, tmp_path, separate_device=False, ratios={"device_checkpoint": 0.5}).endswith(
-        "expert.ratios.device_checkpoint is 0.5, but this device has no memory of its own: it reads the host's, so give "
-        "expert.ratios.checkpoint"
+        "the ratio device_checkpoint is 0.5, but this device has no memory of its own: it reads the host's, so give "
+        "checkpoint"
     )
 
 
 def test_parameters_without_masters_are_refused(tmp_path):
     torch._dynamo.reset()
     assert refused(Harness(gpt2, "model"), tmp_path, ratios={"device_parameter": 0.5}).endswith(
-        "expert.ratios.device_parameter is 0.5, but parameters that are updated in the type they are computed in go to "
+        "the ratio device_parameter is 0.5, but parameters that are updated in the type they are computed in go to "
         'host memory for that: leave it out, or choose precision="bf16"'
     )
 
