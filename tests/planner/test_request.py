@@ -1,0 +1,136 @@
+"""A request is checked when it is made, in words; the command line asks for it field by field."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+
+import pytest
+from planned import gpt
+
+from gs_compile.cli.requests import FLAGS, plans
+from gs_compile.errors import OptionError, PlanError
+from gs_compile.options import Options, Ratios
+from gs_compile.planner.plan import plan
+from gs_compile.planner.request import NUMBERS, WORDS, Request
+
+HERE = Path(__file__).parents[1] / "machine.json"
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"precision": "fp8"}, "precision is 'fp8'; there are bf16 and model"),
+        ({"schedule": "diagonal"}, "schedule is 'diagonal'; there are vertical and horizontal"),
+        ({"saturation": "never"}, "saturation is 'never'; there are relative and paper"),
+        ({"recompute": "typo"}, "recompute is 'typo'; there are auto and "),
+        ({"masters": "half"}, "masters is 'half'; there are split and whole"),
+        ({"states": "4bit"}, "states is '4bit'; there are fp32 and bf16 and 8bit"),
+        ({"clipping": "late", "clip": True}, "clipping is 'late'; there are delayed and speculative"),
+        ({"alpha": -0.1}, "alpha is -0.1; it is a part of each update, from 0 to 1"),
+        ({"alpha": 1.5}, "alpha is 1.5; it is a part of each update, from 0 to 1"),
+        ({"alpha": float("nan")}, "alpha is nan; it is a part of each update, from 0 to 1"),
+        ({"alpha": 0.2, "clip": True, "clipping": "delayed"}, 'alpha is 0.2, but with clipping that is "delayed"'),
+        ({"wear_years": 0}, "wear_years is 0; it is more than 0"),
+        ({"wear_years": float("nan")}, "wear_years is nan; it is more than 0"),
+        (
+            {"ratios": {"activation": 0.5}, "recompute": "all"},
+            'recompute is "all", but ratios.activation is 0.5: leave',
+        ),
+        ({"ratios": {"checkpoint": 0.5}, "recompute": "none"}, 'recompute is "none", but ratios.checkpoint is 0.5: '),
+        ({"ratios": {"gradient": 1.0}}, "ratios.gradient is 1, but gradient sums leave the device between two"),
+        *(({name: 0}, f"{name} is 0; it is 1 or more") for name in NUMBERS),
+    ],
+)
+def test_what_a_plan_cannot_be_asked_for(settings, complaint):
+    with pytest.raises(PlanError) as caught:
+        Request(**settings)
+    assert str(caught.value).startswith(complaint)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"ratios": {"optimizer": 1.5}}, "ratios.optimizer must be a number from 0 to 1"),
+        ({"ratios": {"parameters": 1.0}}, "did you mean ratios.parameter?"),
+        ({"ratios": 0.5}, "ratios must be a dict or gs_compile.Ratios; got 0.5"),
+        (
+            {"ratios": {"parameter": 0.5, "device_parameter": 0.75}},
+            "ratios.parameter is 0.5 and ratios.device_parameter is 0.75: together they are more than there is",
+        ),
+        ({"durability": "never"}, 'durability must be "off", "step" or a whole number of steps; got \'never\''),
+        ({"durability": -1}, 'durability must be "off", "step" or a whole number of steps; got -1'),
+    ],
+)
+def test_what_options_refuse_too_is_refused_in_their_words(settings, complaint):
+    with pytest.raises(OptionError) as caught:
+        Request(**settings)
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_every_word_there_is_may_be_asked_for(name):
+    for word in WORDS[name]:
+        assert getattr(Request(**{name: word}), name) == word
+
+
+def test_what_is_given_in_short_is_kept_in_full():
+    found = Request(ratios={"parameter": 0.5}, durability="step")
+    assert (found.ratios, found.durability) == (Ratios(parameter=0.5), 1)
+    assert found == Request(ratios=Ratios(parameter=0.5), durability=1)
+
+
+def test_a_plan_that_saves_nothing_and_something_is_refused():
+    """Before anything is planned, in words."""
+    with pytest.raises(PlanError, match=r'recompute is "all", but ratios.activation is 0.5: leave one of the two out'):
+        plan(gpt(2, 64), machine=HERE, recompute="all", ratios={"activation": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("clip", "clipping", "alpha", "alphas", "speculative"),
+    [
+        (False, None, 0.2, (0.2,), False),
+        (True, None, None, (1.0,), False),
+        (True, None, 1.0, (1.0,), False),
+        (True, None, 0.2, (0.2,), True),  # what is not all late is speculative
+        (True, "delayed", None, (1.0,), False),
+        (True, "speculative", 0.2, (0.2,), True),
+        (True, "speculative", 1.0, (1.0,), True),
+    ],
+)
+def test_clipping_says_which_updates_are_late(clip, clipping, alpha, alphas, speculative):
+    found = Request(clip=clip, clipping=clipping, alpha=alpha)
+    assert (found.alphas, found.speculative, found.late) == (alphas, speculative, clip and not speculative)
+
+
+@pytest.mark.parametrize("alpha", [None, 0.2])
+def test_a_run_asks_for_what_its_options_say(alpha):
+    expert = {"alpha": alpha, "ratios": {"parameter": 0.5}, "recompute": "all", "masters": "whole"}
+    given = {"host_memory": 6 << 30, "micro_batch_size": 2, "durability": 3}
+    options = Options.of({**given, "expert": expert})
+    found = Request.of(options, clip=True)
+    assert found == Request(**expert, **given, clip=True, storage=options.storage, precision=options.precision)
+
+
+# The command line -----------------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_flag_for_each_field_and_no_other():
+    assert set(FLAGS) == {each.name for each in fields(Request)}
+
+
+def test_what_is_not_given_on_the_command_line_is_what_a_request_has():
+    asked = []
+
+    @plans
+    def command(model: str, request: Request, as_json: bool = False) -> None:
+        asked.append((model, request, as_json))
+
+    parameters = signature(command).parameters
+    defaults = {name: parameters[name].default.default for name in FLAGS}
+    command("gpt-65b", **defaults)
+    assert asked == [("gpt-65b", Request(), False)]
+    usual = {each.name: each.default for each in fields(Request) if each.name != "ratios"}
+    assert {name: value for name, value in defaults.items() if name != "ratios"} == usual
+    assert list(parameters) == ["model", *FLAGS, "as_json"]
