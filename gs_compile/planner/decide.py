@@ -208,8 +208,8 @@ def _least(problem: Problem) -> StepPlan:
 
 def _made(problem: Problem, placement: Placement, note: str) -> StepPlan:
     """The plan of a placement that is not simulated; raises `MemoryBudgetError` where the device has no room for it."""
-    needed, budget = peak(_steps(problem).builder.program(placement), "device"), problem.device_budget
-    if budget is not None and needed > budget:
+    steps, budget = _steps(problem), problem.device_budget
+    if budget is not None and (needed := peak(steps.builder.program(placement), "device")) > budget:
         raise MemoryBudgetError(
             f"device_memory is {format_bytes(budget)}; this step keeps {format_bytes(needed)} there, and what a layer "
             f"computes with comes on top: {remedies(problem.request)}"
@@ -218,7 +218,7 @@ def _made(problem: Problem, placement: Placement, note: str) -> StepPlan:
         problem=problem,
         num_micro_batches=problem.builder.layout.num_micro_batches,
         decision=placement.decision,
-        steps=_steps(problem),
+        steps=steps,
         placement=placement,
         notes=(note,) if note else (),
     )

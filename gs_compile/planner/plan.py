@@ -74,12 +74,12 @@ class _Model:
 
     def __init__(self, model: Any, request: Request) -> None:
         self.model, self.request = model, request
+        self.spec = cache(self._spec)
         self._known: dict[tuple[int, Schedule, Masters | None], Workload] = {}
         if isinstance(model, Workload) and (request.masters or request.states != "fp32"):
             raise PlanError(f"the workload {model.name} says itself what its states have: leave masters and states out")
 
-    @cache  # noqa: B019  (lives as long as a plan is made)
-    def spec(self, schedule: Schedule) -> ModelSpec:
+    def _spec(self, schedule: Schedule) -> ModelSpec:
         request = self.request
         return ModelSpec.of(
             self.model,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -85,8 +86,17 @@ class Request:
             if (value := getattr(self, name)) not in words:
                 raise PlanError(f"{name} is {value!r}; there are {' and '.join(filter(None, words))}")
         for name in NUMBERS:
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise PlanError(f"{name} is {value}; it is 1 or more")
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, Integral) or value < 1):
+                raise PlanError(f"{name} is {value!r}; it is 1 or more, and whole")
+        for name in ("alpha", "wear_years"):
+            value = getattr(self, name)
+            if not isinstance(value, Real | None):
+                raise PlanError(f"{name} is {value!r}; it is a number")
+        if self.clipping is not None and not self.clip:
+            raise PlanError(
+                f"clipping is {self.clipping!r}, but clip is not asked for: give clip, too, or leave it out"
+            )
         if not isinstance(self.ratios, Ratios):
             object.__setattr__(self, "ratios", Ratios.of(self.ratios, "ratios"))
         object.__setattr__(self, "durability", Options.of({"durability": self.durability}).durability)

@@ -49,9 +49,15 @@ def _plain(fact: Any) -> Any:
 
 
 def kept_of(plan: StepPlan, made_for: str, host_nbytes: int, values_nbytes: int | None) -> dict[str, Any]:
-    """What commits keep of a plan that was searched for: what was decided, and what for."""
-    decision = plan.placement.decision.as_dict()
-    return {"made_for": made_for, "host_nbytes": host_nbytes, "values_nbytes": values_nbytes, "decision": decision}
+    """What commits keep of a plan that was searched for: what was decided, and what for.
+
+    Of one with what only its schedule can read they keep nothing: it is made again.
+    """
+    decision = plan.placement.decision
+    if decision.own is not None:
+        return {}
+    known = {"made_for": made_for, "host_nbytes": host_nbytes, "values_nbytes": values_nbytes}
+    return {**known, "decision": decision.as_dict()}
 
 
 def as_before(problem: Problem, former: Mapping[str, Any], made_for: str, host_nbytes: int) -> Placement | None:

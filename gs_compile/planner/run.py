@@ -93,6 +93,7 @@ class Run:
         self.host_nbytes: int = min(hosts)
         self.device_nbytes: int | None = None if None in devices else min(devices)
         self.levels = self._levels()
+        self.problem, self._priced = cache(self._problem), cache(self._price)  # of this run: they go with it
 
     # What is given ----------------------------------------------------------------------------------------------------
 
@@ -120,8 +121,7 @@ class Run:
             sizes=sizes, layout=layout, shape=model.layouts[0].shape_of(sizes, model.tied, training=True)
         )
 
-    @cache  # noqa: B019  (lives as long as the run)
-    def problem(self, masters: Masters) -> Problem:
+    def _problem(self, masters: Masters) -> Problem:
         others = [each for each in self.model.sizes if each != masters]
         return Problem(
             builder=self.builder(masters),
@@ -163,8 +163,7 @@ class Run:
         is_compiled = self.options.expert.compiler != "eager"
         return LayerLevels(self.model.layouts, lambda: self.workload, compiled=is_compiled)
 
-    @cache  # noqa: B019  (lives as long as the run)
-    def _priced(self, masters: Masters) -> Workload:
+    def _price(self, masters: Masters) -> Workload:
         """The workload with what updates of these units take on this machine."""
         sizes = self.model.sizes[masters]
         if not named(self.options.machine):

@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 from planned import A100, gpt, problem, ratios
 
+from gs_compile.passes.baselines.lifetime import Rooms
 from gs_compile.placement.placement import Decision
 from gs_compile.planner.boundary import FIRST, earlier, kept
 from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.choose import fastest
 from gs_compile.planner.decide import _kept_for_free
 from gs_compile.planner.request import Request
-from gs_compile.planner.resumed import as_before
+from gs_compile.planner.resumed import as_before, kept_of
+from gs_compile.planner.step_plan import StepPlan
 
 WORKLOAD = gpt(4, 256, vocabulary=20000)
 CPU = replace(A100, device="cpu", device_nbytes=0)
@@ -89,3 +91,13 @@ def test_what_has_no_room_is_not_kept():
     plain = given.builder.placement(NOTHING)
     before = given.predicted(plain)
     assert fastest(replace(given, host_nbytes=1), before, [kept(plain)]) is before
+
+
+def test_a_commit_keeps_nothing_of_what_only_a_schedule_can_read():
+    """Such a plan is made again: its own data is no JSON."""
+    given = problem(WORKLOAD, CPU, 2)
+    plain = given.builder.placement(NOTHING)
+    known = {"problem": given, "steps": given, "num_micro_batches": 2, "decision": NOTHING}
+    found, own = (StepPlan(placement=each, **known) for each in (plain, plain.decided(own=Rooms.unbounded)))
+    assert kept_of(found, "this model", 1, None)["decision"] == plain.decision.as_dict()
+    assert kept_of(own, "this model", 1, None) == {}

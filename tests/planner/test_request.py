@@ -41,6 +41,11 @@ HERE = Path(__file__).parents[1] / "machine.json"
         ({"ratios": {"checkpoint": 0.5}, "recompute": "none"}, 'recompute is "none", but ratios.checkpoint is 0.5: '),
         ({"ratios": {"gradient": 1.0}}, "ratios.gradient is 1, but gradient sums leave the device between two"),
         *(({name: 0}, f"{name} is 0; it is 1 or more") for name in NUMBERS),
+        *(({name: "8"}, f"{name} is '8'; it is 1 or more, and whole") for name in NUMBERS),
+        ({"batch_size": 2.5}, "batch_size is 2.5; it is 1 or more, and whole"),
+        ({"alpha": "half"}, "alpha is 'half'; it is a number"),
+        ({"wear_years": "3"}, "wear_years is '3'; it is a number"),
+        ({"clipping": "delayed"}, "clipping is 'delayed', but clip is not asked for: give clip, too"),
     ],
 )
 def test_what_a_plan_cannot_be_asked_for(settings, complaint):
@@ -72,7 +77,7 @@ def test_what_options_refuse_too_is_refused_in_their_words(settings, complaint):
 @pytest.mark.parametrize("name", WORDS)
 def test_every_word_there_is_may_be_asked_for(name):
     for word in WORDS[name]:
-        assert getattr(Request(**{name: word}), name) == word
+        assert getattr(Request(**{name: word}, clip=name == "clipping"), name) == word
 
 
 def test_what_is_given_in_short_is_kept_in_full():

@@ -26,6 +26,7 @@ class LayerLevels:
     ) -> None:
         self.layouts, self.timed, self.compiled = layouts, workload, compiled
         self._asked = False
+        self._costs = cache(self._cost)
 
     def levels(self, x_nbytes: Sequence[int]) -> Levels:
         """Of each layer; of a batch that another rank has, in proportion to the inputs. () where none may."""
@@ -60,8 +61,7 @@ class LayerLevels:
         """`workload` with what the levels of its layers cost, as their code runs; with `last` the last level alone."""
         return replace(workload, costs=self._costs(last))
 
-    @cache  # noqa: B019  (lives as long as the run)
-    def _costs(self, last: bool) -> Mapping[Unit, UnitCost]:
+    def _cost(self, last: bool) -> Mapping[Unit, UnitCost]:
         found = levelled(self.timed(), self.layouts[0])
         if most := found.num_levels:
             with stage("compiling and timing the code of saved activations"):

@@ -1,0 +1,44 @@
+"""What a run has planned and timed goes with it: a notebook makes many, and their graphs are large."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from planned import gpt
+
+from gs_compile.options import Options
+from gs_compile.planner.cost import levels as module
+from gs_compile.planner.cost.levels import LayerLevels
+from gs_compile.planner.run import ModelAtHand, Run
+from gs_compile.program.ir import StepShape
+
+
+def test_nothing_else_holds_a_run():
+    layout: Any = SimpleNamespace(x_nbytes=1, side_nbytes=0, split=SimpleNamespace(num_layers=2))
+    layout.shape_of = lambda *_, **__: StepShape()
+    options = Options.of({"host_memory": 10**9})
+    given = {"sizes": {"split": ()}, "layouts": [layout], "tied": frozenset(), "clip": False}
+    run = Run(ModelAtHand(options=options, device=torch.device("cpu"), **given))
+    assert run.problem("split") is run.problem("split")
+    gone = weakref.ref(run)
+    del run
+    gc.collect()
+    assert gone() is None
+
+
+def test_nothing_else_holds_what_layers_may_save(monkeypatch):
+    timed, calls = gpt(2, 64), []
+    monkeypatch.setattr(module, "levelled", lambda workload, _: calls.append(workload) or workload)
+    levels = LayerLevels([None], lambda: timed, compiled=False)
+    assert levels.workload(timed, last=False) == levels.workload(timed, last=False) == timed
+    assert calls == [timed], "once"
+    levels.workload(timed, last=True)
+    assert len(calls) == 2, "for another question"
+    gone = weakref.ref(levels)
+    del levels
+    gc.collect()
+    assert gone() is None
