@@ -1,0 +1,311 @@
+"""What speculative clipping brings beside delayed clipping, and which share of steps it does again.
+
+shares      the examples' Llama learns with max_grad_norm=1.0: Python's own library from random values, 300 steps; after
+            that the examples' text, 200 steps; and adapters of LoRA alone that text after the same start. The runtime
+            says which steps it rolled back; norms say what another bound would have done. All data is in memory.
+times       steps of a GPT-2 with delayed updates, with speculative ones that hold (an infinite bound) and with
+            speculative ones that are all rolled back (a tiny bound), in turns in one run: where the drive binds, where
+            the computation does, and between. Medians, and the median of the rounds' ratios.
+simulated   the same three steps of large models on machines that ship, each with the plan that is best for it, for
+            batches from the one that saturates delayed updates down to an eighth of it.
+
+A step pays for what the one before it rolled back: in its forward these updates are made again. So at a share of steps
+that are rolled back, a mean step takes the mean of the two.
+
+    python -m benchmarks.clipping shares --output benchmarks/results/clipping.json
+    python -m benchmarks.clipping times --storage /path/on/an/nvme/drive --output benchmarks/results/clipping.json
+    python -m benchmarks.clipping simulated --output benchmarks/results/clipping.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import math
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import gs_compile
+from examples import finetune_trainer, train_gpt2
+from gs_compile.errors import MemoryBudgetError, NoFitError
+from gs_compile.planner.plan import plan
+from gs_compile.planner.request import Request
+from gs_compile.planner.simulate.simulator import predict
+from gs_compile.planner.step_plan import StepPlan
+
+RATE, LORA_RATE = 2e-3, 1e-2  # of learning, as the example has them
+STEPS, BOUNDS = 200, (0.5, 1.0, 2.0, 5.0)
+SEQUENCE, BATCH, MICRO_BATCH = 128, 16, 4  # as the examples have them
+WORTH = 1.05  # times as fast: less is not worth a way of its own
+KINDS: dict[str, tuple[str, float]] = {  # how the updates of a run are made, and its bound
+    "delayed": ("delayed", math.inf),
+    "holds": ("speculative", math.inf),
+    "redone": ("speculative", 1e-6),
+}
+SETTINGS: dict[str, dict[str, Any]] = {  # of `times`
+    "drive": {"layers": 24, "hidden": 768, "sequence": 16, "micro_batches": 1, "ratio": 0.0},
+    "between": {"layers": 12, "hidden": 768, "sequence": 64, "micro_batches": 2, "ratio": 0.0},
+    "computation, in memory": {"layers": 8, "hidden": 512, "sequence": 256, "micro_batches": 4, "ratio": 1.0},
+}
+CASES = ("gpt-65b@a100", "gpt-30b@a5000", "gpt-65b@h200")
+PARTS = (1, 2, 4, 8)  # of the batch that saturates delayed updates
+
+
+class Step(NamedTuple):
+    loss: float
+    norm: float
+    rolled_back: bool
+
+
+# Shares ---------------------------------------------------------------------------------------------------------------
+
+
+def library() -> torch.Tensor:
+    """The bytes of modules and two packages of the standard library."""
+    folders = (Path(module.__file__).parent for module in (asyncio, json, os))
+    sources = sorted(path for folder in folders for path in folder.glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8).long()
+
+
+def trained(model: torch.nn.Module, text: torch.Tensor, rate: float, steps: int = STEPS) -> list[Step]:
+    """What a model learns of a text, all data in memory; the rate falls to zero, as with `Trainer`."""
+    torch._dynamo.reset()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = gs_compile.AdamW(parameters, lr=rate, max_grad_norm=1.0)
+    rates = LambdaLR(optimizer, lambda step: 1 - step / steps)
+    ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), 1.0)
+    expert = {"compiler": "eager", "ratios": ratios, "clip": "speculative", "alpha": 0.0, "recompute": "all"}
+    options = {"micro_batch_size": MICRO_BATCH, "outputs": "loss", "expert": expert}
+    model.compile(backend="greedysnake", options=options)
+    model.train()
+    generator, found = torch.Generator().manual_seed(1), []
+    for _ in range(steps):
+        starts = torch.randint(len(text) - SEQUENCE, (BATCH,), generator=generator)
+        ids = torch.stack([text[start : start + SEQUENCE] for start in starts.tolist()])
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rates.step()
+        assert optimizer.last_step is not None
+        info = optimizer.last_step
+        found.append(Step(float(loss.detach()), info.grad_norm, info.rolled_back))
+    optimizer.synchronize()
+    return found
+
+
+def fine_tunes(warm_steps: int) -> Iterator[tuple[str, list[Step]]]:
+    """From random values on other text, and after that warm start: all parameters, and adapters alone."""
+    build, prose = finetune_trainer.build, train_gpt2.text_as_bytes()
+    torch.manual_seed(0)
+    warm = build()
+    yield "from random values, Python's library", trained(warm, library(), RATE, warm_steps)
+    values = {name: value.clone() for name, value in warm.state_dict().items()}
+    model = build()
+    model.load_state_dict(values)
+    yield "fine-tuned, help text", trained(model, prose, RATE / 10)
+    model = build()
+    model.load_state_dict(values)
+    torch.manual_seed(0)
+    yield "LoRA, help text", trained(finetune_trainer.with_adapters(model), prose, LORA_RATE)
+
+
+def share_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for name, steps in fine_tunes(arguments.warm_steps):
+        yield share_row(name, steps)
+
+
+def share_row(name: str, steps: Sequence[Step]) -> dict[str, Any]:
+    norms = [step.norm for step in steps]
+    return {
+        "fine_tune": name,
+        "losses": [statistics.mean(step.loss for step in part) for part in (steps[:10], steps[-10:])],
+        "rolled_back": statistics.mean(step.rolled_back for step in steps),
+        "rolled_back_of_last_half": statistics.mean(step.rolled_back for step in steps[len(steps) // 2 :]),
+        "share_above": {str(bound): statistics.mean(norm > bound for norm in norms) for bound in BOUNDS},
+        "median_norm": statistics.median(norms),
+        "norms": [round(norm, 4) for norm in norms],
+    }
+
+
+# Times ----------------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """One GPT-2 whose updates are made in one way, below a directory of its own."""
+
+    def __init__(self, setting: Mapping[str, Any], kind: str, alpha: float, storage: str) -> None:
+        torch.manual_seed(0)
+        clip, bound = KINDS[kind]
+        sizes = {"n_layer": setting["layers"], "n_embd": setting["hidden"], "n_head": setting["hidden"] // 64}
+        rest = {"vocab_size": 1024, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+        self.model = GPT2LMHeadModel(GPT2Config(**sizes, n_positions=setting["sequence"], **rest)).train()
+        ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), setting["ratio"])
+        expert: dict[str, Any] = {"compiler": "eager", "ratios": ratios, "recompute": "all", "clip": clip}
+        expert |= {"alpha": alpha} if clip == "speculative" else {}
+        self.model.compile(
+            backend="greedysnake",
+            options={"micro_batch_size": 1, "outputs": "loss", "storage": storage, "expert": expert},
+        )
+        self.optimizer = gs_compile.AdamW(self.model.parameters(), lr=1e-5, max_grad_norm=bound)
+        self.ids = torch.randint(1024, (setting["micro_batches"], setting["sequence"]))
+        self.rolls_back = kind == "redone"
+
+    def timed(self, steps: int) -> float:
+        """Seconds of one of several consecutive steps, all of their transfers included."""
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.model(input_ids=self.ids, labels=self.ids).loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            assert self.optimizer.last_step is not None
+            assert self.optimizer.last_step.rolled_back == self.rolls_back
+        return (time.perf_counter() - start) / steps
+
+    def close(self) -> None:
+        assert self.optimizer.engine is not None
+        self.optimizer.engine.tiers.close()
+
+
+def time_row(name: str, alpha: float, storage: str, rounds: int, steps: int) -> dict[str, Any]:
+    """The three kinds of step in one setting; rounds alternate, and so does who is first."""
+    torch._dynamo.reset()
+    setting = SETTINGS[name]
+    runs = {kind: Run(setting, kind, alpha, f"{storage}/{kind}") for kind in KINDS}
+    seconds: dict[str, list[float]] = {kind: [] for kind in runs}
+    for run in runs.values():
+        run.timed(2)
+    for number in range(rounds):
+        for kind, run in list(runs.items())[:: -1 if number % 2 else 1]:
+            gc.collect()
+            seconds[kind].append(run.timed(steps))
+    for run in runs.values():
+        run.close()
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    pairs = {kind: zip(seconds["delayed"], seconds[kind], strict=True) for kind in ("holds", "redone")}
+    by_rounds = {kind: statistics.median(a / b for a, b in found) for kind, found in pairs.items()}
+    return {
+        "name": name,
+        **setting,
+        "alpha": alpha,
+        "rounds": seconds,
+        "seconds": medians,
+        "faster": {kind: medians["delayed"] / medians[kind] for kind in by_rounds},
+        "faster_by_rounds": by_rounds,
+        "break_even_share": break_even(**medians),
+    }
+
+
+def break_even(delayed: float, holds: float, redone: float) -> float | None:
+    """The share of redone steps up to which a mean step is worth it; None: not even without any."""
+    worth = delayed / WORTH
+    if holds > worth:
+        return None
+    return 1.0 if redone <= worth else (worth - holds) / (redone - holds)
+
+
+def time_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for name in arguments.settings:
+        for alpha in arguments.alphas:
+            with tempfile.TemporaryDirectory(dir=arguments.storage) as storage:
+                yield time_row(name, alpha, storage, arguments.rounds, arguments.steps)
+            gc.collect()
+
+
+# Simulated ------------------------------------------------------------------------------------------------------------
+
+
+def redone_seconds(made: StepPlan) -> float:
+    """Of a step among others that are all rolled back, placed as a plan with speculative updates has it."""
+    placement, problem = made.placement, made.steps
+    program = problem.at(placement.layout.num_micro_batches).program(placement)
+    budgets = {"host_nbytes": problem.budgets.host_nbytes, "device_nbytes": problem.values_nbytes}
+    return predict(program, placement, problem.workload, problem.profile, **budgets).seconds
+
+
+def simulated_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for case in arguments.cases:
+        model, machine = case.split("@")
+        request = Request(machine=machine, sequence=arguments.sequence, recompute=arguments.recompute, clip=True)
+        usual = plan(model, request, clipping="delayed")
+        request = replace(request, micro_batch_size=usual.workload.micro_batch_size)
+        for number in sorted({-(-usual.num_micro_batches // part) for part in PARTS}, reverse=True):
+            try:
+                delayed, speculative = (
+                    plan(model, request, clipping=clipping, num_micro_batches=number)
+                    for clipping in ("delayed", "speculative")
+                )
+            except (NoFitError, MemoryBudgetError):
+                continue
+            seconds = {kind: found.seconds for kind, found in (("delayed", delayed), ("holds", speculative))}
+            seconds["redone"] = redone_seconds(speculative)
+            yield {
+                "model": model,
+                "machine": machine,
+                "samples": number * usual.workload.micro_batch_size,
+                "alpha": speculative.alpha,
+                "seconds": seconds,
+                "faster": {kind: seconds["delayed"] / seconds[kind] for kind in ("holds", "redone")},
+                "break_even_share": break_even(**seconds),
+            }
+
+
+def say(row: Mapping[str, Any]) -> None:
+    print({key: value for key, value in row.items() if key not in ("norms", "rounds")}, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("shares", "times", "simulated"))
+    parser.add_argument("--warm-steps", type=int, default=300)
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--alphas", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--cases", nargs="+", default=CASES, help="of `simulated`: model@machine")
+    parser.add_argument("--sequence", type=int, default=2048, help="of `simulated`")
+    parser.add_argument("--recompute", default="all", choices=("all", "auto"), help="of `simulated`")
+    parser.add_argument("--storage", type=Path)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    rows = {"shares": share_rows, "times": time_rows, "simulated": simulated_rows}[arguments.what](arguments)
+    found = []
+    for row in rows:
+        found.append(row)
+        say(row)
+        if arguments.output:
+            write(arguments, found)
+
+
+def write(arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The rows so far, in the place of those of an earlier run; what else was measured stays."""
+    known = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+    known[arguments.what] = {
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+            "load": os.getloadavg()[0],
+        },
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "rows": rows,
+    }
+    arguments.output.write_text(json.dumps(known, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
