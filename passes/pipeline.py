@@ -11,12 +11,13 @@ What would come before the first stage stands in `fill`, what would come after t
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from gs_compile.placement.cut import turn
 from gs_compile.placement.placement import Placement
+from gs_compile.placement.users import Users
 from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Value, homed
 
 # In the stage: at its start; after the computation that makes the value (made); before the one that reads it, one
@@ -132,15 +133,16 @@ class _StageAssigner:
     def ops(self) -> Iterator[Op]:
         points: list[IssuePoint] = []
         collectives: dict[tuple[str, int], IssuePoint] = {}  # the latest, by verb and stage
-        dependencies = _Dependencies()
+        dependencies = _Dependencies(points)
         done: Counter[Stage] = Counter()  # computations of each stage
         for index, op in enumerate(self.program.ops):
-            before = [points[other] for other in dependencies.enter(index, op)]
+            before = [points[other] for other in dependencies.before(op)]
             point = max([self._issue_point(op, done[op.stage]), *before])
             if op.lane == "net":  # in one order whatever the number of micro-batches, which is a rank's own
                 point = max(point, collectives.get((op.verb, point.stage), point))
                 collectives[op.verb, point.stage] = point
             points.append(point)
+            dependencies.enter(index, op)
             done[op.stage] += op.micro_batch is not None
         for index in sorted(range(len(points)), key=lambda index: (points[index], index)):
             stage = points[index].stage
@@ -210,36 +212,43 @@ class _StageAssigner:
 
 
 class _Dependencies:
-    """Who defines and who uses each value so far.
+    """The operations that each must come after: whoever it would wait for, and nobody else.
 
+    points: of all operations so far, where each is issued; of several users of a value the last one stands for all.
     A gathered unit is in the memory of its parts, so those are in use as long as it is. What is stored before `seal` is
     what that commits.
     """
 
-    def __init__(self) -> None:
-        self.users = defaultdict[Value, list[int]](list)
-        self.makers: dict[Value, int] = {}
+    def __init__(self, points: Sequence[IssuePoint]) -> None:
+        self.values: Users[Value, int] = Users(lambda users: [max(users, key=points.__getitem__)] if users else [])
         self.sources: dict[Value, tuple[Value, ...]] = {}
         self.stores: list[int] = []
         self.seal: list[int] = []
 
-    def enter(self, index: int, op: Op) -> list[int]:
-        """The operations that this one must come after: who defines what it reads, who uses what it defines anew, and
-        what the step before has stored or has been sealed with.
+    def before(self, op: Op) -> list[int]:
+        """Who defines what it reads, who uses what it defines anew, and what the step before has stored or has been
+        sealed with.
         """
-        found = [self.makers[value] for value in (*op.reads, *op.into) if value in self.makers]
+        found = self.values.awaited(op.reads, (*op.into, *op.results))
         if op.verb == "seal":
-            found += self.stores
+            return found + self.stores
+        return found + self.seal if _is_stored(op) else found
+
+    def enter(self, index: int, op: Op) -> None:
+        """The operation is issued."""
+        if op.verb == "seal":
             self.seal = [index]
-        elif op.lane == "ssd_write" and op.into:
-            found += self.seal
+        elif _is_stored(op):
             self.stores.append(index)
         for value in (*op.results, *op.into):
-            found += self.users.pop(value, ())
-            self.makers[value] = index
-        for value in (*op.reads, *op.into):
+            self.values.change(value, index)
+        for value in op.reads:
             for used in (value, *self.sources.get(value, ())):
-                self.users[used].append(index)
+                self.values.use(used, index)
         if op.verb == "gather":
             self.sources[op.results[0]] = op.reads
-        return found
+
+
+def _is_stored(op: Op) -> bool:
+    """Whether an operation brings to SSD what outlives the step."""
+    return op.lane == "ssd_write" and bool(op.into)

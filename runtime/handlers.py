@@ -82,27 +82,28 @@ class Handlers:
         Parameters in a zone that is read in one piece stay there: their shadow copies are copied, beside what follows.
         """
         table = self.tiers.values
+        users = table.users
         for home, shadow in zip(op.into[::2], op.into[1::2], strict=True):
             if home.kind == "s" or home.tier == "ssd" or (home.tier == "host" and self.placement.separate):
                 table.swap(home, shadow)
                 continue
             copy = partial(self.tiers.parameters.commit, table.contents[home], table.contents[shadow])
-            after = [*table.idle(home), *table.ready(shadow)]
+            after = users.awaited([shadow], [home])
             lane = self.tiers.lane("h2d" if home.tier == "device" else "cpu")
             ticket = lane.submit(f"commit {home}", copy, after, kind="w", stage=str(op.stage))
-            table.change(home, ticket)
-            table.use(shadow, ticket)
+            users.change(home, ticket)
+            users.use(shadow, ticket)
 
     def seal(self, op: Op) -> None:
         """Commit the step before, behind all that has been written so far."""
         table, commits = self.tiers.values, self.tiers.commits
         assert commits is not None, "no step is committed"
         homes = commits.stale_homes()
-        after = [ticket for home in homes for ticket in table.ready(home)]
+        after = table.users.awaited(homes, ())
         label = {"nbytes": sum(table.contents[home].nbytes for home in homes), "kind": op.kind, "stage": str(op.stage)}
         ticket = commits.under_way = self.tiers.lane(op.lane).submit(name_of(op), commits.seal(), after, **label)
         for home in homes:
-            table.use(home, ticket)
+            table.users.use(home, ticket)
 
     def moved_nbytes(self, op: Op, targets: Sequence[Any]) -> int:
         """The bytes that an operation of a lane moves into `targets`."""

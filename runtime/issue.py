@@ -21,6 +21,7 @@ from gs_compile.placement.device_memory import DeviceMemory
 from gs_compile.placement.liveness import Slots
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import range_of
+from gs_compile.placement.users import Users
 from gs_compile.program.ir import Op, Program, Value
 from gs_compile.program.verbs import NORMS
 from gs_compile.runtime.coordinators import Bindings
@@ -31,7 +32,7 @@ from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.slab import Place
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Label, name_of
-from gs_compile.runtime.values import ValueTable
+from gs_compile.runtime.values import ValueTable, unfinished
 
 UNIT_KINDS = frozenset({"w", "s", "cw", "cs", "dw", "scale"})  # of units, not of micro-batches
 
@@ -79,7 +80,7 @@ class TieredExecutor(Executor):
         for value, content in list(self.env.items()):
             if value.kind not in ("dw", "dside", "dx"):
                 continue
-            join_all(self.values.idle(value), None)
+            join_all(self.values.users.idle(value), None)
             if value.kind == "dx" and value.tier == "device":
                 self.values.define(value, content * factor, self._launched())
                 continue
@@ -88,7 +89,7 @@ class TieredExecutor(Executor):
             else:
                 content.scale(factor)
             for ticket in self._launched():
-                self.values.change(value, ticket)
+                self.values.users.change(value, ticket)
 
     def close(self) -> None:
         """Let go of a step that will not be finished."""
@@ -158,15 +159,17 @@ class TieredExecutor(Executor):
     def _content(self, value: Value) -> Any:
         return self._table(value).contents[value]
 
-    def _ready(self, values: Sequence[Value]) -> list[Ticket]:
-        return [ticket for value in values for ticket in self._table(value).ready(value)]
+    def _users(self, value: Value) -> Users[Value, Ticket]:
+        return self._table(value).users
 
-    def _idle(self, values: Sequence[Value]) -> list[Ticket]:
-        return [ticket for value in values for ticket in self._table(value).idle(value)]
+    def _awaited(self, reads: Sequence[Value], into: Sequence[Value] = ()) -> list[Ticket]:
+        """What an operation waits for."""
+        ready = [ticket for value in reads for ticket in self._users(value).ready(value)]
+        return ready + [ticket for value in into for ticket in self._users(value).idle(value)]
 
     def _define(self, op: Op) -> None:
         """Define values that are there when issued: memory, and old memory under a new name."""
-        after = [ticket for ticket in self._ready(op.reads) if not ticket.done]
+        after = unfinished(self._awaited(op.reads))
         made, former = self._made(op, [self._content(value) for value in op.reads])
         if op.verb != "alias":  # which has waited for them
             after += former
@@ -199,8 +202,7 @@ class TieredExecutor(Executor):
     def _compute(self, op: Op) -> None:
         self._computing = True
         stream = self._device.current_stream()
-        join_all(self._ready(op.reads), stream)
-        join_all(self._idle(op.into), stream)
+        join_all(self._awaited(op.reads, op.into), stream)
         label = Label("compute", name_of(op), 0, op.verb, str(op.stage))
         if stream is None:
             start = time.perf_counter()
@@ -217,9 +219,9 @@ class TieredExecutor(Executor):
             self._table(value).define(value, result, launched)
         for ticket in launched:
             for value in op.reads:
-                self._table(value).use(value, ticket)
+                self._users(value).use(value, ticket)
             for value in op.reads if op.verb == "norm" else op.into:  # norm completes the gradient it reads
-                self._table(value).change(value, ticket)
+                self._users(value).change(value, ticket)
         self._computing = False
 
     def _results(self, op: Op) -> tuple[Any, ...]:
@@ -257,7 +259,7 @@ class TieredExecutor(Executor):
             self.tiers.commits.note(op)
         reads = [self._content(value) for value in op.reads]
         made, former = self._made(op, reads)
-        after = self._ready(op.reads) + self._idle(op.into) + former
+        after = self._awaited(op.reads, op.into) + former
         targets = [*(content for content, _ in made), *(self._content(value) for value in op.into)]
         if op.lane in ("h2d", "net"):
             after += self._launched()  # the memory was in use on the stream that computes
@@ -278,11 +280,11 @@ class TieredExecutor(Executor):
         if op.verb == "reduce_scatter":
             targets[1].ticket = ticket
         for value in op.reads:
-            self._table(value).use(value, ticket)
+            self._users(value).use(value, ticket)
         for value, (content, place) in zip(op.results, made, strict=True):
             self._table(value).define(value, content, (ticket,), place=place)
         for value in op.into:
-            self._table(value).change(value, ticket)
+            self._users(value).change(value, ticket)
 
     def _record_of(self, op: Op) -> StepRecord:
         """Whose update: a late one belongs to the step before. What an early one reads is what is known by now."""

@@ -101,7 +101,7 @@ class Tiers(Homes):
         assert not self.closed, f"{value}: the tiers are closed"
         if value not in self.values.contents:  # on the device, where the model's own memory has just gone
             self._define(value)
-        for ticket in self.values.idle(value):
+        for ticket in self.values.users.idle(value):
             ticket.wait()
         return self.values.contents[value]
 

@@ -16,6 +16,7 @@ import torch
 
 from gs_compile.capture.gradients import Term, put_term
 from gs_compile.placement.levels import aligned
+from gs_compile.placement.users import Users
 from gs_compile.program.ir import Value
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.slab import Place
@@ -101,44 +102,30 @@ class ValueTable:
     def __init__(self) -> None:
         self.contents: dict[Value, Any] = {}
         self.places: dict[Value, Place] = {}  # of those in the slab
-        self._made: dict[Value, Sequence[Ticket]] = {}
-        self._used: dict[Value, list[Ticket]] = {}
+        self.users: Users[Value, Ticket] = Users(unfinished)
 
     def define(self, value: Value, content: Any, tickets: Sequence[Ticket] = (), *, place: Place | None = None) -> None:
         """A new value, ready when all of `tickets` are done."""
         self.contents[value] = content
-        self._made[value] = tickets
-        self._used[value] = []
+        self.users.define(value, tickets)
         if place is not None:
             self.places[value] = place
 
-    def ready(self, value: Value) -> Sequence[Ticket]:
-        """What a reader waits for."""
-        return self._made[value]
-
-    def idle(self, value: Value) -> list[Ticket]:
-        """What an operation that changes it, or takes its memory, waits for."""
-        return [*self._made[value], *self._used[value]]
-
-    def use(self, value: Value, ticket: Ticket) -> None:
-        """An operation reads the value until its ticket is done."""
-        self._used[value] = [each for each in self._used[value] if not each.done] + [ticket]
-
-    def change(self, value: Value, ticket: Ticket) -> None:
-        """An operation changes the value; it has waited for all who use it."""
-        self._made[value], self._used[value] = (ticket,), []
-
     def swap(self, one: Value, other: Value) -> None:
         """Exchange contents and tickets of two values that live on."""
-        tables: tuple[dict[Value, Any], ...] = self.contents, self._made, self._used
-        for table in tables:
-            table[one], table[other] = table[other], table[one]
+        self.contents[one], self.contents[other] = self.contents[other], self.contents[one]
+        self.users.swap(one, other)
 
-    def free(self, value: Value) -> list[Ticket]:
+    def free(self, value: Value) -> Sequence[Ticket]:
         """The end of a value; its memory is for others once all who still use it are done: these."""
-        users = [ticket for ticket in self.idle(value) if not ticket.done]
-        del self.contents[value], self._made[value], self._used[value]
+        del self.contents[value]
+        users = self.users.free(value)
         place = self.places.pop(value, None)
         if place is not None:
             place.end(users)
         return users
+
+
+def unfinished(tickets: Sequence[Ticket]) -> list[Ticket]:
+    """Those that are not done yet."""
+    return [ticket for ticket in tickets if not ticket.done]

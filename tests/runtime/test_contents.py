@@ -86,6 +86,6 @@ def test_who_is_done_with_memory_is_forgotten():
     place, table = SimpleNamespace(end=lambda users: left.extend(users)), ValueTable()
     left: list[Ticket] = []
     table.define(value, None, (done,), place=place)
-    table.use(value, reading)
+    table.users.use(value, reading)
     table.free(value)
     assert left == [reading]

@@ -17,12 +17,12 @@ from tiered import Harness, adamw, gpt2, options, step, tokens, two_groups
 import gs_compile
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.placement.ranges import Occupants, Ranges
+from gs_compile.placement.users import Users
 from gs_compile.runtime import issue, lanes
 from gs_compile.runtime.commits import Commits
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.optimizer import OptimizerStep
-from gs_compile.runtime.values import ValueTable
 
 KEEPS_CAPTURES = True
 CHOSEN = {"alpha": 0.3, "ratios": {"parameter": 0.3, "checkpoint": 0.5, "optimizer": 0.5}}
@@ -61,8 +61,8 @@ MUTATIONS = {
     "streams do not wait for events": (TwinStream, "wait_event", nothing),
     "no thread waits for a launch": (Ticket, "_wait_for_launch", nothing),
     "what is launched has no ticket": (TieredExecutor, "_launched", lambda self: []),
-    "readers of a value are forgotten": (ValueTable, "use", nothing),
-    "changes of a value are forgotten": (ValueTable, "change", nothing),
+    "readers of a value are forgotten": (Users, "use", nothing),
+    "changes of a value are forgotten": (Users, "change", nothing),
     "who was in memory before is forgotten": (Occupants, "leave", nothing),
     "who has left a range that is in use is forgotten": (Ranges, "end", forget_users),
     "memory of the device is freed while it is copied": (Block, "__init__", forgets_streams),

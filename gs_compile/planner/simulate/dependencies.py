@@ -1,9 +1,10 @@
 """dependencies: which operations each operation waits for, read off the programs before anything has a time.
 
 This is the executor's bookkeeping with numbers in place of tickets. An operation that reads a value waits for the
-operation that made it; one that changes a value in place also for all that use it; one that writes a new value into
-host memory also for those who use what the plan had there before. Memory verbs pass on what they would wait for; the
-one that copies a checkpoint waits itself. As a lane is first-in-first-out, its last operation stands for all before it.
+operation that made it; one that changes a value in place also for all that use it (`placement.users`); one that writes
+a new value into host memory also for those who use what the plan had there before. Memory verbs pass on what they would
+wait for; the one that copies a checkpoint waits itself. As a lane is first-in-first-out, its last operation stands for
+all before it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.liveness import Slots
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import Range, Ranges, range_of
+from gs_compile.placement.users import Users
 from gs_compile.program.ir import LANES, Op, Program, Value
 
 MEMORY = -1  # the lane of what happens in the issue loop itself
@@ -43,8 +45,8 @@ class Dependencies(NamedTuple):
     ops: list[Op]
     starts: list[int]  # the first operation of each program
     lanes: list[int]
-    after: list[tuple[int, ...]]  # the operations of other lanes that each waits for
-    users: list[tuple[int, ...]]  # who may still use the value that a `free` ends, or what was where results begin
+    after: list[Sequence[int]]  # the operations of other lanes that each waits for
+    users: list[Sequence[int]]  # who may still use the value that a `free` ends, or what was where results begin
     previous: list[int]  # the operation before on the same lane
     computed: list[int]  # the computation before, on whatever lane an operation is
 
@@ -61,12 +63,12 @@ def dependencies(programs: Sequence[Program], placement: Placement | None = None
     found = Dependencies([], [], [], [], [], [], [])
     numbers: dict[Value, int] = {}
     rows: dict[int, list[Row]] = {}
-    values = _ValueTable(found.lanes)
+    waits = _Waits(found.lanes)
     last = [-1] * (len(LANES) + 1)
     if placement is not None:
         slots_before = (slot_of(placement, value) for value in placement.present(programs[0].ops))
         for where in filter(None, (range_of(slot, programs[0].offsets) for slot in slots_before)):
-            values.memory.begin(where)
+            waits.memory.begin(where)
     for program in programs:
         found.starts.append(len(found.ops))
         if id(program) not in rows:
@@ -78,8 +80,8 @@ def dependencies(programs: Sequence[Program], placement: Placement | None = None
             found.lanes.append(lane)
             found.previous.append(last[lane])
             found.computed.append(last[COMPUTE])
-            found.users.append(values.free(row) if row.verb == "free" else values.begin(row))
-            found.after.append(() if row.verb == "free" else values.enter(index, row, found.users[-1]))
+            found.users.append(waits.free(row) if row.verb == "free" else waits.begin(row))
+            found.after.append(() if row.verb == "free" else waits.enter(index, row, found.users[-1]))
             last[lane] = index
     return found
 
@@ -95,63 +97,56 @@ def _row(op: Op, numbers: dict[Value, int], slots: Slots | None, offsets: Mappin
     return Row(lane, op.verb, numbered(op.reads), numbered(op.into), numbered(op.results), begins, ends)
 
 
-class _ValueTable:
-    """The operation that made each value, and those that have used it since: the last of each lane."""
+class _Waits:
+    """Who waits for whom so far: of those who use a value, the last of each lane stands for all."""
 
     def __init__(self, lanes: list[int]) -> None:
         self.lanes = lanes
-        self.made: dict[int, tuple[int, ...]] = {}
-        self.used: dict[int, tuple[int, ...]] = {}
+        self.values: Users[int, int] = Users(self._latest)
         self.memory: Ranges[int] = Ranges()
 
-    def begin(self, row: Row) -> tuple[int, ...]:
+    def begin(self, row: Row) -> Sequence[int]:
         """Those who use what was in the memory of an operation's results before."""
         if not row.begins:
             return ()
         users = [user for where, is_new in row.begins for user in self.memory.begin(where) if is_new]
         return self._latest(users)
 
-    def enter(self, index: int, row: Row, former: tuple[int, ...]) -> tuple[int, ...]:
+    def enter(self, index: int, row: Row, former: Sequence[int]) -> Sequence[int]:
         """Enter an operation; the operations of other lanes that it waits for."""
-        made, used = self.made, self.used
         if row.lane == MEMORY:
             return self._remember(row, former)
-        found = list(former)
+        lanes, own, values = self.lanes, row.lane, self.values
+        found = [*former, *values.awaited(row.reads, row.into)]
         for value in row.reads:
-            found += made.get(value, ())
-        for value in row.into:
-            found += (*made.get(value, ()), *used.get(value, ()))
-        for value in row.reads:
-            used[value] = self._latest((*used.get(value, ()), index))
+            values.use(value, index)
         for value in (*row.results, *row.into):
-            made[value] = (index,)
-            used.pop(value, None)
-        lanes, own = self.lanes, row.lane
+            values.change(value, index)
         return self._latest([each for each in found if lanes[each] != own])
 
-    def _remember(self, row: Row, former: tuple[int, ...]) -> tuple[int, ...]:
+    def _remember(self, row: Row, former: Sequence[int]) -> Sequence[int]:
         held = former if row.verb == "alias" else ()
-        ready = self._latest([*former, *(each for value in row.reads for each in self.made.get(value, ()))])
+        ready = self._latest([*former, *self.values.awaited(row.reads, ())])
         for value in row.results:
-            self.made[value] = ready
-            self.used.pop(value, None)
+            self.values.define(value, ready)
         if row.into:  # places are exchanged: whoever comes for either waits for those who work on any of them
-            every = [each for value in row.into for each in (*self.made.get(value, ()), *self.used.get(value, ()))]
-            self.made.update(dict.fromkeys(row.into, self._latest((*ready, *every))))
+            every = self._latest([*ready, *self.values.awaited((), row.into)])
+            for value in row.into:
+                self.values.define(value, every)
         return held
 
-    def free(self, row: Row) -> tuple[int, ...]:
+    def free(self, row: Row) -> Sequence[int]:
         """The operations that have to be done with a value that ends."""
         (value,) = row.reads
-        users = self._latest((*self.made.pop(value, ()), *self.used.pop(value, ())))
+        users = self.values.free(value)
         if row.ends is not None:
             self.memory.end(row.ends, users)
         return users
 
-    def _latest(self, indices: Sequence[int]) -> tuple[int, ...]:
+    def _latest(self, indices: Sequence[int]) -> Sequence[int]:
         """The last of each lane."""
         if len(indices) < 2:
-            return tuple(indices)
+            return indices
         found: dict[int, int] = {}
         for index in indices:
             lane = self.lanes[index]

@@ -1,0 +1,68 @@
+"""users: who made each value and who has used it since: what the runtime, the simulator and `pipeline` wait for alike.
+
+An operation that reads a value waits for who made it (`ready`); one that changes it in place, or takes its memory, also
+for all who use it (`idle`). Users are tickets in the runtime, and numbers of operations elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+User = TypeVar("User")
+
+
+class Users(Generic[Key, User]):
+    """The users of each value; of a value that was there before there are none.
+
+    latest: of several users, those that one has to wait for: who waits for these has waited for all.
+    """
+
+    def __init__(self, latest: Callable[[Sequence[User]], Sequence[User]]) -> None:
+        self._latest = latest
+        self._made: dict[Key, Sequence[User]] = {}
+        self._used: dict[Key, Sequence[User]] = {}
+
+    def ready(self, value: Key) -> Sequence[User]:
+        """What a reader waits for."""
+        return self._made.get(value, ())
+
+    def idle(self, value: Key) -> Sequence[User]:
+        """What an operation that changes the value, or takes its memory, waits for."""
+        return (*self._made.get(value, ()), *self._used.get(value, ()))
+
+    def awaited(self, reads: Iterable[Key], into: Iterable[Key]) -> list[User]:
+        """What an operation waits for."""
+        found: list[User] = []
+        for value in reads:
+            found += self.ready(value)
+        for value in into:
+            found += self.idle(value)
+        return found
+
+    def use(self, value: Key, user: User) -> None:
+        """An operation reads the value until it is over."""
+        self._used[value] = self._latest((*self._used.get(value, ()), user))
+
+    def define(self, value: Key, makers: Sequence[User]) -> None:
+        """A new value: it is ready when all of `makers` are over."""
+        self._made[value] = makers
+        self._used.pop(value, None)
+
+    def change(self, value: Key, user: User) -> None:
+        """An operation changes the value; it has waited for all who use it."""
+        self.define(value, (user,))
+
+    def swap(self, one: Key, other: Key) -> None:
+        """Exchange two values."""
+        for table in (self._made, self._used):
+            users = {to: table.pop(value) for value, to in ((one, other), (other, one)) if value in table}
+            table.update(users)
+
+    def free(self, value: Key) -> Sequence[User]:
+        """The end of a value: who may still use it."""
+        users = self._latest(self.idle(value))
+        self._made.pop(value, None)
+        self._used.pop(value, None)
+        return users
