@@ -100,7 +100,10 @@ class Request:
         if not isinstance(self.ratios, Ratios):
             object.__setattr__(self, "ratios", Ratios.of(self.ratios, "ratios"))
         object.__setattr__(self, "durability", Options.of({"durability": self.durability}).durability)
-        self._check_alpha()
+        if self.alpha is not None and not 0 <= self.alpha <= 1:
+            raise PlanError(f"alpha is {self.alpha:g}; it is a part of each update, from 0 to 1")
+        if wrong := contradicts_alpha(self.alpha, self.clipping, names=("alpha", "clipping")):
+            raise PlanError(wrong)
         if wrong := contradiction(self.ratios, self.recompute, self.schedule):
             raise PlanError(wrong)
         if self.wear_years is not None and not self.wear_years > 0:
@@ -109,31 +112,21 @@ class Request:
     @classmethod
     def of(cls, options: Options, *, clip: bool) -> Request:
         """What the options of a run ask for; clip: its optimizer clips gradients."""
-        expert = options.expert
-        try:
-            return cls(
-                machine=options.machine,
-                storage=options.storage,
-                micro_batch_size=options.micro_batch_size,
-                clip=clip,
-                clipping=expert.clip if clip else None,
-                host_memory=options.host_memory,
-                device_memory=options.device_memory,
-                precision=options.precision,
-                durability=options.durability,
-                **{name: getattr(expert, name) for name in ("alpha", "ratios", "schedule", "recompute", "masters")},
-            )
-        except PlanError as error:
-            raise OptionError(f"expert: {error}") from error
-
-    def _check_alpha(self) -> None:
-        if self.alpha is not None and not 0 <= self.alpha <= 1:
-            raise PlanError(f"alpha is {self.alpha:g}; it is a part of each update, from 0 to 1")
-        if self.late and self.alpha not in (None, 1.0):
-            raise PlanError(
-                f'alpha is {self.alpha:g}, but with clipping that is "delayed" all updates wait for the norm of all '
-                'gradients, so alpha is 1: leave one of the two out, or choose "speculative"'
-            )
+        expert, clipping = options.expert, options.expert.clip if clip else None
+        if wrong := contradicts_alpha(expert.alpha, clipping, names=("expert.alpha", "expert.clip")):
+            raise OptionError(wrong)
+        return cls(
+            machine=options.machine,
+            storage=options.storage,
+            micro_batch_size=options.micro_batch_size,
+            clip=clip,
+            clipping=clipping,
+            host_memory=options.host_memory,
+            device_memory=options.device_memory,
+            precision=options.precision,
+            durability=options.durability,
+            **{name: getattr(expert, name) for name in ("alpha", "ratios", "schedule", "recompute", "masters")},
+        )
 
     # How updates run --------------------------------------------------------------------------------------------------
 
@@ -254,6 +247,16 @@ class Budgets:
     def values_nbytes(self, workspace_nbytes: int) -> int | None:
         """Of the device, without what code computes with; None: it has no memory of its own."""
         return max(self.device_nbytes - workspace_nbytes, 0) if self.device_nbytes else None
+
+
+def contradicts_alpha(alpha: float | None, clipping: Clipping | None, *, names: tuple[str, str]) -> str | None:
+    """In a sentence, why alpha contradicts when updates run with clipping; `names`: what the user calls the two."""
+    if clipping != "delayed" or alpha in (None, 1.0):
+        return None
+    return (
+        f'{names[0]} is {alpha:g}, but with {names[1]}="delayed" all updates wait for the norm of all gradients, '
+        f'so alpha is 1: leave one of the two out, or choose {names[1]}="speculative"'
+    )
 
 
 FIELDS = tuple(each.name for each in fields(Request))

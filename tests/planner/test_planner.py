@@ -227,7 +227,7 @@ def test_a_config_is_planned_in_bf16_like_a_name():
         ({"batch_size": 4, "micro_batch_size": 8}, "a batch of 4 cannot be cut into 1 micro-batch of 8: "),
         (
             {"clip": True, "clipping": "delayed", "alpha": 0.2},
-            'alpha is 0.2, but with clipping that is "delayed" all updates wait for the norm',
+            'alpha is 0.2, but with clipping="delayed" all updates wait for the norm',
         ),
         ({"alpha": 1.5}, "alpha is 1.5; it is a part of each update"),
         ({"wear_years": 3}, "for tests does not say what its drives are rated for: give its profile ssd_rated_nbytes"),

@@ -31,7 +31,7 @@ HERE = Path(__file__).parents[1] / "machine.json"
         ({"alpha": -0.1}, "alpha is -0.1; it is a part of each update, from 0 to 1"),
         ({"alpha": 1.5}, "alpha is 1.5; it is a part of each update, from 0 to 1"),
         ({"alpha": float("nan")}, "alpha is nan; it is a part of each update, from 0 to 1"),
-        ({"alpha": 0.2, "clip": True, "clipping": "delayed"}, 'alpha is 0.2, but with clipping that is "delayed"'),
+        ({"alpha": 0.2, "clip": True, "clipping": "delayed"}, 'alpha is 0.2, but with clipping="delayed"'),
         ({"wear_years": 0}, "wear_years is 0; it is more than 0"),
         ({"wear_years": float("nan")}, "wear_years is nan; it is more than 0"),
         (
