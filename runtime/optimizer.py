@@ -29,6 +29,8 @@ from gs_compile.runtime.values import Gradient, flat_of
 
 Tensor = torch.Tensor
 
+PIECE = 1 << 22  # elements whose squares are summed at once: 32 MiB in float64
+
 
 @dataclass
 class SharedNorm:
@@ -251,5 +253,6 @@ def _parameters(flats: Mapping[tuple[str, str], Tensor], piece: Stretch) -> Tens
 
 
 def _square(flat: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64).square()
-    return found
+    """The sum of squares in float64, which torch would convert the whole of `flat` to first: so in pieces."""
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in flat.split(PIECE)]
+    return torch.stack(norms).square().sum()

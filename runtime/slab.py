@@ -9,9 +9,7 @@ there before, and for nobody else.
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,9 +22,8 @@ from gs_compile.placement.ranges import Range, Ranges, range_of
 from gs_compile.placement.slab import fixed_offsets
 from gs_compile.program.ir import Program
 from gs_compile.runtime.lanes import Ticket
+from gs_compile.runtime.pages import Pages
 from gs_compile.runtime.stream import Device
-
-HUGE_PAGE_NBYTES = 2**21
 
 
 class Place(NamedTuple):
@@ -131,22 +128,10 @@ def map_memory(nbytes: int, device: Device | None = None) -> torch.Tensor:
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= HUGE_PAGE_NBYTES:  # the first touch of 50 MB then takes 3 to 4 ms instead of 10 to 12
-        with suppress(OSError):  # a kernel without huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
+    pages = Pages(nbytes)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if device is not None and device.has_own_memory:
         address = memory.data_ptr()
         device.pin(address, nbytes)
         pages.unpin = lambda: device.unpin(address)
     return memory
-
-
-class _Pages(mmap.mmap):
-    unpin: Callable[[], None] | None = None
-
-    def __del__(self) -> None:  # the device lets go of the pages before they are unmapped
-        if self.unpin is not None:
-            self.unpin()
-        self.close()

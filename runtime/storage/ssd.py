@@ -16,7 +16,6 @@ cache, no second copy.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 import time
@@ -35,6 +34,7 @@ from xxhash import xxh3_64_intdigest
 
 from gs_compile.errors import CorruptionError, StorageError
 from gs_compile.placement.slab import PAGE_NBYTES, rounded
+from gs_compile.runtime.pages import Pages
 from gs_compile.runtime.storage import system
 from gs_compile.runtime.storage.grid import Block, Grid
 from gs_compile.runtime.stream import is_in_host_memory
@@ -173,8 +173,7 @@ def _move_pages(verb: Verb, file: File, memory: Memory, offset: int, label: str)
 
 def _pages(nbytes: int) -> Memory:
     """Memory of whole pages, page-aligned."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    return np.frombuffer(mmap.mmap(-1, rounded(nbytes), flags), np.uint8)
+    return np.frombuffer(Pages(rounded(nbytes), touched=True), np.uint8)
 
 
 def move(verb: Verb, file: File, memory: Memory, offset: int, label: str) -> None:
