@@ -257,7 +257,7 @@ def test_module_level_state_is_listed():
         ("passes.snake", "from passes.vertical import vertical", True),
         ("passes.snake", "import cvxpy", True),
         ("program.ir", "from gs_compile.placement.verify import verify", True),
-        ("model.step", "import gs_compile", True),
+        ("model.call", "import gs_compile", True),
         ("passes.snake", "from .vertical import vertical\nfrom gs_compile.program.ir import Program", False),
         ("planner.lp.solve", "import cvxpy\nfrom gs_compile.passes.lower import lower", False),
         ("cli.main", "import gs_compile\nfrom gs_compile.model.backend import run", False),

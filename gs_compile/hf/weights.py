@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from gs_compile.errors import ABSENT, OptionError
-from gs_compile.model.mapped import directory, trim
+from gs_compile.model.files import directory, trim
 from gs_compile.model.materialize import materialize, on_first_rank
 from gs_compile.model.residency import as_masters, is_offloaded, residency_of
 from gs_compile.model.storage_init import CACHE_NBYTES, NewTensorsInFiles, offload

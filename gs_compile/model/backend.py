@@ -26,15 +26,14 @@ from gs_compile.errors import (
     OptionError,
     StepOrderError,
 )
+from gs_compile.model.call import Call
 from gs_compile.model.engine import Engine
-from gs_compile.model.micro_batches import cut_batch
+from gs_compile.model.meeting import agree, meet, optimizers_of, refuse_empty, refuse_uneven, turn
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
-from gs_compile.model.step import Call
-from gs_compile.model.together import agree, meet, optimizers_of, refuse_empty, refuse_uneven, turn
 from gs_compile.options import Options
 from gs_compile.runtime.random_state import random_state, set_random_state
 from gs_compile.runtime.ranks import Ranks, told
-from gs_compile.runtime.units import CompiledUnits
+from gs_compile.runtime.units import CompiledUnits, MicroBatch
 
 absorb_libraries()
 
@@ -88,7 +87,7 @@ def _refuse(kind: type[GreedySnakeError], message: str, args: Sequence[Any], ran
 def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -> Call:
     """The call of a captured model, before anything has run; `args` are those of the captured graph."""
     _register(compilation, args)
-    models, parts = cut_batch(compilation, args)
+    models, parts = _cut_batch(compilation, args)
     refuse_empty(ranks, sum(model.micro_batch_size for model in models))
     training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     if torch.is_grad_enabled() and not training:
@@ -129,6 +128,43 @@ def _refuse_a_loss(model: SpecializedModel) -> None:
             "the model computes a loss, but no parameter requires a gradient: unfreeze what is to be trained "
             "(requires_grad_()), or evaluate under torch.no_grad()"
         )
+
+
+# The batch ------------------------------------------------------------------------------------------------------------
+
+
+def _cut_batch(compilation: Compilation, args: Sequence[Any]) -> tuple[list[SpecializedModel], list[MicroBatch]]:
+    """The micro-batches: inputs with a batch dimension cut along dimension 0, views of the user's tensors."""
+    inputs = compilation.captured.inputs
+    batch = {index: args[index] for index, entry in enumerate(inputs) if entry.role == "batch"}
+    first = next(iter(batch.values()))
+    sizes = {entry.name: int(arg) for entry, arg in zip(inputs, args, strict=True) if entry.role == "size"}
+    lengths = _lengths(compilation, first.shape[0])
+    models = [compilation.specialized(length, sizes, alone=len(lengths) == 1) for length in lengths]
+    parts, start = [], 0
+    for length, model in zip(lengths, models, strict=True):
+        own = {index: arg.narrow(0, start, length) for index, arg in batch.items()}
+        fraction = torch.tensor(length / max(sum(lengths), 1), dtype=torch.float32, device=first.device)
+        counted = {index: args[index] for index in model.split.count.arguments} if model.split.count else {}
+        parts.append(MicroBatch(model.split, model.codes, own, fraction, counted))
+        start += length
+    return models, parts
+
+
+def _lengths(compilation: Compilation, batch_size: int) -> list[int]:
+    """The samples of each micro-batch: `micro_batch_size`, and the rest in the last one; some schedules have
+    the whole batch as one.
+    """
+    size = compilation.options.micro_batch_size
+    if batch_size <= size or compilation.schedule.whole_batch:
+        return [batch_size]
+    if not compilation.captured.batch_symbols:
+        raise CaptureError(
+            f"the model's code fixes the batch size at {batch_size}, so it cannot run in micro-batches of {size}; "
+            "take the size from the input's shape, or set micro_batch_size to the batch size"
+        )
+    rest = batch_size % size
+    return [size] * (batch_size // size) + ([rest] if rest else [])
 
 
 # The first call -------------------------------------------------------------------------------------------------------

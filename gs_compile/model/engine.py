@@ -25,9 +25,9 @@ import torch
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import OptimizerError, StepOrderError
-from gs_compile.model.durable import Durable, Trainer, give_back_rest
+from gs_compile.model.commits import Durable, OptimizerLike, give_back_rest
+from gs_compile.model.first_call import open_tiers, planned
 from gs_compile.model.moving import let_go, move_in, take_up
-from gs_compile.model.opening import open_tiers, planned
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.residency import residency_of
 from gs_compile.placement.placement import Placement
@@ -43,7 +43,7 @@ from gs_compile.runtime.ranks import Ranks
 Tensor = torch.Tensor
 
 
-class Optimizer(Trainer, Protocol):
+class Optimizer(OptimizerLike, Protocol):
     """The part of an optimizer that an engine asks for."""
 
     rule: Rule

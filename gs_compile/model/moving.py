@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gs_compile.machine import available_memory
-from gs_compile.model.mapped import directory, leave_memory, trim
+from gs_compile.model.files import copied, directory, leave_memory, trim, whole
 from gs_compile.model.parameter_store import ParameterStore, pieces_of
 from gs_compile.model.residency import Residency, adopt, hand_back, is_offloaded, residency_of, stash
-from gs_compile.model.rows import copied, whole
 from gs_compile.progress import stage
 from gs_compile.runtime.former import FormerHomes
 from gs_compile.runtime.homes import Slice

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gs_compile.model.step_info import StepInfo
-from gs_compile.model.tiered_optimizer import TieredOptimizer
+from gs_compile.model.tiered_optimizer import StepInfo, TieredOptimizer
 from gs_compile.runtime import kernels
 from gs_compile.runtime.formats import StateType
 from gs_compile.runtime.kernels import ADAM, ADAMW, LION

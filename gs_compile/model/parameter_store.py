@@ -14,8 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.errors import OptimizerError
-from gs_compile.model.mapped import CHUNK_NBYTES, directory, leave_memory, mapped
-from gs_compile.model.rows import mapped_rows, whole
+from gs_compile.model.files import CHUNK_NBYTES, directory, leave_memory, mapped, mapped_rows, whole
 from gs_compile.runtime.formats import rounds_to
 from gs_compile.runtime.homes import Slice
 from gs_compile.runtime.tiers import Tiers

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from gs_compile.capture.internals import changes
 from gs_compile.errors import COMMITTED, LOST, SAVED, ReleasedParameterError
-from gs_compile.model import rows
+from gs_compile.model import files
 from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder, shares_memory
 from gs_compile.model.parameter_store import ParameterStore
 from gs_compile.runtime.homes import Slice
@@ -106,9 +106,9 @@ class Residency:
             store, span = self.tiered
             return store.read(span, master=master)
         stash = self.stashed_value(parameter)
-        values = rows.whole(stash)
+        values = files.whole(stash)
         if values is not stash and self.folder is not None:
-            values = rows.copied(values, values.dtype, self.folder)
+            values = files.copied(values, values.dtype, self.folder)
         return values if master else values.to(parameter.dtype)
 
     def rows(self, parameter: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class Residency:
             store, span = self.tiered
             store.write(span, values)
         if self.tiered is None or self.stash is not None:  # until the first step has ended
-            rows.write(self.stashed_value(parameter), values)
+            files.write(self.stashed_value(parameter), values)
         known = self.shown.get(values.device)
         self.num_writes += 1
         if known is not None and (shown := known.values()) is not None and shares_memory(shown, values):
@@ -183,7 +183,7 @@ class Residency:
         if self.folder is None:
             values = values.to(dtype)
         elif dtype != parameter.dtype:
-            values = rows.converted(values, dtype, self.folder)
+            values = files.converted(values, dtype, self.folder)
         self.stash = values
         self.release(parameter, dtype, device)
 

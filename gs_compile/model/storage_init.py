@@ -27,9 +27,8 @@ from torch.nn.parameter import is_lazy
 
 from gs_compile.capture.internals import TorchDispatchMode, tree_leaves, tree_map_only
 from gs_compile.errors import InitialisationError, RankError
-from gs_compile.model.mapped import SMALL_NBYTES, directory, is_mapped, leave_memory, map_file, trim
+from gs_compile.model.files import SMALL_NBYTES, directory, is_mapped, leave_memory, map_file, shared, trim
 from gs_compile.model.residency import is_offloaded, residency_of, stash
-from gs_compile.model.rows import shared
 from gs_compile.options import Options
 from gs_compile.runtime.groups import mesh_of, place_of
 from gs_compile.runtime.ranks import TIMEOUT

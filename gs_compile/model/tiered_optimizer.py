@@ -15,8 +15,9 @@ import threading
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,16 @@ import torch
 
 from gs_compile.capture.internals import untraced
 from gs_compile.errors import ABSENT, NonFiniteWarning, OptimizerError, ReleasedParameterError
-from gs_compile.model import loaded_state, resident_update
+from gs_compile.model import in_memory, optimizer_state
+from gs_compile.model.commits import Kept
 from gs_compile.model.engine import Engine
-from gs_compile.model.kept import Kept
 from gs_compile.model.offloaded import UnavailableGradient
 from gs_compile.model.residency import is_offloaded, residency_of
-from gs_compile.model.settings import check_settings, check_state_dtype
-from gs_compile.model.step_info import StepInfo
-from gs_compile.runtime.formats import moment_types
+from gs_compile.runtime.formats import StateType, moment_types
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.storage.manifest import Manifest
+from gs_compile.runtime.trace import Total
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -48,7 +48,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     rule: Rule
 
     def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None, state_dtype: Any) -> None:
-        self._state_dtype = check_state_dtype(state_dtype)
+        self._state_dtype = _check_state_dtype(state_dtype)
         self.engine: Engine | None = None
         self.turn: AbstractContextManager[Any] = threading.RLock()  # of the thread that uses the model
         self.max_grad_norm = max_grad_norm
@@ -109,7 +109,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         settings = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         record = StepRecord(self._num_steps + 1, settings, self.max_grad_norm)
         record.loss_scale = self.loss_scale()
-        resident_update.count(self._resident, record, self.engine.ranks if self.engine is not None else None)
+        in_memory.count(self._resident, record, self.engine.ranks if self.engine is not None else None)
         return record
 
     def _check_norm(self) -> None:
@@ -143,7 +143,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             return loss
         record = self.engine.finish() or self._step_in_memory()
         if record is not None:
-            resident_update.update(self.rule, self._resident, self.group_of, self.state, record)
+            in_memory.update(self.rule, self._resident, self.group_of, self.state, record)
             for parameter in self._parameters:
                 parameter.grad = None if isinstance(parameter.grad, UnavailableGradient) else parameter.grad
             self.num_skipped += record.skipped
@@ -249,20 +249,20 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @untraced
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up the state of one of these or of a torch optimizer of the same kind, as `loaded_state` maps it.
+        """Take up the state of one of these or of a torch optimizer of the same kind, as `optimizer_state` maps it.
 
         fp32 masters, which only one of these has, have to round to the model's values, once the next step begins.
         """
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        groups, given = loaded_state.parts_of(state_dict)
-        numbers = loaded_state.numbers_of(self.param_groups, groups)
+        groups, given = optimizer_state.parts_of(state_dict)
+        numbers = optimizer_state.numbers_of(self.param_groups, groups)
         states = {p: dict(given[n]) for p, n in zip(self._parameters, numbers, strict=True) if n in given}
-        num_steps = loaded_state.num_steps(states.values())
-        alike = loaded_state.are_alike(self.param_groups, groups)
+        num_steps = optimizer_state.num_steps(states.values())
+        alike = optimizer_state.are_alike(self.param_groups, groups)
         for mine, theirs in zip(self.param_groups, groups, strict=True) if alike else ():  # others keep their settings
-            taken = loaded_state.settings_of(theirs)
+            taken = optimizer_state.settings_of(theirs)
             self._check({**mine, **taken, "amsgrad": theirs.get("amsgrad", False)})
             mine.update(taken)
         self._num_steps = num_steps
@@ -279,17 +279,17 @@ class TieredOptimizer(torch.optim.Optimizer):
             return self.engine.state(span, self._num_steps)
         state = self.state.get(parameter, {})
         is_shown = any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
-        return loaded_state.zeros(parameter, state) if is_shown else resident_update.copied(state)
+        return optimizer_state.zeros(parameter, state) if is_shown else in_memory.copied(state)
 
     def load_into_engine(self) -> None:
         """Bring a loaded state to the tiers, once there are any."""
         if self.engine is None:
             return
-        loaded_state.warn_of_masters(self.engine, self.state)
+        optimizer_state.warn_of_masters(self.engine, self.state)
         for parameter, state in list(self.state.items()):
             span = self.engine.trained_span(parameter)
             if span is None:
-                self.state[parameter] = {**resident_update.copied(state), "step": self._shown_steps}
+                self.state[parameter] = {**in_memory.copied(state), "step": self._shown_steps}
                 continue
             values = [value for key, value in state.items() if key != "step"]
             if not all(isinstance(value, torch.Tensor) and value.is_meta for value in values):
@@ -306,7 +306,45 @@ class TieredOptimizer(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _check(self, group: Mapping[str, Any]) -> None:
-        check_settings(type(self).__name__, self.defaults, group)
+        _check_settings(type(self).__name__, self.defaults, group)
 
     def __getstate__(self) -> dict[str, Any]:
         raise ReleasedParameterError("a gs_compile optimizer cannot be copied or pickled; use its state_dict()")
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """A report of the last step."""
+
+    number: int  # of steps taken so far, this one included if it was not skipped
+    grad_norm: float  # of all gradients together, before clipping
+    skipped: bool  # a gradient was not finite: nothing was changed
+    rolled_back: bool  # updates were speculative, and did not hold: they run again, if at all, in the next forward
+    num_skipped: int  # steps skipped so far
+    lanes: Mapping[str, Total]  # seconds busy, and bytes by kind, of every lane since the step before
+
+
+def _check_settings(name: str, keys: Iterable[str], group: Mapping[str, Any]) -> None:
+    """Raise OptimizerError for settings, of the names `keys`, that are no numbers, or out of range."""
+    if group.get("amsgrad"):
+        raise OptimizerError(f"{name}: amsgrad is not among what greedysnake's optimizers do; leave it out")
+    for key in keys:
+        for number in group[key] if isinstance(group[key], tuple | list) else (group[key],):
+            if not isinstance(number, int | float):
+                raise OptimizerError(f"{name}: {key} must be a number, not {type(number).__name__}")
+            if not 0 <= number < math.inf:
+                raise OptimizerError(f"{name}: {key} must not be negative, and finite; got {group[key]}")
+            if key == "betas" and number >= 1:
+                raise OptimizerError(f"{name}: betas must be in [0, 1); got {group[key]}")
+            if key == "eps" and number < torch.finfo(torch.float32).tiny:
+                raise OptimizerError(f"{name}: eps must be more than 0, or zero gradients would divide by it")
+    if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
+        raise OptimizerError(f"{name}: nesterov needs momentum, and no dampening")
+
+
+def _check_state_dtype(state_dtype: Any) -> StateType:
+    """What an optimizer is to store moments in. Raises OptimizerError for what it cannot."""
+    if state_dtype not in (None, torch.float32, torch.bfloat16, "8bit"):
+        raise OptimizerError(f'state_dtype must be None, torch.float32, torch.bfloat16 or "8bit"; got {state_dtype!r}')
+    found: StateType = state_dtype
+    return found

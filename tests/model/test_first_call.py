@@ -14,7 +14,7 @@ from torch import nn
 
 import gs_compile
 from gs_compile.errors import CaptureError, GreedySnakeError
-from gs_compile.model import opening
+from gs_compile.model import first_call
 from gs_compile.model.residency import Residency
 
 
@@ -129,7 +129,7 @@ def test_garbage_of_earlier_models_is_collected_before_the_budget_is_fixed(tmp_p
     model = gpt2()
     optimizer = adamw(two_groups(model))
     model.compile(backend="greedysnake", options=options(tmp_path))
-    monkeypatch.setattr(opening, "StepPrograms", planning)
+    monkeypatch.setattr(first_call, "StepPrograms", planning)
     gc.disable()
     try:
         Cycle()

@@ -6,7 +6,7 @@ import torch
 from tiered import gpt2, options, step, tokens, two_groups
 
 import gs_compile
-from gs_compile.model.rows import whole
+from gs_compile.model.files import whole
 
 
 class Learner:

@@ -22,7 +22,7 @@ import gs_compile
 from gs_compile import init_on_storage
 from gs_compile.errors import LaneError, RankError
 from gs_compile.model import storage_init
-from gs_compile.model.mapped import SMALL_NBYTES
+from gs_compile.model.files import SMALL_NBYTES
 from gs_compile.model.materialize import on_first_rank
 from gs_compile.runtime.optimizer import OptimizerStep
 

@@ -27,8 +27,8 @@ from zoo import huggingface
 
 import gs_compile
 from gs_compile.errors import RankError
+from gs_compile.model.files import whole
 from gs_compile.model.materialize import on_first_rank
-from gs_compile.model.rows import whole
 
 KEEPS_CAPTURES = True  # each process captures its own
 

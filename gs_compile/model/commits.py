@@ -1,11 +1,11 @@
-"""durable: the commits of one engine's steps, and a later process that goes on from one.
+"""commits: the commits of one engine's steps, and a later process that goes on from one.
 
     optimizer.step()       the step is over; a scheduler may move on
     the model is called    [1] the random state that this call finds
                            [2] all else that a commit keeps, when the program issues `seal`
     a later process        [3] its first call takes parameters and states from the files, and goes on from [1]
 
-What never changes is described once; a snapshot [2] takes the rest.
+What never changes is described once; a snapshot [2] takes the rest, with what the user has commits keep (`Kept`).
 """
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ from __future__ import annotations
 import platform
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from gs_compile.errors import ResumeError
-from gs_compile.model.kept import Kept
+from gs_compile.errors import OptimizerError, ResumeError
+from gs_compile.model.optimizer_state import settings_of
 from gs_compile.model.residency import is_offloaded
 from gs_compile.runtime.former import stored_units
 from gs_compile.runtime.random_state import random_state
 from gs_compile.runtime.rest import Tensors, laid_out
-from gs_compile.runtime.storage.manifest import FORMAT, Manifest, StoredParameter, StoredPart
+from gs_compile.runtime.storage.manifest import FORMAT, Manifest, StoredParameter, StoredPart, check_plain
 from gs_compile.runtime.tiers import Tiers
 
 
-class Trainer(Protocol):
+class OptimizerLike(Protocol):
     """The part of an optimizer that plans and commits ask for."""
 
     num_skipped: int
@@ -57,7 +61,7 @@ class Durable:
 
     def __init__(
         self,
-        optimizer: Callable[[], Trainer | None],
+        optimizer: Callable[[], OptimizerLike | None],
         tiers: Tiers,
         parameters: Sequence[StoredParameter],
         plan: Mapping[str, Any],
@@ -133,7 +137,7 @@ class Durable:
         return lambda parts: Manifest(parts=parts, **facts), rest
 
 
-def rest_of(optimizer: Trainer) -> dict[str, torch.Tensor]:
+def rest_of(optimizer: OptimizerLike) -> dict[str, torch.Tensor]:
     """Parameters in memory beside the compiled model, and their states, by their places in the optimizer."""
     found = {}
     for number, parameter in _beside(optimizer):
@@ -144,7 +148,7 @@ def rest_of(optimizer: Trainer) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def give_back_rest(optimizer: Trainer, rest: Tensors) -> None:
+def give_back_rest(optimizer: OptimizerLike, rest: Tensors) -> None:
     """The inverse."""
     beside = dict(_beside(optimizer))
     for name, values in rest.items():
@@ -155,13 +159,13 @@ def give_back_rest(optimizer: Trainer, rest: Tensors) -> None:
             beside[int(number)].copy_(values)
 
 
-def _beside(optimizer: Trainer) -> Iterator[tuple[int, torch.Tensor]]:
+def _beside(optimizer: OptimizerLike) -> Iterator[tuple[int, torch.Tensor]]:
     """Parameters in memory that the optimizer trains, and their places in it."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     return ((at, each) for at, each in enumerate(parameters) if not is_offloaded(each) and each.requires_grad)
 
 
-def check_alike(former: Manifest, optimizer: Trainer, parameters: Sequence[StoredParameter], world: int) -> None:
+def check_alike(former: Manifest, optimizer: OptimizerLike, parameters: Sequence[StoredParameter], world: int) -> None:
     """Raise ResumeError where a commit is of another model, optimizer or number of ranks."""
     check_parameters(former, {each.name: each.shape for each in parameters}, is_all=True)
     trained = {each.name: each.trained for each in parameters}
@@ -197,3 +201,69 @@ def check_parameters(former: Manifest, shapes: Mapping[str, tuple[int, ...]], *,
 
 def _named(former: Manifest) -> str:
     return f"run {former.run} at step {former.step}, which is to go on, is not of this model and optimizer"
+
+
+# What the user has them keep ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Kept:
+    """states: objects with `state_dict` and `load_state_dict`, such as schedulers; user: whatever JSON can hold.
+
+    storage: the directories of the run that is to go on, where somebody has named them; step: of its commit there,
+        0: none was found; ranks: by torch's numbers, those that have looked for it together.
+    begins_anew: the run goes on from elsewhere, and a commit in its storage stays until it makes one.
+    has_random_state: random numbers go on already, so the first call leaves them as they are.
+    """
+
+    states: dict[str, Any] = field(default_factory=dict)
+    user: Any = None
+    storage: Sequence[Path] = ()
+    step: int | None = None
+    ranks: tuple[int, ...] | None = None
+    begins_anew: bool = False
+    has_random_state: bool = False
+
+    def snapshot(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Copies of both, and of the optimizer's param groups, as they are now, by the names that a manifest has.
+
+        Raises OptimizerError for what no JSON can hold.
+        """
+        states = {name: _plain(each.state_dict()) for name, each in self.states.items()}
+        found = {"states": states, "user": self.user, "groups": tuple(map(settings_of, groups))}
+        try:
+            for name, each in found.items():
+                check_plain(each, name)
+        except ValueError as error:
+            raise OptimizerError(f"a commit cannot keep this: {error}") from None
+        return deepcopy(found)
+
+    def give_back(self, found: Mapping[str, Any]) -> None:
+        """Have each object take up its state of a snapshot, where that has one."""
+        for name in self.states.keys() & found.keys():
+            self.states[name].load_state_dict(_as_it_was(found[name]))
+
+
+# What JSON has not: keys that are no text, as in the milestones of torch's MultiStepLR, which are a Counter.
+_PAIRS, _COUNTED = "greedysnake.pairs", "greedysnake.counted"
+
+
+def _plain(value: Any) -> Any:
+    """A copy as JSON has it."""
+    if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
+        name = _COUNTED if isinstance(value, Counter) else _PAIRS
+        return {name: [[_plain(key), _plain(each)] for key, each in value.items()]}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _as_it_was(value: Any) -> Any:
+    """The inverse of `_plain`; tuples are lists."""
+    if isinstance(value, Mapping) and value.keys() in ({_PAIRS}, {_COUNTED}):
+        (name, pairs), *_ = value.items()
+        found = {key: _as_it_was(each) for key, each in pairs}
+        return Counter(found) if name == _COUNTED else found
+    if isinstance(value, Mapping):
+        return {key: _as_it_was(each) for key, each in value.items()}
+    return [_as_it_was(each) for each in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""loaded_state: which parameter of an optimizer each entry of a state dict belongs to, and what it has to have."""
+"""optimizer_state: which parameter of an optimizer each entry of a state dict belongs to, and what it has to have."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from gs_compile.errors import MasterWarning, OptimizerError
+from gs_compile.model.files import mapped_rows
 from gs_compile.model.parameter_store import MASTER, ParameterStore
 from gs_compile.model.residency import residency_of
-from gs_compile.model.rows import mapped_rows
 
 Groups = Sequence[Mapping[str, Any]]  # of an optimizer, or of a state dict, which has numbers for parameters
 

@@ -1,4 +1,4 @@
-"""opening: the tiers of a model, as they are planned at its first call."""
+"""first_call: the tiers of a model are planned and opened, for the parameters that its optimizer trains."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from gs_compile.capture.internals import backward_hooks
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import Arrangement, arrange, stored_types, tied_units
-from gs_compile.errors import OptionError, ResumeError, StepOrderError, StorageError
-from gs_compile.model.durable import Trainer, check_alike
-from gs_compile.model.trained import param_groups
+from gs_compile.errors import OptimizerError, OptionError, ResumeError, StepOrderError, StorageError
+from gs_compile.model.commits import OptimizerLike, check_alike
 from gs_compile.options import Masters, Options
 from gs_compile.planner.programs import StepPrograms
 from gs_compile.planner.run import ModelAtHand, Run
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def planned(
-    optimizer: Trainer,
+    optimizer: OptimizerLike,
     compilation: Compilation,
     models: Sequence[SpecializedModel],
     args: Sequence[Any],
@@ -45,7 +46,7 @@ def planned(
     """
     options, split = compilation.options, models[0].split
     parameters = [arg for arg in args if isinstance(arg, torch.nn.Parameter)]
-    groups = param_groups(compilation, models[0], args, optimizer.group_of)
+    groups = _param_groups(compilation, models[0], args, optimizer.group_of)
     asked = options.expert.masters
     is_open = not asked and ranks is None and any(each.dtype == torch.bfloat16 for each in parameters)
     kinds: tuple[Masters, ...] = ("split", "whole") if is_open else (asked or "split",)
@@ -81,7 +82,7 @@ def open_tiers(
     arrangement: Arrangement,
     rule: Rule,
     stored: Sequence[StoredParameter],
-    optimizer: Trainer,
+    optimizer: OptimizerLike,
 ) -> Tiers:
     """The tiers of a plan, with their storage if it uses any, and the commit there that is to go on.
 
@@ -122,7 +123,7 @@ def open_tiers(
 
 
 def _open_store(
-    planning: StepPrograms, arrangement: Arrangement, stored: Sequence[StoredParameter], optimizer: Trainer
+    planning: StepPrograms, arrangement: Arrangement, stored: Sequence[StoredParameter], optimizer: OptimizerLike
 ) -> tuple[Store, frozenset[str]]:
     """The storage of a plan, and the names of the parts there that stay in their files."""
     options, ranks, same = planning.run.options, planning.run.ranks, frozenset[str]()
@@ -158,7 +159,7 @@ def _open_store(
     return store, same
 
 
-def _refuse_what_was_read(former: Manifest, optimizer: Trainer) -> None:
+def _refuse_what_was_read(former: Manifest, optimizer: OptimizerLike) -> None:
     """Raise StepOrderError where the user has been told another number of steps than the run goes on from."""
     found, read = former.step - former.num_skipped, optimizer.num_steps_read
     if optimizer.kept.step is None and read not in (None, found):
@@ -169,7 +170,7 @@ def _refuse_what_was_read(former: Manifest, optimizer: Trainer) -> None:
         )
 
 
-def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: Trainer) -> Mapping[str, Any]:
+def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: OptimizerLike) -> Mapping[str, Any]:
     """What the newest commit that is to go on, if there is one, has kept of its plan.
 
     Raises ResumeError where it is of something else, before time is lost with a plan; what else is wrong with it is
@@ -194,3 +195,23 @@ def stored_parameters(
         StoredParameter(names[index], span.unit, span.offset, tuple(span.shape), bool(args[index].requires_grad))
         for index, span in arrangement.spans.items()
     )
+
+
+def _param_groups(
+    compilation: Compilation, model: SpecializedModel, args: Sequence[Any], group_of: Mapping[Tensor, int]
+) -> dict[int, int]:
+    """The param group of each trained parameter, by input index; raises `OptimizerError` for none, and for a hook."""
+    captured = compilation.captured
+    read = {index for graph in model.split.units for index in graph.parameters(captured) if args[index].requires_grad}
+    for index in read:
+        if args[index] not in group_of:
+            raise OptimizerError(
+                f"{captured.inputs[index].path} is trained, but the gs_compile optimizer does not have it; give the "
+                "optimizer all parameters that require a gradient, or freeze this one"
+            )
+        if found := backward_hooks(args[index]):
+            raise OptimizerError(
+                f"{captured.inputs[index].path} has a hook on its gradient, {found[0]}, which would never be called: a "
+                "parameter on the tiers gives its gradient to its update alone. Remove the hook"
+            )
+    return {index: group_of[args[index]] for index in read}

@@ -1,4 +1,4 @@
-"""together: ranks that train one model meet at its first call, and go on only if all have the same one."""
+"""meeting: ranks that train one model meet at its first call, and go on only if all have the same one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import NoBatchInputError, RankError
-from gs_compile.model.averaged import begin_alike, ranks_that_average
+from gs_compile.model.in_memory import begin_alike, ranks_that_average
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options

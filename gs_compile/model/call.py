@@ -1,4 +1,4 @@
-"""step: one call of the model as the user's autograd sees it.
+"""call: one call of the model as the user's autograd sees it.
 
 The call runs the forward half of a step program and hands back tensors that belong to one autograd node; the
 backward of that node runs the other half and returns the parameters' gradients. So scaling, hooks, accumulation,
@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 from gs_compile.capture.internals import wants_all
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, Step
 from gs_compile.errors import OptimizerError
-from gs_compile.model.averaged import averaged
 from gs_compile.model.engine import Engine
+from gs_compile.model.in_memory import averaged
 from gs_compile.model.inspection import report
 from gs_compile.model.outputs import Gradients, Outputs
 from gs_compile.model.residency import mark_gradient_unavailable
