@@ -77,4 +77,4 @@ def slow_code(monkeypatch):
         return replace(workload, costs=costs)
 
     monkeypatch.setattr("gs_compile.planner.run.timed", timed)
-    monkeypatch.setattr("gs_compile.planner.cost.levels.timed_levels", lambda workload, *_: workload)
+    monkeypatch.setattr("gs_compile.planner.cost.timing.timed_levels", lambda workload, *_: workload)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from gs_compile.machine import usable_cores, usable_memory
-from gs_compile.planner.measure.probe_compute import products_on
+from gs_compile.planner.measure.probe import products_on
 from gs_compile.planner.measure.probe_drive import drive_rates
 from gs_compile.planner.measure.profile import Profile
 

@@ -16,7 +16,7 @@ from gs_compile.errors import InspectionError
 from gs_compile.model.backend import greedysnake
 from gs_compile.model.inspection import Inspection, UnitClass, inspect
 from gs_compile.passes.lower import StepSpec, lower
-from gs_compile.planner.cost.registry import built, check_length, named_config
+from gs_compile.planner.cost.model import built, check_length, named_config
 
 PROGRAM_PASSES = tuple(program.made_by for program in lower(StepSpec(1, 1)))
 

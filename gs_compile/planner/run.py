@@ -21,8 +21,7 @@ from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.placement import Layout, Placement
 from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.planner.builder import StepBuilder
-from gs_compile.planner.cost.levels import LayerLevels
-from gs_compile.planner.cost.timing import priced, timed
+from gs_compile.planner.cost.timing import LayerLevels, priced, timed
 from gs_compile.planner.cost.workload import workload_of
 from gs_compile.planner.decide import decide, undecided
 from gs_compile.planner.measure.machines import named

@@ -10,7 +10,7 @@ from torch import nn
 
 import gs_compile
 from gs_compile.errors import CaptureError, GraphBreakError, InspectionError
-from gs_compile.planner.cost.meta import repeated
+from gs_compile.planner.cost.model import repeated
 from gs_compile.planner.cost.workload import ModelSpec
 
 

@@ -10,10 +10,11 @@ import torch
 
 from gs_compile.errors import StorageFullError
 from gs_compile.machine import usable_memory
-from gs_compile.planner.measure import machines, probe_compute, probe_drive
+from gs_compile.planner.measure import machines, probe_drive
+from gs_compile.planner.measure import probe as probe_module
 from gs_compile.planner.measure import rates as rates_module
 from gs_compile.planner.measure.machines import free_nbytes, num_ranks, probe
-from gs_compile.planner.measure.probe_compute import link_rates
+from gs_compile.planner.measure.probe import link_rates
 from gs_compile.planner.measure.probe_drive import drive_rates, room_nbytes
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.rates import Figure, at_once, medians
@@ -60,8 +61,8 @@ def products() -> float:
 
 def test_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(probe_drive, "REQUEST_NBYTES", 8 << 20)
-    monkeypatch.setattr(probe_compute, "NUM_ELEMENTS", 1 << 20)
-    monkeypatch.setattr(probe_compute, "HOST_SIZES", (64, 256))
+    monkeypatch.setattr(probe_module, "NUM_ELEMENTS", 1 << 20)
+    monkeypatch.setattr(probe_module, "HOST_SIZES", (64, 256))
     num_threads = threading.active_count()
     found = probe([tmp_path], seconds=0.5, device=CPU)
     assert not list(tmp_path.iterdir())
@@ -111,7 +112,7 @@ def test_this_machine_with_a_gpu(tmp_path):
 
 def test_a_link_that_is_pretended(monkeypatch):
     """The same without a device: copies within host memory, on lanes without streams."""
-    monkeypatch.setattr(probe_compute, "COPY_NBYTES", 1 << 20)
+    monkeypatch.setattr(probe_module, "COPY_NBYTES", 1 << 20)
     num_threads = threading.active_count()
     figures = link_rates(CPU, 0.1)
     rates = {name: figure.value for name, figure in figures.items()}

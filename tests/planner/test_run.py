@@ -11,8 +11,8 @@ import torch
 from planned import gpt
 
 from gs_compile.options import Options
-from gs_compile.planner.cost import levels as module
-from gs_compile.planner.cost.levels import LayerLevels
+from gs_compile.planner.cost import timing as module
+from gs_compile.planner.cost.timing import LayerLevels
 from gs_compile.planner.run import ModelAtHand, Run
 from gs_compile.program.ir import StepShape
 

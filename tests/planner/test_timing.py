@@ -10,9 +10,8 @@ import zoo
 
 from gs_compile.codegen.compiled import compilations_of
 from gs_compile.codegen.layout import arrange, stored_types
-from gs_compile.planner.cost import levels, timing
-from gs_compile.planner.cost.levels import LayerLevels
-from gs_compile.planner.cost.timing import timed, timed_levels
+from gs_compile.planner.cost import timing
+from gs_compile.planner.cost.timing import LayerLevels, timed, timed_levels
 from gs_compile.planner.cost.workload import levelled, workload_of
 
 pytestmark = pytest.mark.usefixtures("measured")
@@ -64,7 +63,7 @@ def test_levels_are_held_against_the_code_that_saves_nothing(gpt2, monkeypatch):
 def test_levels_that_spare_no_product_are_not_compiled(gpt2, monkeypatch, compiled, timed_ones):
     layout, workload = gpt2
     asked = []
-    monkeypatch.setattr(levels, "timed_levels", lambda workload, _, chosen: asked.append(list(chosen)) or workload)
+    monkeypatch.setattr(timing, "timed_levels", lambda workload, _, chosen: asked.append(list(chosen)) or workload)
     saving = LayerLevels([layout], lambda: workload, compiled=compiled)
     assert saving.workload(workload, last=False).num_levels == 2
     assert asked == [timed_ones]

@@ -9,7 +9,7 @@ import zoo
 from gs_compile.errors import CaptureError
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.planner.cost import workload as module
-from gs_compile.planner.cost.meta import DEPTH
+from gs_compile.planner.cost.model import DEPTH
 from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.plan import plan
 from gs_compile.program.ir import height

@@ -2,26 +2,30 @@
 
 Every class of units runs once to warm up, which also compiles its code, then a few times on random numbers, as in a
 step: with the sum over micro-batches of what it gives as gradients. Parameters are made up too, of one unit at a time,
-so that nothing of the model is read and little memory is needed.
+so that nothing of the model is read and little memory is needed. What layers may save is timed when a plan asks for it.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 
 from gs_compile.capture.graph import TensorSpec, UnitGraph
-from gs_compile.codegen.compiled import SpecializedModel
+from gs_compile.codegen.compiled import SpecializedModel, levels_of
+from gs_compile.placement.levels import Level, Levels, aligned
 from gs_compile.placement.workload import LevelCost, UnitCost, UnitSize, Workload
-from gs_compile.planner.measure.probe_compute import conversion_nbytes
+from gs_compile.planner.cost.workload import levelled
+from gs_compile.planner.measure.probe import conversion_nbytes
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.prices import lane_rate
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit, height
+from gs_compile.progress import stage
 from gs_compile.runtime.formats import CONVERSION_NBYTES
 from gs_compile.runtime.stream import device_of, without_autocast
 from gs_compile.runtime.units import Accumulator, CompiledUnits, MicroBatch
@@ -70,6 +74,69 @@ def timed_levels(workload: Workload, layout: SpecializedModel, levels: Collectio
                 known[key] = _timed_levels(layout, unit, cost, sorted(chosen), share)
             costs[unit.unit] = replace(cost, levels=known[key])
     return replace(workload, costs=costs)
+
+
+class LayerLevels:
+    """What the layers of a model at hand may save beside their inputs (`problem.Saving`).
+
+    workload: the model's, timed. compiled: its code is.
+    """
+
+    def __init__(
+        self, layouts: Sequence[SpecializedModel], workload: Callable[[], Workload], *, compiled: bool
+    ) -> None:
+        self.layouts, self.timed, self.compiled = layouts, workload, compiled
+        self._asked = False
+        self._costs = cache(self._cost)
+
+    def levels(self, x_nbytes: Sequence[int]) -> Levels:
+        """Of each layer; of a batch that another rank has, in proportion to the inputs. () where none may."""
+        self._asked = True
+        own = levels_of(self.layouts)
+        if not any(own):
+            return ()
+        first = self.layouts[0].x_nbytes
+        if tuple(x_nbytes) == tuple(each.x_nbytes for each in self.layouts):
+            return own
+
+        def like(level: Level) -> Level:
+            return replace(level, nbytes=tuple(aligned(level.nbytes[0] * nbytes // first) for nbytes in x_nbytes))
+
+        return tuple(tuple(map(like, levels)) for levels in own)
+
+    def refusals(self) -> Iterator[str]:
+        """In a sentence for each reason, the layers that can save nothing else, where that was asked for."""
+        if self._asked:
+            found: dict[str, list[str]] = {}
+            for layer in range(self.layouts[0].split.num_layers):
+                if not (code := self.layouts[0].codes[layer]).levels:
+                    found.setdefault(code.no_levels_reason, []).append(str(layer))
+            for reason, layers in found.items():
+                yield f"layer{'s' * (len(layers) > 1)} {', '.join(layers)} can save the input alone: {reason}"
+
+    def reasons(self) -> str:
+        """Why layers can save nothing."""
+        return "; ".join(sorted({code.no_levels_reason for code in self.layouts[0].codes.values()} - {""}))
+
+    def workload(self, workload: Workload, *, last: bool) -> Workload:
+        """`workload` with what the levels of its layers cost, as their code runs; with `last` the last level alone."""
+        return replace(workload, costs=self._costs(last))
+
+    def _cost(self, last: bool) -> Mapping[Unit, UnitCost]:
+        found = levelled(self.timed(), self.layouts[0])
+        if most := found.num_levels:
+            with stage("compiling and timing the code of saved activations"):
+                levels = [most] if last else [each for each in range(1, most + 1) if self._may_pay(found, each)]
+                found = timed_levels(found, self.layouts[0], levels)
+        return found.costs
+
+    def _may_pay(self, workload: Workload, level: int) -> bool:
+        """Whether a level is worth compiling: a compiler fuses what is no product with what reads it, so that where no
+        product less is computed than at the level below, code that saves more is not faster.
+        """
+        layers = [workload.costs[layer] for layer in range(workload.num_layers)]
+        pairs = [(cost, *cost.levels)[level - 1 : level + 1] for cost in layers if len(cost.levels) >= level]
+        return not self.compiled or any(one.backward_flops > other.backward_flops for one, other in pairs)
 
 
 def _timed_levels(

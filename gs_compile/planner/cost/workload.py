@@ -26,8 +26,7 @@ from gs_compile.errors import CaptureError, GreedySnakeError
 from gs_compile.options import Masters, Options
 from gs_compile.placement.workload import LevelCost, UnitCost, UnitSize, Workload
 from gs_compile.planner.cost.flops import unit_cost, unit_levels
-from gs_compile.planner.cost.meta import DEPTH, meta_copy, meta_tokens, repeated
-from gs_compile.planner.cost.registry import built, check_length, named_config
+from gs_compile.planner.cost.model import DEPTH, built, check_length, meta_copy, meta_tokens, named_config, repeated
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Schedule, Unit
 from gs_compile.runtime.formats import StateType, moment_types
 from gs_compile.runtime.kernels import ADAMW

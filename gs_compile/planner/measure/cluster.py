@@ -62,13 +62,6 @@ def share_of(machine: Profile, ranks: int) -> Profile:
     return replace(machine, **found)
 
 
-def samples_of_one_rank(batch_size: int | None, world: int) -> int | None:
-    """Of a step of so many in all."""
-    if batch_size is not None and batch_size % world:
-        raise PlanError(f"batch_size is {batch_size}: {world} ranks cannot have equal parts of it")
-    return None if batch_size is None else batch_size // world
-
-
 def _rate(network: str | float | None) -> float:
     """Bytes a second."""
     if isinstance(network, str):

@@ -1,4 +1,4 @@
-"""profiles: the profile of a machine: one of those that ship, a file, or this machine, measured once and remembered.
+"""machines: the profile of a machine: one of those that ship, a file, or this machine, measured once and remembered.
 
 What a drive or a processor gives does not change from day to day, so the figures of this machine are kept in the user's
 cache, in a file for each combination of processor, cores, memory, GPU, torch and the drives of the storage. What is
@@ -31,9 +31,8 @@ from gs_compile.errors import ProfileError
 from gs_compile.machine import DEFAULT_SHARE, available_memory, num_ranks, usable_cores, usable_memory
 from gs_compile.options import Options, default_storage
 from gs_compile.planner.measure.cluster import share_of
-from gs_compile.planner.measure.probe_compute import compute_rates, link_rates, products_on
+from gs_compile.planner.measure.probe import compute_rates, link_rates, network_rates, products_on
 from gs_compile.planner.measure.probe_drive import drive_rates, existing, room_nbytes
-from gs_compile.planner.measure.probe_network import network_rates
 from gs_compile.planner.measure.profile import FORMAT, Profile
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.stream import default_device, device_of, has_own_memory

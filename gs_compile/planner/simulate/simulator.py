@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from gs_compile.placement.liveness import BEFORE, live_ranges
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.slab import packed
 from gs_compile.placement.traffic import op_nbytes
@@ -32,13 +33,14 @@ from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.bubbles import ISSUE, Chains, bubbles
 from gs_compile.planner.simulate.dependencies import COMPUTE, MEMORY, Dependencies, dependencies
 from gs_compile.planner.simulate.event_loop import EventLoop, Rule, Times
-from gs_compile.planner.simulate.memory_timeline import Curve, curves
 from gs_compile.planner.simulate.prices import op_prices
-from gs_compile.program.ir import LANES, TRANSFERS, Op, Program
+from gs_compile.program.ir import LANES, TIERS, TRANSFERS, Op, Program
 from gs_compile.runtime.trace import Label, Trace, name_of
 
 NUM_STEPS = (2, 4, 8)  # the first step finds all lanes idle; more where lanes are further behind from step to step
 STEADY = 1e-3  # of a lane's work in a step: what may be left over
+
+Curve = tuple[tuple[float, int], ...]  # moments in seconds, and the bytes from there on
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,9 @@ class Simulation:
     @cached_property
     def memory(self) -> Mapping[str, Curve]:
         """By tier, the bytes alive from each moment on; empty without a placement."""
-        return curves(self.placement, self.order, self.times, self._since, self._until) if self.placement else {}
+        return (
+            _memory_curves(self.placement, self.order, self.times, self._since, self._until) if self.placement else {}
+        )
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -239,3 +243,47 @@ class Simulation:
             self._chains.label(self._chains.cause(index)),
             op_nbytes(op, self.placement) if moves and self.placement else 0,
         )
+
+
+def _memory_curves(
+    placement: Placement, order: Dependencies, times: Times, since: float, until: float
+) -> dict[str, Curve]:
+    """By tier, the bytes from each moment on, from `since` to `until`, relative to `since`.
+
+    Memory is taken when the operation that defines a value is issued, and in host memory not before those are done who
+    were there. It is given back when the operation that frees it has been issued and all that use it are done. That is
+    later than the planned peaks assume, which count in the order of issue: where lanes lag behind the issue loop, more
+    is alive on the device than planned. In host memory it is never more than the slab.
+
+    Of the last two programs: what those before have left is gone when the last begins, or lives on.
+    """
+    start = order.starts[-2:][0]
+    issued, stopped, users = times.issued[start:], times.stopped, order.users[start:]
+    changes: dict[str, list[tuple[float, int, int]]] = {tier: [] for tier in TIERS}
+    for live in live_ranges(order.ops[start:], placement):
+        tier, nbytes = live.slot.tier, live.slot.nbytes
+        if nbytes:
+            begin = 0.0
+            if live.first != BEFORE:
+                former = users[live.first] if tier == "host" else ()
+                begin = max([issued[live.first], *(stopped[user] for user in former)])
+            changes[tier].append((begin, live.first, nbytes))
+            if live.last is not None:
+                ends = [issued[each] for each in live.frees]
+                ends += [stopped[user] for each in live.frees for user in users[each]]
+                changes[tier].append((max(ends), live.last, -nbytes))
+    return {tier: _curve(changes[tier], since, until) for tier in TIERS}
+
+
+def _curve(changes: list[tuple[float, int, int]], since: float, until: float) -> Curve:
+    """The bytes alive from each moment on; at equal moments in the order of issue."""
+    now, curve = 0, [(0.0, 0)]
+    for when, _, nbytes in sorted(changes):
+        if when > until:
+            break
+        now += nbytes
+        if when <= since:
+            curve[0] = (0.0, now)
+        else:
+            curve.append((when - since, now))
+    return tuple(curve)

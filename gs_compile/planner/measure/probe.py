@@ -1,12 +1,16 @@
-"""probe_compute: what the processors and the link between them give: products of matrices, updates, passes and copies.
+"""probe: what processors, the link between them and the network give: products, updates, passes, copies, collectives.
 
 [1] AdamW on a cpu lane, with the threads a run gives it
 [2] the three matrix products of a linear layer, on the thread that asks: forward, and backward for input and weight
 [3] copies between pinned memory and the device, each on its lane's stream
+[4] the collectives of a step, by all ranks together: a piece is gathered, a gradient scattered
 """
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable
 from contextlib import closing
 
 import torch
@@ -15,6 +19,7 @@ from gs_compile.planner.measure.rates import Figure, Load, Work, at_once, median
 from gs_compile.runtime.formats import Types, moment_types, types_of
 from gs_compile.runtime.kernels import ADAMW
 from gs_compile.runtime.lanes import Lane
+from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.stream import Device, device_of, has_own_memory
 from gs_compile.runtime.threads import update_threads
@@ -27,6 +32,9 @@ DEVICE_SIZES = 4096, 4096  # the same on a device with memory of its own
 FEW_ROWS = 16
 TOO_SLOW = 25  # times slower than fp32: the processor has no instructions for the dtype, and whole pieces take seconds
 COPY_NBYTES = 64 << 20  # of [3]: as large as a request to the drives
+NETWORK_NBYTES = 64 << 20  # of [4], of all ranks together: as large as a layer's piece
+NETWORK_ROUNDS = 5  # of so many: waiting for time to pass, ranks would not agree on the last one
+NUM_HOPS = 20
 NUM_OPS = 512
 OP_COST = 6  # bare ones: what memory, tickets and bookkeeping make of an operation (benchmarks/prediction.py)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,6 +82,36 @@ def link_rates(device: torch.device, seconds: float) -> dict[str, Figure]:
     how = f"copies of {COPY_NBYTES >> 20} MiB of pinned memory{ROUNDS}"
     up_pair = pair("h2d_bytes_per_second", alone_up[h2d], both[h2d], how)
     return up_pair | pair("d2h_bytes_per_second", alone_down[d2h], both[d2h], how)
+
+
+def network_rates(ranks: Ranks, device: torch.device) -> dict[str, Figure]:  # [4]
+    """The profile's figures of the network between the ranks, which all of them call, each with memory on `device`."""
+    numel = max(1, NETWORK_NBYTES // 4 // ranks.number)
+    shard, whole = (torch.zeros(times * numel, device=device) for times in (1, ranks.number))
+    own = device_of(device)
+
+    def seconds(work: Callable[[], object], times: int) -> float:
+        found = []
+        for _ in range(times + 1):  # the first makes connections
+            begin = time.perf_counter()
+            work()
+            own.synchronize()
+            found.append(time.perf_counter() - begin)
+        return statistics.median(found[1:])
+
+    def both() -> None:
+        ranks.all_gather(whole, shard, "the network's measurement")
+        ranks.reduce_scatter(shard, whole, "the network's measurement")
+
+    received = 2 * (ranks.number - 1) * shard.nbytes
+    rate = received / seconds(both, NETWORK_ROUNDS)
+    empty, one = torch.zeros(ranks.number, device=device), torch.zeros(1, device=device)
+    ring = seconds(lambda: ranks.all_gather(empty, one, "the network's measurement"), NUM_HOPS)
+    hop, size = min(ring / (ranks.number - 1), 0.5), f"{NETWORK_NBYTES >> 20} MiB, {NETWORK_ROUNDS} rounds"
+    return {
+        "net_bytes_per_second": Figure(rate, f"{ranks.total} ranks gather and scatter {size}"),
+        "net_hop_seconds": Figure(hop, f"{ranks.total} ranks gather a number of each, {NUM_HOPS} rounds"),
+    }
 
 
 def products_on(device: torch.device, dtype: torch.dtype = torch.float32, rows: int | None = None) -> Work:  # [2]

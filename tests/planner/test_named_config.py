@@ -9,7 +9,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from gs_compile.errors import PlanError
-from gs_compile.planner.cost.registry import built, check_length, named_config
+from gs_compile.planner.cost.model import built, check_length, named_config
 
 
 @pytest.mark.parametrize(

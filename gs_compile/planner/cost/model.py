@@ -1,0 +1,206 @@
+"""model: the model that a plan is of: by its name, and without its weights, as shallow as its capture allows.
+
+A name is one of the paper's GPTs, a type of HuggingFace, a config.json or an id of its hub. A model at hand is copied
+to the meta device: of its parameters and buffers only shapes are looked at. A stack of blocks that are alike can be
+captured with two of them, so that depth costs nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from difflib import get_close_matches
+from itertools import chain
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gs_compile.codegen.layout import kept_dtype
+from gs_compile.errors import InspectionError, PlanError
+from gs_compile.options import Options
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SAMPLES = 2  # of the batch that is captured: a dimension of one would be taken for a constant
+DEPTH = 2  # blocks of a shortened stack: the fewest that can be seen to be alike
+PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, torch.dtype, torch.device, torch.Size)
+# Layers, heads and width of arXiv 2512.17570, section 6.1.
+GPTS = {"gpt-30b": (48, 56, 7168), "gpt-65b": (80, 64, 8192), "gpt-175b": (96, 96, 12288)}
+POSITIONS = 2048
+VOCABULARY = 50304  # GPT-2's 50257, made a multiple of 128 as Megatron-LM does
+
+
+def named_config(model: str, **changes: Any) -> PretrainedConfig:
+    """The config of "gpt-65b", of a HuggingFace model type ("llama"), or in a file, directory or model of the hub.
+
+    changes: fields in the place of the config's own. A config of the hub is downloaded, if this machine has none yet.
+    The paper's models are of GPT-2's architecture, with tied embeddings, and without dropout.
+    """
+    mapping = _transformers().CONFIG_MAPPING
+    if model in GPTS:
+        num_layers, num_heads, width = GPTS[model]
+        sizes = {"n_layer": num_layers, "n_head": num_heads, "n_embd": width, "n_positions": POSITIONS}
+        rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return mapping["gpt2"](vocab_size=VOCABULARY, use_cache=False, name_or_path=model, **(sizes | rates | changes))
+    fields = _read(model)
+    model_type = str(fields.pop("model_type", model))
+    if model_type not in mapping:
+        close = get_close_matches(model_type, [*GPTS, *mapping.keys()], n=3)
+        hint = (
+            f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(GPTS)} and HuggingFace's types"
+        )
+        raise PlanError(f"{model_type} is neither the name of a model nor the path of a config.json; {hint}")
+    with _refused(model_type):
+        return mapping[model_type](**(fields | {"use_cache": False} | changes))
+
+
+def built(config: PretrainedConfig) -> nn.Module:
+    """The causal language model of `config`, on the meta device."""
+    with _refused(config.model_type), torch.device("meta"):
+        return _transformers().AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+
+
+def check_length(config: Any, sequence: int) -> None:
+    """Raise `PlanError` where samples are longer than the model has positions for."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and sequence > longest:
+        raise PlanError(f"{config.model_type} has {longest} positions, fewer than a sequence of {sequence} tokens")
+
+
+def _read(model: str) -> dict[str, Any]:
+    """The fields of a config file; none for a model type."""
+    given = Path(model)
+    path = given / "config.json" if given.is_dir() else given
+    if not path.is_file() and "/" not in model:
+        return {}
+    if not given.exists() and model.count("/") == 1:
+        path = _downloaded(model)
+    try:
+        fields = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path}: no config can be read there: {error}") from error
+    if not isinstance(fields, dict) or "model_type" not in fields:
+        raise PlanError(f"{path}: not a config of transformers, which names its model_type")
+    return fields
+
+
+def _downloaded(model: str) -> Path:
+    """The config of a model of the hub, from its cache or the network."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        try:
+            return Path(hf_hub_download(model, "config.json", local_files_only=True))
+        except LocalEntryNotFoundError:
+            return Path(hf_hub_download(model, "config.json"))
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"{model} is not a path here, and no config of that name could be had from HuggingFace's hub: "
+            f"{shorten(str(error), 200)} Give a model type (llama), or a config.json that you have downloaded"
+        ) from error
+
+
+@contextmanager
+def _refused(model_type: str) -> Iterator[None]:
+    """Say in a line what transformers cannot build, and why."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (ValueError, StrictDataclassError) as error:
+        raise PlanError(f"{model_type}: {shorten(str(error), 300)}") from error
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise PlanError("named models need transformers: pip install 'greedysnake[hf]'") from error
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+# Without its weights --------------------------------------------------------------------------------------------------
+
+
+def meta_copy(model: nn.Module, options: Options) -> nn.Module:
+    """The model on the meta device, in the dtype it is trained in; its tensors are neither changed nor read."""
+    memo: dict[int, Any] = {}
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    for value in chain(model.parameters(), model.buffers(), attributes):
+        if isinstance(value, nn.Parameter):
+            like = torch.empty(value.shape, dtype=kept_dtype(value, options), device="meta")
+            memo[id(value)] = nn.Parameter(like, value.requires_grad)
+        elif isinstance(value, torch.Tensor):
+            memo[id(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return deepcopy(model, memo)
+
+
+def meta_tokens(model: nn.Module, sequence: int) -> dict[str, Any]:
+    """Token ids, and labels, for what forward asks for; no cache of what is only of use in generation."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in parameters if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
+    names += [p.name for p in parameters if p.name in ("input_ids", "labels", "targets") and p.name not in names]
+    if not names:
+        raise InspectionError(
+            f"{type(model).__name__}.forward has no required argument, and none called input_ids: a plan calls it with "
+            "token ids"
+        )
+    options = {p.name: False for p in parameters if p.name == "use_cache"}
+    return options | {name: torch.zeros(SAMPLES, sequence, dtype=torch.long, device="meta") for name in names}
+
+
+def repeated(model: nn.Module) -> nn.ModuleList | nn.Sequential | None:
+    """The one list of more than `DEPTH` modules that are alike, not inside another; None without, or with several."""
+    found = list(_stacks(model))
+    return found[0] if len(found) == 1 else None
+
+
+def _stacks(module: nn.Module) -> Iterator[nn.ModuleList | nn.Sequential]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > DEPTH and are_alike(list(child)):
+            yield child
+        else:
+            yield from _stacks(child)
+
+
+def are_alike(blocks: Sequence[nn.Module]) -> bool:
+    """Whether nothing that can be seen tells one block from the next, but for numbers that count the blocks."""
+    modules = [module for block in blocks for module in block.modules()]
+    if len(set(modules)) < len(modules):
+        return False  # they share some
+    rows = [list(_traits(block)) for block in blocks]
+    return len(set(map(len, rows))) == 1 and all(map(_is_shared, zip(*rows, strict=True)))
+
+
+def _traits(block: nn.Module) -> Iterator[Any]:
+    """All that can be seen of a block: of each module its place, type and attributes, of tensors no content."""
+    for path, module in block.named_modules():
+        yield path, type(module)
+        for name, value in vars(module).items():
+            yield name
+            if name in ("_parameters", "_buffers"):
+                yield [(key, None if t is None else (t.shape, t.dtype, t.requires_grad)) for key, t in value.items()]
+            elif name != "_modules":
+                yield value
+
+
+def _is_shared(values: Sequence[Any]) -> bool:
+    """Whether a trait is the same in all blocks, or their number."""
+    first = values[0]
+    counts = all(type(value) is int and value == place + first for place, value in enumerate(values))
+    return counts or all(value is first or _is_equal(value, first) for value in values)
+
+
+def _is_equal(left: Any, right: Any) -> bool:
+    with suppress(RuntimeError):  # of tensors in a list, which have no one answer
+        return type(left) is type(right) and isinstance(left, PLAIN) and bool(left == right)
+    return False
