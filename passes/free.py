@@ -34,12 +34,12 @@ def free(
     return replace(program.with_ops(ops, made_by="free"), peaks=peaks, offsets=offsets, slab_nbytes=needed)
 
 
-def with_frees(ops: tuple[Op, ...], kept: frozenset[Value], placement: Placement) -> tuple[Op, ...]:
+def with_frees(ops: tuple[Op, ...], lasting: frozenset[Value], placement: Placement) -> tuple[Op, ...]:
     """The operations with `free` among them, before anything is planned."""
-    return tuple(_with_frees(ops, _ends(ops, kept, placement)))
+    return tuple(_with_frees(ops, _ends(ops, lasting, placement)))
 
 
-def _ends(ops: tuple[Op, ...], kept: frozenset[Value], placement: Placement) -> dict[int, list[Value]]:
+def _ends(ops: tuple[Op, ...], lasting: frozenset[Value], placement: Placement) -> dict[int, list[Value]]:
     """The values that end after each operation."""
     last_use: dict[Value, int] = {}
     ends: dict[int, list[Value]] = {}
@@ -50,7 +50,7 @@ def _ends(ops: tuple[Op, ...], kept: frozenset[Value], placement: Placement) -> 
         for value in (*op.reads, *op.into, *op.results):
             last_use[value] = index
     for value, index in last_use.items():
-        if value not in kept and ends_in_step(placement, value):
+        if value not in lasting and ends_in_step(placement, value):
             ends.setdefault(index, []).append(value)
     return ends
 

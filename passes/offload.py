@@ -41,8 +41,8 @@ Pairs = tuple[tuple[Value, Value], ...]  # parts and the copy of each
 
 
 def offload(program: Program, placement: Placement, *, copies: bool = False, warm: bool = False) -> Program:
-    """The same step with its data on the tiers; `copies`: it is to be committed; `warm`: the step before has kept the
-    parameters that `Placement.kept` says.
+    """The same step with its data on the tiers; `copies`: it is to be committed; `warm`: the step before has carried
+    the parameters that `Placement.carried` says.
     """
     placed = program.with_ops(_Units(program, placement, copies=copies, warm=warm).ops(), "offload")
     if placement.by_micro_batch:
@@ -58,14 +58,14 @@ class _Units:
         self.placement = placement
         self.copies = copies  # of what early updates make; of what late ones do where the step before is sealed
         self.seals = any(op.verb == "seal" for op in program.ops)
-        self.keeps = TIED in placement.kept and any(op.verb in NORMS for op in program.ops)
-        self.fresh = {  # parts of parameters that a late update has made, or were kept, until their unit is gathered
+        self.carries = TIED in placement.carried and any(op.verb in NORMS for op in program.ops)
+        self.fresh = {  # parts of parameters that a late update has made, or were carried, until their unit is gathered
             (value.unit, value.part)
             for op in program.ops
             if op.verb == "update" and op.stage == FILL
             for value in op.into
             if value.kind == "w"
-        } | {(value.unit, value.part) for value in (placement.kept_values if warm else ())}
+        } | {(value.unit, value.part) for value in (placement.carried_values if warm else ())}
 
     def ops(self) -> Iterator[Op]:
         rewrites = {"gather": self._gather, "alias": self._leave, "commit": self._commit, "update": self._update}
@@ -82,7 +82,7 @@ class _Units:
         whole, stage = op.results[0], op.stage
         stored = [unit.value("w", part) for part in unit.w.values()]
         yield from _fetch((v for v in stored if v.tier == "ssd" and (v.unit, v.part) not in self.fresh), stage)
-        until_head = self.keeps and unit.unit == TIED and stage.phase == "forward" and stage.unit != EPILOGUE
+        until_head = self.carries and unit.unit == TIED and stage.phase == "forward" and stage.unit != EPILOGUE
         change = self.fresh.update if until_head else self.fresh.difference_update
         change((value.unit, value.part) for value in stored)
         parts = tuple(_on(value, "host") for value in stored if value.tier != "device")

@@ -59,7 +59,7 @@ class TieredExecutor(Executor):
             self.values.define(value, content)
         self.record: StepRecord | None = None
         trains = any(op.verb in NORMS for op in program.ops)
-        self._homes = tiers.homes | (placement.kept_values if trains else frozenset())
+        self._homes = tiers.homes | (placement.carried_values if trains else frozenset())
         self._before = tiers.pending
         self._factor: torch.Tensor | None = None  # of sums that are scaled once they are complete
         self._device = tiers.setting.device

@@ -106,7 +106,7 @@ class Tiers(Homes):
         return self.values.contents[value]
 
     def to_change(self, value: Value) -> Any:
-        self.let_kept_go()
+        self.let_carried_go()
         content = self.at_home(value)
         return content if self.commits is None else self.commits.to_change(value)
 
@@ -138,22 +138,22 @@ class Tiers(Homes):
             self.values.free(value)
         self.pending = None if is_over else record
         if placement.rolls_back(confirmed=record.confirmed):  # it is what was rolled back
-            self.let_kept_go()
+            self.let_carried_go()
 
-    def finds_kept(self, placement: Placement) -> bool:
-        """Whether all is there that the step before was to keep for one with this placement.
+    def finds_carried(self, placement: Placement) -> bool:
+        """Whether all is there that the step before was to carry for one with this placement.
 
         Otherwise nothing of it is left: a part of it, or what this step has no place for.
         """
-        kept = self.placement.kept_values
-        if placement.kept_values != kept or not kept <= self.values.contents.keys():
-            self.let_kept_go()
+        carried = self.placement.carried_values
+        if placement.carried_values != carried or not carried <= self.values.contents.keys():
+            self.let_carried_go()
             return False
-        return bool(kept)
+        return bool(carried)
 
-    def let_kept_go(self) -> None:
-        """Free what the step before has kept: the next one reads it from SSD."""
-        for value in sorted(self.placement.kept_values & self.values.contents.keys(), key=str):
+    def let_carried_go(self) -> None:
+        """Free what the step before has carried over: the next one reads it from SSD."""
+        for value in sorted(self.placement.carried_values & self.values.contents.keys(), key=str):
             self.values.free(value)
 
     def wait_for_commit(self) -> None:

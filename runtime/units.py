@@ -45,7 +45,7 @@ class Accumulator:
         memory = [tensor.untyped_storage().data_ptr() for tensor in among] if fresh else []
         for key, gradient in gradients.items():
             if key in fresh:
-                self.sums[key] = _kept(gradient, memory)
+                self.sums[key] = _first_term(gradient, memory)
             else:
                 put_term(self.sums[key], gradient, add=True)
 
@@ -54,7 +54,7 @@ class Accumulator:
             total.mul_(factor)
 
 
-def _kept(gradient: Term, memory: Sequence[int]) -> torch.Tensor:
+def _first_term(gradient: Term, memory: Sequence[int]) -> torch.Tensor:
     """A gradient as the first of a sum; `memory`: what all tensors that are alive have, itself among them."""
     if not isinstance(gradient, torch.Tensor):
         return gradient.dense()

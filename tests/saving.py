@@ -16,7 +16,7 @@ from gs_compile.program.ir import Unit
 
 
 @contextmanager
-def saving(*shares: Share, kept: tuple[Unit, ...] = ()) -> Iterator[list[Placement]]:
+def saving(*shares: Share, carried: tuple[Unit, ...] = ()) -> Iterator[list[Placement]]:
     """Have plans save these activations, and keep these units' parameters from step to step; gives such plans."""
     usual, made = Run._decided, list[Placement]()
 
@@ -24,7 +24,7 @@ def saving(*shares: Share, kept: tuple[Unit, ...] = ()) -> Iterator[list[Placeme
         found = usual(run)
         ratios = replace(found.placement.decision.ratios, checkpoint=0.0, device_checkpoint=0.0)
         plain = found.placement.laid_out(levels=levels_of(run.model.layouts))
-        made.append(plain.decided(ratios=ratios, shares=Shares(shares), kept=kept))
+        made.append(plain.decided(ratios=ratios, shares=Shares(shares), carried=carried))
         return replace(found, placement=made[-1])
 
     with pytest.MonkeyPatch.context() as patched:

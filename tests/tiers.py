@@ -46,7 +46,7 @@ class Options:
     speculative: bool = False
     world: int = 1
     layer_updates: int = 1
-    kept: tuple[Unit, ...] = ()
+    carried: tuple[Unit, ...] = ()
     ahead: int = 0
     shares: tuple[Share, ...] = ()
     reads_input: bool = False  # of level 1; level 2 does not, and saves twice as much
@@ -80,7 +80,7 @@ def options(draw: st.DrawFn) -> Options:
         device_parameter=draw(st.sampled_from((0.0, 0.6, 1.0))) if separate else 0.0,
         layer_updates=draw(st.sampled_from((1, 4))),
         device_checkpoint=on_device,
-        kept=("t", "e", 0, 1)[: draw(st.sampled_from((0, 1, 4)))],
+        carried=("t", "e", 0, 1)[: draw(st.sampled_from((0, 1, 4)))],
         ahead=draw(st.sampled_from((0, 1, 4))),
         shares=tuple(share for share in saved if share.part),
         reads_input=draw(st.booleans()),
@@ -155,7 +155,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         shares=Shares(share for share in options.shares if options.separate or share.tier != "device"),
         speculative=options.speculative,
         layer_updates=options.layer_updates,
-        kept=options.kept,
+        carried=options.carried,
         ahead=options.ahead,
     )
     return Placement(tuple(map(placed, units)), layout, decision)
@@ -215,7 +215,7 @@ def train(
             results.append({value.name: content for value, content in values.items() if value.kind in ("loss", "y")})
             there = {**home, **values}
             redo = not placement.speculative or not late or bool(there[_scale(on_device)] != 1.0)
-            warm = bool(training and placement.kept_values) and not (placement.speculative and late and redo)
+            warm = bool(training and placement.carried_values) and not (placement.speculative and late and redo)
             homes = placement.homes(late=late, redo=redo, warm=warm and not on_device)
             late = late and any(value.kind == "dw" for value in homes)
             if on_device:  # no memory is reclaimed there

@@ -191,9 +191,9 @@ class Compilation:
     def program(self, model: SpecializedModel, num_micro_batches: int, shape: StepShape) -> list[Program]:
         """Every snapshot of the step program, from `vertical` to the one that runs, which is the last."""
         expert, num_layers = self.options.expert, model.split.num_layers
-        keep = self._kept(model, num_micro_batches) if shape.training else frozenset()
+        outputs = self._outputs(model, num_micro_batches) if shape.training else frozenset()
         spec = StepSpec(
-            num_layers, num_micro_batches, shape, schedule=expert.schedule, snake=expert.snake, outputs=keep
+            num_layers, num_micro_batches, shape, schedule=expert.schedule, snake=expert.snake, outputs=outputs
         )
         if spec not in self.programs:
             start = time.perf_counter()
@@ -203,7 +203,7 @@ class Compilation:
         self.latest = Step(model, shape, self.programs[spec])
         return self.programs[spec]
 
-    def _kept(self, model: SpecializedModel, num_micro_batches: int) -> frozenset[Value]:
+    def _outputs(self, model: SpecializedModel, num_micro_batches: int) -> frozenset[Value]:
         """The values that are outputs too, and those that the head reads again where other outputs may get gradients.
 
         A step that runs micro-batch by micro-batch is run anew.

@@ -26,7 +26,7 @@ from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import OptimizerError, StepOrderError
 from gs_compile.model.commits import Durable, OptimizerLike, give_back_rest
-from gs_compile.model.first_call import open_tiers, planned
+from gs_compile.model.first_call import open_tiers, plan_tiers
 from gs_compile.model.moving import let_go, move_in, take_up
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.residency import residency_of
@@ -73,12 +73,13 @@ class Engine(ParameterStore):
         self.programs: tuple[Program, ...] = ()  # of the latest call
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
         self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
-        arrangement, stored, self.planning = planned(optimizer, compilation, models, args, ranks)
+        arrangement, stored, self.planning = plan_tiers(optimizer, compilation, models, args, ranks)
         self._latest = self.planning.placement, self.planning.first_shape  # of the latest call
         tiers = open_tiers(self.planning, arrangement, optimizer.rule, stored, optimizer)
         super().__init__(tiers, self.options.storage[0], optimizer.components)
         self.turn = optimizer.turn
-        self.durable = Durable(self._optimizer, tiers, stored, self.planning.planned.kept) if tiers.commits else None
+        decided = self.planning.planned
+        self.durable = Durable(self._optimizer, tiers, stored, decided.facts) if tiers.commits else None
         spans = {args[index]: span for index, span in arrangement.spans.items()}
         if self.durable is not None and self.durable.former is not None:
             give_back_rest(optimizer, take_up(self, spans, stored))
@@ -144,7 +145,7 @@ class Engine(ParameterStore):
         pending = self.tiers.pending if shape.training and placement.has_late else None
         redo = pending is not None and placement.rolls_back(confirmed=pending.confirmed)
         marks = self.durable.marks(self.num_steps) if self.durable and shape.training else {}
-        marks = {**marks, "warm": shape.training and self.tiers.finds_kept(placement)}
+        marks = {**marks, "warm": shape.training and self.tiers.finds_carried(placement)}
         self.programs = self.planning.programs(placement, shape, late=pending is not None, redo=redo, **marks)
         return TieredExecutor(self.tiers, placement, self.programs[-1], units, inputs, bindings)
 
@@ -200,7 +201,7 @@ class Engine(ParameterStore):
         pending = self.tiers.pending
         seals = self.durable is not None and self.durable.take(self.num_steps, always=commit)
         if pending is not None or seals:
-            self.tiers.let_kept_go()  # late updates are made in its memory, too
+            self.tiers.let_carried_go()  # late updates are made in its memory, too
             redo = pending is not None and self.placement.rolls_back(confirmed=pending.confirmed)
             program = self.planning.flush(late=pending is not None, redo=redo, seals=seals)
             nothing = Bindings(dict.fromkeys(self._units, ()), {})

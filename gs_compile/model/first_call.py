@@ -33,7 +33,7 @@ from gs_compile.runtime.trace import Trace
 log = logging.getLogger(__name__)
 
 
-def planned(
+def plan_tiers(
     optimizer: OptimizerLike,
     compilation: Compilation,
     models: Sequence[SpecializedModel],
@@ -73,7 +73,7 @@ def planned(
             ranks=ranks,
         )
     )
-    found = run.planned({} if ranks else former_plan(options, stored, optimizer))
+    found = run.plan({} if ranks else former_plan(options, stored, optimizer))
     return arrangements[found.masters], stored, StepPrograms(run, found)
 
 

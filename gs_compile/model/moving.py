@@ -45,7 +45,7 @@ def move_in(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], host_nby
             ranks.broadcast(values := values.contiguous(), 0)
         store.tiers.fill(span, values)
         leave_memory(values.untyped_storage())  # of a file
-        return stashed if residency_of(parameter).folder else _kept(values, None if fits else folder)
+        return stashed if residency_of(parameter).folder else _first_value(values, None if fits else folder)
 
     _move(store, spans, "moving parameters", bring)
     trim()  # of what capturing and converting have left
@@ -116,6 +116,6 @@ def let_go(places: MutableSet[Residency]) -> None:
     trim()
 
 
-def _kept(values: Tensor, folder: Path | None) -> Tensor:
+def _first_value(values: Tensor, folder: Path | None) -> Tensor:
     """A value that was in memory: there [1], or in a file [2]."""
     return values if folder is None else copied(values, values.dtype, directory(folder))

@@ -56,7 +56,7 @@ class Reader:
     """Reads values for an evaluation, when no updates are to come, and keeps those that there is room for."""
 
     room_nbytes: int
-    kept: list[Tensor] = field(default_factory=list)
+    held: list[Tensor] = field(default_factory=list)
 
     def read(self, store: ParameterStore, span: Slice, device: torch.device) -> Tensor:
         """A value, not copied if it lives in memory in one piece."""
@@ -65,7 +65,7 @@ class Reader:
         nbytes = 0 if here is not None and shares_memory(values, here) else values.nbytes
         if nbytes <= self.room_nbytes:
             self.room_nbytes -= nbytes
-            self.kept.append(values)
+            self.held.append(values)
         return values
 
 

@@ -17,7 +17,7 @@ from gs_compile.schedules import BY_MICRO_BATCH
 class Marks(TypedDict, total=False):
     """What depends on the steps around one, beside its late updates; what is not said is not so.
 
-    copies: the step is to be committed. seals: the one before is. warm: that has kept what `Placement.kept` says.
+    copies: the step is to be committed. seals: the one before is. warm: that has carried what `Placement.carried` says.
     """
 
     copies: bool
@@ -76,7 +76,7 @@ class Decision:
     speculative: with clipping, early updates run before the norm is known; should gradients have to be scaled, they are
         rolled back and are late ones too. What they make goes to shadow copies until the scale is known.
     layer_updates: in how many updates a layer's elements are taken.
-    kept: units whose early parameters, stored on SSD, are also kept in host memory from their update to the first use
+    carried: units whose early parameters, stored on SSD, also stay in host memory from their update to the first use
         in the next step; tied ones until the head has used them.
     ahead: so many stages earlier than others, the states of updates after the last backward are read.
     own: what the schedule has decided beside, which its own pass alone reads; None: nothing.
@@ -87,22 +87,22 @@ class Decision:
     shares: Shares = Shares()  # noqa: RUF009  (a tuple)
     speculative: bool = False
     layer_updates: int = 1
-    kept: tuple[Unit, ...] = ()
+    carried: tuple[Unit, ...] = ()
     ahead: int = 0
     own: object | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; `of` is the inverse."""
         shares = [list(share) for share in self.shares]
-        return {**asdict(self), "ratios": self.ratios.given(), "shares": shares, "kept": list(self.kept)}
+        return {**asdict(self), "ratios": self.ratios.given(), "shares": shares, "carried": list(self.carried)}
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Decision:
         """The decision that a dict describes; raises KeyError, TypeError, ValueError or OptionError for another's."""
         known = {each.name: values[each.name] for each in fields(cls)}
         ratios = Ratios(**known.pop("ratios"))
-        shares, kept = Shares(Share(*each) for each in known.pop("shares")), tuple(known.pop("kept"))
-        return cls(ratios=ratios, shares=shares, kept=kept, **known)
+        shares, carried = Shares(Share(*each) for each in known.pop("shares")), tuple(known.pop("carried"))
+        return cls(ratios=ratios, shares=shares, carried=carried, **known)
 
 
 @dataclass(frozen=True)
@@ -244,16 +244,16 @@ class Placement:
         return self.speculative and not confirmed and any(self.speculated(unit) for unit in self.units)
 
     @cached_property
-    def kept_values(self) -> frozenset[Value]:
-        """The copies in host memory of what `kept` says; of a unit that no early update makes there are none."""
-        units = [unit for unit in self.units if unit.unit in self.kept and unit.trained("early")]
+    def carried_values(self) -> frozenset[Value]:
+        """The copies in host memory of what `carried` says; of a unit that no early update makes there are none."""
+        units = [unit for unit in self.units if unit.unit in self.carried and unit.trained("early")]
         groups = ((unit, group) for unit in units for group in unit.groups if group.when != "late")
         parts = ((unit, part) for unit, group in groups for part in group.w if part.tier == "ssd")
         return frozenset(unit.value("w", part, "host") for unit, part in parts)
 
     def homes(self, *, late: bool, redo: bool = True, warm: bool = False) -> frozenset[Value]:
         """What lives on between steps; `late`: gradients wait for their update; `redo`: also those of early ones;
-        `warm`: with the copies that one training step keeps for the next.
+        `warm`: with the copies that one training step carries into the next.
         """
         found: set[Value] = set()
         for unit in self.units:
@@ -269,7 +269,7 @@ class Placement:
                 found |= {unit.value("w", part) for part in group.w if not (stale and self.reclaims(unit, part))}
         if late and self.clip:
             found.add(Value("scale", tier="host"))
-        return frozenset(found | self.kept_values if warm else found)
+        return frozenset(found | self.carried_values if warm else found)
 
     def num_extents(self, value: Value) -> int:
         """The extents on SSD that a part, its shadow copy or its other copy has: a write never goes to the one that the
@@ -284,7 +284,7 @@ class Placement:
         warm = False
         for op in ops:
             found |= dict.fromkeys(value for value in op.reads if value.kind == "dw" and value not in defined)
-            warm |= any(value in self.kept_values and value not in defined for value in op.reads)
+            warm |= any(value in self.carried_values and value not in defined for value in op.reads)
             defined.update(op.results)
         placed = ((self.by_unit.get(value.unit), value.part) for value in found if value.unit is not None)
         groups = {unit.dw[part].when for unit, part in placed if unit}
@@ -345,8 +345,8 @@ class Placement:
         return self.decision.layer_updates
 
     @property
-    def kept(self) -> tuple[Unit, ...]:
-        return self.decision.kept
+    def carried(self) -> tuple[Unit, ...]:
+        return self.decision.carried
 
     @property
     def ahead(self) -> int:

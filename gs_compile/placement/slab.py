@@ -59,7 +59,7 @@ def rounded(nbytes: int) -> int:
 def fixed_offsets(placement: Placement) -> FixedOffsets:
     """The offsets that all programs of a placement have in common, whatever the size of their batches."""
     late = sorted(_late(placement), key=lambda each: -len(each[1]))  # gradients, then parameters from below
-    shared = {slot.key: (rounded(slot.nbytes), spans) for slot, spans in (*late, *_kept(placement))}
+    shared = {slot.key: (rounded(slot.nbytes), spans) for slot, spans in (*late, *_carried(placement))}
     always: dict[object, int] = {}
     end = 0
     for value in sorted(placement.homes(late=True) | placement.homes(late=False), key=str):
@@ -94,11 +94,11 @@ def _late(placement: Placement) -> Iterator[tuple[Slot, Spans]]:
                     yield slot_of(placement, unit.value("w", part)), ((up, down),)
 
 
-def _kept(placement: Placement) -> Iterator[tuple[Slot, Spans]]:
+def _carried(placement: Placement) -> Iterator[tuple[Slot, Spans]]:
     """Parameters on SSD that are in memory across the end of a step, in the same times: tied ones in all of it."""
     units = sorted(placement.units, key=lambda unit: height(unit.unit))
     places = {unit.unit: number for number, unit in enumerate(units)}
-    for value in sorted(placement.kept_values, key=str):
+    for value in sorted(placement.carried_values, key=str):
         up = places[value.unit or 0]
         first_read = 2 * len(units) - up - READ_AHEAD
         yield slot_of(placement, value), (EVER,) if value.unit == TIED else ((EVER[0], up + 1), (first_read, EVER[1]))
@@ -113,8 +113,8 @@ def plan_offsets(ranges: Sequence[LiveRange], ops: Sequence[Op], placement: Plac
     """
     fixed = fixed_offsets(placement)
     updates = any(op.verb in NORMS or op.verb == "update" for op in ops)
-    kept = {slot_of(placement, value).key for value in placement.kept_values if not updates}
-    shared = {key: offset for key, offset in fixed.shared.items() if key not in kept}
+    carried = {slot_of(placement, value).key for value in placement.carried_values if not updates}
+    shared = {key: offset for key, offset in fixed.shared.items() if key not in carried}
     wanted: dict[object, tuple[int, Spans]] = {}
     for live in ranges:
         key, nbytes = live.slot.key, live.slot.nbytes

@@ -1,7 +1,7 @@
 """boundary: between two steps nothing waits for drives, as far as there is room in host memory.
 
 A step's last updates are of what the next one reads first: the embedding, tied to the head or not, and the first
-layers. Read again from where they have just been written, they are what the next step waits for. Kept in memory they
+layers. Read again from where they have just been written, they are what the next step waits for. Carried in memory they
 take little that was not free: the peak of a step is elsewhere, or the update that makes them is in it already.
 
 The embedding is as large as several layers, and its gradient is the last to be complete. Its state is read a layer's
@@ -22,12 +22,12 @@ Ladder = Sequence[Placement]
 FIRST: tuple[Unit, ...] = (TIED, PROLOGUE, 0, 1)  # read before the first layers have hidden anything
 
 
-def kept(plain: Placement) -> Ladder:
-    """More and more kept. What is as it is published is not: what it is compared with moves what is said of it."""
+def carrying(plain: Placement) -> Ladder:
+    """More and more carried. What is as it is published is not: what it is compared with moves what is said of it."""
     if SCHEDULES[plain.schedule].as_published:
         return ()
-    every = (plain.decided(kept=FIRST[:number]) for number in range(1, len(FIRST) + 1))
-    return list({each.kept_values: each for each in every if each.kept_values}.values())
+    every = (plain.decided(carried=FIRST[:number]) for number in range(1, len(FIRST) + 1))
+    return list({each.carried_values: each for each in every if each.carried_values}.values())
 
 
 def earlier(plain: Placement) -> Ladder:
@@ -41,13 +41,13 @@ def earlier(plain: Placement) -> Ladder:
 def without(planned: Placement, home_nbytes: int) -> Ladder:
     """Less and less of both, for a step whose batch is larger than the one that they were chosen for.
 
-    States that are read later cost this step alone; what is not kept is read again by this step and by the next one.
+    States that are read later cost this step alone; what is not carried is read again by this step and by the next one.
     home_nbytes: of what lives on in the run, which stays mapped.
     """
-    none = planned.decided(kept=()).laid_out(home_nbytes=home_nbytes) if planned.kept else planned
+    none = planned.decided(carried=()).laid_out(home_nbytes=home_nbytes) if planned.carried else planned
     return list(dict.fromkeys((planned, planned.decided(ahead=0), none, none.decided(ahead=0))))
 
 
-def kept_nbytes(placement: Placement) -> int:
+def carried_nbytes(placement: Placement) -> int:
     """The parameters that stay in memory from one step to the next."""
-    return sum(nbytes_of(placement, value) for value in placement.kept_values)
+    return sum(nbytes_of(placement, value) for value in placement.carried_values)

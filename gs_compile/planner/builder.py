@@ -80,27 +80,28 @@ class StepBuilder:
         return lower(self.step(placement, late=late, redo=redo), verified=False)[-1]
 
     def programs(self, placement: Placement) -> Iterator[Program]:
-        """Those that may take the most memory of all: a step; where parameters are kept also one without rolled back
-        updates, if they may be, and an evaluation, which run beside what is kept.
+        """Those that may take the most memory of all: a step; where parameters are carried also one without rolled back
+        updates, if they may be, and an evaluation, which run beside what is carried.
         """
         yield from self.steps(placement)
-        if placement.kept_values:
+        if placement.carried_values:
             yield replace(self, shape=self.shape.forward_alone).program(placement)
 
     def steps(self, placement: Placement) -> Iterator[Program]:
         """Those of `programs` that are of this shape."""
         yield self.program(placement)
-        if self.shape.training and placement.speculative and placement.kept_values:
+        if self.shape.training and placement.speculative and placement.carried_values:
             yield self.program(placement, redo=False)
 
     def step(self, placement: Placement, *, late: bool, redo: bool) -> StepSpec:
         """What is lowered: a step after one that has left gradients (`late`), of speculative updates too (`redo`).
 
-        What it was to keep is there, unless updates are done again; an evaluation does not use it.
+        What it was to carry is there, unless updates are done again; an evaluation does not use it.
 
         Of a durable placement all steps are committed; what that takes is priced as a mean (`prices.work_nbytes`).
         """
         durable = placement.durability > 0
+        carried = self.shape.training and bool(placement.carried_values)
         return StepSpec(
             placement.num_layers,
             placement.layout.num_micro_batches,
@@ -109,13 +110,13 @@ class StepBuilder:
             placement=placement,
             late=late,
             redo=redo,
-            warm=self.shape.training and bool(placement.kept_values) and not (late and placement.speculative and redo),
+            warm=carried and not (late and placement.speculative and redo),
             copies=durable,
             seals=durable,
         )
 
     def usual(self, placement: Placement) -> Program:
-        """A step before and after which updates hold, with the end of what it has kept for the case."""
+        """A step before and after which updates hold, with the end of what it has carried for the case."""
         program = self.program(placement, redo=False)
         if not placement.speculative:
             return program

@@ -24,7 +24,7 @@ from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
-from gs_compile.planner.boundary import Ladder, earlier, kept, kept_nbytes
+from gs_compile.planner.boundary import Ladder, carried_nbytes, carrying, earlier
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.problem import NOTHING, Problem
@@ -68,7 +68,7 @@ class Candidate:
         return tier == "host" or any(self.solution.decision.ratios.on_device().values())
 
 
-def planned(problem: Problem, found: Search) -> StepPlan:
+def choose(problem: Problem, found: Search) -> StepPlan:
     """What the search's best becomes. Raises `MemoryBudgetError` where no program keeps the budgets."""
     number, best = found.best.num_micro_batches, found.best
     chosen = refined(problem, best)
@@ -77,7 +77,7 @@ def planned(problem: Problem, found: Search) -> StepPlan:
         assert solved is not None, "what fits in less memory fits"
         best = solved
     steps = problem if problem.whole else problem.bundled(number)[0]
-    simulation = fastest(steps, chosen.simulation, [kept(chosen.placement)], chosen.spare)
+    simulation = fastest(steps, chosen.simulation, [carrying(chosen.placement)], chosen.spare)
     simulation = fastest(steps, simulation, [earlier(simulation.placed)], chosen.spare)
     rows = [(number, solution.seconds) for number, solution in found.history if solution is not None]
     return StepPlan(
@@ -123,11 +123,11 @@ def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple
 
 
 def _of_boundary(plain: Simulation, chosen: Simulation) -> tuple[str, ...]:
-    """What is kept from a step to the next, what is read earlier, and what that brings; none where nothing is."""
-    nbytes, ahead = kept_nbytes(chosen.placed), chosen.placed.ahead
-    kept = f"{format_bytes(nbytes)} of parameters that the next step reads first stay in host memory until then"
+    """What is carried from a step to the next, what is read earlier, and what that brings; none where nothing is."""
+    nbytes, ahead = carried_nbytes(chosen.placed), chosen.placed.ahead
+    carried = f"{format_bytes(nbytes)} of parameters that the next step reads first stay in host memory until then"
     read = f"states of the updates after the last backward are read {ahead} layer{'s' * (ahead > 1)} earlier"
-    words = "; ".join([kept] * bool(nbytes) + [read] * bool(ahead))
+    words = "; ".join([carried] * bool(nbytes) + [read] * bool(ahead))
     return (f"{words[0].upper()}{words[1:]}: {plain.seconds / chosen.seconds - 1:.1%} faster.",) if words else ()
 
 
@@ -140,9 +140,9 @@ def refined(problem: Problem, best: Solution) -> Candidate:
     for found in sorted(_tries(trial, number, best), key=lambda each: each.seconds):
         if trial is problem or not problem.whole:
             return found
-        kept = _fitting(problem, best.num_micro_batches, found.solution.alpha, found.spare, found.less)
-        if kept is not None:
-            return kept
+        fitting = _fitting(problem, best.num_micro_batches, found.solution.alpha, found.spare, found.less)
+        if fitting is not None:
+            return fitting
     scarce = _of_any_alpha(problem, best.num_micro_batches) if problem.whole else _of_any_alpha(trial, number)
     if scarce is None:
         raise MemoryBudgetError(_too_little(problem))

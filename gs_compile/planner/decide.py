@@ -23,14 +23,14 @@ from gs_compile.options import Ratios
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision, Placement
-from gs_compile.planner.boundary import kept
+from gs_compile.planner.boundary import carrying
 from gs_compile.planner.builder import SCARCE_UPDATES, peak
-from gs_compile.planner.choose import highest, planned
+from gs_compile.planner.choose import choose, highest
 from gs_compile.planner.lp.counting import CLASSES
 from gs_compile.planner.lp.search import GROWTH, Search
 from gs_compile.planner.problem import Problem, excess
 from gs_compile.planner.request import Request
-from gs_compile.planner.saved import computed, faster, is_open, saved_text, topmost
+from gs_compile.planner.saved import computed, is_open, saved_text, topmost, with_saved
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.variants import with_variant
 from gs_compile.program.ir import Tier
@@ -89,7 +89,7 @@ def _decided(problem: Problem, found: Search | None) -> StepPlan:
 
 def _solved(problem: Problem, found: Search | None) -> StepPlan:
     try:
-        return _fastest(problem, found)
+        return _best_clipping(problem, found)
     except (NoFitError, MemoryBudgetError) as error:
         if problem.request.saves and not problem.whole:
             raise
@@ -101,17 +101,17 @@ def _solved(problem: Problem, found: Search | None) -> StepPlan:
 # By the linear program and the simulator ------------------------------------------------------------------------------
 
 
-def _fastest(problem: Problem, found: Search | None = None) -> StepPlan:
+def _best_clipping(problem: Problem, found: Search | None = None) -> StepPlan:
     """The plan of the way to clip that is asked for, or that is faster: of equal ones, with delayed updates."""
     request, sizes = problem.request, problem.workload.sizes  # priced, once the machine is known
     if sizes != problem.builder.sizes:
         problem = replace(problem, builder=replace(problem.builder, sizes=sizes))
     number = problem.builder.layout.num_micro_batches
-    chosen = faster(problem, planned(problem, found or problem.search(number)))
+    chosen = with_saved(problem, choose(problem, found or problem.search(number)))
     if not request.clip or request.clipping is not None or request.alpha is not None:
         return chosen
     try:
-        other = _fastest(problem.asked(replace(request, clipping="speculative")))
+        other = _best_clipping(problem.asked(replace(request, clipping="speculative")))
     except (NoFitError, MemoryBudgetError):
         return replace(chosen, notes=(*chosen.notes, "Speculative updates do not fit."))
     seconds = f"{chosen.seconds:.3g} s a step with delayed updates, {other.seconds:.3g} s with speculative ones"
@@ -129,7 +129,7 @@ def _scarce(problem: Problem, refusal: NoFitError | MemoryBudgetError) -> StepPl
         raise refusal from None
     if least.problem.layer_updates > problem.layer_updates:
         with suppress(NoFitError, MemoryBudgetError):
-            return _fastest(least.problem)
+            return _best_clipping(least.problem)
     note = "no plan fits by the linear program's bounds: host memory keeps the least it can"
     return replace(least, notes=(note,))
 
@@ -154,16 +154,16 @@ def _settled(problem: Problem) -> StepPlan | None:
     smallest, largest = (_placed(steps, part) for part in (0.0, 1.0))
     may_save = is_open(request) and problem.wider is not problem
     if smallest == largest and len(request.alphas) == 1 and not may_save:
-        return _made(problem, _kept_for_free(steps, smallest), "ratios and alpha are given: nothing was planned")
+        return _made(problem, _carried_for_free(steps, smallest), "ratios and alpha are given: nothing was planned")
     given = _ratios(problem, 1.0).given()
     moves_nothing = all(given[name] == 1.0 for name in given.keys() & set(HOST_CLASSES))
     if separate or not _fits(steps, largest) or (may_save and not moves_nothing):
         return None
     reason = "all that may be in host memory fits there: nothing was planned"
     if not may_save:
-        return _made(problem, _kept_for_free(steps, largest), reason)
+        return _made(problem, _carried_for_free(steps, largest), reason)
     wider = _steps(problem.wider)
-    chosen = _kept_for_free(wider, _filled(wider, largest))
+    chosen = _carried_for_free(wider, _filled(wider, largest))
     words = saved_text(chosen.shares, problem.builder.layout.num_items)
     return _made(problem.wider, chosen, "; ".join([reason, *words]))
 
@@ -179,9 +179,9 @@ def _filled(problem: Problem, plain: Placement) -> Placement:
     return min([plain, *highest(ladders, partial(_fits, problem))], key=lambda each: computed(workload, each.shares))
 
 
-def _kept_for_free(problem: Problem, plain: Placement) -> Placement:
-    """With as much kept as takes no more host memory, and no plan is needed for: less is moved, and nothing waits."""
-    if not (every := kept(plain)):
+def _carried_for_free(problem: Problem, plain: Placement) -> Placement:
+    """As much is carried as takes no more host memory, and needs no plan: less is moved, and nothing waits."""
+    if not (every := carrying(plain)):
         return plain
     most = {"host": peak(problem.builder.program(plain), "host")}
 

@@ -66,7 +66,7 @@ def plan(
     """
     request = Request(**settings) if request is None else replace(request, **settings)
     profile = of_one_rank(find_profile(request.machine, request.storage), request.gpus, request.nodes, request.network)
-    return _Door(_Model(model, request), request, profile).planned()
+    return _Door(_Model(model, request), request, profile).plan()
 
 
 class _Model:
@@ -143,7 +143,7 @@ class _Door:
     profile: Profile
     layer_updates: int = 1
 
-    def planned(self) -> StepPlan:
+    def plan(self) -> StepPlan:
         """The plan of the request's schedule, for the batch that is given or that another schedule would take."""
         request, spec = self.request, SCHEDULES[self.request.schedule]
         if spec.batch_like is None:

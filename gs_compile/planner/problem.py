@@ -23,7 +23,7 @@ from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import DEVICE_RATIOS, Counted
-from gs_compile.planner.lp.search import Search, fastest, search
+from gs_compile.planner.lp.search import Search, best_for, search
 from gs_compile.planner.lp.solve import Solution, System
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.request import Budgets, Request
@@ -170,7 +170,7 @@ class Problem:
         request = self.request
         if alpha is not None and request.alphas != (alpha,):
             request = replace(request, alpha=alpha, clipping="speculative" if request.speculative else request.clipping)
-        return fastest(self.formulas, number, budgets or self.budgets, request)
+        return best_for(self.formulas, number, budgets or self.budgets, request)
 
     def placed(self, decision: Decision, number: int) -> Placement:
         """The placement that a decision describes, for so many micro-batches."""

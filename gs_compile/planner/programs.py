@@ -17,7 +17,7 @@ from gs_compile.passes.lower import flush, lower
 from gs_compile.placement.levels import TOLERANCE
 from gs_compile.placement.placement import Marks, Placement
 from gs_compile.placement.slab import fixed_offsets, packed, placed_as
-from gs_compile.planner.boundary import kept_nbytes, without
+from gs_compile.planner.boundary import carried_nbytes, without
 from gs_compile.planner.builder import peak
 from gs_compile.planner.problem import excess
 from gs_compile.planner.run import Planned, Run
@@ -119,7 +119,7 @@ class StepPrograms:
             if not any(excess(program, most) for program in programs):
                 if planned.shares and not each.shares:
                     log.info("a batch of this size leaves no room for saved activations: layers' forwards run again")
-                if planned.kept and not each.kept:
+                if planned.carried and not each.carried:
                     log.info("a batch of this size leaves no room to keep parameters for the next step: they are read")
                 return each
         raise MemoryBudgetError(
@@ -129,7 +129,7 @@ class StepPrograms:
 
     def _retreats(self, planned: Placement, *, training: bool) -> Iterable[Placement]:
         """Those of `_less_in_memory`, each with less and less between two steps (`without`), which costs less than the
-        next of them does. An evaluation runs beside what is kept and reads no states.
+        next of them does. An evaluation runs beside what is carried and reads no states.
         """
         home_nbytes = fixed_offsets(self.placement).nbytes
         every = (without(each, home_nbytes) if training else (each,) for each in self._less_in_memory(planned))
@@ -187,7 +187,7 @@ class StepPrograms:
         rows = [(WORDS[kind], stored(kind)) for kind in kinds]
         if placement.durability:
             rows.append((WORDS["seal"], commits_text(placement)))
-        if nbytes := kept_nbytes(placement):
+        if nbytes := carried_nbytes(placement):
             rows.append(("kept", f"{format_bytes(nbytes)} of parameters, for the next step to begin with"))
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
         share = late / max(trained, 1)

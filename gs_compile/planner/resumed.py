@@ -48,7 +48,7 @@ def _plain(fact: Any) -> Any:
     return sorted(map(str, fact)) if isinstance(fact, frozenset) else str(fact)
 
 
-def kept_of(plan: StepPlan, made_for: str, host_nbytes: int, values_nbytes: int | None) -> dict[str, Any]:
+def facts_of(plan: StepPlan, made_for: str, host_nbytes: int, values_nbytes: int | None) -> dict[str, Any]:
     """What commits keep of a plan that was searched for: what was decided, and what for.
 
     Of one with what only its schedule can read they keep nothing: it is made again.
@@ -82,7 +82,7 @@ def as_before(problem: Problem, former: Mapping[str, Any], made_for: str, host_n
 
 def _fitting(builder: StepBuilder, decision: Decision, most: Mapping[str, int | None]) -> Placement | None:
     """What was decided, if there is room for it; with nothing between two steps (`boundary`) where that fits alone."""
-    for each in dict.fromkeys((decision, replace(decision, kept=(), ahead=0))):
+    for each in dict.fromkeys((decision, replace(decision, carried=(), ahead=0))):
         placement = builder.placement(each)
         if not any(excess(program, most) for program in builder.programs(placement)):
             return placement

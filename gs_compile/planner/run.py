@@ -29,7 +29,7 @@ from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.request import Request
-from gs_compile.planner.resumed import as_before, fingerprint, kept_of
+from gs_compile.planner.resumed import as_before, facts_of, fingerprint
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import paragraph
 from gs_compile.progress import stage
@@ -66,14 +66,14 @@ class Planned:
 
     plan: by this rank, which is the first; None: by another one, or by the run that goes on here.
     masters: of parameters in bf16. values_nbytes: of device memory, without what code computes with where that is
-        known; None: nothing is said of it. kept: what commits keep of the plan.
+        known; None: nothing is said of it. facts: what commits keep of the plan.
     """
 
     placement: Placement
     masters: Masters
     values_nbytes: int | None
     plan: StepPlan | None = None
-    kept: Mapping[str, Any]
+    facts: Mapping[str, Any]
 
 
 class Run:
@@ -171,7 +171,7 @@ class Run:
 
     # What is decided --------------------------------------------------------------------------------------------------
 
-    def planned(self, former: Mapping[str, Any]) -> Planned:
+    def plan(self, former: Mapping[str, Any]) -> Planned:
         """The plan of a commit that the run goes on from, if nothing has changed that it was made for; else a new one.
 
         former: what the commit has of its plan; empty: there is none. Raises `MemoryBudgetError` where not even the
@@ -181,7 +181,8 @@ class Run:
             made_for = self._made_for(sizes)
             if (placement := as_before(self.problem(masters), former, made_for, self.host_nbytes)) is not None:
                 log.info("the plan is the one that the run was made with: what it was made for has not changed")
-                return Planned(placement=placement, masters=masters, values_nbytes=former["values_nbytes"], kept=former)
+                values_nbytes = former["values_nbytes"]
+                return Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, facts=former)
         found = self._decided() if self.ranks is None else self._together(self.ranks)
         if found.plan is not None:
             log.info("%s", "; ".join([words(found.plan), *self.levels.refusals()]))
@@ -190,14 +191,14 @@ class Run:
     def _decided(self) -> Planned:
         plan = decide(self.problem(self.masters), self.request)
         masters = plan.problem.masters or self.masters
-        kept: Mapping[str, Any] = {}
+        facts: Mapping[str, Any] = {}
         values_nbytes = self.device_nbytes if plan.problem.builder.layout.separate else None
         if plan.is_solved:
             values_nbytes = plan.problem.values_nbytes if plan.profile.separate else values_nbytes
             made_for = self._made_for(self.model.sizes[masters])
-            kept = kept_of(plan, made_for, self.host_nbytes, values_nbytes)
+            facts = facts_of(plan, made_for, self.host_nbytes, values_nbytes)
         placement = plan.placement
-        return Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, plan=plan, kept=kept)
+        return Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, plan=plan, facts=facts)
 
     def _together(self, ranks: Ranks) -> Planned:
         """The first rank's; what has to be measured for it is measured by all."""
@@ -209,12 +210,11 @@ class Run:
 
         def decided() -> tuple[Any, ...]:
             here.append(self._decided())
-            return here[0].placement, here[0].masters, here[0].values_nbytes, dict(here[0].kept)
+            return here[0].placement, here[0].masters, here[0].values_nbytes, dict(here[0].facts)
 
-        placement, masters, values_nbytes, kept = ranks.from_first("the plan", decided)
-        return (
-            here[0] if here else Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, kept=kept)
-        )
+        placement, masters, values_nbytes, facts = ranks.from_first("the plan", decided)
+        own = Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, facts=facts)
+        return here[0] if here else own
 
     def _made_for(self, sizes: Sequence[UnitSize]) -> str:
         model, number = self.model, self.ranks.number if self.ranks else 1

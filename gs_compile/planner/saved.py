@@ -21,7 +21,7 @@ from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import Workload
-from gs_compile.planner.choose import fastest, planned
+from gs_compile.planner.choose import choose, fastest
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, richer_problems
@@ -40,7 +40,7 @@ def is_open(request: Request) -> bool:
     return not is_given and not SCHEDULES[request.schedule].fills_memory
 
 
-def faster(problem: Problem, plan: StepPlan) -> StepPlan:
+def with_saved(problem: Problem, plan: StepPlan) -> StepPlan:
     """The plan with saved activations, where that is faster than `plan`, which is without."""
     if not is_open(problem.request) or not _may_pay(problem, plan):
         return plan
@@ -59,7 +59,7 @@ def _by_program(problem: Problem, plan: StepPlan) -> Iterator[StepPlan]:
     solution = problem.solved(plan.num_micro_batches)
     if solution and solution.decision.shares and solution.seconds * WORTH <= plan.bound_seconds:
         with suppress(MemoryBudgetError):
-            yield planned(problem, Search(solution, ()))
+            yield choose(problem, Search(solution, ()))
 
 
 def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
@@ -75,7 +75,7 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
     def placed(shares: Shares) -> Placement:
         left = min(1.0, (1.0 - shares.part()) / others.part()) if others else 0.0
         rest = (share._replace(part=left * share.part) for share in others)
-        decision = replace(plan.decision, shares=Shares((*shares, *rest)), kept=chosen.kept, ahead=chosen.ahead)
+        decision = replace(plan.decision, shares=Shares((*shares, *rest)), carried=chosen.carried, ahead=chosen.ahead)
         return steps.placed(decision, number)
 
     ladders = topmost(problem.workload.worthwhile, here)

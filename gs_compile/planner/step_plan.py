@@ -212,7 +212,7 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
             found[other.kind, other.tier or "host"] += slot_of(placement, other).nbytes
         if placement.by_micro_batch:
             found["dw", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
-        found["seal", "ssd"] += sum(_kept(unit, placement))
+        found["seal", "ssd"] += sum(_commit_nbytes(unit, placement))
         waiting = sum(group.numel for group in unit.trained(*placement.waiting(redo=True)))
         found["dw", "host"] += waiting * unit.gradient_itemsize
     for layer, (micro_batch, nbytes) in product(range(placement.num_layers), enumerate(placement.x_nbytes)):
@@ -223,7 +223,7 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
     return {key: nbytes for key, nbytes in found.items() if nbytes}
 
 
-def _kept(unit: UnitPlacement, placement: Placement) -> Iterator[int]:
+def _commit_nbytes(unit: UnitPlacement, placement: Placement) -> Iterator[int]:
     """The bytes that commits keep of a unit's parts beside those at home: the extents of each but that of its home."""
     if placement.durability:
         parts = [("w", part) for part in unit.w.values()] + [("s", part) for part in unit.s.values()]

@@ -78,7 +78,7 @@ class Period:
     last: int
     duration: float
     seconds: float
-    kept: bool = True
+    stays: bool = True
 
     @property
     def worth(self) -> float:
@@ -107,7 +107,7 @@ def decide(program: Program, placement: Placement, *, late: bool = False) -> tup
         ranges = [live for live in live_ranges(ops, placement) if live.slot.tier == tier]
         periods = sorted(_periods(ops, ranges, placement), key=lambda period: period.index)
         periods = _decided(periods, nbytes_alive(ranges, tier, len(ops)), nbytes)
-        dropped = {period.index for period in periods if period.kept}
+        dropped = {period.index for period in periods if period.stays}
         program = _without(program, dropped, homes, placement)
         found += periods
     return program.with_ops(program.ops, made_by="lifetime"), tuple(found)
@@ -158,19 +158,19 @@ def _decided(periods: Sequence[Period], now: NDArray[np.int64], budget: int) -> 
     worth = np.array([period.worth for period in periods])
     for start, stop, size in zip(first, last, nbytes, strict=True):
         now[start:stop] += size
-    kept = np.ones(len(periods), dtype=bool)
+    stays = np.ones(len(periods), dtype=bool)
     while now.max(initial=0) > budget:
         peak = now.argmax()
-        over = np.flatnonzero(kept & (first <= peak) & (peak < last))
+        over = np.flatnonzero(stays & (first <= peak) & (peak < last))
         moved = over[worth[over].argmax()]
-        kept[moved] = False
+        stays[moved] = False
         now[first[moved] : last[moved]] -= nbytes[moved]
-    for index in sorted(np.flatnonzero(~kept), key=lambda index: worth[index]):  # of use no more, after later ones
+    for index in sorted(np.flatnonzero(~stays), key=lambda index: worth[index]):  # of use no more, after later ones
         span = slice(first[index], last[index])
         if now[span].max(initial=0) + nbytes[index] <= budget:
-            kept[index] = True
+            stays[index] = True
             now[span] += nbytes[index]
-    return [replace(period, kept=bool(stays)) for period, stays in zip(periods, kept, strict=True)]
+    return [replace(period, stays=bool(each)) for period, each in zip(periods, stays, strict=True)]
 
 
 def _forwards(op: Op) -> float:
@@ -275,7 +275,7 @@ class Rooms:
                     "since": str(period.since),
                     "until": str(period.until),
                     "nbytes": period.nbytes,
-                    "stays": period.kept,
+                    "stays": period.stays,
                 }
                 for period in periods
             ]
@@ -287,9 +287,9 @@ def _rows(found: Iterable[Period]) -> Iterator[tuple[str, ...]]:
     for period in found:
         groups.setdefault((period.value.kind, str(period.value.tier)), []).append(period)
     for (kind, tier), members in groups.items():
-        kept = [period for period in members if period.kept]
-        elsewhere = NEXT[tier] if len(kept) < len(members) else ""
-        yield WORDS[kind], tier, INACTIVE[kind], *_totals(members), *_totals(kept), elsewhere
+        staying = [period for period in members if period.stays]
+        elsewhere = NEXT[tier] if len(staying) < len(members) else ""
+        yield WORDS[kind], tier, INACTIVE[kind], *_totals(members), *_totals(staying), elsewhere
 
 
 def _totals(found: Sequence[Period]) -> tuple[str, str]:

@@ -45,7 +45,7 @@ class Drive:
             self.own = Folder.first_free(directory) if folder is None else Folder.take(folder)
             opened.callback(self.own.release)
             self.folder = self.own.path
-            self.kept: Set[str] = frozenset()  # names of files that stay when the run is over
+            self.lasting: Set[str] = frozenset()  # names of files that stay when the run is over
             self._has_new_names = False
             self._files: list[File] = []
             opened.callback(lambda: list(map(self.leave, list(self._files))))
@@ -103,8 +103,8 @@ class Drive:
         return file
 
     def leave(self, file: File) -> None:
-        """Close a file and, unless it is among those kept, remove it."""
-        if file.path.name not in self.kept:
+        """Close a file and, unless it is among those that stay, remove it."""
+        if file.path.name not in self.lasting:
             self.remove(file)
             return
         self._files.remove(file)
@@ -138,7 +138,7 @@ class Drive:
         """
         with as_storage_error("open", self.folder):
             self.own.clear(keep)
-            self.kept = keep
+            self.lasting = keep
             for path in self.folder.parent.glob(f"{self.folder.name}.*"):
                 with contextlib.suppress(StorageLockedError):
                     if (other := Folder.lock(path)) is not None:

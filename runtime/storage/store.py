@@ -171,7 +171,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
                     with as_storage_error("commit", drive.folder):
                         drive.own.promote()
             for drive in self.drives:
-                drive.kept = names_in(made, drive.folder)
+                drive.lasting = names_in(made, drive.folder)
             self.made = made
             if self._last is not None:
                 self._forget_former(made)
@@ -179,17 +179,17 @@ class Store(contextlib.AbstractContextManager["Store"]):
     def _keep_both(self, made: Manifest) -> None:
         """This commit may count from now on, or the last one, until all drives have this one."""
         for drive in self.drives:
-            drive.kept |= names_in(made, drive.folder)
+            drive.lasting |= names_in(made, drive.folder)
 
     def _forget_former(self, made: Manifest) -> None:
         """Remove what the former run's commit has, unless this one's has it, or parts go on in it."""
         for drive in self._others.values():
-            drive.kept = frozenset()  # new files are on this run's drives, and no other's stay in use
+            drive.lasting = frozenset()  # new files are on this run's drives, and no other's stay in use
             drive.own.unlink(manifest.NAME)
         adopted = {(drive, file.path.name): file for each in self._adopted.values() for drive, file in each.on_drives}
         go_on = {(drive, file.path.name) for name in self._goes_on for drive, file in self._adopted[name].on_drives}
         for drive in (*self.drives, *self._others.values()):
-            for name in names_in(self._last, drive.folder) - drive.kept:
+            for name in names_in(self._last, drive.folder) - drive.lasting:
                 if (drive, name) not in go_on:
                     file = adopted.get((drive, name))
                     drive.remove(file) if file else drive.own.unlink(name)

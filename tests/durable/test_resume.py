@@ -144,10 +144,10 @@ def test_a_chain_of_runs_that_save_and_keep(lives, max_norm):
     lives.harness("bf16")
     lives.reference("bf16", max_norm, NUM_STEPS)  # saves and keeps nothing
     places = [lives.given(each, max_norm) for each in PLACES[:3]]
-    with saving(Share(1, "host", 0.4), Share(2, "ssd", 0.3), kept=FIRST) as made:
+    with saving(Share(1, "host", 0.4), Share(2, "ssd", 0.3), carried=FIRST) as made:
         begun = lives.chain("bf16", max_norm, places, NUM_STEPS)
     assert begun == {0, 2, 4}
-    assert any(each.kept_values for each in made)
+    assert any(each.carried_values for each in made)
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def life(harness, make, given, aside, numbers, former=None):
     with goes_on as optimizer:
         found.taken = steps(harness, optimizer, numbers, after=found.keep_at(numbers[-1]))
         found.placement = optimizer.engine.placement
-        found.plan = optimizer.engine.planning.planned.kept
+        found.plan = optimizer.engine.planning.planned.facts
     return found
 
 

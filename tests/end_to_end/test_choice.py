@@ -42,7 +42,7 @@ def unasked(monkeypatch):
     """The machine may not be measured, and nothing is solved."""
 
     monkeypatch.setattr(run, "find_profile", fails(AssertionError("asked")))
-    monkeypatch.setattr(decide, "_fastest", fails(AssertionError("asked")))
+    monkeypatch.setattr(decide, "_best_clipping", fails(AssertionError("asked")))
 
 
 def given(storage, **changes):
@@ -207,7 +207,7 @@ def test_a_machine_from_a_file(harness, storage, tmp_path):
 
 @pytest.mark.parametrize(
     ("broken", "error"),
-    [("problem.Problem.search", NoFitError("nothing fits")), ("decide.planned", MemoryBudgetError("no program fits"))],
+    [("problem.Problem.search", NoFitError("nothing fits")), ("decide.choose", MemoryBudgetError("no program fits"))],
     ids=["infeasible", "no program"],
 )
 def test_what_fits_runs_where_the_linear_program_finds_nothing(harness, storage, monkeypatch, caplog, broken, error):

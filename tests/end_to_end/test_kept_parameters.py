@@ -28,7 +28,7 @@ def trained(harness, given, kept, monkeypatch, max_grad_norm=None, between=None)
     """What steps come to with these units kept, and the last states read earlier then; whether each step has found what
     the one before it has kept.
     """
-    monkeypatch.setattr(decide, "_kept_for_free", lambda _, plain: plain.decided(kept=kept, ahead=len(kept)))
+    monkeypatch.setattr(decide, "_carried_for_free", lambda _, plain: plain.decided(carried=kept, ahead=len(kept)))
     torch.manual_seed(1)
     losses, norms, warm = [], [], []
     with harness.fresh(partial(adamw, max_grad_norm=max_grad_norm), given) as optimizer:
@@ -36,7 +36,7 @@ def trained(harness, given, kept, monkeypatch, max_grad_norm=None, between=None)
             losses.append(step(harness.model, optimizer, tokens(number)))
             norms.append(optimizer.last_step.grad_norm)
             tiers, program = optimizer.engine.tiers, optimizer.engine.programs[-1]
-            warm.append(bool(tiers.placement.kept_values & tiers.placement.present(program.ops)))
+            warm.append(bool(tiers.placement.carried_values & tiers.placement.present(program.ops)))
             assert tiers.slab.nbytes <= max(peak(program, "host"), program.slab_nbytes)
             if between is not None and number in (1, 2):
                 between(harness.model, optimizer)
@@ -101,7 +101,7 @@ def test_it_is_read_once_less(harnesses, storage, monkeypatch):
     """And what the head shares with the embedding twice: from there to the head it stays."""
     harness, found = harnesses["bf16"], {}
     for kept in ((), FIRST):
-        monkeypatch.setattr(decide, "_kept_for_free", lambda _, plain, kept=kept: plain.decided(kept=kept))
+        monkeypatch.setattr(decide, "_carried_for_free", lambda _, plain, kept=kept: plain.decided(carried=kept))
         with harness.fresh(adamw, options(storage, alpha=0.0)) as optimizer:
             for number in range(2):
                 step(harness.model, optimizer, tokens(number))
@@ -120,7 +120,7 @@ SIZES = (2, 2, 9, 2, 9, 9, 2, 2)
 
 def with_sizes(harness, given, kept, monkeypatch, sizes, max_grad_norm=None, evaluated=()):
     """What steps on batches of these sizes come to; whether each has found parameters in memory, and keeps some."""
-    monkeypatch.setattr(decide, "_kept_for_free", lambda _, plain: plain.decided(kept=kept, ahead=len(kept)))
+    monkeypatch.setattr(decide, "_carried_for_free", lambda _, plain: plain.decided(carried=kept, ahead=len(kept)))
     torch.manual_seed(1)
     losses, norms, warm, keeps = [], [], [], []
     with harness.fresh(partial(adamw, max_grad_norm=max_grad_norm), given) as optimizer:
@@ -128,8 +128,8 @@ def with_sizes(harness, given, kept, monkeypatch, sizes, max_grad_norm=None, eva
             losses.append(step(harness.model, optimizer, tokens(number, size)))
             norms.append(optimizer.last_step.grad_norm)
             tiers, program = optimizer.engine.tiers, optimizer.engine.programs[-1]
-            warm.append(bool(tiers.placement.kept_values & tiers.placement.present(program.ops)))
-            keeps.append(bool(optimizer.engine._latest[0].kept))
+            warm.append(bool(tiers.placement.carried_values & tiers.placement.present(program.ops)))
+            keeps.append(bool(optimizer.engine._latest[0].carried))
             assert tiers.slab.nbytes <= max(optimizer.engine.planning.host_nbytes, program.slab_nbytes)
             if number in evaluated:
                 evaluate(harness.model, optimizer)
@@ -174,7 +174,7 @@ def test_a_larger_batch_fits_where_it_keeps_nothing(storage, monkeypatch):
     run = partial(with_sizes, harness, monkeypatch=monkeypatch, sizes=(2, 64, 2, 2))
     plain, _, _ = run(options(storage, alpha=0.3), ())
     with harness.fresh(adamw, options(storage, alpha=0.3)) as optimizer:
-        monkeypatch.setattr(decide, "_kept_for_free", lambda _, plain: plain.decided(kept=FIRST, ahead=4))
+        monkeypatch.setattr(decide, "_carried_for_free", lambda _, plain: plain.decided(carried=FIRST, ahead=4))
         step(harness.model, optimizer, tokens(0, 2))
         planning = optimizer.engine.planning
         host_nbytes = max(peak(program, "host") for program in planning.builder.programs(planning.placement))

@@ -49,7 +49,7 @@ def measured(harness, directory, num_micro_batches, **chosen):
         found = moved(harness.model, optimizer, tokens(3, MICRO_BATCH * num_micro_batches))
         placement = optimizer.engine.placement
         assert {unit.unit: unit.numel for unit in placement.units} == units_of(harness)
-        kept = sum(nbytes_of(placement, value) * KEPT.get(value.unit, 1) for value in placement.kept_values)
+        kept = sum(nbytes_of(placement, value) * KEPT.get(value.unit, 1) for value in placement.carried_values)
         assert stored_in(directory) == optimizer.engine.planning.ssd_nbytes - checkpoints_on_ssd(optimizer)
     assert found.traced == found.planned
     assert {key: nbytes for key, nbytes in found.traced.items() if key[0].startswith("ssd")} == found.asked

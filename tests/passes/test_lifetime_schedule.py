@@ -100,7 +100,7 @@ def test_a_checkpoint_is_inactive_from_its_forward_to_its_backward():
     (period,) = (p for p in decided((2, 1), within(homes((2, 1)), ENDLESS))[1] if str(p.value) == "x0_0.device")
     assert (str(period.since), str(period.until)) == ("forward 0 of 0", "backward 1 of 0")  # fetched one stage ahead
     assert period.nbytes == X_NBYTES
-    assert period.kept
+    assert period.stays
 
 
 def test_in_one_memory_what_stays_is_not_copied():

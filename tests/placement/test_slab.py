@@ -24,7 +24,7 @@ def test_programs_of_a_run_agree_and_nothing_overlaps(step, chosen, speculative,
     modes = [(False, True), *([(True, True), (True, False)] if placement.has_late else [])]
     programs = [lower(replace(spec, late=late, redo=redo))[-1] for late, redo in modes]
     programs += [flush(num_layers, placement)[-1]] if placement.has_late else []
-    fixed, kept = fixed_offsets(placement), {slot_of(placement, value).key for value in placement.kept_values}
+    fixed, kept = fixed_offsets(placement), {slot_of(placement, value).key for value in placement.carried_values}
     for program in [*programs, *(packed(program, placement) for program in programs)]:
         assert not list(conflicts(program.ops, placement, program.offsets))
         updates = any(op.verb == "update" or op.verb in NORMS for op in program.ops)

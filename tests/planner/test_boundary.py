@@ -1,4 +1,4 @@
-"""What is kept from one step to the next takes no memory that a plan does not have, and makes no plan slower."""
+"""What is carried from one step to the next takes no memory that a plan does not have, and makes no plan slower."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from planned import A100, gpt, problem, ratios
 
 from gs_compile.passes.baselines.lifetime import Rooms
 from gs_compile.placement.placement import Decision
-from gs_compile.planner.boundary import FIRST, earlier, kept
+from gs_compile.planner.boundary import FIRST, carrying, earlier
 from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.choose import fastest
-from gs_compile.planner.decide import _kept_for_free
+from gs_compile.planner.decide import _carried_for_free
 from gs_compile.planner.request import Request
-from gs_compile.planner.resumed import as_before, kept_of
+from gs_compile.planner.resumed import as_before, facts_of
 from gs_compile.planner.step_plan import StepPlan
 
 WORKLOAD = gpt(4, 256, vocabulary=20000)
@@ -27,24 +27,24 @@ NOTHING = Decision(ratios=ratios(0.0, 0.0, 0.0))
 def test_nothing_that_is_kept_raises_the_peak(schedule):
     given = problem(WORKLOAD, CPU, 1, request=Request(schedule=schedule))
     builder, plain = given.builder, given.builder.placement(NOTHING)
-    found = _kept_for_free(given, plain)
+    found = _carried_for_free(given, plain)
     assert peak(builder.program(found), "host") <= peak(builder.program(plain), "host")
-    assert bool(found.kept_values) == (schedule != "horizontal")
+    assert bool(found.carried_values) == (schedule != "horizontal")
 
 
 def test_the_faster_one_that_fits_is_chosen():
     builder = StepBuilder.of(WORKLOAD, 2, separate=False)
     plain = builder.placement(NOTHING)
-    most = plain.decided(kept=FIRST)
+    most = plain.decided(carried=FIRST)
     for host_nbytes in (peak(builder.program(plain), "host"), 2 * peak(builder.program(most), "host")):
         given = problem(WORKLOAD, CPU, 2, host_nbytes=host_nbytes)
         before = given.predicted(plain)
-        found = fastest(given, before, [kept(plain)])
-        assert found.placement.kept_values
+        found = fastest(given, before, [carrying(plain)])
+        assert found.placement.carried_values
         assert found.seconds < before.seconds
         assert peak(found.program, "host") <= host_nbytes
         spare = {"host": host_nbytes, "device": 0}
-        assert fastest(given, before, [kept(plain)], spare) is before
+        assert fastest(given, before, [carrying(plain)], spare) is before
         moved, less = before.moved_nbytes, found.moved_nbytes
         assert moved - less >= sum(size.numel * size.itemsize for size in WORKLOAD.sizes if size.unit == "t") * 2
 
@@ -52,7 +52,7 @@ def test_the_faster_one_that_fits_is_chosen():
 def test_the_last_states_are_read_while_the_backward_computes():
     """As early as there is room: one layer's worth is in memory for each stage."""
     builder = StepBuilder.of(WORKLOAD, 2, separate=False)
-    plain = builder.placement(NOTHING).decided(kept=FIRST)
+    plain = builder.placement(NOTHING).decided(carried=FIRST)
     every = earlier(plain)
     peaks = [peak(builder.program(each), "host") for each in (plain, *every)]
     assert peaks == sorted(peaks)
@@ -71,7 +71,7 @@ def test_a_run_that_goes_on_has_what_its_plan_had():
     """If there is room for it, as there was."""
     given = problem(WORKLOAD, CPU, 2)
     builder, plain = given.builder, given.builder.placement(NOTHING)
-    before = plain.decided(kept=FIRST, ahead=2)
+    before = plain.decided(carried=FIRST, ahead=2)
     host_nbytes = peak(builder.program(before), "host")
     known = {"made_for": "this model", "host_nbytes": host_nbytes, "values_nbytes": None}
     former = json.loads(json.dumps({**known, "decision": before.decision.as_dict()}))
@@ -81,16 +81,18 @@ def test_a_run_that_goes_on_has_what_its_plan_had():
     assert as_before(given, former, "another model", host_nbytes) is None
     assert as_before(given, former, "this model", host_nbytes // 2) is None
     assert as_before(given, former | {"host_nbytes": host_nbytes // 4}, "this model", host_nbytes // 4) is None
-    for broken in ({"kept": 1}, {"shares": "far"}, {"ratios": {"parameter": 2.0}}, {"ratios": {"unknown": 0.5}}):
+    for broken in ({"carried": 1}, {"shares": "far"}, {"ratios": {"parameter": 2.0}}, {"ratios": {"unknown": 0.5}}):
         decision = former["decision"] | broken
         assert as_before(given, former | {"decision": decision}, "this model", host_nbytes) is None
+    older = {{"carried": "kept"}.get(name, name): each for name, each in former["decision"].items()}
+    assert as_before(given, former | {"decision": older}, "this model", host_nbytes) is None, "it has other names"
 
 
-def test_what_has_no_room_is_not_kept():
+def test_what_has_no_room_is_not_carried():
     given = problem(WORKLOAD, CPU, 2, host_nbytes=10**12)
     plain = given.builder.placement(NOTHING)
     before = given.predicted(plain)
-    assert fastest(replace(given, host_nbytes=1), before, [kept(plain)]) is before
+    assert fastest(replace(given, host_nbytes=1), before, [carrying(plain)]) is before
 
 
 def test_a_commit_keeps_nothing_of_what_only_a_schedule_can_read():
@@ -99,5 +101,5 @@ def test_a_commit_keeps_nothing_of_what_only_a_schedule_can_read():
     plain = given.builder.placement(NOTHING)
     known = {"problem": given, "steps": given, "num_micro_batches": 2, "decision": NOTHING}
     found, own = (StepPlan(placement=each, **known) for each in (plain, plain.decided(own=Rooms.unbounded)))
-    assert kept_of(found, "this model", 1, None)["decision"] == plain.decision.as_dict()
-    assert kept_of(own, "this model", 1, None) == {}
+    assert facts_of(found, "this model", 1, None)["decision"] == plain.decision.as_dict()
+    assert facts_of(own, "this model", 1, None) == {}

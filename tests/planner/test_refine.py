@@ -9,9 +9,8 @@ import pytest
 from planned import A100, gpt, problem, ratios
 
 from gs_compile.errors import MemoryBudgetError
-from gs_compile.planner import choose
 from gs_compile.planner.builder import peak
-from gs_compile.planner.choose import planned, refined
+from gs_compile.planner.choose import MOST_ROUNDS, choose, refined
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.request import Budgets, Request
 
@@ -162,7 +161,7 @@ def test_a_program_that_never_fits_is_refused(over):
         faked.program = lambda placement: SimpleNamespace(peaks=(("host", BUDGET + 1),))
     with pytest.raises(MemoryBudgetError, match=r"^host memory of .* is too little for this step: give it more, fewer"):
         faked.refined()
-    assert len(faked.asked) <= 4 * choose.MOST_ROUNDS
+    assert len(faked.asked) <= 4 * MOST_ROUNDS
 
 
 @pytest.mark.parametrize(("machine", "hidden"), [(A100, 1024), (CPU, 512)], ids=["gpu", "cpu"])
@@ -176,7 +175,7 @@ def test_a_large_step_is_simulated_in_bundles(machine, hidden, monkeypatch):
     given = problem(workload, machine, host_nbytes=host_nbytes)
     monkeypatch.setattr("gs_compile.planner.problem.LARGE", 60)
     search = given.search(12)
-    bundled, whole = (planned(replace(given, whole=whole), search) for whole in (False, True))
+    bundled, whole = (choose(replace(given, whole=whole), search) for whole in (False, True))
     assert (bundled.program.num_micro_batches, whole.program.num_micro_batches) == (8, 12)
     assert bundled.num_micro_batches == whole.num_micro_batches == 12
     assert bundled.seconds == pytest.approx(whole.seconds, rel=0.05)

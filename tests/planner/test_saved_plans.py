@@ -17,12 +17,12 @@ from gs_compile.placement.placement import Decision
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.workload import LevelCost
 from gs_compile.planner.builder import StepBuilder
-from gs_compile.planner.choose import planned
+from gs_compile.planner.choose import choose
 from gs_compile.planner.lp.counting import WIDTH
 from gs_compile.planner.plan import plan
 from gs_compile.planner.request import Request
 from gs_compile.planner.resumed import as_before
-from gs_compile.planner.saved import computed, faster
+from gs_compile.planner.saved import computed, with_saved
 
 CPU = replace(A100, device="cpu", device_nbytes=0)
 
@@ -83,8 +83,8 @@ def test_a_step_is_never_slower_for_what_it_saves(alpha):
         given = replace(given, builder=given.at(number))
         if not given.solved(number):
             continue
-        without = planned(given, given.search(number))
-        found = faster(given, without)
+        without = choose(given, given.search(number))
+        found = with_saved(given, without)
         assert found.seconds <= without.seconds
         assert bool(found.placement.shares) == (found.seconds < without.seconds)
         assert bool(found.placement.shares) == any("keep their activations" in note for note in found.notes)
@@ -166,8 +166,8 @@ def test_the_topmost_layers_save_what_has_room_at_the_turn():
     slow = {name: getattr(CPU, name) / 1.25 for name in names}
     machine = replace(CPU, matmul_flops_per_second={"bf16": 5e11}, **slow)
     given = problem(workload, machine, 4, request=Request(alpha=0.0), bare=True, host_nbytes=host_nbytes)
-    without = planned(given, given.search(4))
-    found = faster(given, without)
+    without = choose(given, given.search(4))
+    found = with_saved(given, without)
     assert {(share.tier, share.is_topmost) for share in found.placement.shares} == {("host", True), ("ssd", False)}
     assert without.seconds / found.seconds > 1.05  # copies to where it is saved take turns with the computation
     assert dict(found.program.peaks)["host"] <= host_nbytes

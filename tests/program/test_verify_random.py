@@ -21,7 +21,7 @@ def test_a_change_is_harmless_or_refused(step, options, late, warm, data):
     num_layers, _, shape = step
     step = num_layers, 2, shape  # with three, another order of additions rounds otherwise
     placement = place(*step, options)
-    late, warm = late and placement.has_late, warm and bool(placement.kept_values) and shape.training
+    late, warm = late and placement.has_late, warm and bool(placement.carried_values) and shape.training
     good = lowered(step, placement, late=late, warm=warm)[-1]
     ops = list(good.ops)
     which = st.integers(0, len(ops) - 1)
@@ -53,7 +53,7 @@ def _outcome(program, step, placement, *, late, warm):
             for part in group.w:
                 if placement.reclaims(unit, part):
                     del home[unit.value("w", part)]
-    for value in placement.kept_values if warm else ():
+    for value in placement.carried_values if warm else ():
         home[value] = home[value._replace(tier="ssd")].clone()
     if late and placement.clip:
         home |= {value: torch.tensor(0.5) for value in placement.homes(late=True) if value.kind == "scale"}

@@ -114,9 +114,9 @@ def trains(info, tmp_path, dies_at=None, **changes):
 
 def saves(info, tmp_path, dies_at=None):
     """The same with saved activations, parameters that are kept from step to step, and split masters."""
-    with saving(Share(1, "host", 0.4), Share(2, "ssd", 0.3), kept=FIRST) as made:
+    with saving(Share(1, "host", 0.4), Share(2, "ssd", 0.3), carried=FIRST) as made:
         found = trains(info, tmp_path, dies_at, precision="bf16")
-    assert made[-1].kept_values
+    assert made[-1].carried_values
     return found
 
 

@@ -50,7 +50,7 @@ def measures(info, tmp_path):
             step(harness.model, optimizer, tokens(number, MICRO_BATCH * (info.rank + 1)))
         optimizer.synchronize()
         found = moved(harness.model, optimizer, tokens(2, MICRO_BATCH * (info.rank + 1)))
-        expected = closed_form(harness.model, info.number, info.rank + 1, optimizer.engine.placement.kept)
+        expected = closed_form(harness.model, info.number, info.rank + 1, optimizer.engine.placement.carried)
     return found.traced, found.planned, found.asked, expected
 
 

@@ -150,7 +150,7 @@ def left(tmp_path):
     with closing(Drive(tmp_path, 1)) as drive:
         file = drive.create("s3", 3 * PAGE + 5, 2 * PAGE)
         Transfer(drive.submit("write", file, noise(3 * PAGE + 5), 0, "s3")).wait()
-        drive.kept = {"s3"}
+        drive.lasting = {"s3"}
         return file.path, (file.grid.nbytes, file.grid.chunk, file.sums_text)
 
 

@@ -85,8 +85,8 @@ def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
     if SCHEDULES[plan.schedule].block_cut:  # both orders run whole blocks
         return {"lanes": paths["lanes"]}
     sizes = sorted({2**power for power in range(number.bit_length())} | {number})
-    planned = {schedule: list(_planned(plan, schedule, sizes)) for schedule in COMPARED}
-    plans: dict[str, list[StepPlan]] = {schedule: found for schedule, found in planned.items() if found}
+    every = {schedule: list(_plans(plan, schedule, sizes)) for schedule in COMPARED}
+    plans: dict[str, list[StepPlan]] = {schedule: found for schedule, found in every.items() if found}
     points = {schedule: [_point(each) for each in found] for schedule, found in plans.items()}
     roofline = Roofline.of(plan.workload, plan.profile, host_nbytes=plan.budgets.host_nbytes)
     throughput(points, paths["throughput"], roofline=roofline, title=title)
@@ -95,7 +95,7 @@ def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
     return paths
 
 
-def _planned(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterator[StepPlan]:
+def _plans(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterator[StepPlan]:
     """Plans of the same model as was asked for, for numbers of micro-batches, as far as they fit."""
     from gs_compile.planner.plan import plan as make
 

@@ -85,6 +85,6 @@ def opened(stack: ExitStack, commit: Manifest) -> Values:
     store.former = commit
     for folder in folders_of(commit):
         drive = stack.enter_context(closing(Drive(folder.parent, THREADS, folder)))
-        drive.kept = names_in(commit, folder)
+        drive.lasting = names_in(commit, folder)
         store.drives.append(drive)
     return Values(store)

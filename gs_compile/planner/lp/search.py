@@ -70,7 +70,7 @@ def search(
     return Search(best, tuple(sorted(found.known.items())))
 
 
-def fastest(formulas: Formulas, num_micro_batches: int, budgets: Budgets, request: Request) -> Solution | None:
+def best_for(formulas: Formulas, num_micro_batches: int, budgets: Budgets, request: Request) -> Solution | None:
     """The best for one number of micro-batches, whatever alpha may be chosen; None where nothing fits."""
     return _Tries(formulas, budgets, request).at(num_micro_batches)
 
