@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -14,17 +14,16 @@ import torch
 from gs_compile.errors import LaneError, RankError
 from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.placement import Placement
-from gs_compile.program.ir import LANES, Program, Unit, Value
+from gs_compile.program.ir import LANES, Program, Value
 from gs_compile.runtime.commits import Commits
 from gs_compile.runtime.coordinators import Activations, Parameters, Setting
-from gs_compile.runtime.formats import Types
 from gs_compile.runtime.homes import Homes
 from gs_compile.runtime.lanes import Failure, Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, Recipe, StepRecord
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.slab import Block, Slab
 from gs_compile.runtime.storage.store import Store
-from gs_compile.runtime.stream import Event, device_of
+from gs_compile.runtime.stream import Event
 from gs_compile.runtime.threads import refuse_without_threads
 from gs_compile.runtime.trace import Trace
 from gs_compile.runtime.values import ValueTable
@@ -35,26 +34,23 @@ Tensor = torch.Tensor
 class Tiers(Homes):
     """The homes of a model's parameters and optimizer states, and everything that moves them.
 
-    host_nbytes: the most host memory that is mapped; None: without a bound. ranks: that share all units; what is read
-        and written are whole parameters, and all ranks read the same ones. alike: as of `Commits`.
+    Where ranks share all units, what is read and written are whole parameters, and all ranks read the same ones.
+
+    host_nbytes: the most host memory that is mapped; None: without a bound. alike: as of `Commits`.
     """
 
     def __init__(
         self,
-        placement: Placement,
-        types: Mapping[Unit, Types],
+        setting: Setting,
         recipe: Recipe,
-        store: Store | None,
-        device: torch.device,
         *,
         trace: Trace,
         host_nbytes: int | None = None,
         num_threads: int | None = None,
-        ranks: Ranks | None = None,
         alike: Set[str] = frozenset(),
     ) -> None:
-        setting = Setting(placement, types, store, device_of(device), ranks)
         super().__init__(setting)
+        placement, ranks = setting.placement, setting.ranks
         self.trace = trace
         self.failure = Failure(ranks)
         self.parameters = Parameters(setting)
@@ -69,7 +65,7 @@ class Tiers(Homes):
         self._lanes: dict[str, Lane] = {}
         self._num_threads = num_threads
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _close, self._pid, self._lanes, store, ranks)
+        self._finalizer = weakref.finalize(self, _close, self._pid, self._lanes, setting.store, ranks)
         self.slab = Slab(placement, setting.device, host_nbytes)
         try:
             self.slab.map()

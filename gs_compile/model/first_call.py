@@ -19,6 +19,7 @@ from gs_compile.model.commits import OptimizerLike, check_alike
 from gs_compile.options import Masters, Options
 from gs_compile.planner.programs import StepPrograms
 from gs_compile.planner.run import ModelAtHand, Run
+from gs_compile.runtime.coordinators import Setting
 from gs_compile.runtime.former import alike
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import Recipe
@@ -27,6 +28,7 @@ from gs_compile.runtime.storage.folder import folder_in
 from gs_compile.runtime.storage.last_commit import commits_in, newest_of
 from gs_compile.runtime.storage.manifest import Manifest, StoredParameter
 from gs_compile.runtime.storage.store import Store
+from gs_compile.runtime.stream import device_of
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Trace
 
@@ -89,7 +91,7 @@ def open_tiers(
     Raises as `Store` and `Tiers` do, and leaves nothing; ResumeError for a commit of something else.
     """
     run = planning.run
-    options, expert, device, ranks = run.options, run.options.expert, run.model.device, run.ranks
+    options, ranks = run.options, run.ranks
     if optimizer.kept.storage and not options.durability:
         raise OptionError(
             'gs_compile.resume() was called, and durability is "off": give durability="step", or a number'
@@ -107,15 +109,11 @@ def open_tiers(
             store, same = _open_store(planning, arrangement, stored, optimizer)
             undo.callback(store.close)
         tiers = Tiers(
-            planning.placement,
-            arrangement.types,
+            Setting(planning.placement, arrangement.types, store, device_of(run.model.device), ranks),
             Recipe(rule, arrangement.runs),
-            store,
-            device,
-            trace=Trace(events=expert.trace),
+            trace=Trace(events=options.expert.trace),
             host_nbytes=planning.host_nbytes,
             num_threads=run.num_threads,
-            ranks=ranks,
             alike=same,
         )
         undo.pop_all()
