@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gs_compile.errors import GreedySnakeError
 from gs_compile.options import Expert, Options, Ratios
+from gs_compile.version import __version__
 
 if TYPE_CHECKING:
     from gs_compile import hf
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from gs_compile.planner.measure.profile import Profile
     from gs_compile.planner.plan import plan
     from gs_compile.planner.step_plan import StepPlan
-
-__version__ = "0.2.0"
 
 __all__ = [
     "SGD",

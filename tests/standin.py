@@ -14,7 +14,7 @@ def stand_in() -> Any:
     """A plan with the fields that are told, all made up."""
     return SimpleNamespace(
         workload=SimpleNamespace(name="gpt-65b", micro_batch_size=2, sequence=2048, tokens=4096, masters="split"),
-        profile=SimpleNamespace(name="a100", separate=True),
+        profile=SimpleNamespace(name="a100", separate=True, tiers=("device", "host", "ssd")),
         budgets=SimpleNamespace(device_nbytes=80 * GiB, host_nbytes=400 * GiB, ssd_nbytes=4096 * GiB),
         simulation=SimpleNamespace(bubbles={"ssd_read s": 10.5}),
         schedule="vertical",

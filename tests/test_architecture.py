@@ -1,7 +1,7 @@
 """The bounds of the source tree, read from its folders: who imports whom, how long things are, what touches torch.
 
-    errors, machine, options, progress, schedules < program < placement < capture < passes | runtime < codegen < planner < model
-    < hf < cli
+    errors, machine, options, progress, schedules, version < program < placement < capture < passes | runtime < codegen
+    < planner < model < hf < cli
 
 Left never imports right; `passes` and `runtime` never import each other."""
 
@@ -21,7 +21,7 @@ import gs_compile
 from gs_compile.schedules import Schedule
 
 LAYERS = (
-    ("errors", "machine", "options", "progress", "schedules"),
+    ("errors", "machine", "options", "progress", "schedules", "version"),
     ("program",),
     ("placement",),
     ("capture",),

@@ -93,9 +93,6 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
         self._commit, self._stand_in = commit, str(folder)
         return self._stand_in
 
-    def _keep(self, options: Options) -> None:
-        self._options = options if options.durability else None
-
     def _keep_states(self, optimizer: TieredOptimizer) -> None:
         """Commits have the Trainer's state from now on."""
         if self._options is not None:
@@ -112,8 +109,14 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
             self._is_under_way = False
 
     @property
+    def _tiered_optimizer(self) -> TieredOptimizer:
+        found = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
+        assert isinstance(found, TieredOptimizer)
+        return found
+
+    @property
     def _engine(self) -> Any:
-        return getattr(getattr(self.optimizer, "optimizer", self.optimizer), "engine", None)
+        return None if self.optimizer is None else self._tiered_optimizer.engine
 
     # Trainer's own methods -------------------------------------------------------------------------------------------
 
@@ -132,13 +135,13 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         assert self._commit is not None, "a checkpoint stands for a commit"
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        optimizer = self._tiered_optimizer
         states = {_NAME: optimizer.kept.states[_NAME]}
         given = {name: getattr(self._options, name) for name in ("storage", "group", "mesh")}
         resume(self.model, optimizer, **given, **states)
-        kept = self._commit.states[_NAME]
-        optimizer.kept.has_random_state = not kept["is_under_way"]
-        for _ in range(kept["scheduler_steps"]):
+        former = self._commit.states[_NAME]
+        optimizer.kept.has_random_state = not former["is_under_way"]
+        for _ in range(former["scheduler_steps"]):
             self.lr_scheduler.step()
         if self.state.global_step >= self.state.max_steps:  # nothing is trained any more: values come with this call
             self.prediction_step(self.model, next(iter(self.get_train_dataloader())), prediction_loss_only=True)
@@ -178,7 +181,7 @@ class _States:
         return {
             "state": state,
             "is_under_way": trainer._is_under_way,
-            "scheduler_steps": int(not is_counted and not trainer.optimizer.optimizer.last_step.skipped),
+            "scheduler_steps": int(not is_counted and not trainer._tiered_optimizer.last_step.skipped),
             **{name: each.state_dict() for name, each in self._parts().items()},
         }
 

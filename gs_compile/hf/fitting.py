@@ -12,12 +12,29 @@ from torch import nn
 
 from gs_compile.capture.internals import backward_hooks
 from gs_compile.errors import OptionError
+from gs_compile.hf.weights import options_of
 from gs_compile.model.loss_scale import LossScaler
 from gs_compile.model.materialize import streaming, whole_states
+from gs_compile.options import Options
 from gs_compile.runtime.groups import num_processes
 
 
-def fit_for_capture(model: nn.Module) -> None:
+def fit(accelerator: Any, model: nn.Module, size: int, given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
+    """Change an Accelerator and a model, before it is compiled, so that they fit the backend.
+
+    Returns the model's options, as a dict and as they are checked: those of `from_pretrained`, over them those given,
+    and micro-batches of `size` samples where neither says. Raises OptionError for what cannot be followed.
+    """
+    chosen = {"micro_batch_size": size, "outputs": "loss", **options_of(model, given)}
+    checked = Options.of(chosen)
+    _fit_for_capture(model)
+    _share_among_ranks(accelerator, model, chosen)
+    if isinstance(accelerator.scaler, torch.amp.GradScaler):  # of fp16: this package's scale takes its place
+        accelerator.scaler = LossScaler.like(accelerator.scaler)
+    return chosen, checked
+
+
+def _fit_for_capture(model: nn.Module) -> None:
     """Leave out activation checkpointing; put in what `output_hidden_states=True` and `generate` read with.
 
     Raises OptionError where a module has a hook on its backward, which runs layer by layer without the module.
@@ -50,15 +67,7 @@ def _stream_generation(model: nn.Module) -> None:
     vars(model)["generate"] = streamed
 
 
-def scale_losses(accelerator: Any) -> LossScaler | None:
-    """Have Accelerate scale losses of fp16 by this package's scale in the place of torch's; None where it does not."""
-    if isinstance(accelerator.scaler, torch.amp.GradScaler):
-        accelerator.scaler = LossScaler.like(accelerator.scaler)
-    scaler: LossScaler | None = accelerator.scaler
-    return scaler
-
-
-def share_among_ranks(accelerator: Any, model: nn.Module, options: Mapping[str, Any]) -> None:
+def _share_among_ranks(accelerator: Any, model: nn.Module, options: Mapping[str, Any]) -> None:
     """Have Accelerate leave models out of DistributedDataParallel: the backend shares them among the ranks.
 
     What it saves and loads are whole tensors, as it knows no others. Raises OptionError where it knows of one process,

@@ -15,12 +15,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from gs_compile.errors import OptimizerError, OptionError
-from gs_compile.hf.fitting import fit_for_capture, scale_losses, share_among_ranks
+from gs_compile.hf.fitting import fit
 from gs_compile.hf.gather import gathered, pad_token_id_of
-from gs_compile.hf.weights import options_of
 from gs_compile.model.resume import resume
 from gs_compile.model.tiered_optimizer import TieredOptimizer
-from gs_compile.options import Options
 
 # Of a data loader that is made anew.
 _KEPT = frozenset(
@@ -54,16 +52,13 @@ def prepare(
         raise OptionError(
             "the loader has a batch sampler of its own, so its batches have no size: give micro_batch_size"
         )
-    chosen = {"outputs": "loss", **options_of(model, options), "micro_batch_size": size}
-    asked = Options.of(chosen)  # refuses what is wrong
     loader = _of_steps(loader, accelerator.gradient_accumulation_steps, size, model)
-    fit_for_capture(model)
-    share_among_ranks(accelerator, model, chosen)
+    chosen, asked = fit(accelerator, model, size, {**options, "micro_batch_size": size})
     accelerator.gradient_accumulation_steps = 1
     accelerator.clip_grad_norm_ = partial(_clip_grad_norm, optimizer, accelerator.clip_grad_norm_)
     model.compile(backend="greedysnake", options=chosen)
-    if (scaler := scale_losses(accelerator)) is not None:
-        scaler.serve(optimizer)
+    if accelerator.scaler is not None:
+        accelerator.scaler.serve(optimizer)
     prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, loader, *others)
     if asked.resume is not None:  # so that the optimizer's number of steps is true from now on
         resume(model, optimizer, storage=asked.storage, group=asked.group, mesh=asked.mesh)

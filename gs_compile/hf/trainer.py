@@ -18,15 +18,14 @@ from torch.utils import serialization
 from gs_compile.errors import LaneError, MemoryBudgetError, NoFitError, OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.durable import DurableTrainer
-from gs_compile.hf.fitting import fit_for_capture, scale_losses, share_among_ranks
+from gs_compile.hf.fitting import fit
 from gs_compile.hf.gather import gathered, pad_token_id_of
 from gs_compile.hf.together import answered, compile_for_strands, stored_reference
-from gs_compile.hf.weights import options_of, streamed
+from gs_compile.hf.weights import streamed
 from gs_compile.model.materialize import on_first_rank
 from gs_compile.model.optim import SGD, Adam, AdamW, Lion
 from gs_compile.model.residency import is_offloaded
 from gs_compile.model.tiered_optimizer import TieredOptimizer
-from gs_compile.options import Options
 
 log = logging.getLogger(__name__)
 
@@ -78,11 +77,6 @@ class TrainerMixin(DurableTrainer):
 
         args = self.args
         _check(self)
-        packs = getattr(self, "padding_free", False)  # TRL's: a batch is one row
-        size = 1 if packs else args.per_device_train_batch_size
-        chosen = {"micro_batch_size": size, "outputs": "loss", **options_of(self.model, options)}
-        self._keep(Options.of(chosen))  # refuses what is wrong
-        chosen["resume"] = None  # `train` sees to it
         if self.optimizer is None:
             self.optimizer_cls_and_kwargs = self._equivalent()
         elif isinstance(self.optimizer, TieredOptimizer):
@@ -93,14 +87,16 @@ class TrainerMixin(DurableTrainer):
                 "optimizer to the arguments, or give one of gs_compile (AdamW, Adam, SGD, Lion)"
             )
         args.gradient_checkpointing = args.activation_checkpointing = False
-        fit_for_capture(self.model)
-        share_among_ranks(self.accelerator, self.model, chosen)
+        packs = getattr(self, "padding_free", False)  # TRL's: a batch is one row
+        size = 1 if packs else args.per_device_train_batch_size
+        chosen, asked = fit(self.accelerator, self.model, size, options)
+        self._options = asked if asked.durability else None
+        chosen["resume"] = None  # `train` sees to it
         self._batches = []
         overrides = type(self).compute_loss is not transformers.Trainer.compute_loss
         self._has_own_loss = overrides or self.compute_loss_func is not None
         self._compile_within = [compile_for_strands(self.model, chosen)]
         self._batch_size = self._train_batch_size
-        scale_losses(self.accelerator)
         second = getattr(self, "ref_model", None)
         if reference is not None or (second is not None and any(map(is_offloaded, second.parameters()))):
             given = reference or {}
@@ -211,12 +207,6 @@ class TrainerMixin(DurableTrainer):
             return super().training_step(model, batches, num_items_in_batch)  # type: ignore[no-any-return]
         finally:
             del self.compute_loss
-
-    @property
-    def _tiered_optimizer(self) -> TieredOptimizer:
-        found = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
-        assert isinstance(found, TieredOptimizer)
-        return found
 
     @property
     def _pad_token_id(self) -> int:

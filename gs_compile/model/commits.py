@@ -11,7 +11,6 @@ What never changes is described once; a snapshot [2] takes the rest, with what t
 from __future__ import annotations
 
 import platform
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +22,14 @@ from typing import Any, Protocol
 import torch
 
 from gs_compile.errors import OptimizerError, ResumeError
+from gs_compile.model.in_memory import parameters_in_memory
 from gs_compile.model.optimizer_state import settings_of
-from gs_compile.model.residency import is_offloaded
 from gs_compile.runtime.former import stored_units
 from gs_compile.runtime.random_state import random_state
 from gs_compile.runtime.rest import Tensors, laid_out
 from gs_compile.runtime.storage.manifest import FORMAT, Manifest, StoredParameter, StoredPart, check_plain
 from gs_compile.runtime.tiers import Tiers
+from gs_compile.version import __version__
 
 
 class OptimizerLike(Protocol):
@@ -71,10 +71,10 @@ class Durable:
         self.random: Mapping[str, str] | None = None  # that the call under way has found
         self._optimizer = optimizer
         self._tiers = tiers
-        setting, package = tiers.setting, sys.modules["gs_compile"].__version__
+        setting = tiers.setting
         self._fixed = {
             "format": FORMAT,
-            "versions": {"greedysnake": package, "torch": torch.__version__, "python": platform.python_version()},
+            "versions": {"greedysnake": __version__, "torch": torch.__version__, "python": platform.python_version()},
             "plan": dict(plan),
             "units": tuple(stored_units(setting.placement, setting.types)),
             "parameters": tuple(parameters),
@@ -161,8 +161,7 @@ def give_back_rest(optimizer: OptimizerLike, rest: Tensors) -> None:
 
 def _beside(optimizer: OptimizerLike) -> Iterator[tuple[int, torch.Tensor]]:
     """Parameters in memory that the optimizer trains, and their places in it."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    return ((at, each) for at, each in enumerate(parameters) if not is_offloaded(each) and each.requires_grad)
+    return ((place, each) for place, each in parameters_in_memory(optimizer.param_groups) if each.requires_grad)
 
 
 def check_alike(former: Manifest, optimizer: OptimizerLike, parameters: Sequence[StoredParameter], world: int) -> None:

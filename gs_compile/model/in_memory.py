@@ -17,7 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gs_compile.errors import OptimizerError
-from gs_compile.model.residency import residency_of
+from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Options
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import StepRecord
@@ -25,6 +25,12 @@ from gs_compile.runtime.ranks import Ranks, ranks_of
 
 Tensor = torch.Tensor
 BUCKET_NBYTES = 25 << 20  # that are exchanged at once, as DistributedDataParallel does
+
+
+def parameters_in_memory(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]]:
+    """The parameters of an optimizer that are in memory, and their places in it."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return ((place, each) for place, each in enumerate(parameters) if not is_offloaded(each))
 
 
 def count(parameters: Sequence[Tensor], record: StepRecord, ranks: Ranks | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
@@ -13,7 +12,7 @@ import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import NoBatchInputError, RankError
-from gs_compile.model.in_memory import begin_alike, ranks_that_average
+from gs_compile.model.in_memory import begin_alike, parameters_in_memory, ranks_that_average
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
@@ -21,6 +20,7 @@ from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.runtime.ranks import Ranks, ranks_of
 from gs_compile.runtime.threads import correct_thread_count
 from gs_compile.schedules import BY_MICRO_BATCH, Schedule
+from gs_compile.version import __version__
 
 OWN = ("storage", "group", "mesh", "expert")  # options that each rank may have its own of, or that are looked into
 
@@ -68,8 +68,8 @@ def agree(
     correct_thread_count()
     facts = chain(_of_options(compilation.options), _of_optimizer(optimizer), _of_model(compilation, model, args))
     ranks.require_same("the first step", {"torch's version": torch.__version__, **dict(facts)})
-    in_memory = [p for group in optimizer.param_groups for p in group["params"] if not is_offloaded(p)]
-    begin_alike(ranks, in_memory, _buffers(compilation, args))
+    resident = [parameter for _, parameter in parameters_in_memory(optimizer.param_groups)]
+    begin_alike(ranks, resident, _buffers(compilation, args))
 
 
 def refuse_empty(ranks: Ranks | None, num_rows: int) -> None:
@@ -109,7 +109,7 @@ Facts = Iterator[tuple[str, Any]]
 
 
 def _of_options(options: Options) -> Facts:
-    yield "greedysnake's version", sys.modules["gs_compile"].__version__
+    yield "greedysnake's version", __version__
     yield "the number of directories of storage", len(options.storage)
     for prefix, given in (("", options), ("expert.", options.expert)):
         for entry in fields(given):

@@ -29,7 +29,7 @@ from gs_compile.model import in_memory, optimizer_state
 from gs_compile.model.commits import Kept
 from gs_compile.model.engine import Engine
 from gs_compile.model.offloaded import UnavailableGradient
-from gs_compile.model.residency import is_offloaded, residency_of
+from gs_compile.model.residency import residency_of
 from gs_compile.runtime.formats import StateType, moment_types
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import StepRecord
@@ -175,7 +175,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     @property
     def _resident(self) -> list[torch.Tensor]:
         """Parameters that the compiled model does not read, and that have a gradient in memory."""
-        return [p for p in self._parameters if not is_offloaded(p) and p.grad is not None]
+        return [p for _, p in in_memory.parameters_in_memory(self.param_groups) if p.grad is not None]
 
     def _step_in_memory(self) -> StepRecord | None:
         """The record of a step whose backward has not met the compiled model."""

@@ -28,7 +28,7 @@ from gs_compile.planner.builder import SCARCE_UPDATES, peak
 from gs_compile.planner.choose import choose, highest
 from gs_compile.planner.lp.counting import CLASSES
 from gs_compile.planner.lp.search import GROWTH, Search
-from gs_compile.planner.problem import Problem, excess
+from gs_compile.planner.problem import Problem, fits
 from gs_compile.planner.request import Request
 from gs_compile.planner.saved import computed, is_open, saved_text, topmost, with_saved
 from gs_compile.planner.step_plan import StepPlan
@@ -185,10 +185,7 @@ def _carried_for_free(problem: Problem, plain: Placement) -> Placement:
         return plain
     most = {"host": peak(problem.builder.program(plain), "host")}
 
-    def fits(placement: Placement) -> bool:
-        return not any(excess(program, most) for program in problem.builder.programs(placement))
-
-    return next(highest([every], fits), plain)
+    return next(highest([every], lambda each: fits(problem.builder.programs(each), most)), plain)
 
 
 def _least(problem: Problem) -> StepPlan:
@@ -261,7 +258,7 @@ def _placed(problem: Problem, part: float, alpha: float | None = None) -> Placem
 
 def _fits(problem: Problem, placement: Placement) -> bool:
     """Whether a step keeps the budget of host memory."""
-    return not excess(problem.builder.program(placement), {"host": problem.host_budget})
+    return fits([problem.builder.program(placement)], {"host": problem.host_budget})
 
 
 def _too_large(problem: Problem, placement: Placement) -> str:

@@ -10,7 +10,7 @@ for when they are needed, for what is settled without them need not be measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, Protocol
@@ -201,14 +201,17 @@ class Problem:
     def fits(self, placement: Placement, spare: Mapping[str, int] = NOTHING) -> bool:
         """Whether no program of a placement takes more than the budgets; `spare` bytes of these are left free."""
         programs = self.at(placement.layout.num_micro_batches).programs(placement)
-        return not any(self.excess(program, spare) for program in programs)
+        return fits(programs, self._most(spare))
 
     def excess(self, program: Program, spare: Mapping[str, int] = NOTHING) -> dict[str, int]:
         """By tier, the bytes that a step takes beyond its budget; `spare` bytes of it are left free."""
+        return excess(program, self._most(spare))
+
+    def _most(self, spare: Mapping[str, int]) -> dict[str, int]:
         most = {"host": self.budgets.host_nbytes}
         if (on_device := self.values_nbytes) is not None:
             most["device"] = on_device
-        return excess(program, {tier: nbytes - spare[tier] for tier, nbytes in most.items()})
+        return {tier: nbytes - spare[tier] for tier, nbytes in most.items()}
 
     def check(self) -> None:
         """Raise `OptionError` where the ratios that are asked for contradict what there is."""
@@ -224,6 +227,11 @@ class Problem:
                 f"the ratio device_parameter is {ratio:g}, but parameters that are updated in the type they are "
                 'computed in go to host memory for that: leave it out, or choose precision="bf16"'
             )
+
+
+def fits(programs: Iterable[Program], most: Mapping[str, int | None]) -> bool:
+    """Whether none of them takes more of a tier than the `most` it may."""
+    return not any(excess(program, most) for program in programs)
 
 
 def excess(program: Program, most: Mapping[str, int | None]) -> dict[str, int]:

@@ -19,7 +19,7 @@ from gs_compile.placement.placement import Marks, Placement
 from gs_compile.placement.slab import fixed_offsets, packed, placed_as
 from gs_compile.planner.boundary import carried_nbytes, without
 from gs_compile.planner.builder import peak
-from gs_compile.planner.problem import excess
+from gs_compile.planner.problem import fits
 from gs_compile.planner.run import Planned, Run
 from gs_compile.planner.simulate.simulator import Simulation, predict
 from gs_compile.planner.step_plan import commits_text, nbytes_by_home
@@ -116,7 +116,7 @@ class StepPrograms:
             most = {"host": self.host_nbytes, "device": self._on_device if each.keeps_on_device else None}
             programs = list(replace(self.builder, shape=shape).steps(each))
             needed = max(peak(program, "host") for program in programs)
-            if not any(excess(program, most) for program in programs):
+            if fits(programs, most):
                 if planned.shares and not each.shares:
                     log.info("a batch of this size leaves no room for saved activations: layers' forwards run again")
                 if planned.carried and not each.carried:

@@ -27,7 +27,7 @@ States = Literal["fp32", "bf16", "8bit"]
 ALPHAS = tuple(number / 100 for number in range(51))  # that the planner chooses from
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # tried where none is given
 SECONDS_PER_YEAR = 365 * 86400
-WORDS: Mapping[str, tuple[Any, ...]] = {  # what fields of words may say
+ALLOWED: Mapping[str, tuple[Any, ...]] = {  # what fields of words may say
     "precision": (None, *get_args(Precision)),
     "schedule": get_args(Schedule),
     "saturation": get_args(Saturation),
@@ -82,7 +82,7 @@ class Request:
     network: str | float | None = None
 
     def __post_init__(self) -> None:
-        for name, words in WORDS.items():
+        for name, words in ALLOWED.items():
             if (value := getattr(self, name)) not in words:
                 raise PlanError(f"{name} is {value!r}; there are {' and '.join(filter(None, words))}")
         for name in NUMBERS:

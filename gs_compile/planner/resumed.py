@@ -11,7 +11,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from hashlib import sha256
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gs_compile.errors import OptionError, PlanError
@@ -20,9 +19,10 @@ from gs_compile.options import Options
 from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.workload import UnitSize
 from gs_compile.planner.builder import StepBuilder
-from gs_compile.planner.problem import Problem, excess
+from gs_compile.planner.problem import Problem, fits
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.program.ir import StepShape
+from gs_compile.version import __version__
 
 if TYPE_CHECKING:
     from gs_compile.codegen.compiled import SpecializedModel
@@ -38,7 +38,7 @@ def fingerprint(
     """Of all that a plan follows from but what is measured; settled: what else it is made for, as text or numbers."""
     batches = [(each.x_nbytes, each.side_nbytes) for each in layouts]
     own = replace(options, group=None, mesh=None, resume=None)
-    facts = own, sizes, batches, shape, settled, import_module("gs_compile").__version__
+    facts = own, sizes, batches, shape, settled, __version__
     return sha256(json.dumps(facts, default=_plain, sort_keys=True).encode()).hexdigest()
 
 
@@ -84,7 +84,7 @@ def _fitting(builder: StepBuilder, decision: Decision, most: Mapping[str, int | 
     """What was decided, if there is room for it; with nothing between two steps (`boundary`) where that fits alone."""
     for each in dict.fromkeys((decision, replace(decision, carried=(), ahead=0))):
         placement = builder.placement(each)
-        if not any(excess(program, most) for program in builder.programs(placement)):
+        if fits(builder.programs(placement), most):
             return placement
     log.info("the plan that the run was made with does not fit any more")
     return None

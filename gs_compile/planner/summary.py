@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gs_compile.machine import format_bytes
-from gs_compile.program.ir import TIERS, WORDS
+from gs_compile.program.ir import WORDS
 
 if TYPE_CHECKING:
     from gs_compile.planner.step_plan import StepPlan
@@ -25,7 +25,8 @@ def paragraph(plan: StepPlan) -> str:
     on_device = _shares({ratio: share for ratio, share in plan.device_ratios.items() if share})
     busiest = sorted(plan.lanes.items(), key=lambda lane: -lane[1][1])[:3]
     busy = ", ".join(f"{lane} {share:.0%}" for lane, (_, share) in busiest)
-    peaks = ", ".join(f"{format_bytes(plan.peaks[tier])} {ON[tier]}" for tier in tiers(plan) if plan.peaks.get(tier))
+    held = ((tier, nbytes) for tier in plan.profile.tiers if (nbytes := plan.peaks.get(tier)))
+    peaks = ", ".join(f"{format_bytes(nbytes)} {ON[tier]}" for tier, nbytes in held)
     sentences = [
         f"Plan of {plan.workload.name} on {plan.profile.name}, {settings(plan)}.",
         f"In host memory: {shares}.",
@@ -61,11 +62,6 @@ def throughput(plan: StepPlan) -> str:
         return f"{rate_text(tokens)} tokens/s, {rate_text(flops / 1e12)} TFLOP/s"
 
     return rates(1) + (f"; {rates(plan.ranks)} of each rank" if plan.ranks > 1 else "")
-
-
-def tiers(plan: StepPlan) -> tuple[str, ...]:
-    """Where a step's data can be: without a device of its own, the host is both."""
-    return TIERS if plan.profile.separate else TIERS[1:]
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> str:

@@ -60,7 +60,7 @@ SSD wear: 35.0 TiB written to SSD in a day""",
 
 
 def test_without_a_device_of_its_own_the_host_is_both(plan):
-    plan.profile.separate = False
+    plan.profile.separate, plan.profile.tiers = False, ("host", "ssd")
     headings = next(line for line in report(plan).splitlines() if line.endswith("in host memory"))
     assert headings.split() == ["host", "ssd", "in", "host", "memory"]
     assert "on the device" not in paragraph(plan)

@@ -13,7 +13,7 @@ from gs_compile.cli.requests import FLAGS, plans
 from gs_compile.errors import OptionError, PlanError
 from gs_compile.options import Options, Ratios
 from gs_compile.planner.plan import plan
-from gs_compile.planner.request import NUMBERS, WORDS, Request
+from gs_compile.planner.request import ALLOWED, NUMBERS, Request
 
 HERE = Path(__file__).parents[1] / "machine.json"
 
@@ -74,9 +74,9 @@ def test_what_options_refuse_too_is_refused_in_their_words(settings, complaint):
     assert complaint in str(caught.value)
 
 
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", ALLOWED)
 def test_every_word_there_is_may_be_asked_for(name):
-    for word in WORDS[name]:
+    for word in ALLOWED[name]:
         assert getattr(Request(**{name: word}, clip=name == "clipping"), name) == word
 
 

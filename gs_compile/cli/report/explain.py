@@ -17,7 +17,7 @@ from gs_compile.machine import format_bytes
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.planner import variants
 from gs_compile.planner.step_plan import StepPlan
-from gs_compile.planner.summary import RATIO_OF, rate_text, seconds_text, settings, table, throughput, tiers
+from gs_compile.planner.summary import RATIO_OF, rate_text, seconds_text, settings, table, throughput
 from gs_compile.program.ir import LANES, TIERS, WORDS
 
 FIELDS = "schedule ranks num_micro_batches alpha ratios device_ratios seconds bound_seconds tokens_per_second".split()
@@ -103,7 +103,7 @@ def _homes(plan: StepPlan) -> str:
     def row(name: str, nbytes: Mapping[str, int], share: str = "") -> tuple[str, ...]:
         return (name, *(format_bytes(nbytes[tier]) if nbytes.get(tier) else "-" for tier in shown), share)
 
-    shown = tiers(plan)
+    shown = plan.profile.tiers
     rows = [row(WORDS[kind], sizes, _share(plan, kind)) for kind, sizes in _nested(plan.homes).items()]
     rows.append(row("peak, working buffers too", plan.peaks))
     rows.append(row("may be used", {tier: getattr(plan.budgets, f"{tier}_nbytes") for tier in shown}))

@@ -62,7 +62,7 @@ class Formulas:
         self.workload = workload
         self.profile = profile
         self.counted = counted
-        self.separate = profile.separate
+        self.separate, self.tiers = profile.separate, profile.tiers
         self.may_live_there = profile.separate and counted.builder.layout.separate  # on the device, between turns
         self.may_reside = any(size.may_reside for size in workload.sizes)
         self.scale = np.ones(NUM_CLASSES)
@@ -103,11 +103,6 @@ class Formulas:
         if tier != "ssd":
             found[1 + RATIOS.index("checkpoint" if tier == "host" else "device_checkpoint")] = reads_input
         return found
-
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        """Those with a budget."""
-        return TIERS if self.separate else TIERS[1:]
 
     @property
     def classes(self) -> tuple[str, ...]:

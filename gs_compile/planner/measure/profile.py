@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gs_compile.errors import ProfileError
+from gs_compile.program.ir import TIERS
 
 FORMAT = 1  # of the file; a newer one is refused, not guessed at
 DTYPES = ("fp32", "bf16", "fp16")  # those a matrix rate can be given for
@@ -96,6 +97,11 @@ class Profile:
     def separate(self) -> bool:
         """Whether the device has memory of its own."""
         return self.device != "cpu"
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Where a step's data can be: without a device of its own, the host is both."""
+        return TIERS if self.separate else TIERS[1:]
 
     def speeds(self) -> dict[tuple[str, str], float]:
         """How fast the first lane runs while the second does, as a fraction of alone; pairs that are not here do not
