@@ -29,8 +29,10 @@ STAGES = [
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_a_first_step(stream, tmp_path, monkeypatch, caplog):
-    """On a terminal a line is written over and over, and is gone at the end; the log has a line for each stage."""
+def test_a_first_step(stream, measured, tmp_path, monkeypatch, caplog):
+    """On a terminal a line is written over and over, and is gone at the end; the log has a line for each stage: what was
+    compiled to be timed is not compiled again.
+    """
     monkeypatch.setattr(progress, "LOGGED_SECONDS", 0.0)
     monkeypatch.setattr(compiled, "_codes", {})  # nothing is compiled
     monkeypatch.setattr(sys, "stderr", shown := stream())

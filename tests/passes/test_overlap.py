@@ -112,9 +112,14 @@ def test_late_updates_come_in_the_order_of_first_use():
 
 
 def test_clipping_has_no_early_updates():
-    placement = place(2, 1, options=replace(SMALL, clip=True))
+    placement = place(2, 1, options=SMALL).laid_out(clip=True).decided(alpha=1.0)  # its units are cut for another alpha
     with pytest.raises(AssertionError, match="wait for the norm"):
         lowered((2, 1), placement)
+
+
+def test_where_updates_do_not_wait_nothing_is_clipped():
+    plain, clipped = (place(2, 1, options=replace(SMALL, clip=clip)) for clip in (False, True))
+    assert lowered((2, 1), clipped) == lowered((2, 1), plain)
 
 
 def _parts(unit, when):

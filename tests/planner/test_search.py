@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from cpu_time import cpu_seconds
+from cpu_work import work
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from planned import A100, GB, formulas, gpt, on
@@ -74,11 +74,11 @@ def test_leaving_alphas_out_changes_nothing(host, update, clip, roomy):
 
 
 def test_a_model_of_175_billion_parameters():
-    """In a few seconds of this process, whatever else the machine does."""
+    """With little work."""
     workload = gpt(96, 12288)
     solve(formulas(gpt(2, 512), A100), 1, 0.0, SERVER, Request())  # imports the solver
-    seconds, found = cpu_seconds(lambda: search(formulas(workload, A100), SERVER, elsewhere(saturation="paper")))
-    assert seconds < 6.0
+    times, found = work(lambda: search(formulas(workload, A100), SERVER, elsewhere(saturation="paper")))
+    assert times < 250
     assert workload.num_trained > 174e9
     assert [n for n, _ in found.history] == list(range(1, found.best.num_micro_batches + 2))
     growth = [b.throughput / a.throughput for (_, a), (_, b) in zip(found.history, found.history[1:], strict=False)]
