@@ -129,7 +129,7 @@ def too_little_host_memory(setup):
 
 @refused(errors.MemoryBudgetError, "the system refuses .* of host memory: .*Cannot allocate memory. Raise what limits")
 def a_limit_of_addresses(setup):
-    setup.patch(slab, "_Pages", failing(errno.ENOMEM))
+    setup.patch(slab, "Pages", failing(errno.ENOMEM))
 
 
 @refused(errors.MemoryBudgetError, r"device_memory is 1\.0 KiB; this step keeps .* there")
