@@ -91,11 +91,14 @@ def _solved(problem: Problem, found: Search | None) -> StepPlan:
     try:
         return _best_clipping(problem, found)
     except (NoFitError, MemoryBudgetError) as error:
-        if problem.request.saves and not problem.whole:
-            raise
-        if problem.request.saves:
+        if not problem.request.saves:
+            return _scarce(problem, error)
+        with suppress(NoFitError, MemoryBudgetError):
+            if (least := _least(problem).problem).layer_updates > problem.layer_updates:
+                return _best_clipping(least)
+        if problem.whole:
             raise MemoryBudgetError(str(error)) from error
-        return _scarce(problem, error)
+        raise
 
 
 # By the linear program and the simulator ------------------------------------------------------------------------------

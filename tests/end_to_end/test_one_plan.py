@@ -1,0 +1,63 @@
+"""A plan by a model's config and the plan of its run are one, field by field, where they count on the same figures."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from functools import partial
+
+import pytest
+import torch
+import zoo
+from figures import MACHINE
+from tiered import Harness, adamw, tokens
+
+import gs_compile
+from gs_compile.errors import MemoryBudgetError
+from gs_compile.placement.placement import Decision
+from gs_compile.planner.cost import timing
+
+KEEPS_CAPTURES = True
+BATCH, MICRO_BATCH = 4, 2
+LENGTH = tokens(0).shape[1]
+MODELS = ("gpt2",)
+SETTINGS = {  # what is asked for, and host memory in multiples of the least
+    "clip": ({"clip": True}, 1.3),
+    "scarce memory": ({}, 1.02),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def harness(name):
+    return Harness(partial(zoo.huggingface, name))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_one_plan(name, harness, setting, storage, monkeypatch, given_figures):
+    """The code is not timed: both price its operations by the rates of the machine."""
+    monkeypatch.setattr(timing, "_timed", lambda workload, layout, unit, share: workload.costs[unit.unit])
+    monkeypatch.setattr(timing, "_timed_levels", lambda layout, unit, cost, levels, share: cost.levels)
+    asked, times = SETTINGS[setting]
+    options = {"micro_batch_size": MICRO_BATCH, "outputs": "loss", "storage": storage, "expert": {"compiler": "eager"}}
+    make = partial(adamw, max_grad_norm=1.0 if asked.get("clip") else None)
+    ids = tokens(0, BATCH)
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}  # as plans have it
+    with harness.fresh(make, options | {"host_memory": 1}) as optimizer, pytest.raises(MemoryBudgetError) as refusal:
+        harness.model(**call)
+    least = int(re.search(r"\((\d+) bytes\) of it at least", str(refusal.value))[1])
+    host = {"host_memory": int(least * times), "machine": MACHINE}
+    with harness.fresh(make, options | host) as optimizer:
+        harness.model(**call)
+        ran = optimizer.engine.planning.planned.plan
+    sizes = {"sequence": LENGTH, "batch_size": BATCH, "micro_batch_size": MICRO_BATCH}
+    made = gs_compile.plan(zoo.configuration(name), **{"precision": "model", **asked, **sizes, **host})
+    for each in fields(Decision):
+        assert getattr(made.decision, each.name) == getattr(ran.decision, each.name), each.name
+    assert made.placement == ran.placement
+    assert (made.num_micro_batches, made.peaks) == (ran.num_micro_batches, ran.peaks)
+    assert made.seconds == pytest.approx(ran.seconds, rel=1e-3)  # two captures count the loss's operations otherwise
