@@ -77,19 +77,20 @@ class TrainerMixin(DurableTrainer):
 
         args = self.args
         _check(self)
-        if self.optimizer is None:
-            self.optimizer_cls_and_kwargs = self._equivalent()
-        elif isinstance(self.optimizer, TieredOptimizer):
-            self.optimizer.max_grad_norm = _bound(args) or self.optimizer.max_grad_norm
-        else:
+        if self.optimizer is not None and not isinstance(self.optimizer, TieredOptimizer):
             raise OptionError(
                 f"this Trainer was given a {type(self.optimizer).__name__}, whose states stay in memory: leave the "
                 "optimizer to the arguments, or give one of gs_compile (AdamW, Adam, SGD, Lion)"
             )
-        args.gradient_checkpointing = args.activation_checkpointing = False
+        equivalent = self._equivalent() if self.optimizer is None else None
         packs = getattr(self, "padding_free", False)  # TRL's: a batch is one row
         size = 1 if packs else args.per_device_train_batch_size
-        chosen, asked = fit(self.accelerator, self.model, size, options)
+        chosen, asked = fit(self.accelerator, self.model, size, options)  # refuses what is wrong, ahead of any change
+        if self.optimizer is None:
+            self.optimizer_cls_and_kwargs = equivalent
+        else:
+            self.optimizer.max_grad_norm = _bound(args) or self.optimizer.max_grad_norm
+        args.gradient_checkpointing = args.activation_checkpointing = False
         self._options = asked if asked.durability else None
         chosen["resume"] = None  # `train` sees to it
         self._batches = []

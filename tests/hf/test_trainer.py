@@ -255,6 +255,20 @@ def test_what_cannot_be_followed_is_refused(tmp_path):
     assert type(found) is Trainer
 
 
+def test_a_refused_option_changes_nothing(tmp_path):
+    """Who goes on without us trains as before: with checkpointing, and with the optimizer of the arguments."""
+    found = trainer(tmp_path, **{CHECKPOINTING: True})
+    before = found.optimizer_cls_and_kwargs
+    with pytest.raises(OptionError, match="micro_batch_size"):
+        gs_compile.hf.attach(found, micro_batch_size=0)
+    assert getattr(found.args, CHECKPOINTING)
+    assert found.optimizer_cls_and_kwargs == before
+    found.optimizer = gs_compile.AdamW(found.model.parameters(), max_grad_norm=0.5)
+    with pytest.raises(OptionError, match="micro_batch_size"):
+        gs_compile.hf.attach(found, micro_batch_size=0)
+    assert found.optimizer.max_grad_norm == 0.5
+
+
 def test_an_optimizer_of_this_package_gets_the_bound(tmp_path):
     found = trainer(tmp_path, optim="lion_32bit", max_grad_norm=0.3)
     gs_compile.hf.attach(found)
