@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from gs_compile.errors import OptionError
 
@@ -25,6 +26,14 @@ UNITS: dict[str, int] = {"B": 1} | {
     for suffix, base in (("B", 1000), ("iB", 1024))
 }
 BYTES_FORMS = 'a whole number of bytes, or text such as "6GiB", "512 MiB", "6 GB" or "80%"'
+
+
+class Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+S = TypeVar("S", bound=Sized)
 
 
 def usable_memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
@@ -82,6 +91,20 @@ def format_bytes(nbytes: int) -> str:
     while round(size, 1) >= 1024 and unit < len(PREFIXES) - 1:
         size, unit = size / 1024, unit + 1
     return f"{size:.1f} {PREFIXES[unit]}"
+
+
+def in_groups(items: Iterable[S], most_nbytes: int) -> Iterator[list[S]]:
+    """Neighbours together, as many as have at most so many bytes; one that has more is alone."""
+    group: list[S] = []
+    nbytes = 0
+    for each in items:
+        if group and nbytes + each.nbytes > most_nbytes:
+            yield group
+            group, nbytes = [], 0
+        group.append(each)
+        nbytes += each.nbytes
+    if group:
+        yield group
 
 
 def parse_bytes(value: int | str, *, whole: int | None = None, name: str = "bytes") -> int:

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gs_compile.machine import (
     available_memory,
     format_bytes,
+    in_groups,
     usable_cores,
     usable_memory,
 )
@@ -128,3 +130,18 @@ def test_this_machine():
 )
 def test_format_bytes(nbytes, text):
     assert format_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [
+        ([], []),
+        ([4, 4, 2, 1], [[4, 4, 2], [1]]),
+        ([6, 6, 3], [[6], [6, 3]]),
+        ([1, 99, 1, 9], [[1], [99], [1, 9]]),  # what is too large is alone
+        ([99], [[99]]),
+    ],
+)
+def test_neighbours_come_in_groups(sizes, groups):
+    items = [SimpleNamespace(nbytes=size) for size in sizes]
+    assert [[each.nbytes for each in group] for group in in_groups(items, 10)] == groups

@@ -17,6 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gs_compile.errors import OptimizerError
+from gs_compile.machine import in_groups
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Options
 from gs_compile.runtime.kernels import Rule
@@ -151,10 +152,4 @@ def _is_wrapped(parameter: Tensor) -> bool:
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Neighbours of one type and device; a large one is alone."""
     for _, alike in groupby(gradients, lambda each: (each.dtype, each.device)):
-        bucket: list[Tensor] = []
-        for each in alike:
-            if bucket and sum(other.nbytes for other in bucket) + each.nbytes > BUCKET_NBYTES:
-                yield bucket
-                bucket = []
-            bucket.append(each)
-        yield bucket
+        yield from in_groups(alike, BUCKET_NBYTES)

@@ -18,6 +18,7 @@ import torch
 from gs_compile.cli.stored.runs import Found
 from gs_compile.cli.stored.values import Values, nbytes_of, opened
 from gs_compile.errors import OptionError
+from gs_compile.machine import in_groups
 from gs_compile.runtime.formats import narrow
 from gs_compile.runtime.storage.last_commit import common_step
 from gs_compile.runtime.storage.manifest import Manifest
@@ -121,7 +122,7 @@ def _whole(shares: list[Tensor]) -> Tensor:
 def _save(target: Path, name: str, tensors: Sequence[Tensors]) -> dict[str, int]:
     """Write shards and their index, as HuggingFace names them; each file and its bytes."""
     save_file = _save_file()
-    shards = list(_shards(tensors))
+    shards = list(in_groups(tensors, max((each.nbytes for each in tensors), default=0)))
     places: dict[str, str] = {}
     written = {}
     for number, shard in enumerate(shards, 1):
@@ -135,18 +136,6 @@ def _save(target: Path, name: str, tensors: Sequence[Tensors]) -> dict[str, int]
     path.touch(0o600, exist_ok=False)
     path.write_text(json.dumps(index, indent=2))
     return written
-
-
-def _shards(tensors: Sequence[Tensors]) -> Iterator[list[Tensors]]:
-    largest = max((each.nbytes for each in tensors), default=0)
-    shard: list[Tensors] = []
-    for each in tensors:
-        if shard and sum(other.nbytes for other in shard) + each.nbytes > largest:
-            yield shard
-            shard = []
-        shard.append(each)
-    if shard:
-        yield shard
 
 
 def _save_file() -> Callable[..., None]:
