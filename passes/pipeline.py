@@ -220,7 +220,7 @@ class _Dependencies:
     """
 
     def __init__(self, points: Sequence[IssuePoint]) -> None:
-        self.values: Users[Value, int] = Users(lambda users: [max(users, key=points.__getitem__)] if users else [])
+        self.values: Users[Value, int] = Users(lambda users: (max(users, key=points.__getitem__),))
         self.sources: dict[Value, tuple[Value, ...]] = {}
         self.stores: list[int] = []
         self.seal: list[int] = []

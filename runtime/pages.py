@@ -13,11 +13,11 @@ from contextlib import suppress
 
 HUGE_PAGE_NBYTES = 2**21
 
-_not_ours: list[Pages] = []  # what a forked child has the names of: another mapping may be there
+_not_ours: list[Pages] = []  # pages of the parent, at whose addresses a forked child may have mapped others
 
 
 class Pages(mmap.mmap):
-    """Private memory, zero; at least `nbytes`. `unpin` runs before it is unmapped."""
+    """`nbytes` of private memory, zero. `unpin` runs before it is unmapped."""
 
     unpin: Callable[[], None] | None = None
     process: int

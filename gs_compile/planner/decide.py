@@ -91,14 +91,7 @@ def _solved(problem: Problem, found: Search | None) -> StepPlan:
     try:
         return _best_clipping(problem, found)
     except (NoFitError, MemoryBudgetError) as error:
-        if not problem.request.saves:
-            return _scarce(problem, error)
-        with suppress(NoFitError, MemoryBudgetError):
-            if (least := _least(problem).problem).layer_updates > problem.layer_updates:
-                return _best_clipping(least)
-        if problem.whole:
-            raise MemoryBudgetError(str(error)) from error
-        raise
+        return _scarce(problem, error)
 
 
 # By the linear program and the simulator ------------------------------------------------------------------------------
@@ -125,7 +118,10 @@ def _best_clipping(problem: Problem, found: Search | None = None) -> StepPlan:
 
 
 def _scarce(problem: Problem, refusal: NoFitError | MemoryBudgetError) -> StepPlan:
-    """Where the linear program finds nothing: updates in pieces where whole ones cannot be, or the least there is."""
+    """Where the linear program finds nothing: updates in pieces where whole ones cannot be, or the least there is.
+
+    Where activations are to be saved the least is no answer: without the linear program nothing says at which level.
+    """
     try:
         least = _least(problem)
     except MemoryBudgetError:
@@ -133,6 +129,8 @@ def _scarce(problem: Problem, refusal: NoFitError | MemoryBudgetError) -> StepPl
     if least.problem.layer_updates > problem.layer_updates:
         with suppress(NoFitError, MemoryBudgetError):
             return _best_clipping(least.problem)
+    if problem.request.saves:
+        raise (MemoryBudgetError(str(refusal)) if problem.whole else refusal) from None
     note = "no plan fits by the linear program's bounds: host memory keeps the least it can"
     return replace(least, notes=(note,))
 
@@ -144,8 +142,8 @@ def undecided(problem: Problem) -> Problem | StepPlan:
     """The plan of what is settled without figures of the machine, else the problem that needs them."""
     problem.check()
     problem = problem.wider if problem.request.saves else problem
-    problem = _least(problem).problem if problem.whole else problem
-    return _settled(problem) or problem
+    least = _least(problem).problem if problem.whole else problem  # refused here, before anything is measured
+    return _settled(least) or problem
 
 
 def _settled(problem: Problem) -> StepPlan | None:

@@ -167,7 +167,8 @@ class Run:
         sizes = self.model.sizes[masters]
         if not named(self.options.machine):
             sizes = priced(sizes, self.profile, self.num_threads)
-        return replace(self.workload, sizes=sizes)
+        is_narrow = any(size.itemsize < size.gradient_itemsize for size in sizes)
+        return replace(self.workload, sizes=sizes, masters=masters if is_narrow else None)
 
     # What is decided --------------------------------------------------------------------------------------------------
 
