@@ -58,7 +58,7 @@ class MutationError(CaptureError):
 
 
 class UniformityError(CaptureError):
-    """The model has no repeated block, or its blocks exchange more than one tensor."""
+    """The model has no blocks one after the other, or its blocks exchange more than one tensor."""
 
 
 class UniformityWarning(UserWarning):

@@ -7,17 +7,17 @@ opens or closes a vmap by what is inside.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence, Set
+from itertools import chain
 from typing import Any
 
 from torch import fx
 
-from gs_compile.capture.graph import TensorSpec, block_of, source_line
-from gs_compile.capture.operations import is_mutation, mutated, operation
-from gs_compile.errors import UniformityError
+from gs_compile.capture.operations import has_samples, is_mutation, mutated
+from gs_compile.capture.residual_stream import Readers, is_free, residual_stream, storage_of
 
-Readers = Mapping[fx.Node, Sequence[fx.Node]]  # nodes in graph order, each with those of them that read it
 VMAP_BRACKETS = LOAD, ENTER, LEAVE = "lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 
@@ -34,64 +34,28 @@ def needed_by(wanted: Iterable[fx.Node], graph: fx.Graph) -> Readers:
     return {node: [reader for reader in readers[node] if reader in live] for node in nodes if node in live}
 
 
-def arrange(readers: Readers) -> tuple[dict[fx.Node, int], int]:
-    """The unit of each node, and the number of layers.
+def arrange(readers: Readers, batch: Set[str]) -> tuple[dict[fx.Node, int], int, fx.Node]:
+    """The unit of each node, the number of layers, and the first one's input. `batch`: names of inputs with samples.
 
-    A block's nodes are its layer's. Others run with what reads them where they depend on a layer or only feed the
-    epilogue, and in the prologue else. Raises `UniformityError` where there is no stack of blocks, or its blocks do not
-    run one after the other.
+    What is of the stream runs by its place between the boundaries. Anything else runs with its readers, if they are in
+    one unit: the epilogue, the layer of its own block, or any layer if it does not grow with the batch. All the rest
+    runs in the prologue: so what one block makes for others is a side input of theirs.
+    Raises `UniformityError` where no stream runs through a stack of blocks.
     """
-    layer = _layers(readers)
-    num_layers = max(layer.values())
-    position: dict[fx.Node, int] = {}
-    for node in readers:  # the earliest unit in which it can run
-        sources = [position[source] for source in node.all_input_nodes if not is_free(source)]
-        position[node] = layer.get(node, max(sources, default=0))
-    for node in filter(lambda node: not is_free(node), reversed(list(readers))):
-        users = [position[reader] for reader in readers[node]]
-        first_user = min(users, default=num_layers + 1)
-        moves = first_user > num_layers or position[node] > 0 or _name(node) in VMAP_BRACKETS
-        if node not in layer and moves:
-            position[node] = max(first_user, position[node])
-        if any(position[node] > user for user in users):
-            raise UniformityError(
-                f"the blocks do not run one after the other: `{node.name}` "
-                f"({source_line(node) or operation(node)}) is made after a block that reads it"
-            )
-    return position, num_layers
-
-
-def is_free(node: fx.Node) -> bool:
-    """Inputs and constants belong to every unit that reads them."""
-    return node.op in ("placeholder", "get_attr")
-
-
-def is_like(node: fx.Node, spec: TensorSpec) -> bool:
-    """Whether a value is a tensor of this shape and dtype."""
-    found = node.meta["spec"]
-    return isinstance(found, TensorSpec) and (found.shape, found.dtype) == (spec.shape, spec.dtype)
-
-
-def storage_of(node: fx.Node) -> int | None:
-    """A number of the memory that a value is in; None where nothing is known of it."""
-    storage: int | None = node.meta.get("storage")
-    return storage
-
-
-def _layers(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """The positions of the nodes in the blocks of the longest stack."""
-    stacks: dict[str, dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
-    for node in nodes:
-        if (block := block_of(node)) is not None:
-            stacks[block[0]][block[1]].append(node)
-    stack = max(stacks.values(), key=len, default={})
-    if len(stack) < 2:
-        found = ", ".join(f"{path} ({len(blocks)} block)" for path, blocks in stacks.items())
-        raise UniformityError(
-            f"the model has no repeated block: {found or 'no numbered modules at all'}. greedysnake schedules a stack "
-            "of equal blocks layer by layer; keep the blocks in an nn.ModuleList (or nn.Sequential) of two or more"
-        )
-    return {node: place for place, number in enumerate(sorted(stack), start=1) for node in stack[number]}
+    stream = residual_stream(readers, batch)
+    num_layers = len(stream.boundaries)
+    order = {node: index for index, node in enumerate(readers)}
+    position = {node: bisect_left(stream.boundaries, order[node]) + 1 for node in stream.nodes}
+    position |= dict.fromkeys(filter(is_free, readers), 0)
+    own = {node: place for place, block in enumerate(stream.blocks, start=1) for node in block}
+    others = [node for node in readers if node not in position]
+    brackets = [node for node in others if _name(node) in VMAP_BRACKETS]  # of what may come before them in the graph
+    for node in chain(filter(lambda node: node not in brackets, reversed(others)), brackets):
+        units = {position[reader] for reader in readers[node]}
+        unit = units.pop() if len(units) == 1 else 0 if units else own.get(node, num_layers + 1)
+        stays = unit > num_layers or own.get(node) == unit or not has_samples(node)
+        position[node] = unit if stays else 0
+    return position, num_layers, stream.origin
 
 
 def _readers(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

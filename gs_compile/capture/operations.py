@@ -123,10 +123,16 @@ def why_it_mixes(node: fx.Node, name: str, spec: TensorSpec) -> str:
         return "takes a part of the samples"
     if node.meta.get("batch_numbers") and name in ARITHMETIC and spec.dtype.is_floating_point:
         return "computes with the batch size"
-    numbers = (source for source in node.all_input_nodes if _is_arange(source) and _has_samples(source))
+    numbers = (source for source in node.all_input_nodes if _is_arange(source) and has_samples(source))
     if spec.dtype.is_floating_point and name in (*ARITHMETIC, "embedding") and any(numbers):
         return "computes with the numbers of the samples, which every micro-batch counts from 0"
     return ALONG_SAMPLES if works_along_samples(node, name) else ""
+
+
+def has_samples(node: fx.Node) -> bool:
+    """Whether a value grows with the batch."""
+    spec = node.meta.get("spec")
+    return isinstance(spec, TensorSpec) and bool(spec.batch_dims)
 
 
 def works_along_samples(node: fx.Node, name: str) -> bool:
@@ -145,12 +151,7 @@ def _picks_samples(node: fx.Node, spec: TensorSpec) -> bool:
     first = index[0] if isinstance(index, tuple) and index else index
     if 0 not in spec.batch_dims or not isinstance(first, fx.Node) or _is_arange(first):
         return False
-    return first.meta.get("storage") is not None and _has_samples(first)  # inside a vmap masks are looked up by sample
-
-
-def _has_samples(node: fx.Node) -> bool:
-    spec = node.meta.get("spec")
-    return isinstance(spec, TensorSpec) and bool(spec.batch_dims)
+    return first.meta.get("storage") is not None and has_samples(first)  # inside a vmap masks are looked up by sample
 
 
 def _is_arange(node: fx.Node) -> bool:

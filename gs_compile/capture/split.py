@@ -1,8 +1,8 @@
 """split: the graph cut into prologue, layers and epilogue.
 
-Dynamo names the module around every node, so the blocks are found, not guessed. What stands between two blocks goes
-with the later one; what depends on the last block, or only feeds what does, is the epilogue; the rest is the
-prologue (`arrange`).
+A layer ends behind a block, at the first place where one tensor is all that goes on (`residual_stream`). So a residual
+addition behind a block is in its layer, and what else stands between two blocks goes with the later one. What depends
+on the last layer, or only feeds what does, is the epilogue; the rest is the prologue (`arrange`).
 
     prologue "e"  --x0-->  layer 0  --x1-->  ...  layer L-1  --xL-->  epilogue "h"
         \\------------ side inputs: masks, rotary tables ------/------/
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gs_compile.capture.arrange import arrange, is_free, is_like, needed_by, storage_of
+from gs_compile.capture.arrange import arrange, needed_by
 from gs_compile.capture.graph import (
     BlockCut,
     Captured,
@@ -36,7 +36,9 @@ from gs_compile.capture.graph import (
 )
 from gs_compile.capture.loss import Separated
 from gs_compile.capture.operations import is_mutation, mutated, operation
+from gs_compile.capture.residual_stream import is_free, storage_of
 from gs_compile.capture.specialize import ENTER_AUTOCAST, EXIT_AUTOCAST
+from gs_compile.capture.stacks import stacks
 from gs_compile.errors import CaptureError, MutationError, UniformityError
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit
 
@@ -81,7 +83,8 @@ class _Cut:
         self.batch = captured.names("batch")
         self.wanted = [value for value in separated.outputs if isinstance(value, fx.Node)]
         self.readers = needed_by(self.wanted, self.graph)
-        self.at, self.num_layers = arrange(self.readers)
+        self.returned = self._returned()
+        self.at, self.num_layers, self.first = arrange(self.readers, self.batch)
         self.block_cut: BlockCut | None = None  # until each block is known to hand on one tensor
         self.carried = self._carried()
         if block_cut:
@@ -121,27 +124,29 @@ class _Cut:
             if len(leaving) != 1 or far:
                 raise UniformityError(self._not_one(position, far or leaving))
             carried += leaving
-        return [self._first_carried(carried[0], crossing), *carried]
+        if is_free(self.first):
+            self.first = self._embedded(self.first)
+        return [self.first, *carried]
 
-    def _first_carried(self, second: fx.Node, crossing: dict[fx.Node, set[int]]) -> fx.Node:
-        """Which of the prologue's values is the first layer's input: the one that is like the second layer's."""
-        spec = second.meta["spec"]
-        read = dict.fromkeys(chain.from_iterable(node.all_input_nodes for node in self.readers if self.at[node] == 1))
-        like = [node for node in read if is_like(node, spec)]
-        found = [node for node in crossing if self.at[node] == 0 and node in like] or [*filter(self._is_batch, like)]
-        if not found:
-            raise UniformityError(
-                f"the first block reads nothing like what blocks pass on ({second.name}: {spec}); the embedding must "
-                "have the shape and dtype of the blocks' outputs"
-            )
-        first = min(found, key=lambda node: (len(crossing.get(node, ())), not node.meta["spec"].requires_grad))
-        return self._embedded(first) if is_free(first) else first
+    def _returned(self) -> dict[fx.Node, fx.Node]:
+        """Where the last block makes the model's output, the copy of it that the epilogue returns."""
+        *_, last = self.readers
+        if last not in self.wanted or not any(last in stack[-1] for stack in stacks(self.readers)):
+            return {}
+        copied = self._copy(last)
+        self.wanted = [copied if value is last else value for value in self.wanted]
+        self.readers = needed_by(self.wanted, self.graph)
+        return {last: copied}
+
+    def _copy(self, value: fx.Node) -> fx.Node:
+        with self.graph.inserting_after(value):
+            copied = self.graph.call_function(torch.clone, (value,))
+        copied.meta = {"spec": value.meta["spec"], "storage": None}
+        return copied
 
     def _embedded(self, given: fx.Node) -> fx.Node:
         """A prologue that hands on the input which the first block reads as it was given."""
-        with self.graph.inserting_after(given):
-            copied = self.graph.call_function(torch.clone, (given,))
-        copied.meta = {**given.meta, "storage": None}
+        copied = self._copy(given)
         self.at[copied] = 0
         for node in self.readers:
             if self.at[node] == 1:
@@ -225,7 +230,8 @@ class _Cut:
             return OutputSpec("constant", value=value)
         if value.op == "placeholder" and value.meta["source"].kind == "input":
             return OutputSpec("input", index=value.meta["source"].index)
-        kind, spec = self.separated.kinds[value], value.meta["spec"]
+        kind, value = self.separated.kinds[value], self.returned.get(value, value)
+        spec = value.meta["spec"]
         position = self.num_layers + 1 if is_free(value) else self.at[value]
         unit = self._name(position)
         dim = spec.batch_dims[0] if kind == "local" else 0

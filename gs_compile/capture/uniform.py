@@ -17,7 +17,6 @@ from torch import fx
 
 from gs_compile.capture.graph import BlockCut, Captured, Length, TensorSpec, UnitGraph, layer_name
 from gs_compile.capture.split import Split
-from gs_compile.errors import UniformityError
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +42,13 @@ class Uniform:
 
 
 def uniform(cut: Split, captured: Captured) -> Uniform:
-    """Group the layers by equal code. Raises `UniformityError` when no two are alike."""
+    """Group the layers by equal code."""
     keys = tuple(map(structure, cut.units))
     members: dict[Hashable, list[int]] = {}
     for layer, key in enumerate(keys[1:-1]):
         members.setdefault((layer % cut.layers_per_block, key), []).append(layer)
     further = [layers[0] for layers in members.values() if layers[0] >= cut.layers_per_block]
     differences = tuple(_difference(cut, layer, captured) for layer in further)
-    if all(len(layers) == 1 for layers in members.values()):
-        number = len(members) // cut.layers_per_block
-        raise UniformityError(
-            f"the model has no repeated block: all {number} blocks differ, the first two thus: "
-            f"{differences[0]}. greedysnake needs blocks of equal code and shapes"
-        )
     return Uniform(keys, tuple(map(tuple, members.values())), differences, cut.block_cut)
 
 
@@ -119,10 +112,12 @@ def _difference(cut: Split, layer: int, captured: Captured) -> str:
     first, second = cut.by_unit[like], cut.by_unit[layer]
     which = f"{layer_name(layer, cut.block_cut)} differs from {layer_name(like, cut.block_cut)}"
     for mine, other, source in zip(first.specs, second.specs, second.sources, strict=False):
-        if (str(mine), mine.requires_grad) != (str(other), other.requires_grad):
+        if _spec_key(mine) != _spec_key(other):
             path = captured.inputs[source.index].path if source.kind == "input" else f"its {source.kind} input"
             words = ["trainable" if spec.requires_grad else "frozen" for spec in (other, mine)]
             grad = f" ({' against '.join(words)})" if words[0] != words[1] else ""
+            if not grad and str(mine) == str(other):
+                grad = f" (strides {list(other.stride)} against {list(mine.stride)})"
             return f"{which} at {path}: {other} against {mine}{grad}"
     ours, theirs = _operations(first), _operations(second)
     for (our, _), (their, place) in zip(ours, theirs, strict=False):

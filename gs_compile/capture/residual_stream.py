@@ -1,0 +1,147 @@
+"""residual_stream: what goes through a stack of blocks, and where it can be cut.
+
+    x0 --+------------------+--> x1 --+------------------+--> x2 ...
+         '--> block 0 --> --'         '--> block 1 --> --'
+                            |                            |
+                            boundary                     boundary
+
+The stream is all that depends on the value that the first block takes in. A boundary is the first place behind a block,
+in the order of the graph, at which one value of the stream is alive: made, and still to be read. The modules say only
+behind which nodes boundaries are looked for. What was made before the first block, and is read once the second has
+begun, is a side input and no part of the stream.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import fx
+
+from gs_compile.capture.graph import TensorSpec, block_of, source_line
+from gs_compile.capture.operations import operation
+from gs_compile.capture.stacks import Stack, stacks
+from gs_compile.errors import UniformityError
+
+Readers = Mapping[fx.Node, Sequence[fx.Node]]  # nodes in graph order, each with those of them that read it
+
+
+@dataclass(frozen=True)
+class ResidualStream:
+    """A stream, and its boundaries as places in the order of the graph, one behind each block.
+
+    Where no place has one value alive, `is_cut` is False and the boundary is where the next block begins.
+    """
+
+    origin: fx.Node  # the first block's input
+    nodes: Set[fx.Node]  # that depend on it
+    blocks: Stack  # those with nodes of the stream
+    boundaries: Sequence[int]
+    is_cut: bool
+
+
+def residual_stream(readers: Readers, batch: Set[str]) -> ResidualStream:
+    """The stream of the largest stack that can be cut; else that of the largest. `batch`: inputs that have the samples.
+
+    Raises `UniformityError` where there is no stack, or its blocks do not run one after the other.
+    """
+    search = _Search(readers, batch)
+    found = stacks(node for node in readers if not is_free(node))
+    streams = list(filter(None, map(search.stream, found)))
+    if not streams:
+        raise UniformityError(_no_stream(readers, found))
+    return next((stream for stream in streams if stream.is_cut), streams[0])
+
+
+def is_free(node: fx.Node) -> bool:
+    """Inputs and constants belong to every unit that reads them."""
+    return node.op in ("placeholder", "get_attr")
+
+
+def is_like(node: fx.Node, spec: TensorSpec) -> bool:
+    """Whether a value is a tensor of this shape and dtype."""
+    found = node.meta["spec"]
+    return isinstance(found, TensorSpec) and (found.shape, found.dtype) == (spec.shape, spec.dtype)
+
+
+def storage_of(node: fx.Node) -> int | None:
+    """A number of the memory that a value is in; None where nothing is known of it."""
+    storage: int | None = node.meta.get("storage")
+    return storage
+
+
+class _Search:
+    def __init__(self, readers: Readers, batch: Set[str]) -> None:
+        self.readers, self.batch = readers, batch
+        self.place = {node: place for place, node in enumerate(readers)}
+        self.last = {  # the place at which a value is read last
+            node: max((self.place[reader] for reader in found), default=self.place[node])
+            for node, found in readers.items()
+        }
+
+    def stream(self, stack: Stack) -> ResidualStream | None:
+        """The stream through a stack; None where it does not come to two blocks."""
+        origin = self._origin(stack)
+        nodes = self._dependent(origin, stack) if origin else set()
+        blocks = [block for block in stack if not nodes.isdisjoint(block)]
+        if origin is None or len(blocks) < 2:
+            return None
+        change = Counter(self.place[node] for node in nodes)
+        change.subtract(self.last[node] for node in nodes)
+        num_alive = list(accumulate(change[place] for place in range(len(self.place))))
+        starts = [next(self.place[node] for node in block if node in nodes) for block in blocks]
+        boundaries, is_cut = [], True
+        for block, stop in zip(blocks, [*starts[1:], len(self.place)], strict=True):
+            end = max(self.place[node] for node in block if node in nodes)
+            found = next((place for place in range(end, stop) if num_alive[place] == 1), None)
+            boundaries.append(stop - 1 if found is None else found)
+            is_cut &= found is not None
+        return ResidualStream(origin, nodes - {origin}, blocks, boundaries, is_cut)
+
+    def _origin(self, stack: Stack) -> fx.Node | None:
+        """The first block's input: of the values that are alive as it begins the one that most nodes depend on.
+
+        Those that are read once the second block has begun are side inputs, if there are others.
+        """
+        first, second = (self.place[block[0]] for block in stack[:2])
+        alive = [
+            node
+            for node, place in self.place.items()
+            if place < first <= self.last[node] and isinstance(node.meta["spec"], TensorSpec)
+            if not is_free(node) or node.name in self.batch
+        ]
+        chosen = min(((self.last[node] >= second, is_free(node)) for node in alive), default=None)
+        like_it = [node for node in alive if (self.last[node] >= second, is_free(node)) == chosen]
+        return max(like_it, key=lambda node: len(self._dependent(node, stack)), default=None)
+
+    def _dependent(self, origin: fx.Node, stack: Stack) -> set[fx.Node]:
+        """`origin` and what depends on it, without what is made before the stack and read in its second block."""
+        first, second = (self.place[block[0]] for block in stack[:2])
+        found = {origin}
+        for node, users in self.readers.items():
+            if node in found:
+                found.update(users)
+        before = [node for node in self.readers if node in found and self.place[node] < first]
+        for node in reversed(before):
+            if self.last[node] >= second or not found.issuperset(self.readers[node]):
+                found.discard(node)
+        return found
+
+
+def _no_stream(nodes: Iterable[fx.Node], found: Sequence[Stack]) -> str:
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for path, number in filter(None, map(block_of, nodes)):
+        numbers[path].add(number)
+    if found and any(len(blocks) > 1 for blocks in numbers.values()):
+        first, second = (block[0] for block in found[0][:2])
+        return (
+            f"the blocks do not run one after the other: `{second.name}` ({source_line(second) or operation(second)}) "
+            f"does not depend on the block of `{first.name}`"
+        )
+    here = ", ".join(f"{path} ({len(blocks)} block)" for path, blocks in numbers.items())
+    return (
+        f"the model has no repeated block: {here or 'no numbered modules at all'}. greedysnake schedules a stack of "
+        "blocks layer by layer; keep the blocks in an nn.ModuleList (or nn.Sequential) of two or more"
+    )

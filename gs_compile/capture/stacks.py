@@ -1,0 +1,72 @@
+"""stacks: the repeated blocks of a model, in the order of their calls.
+
+A block is one call of a module. Blocks make a stack
+
+    blocks.0  blocks.1  blocks.2             under numbers, as in an nn.ModuleList or nn.Sequential, of whatever class
+    blocks.first  blocks.second              under names, of one class, in a container that is not called itself
+    block  block  block                      as calls of one module, again and again
+
+A module under a number that is called several times has a block for each call. Containers inside a numbered block, such
+as its experts, are parts of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import fx
+
+from gs_compile.capture.graph import block_of
+
+Stack = Sequence[Sequence[fx.Node]]  # the nodes of each block, both in the order of the graph
+
+
+class _Call(NamedTuple):
+    """A call of a module, around a node."""
+
+    path: str
+    kind: Hashable  # the module's class
+    number: int  # of calls of this module before
+
+
+def stacks(nodes: Iterable[fx.Node]) -> list[Stack]:
+    """The stacks of two blocks and more among `nodes`, the one with most nodes first."""
+    found: dict[Hashable, list[list[fx.Node]]] = defaultdict(list)
+    latest: dict[Hashable, Hashable] = {}  # the block of each stack that is being called
+    for node in nodes:
+        for stack, block in _blocks(node):
+            if latest.get(stack) != block:
+                latest[stack] = block
+                found[stack].append([])
+            found[stack][-1].append(node)
+    repeated = [blocks for blocks in found.values() if len(blocks) > 1]
+    return sorted(repeated, key=lambda blocks: -sum(map(len, blocks)))
+
+
+def _blocks(node: fx.Node) -> Iterator[tuple[Hashable, Hashable]]:
+    """The stacks that a node is in, each with its block there."""
+    calls = _calls(node)
+    if (numbered := block_of(node)) is not None:
+        path, number = numbered
+        module = f"{path}.{number}".lstrip(".")
+        yield path, (number, next((call.number for call in calls if call.path == module), 0))
+    called = {"", *(call.path for call in calls)}
+    for path, kind, number in calls:
+        container, _, name = path.rpartition(".")
+        if container not in called:
+            yield (container, kind), (name, number)
+        else:
+            yield (path, kind), number
+
+
+def _calls(node: fx.Node) -> list[_Call]:
+    """The calls of modules around a node, the outermost first."""
+    found = []
+    for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
+        name = re.sub(r"^L\['\w+'\]\.?", "", str(path))
+        name = re.sub(r"\.?\['(\w+)'\]", r".\1", name).lstrip(".")
+        found.append(_Call(name, kind, int(str(key).partition("@")[2] or 0)))
+    return found
