@@ -46,7 +46,7 @@ def arrange(readers: Readers, batch: Set[str]) -> tuple[dict[fx.Node, int], int,
     num_layers = len(stream.boundaries)
     order = {node: index for index, node in enumerate(readers)}
     position = {node: bisect_left(stream.boundaries, order[node]) + 1 for node in stream.nodes}
-    position |= dict.fromkeys(filter(is_free, readers), 0)
+    position |= dict.fromkeys([stream.origin, *filter(is_free, readers)], 0)
     own = {node: place for place, block in enumerate(stream.blocks, start=1) for node in block}
     others = [node for node in readers if node not in position]
     brackets = [node for node in others if _name(node) in VMAP_BRACKETS]  # of what may come before them in the graph

@@ -101,9 +101,9 @@ class _Search:
         return ResidualStream(origin, nodes - {origin}, blocks, boundaries, is_cut)
 
     def _origin(self, stack: Stack) -> fx.Node | None:
-        """The first block's input: of the values that are alive as it begins the one that most nodes depend on.
+        """The first block's input: of the values that are alive as it begins, the one that leaves fewest side inputs.
 
-        Those that are read once the second block has begun are side inputs, if there are others.
+        Values that are read once the second block has begun are side inputs themselves, if there are others.
         """
         first, second = (self.place[block[0]] for block in stack[:2])
         alive = [
@@ -112,9 +112,15 @@ class _Search:
             if place < first <= self.last[node] and isinstance(node.meta["spec"], TensorSpec)
             if not is_free(node) or node.name in self.batch
         ]
-        chosen = min(((self.last[node] >= second, is_free(node)) for node in alive), default=None)
-        like_it = [node for node in alive if (self.last[node] >= second, is_free(node)) == chosen]
-        return max(like_it, key=lambda node: len(self._dependent(node, stack)), default=None)
+        likely = min(((self.last[node] >= second, is_free(node)) for node in alive), default=None)
+        chosen = [node for node in reversed(alive) if (self.last[node] >= second, is_free(node)) == likely]
+        return min(chosen, key=lambda node: self._num_sides(node, stack), default=None)
+
+    def _num_sides(self, origin: fx.Node, stack: Stack) -> int:
+        """How many values the stream from `origin` reads that are not of it."""
+        nodes = self._dependent(origin, stack)
+        read = set().union(*(node.all_input_nodes for node in nodes - {origin}))
+        return sum(not is_free(node) for node in read - nodes - {origin})
 
     def _dependent(self, origin: fx.Node, stack: Stack) -> set[fx.Node]:
         """`origin` and what depends on it, without what is made before the stack and read in its second block."""
