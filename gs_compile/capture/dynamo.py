@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import sympy
 import torch
@@ -47,7 +48,7 @@ try:
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
     from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # for who asks for a capture
-    from torch._dynamo.utils import counters
+    from torch._dynamo.utils import counters, get_compilation_metrics, orig_code_map
     from torch._dynamo.variables import builder as dynamo_builder
     from torch._guards import CompileContext
     from torch.fx.experimental import _config as symbolic_config
@@ -232,26 +233,71 @@ def _refuse_graph_break(module: fx.GraphModule) -> None:
     if where:
         words = [reason, *counters["graph_break"]][-1] if reason == "step_unsupported" else reason  # of an inlined call
         counters["graph_break"].pop(words, None)  # so that the next of these words is the last again
-        if "accelerate/hooks.py" in where:
-            raise GraphBreakError(f"Dynamo breaks the model's forward at {where}\n{ABSENT}")
-        raise GraphBreakError(
-            f"the model's forward is not one graph: Dynamo breaks it at {where}\n"
-            f"Dynamo's reason: {str(words).strip()}\n"
-            "greedysnake reorders the whole step, so it needs forward in one graph: remove the construct, or move it "
-            "out of forward (print, .item(), control flow on tensor values are the usual causes)"
-        )
+        raise _graph_break(where, words)
+
+
+def _graph_break(where: str, reason: object) -> GraphBreakError:
+    if "accelerate/hooks.py" in where:
+        return GraphBreakError(f"Dynamo breaks the model's forward at {where}\n{ABSENT}")
+    return GraphBreakError(
+        f"the model's forward is not one graph: Dynamo breaks it at {where}\n"
+        f"Dynamo's reason: {str(reason).strip()}\n"
+        "greedysnake reorders the whole step, so it needs forward in one graph: remove the construct, or move it "
+        "out of forward (print, .item(), control flow on tensor values are the usual causes)"
+    )
 
 
 # What Dynamo says where it gives a whole frame up: at a break in a loop, and at an error that the trace alone meets.
 _GIVES_UP = ("frame skipped", "Observed exception")
 
 
-def add_graph_breaks(error: CaptureError) -> None:
-    """Add to an error what Dynamo has broken forwards at: where it has, the graph may be a part of one."""
+def refuse(error: CaptureError) -> NoReturn:
+    """Raise an error that a call met; where the call comes from a frame that Dynamo gave up, Dynamo's reason for that.
+
+    The graph of such a call is a part of a forward. Where a part may be all that is wrong, its error has a note of what
+    Dynamo has broken forwards at.
+    """
+    if isinstance(error, GraphBreakError):
+        raise error
+    if (found := _given_up_around(sys._getframe())) is not None:
+        broken = _graph_break(*found)
+        broken.__notes__ = getattr(error, "__notes__", [])
+        raise broken from error
     given_up = [words for words in counters["unimplemented"] if any(sign in words for sign in _GIVES_UP)]
     words = "\n".join(found[-1].strip() for found in (list(counters["graph_break"]), given_up) if found)
-    if words and not isinstance(error, GraphBreakError):
+    if words:
         error.add_note(f"If Dynamo has broken this model's forward, that is the cause. Its latest reasons:\n{words}")
+    raise error
+
+
+def last_given_up() -> str:
+    """A sentence on where and why Dynamo gave a function up last; empty where it has given up none."""
+    where, reason = next(reversed(_given_up().values()), ("", ""))
+    return f". Dynamo gave a forward up at {where}\nDynamo's reason: {reason.strip()}" if where else ""
+
+
+def _given_up_around(frame: FrameType | None) -> tuple[str, str] | None:
+    """Where and why Dynamo gave up the innermost of this frame and those around it; None: it gave up none of them."""
+    given_up = _given_up()
+    while frame is not None:
+        found = given_up.get((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+        if found and frame.f_code not in orig_code_map:  # code of Dynamo's own is of a function that it has captured
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _given_up() -> dict[tuple[Any, Any], tuple[str, str]]:
+    """By the file and first line of each function that Dynamo has given up lately, the user's line and the reason."""
+    found = {}
+    for each in get_compilation_metrics():
+        if each.fail_type:
+            file, line = each.fail_user_frame_filename, each.fail_user_frame_lineno
+            if not file or not line or "torch/_dynamo" in file:  # code of Dynamo's own: the function is named
+                file, line = str(each.co_filename), int(each.co_firstlineno or 0)
+            where = f"{file}:{line}: {linecache.getline(file, line).strip()}"
+            found[each.co_filename, each.co_firstlineno] = where, str(each.fail_reason)
+    return found
 
 
 def _resumed_at(node: fx.Node) -> str:

@@ -15,7 +15,13 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from gs_compile.capture.dynamo import absorb_libraries, add_graph_breaks, capture, current_compile_id, note_last_compile
+from gs_compile.capture.dynamo import (
+    absorb_libraries,
+    capture,
+    current_compile_id,
+    note_last_compile,
+    refuse,
+)
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import (
@@ -68,12 +74,12 @@ def greedysnake(
         try:
             call = begin(args, ranks)
         except BaseException as error:
-            if isinstance(error, CaptureError):
-                add_graph_breaks(error)
-                if not torch.is_grad_enabled():
-                    error.add_note("`with gs_compile.streaming(model):` evaluates any model as plain PyTorch does")
             roll_back(args)
             note_last_compile(error, compile_id)
+            if isinstance(error, CaptureError):
+                if not torch.is_grad_enabled():
+                    error.add_note("`with gs_compile.streaming(model):` evaluates any model as plain PyTorch does")
+                refuse(error)
             raise
         return call.run()
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from gs_compile.capture.dynamo import last_given_up
 from gs_compile.capture.internals import untraced
 from gs_compile.errors import ABSENT, NonFiniteWarning, OptimizerError, ReleasedParameterError
 from gs_compile.model import in_memory, optimizer_state
@@ -138,7 +139,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 raise OptimizerError(
                     "gradients have arrived in p.grad: the model did not run with the greedysnake backend, or was "
                     'called before this optimizer was made. Compile it, model.compile(backend="greedysnake"), make the '
-                    "optimizer before the first call, or use a torch.optim optimizer"
+                    "optimizer before the first call, or use a torch.optim optimizer" + last_given_up()
                 )
             return loss
         record = self.engine.finish() or self._step_in_memory()
