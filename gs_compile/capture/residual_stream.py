@@ -49,10 +49,14 @@ def residual_stream(readers: Readers, batch: Set[str]) -> ResidualStream:
     """
     search = _Search(readers, batch)
     found = stacks(node for node in readers if not is_free(node))
-    streams = list(filter(None, map(search.stream, found)))
-    if not streams:
+    uncut = []
+    for stream in filter(None, map(search.stream, found)):
+        if stream.is_cut:
+            return stream
+        uncut.append(stream)
+    if not uncut:
         raise UniformityError(_no_stream(readers, found))
-    return next((stream for stream in streams if stream.is_cut), streams[0])
+    return uncut[0]
 
 
 def is_free(node: fx.Node) -> bool:
@@ -76,9 +80,9 @@ class _Search:
     def __init__(self, readers: Readers, batch: Set[str]) -> None:
         self.readers, self.batch = readers, batch
         self.place = {node: place for place, node in enumerate(readers)}
-        self.last = {  # the place at which a value is read last
-            node: max((self.place[reader] for reader in found), default=self.place[node])
-            for node, found in readers.items()
+        self.last = {  # the place at which a value is read last; who reads its memory has another value there
+            node: max((self.place[user] for user in node.users if user in self.place), default=place)
+            for node, place in self.place.items()
         }
 
     def stream(self, stack: Stack) -> ResidualStream | None:
@@ -114,13 +118,13 @@ class _Search:
         ]
         likely = min(((self.last[node] >= second, is_free(node)) for node in alive), default=None)
         chosen = [node for node in reversed(alive) if (self.last[node] >= second, is_free(node)) == likely]
-        return min(chosen, key=lambda node: self._num_sides(node, stack), default=None)
+        return min(chosen, key=lambda node: self._likeliness(node, stack), default=None)
 
-    def _num_sides(self, origin: fx.Node, stack: Stack) -> int:
-        """How many values the stream from `origin` reads that are not of it."""
+    def _likeliness(self, origin: fx.Node, stack: Stack) -> tuple[int, int]:
+        """How many blocks the stream from `origin` leaves out, and how many values it reads that are not of it."""
         nodes = self._dependent(origin, stack)
         read = set().union(*(node.all_input_nodes for node in nodes - {origin}))
-        return sum(not is_free(node) for node in read - nodes - {origin})
+        return sum(map(nodes.isdisjoint, stack)), sum(not is_free(node) for node in read - nodes - {origin})
 
     def _dependent(self, origin: fx.Node, stack: Stack) -> set[fx.Node]:
         """`origin` and what depends on it, without what is made before the stack and read in its second block."""
