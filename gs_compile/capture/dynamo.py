@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import wraps
 from itertools import chain
 from types import FrameType
 from typing import Any, NoReturn
@@ -31,6 +32,7 @@ from gs_compile.errors import ABSENT, CaptureError, GraphBreakError, MixedDevice
 from gs_compile.progress import stage
 
 OLDEST_TORCH = (2, 11)
+BACKEND = "greedysnake"  # the name of its function
 
 
 def check_torch(version: str = torch.__version__) -> None:
@@ -48,6 +50,7 @@ try:
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
     from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # for who asks for a capture
+    from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.utils import counters, get_compilation_metrics, orig_code_map
     from torch._dynamo.variables import builder as dynamo_builder
     from torch._guards import CompileContext
@@ -102,6 +105,28 @@ def capture(
     devices = {example.device.type for example in example_inputs if isinstance(example, torch.Tensor)}
     autocast = next(filter(None, map(_autocast, sorted(devices))), None)
     return Captured(module, tuple(inputs), frozenset(symbols), autocast)
+
+
+def is_foreign() -> bool:
+    """Whether what Dynamo traces now is for another backend."""
+    if current_compile_id() is None:
+        return False
+    return getattr(InstructionTranslator.current_tx().output.compiler_fn, "__name__", "") != BACKEND
+
+
+def guard_memory() -> None:
+    """Have Dynamo guard the strides that tensors have in memory, also where they say to have others while it traces."""
+    record = dynamo_builder.wrap_to_fake_tensor_and_record
+
+    @wraps(record)
+    def recorded(tensor: Any, tx: Any, *, source: Any, **given: Any) -> Any:
+        fake = record(tensor, tx, source=source, **given)
+        found = tx.output.input_source_to_sizes_strides.get(source)
+        if found is not None and isinstance(tensor, torch.nn.Parameter) and tensor.layout == torch.strided:
+            found["stride"] = torch._C.TensorBase.stride(tensor)
+        return fake
+
+    dynamo_builder.wrap_to_fake_tensor_and_record = recorded  # type: ignore[assignment]
 
 
 def _autocast(device_type: str) -> tuple[Any, ...] | None:

@@ -52,6 +52,8 @@ AVERAGED_LOSSES = frozenset(
     "cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss "
     "multilabel_soft_margin_loss".split()
 )
+# These name places in a tensor's memory, which begins elsewhere where the tensor is a part of more.
+IN_MEMORY = frozenset("as_strided as_strided_copy as_strided_scatter".split())
 IN_PLACE_OPERATORS = frozenset(
     "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
 )

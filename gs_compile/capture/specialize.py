@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -47,10 +47,6 @@ def specialize(captured: Captured, micro_batch_size: int, sizes: Mapping[str, in
     places = {entry.name: index for index, entry in enumerate(captured.inputs)}
     for node in result.graph.find_nodes(op="placeholder"):
         node.meta["source"] = Source("input", places[node.name])
-        spec = node.meta["spec"]
-        if captured.inputs[places[node.name]].role == "parameter" and not any(spec.stride):
-            # the placeholder of a released parameter; the values that come in its place are contiguous
-            node.meta["spec"] = replace(spec, stride=tuple(torch.empty(spec.shape, device="meta").stride()))
     result.graph.lint()
     return result
 

@@ -35,7 +35,7 @@ from gs_compile.capture.graph import (
     source_line,
 )
 from gs_compile.capture.loss import Separated
-from gs_compile.capture.operations import is_mutation, mutated, operation
+from gs_compile.capture.operations import IN_MEMORY, is_mutation, mutated, operation
 from gs_compile.capture.residual_stream import is_free, storage_of
 from gs_compile.capture.specialize import ENTER_AUTOCAST, EXIT_AUTOCAST
 from gs_compile.capture.stacks import stacks
@@ -277,8 +277,8 @@ def _extract(
     """The graph of `nodes` that returns `results`, by kind; what they read from elsewhere becomes placeholders.
 
     `source` tells where each placeholder comes from; they are in order of first use, so that layers of equal code have
-    equal graphs. What a unit reads and changes in place is copied first, and autocast regions are opened and closed
-    again around their nodes.
+    equal graphs. What a unit reads and changes in place, or sees as memory, is copied first. Autocast regions are
+    opened and closed again around their nodes.
     """
     graph, own, known = fx.Graph(), set(nodes), dict[fx.Node, fx.Node]()
     returned = [node for _, node in results]
@@ -291,9 +291,10 @@ def _extract(
         spec = node.meta["spec"]
         known[node].meta = {"spec": replace(spec, requires_grad=is_checkpoint or spec.requires_grad)}
     specs = tuple(known[node].meta["spec"] for node in inputs)
-    changed = {storage_of(mutated(node)) for node in nodes if is_mutation(node)} - {None}
+    changed = {storage_of(mutated(node)) for node in nodes if is_mutation(node)}
+    seen = {storage_of(node.all_input_nodes[0]) for node in nodes if operation(node) in IN_MEMORY}
     for node in inputs:
-        if storage_of(node) in changed:
+        if storage_of(node) in (changed | seen) - {None}:
             known[node] = graph.call_method("clone", (known[node],))
     for node in read:
         if node.op == "get_attr":

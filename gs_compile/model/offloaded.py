@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from gs_compile.capture.dynamo import current_compile_id
+from gs_compile.capture.dynamo import current_compile_id, is_foreign
 from gs_compile.capture.internals import changes, makes_state_dict, tree_map_only
 from gs_compile.errors import ReleasedParameterError
 
@@ -112,6 +112,11 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):
         if torch.is_grad_enabled() and self.requires_grad:
             return cast(Tensor, _Read.apply(self, values))  # type: ignore[no-untyped-call]
         return values
+
+    def stride(self, dim: int | None = None) -> Any:
+        """Those of the value, which is contiguous; another backend's capture guards those of the memory."""
+        strides = (0,) * self.dim() if is_foreign() else torch.empty(self.shape, device="meta").stride()
+        return strides if dim is None else strides[dim]
 
     def changed(self, values: Tensor) -> None:
         self._greedysnake.write(self, values)

@@ -5,9 +5,9 @@ stashed        detached from the model: in a file that `init_on_storage` has mad
 tiered         in a parameter store, the engine of one model
 materialized   in memory for the time of a `materialize`; the store keeps its own
 
-A stashed or tiered parameter is offloaded: it is an `OffloadedParameter`, and its memory is a placeholder. Strides of a
-placeholder are 0, and Dynamo guards strides. So the backend detaches parameters in its first call and has Dynamo trace
-again: the model is compiled once.
+A stashed or tiered parameter is offloaded: it is an `OffloadedParameter`, and its memory is a placeholder with strides
+of 0. Dynamo guards strides. So the backend detaches parameters in its first call and has Dynamo trace again: the model
+is compiled once.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from functions import Use, Uses, every_use
 from tiered import adamw, options
 from torch import fx, nn
 from torch.nn import functional
@@ -72,11 +73,11 @@ def code_of(module: nn.Module, x: torch.Tensor) -> str:
     """The one graph that Dynamo makes of a call, without the types of its inputs."""
     graphs: list[str] = []
 
-    def backend(graph: fx.GraphModule, _):
+    def greedysnake(graph: fx.GraphModule, _):
         graphs.append(graph.code.partition("):")[2])
         return graph.forward
 
-    torch.compile(module, backend=backend, fullgraph=True)(x)
+    torch.compile(module, backend=greedysnake, fullgraph=True)(x)
     (code,) = graphs
     return code
 
@@ -91,6 +92,58 @@ def test_a_capture_is_that_of_parameters_in_memory(name):
     found = code_of(elsewhere, x)
     torch._dynamo.reset()
     assert found == code_of(module, x)
+
+
+# Every function of torch --------------------------------------------------------------------------------------------
+
+PARTS = 64
+OTHERWISE = {  # what a capture has otherwise of a parameter on the tiers, and why nobody trains with it
+    "override torch.Tensor.grad.__get__": "the gradient of the step before",
+    "override torch.Tensor._grad.__get__": "the same",
+    "override torch.Tensor._base.__get__": "a parameter is no view",
+    "override torch.Tensor.register_hook": "refused: its gradient goes to its update alone",
+    "override torch.Tensor._clear_non_serializable_cached_data": "Dynamo fails on it in either case, in other words",
+}
+
+
+def outcome(use: Use, *, elsewhere: bool) -> str:
+    """The graph that Dynamo makes of a function of parameters, or the first line of why it makes none."""
+    torch._dynamo.reset()
+    module = Uses([use])
+    for parameter in module.parameters() if elsewhere else ():
+        stash(parameter)
+    try:
+        return code_of(module, torch.zeros(2))
+    except Exception as error:  # noqa: BLE001 (of whatever kind: that it is the same is the claim)
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}".replace(
+            "OffloadedParameter", "Parameter"
+        )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))])
+def test_a_capture_of_each_function_is_that_of_parameters_in_memory(part):
+    uses = [every_use()[name]() for name in sorted(every_use().keys() - OTHERWISE.keys())[part::PARTS]]
+    found = {use.name: (outcome(use, elsewhere=True), outcome(use, elsewhere=False)) for use in uses}
+    assert {name: pair for name, pair in found.items() if pair[0] != pair[1]} == {}
+    assert sum("return" in code for code, _ in found.values()) > len(found) / 4  # graphs, not refusals alone
+
+
+@pytest.mark.parametrize("name", ["torch.Tensor.grad.__get__", "torch.Tensor._base.__get__"])
+def test_what_a_capture_has_otherwise_is_a_refusal(name):
+    use = every_use()[f"override {name}"]()
+    assert "return" in outcome(use, elsewhere=False)
+    assert outcome(use, elsewhere=True).startswith("Unsupported: Unsupported tensor subclass attribute access")
+
+
+def test_another_backend_reads_the_value():
+    weight = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    expected = weight.detach().T.clone()
+    stash(weight)
+    transpose = torch.compile(lambda x: x @ weight.T, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(transpose(torch.eye(3)), expected)
+        assert weight.stride() == (3, 1)
 
 
 def test_a_function_that_dynamo_calls_while_it_traces_reads_the_value():
