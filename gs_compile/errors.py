@@ -65,6 +65,10 @@ class UniformityWarning(UserWarning):
     """The model's blocks are of several kinds; each is compiled once. Names the difference."""
 
 
+class UncapturedWarning(UserWarning):
+    """A call without gradients is no step of a model in layers, and runs as plain PyTorch does. Names the reason."""
+
+
 class LengthWarning(UserWarning):
     """Code has to be compiled for each length of the inputs. Names the unit, torch's reason, and what to do."""
 

@@ -85,6 +85,8 @@ class _Cut:
         self.readers = needed_by(self.wanted, self.graph)
         self.returned = self._returned()
         self.at, self.num_layers, self.first = arrange(self.readers, self.batch)
+        if not torch.is_grad_enabled():
+            self._refuse_a_cache()
         self.block_cut: BlockCut | None = None  # until each block is known to hand on one tensor
         self.carried = self._carried()
         if block_cut:
@@ -104,6 +106,13 @@ class _Cut:
             nodes = [node for node in needed_by(totals, self.graph) if not is_free(node)]
             count = _extract(PROLOGUE, nodes, [("total", node) for node in totals], lambda node: node.meta["source"])
         return Split(units, outputs, sides, count, self.block_cut)
+
+    def _refuse_a_cache(self) -> None:
+        """Layers that read an input each have kept it from earlier tokens, and such a call has one token more."""
+        read = [{self.at[reader] for reader in self.readers[node]} for node in self.readers if node.name in self.batch]
+        layers = {unit for units in read if len(units) == 1 for unit in units if 0 < unit <= self.num_layers}
+        if len(layers) > 1:
+            raise UniformityError(f"{len(layers)} layers have an input of their own each, as a cache of earlier tokens")
 
     # What crosses ----------------------------------------------------------------------------------------------------
 

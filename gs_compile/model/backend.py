@@ -7,8 +7,10 @@ its parameters become placeholders; when the capture runs, their engine is made.
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -32,6 +34,7 @@ from gs_compile.errors import (
     OptimizerError,
     OptionError,
     StepOrderError,
+    UncapturedWarning,
 )
 from gs_compile.model.call import Call
 from gs_compile.model.engine import Engine
@@ -60,7 +63,7 @@ def greedysnake(
     """
     compile_id, checked = current_compile_id(), Options()
     compilation: Compilation | None = None
-    begin: Callable[[Sequence[Any], Ranks | None], Call]
+    begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten]
     try:
         checked = Options.of(options, mode)
         compilation = Compilation(capture(module, example_inputs, partial(_detach, options=checked)), checked)
@@ -73,19 +76,44 @@ def greedysnake(
             return run_together(args, ranks)
 
     def run_together(args: Sequence[Any], ranks: Ranks | None) -> list[Any]:
+        nonlocal begin
         try:
             call = begin(args, ranks)
         except BaseException as error:
+            if isinstance(error, CaptureError) and not torch.is_grad_enabled():
+                _warn_of_reads(error, args)
+                begin = partial(_AsWritten, module)
+                return begin(args, ranks).run()
             roll_back(args)
             note_last_compile(error, compile_id)
             if isinstance(error, CaptureError):
-                if not torch.is_grad_enabled():
-                    error.add_note("`with gs_compile.streaming(model):` evaluates any model as plain PyTorch does")
                 refuse(error)
             raise
         return call.run()
 
     return run
+
+
+@dataclass
+class _AsWritten:
+    """A call without gradients that is no step of a model in layers: its operations run one by one, in their order."""
+
+    module: fx.GraphModule
+    args: Sequence[Any]
+    ranks: Ranks | None
+
+    def run(self) -> list[Any]:
+        return list(self.module(*self.args))
+
+
+def _warn_of_reads(error: CaptureError, args: Sequence[Any]) -> None:
+    if any(is_offloaded(arg) for arg in args):
+        warnings.warn(
+            f"this evaluation runs as plain PyTorch does, and reads parameter by parameter: {error}\n"
+            "`with gs_compile.streaming(model):` keeps what host_memory has room for, and is faster",
+            UncapturedWarning,
+            stacklevel=2,
+        )
 
 
 def _refuse(kind: type[GreedySnakeError], message: str, args: Sequence[Any], ranks: Ranks | None) -> NoReturn:
