@@ -35,7 +35,7 @@ def default_storage() -> Path:
 class Ratios:
     """The fraction of each class of data that stays in host memory, 0 to 1; the rest is on SSD. None: chosen by us.
 
-    gradient: of the sums between two micro-batches, which the horizontal order alone has.
+    gradient: of the sums between two micro-batches, which the horizontal order has, or between two backwards of a step.
     activation: of the layers' micro-batches, how many save there what their backward would compute again; the others
         save the layer's input alone. None: chosen by us, in memory of the device's own and on SSD too.
     device_parameter, device_checkpoint: what lives on a device with memory of its own. None: chosen by us together with
@@ -121,18 +121,19 @@ class Expert:
             _one_of(f"expert.{name}", getattr(self, name), (True, False))
         object.__setattr__(self, "alpha", _fraction("expert.alpha", self.alpha))
         object.__setattr__(self, "ratios", Ratios.of(self.ratios, "expert.ratios"))
-        if wrong := contradiction(self.ratios, self.recompute, self.schedule, prefix="expert."):
-            raise OptionError(wrong)
         if self.threads is not None:
             _whole("expert.threads", self.threads, "a whole number, 1 or more, or None")
 
 
-def contradiction(ratios: Ratios, recompute: Recompute, schedule: Schedule, *, prefix: str = "") -> str | None:
+def contradiction(
+    ratios: Ratios, recompute: Recompute, schedule: Schedule, accumulate: bool, *, prefix: str = ""
+) -> str | None:
     """In a sentence, why ratios contradict what else is asked for; `prefix` makes a name the user's."""
-    if ratios.gradient is not None and schedule not in BY_MICRO_BATCH:
+    if ratios.gradient is not None and schedule not in BY_MICRO_BATCH and not accumulate:
         return (
             f"{prefix}ratios.gradient is {ratios.gradient:g}, but gradient sums leave the device between two "
-            f'micro-batches in the {BASELINE} order alone: leave it out, or choose {prefix}schedule="{BASELINE}"'
+            f"micro-batches in the {BASELINE} order, and between two backwards of a step, alone: leave it out, or "
+            f'choose {prefix}schedule="{BASELINE}", or accumulate=True'
         )
     left_over = {"all": ("activation",), "none": ("checkpoint", "device_checkpoint", "activation")}
     for name in left_over.get(recompute, ()):
@@ -163,6 +164,8 @@ class Options:
     group: the ProcessGroup of the ranks that train one model together. None: all of torch.distributed's, or torchrun's.
     mesh: in the place of a group, a DeviceMesh with the dimension "shard", and "replicate" where several groups hold
         the model.
+    accumulate: a step has several backward calls, and all updates wait for `optimizer.step()`. False: the first step
+        shows whether it has.
     durability: which steps outlive the process: "off", none; "step", each; or a number N, every N-th. Kept as a number:
         0, 1, N.
     resume: "auto" takes up the last durable step of this model that `storage` has, if any; None begins anew, and
@@ -180,6 +183,7 @@ class Options:
     precision: Literal["model", "bf16"] = "model"
     group: Any = None
     mesh: Any = None
+    accumulate: bool = False
     durability: int = 0  # as given, "off" and "step" too; a number of steps is made of it
     resume: Literal["auto"] | None = None
     expert: Expert = field(default_factory=Expert)
@@ -198,7 +202,11 @@ class Options:
             raise OptionError(
                 'resume is "auto" and durability is "off": give durability="step" or a number of steps, too'
             )
-        object.__setattr__(self, "expert", _nested("expert", Expert, self.expert))
+        _one_of("accumulate", self.accumulate, (True, False))
+        object.__setattr__(self, "expert", expert := _nested("expert", Expert, self.expert))
+        settings = expert.ratios, expert.recompute, expert.schedule, self.accumulate
+        if wrong := contradiction(*settings, prefix="expert."):
+            raise OptionError(wrong)
         _group_or_mesh(self.group, self.mesh)
 
     @classmethod

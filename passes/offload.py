@@ -71,7 +71,9 @@ class _Units:
         rewrites = {"gather": self._gather, "alias": self._leave, "commit": self._commit, "update": self._update}
         for op in self.program.ops:
             unit = self.placement.unit_of(op)
-            if op.verb == "clip":
+            if unit is not None and op.verb == "norm" and op.into:
+                yield from self._add(op, unit)
+            elif op.verb == "clip":
                 yield replace(op, results=(SCALE,))
             elif unit is not None and op.verb in rewrites:
                 yield from rewrites[op.verb](op, unit)
@@ -102,6 +104,24 @@ class _Units:
         else:
             everything = tuple(unit.gradient(group) for group in unit.trained())
             yield Op("offload", op.reads, op.stage, everything if self.placement.separate else left)
+
+    def _add(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
+        """A complete gradient is added to the step's sums where it is: on the device, or in memory that this reads.
+
+        The ranks' shares of it are added up in host memory.
+        """
+        stored = self.placement.sums(unit)
+        in_host, on_device = (tuple(_on(value, tier) for value in stored) for tier in ("host", "device"))
+        comes = self.placement.separate and self.placement.world == 1
+        if stored != in_host:
+            yield Op("prefetch", stored, op.stage, in_host)
+        if comes:
+            yield Op("prefetch", in_host, op.stage, on_device)
+        yield replace(op, into=on_device if comes else in_host)
+        if comes:
+            yield Op("offload", on_device, op.stage, into=in_host)
+        if stored != in_host:
+            yield Op("offload", in_host, op.stage, into=stored)
 
     def _commit(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
         """Each part in memory or on SSD, where it is stored, and its shadow copy."""
@@ -162,6 +182,7 @@ class _Units:
             if op.stage == FILL:
                 yield from _fetch((unit.value("w", part) for part in group.w if part.tier == "ssd"), op.stage)
         yield from _fetch((unit.value("s", part) for part in group.s if part.tier == "ssd"), op.stage)
+        yield from _fetch((v for v in self.placement.sums(unit) if (v.part, v.tier) == (group.letter, "ssd")), op.stage)
 
 
 def _fetch(stored: Iterable[Value], stage: Stage) -> Iterator[Op]:

@@ -4,6 +4,7 @@
                  seal                            where that step is to be durable
     forward i    gather -> forward forward ...
     backward i   gather -> backward backward ... -> norm -> update(early)
+                 norm(into=dw1a)                 where a step has several backwards: added to those before
     drain        clip                            where updates wait for the norm of all gradients
                  commit                          or do not, and hold only if that says so
 
@@ -79,9 +80,10 @@ def _end(placement: Placement, completions: dict[Unit | None, Stage]) -> Iterato
 def _step(unit: UnitPlacement, placement: Placement, stage: Stage) -> Iterator[Op]:
     """The operations that follow once a unit's gradient is complete."""
     gradient = Value("dw", unit.unit)
-    yield Op("norm", (gradient,), stage, (Value("norm", unit.unit),))
     left = unit.trained(*placement.waiting(redo=True))
-    if left:
+    sums = tuple(value._replace(tier="device") for value in placement.sums(unit))
+    yield Op("norm", (gradient,), stage, (Value("norm", unit.unit),), into=sums)
+    if left and not sums:
         yield Op("alias", (gradient,), stage, tuple(Value("dw", unit.unit, part=group.letter) for group in left))
     for group in unit.trained("early"):
         update = _update(unit, group, gradient, placement, stage)

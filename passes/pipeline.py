@@ -64,6 +64,10 @@ ROWS = {
     "offload dw host>ssd": Row(2, 1),  # a sum, but before its next use
     "prefetch dw ssd>host": Row(-2, -1),
     "prefetch dw host>device": Row(-1, -1),
+    "prefetch sums ssd>host": Row(-1, 0),  # what the backwards of a step add up; not before the user's own backward
+    "prefetch sums host>device": Row(0, 0),
+    "offload sums device>host": Row(0, 0, "end"),
+    "offload sums host>ssd": Row(1, 1),
     "early update": Row(2, 1),
     "late update": Row(-2, -2),  # from the unit's stage in the forward
 }
@@ -94,7 +98,7 @@ def pipeline(program: Program, placement: Placement) -> Program:
 
 def _part_in_update(op: Op) -> str | None:
     """The key of BESIDE_UPDATE for an operation that belongs to an update."""
-    if op.into and op.verb in ("prefetch", "offload"):
+    if op.into and op.verb in ("prefetch", "offload") and op.kind != "dw":
         return "store"
     reads_from_ssd = op.verb == "prefetch" and (op.reads[0].kind == "s" or op.stage == FILL)
     if reads_from_ssd or (op.verb == "offload" and op.reads[0].kind == "w"):
@@ -104,9 +108,10 @@ def _part_in_update(op: Op) -> str | None:
 
 def _row_of(op: Op) -> str:
     """The name of the row of an operation that belongs to no update."""
-    value = (*op.reads, *op.results)[0]
-    moves = op.lane != "net" and op.results and op.results[0].kind == value.kind
-    return f"{op.verb} {value.kind}" + (f" {value.tier}>{op.results[0].tier}" if moves else "")
+    value, there = (*op.reads, *op.results)[0], (*op.results, *op.into)
+    kind = "sums" if value.kind == "dw" and value.part else value.kind
+    moves = op.lane != "net" and there and there[0].kind == value.kind
+    return f"{op.verb} {kind}" + (f" {value.tier}>{there[0].tier}" if moves else "")
 
 
 class _StageAssigner:
@@ -117,9 +122,11 @@ class _StageAssigner:
         self.last = len(self.stages) - 1
         self.index = {stage: index for index, stage in enumerate(self.stages)} | {FILL: -1}
         self.sizes = Counter(self.index[op.stage] for op in program.ops if op.micro_batch is not None)
+        turn = max((self.index[op.stage] for op in program.ops if op.verb == "head"), default=-1)
+        self.turn = IssuePoint(turn, self.sizes[turn], AFTER)  # behind the last head
         self.fetches = defaultdict[Value, list[int]](list)  # the stages for which gradient sums come from SSD
         for op in program.ops:
-            if op.verb == "prefetch" and op.reads[0].kind == "dw":
+            if op.verb == "prefetch" and op.reads[0].kind == "dw" and not op.reads[0].part:
                 self.fetches[op.reads[0]].append(self.index[op.stage])
         self.staged: IssuePoint | None = None  # before who reads the latest that was brought ahead
         late = [op.into[0] for op in program.ops if op.verb == "update" and op.stage == FILL]
@@ -176,9 +183,15 @@ class _StageAssigner:
                 )
             case "end":
                 return IssuePoint(stage, self.sizes[stage], AFTER)
+        if name.startswith("prefetch sums"):
+            return self._within_backward(stage)
         if name == "offload dw host>ssd":  # has to have left before the stage that needs it again
             stage = min(stage, next(at for at in self.fetches[op.results[0]] if at > here))
         return IssuePoint(stage, rank=READS_FIRST[op.reads[0].kind] if op.lane == "ssd_read" else OTHERS)
+
+    def _within_backward(self, stage: int) -> IssuePoint:
+        """The start of a stage, but not before the last head: a loss may wait while others have their backward."""
+        return max(IssuePoint(stage), self.turn)
 
     def _beside(self, op: Op, stage: int) -> int:
         """The micro-batch beside which a piece of a unit moves."""
@@ -189,7 +202,7 @@ class _StageAssigner:
 
     def _beside_update(self, op: Op, part: str, stage: int) -> IssuePoint:
         """Where what belongs to an update stands; `stage`: of the update, from its unit's."""
-        value = next(value for value in map(homed, (*op.into, *op.results)) if value.kind in ("w", "s"))
+        value = next(value for value in map(homed, (*op.into, *op.results)) if value.kind in ("w", "s", "dw"))
         unit = self.placement.by_unit[value.unit or 0]
         group = unit.group_of(value)
         groups = unit.trained(*(self.late if op.stage == FILL else (group.when,)))

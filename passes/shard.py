@@ -36,7 +36,7 @@ def _ops(program: Program, placement: Placement) -> Iterator[Op]:
             yield from _gather(op, unit, placement)
         elif unit is not None and op.verb == "norm":
             shared[op.reads[0]] = share = Value("dshard", unit.unit)
-            yield Op("reduce_scatter", op.reads, op.stage, (share, *op.results))
+            yield Op("reduce_scatter", op.reads, op.stage, (share, *op.results), op.into)
         elif op.results and op.results[0].piece is not None:
             yield replace(op, results=(op.results[0]._replace(kind="shard"),))
         else:

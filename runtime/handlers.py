@@ -17,7 +17,7 @@ from gs_compile.placement.traffic import op_nbytes
 from gs_compile.program.ir import Op, Value, whole_kind
 from gs_compile.runtime import coordinators
 from gs_compile.runtime.coordinators import Bindings
-from gs_compile.runtime.optimizer import SharedNorm
+from gs_compile.runtime.optimizer import SharedNorm, StepRecord
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import name_of
 from gs_compile.runtime.values import tensors_of
@@ -59,17 +59,22 @@ class Handlers:
             case _:
                 return tiers.activations.allocate(value, source, memory)
 
-    def move(self, op: Op, reads: Sequence[Any], targets: Sequence[Any]) -> None:
-        """What a transfer's lane does, given the contents it reads and those it defines or changes."""
+    def move(self, op: Op, reads: Sequence[Any], targets: Sequence[Any], record: StepRecord | None = None) -> None:
+        """What a transfer's lane does, given the contents it reads and those it defines or changes.
+
+        record: of the step whose gradient it is.
+        """
         if op.lane in ("ssd_read", "ssd_write"):
             coordinators.transfer(reads, targets)
         elif op.verb == "all_gather":
             self.tiers.parameters.all_gather(op, reads, targets[0])
         elif op.verb == "reduce_scatter":
-            self.tiers.optimizer.reduce_scatter(op, reads[0], *targets)
+            assert record is not None
+            shard, norm, *sums = targets
+            self.tiers.optimizer.reduce_scatter(op, reads[0], shard, norm, sums, record)
         elif op.results and op.results[0].piece is not None:
             self.tiers.parameters.send_piece(op, reads, targets[0], self._piece(op.results[0]))
-        elif whole_kind(op.reads[0]) == "dw" and op.results[0].part:
+        elif whole_kind(op.reads[0]) == "dw" and not op.reads[0].part and op.results[0].part:
             self.tiers.optimizer.split(op, reads[0], targets)
         else:
             for source, target in zip(reads, targets, strict=True):

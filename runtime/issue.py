@@ -220,7 +220,7 @@ class TieredExecutor(Executor):
         for ticket in launched:
             for value in op.reads:
                 self._users(value).use(value, ticket)
-            for value in op.reads if op.verb == "norm" else op.into:  # norm completes the gradient it reads
+            for value in (*(op.reads if op.verb == "norm" else ()), *op.into):  # norm completes the gradient it reads
                 self._users(value).change(value, ticket)
         self._computing = False
 
@@ -232,10 +232,9 @@ class TieredExecutor(Executor):
         if op.verb == "clip":
             self.record.clip()
             return (self.record,)
-        assert op.reads[0].unit is not None
         if self._factor is not None:
             reads[0].scale(self._factor)
-        return (self.tiers.optimizer.norm(op.reads[0].unit, reads[0], self.record),)
+        return (self.tiers.optimizer.norm(op, reads[0], into, self.record),)
 
     def level(self, op: Op) -> int:
         share = self.placement.share_of(Value("a", op.unit, op.micro_batch))
@@ -268,7 +267,7 @@ class TieredExecutor(Executor):
         if op.verb == "update":
             work = partial(self.tiers.optimizer.update, op, reads, targets, self._record_of(op))
         else:
-            work = partial(self._handlers.move, op, reads, targets)
+            work = partial(self._handlers.move, op, reads, targets, self.record)
         ticket = self.tiers.lane(op.lane).submit(
             name_of(op),
             work,

@@ -63,6 +63,7 @@ class StepRecord:
     num_ranks: int = 1  # over which gradients are summed: they are those of the mean of the ranks' losses
     scale: float = 1.0  # that clips
     is_too_large: bool = False  # the norm, for float32
+    adds: bool = False  # to the sums of backwards before it
     issued: list[tuple[Unit, int]] = field(default_factory=list)  # an update, and how many norms were there before it
 
     @property
@@ -139,7 +140,7 @@ class OptimizerStep:
     ) -> Gradient | Tensor | Extent:
         """Memory of a unit's gradient: nothing added yet, a part of it, or a sum on its way to another tier or back.
 
-        What an alias names is in the memory of its source.
+        What an alias names is in the memory of its source. Parts on the device are sums of several backwards.
         """
         setting, unit = self.setting, self.setting.unit(value)
         if isinstance(source, Gradient):
@@ -150,6 +151,8 @@ class OptimizerStep:
             return setting.extent(f"dw{unit.unit}", nbytes_of(setting.placement, value))
         elif value.tier == "host":
             return setting.part(value, memory)
+        elif value.part:
+            return setting.device.empty((unit.dw[value.part].numel,), setting.wide(unit.unit))
         else:
             whole = self._on_device(unit, setting.placement.world * unit.num_trained, memory)
         if value.tier != "device":
@@ -178,9 +181,14 @@ class OptimizerStep:
                 self.setting.device.copy(target[at : at + part.numel], whole[part.start : part.stop])
                 at += part.numel
 
-    def norm(self, unit: Unit, gradient: Gradient, record: StepRecord) -> Reading:
-        """The sum of squares of a complete gradient; where it is not finite, nothing is updated from then on."""
+    def norm(self, op: Op, gradient: Gradient, sums: Sequence[Tensor], record: StepRecord) -> Reading:
+        """The sum of squares of a complete gradient; where it is not finite, nothing is updated from then on.
+
+        sums: what it is added to, and becomes.
+        """
+        unit = self.setting.unit(op.reads[0]).unit
         gradient.complete()
+        self._add(op, gradient.flat, sums, record)
         if self.setting.device.has_own_memory:
             record.squares[unit] = self.setting.device.read(_square(gradient.flat))
         else:
@@ -188,8 +196,24 @@ class OptimizerStep:
             record.squares[unit] = lambda: total
         return record.squares[unit]
 
-    def reduce_scatter(self, op: Op, gradient: Gradient, shard: Tensor, norm: SharedNorm) -> None:
-        """This rank's share of the sum over all ranks, the sum of squares of the whole, and the sum of the losses."""
+    def _add(self, op: Op, flat: Tensor, sums: Sequence[Tensor], record: StepRecord) -> None:
+        """Add what earlier backwards of the step have left in `sums`, if any has, to a gradient, and leave it there."""
+        for value, total in zip(op.into, sums, strict=True):
+            at = 0
+            for part in self.setting.unit(value).dw[value.part].w:
+                new, old = flat[part.start : part.stop], total[at : at + part.numel]
+                if record.adds:
+                    new.add_(old.to(new.device))
+                old.copy_(new)
+                at += part.numel
+
+    def reduce_scatter(
+        self, op: Op, gradient: Gradient, shard: Tensor, norm: SharedNorm, sums: Sequence[Tensor], record: StepRecord
+    ) -> None:
+        """This rank's share of the sum over all ranks, the sum of squares of the whole, and the sum of the losses.
+
+        sums: as of `norm`.
+        """
         unit, ranks, device = self.setting.unit(op.reads[0]), self.setting.ranks, self.setting.device
         assert ranks is not None
         if norm.factor is not None:
@@ -199,6 +223,7 @@ class OptimizerStep:
             if start < unit.num_trained:
                 ranks.reduce_scatter(shard[start:stop], gradient.flat[ranks.number * start : ranks.number * stop])
         device.hold(gradient.flat, shard)
+        self._add(op, shard, sums, record)
         square = _square(shard) if device.has_own_memory else torch.tensor(sum_of_squares(shard), dtype=torch.float64)
         losses = torch.tensor(sum(loss() for loss in norm.losses)).to(square)
         numbers = torch.stack([square / ranks.replicas, losses])  # each replica has a shard's square, and own losses

@@ -78,7 +78,7 @@ class Tiers(Homes):
 
     def _define(self, home: Value) -> None:
         """A part of parameters or of state where it lives, or one of its copies."""
-        if self.commits is not None and home.tier == "ssd":
+        if self.commits is not None and home.tier == "ssd" and home.kind != "dw":
             self.values.define(home, self.commits.define(home))
             return
         place = self.slab.home(slot_of(self.placement, home))

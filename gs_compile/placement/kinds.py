@@ -111,14 +111,17 @@ def _parameters(placement: Placement, value: Value) -> Slot:
 
 
 def _gradient(placement: Placement, value: Value) -> Slot:
-    """A sum on the device and, where the device reads host memory itself, what stays where it was summed."""
+    """A sum on the device and, where the device reads host memory itself, what stays where it was summed.
+
+    What several backwards add up has memory of its own.
+    """
     unit = placement.by_unit.get(value.unit) if value.unit is not None else None
     if unit is None:
         return _none(placement, value)
     stays = not placement.separate and value.tier == "host" and (not value.part or placement.keeps_gradient(unit))
     if stays and value.part and placement.world > 1:
         return _gradient_shard(placement, value)
-    if value.tier == "device" or stays:
+    if (value.tier == "device" and not value.part) or stays:
         whole = placement.world * unit.num_trained * unit.gradient_itemsize
         return Slot((value.unit, "dw"), placement.device_tier, whole)
     return _part(placement, value)

@@ -36,6 +36,8 @@ class Layout:
     separate: the device has memory of its own; otherwise it is the host's, and nothing is copied between them but
         what has to be collected for the SSD.
     clip: gradients are clipped by the norm of all.
+    accumulates: a step has several backwards: the sum of their gradients has a home of its own, to which each adds, and
+        all updates are late, in the first forward of the next step.
     schedule: of a training step; snake: that pass runs, where the schedule has it.
     world: the ranks that share all units; the sizes of all but activations are one rank's share.
     durability: every so many steps are committed: what the last of them has left outlives the process; 0: none are.
@@ -49,6 +51,7 @@ class Layout:
     levels: Levels = ()
     separate: bool = False
     clip: bool = False
+    accumulates: bool = False
     schedule: Schedule = "vertical"
     snake: bool = True
     world: int = 1
@@ -58,6 +61,11 @@ class Layout:
     @property
     def num_micro_batches(self) -> int:
         return len(self.x_nbytes)
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether gradient sums leave the device: between two micro-batches, or between two backwards."""
+        return self.accumulates or self.schedule in BY_MICRO_BATCH
 
     @property
     def num_items(self) -> int:
@@ -70,7 +78,7 @@ class Decision:
     """What is chosen for a step.
 
     ratios: by class; what has none in host memory and none on the device is on SSD. Of units, `gradient` is how many
-        have their gradient sums in host memory between two micro-batches; without one all do.
+        have their gradient sums in host memory between two micro-batches, or two backwards; without one all do.
     alpha: the part of each update that is late, in the next forward.
     shares: of all items, what saves activations; the ratios of checkpoints are of all items, too.
     speculative: with clipping, early updates run before the norm is known; should gradients have to be scaled, they are
@@ -122,6 +130,8 @@ class Placement:
         kept = self.checkpoint_ratio + self.device_checkpoint_ratio + self.shares.part()
         assert kept <= 1 + 1e-9, "more checkpoints than there are"
         assert self.layout.clip or not self.speculative, "without clipping no update is rolled back"
+        waits = not any(unit.trained("early") for unit in self.units) and not self.by_micro_batch
+        assert waits or not self.accumulates, "what several backwards add up is updated after the last of them"
 
     def laid_out(self, **changes: Any) -> Placement:
         """The same with other fields of its layout."""
@@ -218,9 +228,14 @@ class Placement:
         return {item: at for at, item in enumerate(item for item in every if item not in self._items)}
 
     def gradient_home(self, unit: UnitPlacement) -> Tier:
-        """Host or SSD, for a unit's gradient sums between two micro-batches: the ratio's share of all units."""
+        """Host or SSD, for a unit's gradient sums between micro-batches or backwards: the ratio's share of units."""
         ratio = self.decision.ratios.gradient
         return "host" if is_chosen(self.units.index(unit), 1.0 if ratio is None else ratio) else "ssd"
+
+    def sums(self, unit: UnitPlacement) -> tuple[Value, ...]:
+        """What the backwards of a step have added up, group by group, at home; () where each has a step of its own."""
+        home = self.gradient_home(unit)
+        return tuple(unit.gradient(group)._replace(tier=home) for group in unit.trained()) if self.accumulates else ()
 
     @property
     def device_tier(self) -> Tier:
@@ -257,13 +272,14 @@ class Placement:
         """
         found: set[Value] = set()
         for unit in self.units:
+            found.update(self.sums(unit))
             for group in unit.groups:
                 stale = late and group.when == "late"
                 if group in self.speculated(unit):
                     found.update(other for _, other in unit.shadows(group))
                 if self.durability:
                     found.update(other for _, other in unit.copies(group))
-                if late and group.when in self.waiting(redo=redo):
+                if late and group.when in self.waiting(redo=redo) and not self.accumulates:
                     found.add(unit.gradient(group))
                 found |= {unit.value("s", part) for part in group.s}
                 found |= {unit.value("w", part) for part in group.w if not (stale and self.reclaims(unit, part))}
@@ -294,13 +310,13 @@ class Placement:
         """Whether a late part's host memory is free between backward and update (paper, section 4.3).
 
         The parameter is then stale, and its update can do without it: the master is elsewhere. Where the device reads
-        host memory itself, a unit's host zone stays in one piece.
+        host memory itself, a unit's host zone stays in one piece. Where another backward may come it is not stale.
         """
-        return self.separate and unit.has_master and part.tier == "host"
+        return self.separate and unit.has_master and part.tier == "host" and not self.accumulates
 
     def keeps_gradient(self, unit: UnitPlacement) -> bool:
         """Whether late gradients stay where they were summed: in one memory, if all of the unit's may be late."""
-        return not self.separate and (self.speculative or not unit.trained("early"))
+        return not self.separate and not self.accumulates and (self.speculative or not unit.trained("early"))
 
     # What the layout and the decision say ----
 
@@ -331,6 +347,10 @@ class Placement:
     @property
     def durability(self) -> int:
         return self.layout.durability
+
+    @property
+    def accumulates(self) -> bool:
+        return self.layout.accumulates
 
     @property
     def home_nbytes(self) -> int:

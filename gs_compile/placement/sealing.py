@@ -31,7 +31,7 @@ class Seals:
             self.made.update(dict.fromkeys(op.into, not is_late))
         elif op.verb == "seal":
             yield from self._breaks_seal()
-        elif op.lane == "ssd_write" and op.into:
+        elif op.lane == "ssd_write" and op.into and op.kind != "dw":
             yield from self._breaks_store(op)
 
     def _breaks_seal(self) -> Iterator[str]:

@@ -77,8 +77,10 @@ def _late(placement: Placement) -> Iterator[tuple[Slot, Spans]]:
 
     Times are stages of a step with n units: up from 0, and down to 2 n. Of a unit with several groups each is updated
     in the stage of its turn, the last in the unit's. Tied parameters are updated when the first unit needs them,
-    wherever that is: they are in memory all the time, and so may their gradients be.
+    wherever that is: they are in memory all the time, and so may their gradients be. Sums over several backwards are.
     """
+    if placement.accumulates:
+        return
     units = sorted(placement.units, key=lambda unit: height(unit.unit))
     for number, unit in enumerate(units):
         down = 2 * len(units) - number

@@ -120,7 +120,9 @@ class UnitPlacement:
         return max((part.stop for part in self.w.values() if part.tier == "device"), default=0)
 
     def group_of(self, value: Value) -> Group:
-        """The group that a part of the parameters or of the state belongs to."""
+        """The group that a part of the parameters, of the state or of the gradient belongs to."""
+        if value.kind == "dw":
+            return self.dw[value.part]
         is_parameter = homed(value).kind == "w"
         part = (self.w if is_parameter else self.s)[value.part]
         return next(group for group in self.groups if part in (group.w if is_parameter else group.s))

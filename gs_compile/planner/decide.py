@@ -34,7 +34,6 @@ from gs_compile.planner.saved import computed, is_open, saved_text, topmost, wit
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.variants import with_variant
 from gs_compile.program.ir import Tier
-from gs_compile.schedules import BY_MICRO_BATCH
 
 HOST_CLASSES = (*CLASSES, "gradient")
 FASTER = 0.99  # of the time with split masters: less is what two timings of the same code differ by
@@ -232,7 +231,7 @@ def _steps(problem: Problem) -> Problem:
 
 def _ratios(problem: Problem, part: float) -> Ratios:
     """This part of all classes in host memory whose ratio is not given, and on the device what is said to be."""
-    names = HOST_CLASSES if problem.request.schedule in BY_MICRO_BATCH else CLASSES
+    names = HOST_CLASSES if problem.builder.layout.has_sums else CLASSES
     return Ratios(**(dict.fromkeys(names, part) | replace(problem.request.ratios, activation=None).given()))
 
 

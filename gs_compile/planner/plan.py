@@ -166,7 +166,8 @@ class _Door:
         workload = model.workload(size, request.schedule, masters)
         if counted and (counted.workload.sizes, counted.workload.shape) != (workload.sizes, workload.shape):
             counted = None
-        layout = {"separate": profile.separate, "clip": request.clip, "schedule": request.schedule}
+        asked = {"clip": request.clip, "accumulates": request.accumulate, "schedule": request.schedule}
+        layout = {"separate": profile.separate, **asked}
         may_be_whole = workload.masters == "split" and not request.masters and request.ranks == 1
         found = Problem(
             builder=StepBuilder.of(workload, 0, durability=request.durability, **layout),

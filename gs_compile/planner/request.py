@@ -48,6 +48,7 @@ class Request:
         saturate the machine. sequence: tokens of a sample.
     alpha: the part of each update that is late. ratios: a `Ratios`, or a dict of its fields.
     clip: gradients are clipped by the norm of all. clipping: when updates run then, as `Expert.clip`.
+    accumulate: a step has several backwards, as `Options.accumulate`: all updates wait for the last of them.
     host_memory, device_memory, durability, recompute, schedule, masters: as in the backend's options.
     precision: "bf16" with fp32 masters, or "model", the model's own; None: bf16 for what has no weights yet.
     wear_years: how long the drives are to last at their rated endurance, training all day.
@@ -68,6 +69,7 @@ class Request:
     schedule: Schedule = "vertical"
     clip: bool = False
     clipping: Clipping | None = None
+    accumulate: bool = False
     host_memory: int | str | None = None
     device_memory: int | str | None = None
     precision: Precision | None = None
@@ -102,18 +104,23 @@ class Request:
         object.__setattr__(self, "durability", Options.of({"durability": self.durability}).durability)
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise PlanError(f"alpha is {self.alpha:g}; it is a part of each update, from 0 to 1")
-        if wrong := contradicts_alpha(self.alpha, self.clipping, names=("alpha", "clipping")):
+        if wrong := contradicts_alpha(self.alpha, self.clipping, self.accumulate, names=("alpha", "clipping")):
             raise PlanError(wrong)
-        if wrong := contradiction(self.ratios, self.recompute, self.schedule):
+        if self.accumulate and self.schedule != "vertical":
+            raise PlanError(f'schedule is "{self.schedule}": a step that accumulates has the "vertical" order alone')
+        if wrong := contradiction(self.ratios, self.recompute, self.schedule, self.accumulate):
             raise PlanError(wrong)
         if self.wear_years is not None and not self.wear_years > 0:
             raise PlanError(f"wear_years is {self.wear_years:g}; it is more than 0")
 
     @classmethod
-    def of(cls, options: Options, *, clip: bool) -> Request:
-        """What the options of a run ask for; clip: its optimizer clips gradients."""
-        expert, clipping = options.expert, options.expert.clip if clip else None
-        if wrong := contradicts_alpha(expert.alpha, clipping, names=("expert.alpha", "expert.clip")):
+    def of(cls, options: Options, *, clip: bool, accumulate: bool = False) -> Request:
+        """What the options of a run ask for; clip: its optimizer clips gradients; accumulate: its loop is known to."""
+        expert, accumulate = options.expert, accumulate or options.accumulate
+        if accumulate:  # whatever is given: an update before the last backward would be wrong
+            expert = replace(expert, alpha=None, clip=None)
+        clipping = expert.clip if clip else None
+        if wrong := contradicts_alpha(expert.alpha, clipping, accumulate, names=("expert.alpha", "expert.clip")):
             raise OptionError(wrong)
         return cls(
             machine=options.machine,
@@ -121,6 +128,7 @@ class Request:
             micro_batch_size=options.micro_batch_size,
             clip=clip,
             clipping=clipping,
+            accumulate=accumulate,
             host_memory=options.host_memory,
             device_memory=options.device_memory,
             precision=options.precision,
@@ -133,14 +141,14 @@ class Request:
     @property
     def speculative(self) -> bool:
         """Whether updates run before the norm is known: where that is asked for, or where not all are to be late."""
-        return self.clip and (
+        return self.clip and not self.accumulate and (
             self.clipping == "speculative" or (self.clipping is None and self.alpha not in (None, 1.0))
         )
 
     @property
     def late(self) -> bool:
-        """Whether clipping makes all updates wait for the norm of all gradients."""
-        return self.clip and not self.speculative
+        """Whether all updates wait: for the norm of all gradients, or for the last backward of a step."""
+        return (self.clip and not self.speculative) or self.accumulate
 
     @property
     def alphas(self) -> tuple[float, ...]:
@@ -249,14 +257,23 @@ class Budgets:
         return max(self.device_nbytes - workspace_nbytes, 0) if self.device_nbytes else None
 
 
-def contradicts_alpha(alpha: float | None, clipping: Clipping | None, *, names: tuple[str, str]) -> str | None:
-    """In a sentence, why alpha contradicts when updates run with clipping; `names`: what the user calls the two."""
-    if clipping != "delayed" or alpha in (None, 1.0):
+def contradicts_alpha(
+    alpha: float | None, clipping: Clipping | None, accumulate: bool, *, names: tuple[str, str]
+) -> str | None:
+    """In a sentence, why alpha contradicts when updates have to run; `names`: of alpha and clipping, for the user."""
+    if alpha in (None, 1.0):
         return None
-    return (
-        f'{names[0]} is {alpha:g}, but with {names[1]}="delayed" all updates wait for the norm of all gradients, '
-        f'so alpha is 1: leave one of the two out, or choose {names[1]}="speculative"'
-    )
+    if accumulate:
+        return (
+            f"{names[0]} is {alpha:g}, but a step that accumulates updates everything after its last backward, so "
+            "alpha is 1: leave one of the two out"
+        )
+    if clipping == "delayed":
+        return (
+            f'{names[0]} is {alpha:g}, but with {names[1]}="delayed" all updates wait for the norm of all gradients, '
+            f'so alpha is 1: leave one of the two out, or choose {names[1]}="speculative"'
+        )
+    return None
 
 
 FIELDS = tuple(each.name for each in fields(Request))

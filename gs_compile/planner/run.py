@@ -48,7 +48,8 @@ class ModelAtHand:
     """What a plan of a model at hand is made of.
 
     sizes: of its units, with each kind of masters that may be chosen: "split" first. layouts: of each micro-batch.
-    tied: the units that share parameters. clip: the optimizer clips gradients.
+    tied: the units that share parameters. clip: the optimizer clips gradients. accumulate: a step is known to have
+        several backwards.
     """
 
     options: Options
@@ -57,6 +58,7 @@ class ModelAtHand:
     tied: Set[Any]
     device: torch.device
     clip: bool
+    accumulate: bool = False
     ranks: Ranks | None = None
 
 
@@ -82,7 +84,7 @@ class Run:
     def __init__(self, model: ModelAtHand) -> None:
         options, ranks, layouts = model.options, model.ranks, model.layouts
         self.model, self.ranks, self.options = model, ranks, options
-        self.request = Request.of(options, clip=model.clip)
+        self.request = Request.of(options, clip=model.clip, accumulate=model.accumulate)
         here = ranks.num_here if ranks else 1
         self.num_threads = options.expert.threads or update_threads(not has_own_memory(model.device), here)
         batch = tuple(each.x_nbytes for each in layouts), tuple(each.side_nbytes for each in layouts)
@@ -111,6 +113,7 @@ class Run:
             side_nbytes=side_nbytes,
             separate=has_own_memory(model.device) or expert.separate_device,
             clip=model.clip,
+            accumulates=self.request.accumulate,
             schedule=expert.schedule,
             snake=expert.snake,
             world=self.ranks.number if self.ranks else 1,
@@ -219,7 +222,7 @@ class Run:
 
     def _made_for(self, sizes: Sequence[UnitSize]) -> str:
         model, number = self.model, self.ranks.number if self.ranks else 1
-        settled = model.clip, has_own_memory(model.device), number
+        settled = model.clip, self.request.accumulate, has_own_memory(model.device), number
         return fingerprint(self.options, sizes, model.layouts, self.builder(self.masters).shape, *settled)
 
 

@@ -210,11 +210,12 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
             found["s", part.tier] += int(part.numel * unit.state_itemsize)
         for _, other in (pair for group in placement.speculated(unit) for pair in unit.shadows(group)):
             found[other.kind, other.tier or "host"] += slot_of(placement, other).nbytes
-        if placement.by_micro_batch:
+        if placement.layout.has_sums:
             found["dw", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
+        if not placement.accumulates:
+            waiting = unit.trained(*placement.waiting(redo=True))
+            found["dw", "host"] += sum(group.numel for group in waiting) * unit.gradient_itemsize
         found["seal", "ssd"] += sum(_commit_nbytes(unit, placement))
-        waiting = sum(group.numel for group in unit.trained(*placement.waiting(redo=True)))
-        found["dw", "host"] += waiting * unit.gradient_itemsize
     for layer, (micro_batch, nbytes) in product(range(placement.num_layers), enumerate(placement.x_nbytes)):
         checkpoint, saved = Value("x", layer, micro_batch), Value("a", layer, micro_batch)
         home, level = placement.checkpoint_home(checkpoint), placement.level_of(saved)

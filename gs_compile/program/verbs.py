@@ -34,7 +34,7 @@ VERBS = {
     "head_backward": "the epilogue again, with its backward for gradients from outside",
     "backward": "what one layer's forward has not saved again, from its checkpoint, and its backward",
     "embed_backward": "the prologue again, and its backward",
-    "norm": "the sum of squares of a complete gradient",
+    "norm": "the sum of squares of a complete gradient; with into= added to what backwards before it have left there",
     "clip": "the scale of all gradients, from all their norms",
     "commit": "if the scale is one, each shadow copy and what it is a copy of change places",
     "update": "the optimizer, on some parts of a unit",
@@ -242,6 +242,11 @@ def _is_alias(op: Op) -> bool:
     return len(op.reads) == 1 and bool(op.results) and not op.into and len(same) == 1
 
 
+def _adds_to_sums(op: Op) -> bool:
+    """Whether all that a norm changes are the parts of what several backwards add up."""
+    return all((value.kind, value.unit) == ("dw", op.reads[0].unit) and value.part for value in op.into)
+
+
 def _is_update(op: Op) -> bool:
     """Speculative, it also reads what stays as it is."""
     units = {value.unit for value in op.reads + op.into if value.kind != "scale"}
@@ -269,17 +274,22 @@ LAWS: dict[str, tuple[str, Callable[[Op], bool]]] = {
     "gather": ("takes all parts or pieces of one unit's parameters, and defines the whole on the device", _is_gather),
     "all_gather": ("takes a unit's shard or parts of it, and defines a piece of the whole", _is_all_gather),
     "reduce_scatter": (
-        "takes a complete gradient, and defines this rank's share of it, and its norm",
+        "takes a complete gradient, and defines this rank's share of it, and its norm; may change the unit's sums",
         lambda op: (
-            _shape(op) == "dw > dshard norm > "
+            _shape(op).startswith("dw > dshard norm > ")
             and op.results == (Value("dshard", op.reads[0].unit), Value("norm", op.reads[0].unit))
+            and _adds_to_sums(op)
         ),
     ),
     "alias": ("takes one value, and defines it under another name", _is_alias),
     "empty": ("takes nothing, and defines a part of a unit's parameters", lambda op: _shape(op) == " > w > "),
     "norm": (
-        "takes one gradient, and defines its norm",
-        lambda op: _shape(op) == "dw > norm > " and op.results[0] == Value("norm", op.reads[0].unit),
+        "takes one gradient, and defines its norm; may change sums of the same unit",
+        lambda op: (
+            _shape(op).startswith("dw > norm > ")
+            and op.results[0] == Value("norm", op.reads[0].unit)
+            and _adds_to_sums(op)
+        ),
     ),
     "clip": (
         "takes the norms, and defines the scale",

@@ -39,7 +39,6 @@ from gs_compile.planner.lp.counting import (
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.prices import code_seconds, lane_rate
 from gs_compile.program.ir import TIERS, Tier
-from gs_compile.schedules import BY_MICRO_BATCH
 
 
 class Numbers(NamedTuple):
@@ -106,8 +105,8 @@ class Formulas:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Those that may live in host memory; gradient sums move where micro-batches run one by one."""
-        return (*CLASSES, "gradient") if self.counted.builder.layout.schedule in BY_MICRO_BATCH else CLASSES
+        """Those that may live in host memory; gradient sums move between micro-batches or backwards."""
+        return (*CLASSES, "gradient") if self.counted.builder.layout.has_sums else CLASSES
 
     def of(self, alpha: float, number: int) -> Numbers:
         """Those of one alpha and one number of micro-batches."""
