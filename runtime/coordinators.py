@@ -216,22 +216,24 @@ class Activations:
         self.setting = setting
         self._extents = defaultdict[str, list[Extent]](list)  # by value, the larger ones last
 
-    def allocate(self, value: Value, source: Activation | Extent, memory: Tensor | None) -> Activation | Extent:
-        """Memory like `source`, which is to be moved into it."""
+    def allocate(
+        self, value: Value, source: Activation | Extent, memory: Tensor | None, number: int = 0
+    ) -> Activation | Extent:
+        """Memory like `source`, which is to be moved into it; number: of the step, by which it has files of its own."""
         like = source.like if isinstance(source, Extent) else _without_contents(source)
         assert like is not None
         if value.tier == "device":
             made = [self.setting.device.empty(each.shape, each.dtype, each.stride()) for each in tensors_of(like)]
             return Saved(made) if isinstance(like, Saved) else made[0]
         if value.tier == "ssd":
-            return replace(self._extent(value, like.nbytes), nbytes=like.nbytes, like=like)
+            return replace(self._extent(value, like.nbytes, number), nbytes=like.nbytes, like=like)
         if isinstance(like, Saved):
             return like.within(flat(memory, like.nbytes, torch.uint8))
         return flat(memory, like.numel(), like.dtype).as_strided(like.shape, like.stride())
 
-    def _extent(self, value: Value, nbytes: int) -> Extent:
+    def _extent(self, value: Value, nbytes: int, number: int) -> Extent:
         """A file of a value with so many bytes or more: batches of many sizes come to a few files."""
-        name = f"{value.kind}{value.unit}_{value.micro_batch}"
+        name = f"{value.kind}{value.unit}_{value.micro_batch}" + (f"-{number}" if number else "")
         known = self._extents[name]
         if (found := next((each for each in known if each.nbytes >= nbytes), None)) is None:
             size = 1 << (nbytes - 1).bit_length() if known else nbytes

@@ -26,7 +26,8 @@ from gs_compile.runtime.values import tensors_of
 class Handlers:
     """The operations of one step, by verb and kind; the coordinators carry them out."""
 
-    def __init__(self, tiers: Tiers, placement: Placement, units: Any, bindings: Bindings) -> None:
+    def __init__(self, tiers: Tiers, placement: Placement, units: Any, bindings: Bindings, number: int = 0) -> None:
+        self.number = number  # of the step among those under way
         self.tiers = tiers
         self.placement = placement
         self.units = units
@@ -57,7 +58,7 @@ class Handlers:
             case _, "s":
                 return tiers.setting.part(value, memory)
             case _:
-                return tiers.activations.allocate(value, source, memory)
+                return tiers.activations.allocate(value, source, memory, self.number)
 
     def move(self, op: Op, reads: Sequence[Any], targets: Sequence[Any], record: StepRecord | None = None) -> None:
         """What a transfer's lane does, given the contents it reads and those it defines or changes.

@@ -10,7 +10,7 @@ it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -48,9 +48,14 @@ class TieredExecutor(Executor):
         units: Any,
         inputs: Mapping[Value, Any],
         bindings: Bindings,
+        number: int = 0,
     ) -> None:
-        """Raises `MemoryBudgetError` where another step is under way and both do not fit host memory."""
+        """number: another one than all others that are under way have: by it they have other checkpoints on SSD.
+
+        Raises `MemoryBudgetError` where another step is under way and both do not fit host memory.
+        """
         super().__init__(program, units, {})
+        self.number = number
         self.tiers = tiers
         self.placement = placement
         self.values = ValueTable()
@@ -65,7 +70,7 @@ class TieredExecutor(Executor):
         self._device = tiers.setting.device
         self._block = tiers.block(program)
         self._slots = Slots(placement)
-        self._handlers = Handlers(tiers, placement, units, bindings)
+        self._handlers = Handlers(tiers, placement, units, bindings, number)
         self._on_device = program.device and DeviceMemory(program.device, attrgetter("done"), tiers.ended_on_device)
 
     def scale(self, factor: torch.Tensor) -> None:
@@ -264,7 +269,10 @@ class TieredExecutor(Executor):
             after += self._launched()  # the memory was in use on the stream that computes
         if op.verb == "reduce_scatter" and self.record:
             self.record.share(op.reads[0].unit or 0, targets[1], self._factor)
-        if op.verb == "update":
+        work: Callable[[], None]
+        if op.verb == "prefetch" and self._begins_sums(op):
+            work, targets = _nothing, []
+        elif op.verb == "update":
             work = partial(self.tiers.optimizer.update, op, reads, targets, self._record_of(op))
         else:
             work = partial(self._handlers.move, op, reads, targets, self.record)
@@ -285,6 +293,11 @@ class TieredExecutor(Executor):
         for value in op.into:
             self._users(value).change(value, ticket)
 
+    def _begins_sums(self, op: Op) -> bool:
+        """Whether an operation of the backward would bring what no backward of this step has left yet."""
+        is_sum = op.reads[0].kind == "dw" and bool(op.reads[0].part)
+        return is_sum and self.record is not None and not self.record.adds
+
     def _record_of(self, op: Op) -> StepRecord:
         """Whose update: a late one belongs to the step before. What an early one reads is what is known by now."""
         unit = self.tiers.setting.unit(op.into[0])
@@ -296,3 +309,7 @@ class TieredExecutor(Executor):
         if not self.placement.speculative:
             record.issued.append((unit.unit, len(record.squares)))
         return record.so_far()
+
+
+def _nothing() -> None:
+    pass

@@ -75,16 +75,15 @@ class Slab:
     def map(self) -> None:
         """Map the block of what lives on."""
         self.fixed = Block(0, self._fixed_nbytes, self._device)
-        self._step = Block(self._fixed_nbytes, 0, self._device)
 
     def close(self) -> None:
         """Let go of all memory."""
-        self.fixed = self._step = self._empty
+        self.fixed, self._steps = self._empty, list[Block]()
 
     @property
     def nbytes(self) -> int:
         """The bytes that are mapped."""
-        return self.fixed.nbytes + self._step.nbytes
+        return self.fixed.nbytes + sum(block.nbytes for block in self._steps)
 
     def home(self, slot: Slot) -> Place | None:
         """The place of a value that lives on, if that is in host memory; nobody was there before."""
@@ -93,31 +92,34 @@ class Slab:
 
     def has_block(self, program: Program) -> bool:
         """Whether a step of `program` runs in what is mapped."""
-        return program.slab_nbytes <= self.nbytes and not self._step.ranges
+        return self._idle(program) is not None
 
     def block(self, program: Program) -> Block:
-        """The block beside the fixed one for a step of `program`; mapped where there is none that is large enough.
+        """A block beside the fixed one for a step of `program`; mapped where there is none that is large enough.
 
-        Between the forward and the backward of a step others, such as an evaluation, get a block of their own. Raises
-        `MemoryBudgetError` where that does not fit.
+        Steps and evaluations that are under way at a time have blocks of their own, which stay for the next ones.
+        Raises `MemoryBudgetError` where that does not fit.
         """
-        if self.has_block(program):
-            return self._step
+        if (found := self._idle(program)) is not None:
+            return found
+        self._steps = [block for block in self._steps if block.ranges]  # what is mapped goes before more is
         nbytes = max(program.slab_nbytes - self.fixed.nbytes, 0)
-        is_open = bool(self._step.ranges)
-        needed = (self.nbytes if is_open else self.fixed.nbytes) + nbytes
+        needed = self.nbytes + nbytes
         if self.budget_nbytes is not None and needed > self.budget_nbytes:
+            is_open = bool(self._steps)
             what = "a call between a forward and its backward takes" if is_open else "this step takes"
             remedy = "together with that step: call backward first" if is_open else "of it: give it more"
             raise MemoryBudgetError(
                 f"host_memory is {format_bytes(self.budget_nbytes)}; {what} {format_bytes(needed)} ({needed} bytes) "
                 f"{remedy}"
             )
-        if is_open:
-            return Block(self.fixed.nbytes, nbytes, self._device)
-        self._step = Block(self.fixed.nbytes, 0, self._device)  # what is mapped goes before more is
-        self._step = Block(self.fixed.nbytes, nbytes, self._device)
-        return self._step
+        self._steps.append(Block(self.fixed.nbytes, nbytes, self._device))
+        return self._steps[-1]
+
+    def _idle(self, program: Program) -> Block | None:
+        """A block that nobody uses, large enough for a program."""
+        blocks = (block for block in self._steps if not block.ranges)
+        return next((each for each in blocks if program.slab_nbytes <= self.fixed.nbytes + each.nbytes), None)
 
 
 def map_memory(nbytes: int, device: Device | None = None) -> torch.Tensor:

@@ -42,7 +42,9 @@ def perform(op: Op, units: Any, reads: Sequence[Any], into: Sequence[Any]) -> tu
             return (units.count(list(reads)),)
         case "empty":
             return (units.empty(op.results[0]),)
-        case "norm":
+        case "norm":  # sums begin with the first backward of a step: here it has no other
+            for value, total in zip(op.into, into, strict=True):
+                total.copy_(units.split(value, reads[0]))
             return (units.norm(reads[0]),)
         case "clip":
             return (units.clip(reads),)
@@ -69,9 +71,9 @@ def perform(op: Op, units: Any, reads: Sequence[Any], into: Sequence[Any]) -> tu
 
 
 def _moved(op: Op, units: Any, reads: Sequence[Any], into: Sequence[Any]) -> tuple[Any, ...]:
-    if op.reads[0].kind == "dw" and op.results[0].part:
+    if op.reads[0].kind == "dw" and not op.reads[0].part and op.results[0].part:
         return tuple(units.split(value, reads[0]) for value in op.results)
-    if op.reads[0].kind == "dw":
+    if op.reads[0].kind == "dw" and not op.reads[0].part:
         return (deepcopy(reads[0]),)  # a sum that is still to grow
     if op.results and op.results[0].piece is not None:
         return (_by_letter(op.reads, reads),)  # a piece of every part; what they are is known once they are together

@@ -11,7 +11,8 @@ from gs_compile.options import Expert, Options, Ratios
 
 NO_STORAGE = ((), 0, False, b"", {}, [], "", "/a\0")
 KNOWN = (
-    "micro_batch_size, outputs, storage, host_memory, device_memory, machine, precision, group, mesh, durability, "
+    "micro_batch_size, outputs, storage, host_memory, device_memory, machine, precision, group, mesh, accumulate, "
+    "durability, "
     "resume, expert, mode"
 )
 KNOWN_EXPERT = "schedule, compiler, snake, alpha, recompute, ratios, clip, separate_device, masters, threads, trace"
@@ -49,7 +50,8 @@ def test_from_a_mapping():
         (
             {"expert": {"ratios": {"gradient": 0.5}}},
             "expert.ratios.gradient is 0.5, but gradient sums leave the device between two micro-batches in the "
-            'horizontal order alone: leave it out, or choose expert.schedule="horizontal"',
+            "horizontal order, and between two backwards of a step, alone: leave it out, or choose "
+            'expert.schedule="horizontal", or accumulate=True',
         ),
         ({"group": 3}, "group must be a torch.distributed.ProcessGroup that this rank is in; got 3"),
         ({"expert": {"compiler": "gcc"}}, "expert.compiler must be one of 'auto', 'inductor', 'eager'; got 'gcc'"),

@@ -113,7 +113,16 @@ def tokens(step: int, batch_size: int = BATCH) -> torch.Tensor:
 
 def options(storage: Path | Sequence[Path], **changes: Any) -> dict[str, Any]:
     """Options for tests: everything on SSD, layers' code as it is and run again; changes of `expert` by name."""
-    known = {"micro_batch_size", "outputs", "host_memory", "device_memory", "precision", "durability", "resume"}
+    known = {
+        "micro_batch_size",
+        "outputs",
+        "host_memory",
+        "device_memory",
+        "precision",
+        "durability",
+        "resume",
+        "accumulate",
+    }
     ratios = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0} | changes.pop("ratios", {})
     expert = {key: value for key, value in changes.items() if key not in known}
     return {

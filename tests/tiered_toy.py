@@ -65,6 +65,9 @@ class TieredToy(Toy):
                     rows += [master] * unit.has_master
                     state = torch.stack([row[part.start : part.stop] for row in rows])
                     found[unit.value("s", part, "device" if on_device else None)] = state
+            for value in self.placement.sums(unit):
+                numel = unit.dw[value.part].numel
+                found[value._replace(tier="device") if on_device else value] = torch.zeros(numel, dtype=self.dtype)
         others = {value for value in self.placement.homes(late=False) if homed(value) != value}
         parts = {value._replace(tier=None): content for value, content in found.items()}
         for value in (value._replace(tier="device") if on_device else value for value in others):

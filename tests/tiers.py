@@ -41,6 +41,8 @@ class Options:
     is_pair: bool = False  # the parameters are narrow, and not made anew from a master
     has_state: bool = True
     clip: bool = False
+    accumulates: bool = False
+    gradient_ratio: float | None = None
     device_parameter: float = 0.0
     device_checkpoint: float = 0.0
     speculative: bool = False
@@ -141,6 +143,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         levels=(levels,) * num_layers,
         separate=options.separate,
         clip=options.clip,
+        accumulates=options.accumulates,
         world=options.world,
     )
     decision = Decision(
@@ -150,6 +153,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
             optimizer=options.optimizer_ratio,
             device_checkpoint=options.device_checkpoint,
             device_parameter=options.device_parameter,
+            gradient=options.gradient_ratio,
         ),
         alpha=options.alpha,
         shares=Shares(share for share in options.shares if options.separate or share.tier != "device"),

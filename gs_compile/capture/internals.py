@@ -16,6 +16,7 @@ __all__ = [
     "add_artifact",
     "backward_hooks",
     "changes",
+    "comes_to",
     "makes_state_dict",
     "tree_leaves",
     "tree_map_only",
@@ -57,7 +58,12 @@ def backward_hooks(holder: torch.Tensor | torch.nn.Module) -> list[Any]:
 
 def wants_all(node: Any) -> bool:
     """Whether the backward under way, which has come to this autograd node, has all its inputs' gradients taken up."""
-    return all(torch._C._will_engine_execute_node(each) for each, _ in node.next_functions if each is not None)
+    return all(comes_to(each) for each, _ in node.next_functions if each is not None)
+
+
+def comes_to(node: Any) -> bool:
+    """Whether the backward under way has come, or will come, to an autograd node."""
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def add_artifact(name: str, content: Callable[[], str], compile_id: object) -> None:

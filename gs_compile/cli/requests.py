@@ -108,6 +108,7 @@ FLAGS: Mapping[str, Flag] = {
         Clipping | None,
         flag("With --clip: updates wait for the norm, or run before it and may be rolled back.", unset="chosen"),
     ),
+    "accumulate": (bool, flag("A step has several backwards, and updates wait for the last.", "--accumulate")),
     "host_memory": (str | None, flag('A budget, such as "64GiB".', metavar="SIZE", unset="the machine's")),
     "device_memory": (str | None, flag("The same for the device.", metavar="SIZE", unset="the machine's")),
     "precision": (Precision | None, flag("bf16 with fp32 masters, or the model's own.", unset="bf16")),

@@ -6,9 +6,7 @@ its parameters become placeholders; when the capture runs, their engine is made.
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +36,8 @@ from gs_compile.errors import (
 )
 from gs_compile.model.call import Call
 from gs_compile.model.engine import Engine
-from gs_compile.model.meeting import agree, meet, optimizers_of, refuse_empty, refuse_uneven, turn
+from gs_compile.model.first_step import begin
+from gs_compile.model.meeting import meet, optimizers_of, refuse_empty, refuse_uneven, turn
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
 from gs_compile.options import Options
 from gs_compile.runtime.random_state import random_state, set_random_state
@@ -250,17 +249,7 @@ def _engine_for(
         )
     (optimizer,) = optimizers
     if optimizer.engine is None or optimizer.engine.failed_at_start:
-        with torch.inference_mode(False):  # what is made lives longer than this call
-            if ranks is not None:
-                agree(ranks, compilation, models[0], args, optimizer)
-            optimizer.engine = engine = Engine(optimizer, compilation, models, args, ranks)
-            if engine.durable is not None and engine.durable.former is not None:
-                if optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts
-                    optimizer.go_on(engine.durable.former)
-            else:
-                optimizer.load_into_engine()
-        # `model.compile` ties a module into a reference cycle; it often goes with its optimizer, and its files with it.
-        weakref.finalize(optimizer, gc.collect).atexit = False
+        return begin(optimizer, compilation, models, args, ranks)
     return optimizer.engine
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,14 +20,15 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from gs_compile.capture.internals import wants_all
+from gs_compile.capture.internals import changes, wants_all
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, Step
-from gs_compile.errors import OptimizerError
-from gs_compile.model.engine import Engine
+from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
+from gs_compile.model.engine import KEPT, Engine
+from gs_compile.model.first_step import begin_again
 from gs_compile.model.in_memory import averaged
 from gs_compile.model.inspection import report
 from gs_compile.model.outputs import Gradients, Outputs
-from gs_compile.model.residency import mark_gradient_unavailable
+from gs_compile.model.residency import is_offloaded, is_zeroed, mark_gradient_unavailable
 from gs_compile.program.ir import EPILOGUE, StepShape, Unit, Value
 from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
@@ -37,7 +39,7 @@ from gs_compile.runtime.units import CompiledUnits
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """One call of the model: its arguments cut into micro-batches, and the step under way."""
 
@@ -50,6 +52,8 @@ class Call:
     ranks: Ranks | None = None  # that train together
     executor: Executor | None = None
     losses: Sequence[torch.Tensor] = ()
+    changes: Sequence[int] = ()  # in place, of the arguments, when the forward ran
+    node: weakref.ref[Any] | None = None  # of autograd, which the call lives with
 
     @cached_property
     def outputs(self) -> Outputs:
@@ -78,10 +82,11 @@ class Call:
 
     def forward(self) -> list[torch.Tensor]:
         """The outputs that the step makes, in the order of `Outputs.made`."""
+        self.changes = self._changes
         executor = self._begin()
         with without_autocast():  # the units' code has it in it
             if isinstance(executor, TieredExecutor) and self.engine is not None:
-                self.engine.forward(executor)
+                self.engine.forward(executor, self)
             else:
                 executor.forward()
         made = self.outputs.collect({**executor.env, **executor.returned})
@@ -100,13 +105,15 @@ class Call:
         `outside` is what the method of that name makes of the same gradients. On the tiers the parameters' gradients go
         to their updates, and to no one else.
         """
+        if self.engine is not None:
+            self._refuse_on_tiers(self.engine, gradients)
         executor = self.executor
         assert executor is not None
         if isinstance(executor, TieredExecutor) and self.engine is not None:
-            self._refuse_on_tiers(self.engine, gradients)
-            if executor is self.engine.open and outside != self.shape.outside:
-                executor = self._begun_again(self.engine, outside)
-            self.engine.backward(executor, self.losses)
+            if executor in self.engine.open and outside != self.shape.outside:
+                executor = self._begun_again(self.engine, executor, outside)
+            zeroed = self.engine.record is not None and is_zeroed(self.trained)
+            self.engine.backward(executor, self.losses, zeroed=zeroed)
         with without_autocast():
             if not outside:
                 factor = self.outputs.loss_gradient(gradients)
@@ -121,10 +128,56 @@ class Call:
             executor.backward()
         if self.engine is None:
             return self._averaged(self.outputs.argument_gradients(executor.env, self.units.micro_batches))
-        self.engine.open = None
+        assert isinstance(executor, TieredExecutor)
+        self.engine.end_backward(executor, self, partial(self.repeat, gradients))
         for parameter in self.trained:
             mark_gradient_unavailable(parameter)
         return [None for _ in self.trained]
+
+    def find_engine(self) -> None:
+        """Begin again where the backward under way shows that a step has several, or go where somebody has.
+
+        Raises `StepOrderError` where that is too late.
+        """
+        engine = self.engine
+        if engine is None or not isinstance(self.executor, TieredExecutor):
+            return
+        number, is_given_up = engine.open.number_in_backward, self.executor not in engine.open
+        is_several = number > 1 or (is_given_up and engine.open.may_be_repeated)
+        if is_several and engine.may_begin_again and (is_given_up or not engine.accumulates):
+            begin_again(engine, self, accumulates=True, num_calls=max(engine.open.number, engine.num_calls))
+        elif number > 1 and not engine.accumulates and engine.successor is None:
+            raise StepOrderError(
+                f"this backward comes to {number} calls of the model. The first step of this run had one backward of "
+                f"one call, so updates run beside it; nothing was updated. {KEPT}: begin the run anew"
+            )
+        while engine.successor is not None:
+            engine = engine.successor
+        if engine is not self.engine:
+            self.move_to(engine)
+
+    def repeat(self, gradients: Gradients, engine: Engine) -> None:
+        """Run forward and backward once more, on another engine."""
+        self.move_to(engine)
+        self.backward(gradients, self.outside(gradients))
+
+    def move_to(self, engine: Engine) -> None:
+        """Run the forward once more, on another engine; raises `StepOrderError` where its inputs have changed."""
+        if self.changes != self._changes:
+            raise StepOrderError(
+                "the first step of this run has several backwards, and the inputs of its first call were changed in "
+                'place since then, so it cannot be done again: give options={"accumulate": True}, or each call tensors '
+                "of its own"
+            )
+        self.engine = engine
+        vars(self).pop("shape", None)
+        with torch.no_grad():
+            self.forward()
+
+    @property
+    def _changes(self) -> list[int]:
+        """How often each argument that is no parameter was changed in place."""
+        return [changes(arg) for arg in self.args if isinstance(arg, torch.Tensor) and not is_offloaded(arg)]
 
     def _averaged(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of parameters in memory over all ranks, and others as they are."""
@@ -147,7 +200,7 @@ class Call:
             program = self.compilation.program(self.models[0], len(self.models), self.shape)[-1]
             executor = Executor(program, self.units, self._inputs())
         else:
-            executor = self.engine.begin(self.models, self.args, self.units, self._inputs(), self.shape)
+            executor = self._executor(self.engine)
             describe = partial(self.engine.planning.describe, executor.program)
             self.compilation.latest = Step(self.models[0], self.shape, self.engine.programs, describe)
         placement = executor.placement if isinstance(executor, TieredExecutor) else None
@@ -157,6 +210,20 @@ class Call:
         if is_first:
             report(self.compilation)
         return executor
+
+    def _executor(self, engine: Engine) -> TieredExecutor:
+        """That of this call. In the first step it may show that a step has several, or that several need memory."""
+        if engine.record is not None and not engine.accumulates and engine.may_begin_again:
+            if is_zeroed(self.args):
+                engine.done.clear()
+            engine = self.engine = begin_again(engine, self, accumulates=True, num_calls=engine.num_calls)
+        try:
+            return engine.begin(self.models, self.args, self.units, self._inputs(), self.shape)
+        except MemoryBudgetError:
+            if not (engine.open and engine.may_begin_again):
+                raise
+        self.engine = begin_again(engine, self, accumulates=engine.accumulates, num_calls=engine.num_calls + 1)
+        return self.engine.begin(self.models, self.args, self.units, self._inputs(), self.shape)
 
     def _inputs(self) -> dict[Value, Any]:
         """The batch by micro-batch, and what each unit reads that is not on the tiers."""
@@ -182,13 +249,13 @@ class Call:
             redo.forward()  # its checkpoints went with the backwards that the first half has run
         return redo
 
-    def _begun_again(self, engine: Engine, outside: frozenset[Unit]) -> TieredExecutor:
+    def _begun_again(self, engine: Engine, executor: TieredExecutor, outside: frozenset[Unit]) -> TieredExecutor:
         """The step after its forward once more, by a program whose backward takes gradients from outside.
 
         The head's backward has run with the forward, for the loss alone. From now on it waits for such gradients.
         """
         log.info("a gradient has arrived for another output than the loss, so this step's forward runs once more")
-        engine.abandon()
+        engine.open.give_up(executor)
         engine.outside = outside
         del self.shape
         self.forward()
@@ -221,6 +288,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *trained: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        call.node = weakref.ref(ctx)
         made = call.forward()
         ctx.call = call
         ctx.num_trained = len(trained)
@@ -251,7 +319,8 @@ class _Step(torch.autograd.Function):
                 "all of them. Leave inputs= out; freeze what is not to be trained (requires_grad_(False)) before the "
                 "model's first call; or use a torch.optim optimizer. Nothing was updated"
             )
-        outside = call.outside(gradients)
-        ctx.call = None  # a loss that lives on keeps nothing of its step
         with nullcontext() if call.engine is None else call.engine.turn, told(call.ranks):
+            call.find_engine()
+            outside = call.outside(gradients)
+            ctx.call = None  # a loss that lives on keeps nothing of its step
             return (None, *call.backward(gradients, outside))

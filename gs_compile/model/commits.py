@@ -40,6 +40,8 @@ class OptimizerLike(Protocol):
     param_groups: list[dict[str, Any]]
     state: Any
     kept: Kept
+    accumulates: bool
+    num_calls: int
     max_grad_norm: float | None
 
     @property

@@ -13,6 +13,7 @@ threads and files end.
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +25,16 @@ import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import bind, tied_units
-from gs_compile.errors import OptimizerError, StepOrderError
+from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
+from gs_compile.machine import format_bytes
 from gs_compile.model.commits import Durable, OptimizerLike, give_back_rest
-from gs_compile.model.first_call import open_tiers, plan_tiers
+from gs_compile.model.first_call import ACCUMULATES, NUM_CALLS, open_tiers, plan_tiers
 from gs_compile.model.moving import let_go, move_in, take_up
+from gs_compile.model.open_calls import Call, OpenCalls
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.residency import residency_of
 from gs_compile.placement.placement import Placement
+from gs_compile.placement.traffic import traffic
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, StepShape, Unit, Value
 from gs_compile.runtime.coordinators import Bindings
@@ -40,7 +44,14 @@ from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.ranks import Ranks
 
+log = logging.getLogger(__name__)
+
 Tensor = torch.Tensor
+AGAIN = "the model was called again"
+KEPT = (
+    "Several calls keep what their backward needs where the first step of a run has shown that it has several "
+    'backwards, or options={"accumulate": True} says so'
+)
 
 
 class Optimizer(OptimizerLike, Protocol):
@@ -67,9 +78,12 @@ class Engine(ParameterStore):
         gc.collect()  # what earlier models have left: memory that counts against the budget, and locks of storage
         self._optimizer = weakref.ref(optimizer)
         self.options, self.ranks = compilation.options, ranks
-        self.open: TieredExecutor | None = None  # a training step between its forward and the end of its backward
-        self._opened_by = threading.current_thread()  # that step
-        self.record: StepRecord | None = None  # of a backward that optimizer.step() has not closed yet
+        self.open = OpenCalls()
+        self._opened_by = threading.current_thread()  # the latest of these
+        self.record: StepRecord | None = None  # of backwards that optimizer.step() has not closed yet
+        self.num_backwards = 0  # of the step under way
+        self.done: list[Callable[[Engine], None]] = []  # the backwards of the first step, to be done again
+        self.successor: Engine | None = None  # that does so
         self.programs: tuple[Program, ...] = ()  # of the latest call
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
         self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
@@ -78,13 +92,14 @@ class Engine(ParameterStore):
         tiers = open_tiers(self.planning, arrangement, optimizer.rule, stored, optimizer)
         super().__init__(tiers, self.options.storage[0], optimizer.components)
         self.turn = optimizer.turn
-        decided = self.planning.planned
-        self.durable = Durable(self._optimizer, tiers, stored, decided.facts) if tiers.commits else None
+        loop = {ACCUMULATES: self.accumulates, NUM_CALLS: self.num_calls}
+        plan = {**self.planning.planned.facts, **loop}
+        self.durable = Durable(self._optimizer, tiers, stored, plan) if tiers.commits else None
         spans = {args[index]: span for index, span in arrangement.spans.items()}
         if self.durable is not None and self.durable.former is not None:
             give_back_rest(optimizer, take_up(self, spans, stored))
         else:
-            move_in(self, spans, self.planning.host_nbytes, self.options.storage[0])
+            move_in(self, spans, self.planning.run.whole_nbytes, self.options.storage[0])
         self._first = weakref.WeakSet(map(residency_of, spans))  # whose first values are there
         weakref.finalize(self, self.tiers.close).atexit = False
 
@@ -100,8 +115,28 @@ class Engine(ParameterStore):
         return self.closed and self.ranks is None and not (self.num_steps or self.has_loaded_state)
 
     @property
+    def optimizer(self) -> Optimizer | None:
+        return self._optimizer()
+
+    @property
     def placement(self) -> Placement:
         return self.planning.placement
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step has several backwards, and updates wait for `optimizer.step()`."""
+        return self.placement.accumulates
+
+    @property
+    def num_calls(self) -> int:
+        """That memory is planned for at a time."""
+        return self.planning.run.num_calls
+
+    @property
+    def may_begin_again(self) -> bool:
+        """Whether the first step is under way, and all is there that it began with."""
+        is_ours = self._opened_by is threading.current_thread() and self.ranks is None and not self.closed
+        return is_ours and not self.num_steps and self.placement.schedule == "vertical"
 
     @property
     def room_nbytes(self) -> int:
@@ -109,7 +144,7 @@ class Engine(ParameterStore):
         device = self.tiers.setting.device
         if device.has_own_memory:
             return device.memory_nbytes()[0] // 2  # the other half for what is computed
-        return max(0, self.planning.host_nbytes - self.tiers.slab.nbytes)
+        return max(0, self.planning.run.whole_nbytes - self.tiers.slab.nbytes)
 
     def predict(self) -> Simulation:
         """Simulate steps like the latest call; measures the machine and the layers' code first, with all ranks."""
@@ -134,7 +169,9 @@ class Engine(ParameterStore):
         if shape.training:
             self.refuse_masters()
             self._refuse_other_threads()
-            self.abandon()  # its loss was never differentiated
+            self.open.let_lost_go()
+            if not self.accumulates:
+                self.open.abandon(AGAIN, by_call=True)  # its loss was never differentiated
         else:
             self.flush()
         bindings = bind(models[0].split, args, spans, self._units)
@@ -147,9 +184,16 @@ class Engine(ParameterStore):
         marks = self.durable.marks(self.num_steps) if self.durable and shape.training else {}
         marks = {**marks, "warm": shape.training and self.tiers.finds_carried(placement)}
         self.programs = self.planning.programs(placement, shape, late=pending is not None, redo=redo, **marks)
-        return TieredExecutor(self.tiers, placement, self.programs[-1], units, inputs, bindings)
+        given = self.tiers, placement, self.programs[-1], units, inputs, bindings
+        try:
+            return TieredExecutor(*given, number=self.open.free_number)
+        except MemoryBudgetError as error:
+            if not self.open or not shape.training:
+                raise
+            self.open.abandon(f"{AGAIN}, and there is no room for both ({error})", by_call=True)
+            return TieredExecutor(*given)
 
-    def forward(self, executor: TieredExecutor) -> None:
+    def forward(self, executor: TieredExecutor, call: Call) -> None:
         """The forward half, and all late updates with it, also where the model's own code fails."""
         _, shape = self._latest
         try:
@@ -160,29 +204,42 @@ class Engine(ParameterStore):
             if self.durable is not None:
                 self.durable.leave(training=shape.training)
         if shape.training:
-            self.open, self._opened_by = executor, threading.current_thread()
+            self.open.add(executor, call)
+            self._opened_by = threading.current_thread()
         self._forget_first()
 
-    def backward(self, executor: TieredExecutor, losses: Sequence[Tensor]) -> None:
-        """Give the backward half what it needs of the optimizer, as it is set now."""
+    def backward(self, executor: TieredExecutor, losses: Sequence[Tensor], *, zeroed: bool = False) -> None:
+        """Give the backward half what it needs of the optimizer, as it is set now.
+
+        zeroed: what earlier backwards of the step have left was dropped.
+        """
         self.tiers.check()
-        if executor is not self.open:
+        if executor not in self.open:
             raise StepOrderError(
-                "this loss belongs to a step that was given up when the model was called again: call backward before "
-                "the next forward, or give it both batches as one (greedysnake holds the checkpoints of one step)"
+                f"this loss belongs to a step that was given up when {self.open.refusal}: call backward before that, "
+                f"or give it both batches as one. {KEPT}"
             )
         optimizer = self._optimizer()
         if optimizer is None:
             raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
         record = optimizer.begin_step()
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
+        if self.record is not None and not zeroed:
+            record.adds, record.losses = True, [*self.record.losses, *record.losses]
         executor.record = self.record = record
+        self.num_backwards += 1
 
-    def abandon(self) -> None:
-        """Let go of a step whose backward has not begun; its loss cannot be differentiated any more."""
-        if self.open is not None and self.record is None:
-            self.open.close()
-            self.open = None
+    def end_backward(self, executor: TieredExecutor, call: Call, repeat: Callable[[Engine], None]) -> None:
+        """The backward of a call has run; `repeat` does all of it again, on another engine."""
+        self.open.end(executor, call)
+        if self.may_begin_again:
+            self.done.append(repeat)
+
+    def end(self) -> None:
+        """Close the tiers; a successor begins where this engine began."""
+        self.open.abandon("the run began again")
+        self.record = None
+        self.tiers.close()
 
     @in_turn
     def finish(self) -> StepRecord | None:
@@ -191,9 +248,26 @@ class Engine(ParameterStore):
         record, self.record = self.record, None
         if record is not None:
             self.num_steps += 1
+            if self.num_steps == 1:
+                self._tell_what_calls_cost()
+            self.num_backwards = 0
+            self.done.clear()
+            self.open.abandon("optimizer.step() was called")
             if self.placement.has_late:
                 self.tiers.leave(record)
         return record
+
+    def _tell_what_calls_cost(self) -> None:
+        """Log what one call with the whole batch would save in each step, where the first one has had several."""
+        if self.num_backwards > 1:
+            moved = traffic(self.programs[-1], self._latest[0]).items()
+            nbytes = sum(nbytes for (_, kind), nbytes in moved if kind in ("w", "dw"))
+            log.info(
+                "a step has %d backwards: one call with the whole batch would move %s less in each step, as every call "
+                "brings the parameters, and adds to the gradients, once more",
+                self.num_backwards,
+                format_bytes((self.num_backwards - 1) * nbytes),
+            )
 
     def flush(self, *, commit: bool = False) -> None:
         """Bring all updates to an end, as evaluation and reading need it; `commit`: the last step is made durable."""
@@ -214,7 +288,7 @@ class Engine(ParameterStore):
     def commit(self) -> None:
         """Return when the last step is durable, with all that belongs to it by now."""
         self._refuse_unfinished()
-        self.abandon()
+        self.open.abandon("optimizer.commit() was called")
         self.flush(commit=True)
         super().synchronize()
 
@@ -234,7 +308,7 @@ class Engine(ParameterStore):
     def write(self, span: Slice, values: Tensor) -> None:
         """A new value for a parameter; a step whose backward has not begun is given up."""
         self.flush()
-        self.abandon()
+        self.open.abandon("a parameter was given another value")
         super().write(span, values)
 
     def trained_span(self, parameter: Tensor) -> Slice | None:
@@ -271,7 +345,8 @@ class Engine(ParameterStore):
 
     def _refuse_other_threads(self) -> None:
         """Raise `StepOrderError` where the open step is of another thread, which would lose it."""
-        if self.open and self._opened_by is not threading.current_thread() and self._opened_by.is_alive():
+        is_open = self.open or self.record is not None
+        if is_open and self._opened_by is not threading.current_thread() and self._opened_by.is_alive():
             raise StepOrderError(
                 f"the thread {self._opened_by.name} is between the forward and the backward of a step of this model, "
                 "which has one step at a time: train it from one thread, or hold a lock until optimizer.step()"
@@ -279,9 +354,10 @@ class Engine(ParameterStore):
 
     def _refuse_unfinished(self) -> None:
         self.tiers.check()
-        if self.record is not None:
+        if self.record is not None and not self.accumulates:
             raise StepOrderError(
                 "a backward has run and optimizer.step() has not: some parameters are updated and some are not. Call "
-                "optimizer.step() first (greedysnake makes one step of each backward; give the model the whole batch "
-                "instead of accumulating)"
+                "optimizer.step() first. The first step of this run had one backward, so updates run beside it: give "
+                'the model the whole batch in one call, or give options={"accumulate": True}, with which updates wait '
+                "for optimizer.step(), and begin the run anew"
             )

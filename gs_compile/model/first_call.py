@@ -34,6 +34,8 @@ from gs_compile.runtime.trace import Trace
 
 log = logging.getLogger(__name__)
 
+ACCUMULATES, NUM_CALLS = "accumulates", "num_calls"  # what commits keep of the loop, beside the plan
+
 
 def plan_tiers(
     optimizer: OptimizerLike,
@@ -47,11 +49,8 @@ def plan_tiers(
     Masters of parameters in bf16 are split or whole, as the plan says where nobody does; ranks have split ones.
     """
     options, split = compilation.options, models[0].split
-    parameters = [arg for arg in args if isinstance(arg, torch.nn.Parameter)]
     groups = _param_groups(compilation, models[0], args, optimizer.group_of)
-    asked = options.expert.masters
-    is_open = not asked and ranks is None and any(each.dtype == torch.bfloat16 for each in parameters)
-    kinds: tuple[Masters, ...] = ("split", "whole") if is_open else (asked or "split",)
+    kinds = _kinds_of_masters(options, args, ranks)
     arrangements = {
         masters: arrange(
             split,
@@ -64,6 +63,7 @@ def plan_tiers(
     }
     first = arrangements[kinds[0]]
     stored = stored_parameters(compilation, first, args)
+    former = {} if ranks else former_plan(options, stored, optimizer)
     run = Run(
         ModelAtHand(
             options=options,
@@ -72,11 +72,20 @@ def plan_tiers(
             tied=tied_units(split, first.spans),
             device=next(args[index].device for index in first.spans),
             clip=optimizer.max_grad_norm is not None,
+            accumulate=optimizer.accumulates or bool(former.get(ACCUMULATES)),
+            num_calls=max(optimizer.num_calls, former.get(NUM_CALLS, 1)),
             ranks=ranks,
         )
     )
-    found = run.plan({} if ranks else former_plan(options, stored, optimizer))
+    found = run.plan(former)
     return arrangements[found.masters], stored, StepPrograms(run, found)
+
+
+def _kinds_of_masters(options: Options, args: Sequence[Any], ranks: Ranks | None) -> tuple[Masters, ...]:
+    """Those that the planner chooses from, the first to be tried first."""
+    asked = options.expert.masters
+    narrow = (arg.dtype == torch.bfloat16 for arg in args if isinstance(arg, torch.nn.Parameter))
+    return ("split", "whole") if not asked and ranks is None and any(narrow) else (asked or "split",)
 
 
 def open_tiers(
@@ -112,7 +121,7 @@ def open_tiers(
             Setting(planning.placement, arrangement.types, store, device_of(run.model.device), ranks),
             Recipe(rule, arrangement.runs),
             trace=Trace(events=options.expert.trace),
-            host_nbytes=planning.host_nbytes,
+            host_nbytes=run.whole_nbytes,
             num_threads=run.num_threads,
             alike=same,
         )

@@ -27,7 +27,7 @@ from gs_compile.runtime.storage.manifest import StoredParameter
 from gs_compile.runtime.stream import is_in_host_memory
 from gs_compile.runtime.tiers import Tiers
 
-Bring = Callable[[nn.Parameter, Slice, Tensor], Tensor]  # a value to the tiers; gives what stays as its first one
+Bring = Callable[[nn.Parameter, Slice], Tensor | None]  # a value to the tiers; gives what stays as its first one
 
 
 def move_in(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], host_nbytes: int, folder: Path) -> None:
@@ -39,7 +39,8 @@ def move_in(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], host_nby
     copies = sum(4 * each.numel() for each in spans if not is_in_host_memory(each))  # they come on top
     fits = host_nbytes * (ranks.num_here if ranks else 1) + copies <= available_memory()
 
-    def bring(parameter: nn.Parameter, span: Slice, stashed: Tensor) -> Tensor:
+    def bring(parameter: nn.Parameter, span: Slice) -> Tensor:
+        stashed = residency_of(parameter).stashed_value(parameter)
         values = whole(stashed).cpu()
         if ranks and not isinstance(stashed, DTensor):
             ranks.broadcast(values := values.contiguous(), 0)
@@ -68,11 +69,11 @@ def take_up(
         rest = read_rest(tiers.setting.store)
         undo.pop_all()
 
-    def bring(parameter: nn.Parameter, span: Slice, stashed: Tensor) -> Tensor:
+    def bring(parameter: nn.Parameter, span: Slice) -> Tensor | None:
         entry = entries[parameter]
         for piece, source in zip(pieces_of(span, 4), pieces_of(former.places[entry.name], 4), strict=True):
             _take_up_piece(tiers, former, piece, source, len(store.components) if entry.trained else 0)
-        return stashed
+        return residency_of(parameter).stash
 
     _move(store, spans, "taking up parameters", bring)
     store.has_loaded_state = True
@@ -90,7 +91,7 @@ def _move(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], words: str
         for parameter, span in spans.items():
             if not is_offloaded(parameter):
                 stash(parameter)
-            first = bring(parameter, span, residency_of(parameter).stashed_value(parameter))
+            first = bring(parameter, span)
             adopt(parameter, store, span, first)
             undo.callback(hand_back, parameter)
             advance()

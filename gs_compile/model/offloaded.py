@@ -215,11 +215,15 @@ class UnavailableGradient(Tensor):
     Without it, clipping and other optimizers would pass over the parameter without a word.
     """
 
+    is_zeroed = False  # by the user, since the last backward
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """To be looked at, zeroed and dropped is what it allows."""
         name = getattr(function, "__name__", "")
         if name in ("zero_", "_foreach_zero_"):
+            for gradient in args[0] if name == "_foreach_zero_" else args[:1]:
+                gradient.is_zeroed = True
             return args[0]
         if name == "__get__" or name in _LOOKS or name.startswith(_ASKS):
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gs_compile.capture.internals import changes
-from gs_compile.errors import COMMITTED, LOST, SAVED, ReleasedParameterError
+from gs_compile.errors import COMMITTED, LOST, SAVED, ReleasedParameterError, StepOrderError
 from gs_compile.model import files
 from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder, shares_memory
 from gs_compile.model.parameter_store import ParameterStore
@@ -78,7 +78,7 @@ class Residency:
     is_trained: bool = False  # by the store
     stash: Tensor | None = None  # the value of a stashed parameter, in a file or in memory
     folder: Path | None = None  # of the file; None: the parameter was resident, and its value is in memory
-    gradient: Tensor | None = None  # to be shown as .grad
+    gradient: UnavailableGradient | None = None  # to be shown as .grad
     kind: type = nn.Parameter  # of the resident parameter
     is_materialized: bool = False
     shown: dict[torch.device, Shown] = field(default_factory=dict)
@@ -235,7 +235,7 @@ def stash(
     residency.release(parameter, dtype or parameter.dtype)
 
 
-def adopt(parameter: Tensor, store: ParameterStore, span: Slice, first: Tensor) -> None:
+def adopt(parameter: Tensor, store: ParameterStore, span: Slice, first: Tensor | None) -> None:
     """The store has the value of a stashed parameter now; `first` is the same, and its place if the store fails."""
     residency = residency_of(parameter)
     residency.place, residency.stash = (store, span), first
@@ -273,7 +273,23 @@ def mark_gradient_unavailable(parameter: Tensor) -> None:
         if residency.gradient is None:
             whole = placeholder(parameter.dtype, parameter.device).expand(parameter.shape)
             residency.gradient = whole.as_subclass(UnavailableGradient)
+        residency.gradient.is_zeroed = False
         parameter.grad = residency.gradient
+
+
+def is_zeroed(arguments: Iterable[Any]) -> bool:
+    """Whether the gradients that backwards have left in `.grad` were dropped, or set to zero, since then.
+
+    Raises `StepOrderError` where some were and some were not.
+    """
+    marked = [arg.grad for arg in arguments if is_offloaded(arg) and arg.requires_grad]
+    zeroed = {grad is None or (isinstance(grad, UnavailableGradient) and grad.is_zeroed) for grad in marked}
+    if len(zeroed) > 1:
+        raise StepOrderError(
+            "since the last backward the gradients of some parameters were set to zero, and those of others were not: "
+            "with parameters on the tiers call optimizer.zero_grad(), which does it for all"
+        )
+    return True in zeroed
 
 
 @contextmanager

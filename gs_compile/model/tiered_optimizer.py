@@ -60,6 +60,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._shown_steps = torch.zeros(())  # `num_steps`, for all that `state` shows
         self.last_step: StepInfo | None = None
         self.kept = Kept()
+        self.accumulates = False  # steps have several backwards: the first one has shown it
+        self.num_calls = 1  # that are between forward and backward at a time
+        self.loaded: dict[torch.Tensor, Any] = {}  # the states that the first step began with, until it has ended
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -144,6 +147,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             return loss
         record = self.engine.finish() or self._step_in_memory()
         if record is not None:
+            self.loaded.clear()
             in_memory.update(self.rule, self._resident, self.group_of, self.state, record)
             for parameter in self._parameters:
                 parameter.grad = None if isinstance(parameter.grad, UnavailableGradient) else parameter.grad
@@ -295,6 +299,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             values = [value for key, value in state.items() if key != "step"]
             if not all(isinstance(value, torch.Tensor) and value.is_meta for value in values):
                 self.engine.load_state(span, state)
+                if not self.engine.num_steps:
+                    self.loaded[parameter] = state
             self._show_state(parameter)
 
     def _show_state(self, parameter: torch.Tensor) -> None:

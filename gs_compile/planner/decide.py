@@ -271,7 +271,7 @@ def _too_large(problem: Problem, placement: Placement) -> str:
         f"of it at least, with ratios {words}: {remedies(request)}"
     )
     alpha = placement.decision.alpha
-    if alpha and not request.speculative and (most := _most_alpha(problem, alpha)) is not None:
+    if alpha and not (request.speculative or request.accumulate) and (most := _most_alpha(problem, alpha)) is not None:
         why = " (max_grad_norm makes all gradients wait)" if request.clip else ""
         message += (
             ". Late gradients need the memory that obsolete parameters and checkpoints leave: the largest alpha "

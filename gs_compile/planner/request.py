@@ -141,8 +141,10 @@ class Request:
     @property
     def speculative(self) -> bool:
         """Whether updates run before the norm is known: where that is asked for, or where not all are to be late."""
-        return self.clip and not self.accumulate and (
-            self.clipping == "speculative" or (self.clipping is None and self.alpha not in (None, 1.0))
+        return (
+            self.clip
+            and not self.accumulate
+            and (self.clipping == "speculative" or (self.clipping is None and self.alpha not in (None, 1.0)))
         )
 
     @property

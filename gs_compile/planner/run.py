@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gs_compile.machine import DEFAULT_SHARE, available_memory, parse_bytes, usable_memory
+from gs_compile.errors import MemoryBudgetError
+from gs_compile.machine import DEFAULT_SHARE, available_memory, format_bytes, parse_bytes, usable_memory
 from gs_compile.options import Masters, Options
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.placement import Layout, Placement
+from gs_compile.placement.slab import fixed_offsets
 from gs_compile.placement.workload import UnitSize, Workload
-from gs_compile.planner.builder import StepBuilder
+from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.cost.timing import LayerLevels, priced, timed
 from gs_compile.planner.cost.workload import workload_of
 from gs_compile.planner.decide import decide, undecided
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MOST_ROUNDS = 4  # of planning with less: what several calls share is known once it is planned
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAtHand:
@@ -49,7 +53,7 @@ class ModelAtHand:
 
     sizes: of its units, with each kind of masters that may be chosen: "split" first. layouts: of each micro-batch.
     tied: the units that share parameters. clip: the optimizer clips gradients. accumulate: a step is known to have
-        several backwards.
+        several backwards. num_calls: that are between forward and backward at a time, as far as that is known.
     """
 
     options: Options
@@ -59,6 +63,7 @@ class ModelAtHand:
     device: torch.device
     clip: bool
     accumulate: bool = False
+    num_calls: int = 1
     ranks: Ranks | None = None
 
 
@@ -91,7 +96,9 @@ class Run:
         own = host_budget(options, here), device_budget(options, model.device), batch
         hosts, devices, batches = zip(*(ranks.agree("the budgets and batches", own) if ranks else [own]), strict=True)
         self.batch = max(batches, key=lambda each: sum(map(sum, each)))
-        self.host_nbytes: int = min(hosts)
+        self.whole_nbytes: int = min(hosts)
+        self.host_nbytes = self.whole_nbytes  # of one call, where several are under way at a time
+        self.num_calls = model.num_calls
         self.device_nbytes: int | None = None if None in devices else min(devices)
         self.levels = self._levels()
         self.problem, self._priced = cache(self._problem), cache(self._price)  # of this run: they go with it
@@ -176,6 +183,34 @@ class Run:
     # What is decided --------------------------------------------------------------------------------------------------
 
     def plan(self, former: Mapping[str, Any]) -> Planned:
+        """The plan of a call that leaves host memory for the others that are under way at the same time.
+
+        former: as of `_plan`, which raises what this does.
+        """
+        for number in range(MOST_ROUNDS):
+            if number == MOST_ROUNDS - 1:
+                self.host_nbytes = self.whole_nbytes // self.num_calls
+            self.problem.cache_clear()
+            try:
+                found = self._plan(former)
+            except MemoryBudgetError as error:
+                if self.num_calls == 1:
+                    raise
+                words = f"host_memory is {format_bytes(self.whole_nbytes)} for {self.num_calls} calls of the model that"
+                raise MemoryBudgetError(f"{words} wait for their backward at a time; for each, {error}") from error
+            fixed_nbytes = fixed_offsets(found.placement).nbytes  # which all share
+            most = fixed_nbytes + (self.whole_nbytes - fixed_nbytes) // self.num_calls
+            if self.num_calls == 1 or self._nbytes(found) <= most:
+                self.host_nbytes = most
+                break
+            self.host_nbytes = most
+        return found
+
+    def _nbytes(self, found: Planned) -> int:
+        """The most host memory that a call takes by a plan."""
+        return max(peak(program, "host") for program in self.builder(found.masters).programs(found.placement))
+
+    def _plan(self, former: Mapping[str, Any]) -> Planned:
         """The plan of a commit that the run goes on from, if nothing has changed that it was made for; else a new one.
 
         former: what the commit has of its plan; empty: there is none. Raises `MemoryBudgetError` where not even the

@@ -182,8 +182,9 @@ def test_frozen_parameters_stay(precision, tmp_path):
 # The order of calls ---------------------------------------------------------------------------------------------------
 
 
-def test_one_backward_is_one_step(tmp_path):
+def test_a_run_that_began_with_one_backward_a_step_has_one_in_each(tmp_path):
     with learner(tmp_path) as one:
+        one.train(0, 1)
         one.loss(0).backward()
         calls = [lambda: one.loss(1), torch.no_grad()(lambda: one.loss(1)), lambda: inside(one)]
         for call in (*calls, one.model.state_dict, one.optimizer.state_dict):
@@ -198,7 +199,9 @@ def test_one_backward_is_one_step(tmp_path):
             old.backward()
         new.backward()
         one.optimizer.step()
-        assert one.optimizer.num_steps == 2
+        with pytest.raises(StepOrderError, match=r"comes to 2 calls of the model\. .* nothing was updated"):
+            (one.loss(1) + one.loss(2)).backward()
+        assert one.optimizer.num_steps == 4
 
 
 def test_a_loss_that_is_dropped_leaves_nothing(tmp_path):

@@ -51,14 +51,15 @@ def batch(rank, number):
     return zoo.batch(2 + (number + 2 * rank) % 3, zoo.TOKENS + rank, seed=10 * number + rank)
 
 
-def train(info, model, optimizer, clip):
-    """Losses, norms and parameters; `clip` returns the norm of a step."""
+def train(info, model, optimizer, clip, backwards=1):
+    """Losses, norms and parameters; `clip` returns the norm of a step, which has so many backwards."""
     losses, norms = [], []
     for number in range(NUM_STEPS):
-        ids, labels = batch(info.rank, number)
-        output = model(ids, labels=labels)
-        loss = output if isinstance(output, torch.Tensor) else output.loss
-        loss.backward()
+        for each in range(backwards):
+            ids, labels = batch(info.rank, number + NUM_STEPS * each)
+            output = model(ids, labels=labels)
+            loss = output if isinstance(output, torch.Tensor) else output.loss
+            (loss / backwards).backward()
         norms.append(clip())
         optimizer.step()
         optimizer.zero_grad()
@@ -67,20 +68,20 @@ def train(info, model, optimizer, clip):
     return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def learns(info, tmp_path, name, **changes):
+def learns(info, tmp_path, name, backwards=1, **changes):
     """How far from DDP one model is."""
     reference = DistributedDataParallel(model := build(name))
     model = copy.deepcopy(model)
     plain = torch.optim.AdamW(two_groups(reference), **SETTINGS)
     clip = partial(torch.nn.utils.clip_grad_norm_, list(reference.parameters()), MODELS[name])
-    losses, norms, values = train(info, reference, plain, lambda: clip().item())
+    losses, norms, values = train(info, reference, plain, lambda: clip().item(), backwards)
     assert info.number > 2 or min(norms) < MODELS[name] < max(norms), norms
 
     if changes.pop("mesh", False):
         changes["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     ours = gs_compile.AdamW(two_groups(model), max_grad_norm=MODELS[name], **SETTINGS)
     model.compile(backend="greedysnake", options={**options(tmp_path, ratios={"parameter": 0.5}), **changes})
-    found = train(info, model, ours, lambda: ours.grad_norm)
+    found = train(info, model, ours, lambda: ours.grad_norm, backwards)
     return {
         "losses": max(abs(a - b) / b for a, b in zip(found[0], losses, strict=True)),
         "norms": max(abs(a - b) / b for a, b in zip(found[1], norms, strict=True)),
@@ -105,6 +106,11 @@ def check(found):
 )
 def test_two_ranks_against_ddp(pair, tmp_path, name):
     check(pair.run(learn_all, tmp_path, names=[name]))
+
+
+def test_two_ranks_with_several_backwards_a_step_against_ddp(pair, tmp_path):
+    """Each adds this rank's share of its gradient to that of the ones before."""
+    check(pair.run(learn_all, tmp_path, names=["gpt2"], backwards=2, accumulate=True))
 
 
 @pytest.mark.slow

@@ -1,0 +1,76 @@
+"""first_step: an engine is made at a model's first call, and once more where the first step has several backwards.
+
+Nobody says how many backwards come before `optimizer.step()`. So updates run beside the first one, and when the first
+step has another, the run begins again with updates that wait: first values are there until a step has ended, and the
+backwards so far run once more, with the same inputs, random numbers and gradients. What the first step has settled
+holds from then on.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from gs_compile.codegen.compiled import Compilation, SpecializedModel
+from gs_compile.model.engine import Engine
+from gs_compile.model.meeting import agree
+from gs_compile.model.tiered_optimizer import TieredOptimizer
+from gs_compile.runtime.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+
+class Call(Protocol):
+    """What an engine is made for: the arguments of a captured model, cut into micro-batches."""
+
+    compilation: Compilation
+    models: Sequence[SpecializedModel]
+    args: Sequence[Any]
+
+
+def begin(
+    optimizer: TieredOptimizer,
+    compilation: Compilation,
+    models: Sequence[SpecializedModel],
+    args: Sequence[Any],
+    ranks: Ranks | None,
+) -> Engine:
+    """The engine of an optimizer, with the state that this has loaded or that a durable run has left."""
+    with torch.inference_mode(False):  # what is made lives longer than this call
+        if ranks is not None:
+            agree(ranks, compilation, models[0], args, optimizer)
+        optimizer.engine = engine = Engine(optimizer, compilation, models, args, ranks)
+        if engine.durable is None or engine.durable.former is None:
+            optimizer.load_into_engine()
+        elif optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts
+            optimizer.go_on(engine.durable.former)
+            optimizer.kept.step = engine.durable.former.step
+    # `model.compile` ties a module into a reference cycle; it often goes with its optimizer, and its files with it.
+    weakref.finalize(optimizer, gc.collect).atexit = False
+    return engine
+
+
+def begin_again(engine: Engine, call: Call, *, accumulates: bool, num_calls: int) -> Engine:
+    """Another engine for the rest of the first step, with what the step has done so far.
+
+    call: one of the step. accumulates: steps have several backwards. num_calls: that have memory at a time.
+    """
+    optimizer, done = engine.optimizer, engine.done
+    assert isinstance(optimizer, TieredOptimizer)
+    words = ["a step has several backwards, so that updates wait for optimizer.step()"] if accumulates else []
+    words += [f"{num_calls} calls are between forward and backward at a time"] if num_calls > 1 else []
+    log.info("in this loop %s: the first step, under way, begins again", ", and ".join(words))
+    engine.end()
+    optimizer.accumulates, optimizer.num_calls = accumulates, num_calls
+    optimizer.state.update(optimizer.loaded)
+    engine.successor = found = begin(optimizer, call.compilation, call.models, call.args, engine.ranks)
+    if found.durable is not None:
+        found.durable.goes_on()  # random numbers do already
+    for repeat in done:
+        repeat(found)
+    return found

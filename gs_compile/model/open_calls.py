@@ -1,0 +1,74 @@
+"""open_calls: the training calls of one model between their forward and the end of their backward."""
+
+from __future__ import annotations
+
+import weakref
+from itertools import count
+from typing import Any, Protocol
+
+from gs_compile.capture.internals import comes_to
+from gs_compile.runtime.issue import TieredExecutor
+
+
+class Call(Protocol):
+    """A call lives as long as its autograd node does, and so as its loss: who drops that has given it up."""
+
+    node: weakref.ref[Any] | None
+
+
+class OpenCalls:
+    """Executors by the call that each is of."""
+
+    def __init__(self) -> None:
+        self._calls: dict[TieredExecutor, weakref.ref[Call]] = {}
+        self._undone: weakref.WeakSet[Call] = weakref.WeakSet()  # those without a backward, also if they were given up
+        self.refusal = ""  # when the calls that were given up last were
+        self.may_be_repeated = True  # nothing but calls has come between
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def __contains__(self, executor: TieredExecutor) -> bool:
+        return executor in self._calls
+
+    def add(self, executor: TieredExecutor, call: Call) -> None:
+        self._calls[executor] = weakref.ref(call)
+        self._undone.add(call)
+
+    def end(self, executor: TieredExecutor, call: Call) -> None:
+        """Its backward has run."""
+        del self._calls[executor]
+        self._undone.discard(call)
+
+    @property
+    def number(self) -> int:
+        """Of the calls whose loss is there and has not had its backward, also if they were given up."""
+        return len(self._undone)
+
+    @property
+    def number_in_backward(self) -> int:
+        """Of the calls that the backward under way comes to, those that have not had it."""
+        nodes = (call.node and call.node() for call in self._undone)
+        return sum(node is not None and comes_to(node) for node in nodes)
+
+    @property
+    def free_number(self) -> int:
+        """The least that no open call has."""
+        taken = {executor.number for executor in self._calls}
+        return next(number for number in count() if number not in taken)
+
+    def let_lost_go(self) -> None:
+        """Close those whose loss is gone."""
+        for executor in [executor for executor, call in self._calls.items() if call() is None]:
+            self.give_up(executor)
+
+    def abandon(self, refusal: str, *, by_call: bool = False) -> None:
+        """Close all of them; refusal: what their backwards are told; by_call: it is another call that has come."""
+        self.refusal, self.may_be_repeated = refusal, by_call
+        for executor in list(self._calls):
+            self.give_up(executor)
+
+    def give_up(self, executor: TieredExecutor) -> None:
+        """Close one."""
+        executor.close()
+        del self._calls[executor]

@@ -1,0 +1,72 @@
+"""A run whose steps have several backwards, killed between two of them, goes on from its last step, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from killed import resumed
+from tiered import Harness, adamw, gpt2, options, outcome, tokens
+
+from gs_compile.runtime.storage.manifest import FOLDER, read
+
+KEEPS_CAPTURES = True
+NUM_BACKWARDS, NUM_STEPS = 3, 4
+
+
+@pytest.fixture(scope="module")
+def harness():
+    return Harness(lambda: gpt2(dropout=0.1))
+
+
+def train(harness, optimizer, first=0, between=lambda number, backwards: None):
+    """The steps from `first` on; `between` is told the step and how many backwards of it have run."""
+    for number in range(first, NUM_STEPS):
+        for each in range(NUM_BACKWARDS):
+            ids = tokens(NUM_BACKWARDS * number + each)
+            (harness.model(input_ids=ids, labels=ids).loss / NUM_BACKWARDS).backward()
+            between(number, each + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return outcome(harness.model, optimizer, [], [])
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["with the option", "found out"])
+@pytest.mark.parametrize("place", [{}, {"ratios": {"parameter": 1.0, "optimizer": 0.5}, "separate_device": True}])
+def test_killed_between_two_backwards(harness, tmp_path, known, place):
+    given = options(tmp_path / "run", durability="step", accumulate=known, **place)
+    torch.manual_seed(1)
+
+    def kill(number, backwards):
+        if (number, backwards) == (2, 2):
+            optimizer.engine.tiers.synchronize()
+            shutil.copytree(tmp_path / "run" / FOLDER, tmp_path / "aside")
+
+    with harness.fresh(adamw, given) as optimizer:
+        wanted = train(harness, optimizer, between=kill)
+    shutil.rmtree(tmp_path / "run" / FOLDER)
+    shutil.copytree(tmp_path / "aside", tmp_path / "run" / FOLDER)
+    made = read(tmp_path / "run" / FOLDER)
+    assert (made.step, made.plan["accumulates"], made.plan["num_calls"]) == (2, True, 1)
+    with resumed(harness, adamw, given) as optimizer:
+        assert not train(harness, optimizer, first=2).differences(wanted)
+
+
+def test_a_run_that_goes_on_begins_its_first_step_again_from_the_commit(harness, tmp_path, monkeypatch):
+    """The commit is of a run that has not shown yet what its loop does."""
+    given = options(tmp_path / "run", durability="step")
+    torch.manual_seed(1)
+    with harness.fresh(adamw, given) as optimizer:
+        train(harness, optimizer, between=lambda number, backwards: None)
+        optimizer.commit()
+    shutil.copytree(tmp_path / "run" / FOLDER, tmp_path / "aside")
+    found = []
+    for known in (True, False):
+        shutil.rmtree(tmp_path / "run" / FOLDER, ignore_errors=True)
+        shutil.copytree(tmp_path / "aside", tmp_path / "run" / FOLDER)
+        with monkeypatch.context() as patched, resumed(harness, adamw, given | {"accumulate": known}) as optimizer:
+            patched.setattr("gs_compile.model.first_call.ACCUMULATES", "unknown")
+            found.append(train(harness, optimizer, first=NUM_STEPS - 1))
+            assert optimizer.num_steps == NUM_STEPS + 1
+    assert not found[0].differences(found[1])
