@@ -129,7 +129,7 @@ class Call:
         if self.engine is None:
             return self._averaged(self.outputs.argument_gradients(executor.env, self.units.micro_batches))
         assert isinstance(executor, TieredExecutor)
-        self.engine.end_backward(executor, self, partial(self.repeat, gradients))
+        self.engine.end_backward(executor, self, gradients)
         for parameter in self.trained:
             mark_gradient_unavailable(parameter)
         return [None for _ in self.trained]
@@ -145,7 +145,7 @@ class Call:
         number, is_given_up = engine.open.number_in_backward, self.executor not in engine.open
         is_several = number > 1 or (is_given_up and engine.open.may_be_repeated)
         if is_several and engine.may_begin_again and (is_given_up or not engine.accumulates):
-            begin_again(engine, self, accumulates=True, num_calls=max(engine.open.number, engine.num_calls))
+            self.begin_again(engine)
         elif number > 1 and not engine.accumulates and engine.successor is None:
             raise StepOrderError(
                 f"this backward comes to {number} calls of the model. The first step of this run had one backward of "
@@ -155,6 +155,10 @@ class Call:
             engine = engine.successor
         if engine is not self.engine:
             self.move_to(engine)
+
+    def begin_again(self, engine: Engine) -> None:
+        """Have another engine in the place of one whose steps have one backward, or fewer calls at a time."""
+        begin_again(engine, self, accumulates=True, num_calls=max(engine.open.number, engine.num_calls))
 
     def repeat(self, gradients: Gradients, engine: Engine) -> None:
         """Run forward and backward once more, on another engine."""
@@ -219,10 +223,13 @@ class Call:
             engine = self.engine = begin_again(engine, self, accumulates=True, num_calls=engine.num_calls)
         try:
             return engine.begin(self.models, self.args, self.units, self._inputs(), self.shape)
-        except MemoryBudgetError:
+        except MemoryBudgetError as error:
             if not (engine.open and engine.may_begin_again):
                 raise
-        self.engine = begin_again(engine, self, accumulates=engine.accumulates, num_calls=engine.num_calls + 1)
+            try:
+                self.engine = begin_again(engine, self, accumulates=engine.accumulates, num_calls=engine.num_calls + 1)
+            except MemoryBudgetError:
+                raise error from None
         return self.engine.begin(self.models, self.args, self.units, self._inputs(), self.shape)
 
     def _inputs(self) -> dict[Value, Any]:

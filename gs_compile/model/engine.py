@@ -28,7 +28,7 @@ from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
 from gs_compile.machine import format_bytes
 from gs_compile.model.commits import Durable, OptimizerLike, give_back_rest
-from gs_compile.model.first_call import ACCUMULATES, NUM_CALLS, open_tiers, plan_tiers
+from gs_compile.model.first_call import ACCUMULATES, NUM_CALLS, Planning, open_tiers, plan_tiers
 from gs_compile.model.moving import let_go, move_in, take_up
 from gs_compile.model.open_calls import Call, OpenCalls
 from gs_compile.model.parameter_store import ParameterStore, in_turn
@@ -43,6 +43,7 @@ from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.ranks import Ranks
+from gs_compile.runtime.sums import Sums
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,9 @@ class Engine(ParameterStore):
         models: Sequence[SpecializedModel],
         args: Sequence[Any],
         ranks: Ranks | None = None,
+        planning: Planning | None = None,
     ) -> None:
+        """planning: by `plan_tiers`, where that is done."""
         gc.collect()  # what earlier models have left: memory that counts against the budget, and locks of storage
         self._optimizer = weakref.ref(optimizer)
         self.options, self.ranks = compilation.options, ranks
@@ -82,16 +85,17 @@ class Engine(ParameterStore):
         self._opened_by = threading.current_thread()  # the latest of these
         self.record: StepRecord | None = None  # of backwards that optimizer.step() has not closed yet
         self.num_backwards = 0  # of the step under way
-        self.done: list[Callable[[Engine], None]] = []  # the backwards of the first step, to be done again
+        self.done: list[tuple[Call, Any]] = []  # calls of the first step that had their backward, and its gradients
         self.successor: Engine | None = None  # that does so
         self.programs: tuple[Program, ...] = ()  # of the latest call
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
         self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
-        arrangement, stored, self.planning = plan_tiers(optimizer, compilation, models, args, ranks)
+        planning = planning or plan_tiers(optimizer, compilation, models, args, ranks)
+        arrangement, stored, self.planning = planning
         self._latest = self.planning.placement, self.planning.first_shape  # of the latest call
         tiers = open_tiers(self.planning, arrangement, optimizer.rule, stored, optimizer)
         super().__init__(tiers, self.options.storage[0], optimizer.components)
-        self.turn = optimizer.turn
+        self.turn, self.sums = optimizer.turn, Sums(tiers)
         loop = {ACCUMULATES: self.accumulates, NUM_CALLS: self.num_calls}
         plan = {**self.planning.planned.facts, **loop}
         self.durable = Durable(self._optimizer, tiers, stored, plan) if tiers.commits else None
@@ -136,7 +140,7 @@ class Engine(ParameterStore):
     def may_begin_again(self) -> bool:
         """Whether the first step is under way, and all is there that it began with."""
         is_ours = self._opened_by is threading.current_thread() and self.ranks is None and not self.closed
-        return is_ours and not self.num_steps and self.placement.schedule == "vertical"
+        return is_ours and not (self.num_steps or self.sums.has_outside) and self.placement.schedule == "vertical"
 
     @property
     def room_nbytes(self) -> int:
@@ -219,6 +223,11 @@ class Engine(ParameterStore):
                 f"this loss belongs to a step that was given up when {self.open.refusal}: call backward before that, "
                 f"or give it both batches as one. {KEPT}"
             )
+        executor.record = self._begin_record(losses, zeroed=zeroed)
+        self.num_backwards += 1
+
+    def _begin_record(self, losses: Sequence[Tensor], *, zeroed: bool) -> StepRecord:
+        """The record of the step under way, as the optimizer is set now."""
         optimizer = self._optimizer()
         if optimizer is None:
             raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
@@ -226,14 +235,48 @@ class Engine(ParameterStore):
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         if self.record is not None and not zeroed:
             record.adds, record.losses = True, [*self.record.losses, *record.losses]
-        executor.record = self.record = record
-        self.num_backwards += 1
+        self.record = record
+        return record
 
-    def end_backward(self, executor: TieredExecutor, call: Call, repeat: Callable[[Engine], None]) -> None:
-        """The backward of a call has run; `repeat` does all of it again, on another engine."""
+    def end_backward(self, executor: TieredExecutor, call: Call, gradients: Any) -> None:
+        """The backward of a call has run, of such gradients."""
         self.open.end(executor, call)
+        self.sums.counted()
         if self.may_begin_again:
-            self.done.append(repeat)
+            self.done.append((call, gradients))
+
+    @in_turn
+    def begin_sums(self, *, zeroed: bool) -> None:
+        """As in the store; the first step shows that its updates have to wait, later ones are refused."""
+        self.tiers.check()
+        if self.ranks is not None:
+            raise StepOrderError(
+                "a backward has come to a parameter that several ranks share from a computation outside of the "
+                "compiled model: compute this under torch.no_grad(), or inside of the model's forward"
+            )
+        if not self.accumulates:
+            calls = [*self.open.undone, *(call for call, _ in self.done)]
+            if not (calls and self.may_begin_again):
+                raise StepOrderError(
+                    "a backward has come to a parameter that lives on the tiers from a computation outside of the "
+                    "compiled model, and updates do not wait for that: the first step of this run had none. Give "
+                    'options={"accumulate": True}, and begin the run anew, or compute this under torch.no_grad()'
+                )
+            if zeroed:
+                self.done.clear()
+            calls[0].begin_again(self)
+            assert self.successor is not None
+            self.successor.begin_sums(zeroed=zeroed)
+        elif self.record is None or zeroed:
+            self.flush()
+            self.sums.clear()
+            self._begin_record([], zeroed=True)
+
+    @in_turn
+    def add_gradient(self, span: Slice, gradient: Tensor) -> None:
+        """Add a gradient from outside to the sums of the step."""
+        assert self.record is not None
+        self.sums.add(span, gradient, self.record)
 
     def end(self) -> None:
         """Close the tiers; a successor begins where this engine began."""
@@ -245,8 +288,15 @@ class Engine(ParameterStore):
     def finish(self) -> StepRecord | None:
         """Close the step whose backward has run; late updates may follow. None: there was no backward."""
         self.tiers.wait_for_commit()  # of the step before: a kill costs one closed step at most
-        record, self.record = self.record, None
+        record = self.record
+        if record is not None and not self.num_backwards:
+            raise StepOrderError(
+                "in this step gradients have come from outside of the compiled model alone: a step needs a backward of "
+                "the model, too"
+            )
+        self.record = None
         if record is not None:
+            self.sums.end_step(record)
             self.num_steps += 1
             if self.num_steps == 1:
                 self._tell_what_calls_cost()

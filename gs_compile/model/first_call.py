@@ -16,6 +16,7 @@ from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import Arrangement, arrange, stored_types, tied_units
 from gs_compile.errors import OptimizerError, OptionError, ResumeError, StepOrderError, StorageError
 from gs_compile.model.commits import OptimizerLike, check_alike
+from gs_compile.model.offloaded import UnavailableGradient
 from gs_compile.options import Masters, Options
 from gs_compile.planner.programs import StepPrograms
 from gs_compile.planner.run import ModelAtHand, Run
@@ -37,14 +38,20 @@ log = logging.getLogger(__name__)
 ACCUMULATES, NUM_CALLS = "accumulates", "num_calls"  # what commits keep of the loop, beside the plan
 
 
+Planning = tuple[Arrangement, tuple[StoredParameter, ...], StepPrograms]
+
+
 def plan_tiers(
     optimizer: OptimizerLike,
     compilation: Compilation,
     models: Sequence[SpecializedModel],
     args: Sequence[Any],
     ranks: Ranks | None = None,
-) -> tuple[Arrangement, tuple[StoredParameter, ...], StepPrograms]:
+    host_nbytes: int | None = None,
+) -> Planning:
     """The arrangement of a model's parameters, these as commits say them, and the plan of its steps.
+
+    host_nbytes: the budget of host memory, where it is known.
 
     Masters of parameters in bf16 are split or whole, as the plan says where nobody does; ranks have split ones.
     """
@@ -75,6 +82,7 @@ def plan_tiers(
             accumulate=optimizer.accumulates or bool(former.get(ACCUMULATES)),
             num_calls=max(optimizer.num_calls, former.get(NUM_CALLS, 1)),
             ranks=ranks,
+            host_nbytes=host_nbytes,
         )
     )
     found = run.plan(former)
@@ -215,6 +223,11 @@ def _param_groups(
             raise OptimizerError(
                 f"{captured.inputs[index].path} is trained, but the gs_compile optimizer does not have it; give the "
                 "optimizer all parameters that require a gradient, or freeze this one"
+            )
+        if args[index].grad is not None and not isinstance(args[index].grad, UnavailableGradient):
+            raise OptimizerError(
+                f"{captured.inputs[index].path} has a gradient from before the model's first call, which would be "
+                "lost: call optimizer.zero_grad() before, or call the model first"
             )
         if found := backward_hooks(args[index]):
             raise OptimizerError(

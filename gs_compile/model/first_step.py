@@ -17,7 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
+from gs_compile.errors import MemoryBudgetError
 from gs_compile.model.engine import Engine
+from gs_compile.model.first_call import Planning, plan_tiers
 from gs_compile.model.meeting import agree
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.runtime.ranks import Ranks
@@ -39,12 +41,16 @@ def begin(
     models: Sequence[SpecializedModel],
     args: Sequence[Any],
     ranks: Ranks | None,
+    planning: Planning | None = None,
 ) -> Engine:
-    """The engine of an optimizer, with the state that this has loaded or that a durable run has left."""
+    """The engine of an optimizer, with the state that this has loaded or that a durable run has left.
+
+    planning: as of `Engine`.
+    """
     with torch.inference_mode(False):  # what is made lives longer than this call
         if ranks is not None:
             agree(ranks, compilation, models[0], args, optimizer)
-        optimizer.engine = engine = Engine(optimizer, compilation, models, args, ranks)
+        optimizer.engine = engine = Engine(optimizer, compilation, models, args, ranks, planning)
         if engine.durable is None or engine.durable.former is None:
             optimizer.load_into_engine()
         elif optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts
@@ -58,19 +64,27 @@ def begin(
 def begin_again(engine: Engine, call: Call, *, accumulates: bool, num_calls: int) -> Engine:
     """Another engine for the rest of the first step, with what the step has done so far.
 
-    call: one of the step. accumulates: steps have several backwards. num_calls: that have memory at a time.
+    call: one of the step. accumulates: steps have several backwards. num_calls: that have memory at a time. Raises
+    `MemoryBudgetError` where there is no room for that, and leaves the engine as it is.
     """
     optimizer, done = engine.optimizer, engine.done
     assert isinstance(optimizer, TieredOptimizer)
+    given = call.compilation, call.models, call.args, engine.ranks
+    before = optimizer.accumulates, optimizer.num_calls
+    optimizer.accumulates, optimizer.num_calls = accumulates, num_calls
+    try:
+        planning = plan_tiers(optimizer, *given, engine.planning.run.whole_nbytes)
+    except MemoryBudgetError:
+        optimizer.accumulates, optimizer.num_calls = before
+        raise
     words = ["a step has several backwards, so that updates wait for optimizer.step()"] if accumulates else []
     words += [f"{num_calls} calls are between forward and backward at a time"] if num_calls > 1 else []
     log.info("in this loop %s: the first step, under way, begins again", ", and ".join(words))
     engine.end()
-    optimizer.accumulates, optimizer.num_calls = accumulates, num_calls
     optimizer.state.update(optimizer.loaded)
-    engine.successor = found = begin(optimizer, call.compilation, call.models, call.args, engine.ranks)
+    engine.successor = found = begin(optimizer, *given, planning)
     if found.durable is not None:
         found.durable.goes_on()  # random numbers do already
-    for repeat in done:
-        repeat(found)
+    for other, gradients in done:
+        other.repeat(gradients, found)
     return found

@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from gs_compile.capture.dynamo import current_compile_id, is_foreign
 from gs_compile.capture.internals import changes, makes_state_dict, tree_map_only
@@ -50,6 +51,9 @@ class Place(Protocol):
 
     def write(self, parameter: Tensor, values: Tensor) -> None:
         """Give the parameter another value, of its shape."""
+
+    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Have the next update use a gradient that a backward outside of the compiled model has come to, too."""
 
     def convert(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None:
         """Have the model compute with the parameter in another dtype or on another device."""
@@ -216,6 +220,7 @@ class UnavailableGradient(Tensor):
     """
 
     is_zeroed = False  # by the user, since the last backward
+    is_expected = False  # in `.grad`: a backward of the step under way has left it
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -238,19 +243,18 @@ class UnavailableGradient(Tensor):
 
 
 class _Read(torch.autograd.Function):
-    """A parameter's value with a gradient, which is refused where somebody asks for it."""
+    """A parameter's value with a gradient, which is added to that of the compiled model."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, values: Tensor) -> Tensor:
+    def forward(ctx: Any, parameter: OffloadedParameter, values: Tensor) -> Tensor:
+        ctx.parameter = parameter
         return values.view_as(values)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise ReleasedParameterError(
-            "a backward has come to a parameter that lives on the tiers from a computation outside of the compiled "
-            "model: the parameter gets its gradient from the compiled model's own backward alone. Compute this under "
-            "torch.no_grad(), or call the compiled model"
-        )
+        ctx.parameter._greedysnake.add_gradient(ctx.parameter, gradient)
+        return None, None
 
 
 def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

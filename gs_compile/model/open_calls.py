@@ -15,6 +15,12 @@ class Call(Protocol):
 
     node: weakref.ref[Any] | None
 
+    def begin_again(self, engine: Any) -> None:
+        """Have another engine in the place of one whose steps have one backward."""
+
+    def repeat(self, gradients: Any, engine: Any) -> None:
+        """Run forward and backward once more, on another engine."""
+
 
 class OpenCalls:
     """Executors by the call that each is of."""
@@ -41,8 +47,13 @@ class OpenCalls:
         self._undone.discard(call)
 
     @property
+    def undone(self) -> list[Call]:
+        """The calls whose loss is there and has not had its backward, also if they were given up."""
+        return list(self._undone)
+
+    @property
     def number(self) -> int:
-        """Of the calls whose loss is there and has not had its backward, also if they were given up."""
+        """How many `undone` are."""
         return len(self._undone)
 
     @property

@@ -151,6 +151,14 @@ class ParameterStore:
                 self.tiers.write_state(piece, number, _part(values, span, piece))
                 leave_memory(values.untyped_storage())
 
+    def begin_sums(self, *, zeroed: bool) -> None:
+        """Have sums of gradients to which one from outside of the model is added; zeroed: what they have is dropped."""
+        raise NotImplementedError
+
+    def add_gradient(self, span: Slice, gradient: Tensor) -> None:
+        """Add a parameter's gradient from outside of the model to its own."""
+        raise NotImplementedError
+
     def refuse_masters(self) -> None:
         """Raise OptimizerError where masters still wait for values that they round to."""
         if self._masters:

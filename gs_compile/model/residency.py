@@ -164,6 +164,21 @@ class Residency:
         if known is not None and (shown := known.values()) is not None and shares_memory(shown, values):
             self._show(shown)
 
+    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add a gradient from outside of the compiled model to that model's own.
+
+        Raises `StepOrderError` where updates do not wait for it, `ReleasedParameterError` where there is no update.
+        """
+        if self.tiered is None or not self.is_trained:
+            raise ReleasedParameterError(
+                "a backward has come to a parameter of a model that has not been called yet, or does not train it: "
+                "call the model first, or compute this under torch.no_grad()"
+            )
+        self.tiered[0].begin_sums(zeroed=is_zeroed([parameter]))
+        store, span = self.tiered  # the run may have begun again
+        store.add_gradient(span, gradient)
+        mark_gradient_unavailable(parameter)
+
     @property
     def _state(self) -> Any:
         """Another one whenever the value has changed."""
@@ -273,8 +288,16 @@ def mark_gradient_unavailable(parameter: Tensor) -> None:
         if residency.gradient is None:
             whole = placeholder(parameter.dtype, parameter.device).expand(parameter.shape)
             residency.gradient = whole.as_subclass(UnavailableGradient)
-        residency.gradient.is_zeroed = False
+        residency.gradient.is_zeroed, residency.gradient.is_expected = False, True
         parameter.grad = residency.gradient
+
+
+def end_gradient(parameter: Tensor) -> None:
+    """After a step: what `mark_gradient_unavailable` has left."""
+    if isinstance(parameter.grad, UnavailableGradient):
+        parameter.grad = None
+    if (mark := residency_of(parameter).gradient) is not None:
+        mark.is_expected = False
 
 
 def is_zeroed(arguments: Iterable[Any]) -> bool:
@@ -282,8 +305,9 @@ def is_zeroed(arguments: Iterable[Any]) -> bool:
 
     Raises `StepOrderError` where some were and some were not.
     """
-    marked = [arg.grad for arg in arguments if is_offloaded(arg) and arg.requires_grad]
-    zeroed = {grad is None or (isinstance(grad, UnavailableGradient) and grad.is_zeroed) for grad in marked}
+    offloaded = [(arg, residency_of(arg).gradient) for arg in arguments if is_offloaded(arg) and arg.requires_grad]
+    marks = [(arg.grad, mark) for arg, mark in offloaded if mark is not None and mark.is_expected]
+    zeroed = {grad is not mark or mark.is_zeroed for grad, mark in marks}
     if len(zeroed) > 1:
         raise StepOrderError(
             "since the last backward the gradients of some parameters were set to zero, and those of others were not: "

@@ -29,8 +29,7 @@ from gs_compile.errors import ABSENT, NonFiniteWarning, OptimizerError, Released
 from gs_compile.model import in_memory, optimizer_state
 from gs_compile.model.commits import Kept
 from gs_compile.model.engine import Engine
-from gs_compile.model.offloaded import UnavailableGradient
-from gs_compile.model.residency import residency_of
+from gs_compile.model.residency import end_gradient, residency_of
 from gs_compile.runtime.formats import StateType, moment_types
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import StepRecord
@@ -150,7 +149,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self.loaded.clear()
             in_memory.update(self.rule, self._resident, self.group_of, self.state, record)
             for parameter in self._parameters:
-                parameter.grad = None if isinstance(parameter.grad, UnavailableGradient) else parameter.grad
+                end_gradient(parameter)
             self.num_skipped += record.skipped
             self._num_steps += not record.skipped
             self._shown_steps.fill_(self._num_steps)

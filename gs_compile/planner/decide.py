@@ -103,7 +103,8 @@ def _best_clipping(problem: Problem, found: Search | None = None) -> StepPlan:
         problem = replace(problem, builder=replace(problem.builder, sizes=sizes))
     number = problem.builder.layout.num_micro_batches
     chosen = with_saved(problem, choose(problem, found or problem.search(number)))
-    if not request.clip or request.clipping is not None or request.alpha is not None:
+    is_settled = request.clipping is not None or request.alpha is not None or request.accumulate
+    if not request.clip or is_settled:
         return chosen
     try:
         other = _best_clipping(problem.asked(replace(request, clipping="speculative")))

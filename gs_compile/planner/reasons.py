@@ -50,7 +50,7 @@ def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Proble
         other, result = max(others, key=lambda each: each[0].workload.tokens * each[1].best.throughput)
         size = other.workload.micro_batch_size
         tries.append((f"micro-batches of {size}", other.workload, result.best))
-    if alpha and not request.clip:
+    if alpha and not (request.clip or request.accumulate):
         tries.append(("no delayed updates (alpha 0)", workload, problem.solved(number, 0.0)))
     given = solution.decision.ratios.given()
     if any(given[name] for name in given.keys() & CLASSES):

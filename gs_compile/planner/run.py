@@ -54,6 +54,7 @@ class ModelAtHand:
     sizes: of its units, with each kind of masters that may be chosen: "split" first. layouts: of each micro-batch.
     tied: the units that share parameters. clip: the optimizer clips gradients. accumulate: a step is known to have
         several backwards. num_calls: that are between forward and backward at a time, as far as that is known.
+        host_nbytes: the budget of host memory, where it is known; None: as the options say.
     """
 
     options: Options
@@ -64,6 +65,7 @@ class ModelAtHand:
     clip: bool
     accumulate: bool = False
     num_calls: int = 1
+    host_nbytes: int | None = None
     ranks: Ranks | None = None
 
 
@@ -93,7 +95,7 @@ class Run:
         here = ranks.num_here if ranks else 1
         self.num_threads = options.expert.threads or update_threads(not has_own_memory(model.device), here)
         batch = tuple(each.x_nbytes for each in layouts), tuple(each.side_nbytes for each in layouts)
-        own = host_budget(options, here), device_budget(options, model.device), batch
+        own = model.host_nbytes or host_budget(options, here), device_budget(options, model.device), batch
         hosts, devices, batches = zip(*(ranks.agree("the budgets and batches", own) if ranks else [own]), strict=True)
         self.batch = max(batches, key=lambda each: sum(map(sum, each)))
         self.whole_nbytes: int = min(hosts)

@@ -15,7 +15,7 @@ from tiered import Harness, adamw, gpt2, options, sgd, tokens, two_groups
 from torch.nn import functional
 
 import gs_compile
-from gs_compile.errors import MemoryBudgetError, NonFiniteWarning, StepOrderError
+from gs_compile.errors import MemoryBudgetError, NonFiniteWarning, OptimizerError, StepOrderError
 from gs_compile.model.residency import residency_of
 
 KEEPS_CAPTURES = True
@@ -95,6 +95,22 @@ def r_drop(model, number):
     yield loss
 
 
+def penalty(model):
+    return sum((parameter - 0.1).square().sum() for parameter in model.parameters())
+
+
+def penalized(model, number):
+    """In one sum, of which the penalty's backward comes first, or last, or is a backward of its own."""
+    before = penalty(model) if number % 3 == 1 else 0  # not before the first call
+    loss = loss_of(model, 2 * number)
+    after = penalty(model)
+    total = loss + 0.003 * (before if number % 3 == 1 else after)
+    total.backward()
+    if number % 3 == 2:
+        (0.002 * penalty(model)).backward()
+    yield from (loss, after)
+
+
 LOOPS = (
     accumulated,
     a_sum,
@@ -103,6 +119,7 @@ LOOPS = (
     evaluations_between,
     zeroed_between,
     given_up,
+    penalized,
 )
 PLACES = {
     "on SSD": {},
@@ -224,6 +241,48 @@ def test_the_norm_of_what_was_accumulated_is_clipped_by(clip, harness, tmp_path)
     assert_alike(found, plainly_learned(plain_sgd, accumulated, clip=0.05))
 
 
+def test_a_penalty_is_in_the_norm_that_is_clipped_by(harness, tmp_path):
+    def make(groups):
+        return gs_compile.SGD([{"params": group["params"]} for group in groups], lr=1.0, max_grad_norm=0.05)
+
+    for number, place in enumerate(PLACES.values()):
+        found = learned(harness, make, penalized, options(tmp_path / f"{number}", **place))
+        assert_alike(found, plainly_learned(plain_sgd, penalized, clip=0.05))
+
+
+def test_a_gradient_from_before_the_first_call_is_refused(tmp_path):
+    torch._dynamo.reset()
+    model = gpt2()
+    optimizer = sgd(two_groups(model))
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    penalty(model).backward()
+    with pytest.raises(OptimizerError, match=r"has a gradient from before .* first call, which would be lost"):
+        loss_of(model, 0)
+    optimizer.zero_grad()
+    loss_of(model, 0).backward()
+    optimizer.step()
+
+
+def test_a_penalty_that_comes_later_is_refused(harness, tmp_path):
+    with harness.fresh(sgd, options(tmp_path)) as optimizer:
+        loss_of(harness.model, 0).backward()
+        optimizer.step()
+        with pytest.raises(StepOrderError, match=r"a computation outside of the compiled model, .*accumulate"):
+            penalty(harness.model).backward()
+
+
+def test_a_step_of_a_penalty_alone_is_refused(harness, tmp_path):
+    with harness.fresh(sgd, options(tmp_path, accumulate=True)) as optimizer:
+        loss_of(harness.model, 0).backward()
+        optimizer.step()
+        penalty(harness.model).backward()
+        with pytest.raises(StepOrderError, match="outside of the compiled model alone"):
+            optimizer.step()
+        loss_of(harness.model, 1).backward()
+        optimizer.step()
+        assert optimizer.num_steps == 2
+
+
 def test_gradients_that_are_not_finite_skip_the_whole_step(harness, tmp_path):
     """Also those of a backward that is not the last."""
     with harness.fresh(sgd, options(tmp_path)) as optimizer:
@@ -283,11 +342,15 @@ def test_calls_that_wait_share_the_budget(harness, tmp_path):
 
 
 def test_calls_that_do_not_fit_are_refused_with_what_they_need(harness, tmp_path):
-    with (
-        harness.fresh(sgd, options(tmp_path, host_memory="700KiB")),
-        pytest.raises(MemoryBudgetError, match=r"700.0 KiB for 3 calls .* wait for .* this step needs .* at least"),
-    ):
-        list(three_forwards(harness.model, 0))
+    """Nothing is lost: the run goes on with what fits."""
+    with harness.fresh(sgd, options(tmp_path, host_memory="700KiB")) as optimizer:
+        with pytest.raises(
+            MemoryBudgetError, match=r"700.0 KiB for 3 calls .* wait for .* this step needs .* at least"
+        ):
+            list(three_forwards(harness.model, 0))
+        loss_of(harness.model, 0).backward()
+        optimizer.step()
+        assert (optimizer.num_steps, optimizer.accumulates) == (1, False)
 
 
 def test_more_calls_than_the_first_step_has_had_are_given_up_where_there_is_no_room(harness, tmp_path):

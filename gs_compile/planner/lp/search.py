@@ -229,7 +229,11 @@ def _nearest(formulas: Formulas, budgets: Budgets, request: Request, num_micro_b
     below = (each for each in range(99, -1, -1) if request.alpha and each / 100 < request.alpha)
     if (smaller := next((n for n in below if fits(num_micro_batches, [n / 100], request)), None)) is not None:
         yield f"alpha {smaller / 100:g}"
-    if request.clip and fits(num_micro_batches, ALPHAS, replace(request, clip=False, clipping=None)):
+    if (
+        request.clip
+        and not request.accumulate
+        and fits(num_micro_batches, ALPHAS, replace(request, clip=False, clipping=None))
+    ):
         yield "no clipping, so that updates need not wait"
     if ratios and fits(num_micro_batches, alphas, replace(request, ratios=Ratios())):
         yield f"other ratios than {', '.join(f'{name} {ratio:g}' for name, ratio in ratios.items())}"

@@ -1,0 +1,94 @@
+"""sums: what the backwards of a step add up, where it is stored, for gradients that come from outside of the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache, partial
+
+import torch
+
+from gs_compile.placement.units import UnitPlacement
+from gs_compile.program.ir import Unit, Value
+from gs_compile.runtime.homes import Slice
+from gs_compile.runtime.kernels import sum_of_squares
+from gs_compile.runtime.optimizer import StepRecord
+from gs_compile.runtime.storage.store import Extent
+from gs_compile.runtime.tiers import Tiers
+
+Tensor = torch.Tensor
+
+
+class Sums:
+    """The gradient sums of a model whose parameters no other ranks share, between two operations of its programs.
+
+    has_outside: gradients in the step under way, which nothing brings again.
+    """
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.tiers = tiers
+        self.has_outside = False
+        self._uncounted: set[Unit] = set()  # whose norm was taken before a gradient from outside came
+
+    def counted(self) -> None:
+        """The norms of all units were taken."""
+        self._uncounted.clear()
+
+    def end_step(self, record: StepRecord) -> None:
+        """Have in the norm of a step what has come after it was taken."""
+        for unit in self._uncounted:
+            record.squares[unit]()
+        if self._uncounted and self.tiers.placement.clip:
+            record.clip()
+        self._uncounted.clear()
+        self.has_outside = False
+
+    def clear(self) -> None:
+        """Set all of them to zero."""
+        self._uncounted.clear()
+        for unit in self.tiers.placement.units:
+            for value in self.tiers.placement.sums(unit):
+                zeros = torch.zeros(unit.dw[value.part].numel, dtype=self.tiers.setting.wide(unit.unit))
+                self._write(value, 0, zeros)
+
+    def add(self, place: Slice, gradient: Tensor, record: StepRecord) -> None:
+        """Add a parameter's gradient to its sum; the norm of its unit is taken again when somebody asks for it."""
+        unit = self.tiers.placement.by_unit[place.unit]
+        flat = gradient.detach().reshape(-1).cpu().to(self.tiers.setting.wide(place.unit))
+        for value, start, first, numel in self._stretches(unit, place):
+            self._write(value, start, self._read(value, start, numel).add_(flat[first : first + numel]))
+        self.has_outside = True
+        self._uncounted.add(place.unit)
+        record.squares[place.unit] = cache(partial(self.square, place.unit))
+
+    def square(self, unit: Unit) -> float:
+        """The sum of squares of a unit's, as its norm is computed; infinite where an element is not finite."""
+        placed = self.tiers.placement.by_unit[unit]
+        flat = torch.zeros(placed.num_trained, dtype=self.tiers.setting.wide(unit))
+        for value, start, first, numel in self._stretches(placed, Slice(unit, 0, (placed.num_trained,))):
+            flat[first : first + numel] = self._read(value, start, numel)
+        found = sum_of_squares(flat)
+        return found if math.isfinite(found) else math.inf
+
+    def _stretches(self, unit: UnitPlacement, place: Slice) -> Iterator[tuple[Value, int, int, int]]:
+        """The sums that have elements of a parameter: from which one on, which one of the parameter, and how many."""
+        for value in self.tiers.placement.sums(unit):
+            for each in unit.stretches(unit.dw[value.part], place.offset, place.offset + place.numel):
+                yield value, each.start, each.unit_start - place.offset, each.numel
+
+    def _read(self, value: Value, start: int, numel: int) -> Tensor:
+        """Elements of a sum, as they are or copied."""
+        content, wide = self.tiers.at_home(value), self.tiers.setting.wide(value.unit or 0)
+        if not isinstance(content, Extent):
+            found: Tensor = content[start : start + numel]
+            return found
+        copy = torch.empty(numel, dtype=wide)
+        content.read(copy.view(torch.uint8), start * wide.itemsize).wait()
+        return copy
+
+    def _write(self, value: Value, start: int, elements: Tensor) -> None:
+        content = self.tiers.at_home(value)
+        if isinstance(content, Extent):
+            content.write(elements.view(torch.uint8), start * elements.itemsize).wait()
+        else:
+            content[start : start + len(elements)].copy_(elements)

@@ -1,0 +1,34 @@
+"""Plans of steps with several backwards: all updates wait, and gradient sums are where memory has room."""
+
+from __future__ import annotations
+
+import pytest
+
+from gs_compile.errors import PlanError
+from gs_compile.planner.plan import plan
+from gs_compile.planner.request import Request
+
+GIVEN = {"machine": "a100", "micro_batch_size": 1, "num_micro_batches": 4, "recompute": "all"}
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_sums_go_to_ssd_where_host_memory_has_no_room(clip):
+    """Delayed clipping alone would not fit."""
+    one = plan("gpt-30b", **GIVEN, host_memory="96GiB")
+    found = plan("gpt-30b", **GIVEN, host_memory="96GiB", accumulate=True, clip=clip)
+    assert (found.alpha, found.placement.clip, found.placement.speculative) == (1.0, clip, False)
+    assert 0 < found.ratios["gradient"] < 0.9
+    assert found.seconds > one.seconds
+    assert found.placement.accumulates
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"alpha": 0.5}, "alpha is 0.5, but a step that accumulates updates everything after its last backward"),
+        ({"schedule": "horizontal"}, 'a step that accumulates has the "vertical" order alone'),
+    ],
+)
+def test_what_contradicts_it_is_refused(given, words):
+    with pytest.raises(PlanError, match=words):
+        Request(accumulate=True, **given)
