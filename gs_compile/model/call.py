@@ -217,14 +217,15 @@ class Call:
 
     def _executor(self, engine: Engine) -> TieredExecutor:
         """That of this call. In the first step it may show that a step has several, or that several need memory."""
-        if engine.record is not None and not engine.accumulates and engine.may_begin_again:
+        may_begin_again = engine.may_begin_again and engine.is_of_this_thread
+        if engine.record is not None and not engine.accumulates and may_begin_again:
             if is_zeroed(self.args):
                 engine.done.clear()
             engine = self.engine = begin_again(engine, self, accumulates=True, num_calls=engine.num_calls)
         try:
             return engine.begin(self.models, self.args, self.units, self._inputs(), self.shape)
         except MemoryBudgetError as error:
-            if not (engine.open and engine.may_begin_again):
+            if not (engine.open and may_begin_again):
                 raise
             try:
                 self.engine = begin_again(engine, self, accumulates=engine.accumulates, num_calls=engine.num_calls + 1)

@@ -139,8 +139,13 @@ class Engine(ParameterStore):
     @property
     def may_begin_again(self) -> bool:
         """Whether the first step is under way, and all is there that it began with."""
-        is_ours = self._opened_by is threading.current_thread() and self.ranks is None and not self.closed
-        return is_ours and not (self.num_steps or self.sums.has_outside) and self.placement.schedule == "vertical"
+        is_under_way = not (self.num_steps or self.sums.has_outside or self.closed)
+        return is_under_way and self.ranks is None and self.placement.schedule == "vertical"
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether the step under way was begun by it; autograd may run backwards in others."""
+        return self._opened_by is threading.current_thread()
 
     @property
     def room_nbytes(self) -> int:

@@ -6,6 +6,7 @@ Each learns what plain PyTorch does, and the same bits wherever data is stored, 
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
@@ -33,6 +34,16 @@ def accumulated(model, number, scale=lambda loss: loss):
     for each in range(4):
         loss = loss_of(model, 4 * number + each) / 4
         scale(loss).backward()
+        yield loss
+
+
+def in_another_thread(model, number):
+    """As autograd runs backwards of what a GPU has computed."""
+    for each in range(2):
+        loss = loss_of(model, 2 * number + each)
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
         yield loss
 
 
@@ -113,6 +124,7 @@ def penalized(model, number):
 
 LOOPS = (
     accumulated,
+    in_another_thread,
     a_sum,
     one_after_the_other,
     three_forwards,
