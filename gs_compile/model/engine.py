@@ -25,7 +25,7 @@ import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import bind, tied_units
-from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
+from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParameterError, StepOrderError
 from gs_compile.machine import format_bytes
 from gs_compile.model.commits import Durable, OptimizerLike, give_back_rest
 from gs_compile.model.first_call import ACCUMULATES, NUM_CALLS, Planning, open_tiers, plan_tiers
@@ -255,17 +255,18 @@ class Engine(ParameterStore):
         """As in the store; the first step shows that its updates have to wait, later ones are refused."""
         self.tiers.check()
         if self.ranks is not None:
-            raise StepOrderError(
+            raise ReleasedParameterError(
                 "a backward has come to a parameter that several ranks share from a computation outside of the "
                 "compiled model: compute this under torch.no_grad(), or inside of the model's forward"
             )
         if not self.accumulates:
             calls = [*self.open.undone, *(call for call, _ in self.done)]
             if not (calls and self.may_begin_again):
-                raise StepOrderError(
+                raise ReleasedParameterError(
                     "a backward has come to a parameter that lives on the tiers from a computation outside of the "
-                    "compiled model, and updates do not wait for that: the first step of this run had none. Give "
-                    'options={"accumulate": True}, and begin the run anew, or compute this under torch.no_grad()'
+                    "compiled model, and the first step of this run had none, so the parameter gets its gradient from "
+                    "the compiled model's own backward alone. Compute this under torch.no_grad(), call the compiled "
+                    'model, or give options={"accumulate": True}, with which updates wait, and begin the run anew'
                 )
             if zeroed:
                 self.done.clear()

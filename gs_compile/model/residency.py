@@ -167,7 +167,7 @@ class Residency:
     def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a gradient from outside of the compiled model to that model's own.
 
-        Raises `StepOrderError` where updates do not wait for it, `ReleasedParameterError` where there is no update.
+        Raises `ReleasedParameterError` where updates do not wait for it, or there are none.
         """
         if self.tiered is None or not self.is_trained:
             raise ReleasedParameterError(

@@ -16,7 +16,13 @@ from tiered import Harness, adamw, gpt2, options, sgd, tokens, two_groups
 from torch.nn import functional
 
 import gs_compile
-from gs_compile.errors import MemoryBudgetError, NonFiniteWarning, OptimizerError, StepOrderError
+from gs_compile.errors import (
+    MemoryBudgetError,
+    NonFiniteWarning,
+    OptimizerError,
+    ReleasedParameterError,
+    StepOrderError,
+)
 from gs_compile.model.residency import residency_of
 
 KEEPS_CAPTURES = True
@@ -279,7 +285,7 @@ def test_a_penalty_that_comes_later_is_refused(harness, tmp_path):
     with harness.fresh(sgd, options(tmp_path)) as optimizer:
         loss_of(harness.model, 0).backward()
         optimizer.step()
-        with pytest.raises(StepOrderError, match=r"a computation outside of the compiled model, .*accumulate"):
+        with pytest.raises(ReleasedParameterError, match=r"a computation outside of the compiled model, .*accumulate"):
             penalty(harness.model).backward()
 
 
