@@ -61,10 +61,15 @@ class Block:
 
 
 class Slab:
-    """The blocks of one run, empty until they are mapped; `budget_nbytes` None: without a bound."""
+    """The blocks of one run, empty until they are mapped; `budget_nbytes` None: without a bound.
 
-    def __init__(self, placement: Placement, device: Device, budget_nbytes: int | None = None) -> None:
-        self.budget_nbytes = budget_nbytes
+    num_steps: for which blocks are kept at a time, beside those in use.
+    """
+
+    def __init__(
+        self, placement: Placement, device: Device, budget_nbytes: int | None = None, num_steps: int = 1
+    ) -> None:
+        self.budget_nbytes, self._num_steps = budget_nbytes, num_steps
         self._device = device
         fixed = fixed_offsets(placement)
         self._offsets = {**fixed.always, **fixed.shared}
@@ -97,10 +102,13 @@ class Slab:
     def block(self, program: Program) -> Block:
         """A block beside the fixed one for a step of `program`; mapped where there is none that is large enough.
 
-        Steps and evaluations that are under way at a time have blocks of their own, which stay for the next ones.
-        Raises `MemoryBudgetError` where that does not fit.
+        Steps and evaluations that are under way at a time have blocks of their own. Raises `MemoryBudgetError` where
+        that does not fit.
         """
         if (found := self._idle(program)) is not None:
+            idle = [block for block in self._steps if not block.ranges and block is not found]
+            for block in idle[: max(0, len(self._steps) - self._num_steps)]:
+                self._steps.remove(block)
             return found
         self._steps = [block for block in self._steps if block.ranges]  # what is mapped goes before more is
         nbytes = max(program.slab_nbytes - self.fixed.nbytes, 0)

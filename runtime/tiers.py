@@ -36,7 +36,8 @@ class Tiers(Homes):
 
     Where ranks share all units, what is read and written are whole parameters, and all ranks read the same ones.
 
-    host_nbytes: the most host memory that is mapped; None: without a bound. alike: as of `Commits`.
+    host_nbytes: the most host memory that is mapped; None: without a bound. num_calls: of the model, for which it is
+    kept mapped at a time. alike: as of `Commits`.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Tiers(Homes):
         *,
         trace: Trace,
         host_nbytes: int | None = None,
+        num_calls: int = 1,
         num_threads: int | None = None,
         alike: Set[str] = frozenset(),
     ) -> None:
@@ -66,7 +68,7 @@ class Tiers(Homes):
         self._num_threads = num_threads
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _close, self._pid, self._lanes, setting.store, ranks)
-        self.slab = Slab(placement, setting.device, host_nbytes)
+        self.slab = Slab(placement, setting.device, host_nbytes, num_calls)
         try:
             self.slab.map()
             for value in sorted(placement.homes(late=False), key=str):

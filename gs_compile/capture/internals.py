@@ -41,8 +41,8 @@ def wrap_compiled_call(module: torch.nn.Module, wrapper: Callable[[Callable[...,
 
 
 def changes(tensor: torch.Tensor) -> int:
-    """How often the tensor was changed in place."""
-    return tensor._version
+    """How often the tensor was changed in place; of one that inference has made nobody counts it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def makes_state_dict() -> bool:

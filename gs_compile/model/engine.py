@@ -28,7 +28,7 @@ from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParameterError, StepOrderError
 from gs_compile.machine import format_bytes
 from gs_compile.model.commits import Durable, OptimizerLike, give_back_rest
-from gs_compile.model.first_call import ACCUMULATES, NUM_CALLS, Planning, open_tiers, plan_tiers
+from gs_compile.model.first_call import Planning, open_tiers, plan_tiers
 from gs_compile.model.moving import let_go, move_in, take_up
 from gs_compile.model.open_calls import Call, OpenCalls
 from gs_compile.model.parameter_store import ParameterStore, in_turn
@@ -96,8 +96,7 @@ class Engine(ParameterStore):
         tiers = open_tiers(self.planning, arrangement, optimizer.rule, stored, optimizer)
         super().__init__(tiers, self.options.storage[0], optimizer.components)
         self.turn, self.sums = optimizer.turn, Sums(tiers)
-        loop = {ACCUMULATES: self.accumulates, NUM_CALLS: self.num_calls}
-        plan = {**self.planning.planned.facts, **loop}
+        plan = self.planning.planned.facts
         self.durable = Durable(self._optimizer, tiers, stored, plan) if tiers.commits else None
         spans = {args[index]: span for index, span in arrangement.spans.items()}
         if self.durable is not None and self.durable.former is not None:

@@ -19,6 +19,7 @@ from gs_compile.model.commits import OptimizerLike, check_alike
 from gs_compile.model.offloaded import UnavailableGradient
 from gs_compile.options import Masters, Options
 from gs_compile.planner.programs import StepPrograms
+from gs_compile.planner.resumed import ACCUMULATES, NUM_CALLS
 from gs_compile.planner.run import ModelAtHand, Run
 from gs_compile.runtime.coordinators import Setting
 from gs_compile.runtime.former import alike
@@ -34,9 +35,6 @@ from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Trace
 
 log = logging.getLogger(__name__)
-
-ACCUMULATES, NUM_CALLS = "accumulates", "num_calls"  # what commits keep of the loop, beside the plan
-
 
 Planning = tuple[Arrangement, tuple[StoredParameter, ...], StepPrograms]
 
@@ -130,6 +128,7 @@ def open_tiers(
             Recipe(rule, arrangement.runs),
             trace=Trace(events=options.expert.trace),
             host_nbytes=run.whole_nbytes,
+            num_calls=run.num_calls,
             num_threads=run.num_threads,
             alike=same,
         )

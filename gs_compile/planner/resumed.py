@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ACCUMULATES, NUM_CALLS = "accumulates", "num_calls"  # of the loop, for which there may be no plan that is searched for
 SAME = 0.1  # of host memory, by which a budget that is what happens to be free may differ
 
 

@@ -31,7 +31,7 @@ from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.request import Request
-from gs_compile.planner.resumed import as_before, facts_of, fingerprint
+from gs_compile.planner.resumed import ACCUMULATES, NUM_CALLS, as_before, facts_of, fingerprint
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import paragraph
 from gs_compile.progress import stage
@@ -232,12 +232,12 @@ class Run:
     def _decided(self) -> Planned:
         plan = decide(self.problem(self.masters), self.request)
         masters = plan.problem.masters or self.masters
-        facts: Mapping[str, Any] = {}
+        facts: dict[str, Any] = {ACCUMULATES: self.request.accumulate, NUM_CALLS: self.num_calls}
         values_nbytes = self.device_nbytes if plan.problem.builder.layout.separate else None
         if plan.is_solved:
             values_nbytes = plan.problem.values_nbytes if plan.profile.separate else values_nbytes
             made_for = self._made_for(self.model.sizes[masters])
-            facts = facts_of(plan, made_for, self.host_nbytes, values_nbytes)
+            facts |= facts_of(plan, made_for, self.host_nbytes, values_nbytes)
         placement = plan.placement
         return Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, plan=plan, facts=facts)
 
