@@ -56,10 +56,10 @@ def trained(harness, given, bound, bad=(), look=()):
     ):
         norm = OptimizerStep.norm
 
-        def spoil(self, unit, gradient, record):
-            if spoiled.get(len(losses), (None, 0.0))[0] == unit:
+        def spoil(self, op, gradient, sums, record):
+            if spoiled.get(len(losses), (None, 0.0))[0] == op.reads[0].unit:
                 gradient.flat[5] = spoiled[len(losses)][1]
-            return norm(self, unit, gradient, record)
+            return norm(self, op, gradient, sums, record)
 
         patched.setattr(OptimizerStep, "norm", spoil)
         for number in range(NUM_STEPS):
