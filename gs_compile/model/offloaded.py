@@ -143,6 +143,8 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):
 
     def _assign(self, values: Tensor) -> None:
         """``parameter.data = values``: a conversion is taken up, other values are written."""
+        if values is self:  # a module that is sent where it is
+            return
         if isinstance(values, Conversion) and values.parameter is self:
             self._greedysnake.convert(self, values.dtype, values.device)
         elif (values.shape, values.dtype, values.device) == (self.shape, self.dtype, self.device):
@@ -240,6 +242,19 @@ class UnavailableGradient(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "UnavailableGradient()"
+
+
+class StoredState(Tensor):
+    """What `optimizer.state` shows of a tensor on the tiers: on the meta device, and nowhere else, wherever it is sent.
+
+    Trainers send states to the model's device, which are where they have to be.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.to, Tensor.cpu, Tensor.cuda):
+            return args[0]
+        return nn.Parameter.__torch_function__(function, (), args, kwargs or {})
 
 
 class _Read(torch.autograd.Function):

@@ -29,6 +29,7 @@ from gs_compile.errors import ABSENT, NonFiniteWarning, OptimizerError, Released
 from gs_compile.model import in_memory, optimizer_state
 from gs_compile.model.commits import Kept
 from gs_compile.model.engine import Engine
+from gs_compile.model.offloaded import StoredState
 from gs_compile.model.residency import end_gradient, residency_of
 from gs_compile.runtime.formats import StateType, moment_types
 from gs_compile.runtime.kernels import Rule
@@ -304,7 +305,8 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _show_state(self, parameter: torch.Tensor) -> None:
         like = torch.empty(parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device="meta")
-        self.state[parameter] = {"step": self._shown_steps, **dict.fromkeys(self.components, like)}
+        shown = dict.fromkeys(self.components, like.as_subclass(StoredState))
+        self.state[parameter] = {"step": self._shown_steps, **shown}
 
     @property
     def _parameters(self) -> list[torch.Tensor]:

@@ -1,0 +1,79 @@
+"""Lightning's Trainer runs its own loop on the tiers, and learns what it does with torch's optimizer."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from tiered import options, tokens
+from torch.utils.data import DataLoader
+from zoo import huggingface
+
+import gs_compile
+from gs_compile.errors import ReleasedParameterError
+
+lightning = pytest.importorskip("pytorch_lightning")
+ModelCheckpoint = lightning.callbacks.ModelCheckpoint
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:pytorch_lightning", "ignore::FutureWarning", "ignore:.*LeafSpec.*:DeprecationWarning"
+)
+
+
+class Module(lightning.LightningModule):
+    """As Lightning's users write one; make: its optimizer; given: options of greedysnake, None: plain PyTorch."""
+
+    def __init__(self, make, given=None):
+        super().__init__()
+        self.model, self.make, self.losses = huggingface("gpt2"), make, []
+        if given is not None:
+            self.model.compile(backend="greedysnake", options=given)
+
+    def training_step(self, batch, number):
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = self.make(self.parameters(), lr=1e-3, eps=1e-4)  # a gradient that is rounding alone stays so
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
+
+
+def fit(module, folder, *, resume=None, epochs=2, **settings):
+    torch._dynamo.reset()
+    data = DataLoader([tokens(number, 1)[0] for number in range(16)], batch_size=4)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(max_epochs=epochs, accelerator="cpu", default_root_dir=folder, **quiet, **settings)
+    trainer.fit(module, data, ckpt_path=resume)
+    return trainer
+
+
+def learned(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(("num_batches", "bound"), [(1, None), (2, 0.5)])
+def test_it_learns_what_torchs_optimizer_does(tmp_path, num_batches, bound):
+    """With several backwards a step, and with clipping, which Lightning leaves to the optimizer."""
+    common = {"accumulate_grad_batches": num_batches, "enable_checkpointing": False}
+    plain = Module(torch.optim.AdamW)
+    fit(plain, tmp_path, gradient_clip_val=bound, **common)
+    mine = Module(partial(gs_compile.AdamW, max_grad_norm=bound), options(tmp_path / "storage"))
+    fit(mine, tmp_path, **common)
+    torch.testing.assert_close(mine.losses, plain.losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(learned(mine), learned(plain), rtol=0, atol=2e-6)
+
+
+def test_a_checkpoint_of_lightnings_goes_on(tmp_path):
+    whole = Module(gs_compile.AdamW, options(tmp_path / "whole"))
+    fit(whole, tmp_path, callbacks=[ModelCheckpoint(tmp_path, save_top_k=-1)])
+    rest = Module(gs_compile.AdamW, options(tmp_path / "rest"))
+    fit(rest, tmp_path, resume=tmp_path / "epoch=0-step=4.ckpt")
+    torch.testing.assert_close(rest.losses, whole.losses[4:], rtol=0, atol=0)
+    torch.testing.assert_close(learned(rest), learned(whole), rtol=0, atol=0)
+
+
+def test_its_own_clipping_is_refused(tmp_path):
+    module = Module(gs_compile.AdamW, options(tmp_path / "storage"))
+    with pytest.raises(ReleasedParameterError, match="Use max_grad_norm= of the gs_compile optimizer"):
+        fit(module, tmp_path, gradient_clip_val=0.5)
