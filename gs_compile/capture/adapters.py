@@ -1,4 +1,4 @@
-"""adapters: what PEFT's layers do that Dynamo cannot trace, said in a way that it can."""
+"""adapters: what layers of PEFT and models of transformers do that Dynamo cannot trace, said in a way that it can."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+_MARK = "_dynamo_marked_constant"  # of a function that Dynamo calls while it traces
 _PLAIN = ("Parameter", "OffloadedParameter")  # types of weights that are not quantized
 
 
@@ -25,6 +26,19 @@ def trace_adapters() -> bool:
     except ValueError:  # Dynamo has a substitute
         return False
     return True
+
+
+def trace_recorders() -> bool:
+    """Have Dynamo trace models of transformers that record what layers make; returns whether this changed anything.
+
+    The hooks for it are installed in the first forward that is asked for attentions, router logits or hidden
+    states. Dynamo breaks the graph there; so they are installed while it traces, once for a model.
+    """
+    install = getattr(sys.modules.get("transformers.utils.output_capturing"), "maybe_install_capturing_hooks", None)
+    if install is None or hasattr(install, _MARK):
+        return False
+    torch._dynamo.assume_constant_result(install)
+    return hasattr(install, _MARK)
 
 
 def _weight(module: Any) -> Any:

@@ -26,7 +26,7 @@ import sympy
 import torch
 from torch import fx
 
-from gs_compile.capture.adapters import trace_adapters
+from gs_compile.capture.adapters import trace_adapters, trace_recorders
 from gs_compile.capture.graph import Captured, Input, Role
 from gs_compile.errors import ABSENT, CaptureError, GraphBreakError, MixedDeviceError, NoBatchInputError, VersionError
 from gs_compile.progress import stage
@@ -138,7 +138,7 @@ def _autocast(device_type: str) -> tuple[Any, ...] | None:
 
 def absorb_libraries() -> bool:
     """Keep calls of libraries that are imported by now from breaking graphs; returns whether this changed anything."""
-    return any([_ignore_logging(), trace_adapters()])
+    return any([_ignore_logging(), trace_adapters(), trace_recorders()])
 
 
 def _ignore_logging() -> bool:
