@@ -83,6 +83,7 @@ class CompiledUnits:
     def __init__(self, micro_batches: Sequence[MicroBatch], seed: int | None) -> None:
         self.micro_batches = micro_batches
         self.seed = seed  # of this step; None where nothing is drawn
+        self.of_batch = Accumulator()  # the gradients of batch inputs, by input index and micro-batch
         self._numbers = OwnNumbers()
         self._drawn: dict[tuple[Unit, int], Any] = {}  # the random numbers after the first half of a block
 
@@ -179,7 +180,7 @@ class CompiledUnits:
         What passes a gradient on unchanged, as an addition does, gives one tensor for several inputs, or the one it
         was given (`held`): an accumulator must not add to that in place.
         """
-        dx, parameters, sides = None, dict[Any, Term](), dict[Any, Term]()
+        dx, parameters, sides, batch = None, dict[Any, Term](), dict[Any, Term](), dict[Any, Term]()
         for index, gradient in zip(graph.differentiable, gradients, strict=True):
             source = graph.sources[index]
             if source.kind == "x":
@@ -188,7 +189,7 @@ class CompiledUnits:
             elif source.kind == "side":
                 sides[source.index] = gradient
             elif source.index in self.micro_batches[micro_batch].inputs:
-                parameters[source.index, micro_batch] = gradient
+                batch[source.index, micro_batch] = gradient
             else:
                 parameters[source.index] = gradient
         shared = {key: parameters.pop(key) for key in list(parameters) if "dwt" in reads and key in reads["dwt"].views}
@@ -196,6 +197,7 @@ class CompiledUnits:
         for kind, found in (("dwt", shared), ("dw", parameters), ("dside", sides)):
             if kind in reads:
                 reads[kind].add(found, among=alive)
+        self.of_batch.add(batch, among=alive)
         return dx
 
 

@@ -79,7 +79,11 @@ class SpecializedModel:
         The head's backward is apart where the loss, or its scale, is the user's own.
         """
         units = self.split.by_unit
-        first = min(trained & units.keys(), key=height, default=EPILOGUE)
+        prologue = units[PROLOGUE]
+        batch = [
+            i for i in prologue.differentiable if prologue.sources[i].kind == "input" and prologue.specs[i].batch_dims
+        ]
+        first = PROLOGUE if batch else min(trained & units.keys(), key=height, default=EPILOGUE)
         trains, has_loss = bool(trained & units.keys()), "loss" in units[EPILOGUE].results
         is_head_apart = trains and (not has_loss or self.scales_gradients)
         return StepShape(
@@ -92,6 +96,7 @@ class SpecializedModel:
             outside=frozenset({EPILOGUE} if is_head_apart else ()),
             frozen=frozenset(units.keys() - trained),
             first_grad=first,
+            input_gradient=bool(batch),
         )
 
     @cached_property

@@ -34,7 +34,7 @@ from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.ranks import Ranks, told
 from gs_compile.runtime.stream import without_autocast
-from gs_compile.runtime.units import CompiledUnits
+from gs_compile.runtime.units import Accumulator, CompiledUnits
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class Call:
     def forward(self) -> list[torch.Tensor]:
         """The outputs that the step makes, in the order of `Outputs.made`."""
         self.changes = self._changes
+        self.units.of_batch = Accumulator()
         executor = self._begin()
         with without_autocast():  # the units' code has it in it
             if isinstance(executor, TieredExecutor) and self.engine is not None:
@@ -120,19 +121,21 @@ class Call:
                 assert factor is not None
                 if float(factor) != 1.0:  # which the head's backward has assumed
                     executor.scale(factor)
+                    self.units.of_batch.scale(factor)
             elif isinstance(executor, TieredExecutor):
                 for value, content in self.outputs.cut(gradients, outside).items():
                     executor.values.define(value, content)
             else:
                 executor = self._from_outside(executor, gradients, outside)
             executor.backward()
+        found = self.outputs.argument_gradients(executor.env, self.units)
         if self.engine is None:
-            return self._averaged(self.outputs.argument_gradients(executor.env, self.units.micro_batches))
+            return self._averaged(found)
         assert isinstance(executor, TieredExecutor)
         self.engine.end_backward(executor, self, gradients)
         for parameter in self.trained:
             mark_gradient_unavailable(parameter)
-        return [None for _ in self.trained]
+        return found
 
     def find_engine(self) -> None:
         """Begin again where the backward under way shows that a step has several, or go where somebody has.
@@ -252,6 +255,7 @@ class Call:
         shape = replace(self.shape, outside=outside)
         program = self.compilation.program(self.models[0], len(self.models), shape)[-1]
         env = {value: content for value, content in executor.env.items() if value.kind not in ("dx", "dw", "dside")}
+        self.units.of_batch = Accumulator()
         redo = Executor(program, self.units, {**env, **self.outputs.cut(gradients, outside)})
         if executor.program.by_micro_batch and executor.program is not program:
             redo.forward()  # its checkpoints went with the backwards that the first half has run

@@ -16,7 +16,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ from gs_compile.model.first_call import Planning, open_tiers, plan_tiers
 from gs_compile.model.moving import let_go, move_in, take_up
 from gs_compile.model.open_calls import Call, OpenCalls
 from gs_compile.model.parameter_store import ParameterStore, in_turn
-from gs_compile.model.residency import residency_of
+from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.simulate.simulator import Simulation
@@ -185,6 +185,8 @@ class Engine(ParameterStore):
         bindings = bind(models[0].split, args, spans, self._units)
         tied = tied_units(models[0].split, spans)
         shape = replace(self.planning.shape(models[0], tied, training=shape.training), outside=shape.outside)
+        if shape.training:
+            _refuse_inputs(args, units.micro_batches[0].inputs)
         placement = self.planning.sized(models, shape)
         self._latest = placement, shape
         pending = self.tiers.pending if shape.training and placement.has_late else None
@@ -391,11 +393,6 @@ class Engine(ParameterStore):
                         "what is trained is settled there. Make the model and the optimizer anew (state_dict() has the "
                         "values)"
                     )
-            elif check and isinstance(arg, Tensor) and arg.requires_grad:
-                raise OptimizerError(
-                    f"an input of shape {tuple(arg.shape)} requires a gradient; with parameters on the tiers only they "
-                    "get gradients: detach it, or use a torch.optim optimizer, which leaves parameters in memory"
-                )
         return spans
 
     def _refuse_other_threads(self) -> None:
@@ -415,4 +412,14 @@ class Engine(ParameterStore):
                 "optimizer.step() first. The first step of this run had one backward, so updates run beside it: give "
                 'the model the whole batch in one call, or give options={"accumulate": True}, with which updates wait '
                 "for optimizer.step(), and begin the run anew"
+            )
+
+
+def _refuse_inputs(args: Sequence[Any], batch: Container[int]) -> None:
+    """Raise `OptimizerError` for inputs that require a gradient, but those of the batch: by their index, in `batch`."""
+    for index, arg in enumerate(args):
+        if isinstance(arg, Tensor) and arg.requires_grad and not is_offloaded(arg) and index not in batch:
+            raise OptimizerError(
+                f"an input of shape {tuple(arg.shape)} requires a gradient, and has no row for each sample of the "
+                "batch: detach it, or use a torch.optim optimizer, which leaves parameters in memory"
             )

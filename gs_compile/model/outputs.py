@@ -13,7 +13,7 @@ from gs_compile.capture.specialize import OfBatch
 from gs_compile.codegen.compiled import SpecializedModel
 from gs_compile.errors import OutputGradientError
 from gs_compile.program.ir import EPILOGUE, Unit, Value
-from gs_compile.runtime.units import Accumulator, MicroBatch
+from gs_compile.runtime.units import Accumulator, CompiledUnits
 
 Tensor = torch.Tensor
 Gradients = Sequence[Tensor | None]
@@ -96,8 +96,11 @@ class Outputs:
             dy |= {Value("dy", unit, j): slices["x", unit, 0] for unit in outside - {EPILOGUE}}
         return dy
 
-    def argument_gradients(self, env: Mapping[Value, Any], micro_batches: Sequence[MicroBatch]) -> list[Tensor | None]:
-        """Gradients of the trained arguments; a parameter that several units share gets the sum."""
+    def argument_gradients(self, env: Mapping[Value, Any], units: CompiledUnits) -> list[Tensor | None]:
+        """Gradients of the trained arguments; a parameter that several units share gets the sum.
+
+        None for a parameter on the tiers, whose gradient goes to its update.
+        """
         sums: dict[Any, Tensor] = {}
         for value, content in env.items():
             if value.kind == "dw":
@@ -107,7 +110,7 @@ class Outputs:
         gradients: list[Tensor | None] = []
         for index, arg in enumerate(self.args):
             if isinstance(arg, Tensor) and arg.requires_grad:
-                whole = sums.get(index) if index in sums else _of_batch(index, arg, sums, micro_batches)
+                whole = sums.get(index) if index in sums else _of_batch(index, arg, units)
                 gradients.append(None if whole is None else whole.to(arg.dtype))
         return gradients
 
@@ -140,12 +143,10 @@ def _for_head(model: SpecializedModel, slices: Mapping[Any, Tensor]) -> tuple[Te
     return tuple(given)
 
 
-def _of_batch(
-    index: int, arg: Tensor, sums: Mapping[Any, Tensor], micro_batches: Sequence[MicroBatch]
-) -> Tensor | None:
+def _of_batch(index: int, arg: Tensor, units: CompiledUnits) -> Tensor | None:
     """The gradient of an input of the batch, from those of its micro-batches."""
-    parts = [sums.get((index, j)) for j in range(len(micro_batches))]
+    parts = [units.of_batch.sums.get((index, j)) for j in range(len(units.micro_batches))]
     if all(part is None for part in parts):
         return None
-    sizes = [part.inputs[index].shape for part in micro_batches]
+    sizes = [part.inputs[index].shape for part in units.micro_batches]
     return torch.cat([p if p is not None else arg.new_zeros(s) for p, s in zip(parts, sizes, strict=True)])
