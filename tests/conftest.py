@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from dataclasses import replace
 
 import figures
 import pytest
 import torch
 from hypothesis import settings
+from tiered import Harness, shared
 
 from gs_compile.planner.cost import timing
 
@@ -16,6 +18,9 @@ os.environ.pop(figures.ENVIRONMENT, None)
 figures.give()  # no test plans from what it measures
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # started in the background, Python and what it starts have none
 torch.set_num_threads(1)  # for tiny models more only get in each other's way
 
 settings.register_profile("any speed", deadline=None, max_examples=25)  # other examples in every run
@@ -32,7 +37,7 @@ def pytest_collection_finish():
 def fresh_dynamo(request):
     """Each test captures its own models, unless its module says KEEPS_CAPTURES."""
     if not getattr(request.module, "KEEPS_CAPTURES", False):
-        torch._dynamo.reset()
+        Harness.forget_captures()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,7 +46,7 @@ def captures_of_a_module():
 
     What modules before it have left for good is passed over by the collections that a model's first call makes.
     """
-    torch._dynamo.reset()
+    Harness.forget_captures()
     gc.collect()
     gc.freeze()
 
@@ -49,6 +54,12 @@ def captures_of_a_module():
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory):
     return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture(scope="module")
+def harness(request):
+    """The tiny model of the module, MODEL as arguments of `shared`, or the usual one."""
+    return shared(**getattr(request.module, "MODEL", {}))
 
 
 @pytest.fixture

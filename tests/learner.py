@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiered import Harness, Make, adamw, gpt2, options, outcome, step, tokens, two_groups
+from tiered import Harness, Make, adamw, gpt2, loss_of, options, outcome, shared, step, tokens, two_groups
 
 import gs_compile
 from gs_compile.model.optim import TieredOptimizer
@@ -44,18 +44,11 @@ class Learner:
         return [step(self.model, self.optimizer, tokens(number)) for number in numbers]
 
     def loss(self, number: int) -> torch.Tensor:
-        ids = tokens(number)  # one tensor twice, as in `step`: two would be captured anew
-        return self.model(input_ids=ids, labels=ids).loss
+        return loss_of(self.model, tokens(number))
 
     def values(self) -> dict[str, torch.Tensor]:
         """All parameters' masters and states, copied."""
         return outcome(self.model, self.optimizer, [], []).values
-
-
-@cache
-def usual(precision: str) -> Harness:
-    """The usual model, which is captured once."""
-    return Harness(gpt2, precision)
 
 
 @contextmanager
@@ -68,9 +61,9 @@ def learner(
     """
     precision = changes.get("precision", "model")
     if build is gpt2:
-        harness = usual(precision)
+        harness = shared(precision)
     else:
-        torch._dynamo.reset()
+        Harness.forget_captures()
         harness = Harness(build, precision)
     torch.manual_seed(1)
     with harness.fresh(make, options(folder, **changes)) as optimizer:
@@ -88,7 +81,7 @@ def plain(
     made = optimizer(two_groups(model), **settings)
     losses, norms = [], []
     for number in range(num_steps):
-        loss = model(input_ids=tokens(number), labels=tokens(number)).loss
+        loss = loss_of(model, tokens(number))
         loss.backward()
         bound = torch.inf if max_norm is None else max_norm
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), bound).item())

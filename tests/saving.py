@@ -1,32 +1,66 @@
-"""Plans that save what a test says."""
+"""Plans that save and keep what a test says, instead of what is faster."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
 from gs_compile.codegen.compiled import levels_of
+from gs_compile.passes.baselines.lifetime import EVERYTHING, Room
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Placement
+from gs_compile.planner import decide
+from gs_compile.planner.builder import peak
+from gs_compile.planner.plan import StepPlan
 from gs_compile.planner.run import Planned, Run
 from gs_compile.program.ir import Unit
 
 
 @contextmanager
 def saving(*shares: Share, carried: tuple[Unit, ...] = ()) -> Iterator[list[Placement]]:
-    """Have plans save these activations, and keep these units' parameters from step to step; gives such plans."""
+    """Have plans save these activations, and keep these units' parameters from step to step; gives such plans.
+
+    Of the units whose parameters are carried, the last states are read earlier then.
+    """
     usual, made = Run._decided, list[Placement]()
 
     def decided(run: Run) -> Planned:
         found = usual(run)
-        ratios = replace(found.placement.decision.ratios, checkpoint=0.0, device_checkpoint=0.0)
-        plain = found.placement.laid_out(levels=levels_of(run.model.layouts))
-        made.append(plain.decided(ratios=ratios, shares=Shares(shares), carried=carried))
-        return replace(found, placement=made[-1])
+        placement = found.placement.decided(carried=carried, ahead=len(carried))
+        if shares:
+            ratios = replace(placement.decision.ratios, checkpoint=0.0, device_checkpoint=0.0)
+            placement = placement.laid_out(levels=levels_of(run.model.layouts))
+            placement = placement.decided(ratios=ratios, shares=Shares(shares))
+        made.append(placement)
+        return replace(found, placement=placement)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Run, "_decided", decided)
         yield made
+
+
+@contextmanager
+def with_room(share: float) -> Iterator[None]:
+    """Have the schedule `lifetime` keep what fits this share of the way from plain horizontal's peaks to those with
+    everything kept.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(decide, "with_variant", _with_room(share))
+        yield
+
+
+def _with_room(share: float) -> Callable[[StepPlan], StepPlan]:
+    def with_variant(plan: StepPlan) -> StepPlan:
+        plain, builder = plan.placement, plan.problem.builder
+        least, most = (builder.program(plain.decided(own=own)) for own in (None, EVERYTHING))
+        sizes = {
+            f"{tier}_nbytes": int((1 - share) * peak(least, tier) + share * peak(most, tier))
+            for tier in ("device", "host")
+        }
+        own = Room(**sizes, bytes_per_second=EVERYTHING.bytes_per_second)
+        return replace(plan, placement=plain.decided(own=own))
+
+    return with_variant

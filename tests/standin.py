@@ -1,9 +1,10 @@
-"""A plan that is made up: what is printed of plans can be tested without making one."""
+"""What takes the place of something real: a plan that is made up, whose print is tested, and a call that fails."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from gs_compile.placement.levels import Share
 
@@ -46,3 +47,12 @@ def stand_in() -> Any:
         wear="35.0 TiB written to SSD in a day",
         history=((1, 100.0, 41.0), (32, 300.0, 437.0)),
     )
+
+
+def fails(error: Exception) -> Callable[..., NoReturn]:
+    """A function that raises, whatever it is called with."""
+
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise error
+
+    return fail

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -162,9 +164,15 @@ def sgd(groups: list[dict[str, Any]]) -> TieredOptimizer:
     return gs_compile.SGD([{"params": group["params"]} for group in groups], lr=1.0)
 
 
+def loss_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Of one tensor twice: two of the same values are captured anew."""
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> float:
     """One step as users write it."""
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = loss_of(model, ids)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -199,14 +207,16 @@ def moved(model: torch.nn.Module, optimizer: TieredOptimizer, ids: torch.Tensor)
     assert engine is not None
     engine.tiers.synchronize()
     store = engine.tiers.setting.store
-    before = store.moved_nbytes.copy()
+    before = store.moved_nbytes.copy() if store else Counter()
     engine.tiers.trace.reset()
-    model(input_ids=ids, labels=ids).loss.backward()
+    loss_of(model, ids).backward()
     engine.tiers.synchronize()  # what is under way belongs to this step
     optimizer.step()
     optimizer.zero_grad()
     asked: Counter[tuple[str, str]] = Counter()
-    for (verb, label), nbytes in (store.moved_nbytes - before).items():  # an extent's label begins with its kind
+    for (verb, label), nbytes in (
+        store.moved_nbytes - before if store else before
+    ).items():  # an extent's label begins with its kind
         kind = {"sw": "w", "ss": "s", "dw": "dw", "cw": "seal", "cs": "seal"}.get(label[:2], label[0])
         asked[f"ssd_{verb}", kind] += nbytes
     return Moved(
@@ -223,15 +233,28 @@ def moved(model: torch.nn.Module, optimizer: TieredOptimizer, ids: torch.Tensor)
 class Harness:
     """A model that is captured once: each run begins from the same values, whatever its placement.
 
-    It outlives a test only where Dynamo is not reset between tests.
+    Its capture outlives a test only in a module that says KEEPS_CAPTURES.
     """
+
+    _all: ClassVar[weakref.WeakSet[Harness]] = weakref.WeakSet()
 
     def __init__(self, build: Callable[[], torch.nn.Module], precision: str = "model") -> None:
         self.model = build()
         self.precision = precision
         self.initial = [parameter.detach().clone() for parameter in self.model.parameters()]
         self.given: dict[str, Any] = {}
-        self.compilations: list[Compilation] = []  # one, and another after a first call that was rolled back
+        self.compilations: list[
+            Compilation
+        ] = []  # one, and another without gradients or after a first call that was rolled back
+        self._all.add(self)
+
+    @classmethod
+    def forget_captures(cls) -> None:
+        """Each model is captured anew when it is called next, as Dynamo is as if it had captured none."""
+        torch._dynamo.reset()
+        for harness in cls._all:
+            harness.compilations = []
+            compilations_of.pop(next(harness.model.parameters()), None)
 
     @contextmanager
     def fresh(self, make: Make, given: Mapping[str, Any]) -> Iterator[TieredOptimizer]:
@@ -258,21 +281,36 @@ class Harness:
             for parameter, values in zip(self.model.parameters(), self.initial, strict=True):
                 restore(parameter, values.clone())
             assert all(same), "captured once more: these options did not count"
-            if len(self.compilations) > 1:  # Dynamo runs a model as it is once it has captured it eight times
-                self.compilations = []
-                compilations_of.pop(next(self.model.parameters()))
-                torch._dynamo.reset()
+            if len(self.compilations) > 2:  # Dynamo runs a model as it is once it has captured it eight times
+                self.forget_captures()
 
-    def train(self, make: Make, given: Mapping[str, Any], num_steps: int = 6, batch_size: int = BATCH) -> Outcome:
-        """Steps on batches that are always the same."""
+    def train(
+        self,
+        make: Make,
+        given: Mapping[str, Any],
+        num_steps: int = 6,
+        batch_size: int = BATCH,
+        *,
+        sizes: Sequence[int] = (),
+        look: Callable[[int, TieredOptimizer], None] = lambda number, optimizer: None,
+    ) -> Outcome:
+        """Steps on batches that are always the same, of one size or of `sizes`; after each one has a `look`."""
         torch.manual_seed(1)
-        losses, norms = [], []
+        losses: list[float] = []
+        norms: list[float] = []
         with self.fresh(make, given) as optimizer:
-            for number in range(num_steps):
-                losses.append(step(self.model, optimizer, tokens(number, batch_size)))
+            for number, size in enumerate(sizes or [batch_size] * num_steps):
+                losses.append(step(self.model, optimizer, tokens(number, size)))
                 assert optimizer.last_step is not None
                 norms.append(optimizer.last_step.grad_norm)
+                look(number, optimizer)
             return outcome(self.model, optimizer, losses, norms)
+
+
+@cache
+def shared(precision: str = "model", *, halved: bool = False, **sizes: Any) -> Harness:
+    """The one harness of a model in this process; `halved`: for the schedule that cuts blocks, so captures it itself."""
+    return Harness(partial(gpt2, **sizes), precision)
 
 
 def our_threads() -> list[str]:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from reference import reference
-from tiered_toy import TieredToy, frozen_quanta, tensors
 from torch import Tensor
-from toy import steps
+from toy import TieredToy, frozen_quanta, steps, tensors
 
 from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, flush, lower

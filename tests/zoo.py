@@ -79,6 +79,11 @@ def huggingface(name: str, *, dropout: float | None = 0.0, **changes) -> PreTrai
     return kind.from_config(config).train()
 
 
+def small(name: str, **changes) -> PreTrainedModel:
+    """The same with two layers, for tests of what is around a model: most of their time is Dynamo's, layer by layer."""
+    return huggingface(name, num_hidden_layers=2, **changes)
+
+
 class Block(nn.Module):
     """Causal attention and a feed-forward net, `hidden` wide."""
 

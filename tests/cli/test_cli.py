@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from command_line import run
 
 import gs_compile
 from gs_compile.cli import inspect
-from gs_compile.cli.main import app
 from gs_compile.errors import (
     InspectionError,
     MemoryBudgetError,
@@ -40,11 +39,6 @@ FORMS = {
     "json": ("--json",),
     "json with a graph": ("--json", "--graph", "backward"),
 }
-
-
-def run(*arguments):
-    """Run a command: its output, and its exit code."""
-    return CliRunner().invoke(app, arguments, prog_name="greedysnake")
 
 
 @pytest.fixture(scope="module")

@@ -9,28 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from command_line import printed, run
 from standin import stand_in
 from test_draw import profile, workload
 from test_timeline import data_of, simulated
-from typer.testing import CliRunner
 
-from gs_compile.cli.main import app
 from gs_compile.cli.plan import figure, profile_table
 from gs_compile.cli.report.explain import as_dict, report
 from gs_compile.planner.measure import machines
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.request import Request
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, list(map(str, arguments)))
-
-
-def printed(*arguments):
-    result = run(*arguments)
-    assert (result.exit_code, result.stderr) == (0, ""), result.exception
-    return result.stdout
-
 
 # plan -----------------------------------------------------------------------------------------------------------------
 

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_line import run
+from standin import fails
 from stored_run import save, stored_folders, stored_run
 from tiered import another_run
-from typer.testing import CliRunner
 
 from gs_compile.capture import inductor
 from gs_compile.cli import doctor
 from gs_compile.cli.doctor import Check, checked
-from gs_compile.cli.main import app
 from gs_compile.errors import StorageError, VersionError
 from gs_compile.planner.measure import machines
 from gs_compile.runtime import stream
@@ -34,13 +34,6 @@ def write(path: Path, text: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{text}\n")
     return path
-
-
-def fails(error: Exception):
-    def fail(*_, **__):
-        raise error
-
-    return fail
 
 
 @pytest.fixture
@@ -236,7 +229,7 @@ def test_a_broken_torch_is_found_without_it(monkeypatch):
 
 
 def test_the_command(tmp_path):
-    result = CliRunner().invoke(app, ["doctor", "--storage", str(tmp_path), "--json"])
+    result = run("doctor", "--storage", tmp_path, "--json")
     checks = {check.pop("name"): check for check in json.loads(result.stdout)["checks"]}
     assert result.exit_code == (1 if "bad" in {check["state"] for check in checks.values()} else 0)
     assert "measured" in checks["machine profile"]["found"]
@@ -248,7 +241,7 @@ def test_the_command(tmp_path):
 def test_something_bad_is_an_exit_code(monkeypatch):
     bad = Check("broken [Errno 5]", "replace it", is_bad=True, name="drive")
     monkeypatch.setattr("gs_compile.cli.doctor.examine", lambda _: (bad,))
-    result = CliRunner().invoke(app, ["doctor"])
+    result = run("doctor")
     assert result.exit_code == 1
     heading, row = result.stdout.splitlines()
     assert heading.split() == ["check", "state", "found", "what", "to", "do"]

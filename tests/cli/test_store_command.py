@@ -7,24 +7,16 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 
+import command_line
 import pytest
 from stored_run import RUN, save
-from typer.testing import CliRunner
 
-from gs_compile.cli.main import app
 from gs_compile.runtime.storage import system
 from gs_compile.runtime.storage.manifest import NAME, NEXT
 
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["store", *map(str, arguments)])
-
-
-def printed(*arguments):
-    result = run(*arguments)
-    assert (result.exit_code, result.stderr) == (0, ""), result.output
-    return result.stdout
+run, printed = partial(command_line.run, "store"), partial(command_line.printed, "store")
 
 
 def refused(code, words, *arguments):

@@ -6,18 +6,13 @@ import errno
 import os
 
 import pytest
-from tiered import Harness, adamw, gpt2, options, outcome, step, tokens
+from tiered import adamw, options, outcome, step, tokens
 
 from gs_compile.errors import LaneError, ReleasedParameterError
 from gs_compile.runtime.storage import system
 from gs_compile.runtime.storage.manifest import FOLDER, NAME, read
 
 KEEPS_CAPTURES = True
-
-
-@pytest.fixture(scope="module")
-def harness():
-    return Harness(gpt2)
 
 
 def fail_rename(monkeypatch, folder):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from killed import resumed
-from tiered import Harness, adamw, files_in, gpt2, options, our_threads, outcome, step, tokens
+from tiered import adamw, files_in, options, our_threads, outcome, step, tokens
 
 from gs_compile.errors import GreedySnakeError
 from gs_compile.runtime.storage import system
@@ -76,11 +76,6 @@ def train(harness, optimizer, numbers):
     for number in numbers:
         step(harness.model, optimizer, tokens(number))
     return outcome(harness.model, optimizer, [], [])
-
-
-@pytest.fixture(scope="module")
-def harness():
-    return Harness(gpt2)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ import pytest
 import torch
 import xxhash
 from children import MAX_NORM
-from tiered import Harness, adamw, gpt2, options, outcome, step, tokens
+from tiered import adamw, options, outcome, step, tokens
 
 from gs_compile.runtime.storage import manifest, system
 from gs_compile.runtime.storage.grid import Grid
@@ -201,11 +201,7 @@ class Losses:
 NOW = {"random": lambda: 0.0, "choice": max}  # kindness 1: all is as it is now
 
 
-@pytest.fixture(scope="module")
-def harness():
-    return Harness(partial(gpt2, 2, 16, dropout=0.1))
-
-
+MODEL = {"width": 16, "dropout": 0.1}
 MAKE = partial(adamw, max_grad_norm=MAX_NORM)
 
 

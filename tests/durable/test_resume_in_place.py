@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 from killed import Killed, Taken, clean, resumed, seed, steps
-from tiered import Harness, adamw, gpt2, options
+from tiered import adamw, options, shared
 
 from gs_compile.errors import StorageFullError
 from gs_compile.model import engine
@@ -19,12 +19,8 @@ from gs_compile.runtime.storage.manifest import FOLDER
 
 KEEPS_CAPTURES = True
 BUDGET = 1300 << 10
+MODEL = {"num_layers": 3, "width": 64}
 FREE = {"parameter": None, "checkpoint": None, "optimizer": None}
-
-
-@pytest.fixture(scope="module")
-def harness():
-    return Harness(partial(gpt2, num_layers=3, width=64))
 
 
 @pytest.fixture
@@ -69,7 +65,7 @@ def test_what_stays_in_its_files_is_not_even_read(harness, moved, tmp_path, clip
 
 @pytest.mark.parametrize(("before", "after"), [("whole", "split"), ("split", "whole")])
 def test_a_run_goes_on_with_masters_of_the_other_kind(tmp_path, before, after):
-    harness, storage = Harness(gpt2, "bf16"), tmp_path / "a"
+    harness, storage = shared("bf16"), tmp_path / "a"
     first = life(harness, adamw, options([storage], alpha=0.5, masters=before), tmp_path / "first", range(3))
     given = options([storage], alpha=0.5, masters=after, ratios={"optimizer": 0.5})
     clean(given)
@@ -80,7 +76,7 @@ def test_a_run_goes_on_with_masters_of_the_other_kind(tmp_path, before, after):
 
 def test_a_run_goes_on_with_states_of_another_type(tmp_path):
     """They are rounded to nearest; a run that has had them in 8 bits goes on bit for bit, wherever they are."""
-    harness, storage = Harness(gpt2, "bf16"), tmp_path / "a"
+    harness, storage = shared("bf16"), tmp_path / "a"
     eight = partial(adamw, state_dtype="8bit")
     first = life(harness, adamw, options([storage], alpha=0.5), tmp_path / "first", range(3))
     given = options([storage], alpha=0.5, ratios={"optimizer": 0.5})

@@ -21,11 +21,6 @@ KEEPS_CAPTURES = True
 WORK = 100  # that refusing a run may take; it takes a few
 
 
-@pytest.fixture(scope="module")
-def harness():
-    return Harness(gpt2)
-
-
 @pytest.fixture
 def given(harness, tmp_path):
     """Options of a run that has committed two steps."""

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from standin import fails
 from tiered import Harness, adamw, gpt2, moved, options, outcome, step, tokens
 
 import gs_compile
@@ -21,20 +22,9 @@ from gs_compile.planner.problem import Problem
 KEEPS_CAPTURES = True
 MACHINE = Path(__file__).parent.parent / "machine.json"
 NUM_LAYERS = 4
+MODEL = {"num_layers": NUM_LAYERS, "width": 128}
 FREE = {"parameter": None, "checkpoint": None, "optimizer": None}
 EVERYTHING = {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}
-
-
-@pytest.fixture(scope="module")
-def harness():
-    return Harness(partial(gpt2, num_layers=NUM_LAYERS, width=128))
-
-
-def fails(error):
-    def fail(*_, **__):
-        raise error
-
-    return fail
 
 
 @pytest.fixture

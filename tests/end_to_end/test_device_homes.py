@@ -6,12 +6,11 @@ import threading
 import time
 import weakref
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from planned import A100
-from tiered import Harness, adamw, gpt2, options, outcome, step, tokens
+from tiered import adamw, options, outcome, shared, step, tokens
 
 import gs_compile
 from gs_compile.errors import OptionError
@@ -22,9 +21,7 @@ LINK = ["h2d_bytes_per_second", "d2h_bytes_per_second", "h2d_mixed_bytes_per_sec
 ON_DEVICE = {"device_parameter": 0.5, "device_checkpoint": 0.5}
 
 
-@pytest.fixture(scope="module")
-def harness():
-    return Harness(partial(gpt2, num_layers=3), "bf16")
+MODEL = {"precision": "bf16", "num_layers": 3}
 
 
 def separate(storage, **changes):
@@ -34,12 +31,8 @@ def separate(storage, **changes):
 def sequence(harness, given, sizes):
     """What steps with batches of these sizes come to, and the placements they ran with."""
     placements = []
-    with harness.fresh(adamw, given) as optimizer:
-        losses = []
-        for number, size in enumerate(sizes):
-            losses.append(step(harness.model, optimizer, tokens(number, size)))
-            placements.append(optimizer.engine._latest[0])
-        return outcome(harness.model, optimizer, losses, []), placements
+    found = harness.train(adamw, given, sizes=sizes, look=lambda _, one: placements.append(one.engine._latest[0]))
+    return found, placements
 
 
 def test_a_larger_batch_keeps_no_more_on_the_device_than_was_planned(harness, tmp_path):
@@ -51,7 +44,7 @@ def test_a_larger_batch_keeps_no_more_on_the_device_than_was_planned(harness, tm
 
 def test_a_slow_way_from_the_device_fills_no_more_of_it_than_it_may(tmp_path, monkeypatch):
     """Gradients wait for their way to the host; as many come beside them as the device has room for."""
-    harness, alive, most, planned = Harness(partial(gpt2, num_layers=8)), [0], [0], 0
+    harness, alive, most, planned = shared(num_layers=8), [0], [0], 0
     allocate, move, are_many = Handlers.allocate, Handlers.move, threading.Event()
 
     def counted(handlers, verb, value, source, memory):
@@ -118,12 +111,13 @@ def test_spare_device_memory_is_used_by_itself(harness, tmp_path):
     given = separate(tmp_path, host_memory="30MiB", alpha=None)
     given["expert"]["ratios"] = {"optimizer": 0.0}
     given["machine"] = replace(A100, name="small", device_nbytes=8 << 20, **dict.fromkeys(LINK, 1e6))
-    with harness.fresh(adamw, given) as optimizer:
-        losses = [step(harness.model, optimizer, tokens(number)) for number in range(3)]
+
+    def look(_, optimizer):
         engine = optimizer.engine
         assert sum(unit.num_resident for unit in engine.placement.units) > 0
         assert "on the device" in engine.planning.describe(engine.programs[-1])
-        found = outcome(harness.model, optimizer, losses, [])
+
+    found = harness.train(adamw, given, num_steps=3, look=look)
     assert not found.differences(sequence(harness, separate(tmp_path), (5, 5, 5))[0])
 
 
@@ -135,8 +129,7 @@ def test_one_memory_refuses_it_by_name(harness, tmp_path):
 
 
 def test_parameters_without_masters_are_refused(tmp_path):
-    torch._dynamo.reset()
-    assert refused(Harness(gpt2, "model"), tmp_path, ratios={"device_parameter": 0.5}).endswith(
+    assert refused(shared(), tmp_path, ratios={"device_parameter": 0.5}).endswith(
         "the ratio device_parameter is 0.5, but parameters that are updated in the type they are computed in go to "
         'host memory for that: leave it out, or choose precision="bf16"'
     )

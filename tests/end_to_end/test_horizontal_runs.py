@@ -1,36 +1,30 @@
-"""The horizontal order trains as the vertical one does, on real models, wherever their data lives; the schedule
-`lifetime` learns the same to the bit, whatever stays, and moves what it says.
+"""The horizontal order computes what the vertical one does, on real models, and moves what it says; so does the schedule
+`lifetime`, whatever stays. That both learn the same wherever data lives, test_same_bits.py has.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from dataclasses import replace
-from functools import cache, partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from closed_forms import ITEMSIZE, horizontal
+from saving import with_room
 from test_choice import MACHINE
-from tiered import BATCH, LENGTH, Harness, adamw, gpt2, moved, options, sgd, step, tokens
+from tiered import LENGTH, adamw, gpt2, loss_of, moved, options, sgd, shared, step, tokens
 from zoo import assert_same_gradients, batch, gradients, huggingface
 
 import gs_compile
-from gs_compile.passes.baselines.lifetime import EVERYTHING, Room
-from gs_compile.planner import decide
 from gs_compile.planner.builder import peak
 
 KEEPS_CAPTURES = True
-NUM_LAYERS, WIDTH, MICRO_BATCH = 2, 32, 2
-SHARES = (0.0, 0.4, 1.0)  # of the way from plain horizontal's peaks to those with everything kept
+WIDTH, MICRO_BATCH = 32, 2
+DROPOUT = {"model": 0.1, "bf16": 0.0}
 
 
-@pytest.fixture(scope="module")
-def harnesses():
-    dropout = {"model": 0.1, "bf16": 0.0}
-    return cache(lambda precision: Harness(partial(gpt2, NUM_LAYERS, WIDTH, dropout[precision]), precision))
+def harness_of(precision):
+    return shared(precision, dropout=DROPOUT[precision])
 
 
 def chosen(storage, schedule="horizontal", ratio=1.0, gradient=1.0, separate=False, **others):
@@ -46,13 +40,13 @@ def chosen(storage, schedule="horizontal", ratio=1.0, gradient=1.0, separate=Fal
     ("batch_size", "ratio", "gradient", "separate", "scale"),
     [(4, 1.0, 1.0, True, 1.0), (5, 0.4, 0.4, False, 1.0), (5, 0.0, 0.0, True, 0.3)],
 )
-def test_gradients_are_those_of_the_vertical_order(harnesses, storage, batch_size, ratio, gradient, separate, scale):
+def test_gradients_are_those_of_the_vertical_order(storage, batch_size, ratio, gradient, separate, scale):
     """On the same dropout masks, the last micro-batch smaller than the others, the loss scaled."""
-    harness, ids, found = harnesses("model"), tokens(0, batch_size), {}
+    harness, ids, found = harness_of("model"), tokens(0, batch_size), {}
     for schedule in ("vertical", "horizontal"):
         torch.manual_seed(1)
         with harness.fresh(sgd, chosen(storage, schedule, ratio, gradient, separate)) as optimizer:
-            loss = harness.model(input_ids=ids, labels=ids).loss
+            loss = loss_of(harness.model, ids)
             (scale * loss).backward()
             optimizer.step()
             optimizer.synchronize()
@@ -78,28 +72,18 @@ def test_gradients_are_those_of_the_vertical_order(harnesses, storage, batch_siz
         ("bf16", 0.0, False, 2),
     ],
 )
-def test_a_step_moves_what_the_paper_says(harnesses, storage, precision, gradient, separate, n):
+def test_a_step_moves_what_the_paper_says(storage, precision, gradient, separate, n):
     """Measured, counted on the program, and by the formulas of section 3.3; everything else is on SSD."""
-    harness = harnesses(precision)
+    harness = harness_of(precision)
     given = chosen(storage, ratio=0.0, gradient=gradient, separate=separate)
     with harness.fresh(adamw, given) as optimizer:
         step(harness.model, optimizer, tokens(0, MICRO_BATCH * n))
         optimizer.synchronize()
         found = moved(harness.model, optimizer, tokens(1, MICRO_BATCH * n))
         units = {unit.unit: unit.numel for unit in optimizer.engine.placement.units}
-    numel, itemsize = sum(units.values()), 4 if precision == "model" else 2
-    loads = {"e": 2, "h": 1, "t": 3}  # the head's backward follows at once; it shares the embedding with the prologue
-    loaded = sum(units[unit] * loads.get(unit, 2) for unit in units) * itemsize * n
-    checkpoints = NUM_LAYERS * MICRO_BATCH * LENGTH * WIDTH * itemsize * n
-    state = numel * (8 if precision == "model" else 10)
-    form = {("ssd_read", "w"): loaded, ("ssd_write", "w"): numel * itemsize}
-    form |= {(lane, "s"): state for lane in ("ssd_read", "ssd_write")}
-    form |= {(lane, "x"): checkpoints for lane in ("ssd_read", "ssd_write", "d2h")}
-    if not gradient:
-        form |= {(lane, "dw"): (n - 1) * numel * 4 for lane in ("ssd_read", "ssd_write")}
-    if separate:
-        form |= {("h2d", "w"): loaded, ("h2d", "x"): checkpoints}
-        form |= {("h2d", "dw"): (n - 1) * numel * 4, ("d2h", "dw"): n * numel * 4}  # (2 n - 1) times together
+    masters = "model" if precision == "model" else "split"
+    x = MICRO_BATCH * LENGTH * WIDTH * ITEMSIZE[masters]
+    form = horizontal(units, x, n, masters=masters, gradient=gradient, separate_device=separate)
     assert found.traced == found.planned == form
     assert {key: nbytes for key, nbytes in form.items() if key[0].startswith("ssd")} == found.asked
 
@@ -112,57 +96,16 @@ def moving(storage, schedule="lifetime", **others):
     return chosen(storage, schedule, ratio=0.0, gradient=0.0, **others)
 
 
-def with_room(share):
-    """What stands for the choice by the simulator: a room of a size that the test wants."""
-
-    def with_variant(plan):
-        plain, builder = plan.placement, plan.problem.builder
-        least, most = (builder.program(plain.decided(own=own)) for own in (None, EVERYTHING))
-        sizes = {
-            f"{tier}_nbytes": int((1 - share) * peak(least, tier) + share * peak(most, tier))
-            for tier in ("device", "host")
-        }
-        own = Room(**sizes, bytes_per_second=EVERYTHING.bytes_per_second)
-        return replace(plan, placement=plain.decided(own=own))
-
-    return with_variant
-
-
-def train(harness, share, make, chosen, batch_size=BATCH):
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(decide, "with_variant", with_room(share))
-        return harness.train(make, chosen, num_steps=3, batch_size=batch_size)
-
-
-@settings(deadline=None, max_examples=6)
-@given(
-    precision=st.sampled_from(("model", "bf16")),
-    batch_size=st.sampled_from((4, 5)),
-    updates=st.sampled_from(("clipped", 0.0, 0.5)),
-    separate=st.booleans(),
-    share=st.sampled_from(SHARES),
-)
-def test_any_room_learns_what_the_horizontal_order_learns(
-    harnesses, storage, precision, batch_size, updates, separate, share
-):
-    harness, make = harnesses(precision), partial(adamw, max_grad_norm=0.3) if updates == "clipped" else adamw
-    others = {"separate": separate, "alpha": None if updates == "clipped" else updates}
-    plain = moving(storage, "horizontal", **others)
-    expected = harness.train(make, plain, num_steps=3, batch_size=batch_size)
-    assert not train(harness, share, make, moving(storage, **others), batch_size).differences(expected)
-
-
 @pytest.mark.parametrize(("share", "separate"), [(0.0, True), (0.4, False), (1.0, False), (1.0, True)])
-def test_moves_what_it_says_and_no_more_than_the_horizontal_order(harnesses, storage, monkeypatch, share, separate):
+def test_moves_what_it_says_and_no_more_than_the_horizontal_order(storage, share, separate):
     """Within exactly the memory that is planned."""
-    monkeypatch.setattr(decide, "with_variant", with_room(share))
-    found, budget = {}, 0
+    harness, found, budget = harness_of("model"), {}, 0
     for schedule, keeps in (("horizontal", False), ("lifetime", False), ("lifetime", True)):
         chosen = moving(storage, schedule, separate=separate)
         if keeps:
             chosen["host_memory"] = budget
-        with harnesses("model").fresh(adamw, chosen) as optimizer:
-            model = harnesses("model").model
+        with with_room(share), harness.fresh(adamw, chosen) as optimizer:
+            model = harness.model
             step(model, optimizer, tokens(0, MICRO_BATCH * 3))
             optimizer.synchronize()
             engine = optimizer.engine
@@ -178,28 +121,29 @@ def test_moves_what_it_says_and_no_more_than_the_horizontal_order(harnesses, sto
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_by_the_simulator(harnesses, storage, monkeypatch, caplog, separate):
+def test_by_the_simulator(storage, caplog, separate):
     """As users have it: the machine's profile, the code timed, and the choice logged."""
     caplog.set_level("INFO", logger="gs_compile.planner.run")
     chosen = moving(storage, separate=separate) | {"machine": str(MACHINE)}
-    with harnesses("model").fresh(adamw, chosen) as optimizer:
-        step(harnesses("model").model, optimizer, tokens(0))
+    harness = harness_of("model")
+    with harness.fresh(adamw, chosen) as optimizer:
+        step(harness.model, optimizer, tokens(0))
         placement, programs = optimizer.engine.placement, optimizer.engine.programs
         assert placement.schedule == "lifetime"
         assert "lifetime" in [program.made_by for program in programs]
         assert programs[-1].by_micro_batch
-        shown = gs_compile.inspect(harnesses("model").model).tiers
+        shown = gs_compile.inspect(harness.model).tiers
     if placement.own is not None:
         assert re.search(r"^\W*checkpoints .* (host|device) .* from forward to backward", shown, re.M)
     assert "stays where it is" in caplog.text or "nothing is kept" in caplog.text
 
 
-# Models that are captured for one test: last, as a harness is captured once ------------------------------------------
+# Other models --------------------------------------------------------------------------------------------------------
 
 
 def test_llama_is_the_same_to_the_bit(storage):
     """No unit shares parameters with another, so all sums are added in the order of the micro-batches."""
-    harness = Harness(partial(gpt2, 3, tied=False))
+    harness = shared(num_layers=3, tied=False)
     expected = harness.train(adamw, chosen(storage, "vertical", snake=False), num_steps=3)
     for ratio, separate in ((0.0, True), (0.4, False)):
         found = harness.train(adamw, chosen(storage, ratio=ratio, gradient=ratio, separate=separate), num_steps=3)

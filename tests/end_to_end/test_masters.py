@@ -1,5 +1,5 @@
-"""Masters that are split between parameters and states learn what whole ones learn, bit for bit; states in bfloat16
-and in 8 bits learn the same wherever they are.
+"""Masters that are split between parameters and states, and states in bfloat16 and in 8 bits: what they hold, what they
+move, and when they are chosen. That they learn the same wherever they are, test_same_bits.py has.
 """
 
 from __future__ import annotations
@@ -11,58 +11,13 @@ from functools import partial
 import pytest
 import torch
 from planned import A100
-from tiered import Harness, adamw, gpt2, moved, options, step, tokens
+from tiered import adamw, gpt2, moved, options, shared, step, tokens
 
 from gs_compile.errors import OptimizerError
 from gs_compile.runtime.formats import narrowed, shown
 
 KEEPS_CAPTURES = True
-NUM_STEPS = 20
-CLASSES = ("parameter", "checkpoint", "optimizer")
-PLACES = {
-    "ssd": {"alpha": 0.5},
-    "both": {"alpha": 0.0, "ratios": dict.fromkeys(CLASSES, 0.5)},
-    "host": {"alpha": 1.0, "ratios": dict.fromkeys(CLASSES, 1.0), "separate_device": True},
-    "device": {"alpha": 0.5, "separate_device": True, "ratios": {"device_parameter": 0.6}},
-    "device, rolled back": {
-        "alpha": 0.3,
-        "separate_device": True,
-        "clip": "speculative",
-        "durability": "step",
-        "ratios": {"device_parameter": 0.6, "optimizer": 0.5},
-    },
-}
-
-
-@pytest.fixture(scope="module")
-def harness():
-    return Harness(gpt2, "bf16")
-
-
-def trained(harness, directory, num_steps=NUM_STEPS, state_dtype=None, **chosen):
-    """With clipping about every second step is scaled: what was speculated is taken back."""
-    bound = {"max_grad_norm": 1.3} if "clip" in chosen else {}
-    make = partial(adamw, state_dtype=state_dtype, **bound)
-    return harness.train(make, options(directory, **chosen), num_steps)
-
-
-@pytest.fixture(scope="module")
-def whole(harness, tmp_path_factory):
-    """In memory, with whole masters; also with clipping."""
-    chosen = {"masters": "whole", "ratios": dict.fromkeys(CLASSES, 1.0)}
-    directory = tmp_path_factory.mktemp("storage")
-    found = {
-        clip: trained(harness, directory, **chosen, **({"clip": clip} if clip else {})) for clip in ("", "delayed")
-    }
-    assert 5 < sum(norm > 1.3 for norm in found["delayed"].norms) < NUM_STEPS - 5
-    return found
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_split_masters_learn_what_whole_ones_do(harness, whole, tmp_path, place):
-    found = trained(harness, tmp_path, **PLACES[place])
-    assert not found.differences(whole["delayed" if "clip" in PLACES[place] else ""])
-    assert any(name.endswith(".master") and value.dtype == torch.float32 for name, value in found.values.items())
+MODEL = {"precision": "bf16"}
 
 
 def rounded(values, number, state_dtype):
@@ -75,21 +30,17 @@ def rounded(values, number, state_dtype):
 @pytest.mark.parametrize(
     ("precision", "state_dtype", "most"), [("model", torch.bfloat16, 0.03), ("bf16", "8bit", 0.15)]
 )
-def test_narrow_states_are_the_same_wherever_they_are(precision, state_dtype, most, tmp_path):
-    harness, few = Harness(gpt2, precision), {"num_steps": 4, "state_dtype": state_dtype}
-    chosen = {"clip": "delayed", "ratios": dict.fromkeys(CLASSES, 1.0)}
-    reference = trained(harness, tmp_path, **few, **chosen)
-    usual = trained(harness, tmp_path, 4, **chosen)
+def test_narrow_states_are_rounded_once(precision, state_dtype, most, tmp_path):
+    given = options(tmp_path, ratios=dict.fromkeys(("parameter", "checkpoint", "optimizer"), 1.0))
+    narrow, usual = (
+        shared(precision).train(partial(adamw, state_dtype=dtype), given, num_steps=4) for dtype in (state_dtype, None)
+    )
     moments = [name for name in usual.values if ".exp_avg" in name]
-    assert set(moments) < set(reference.differences(usual))
+    assert set(moments) < set(narrow.differences(usual))
     for name in moments:
-        stored = rounded(reference.values[name], name.endswith("_sq"), state_dtype)
-        assert torch.equal(reference.values[name], stored)
-        off = (reference.values[name] - usual.values[name]).norm() / usual.values[name].norm()
+        assert torch.equal(narrow.values[name], rounded(narrow.values[name], name.endswith("_sq"), state_dtype))
+        off = (narrow.values[name] - usual.values[name]).norm() / usual.values[name].norm()
         assert 0 < off < most, "a rounding is off by 2**-8 or 2**-4 at most, and moments of four steps by a few of them"
-    for place in ({"alpha": 0.3, "ratios": {"optimizer": 0.5}}, {"alpha": 0.0, "separate_device": True, "threads": 2}):
-        found = trained(harness, tmp_path / f"{place['alpha']}", **few, clip="speculative", durability="step", **place)
-        assert not found.differences(reference)
 
 
 def test_states_in_8_bits_move_their_bytes_and_come_back(harness, tmp_path):
@@ -118,9 +69,9 @@ def test_states_in_8_bits_move_their_bytes_and_come_back(harness, tmp_path):
         assert torch.equal(optimizer.engine.tiers.read_state(part, 1), whole[2000:2500])
 
 
-def test_another_type_of_states_is_refused(harness):
+def test_another_type_of_states_is_refused():
     with pytest.raises(OptimizerError, match=r"state_dtype must be None, .* \"8bit\"; got torch.float16"):
-        adamw([{"params": list(harness.model.parameters())}], state_dtype=torch.float16)
+        adamw([{"params": list(gpt2().parameters())}], state_dtype=torch.float16)
 
 
 @pytest.mark.parametrize(("up", "state"), [(1e6, {12}), (1e12, {10})], ids=["slow", "fast"])

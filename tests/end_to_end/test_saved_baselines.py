@@ -6,21 +6,19 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
+from closed_forms import of_saved, saved_items
 from saving import saving
 from test_choice import MACHINE
-from tiered import Harness, adamw, gpt2, moved, options, outcome, step, tokens
+from tiered import adamw, moved, options, outcome, shared, step, tokens
 
 import gs_compile
 from gs_compile.machine import format_bytes
 from gs_compile.placement.levels import Share
 from gs_compile.planner.builder import peak
-from gs_compile.program.ir import Value
 
 KEEPS_CAPTURES = True
 SCHEDULES = ("horizontal", "single")
@@ -30,42 +28,22 @@ SAVING = {"horizontal": 9, "single": 3}  # an attention half of this model has n
 FREE = dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.0)
 
 
-@pytest.fixture(scope="module")
-def harness():
-    return Harness(partial(gpt2, NUM_BLOCKS, dropout=0.1))
+def harness_of(schedule):
+    return shared(halved=schedule == "single", num_layers=NUM_BLOCKS, dropout=0.1)
 
 
 @pytest.fixture(scope="module")
-def usual(harness, tmp_path_factory):
+def usual(tmp_path_factory):
     """What training comes to where every layer runs again, by schedule."""
     found = tmp_path_factory.mktemp("usual")
-    return {schedule: harness.train(adamw, options(found, schedule=schedule), num_steps=3) for schedule in SCHEDULES}
+    return {each: harness_of(each).train(adamw, options(found, schedule=each), num_steps=3) for each in SCHEDULES}
 
 
-def of_items(placement):
-    """The bytes that are saved on each tier, item by item, and the items there."""
-    nbytes, number = Counter(), Counter()
-    for unit, levels in enumerate(placement.levels):
-        for micro_batch in range(len(placement.x_nbytes)):
-            if (share := placement.share_of(Value("a", unit, micro_batch))) is not None:
-                nbytes[share.tier] += levels[share.level - 1].nbytes[micro_batch]
-                number[share.tier] += 1
-    return nbytes, number
-
-
-def closed_form(placement):
-    """By lane: what is saved goes to its home and comes back once; in one memory what goes to SSD is collected."""
-    nbytes, _ = of_items(placement)
-    over_link = nbytes["host"] + nbytes["ssd"] if placement.separate else 0
-    form = {"d2h": over_link or nbytes["ssd"], "h2d": over_link}
-    form |= dict.fromkeys(("ssd_read", "ssd_write"), nbytes["ssd"])
-    return {lane: each for lane, each in form.items() if each}
-
-
-def checked(harness, given, usual):
+def checked(given, usual):
     """A run of the usual bits, whose last step moves what its plan and its program say: the placement, the most host
     memory that its programs take, the most that it had mapped, and what `inspect` shows.
     """
+    harness = harness_of(given["expert"]["schedule"])
     torch.manual_seed(1)
     with harness.fresh(adamw, given) as optimizer:
         losses = [step(harness.model, optimizer, tokens(number)) for number in range(2)]
@@ -80,7 +58,7 @@ def checked(harness, given, usual):
     assert placement.schedule == given["expert"]["schedule"]
     assert found.traced == found.planned
     assert found.asked == {key: n for key, n in found.planned.items() if key[0].startswith("ssd")}
-    assert {lane: n for (lane, kind), n in found.planned.items() if kind == "a"} == closed_form(placement)
+    assert {lane: n for (lane, kind), n in found.planned.items() if kind == "a"} == of_saved(placement)
     if plan is not None and plan.is_solved and plan.placement == placement:
         assert plan.traffic == found.planned
         assert plan.peaks["host"] == peak(program, "host")
@@ -89,16 +67,16 @@ def checked(harness, given, usual):
 
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_on_each_tier(harness, usual, tmp_path, schedule, separate):
+def test_on_each_tier(usual, tmp_path, schedule, separate):
     """A third of what can save on each tier there is, late updates beside it, within exactly the memory planned."""
     tiers = ("device", "host", "ssd") if separate else ("host", "ssd")
     third = SAVING[schedule] / 3 / ITEMS[schedule]
     given = options(tmp_path, schedule=schedule, separate_device=separate, alpha=0.5)
     with saving(*(Share(1, tier, third) for tier in tiers)):
-        placement, nbytes, *_ = checked(harness, given, usual[schedule])
-        _, _, mapped_nbytes, _ = checked(harness, given | {"host_memory": nbytes}, usual[schedule])
+        placement, nbytes, *_ = checked(given, usual[schedule])
+        _, _, mapped_nbytes, _ = checked(given | {"host_memory": nbytes}, usual[schedule])
     assert mapped_nbytes <= nbytes
-    assert of_items(placement)[1] == dict.fromkeys(tiers, SAVING[schedule] // 3)
+    assert saved_items(placement)[1] == dict.fromkeys(tiers, SAVING[schedule] // 3)
 
 
 @pytest.mark.parametrize(
@@ -107,14 +85,14 @@ def test_on_each_tier(harness, usual, tmp_path, schedule, separate):
     ids=["none", "auto", "given"],
 )
 @pytest.mark.parametrize(("schedule", "separate"), [("horizontal", True), ("single", False), ("single", True)])
-def test_as_options_ask(harness, usual, tmp_path, slow_code, caplog, schedule, separate, recompute, ratios, part):
+def test_as_options_ask(usual, tmp_path, slow_code, caplog, schedule, separate, recompute, ratios, part):
     """All, what is faster, or a part; the log and `inspect` tell how many."""
     caplog.set_level(logging.INFO, "gs_compile.planner.run")
     chosen = {"recompute": recompute, "ratios": ratios, "separate_device": separate, "alpha": 0.0}
     given = options(tmp_path, schedule=schedule, **chosen) | {"machine": str(MACHINE)}
-    placement, _, _, shown = checked(harness, given, usual[schedule])
+    placement, _, _, shown = checked(given, usual[schedule])
     count, number = min(SAVING[schedule], round(part * ITEMS[schedule])), ITEMS[schedule]
-    nbytes, found = of_items(placement)
+    nbytes, found = saved_items(placement)
     assert found == {"host": count}
     assert f"activations: {format_bytes(nbytes['host'])} on host, 0 B on SSD" in shown
     said = caplog.messages[-1]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
 from learner import distance
-from tiered import Harness, adamw, gpt2, options, sgd
+from tiered import adamw, options, sgd, shared
 from torch import nn
 from zoo import GPT, LAYERS, WARNINGS, assert_same_gradients, batch, gradients, huggingface, loss_of, train
 
@@ -16,7 +16,7 @@ import gs_compile
 
 KEEPS_CAPTURES = True
 pytestmark = WARNINGS
-NUM_BLOCKS, WIDTH, BATCH = 2, 32, 4
+WIDTH, BATCH = 32, 4
 HALVES = {"vertical": 1, "single": 2}  # layers of a block
 PLACES = [
     pytest.param({"ratio": 0.0, "separate": True}, id="ssd"),
@@ -25,12 +25,7 @@ PLACES = [
 ]
 
 
-BUILDS = {"tied": partial(gpt2, NUM_BLOCKS, WIDTH, 0.1), "untied": partial(gpt2, NUM_BLOCKS, tied=False)}
-
-
-@pytest.fixture(scope="module")
-def harnesses():
-    return cache(lambda name: Harness(BUILDS[name]))
+BUILDS = {"tied": {"dropout": 0.1}, "untied": {"tied": False}}
 
 
 def chosen(storage, schedule, ratio=1.0, separate=False, **others):
@@ -42,18 +37,19 @@ def chosen(storage, schedule, ratio=1.0, separate=False, **others):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", BUILDS)
-def test_learns_what_the_vertical_order_learns(harnesses, storage, name, place):
+def test_learns_what_the_vertical_order_learns(storage, name, place):
     """Parameters after 5 steps, and the gradients of one; on the same dropout masks."""
-    harness = harnesses(name)
-    expected = harness.train(adamw, chosen(storage, "vertical", **place), num_steps=5, batch_size=BATCH)
-    found = harness.train(adamw, chosen(storage, "single", **place), num_steps=5, batch_size=BATCH)
+    harness = shared(**BUILDS[name])
+
+    def learned(schedule, make, num_steps):
+        own = shared(halved=schedule == "single", **BUILDS[name])
+        return own.train(make, chosen(storage, schedule, **place), num_steps, BATCH)
+
+    expected, found = (learned(schedule, adamw, 5) for schedule in HALVES)
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
     names = [name for name, _ in harness.model.named_parameters()]
     assert distance(*({name: each.values[name] for name in names} for each in (found, expected))) <= 1e-6
-    was, now = (
-        harness.train(sgd, chosen(storage, schedule, **place), num_steps=1, batch_size=BATCH)
-        for schedule in ("vertical", "single")
-    )
+    was, now = (learned(schedule, sgd, 1) for schedule in HALVES)
     for name, initial in zip(names, harness.initial, strict=True):
         gradient = initial - was.values[name]
         assert (now.values[name] - was.values[name]).norm() <= 1e-6 * gradient.norm() + 1e-9

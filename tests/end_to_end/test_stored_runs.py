@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from tiered import Harness, adamw, gpt2, options
-from typer.testing import CliRunner
+from command_line import run
+from tiered import adamw, options, shared
 
-from gs_compile.cli.main import app
 from gs_compile.cli.stored.export import export
 from gs_compile.cli.stored.runs import found_in
 from gs_compile.cli.stored.verify import verify
 
 KEEPS_CAPTURES = True
 NUM_STEPS = 3
-
-
-@cache
-def harness(precision):
-    return Harness(gpt2, precision)
 
 
 def exported(directory: Path, target: Path, **what: bool) -> dict[str, torch.Tensor]:
@@ -44,10 +37,10 @@ def exported(directory: Path, target: Path, **what: bool) -> dict[str, torch.Ten
 )
 def test_a_run_is_exported_bit_for_bit(tmp_path, precision, changes):
     storage = tmp_path / "one", tmp_path / "other"
-    learned = harness(precision).train(adamw, {**options(storage, **changes), "durability": "step"}, NUM_STEPS)
+    learned = shared(precision).train(adamw, {**options(storage, **changes), "durability": "step"}, NUM_STEPS)
     for directory in storage:
         assert [report["bad"] for report in verify(directory)] == [[]]
-        result = CliRunner().invoke(app, ["store", "ls", str(directory)])
+        result = run("store", "ls", directory)
         assert (result.exit_code, len(result.stdout.splitlines())) == (0, 2)
     found = exported(storage[0], tmp_path / "out", masters=True, states=True)
     wanted = {name: each for name, each in learned.values.items() if not name.endswith((".step", ".master"))}

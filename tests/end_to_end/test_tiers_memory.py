@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiered import Harness, adamw, gpt2, options, step, tokens
+from tiered import adamw, loss_of, options, shared, step, tokens
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.planner.builder import peak
@@ -20,9 +20,8 @@ KEEPS_CAPTURES = True
 NUM_LAYERS, NUM_MICRO_BATCHES = 3, 3
 
 
-@pytest.fixture(scope="module")
-def harnesses():
-    return {precision: Harness(partial(gpt2, num_layers=NUM_LAYERS), precision) for precision in ("model", "bf16")}
+def harness_of(precision="model"):
+    return shared(precision, num_layers=NUM_LAYERS)
 
 
 ratios = st.sampled_from((0.0, 0.3, 0.7, 1.0))
@@ -39,11 +38,9 @@ ratios = st.sampled_from((0.0, 0.3, 0.7, 1.0))
     on_device=st.sampled_from((0.0, 0.6)),
     gradient=st.sampled_from((None, 0.0, 0.4, 1.0)),
 )
-def test_the_planned_memory_is_enough(
-    harnesses, storage, precision, clip, alpha, separate_device, ratios, on_device, gradient
-):
+def test_the_planned_memory_is_enough(storage, precision, clip, alpha, separate_device, ratios, on_device, gradient):
     """In the horizontal order too, with a ratio of gradient sums."""
-    harness, make = harnesses[precision], partial(adamw, max_grad_norm=0.5) if clip else adamw
+    harness, make = harness_of(precision), partial(adamw, max_grad_norm=0.5) if clip else adamw
     classes = (["checkpoint"] if separate_device else []) + (["parameter"] if precision == "bf16" else [])
     if separate_device:
         ratios = ratios | {f"device_{name}": on_device * (1 - ratios[name]) for name in classes}
@@ -69,9 +66,9 @@ def test_the_planned_memory_is_enough(
 
 @pytest.mark.parametrize("clip", [None, "speculative"])
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_nothing_is_mapped_or_pinned_after_the_first_step(harnesses, storage, monkeypatch, alpha, clip):
+def test_nothing_is_mapped_or_pinned_after_the_first_step(storage, monkeypatch, alpha, clip):
     """Whether there are late updates, in an evaluation, and when all updates are brought to an end."""
-    harness, made = harnesses["model"], []
+    harness, made = harness_of(), []
     monkeypatch.setattr(slab, "map_memory", lambda nbytes, device: made.append(nbytes) or map_memory(nbytes, device))
     make = partial(adamw, max_grad_norm=0.5) if clip else adamw
     with harness.fresh(make, options(storage, alpha=alpha, clip=clip, separate_device=True)) as optimizer:
@@ -81,21 +78,21 @@ def test_nothing_is_mapped_or_pinned_after_the_first_step(harnesses, storage, mo
         for number in range(3):
             step(harness.model, optimizer, tokens(number))
             with torch.no_grad():
-                harness.model(input_ids=tokens(number), labels=tokens(number))
-            harness.model(input_ids=tokens(number), labels=tokens(number))  # given up
+                loss_of(harness.model, tokens(number))
+            loss_of(harness.model, tokens(number))  # given up
         optimizer.synchronize()
         assert not made
 
 
-def test_an_evaluation_between_forward_and_backward_has_memory_of_its_own(harnesses, storage):
-    harness, losses, needed = harnesses["model"], [], 0
+def test_an_evaluation_between_forward_and_backward_has_memory_of_its_own(storage):
+    harness, losses, needed = harness_of(), [], 0
     for evaluates in (False, True):
         with harness.fresh(adamw, options(storage, alpha=0.5)) as optimizer:
             for number in range(3):
-                loss = harness.model(input_ids=tokens(number), labels=tokens(number)).loss
+                loss = loss_of(harness.model, tokens(number))
                 if evaluates:
                     with torch.no_grad():
-                        harness.model(input_ids=tokens(7), labels=tokens(7))
+                        loss_of(harness.model, tokens(7))
                 loss.backward()
                 optimizer.step()
                 losses.append(float(loss.detach()))
@@ -103,18 +100,18 @@ def test_an_evaluation_between_forward_and_backward_has_memory_of_its_own(harnes
     assert losses[:3] == losses[3:]
     refused = pytest.raises(MemoryBudgetError, match="between a forward and its backward")
     with harness.fresh(adamw, options(storage, alpha=0.5, host_memory=needed)) as optimizer:
-        loss = harness.model(input_ids=tokens(0), labels=tokens(0)).loss
+        loss = loss_of(harness.model, tokens(0))
         with refused, torch.no_grad():
-            harness.model(input_ids=tokens(7), labels=tokens(7))
+            loss_of(harness.model, tokens(7))
         loss.backward()
         optimizer.step()
 
 
 @settings(deadline=None, max_examples=3)
 @given(st.sampled_from((3, 7, 11)), st.sampled_from((0.0, 1.0)), st.booleans())
-def test_the_memory_that_a_refusal_names_is_enough(harnesses, storage, batch_size, alpha, separate_device):
+def test_the_memory_that_a_refusal_names_is_enough(storage, batch_size, alpha, separate_device):
     """Checkpoints and their gradients are of odd sizes, and there are many micro-batches."""
-    harness, chosen = harnesses["model"], {"alpha": alpha, "separate_device": separate_device, "micro_batch_size": 1}
+    harness, chosen = harness_of(), {"alpha": alpha, "separate_device": separate_device, "micro_batch_size": 1}
     with (
         pytest.raises(MemoryBudgetError) as refusal,
         harness.fresh(adamw, options(storage, host_memory=1, **chosen)) as optimizer,

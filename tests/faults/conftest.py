@@ -1,12 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from tiered import Harness, adamw, gpt2, options
-
-
-@pytest.fixture(scope="module")
-def harness():
-    return Harness(gpt2)
+from tiered import adamw, options
 
 
 @pytest.fixture(scope="module")

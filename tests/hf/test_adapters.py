@@ -11,7 +11,7 @@ from learner import distance, values
 from peft.utils.integrations import dequantize_module_weight
 from test_trainer import CHECKPOINTING, EAGER, curve, padded, samples
 from transformers import Trainer, TrainingArguments
-from zoo import huggingface
+from zoo import small
 
 import gs_compile
 import gs_compile.hf
@@ -36,9 +36,7 @@ ADAPTERS = {
 
 def adapted(config=LORA, model=None):
     torch.manual_seed(0)
-    return peft.get_peft_model(
-        (model or huggingface("llama")).train(), copy.deepcopy(config)
-    )  # PEFT keeps and changes it
+    return peft.get_peft_model((model or small("llama")).train(), copy.deepcopy(config))  # PEFT keeps and changes it
 
 
 def trained(model, folder, *, checkpointing=True, save_steps=0, resume=None, **options):
@@ -102,7 +100,7 @@ def test_adapters_are_saved_and_loaded(trainer, tmp_path):
     """As an ordinary model's, and back into the tiers."""
     trainer.save_model(tmp_path)
     wanted = {name: each.clone() for name, each in peft.get_peft_model_state_dict(trainer.model).items()}
-    loaded = peft.PeftModel.from_pretrained(huggingface("llama"), tmp_path)
+    loaded = peft.PeftModel.from_pretrained(small("llama"), tmp_path)
     torch.testing.assert_close(dict(peft.get_peft_model_state_dict(loaded)), wanted, rtol=0, atol=0)
     adapter = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     with torch.no_grad():
@@ -132,7 +130,7 @@ def test_adapters_are_switched_off_and_merged(trainer):
     with_adapter = model(input_ids=ids).logits
     with model.disable_adapter():
         without = model(input_ids=ids).logits
-    torch.testing.assert_close(without, huggingface("llama").eval()(input_ids=ids).logits)
+    torch.testing.assert_close(without, small("llama").eval()(input_ids=ids).logits)
     assert not torch.allclose(with_adapter, without, atol=1e-4)
     model._compiled_call_impl = None  # what is merged is another model
     merged = model.merge_and_unload()

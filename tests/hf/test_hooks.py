@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_trainer import attached, trainer
-from zoo import WIDTH, batch, huggingface
+from zoo import WIDTH, batch, small
 
 import gs_compile.hf
 from gs_compile.errors import OptimizerError, OptionError
@@ -19,7 +19,7 @@ def test_hidden_states_and_forward_hooks_are_the_whole_batchs(tmp_path):
     for trained in (False, True):
         if trained:
             mine.train()
-        reference = huggingface("gpt2").eval()
+        reference = small("gpt2").eval()
         reference.load_state_dict(mine.model.state_dict())
         seen.clear()
         with torch.no_grad():

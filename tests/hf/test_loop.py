@@ -9,7 +9,7 @@ import pytest
 import torch
 from learner import distance, values
 from test_trainer import EAGER, padded, samples
-from zoo import huggingface
+from zoo import small
 
 import gs_compile.hf
 from gs_compile.errors import OptimizerError, OptionError
@@ -39,7 +39,7 @@ class Loop:
         self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=gas, mixed_precision=precision)
         if scaled:  # as Accelerate has it for fp16, where a device is fit for that
             self.accelerator.scaler = torch.amp.GradScaler("cpu")
-        model = huggingface("gpt2", dropout=dropout)
+        model = small("gpt2", dropout=dropout)
         settings = {"lr": 1e-2, "weight_decay": 0.1}
         loader = loader or torch.utils.data.DataLoader(data(), batch_size=2, shuffle=True, collate_fn=padded)
         if not mine:
@@ -173,6 +173,6 @@ def test_processes_that_accelerate_does_not_know_are_named(tmp_path, monkeypatch
     places = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in places.items():
         monkeypatch.setenv(name, value)
-    model, loader = huggingface("gpt2"), torch.utils.data.DataLoader(data(), batch_size=2, collate_fn=padded)
+    model, loader = small("gpt2"), torch.utils.data.DataLoader(data(), batch_size=2, collate_fn=padded)
     with pytest.raises(OptionError, match=r"there are 2 processes.*Accelerator\(cpu=True\)"):
         gs_compile.hf.prepare(accelerator, model, gs_compile.AdamW(model.parameters()), loader)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from trl.trainer.utils import add_fused_lm_head
-from zoo import VOCAB, huggingface
+from zoo import VOCAB, small
 
 from gs_compile.hf import strands
 from gs_compile.hf.fused_head import make_capturable
@@ -20,7 +20,7 @@ def test_a_batchs_share_of_a_loss(num_items, share):
 
 
 def test_the_head_gives_what_the_fused_one_gives():
-    model, ids = huggingface("llama").eval(), torch.randint(VOCAB, (2, 9))
+    model, ids = small("llama").eval(), torch.randint(VOCAB, (2, 9))
     labels = ids.masked_fill(torch.rand(2, 9) < 0.3, -100)
     add_fused_lm_head(model, 0.7, outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"))
     found = []

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import command_line
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from gs_compile.cli.main import app
 from gs_compile.cli.train import _apply, _parsed
 from gs_compile.errors import OptionError
 from gs_compile.hf.recipe import Recipe
@@ -21,7 +20,7 @@ EXAMPLE = ROOT / "examples" / "train.yaml"
 
 
 def run(file, *changes):
-    return CliRunner().invoke(app, ["train", str(file), *changes, "--json"], catch_exceptions=False)
+    return command_line.run("train", file, *changes, "--json", catch_exceptions=False)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 from learner import distance, values
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from zoo import VOCAB, huggingface
+from zoo import VOCAB, small
 
 import gs_compile
 import gs_compile.hf
@@ -66,7 +66,7 @@ def trainer(folder, name="gpt2", data=None, **changes):
         **changes,
     }
     data = samples() if data is None else data
-    model = huggingface(name).train()
+    model = small(name).train()
     return Trainer(
         model, TrainingArguments(**settings), train_dataset=data, eval_dataset=data[:5], data_collator=padded
     )

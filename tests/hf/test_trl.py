@@ -20,7 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
-from zoo import VOCAB, configuration, huggingface
+from zoo import VOCAB, configuration, small
 
 import gs_compile
 import gs_compile.hf
@@ -75,7 +75,7 @@ def settings(config, folder, **changes):
 
 def stored(folder):
     """A model that is on storage before it is trained, where it is mine."""
-    model = huggingface("llama")
+    model = small("llama")
     if folder.name != "mine":
         return model
     model.save_pretrained(folder / "checkpoint")
@@ -85,7 +85,7 @@ def stored(folder):
 def sft(folder, data=("text", (9,)), model=None, adapter=True, callbacks=(), **changes):
     samples = rows(*data[:-1], lengths=data[-1])
     return SFTTrainer(
-        huggingface("llama") if model is None else model(folder),
+        small("llama") if model is None else model(folder),
         settings(SFTConfig, folder, **changes),
         train_dataset=samples,
         eval_dataset=samples.select(range(3)),
@@ -97,8 +97,8 @@ def sft(folder, data=("text", (9,)), model=None, adapter=True, callbacks=(), **c
 
 def dpo(folder, adapter=True, **changes):
     return DPOTrainer(
-        huggingface("llama"),
-        ref_model=None if adapter else huggingface("llama"),
+        small("llama"),
+        ref_model=None if adapter else small("llama"),
         args=settings(DPOConfig, folder, **changes),
         train_dataset=rows("prompt", "chosen", "rejected", lengths=(4, 5, 3)),
         processing_class=tokenizer(),
@@ -109,7 +109,7 @@ def dpo(folder, adapter=True, **changes):
 def reward(folder, **changes):
     torch.manual_seed(0)
     return RewardTrainer(
-        LlamaForSequenceClassification(configuration("llama", num_labels=1)),
+        LlamaForSequenceClassification(configuration("llama", num_hidden_layers=2, num_labels=1)),
         args=settings(RewardConfig, folder, bf16=False, **changes),
         train_dataset=rows("prompt", "chosen", "rejected", lengths=(4, 5, 3)),
         processing_class=tokenizer(),
@@ -236,9 +236,7 @@ class Doubled(Trainer):
 
 
 def doubled(folder):
-    return Doubled(
-        huggingface("gpt2"), settings(TrainingArguments, folder), train_dataset=samples(), data_collator=padded
-    )
+    return Doubled(small("gpt2"), settings(TrainingArguments, folder), train_dataset=samples(), data_collator=padded)
 
 
 def mean_loss(outputs, labels, num_items_in_batch=None):
@@ -247,7 +245,7 @@ def mean_loss(outputs, labels, num_items_in_batch=None):
 
 def of_a_function(folder):
     return Trainer(
-        huggingface("gpt2"),
+        small("gpt2"),
         settings(TrainingArguments, folder),
         train_dataset=samples(),
         data_collator=padded,
@@ -271,7 +269,7 @@ NUM_CLASSES = 12  # as many as the longest sequence has tokens
 
 def weighted(folder):
     torch.manual_seed(0)
-    config = configuration("llama", num_labels=NUM_CLASSES)
+    config = configuration("llama", num_hidden_layers=2, num_labels=NUM_CLASSES)
     config.pad_token_id = 5
 
     def collate(batch):

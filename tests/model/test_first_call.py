@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from learner import gpt2, same_tensors, values
-from tiered import adamw, files_in, options, step, tokens, two_groups
+from tiered import adamw, files_in, loss_of, options, step, tokens, two_groups
 from torch import nn
 
 import gs_compile
@@ -61,7 +61,7 @@ def test_an_optimizer_that_is_made_after_a_refusal_is_in_time(on_storage, tmp_pa
         model.compile(backend="greedysnake", options=options(tmp_path / "run", precision="bf16"))
         if refused:
             with pytest.raises(GreedySnakeError, match=r"before the (first )?call"):
-                model(input_ids=tokens(0), labels=tokens(0))
+                loss_of(model, tokens(0))
             assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
         optimizer = adamw(two_groups(model))
         losses.append([step(model, optimizer, tokens(number)) for number in range(2)])
@@ -87,7 +87,7 @@ def test_values_of_a_model_on_a_device_go_to_storage(tmp_path, monkeypatch):
     optimizer = adamw(two_groups(model))
     model.compile(backend="greedysnake", options=options(tmp_path))
     with torch.no_grad():
-        model(input_ids=tokens(0), labels=tokens(0))
+        loss_of(model, tokens(0))
     found = model.state_dict()
     same_tensors({name: found[name] for name in before}, before)
     optimizer.engine.tiers.close()
@@ -196,7 +196,7 @@ def test_an_error_that_only_the_trace_meets_is_named():
     model = gpt2()
     model.transformer.ln_f = nn.RMSNorm(32)
     model.transformer.ln_f.weight = Overrides(torch.ones(32))
-    assert torch.isfinite(model(input_ids=tokens(0), labels=tokens(0)).loss)
+    assert torch.isfinite(loss_of(model, tokens(0)))
     model.compile(backend="greedysnake", options={"micro_batch_size": 2})
     with pytest.raises(GraphBreakError, match=r"no implementation found for 'torch\.nn\.functional\.rms_norm'"):
         model(input_ids=tokens(0), labels=tokens(0))

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from learner import distance, gpt2, learner, same_tensors, values
-from tiered import tokens
+from tiered import loss_of, tokens
 
 import gs_compile
 from gs_compile.errors import NonFiniteWarning, OptimizerError
@@ -58,7 +58,7 @@ def test_the_scale_changes_nothing(changes, tmp_path):
 
 def in_fp16(model, number):
     with torch.autocast("cpu", torch.float16):
-        return model(input_ids=tokens(number), labels=tokens(number)).loss
+        return loss_of(model, tokens(number))
 
 
 def test_fp16_as_with_torchs_scaler(tmp_path):

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from learner import PLACES, gpt2, inside, learner, same_tensors, values
-from tiered import options, step, tokens, two_groups
+from tiered import loss_of, options, step, tokens, two_groups
 from zoo import huggingface
 
 import gs_compile
@@ -58,7 +58,7 @@ def test_training_and_evaluation_alternate(tmp_path):
             one.train(number)
             one.model.eval()
             with torch.no_grad():
-                wanted = reference.eval()(input_ids=tokens(7), labels=tokens(7)).loss
+                wanted = loss_of(reference.eval(), tokens(7))
                 torch.testing.assert_close(one.loss(7), wanted, rtol=1e-5, atol=0)
                 with gs_compile.materialize(one.model):
                     torch.testing.assert_close(one.loss(7), wanted, rtol=1e-5, atol=0)
@@ -101,17 +101,17 @@ def test_what_torch_compile_returns(tmp_path):
     with gs_compile.materialize(compiled):
         same_tensors(values(model), {name: wanted[name] for name, _ in model.named_parameters()})
         with torch.no_grad():
-            inner = compiled(input_ids=tokens(1), labels=tokens(1)).loss
+            inner = loss_of(compiled, tokens(1))
         with pytest.raises(StepOrderError, match="cannot be trained"):
-            compiled(input_ids=tokens(1), labels=tokens(1))
+            loss_of(compiled, tokens(1))
     with (
         gs_compile.materialize(model),
         torch.no_grad(),
         pytest.raises(StepOrderError, match="compiled model does not run"),
     ):
-        compiled(input_ids=tokens(1), labels=tokens(1))
+        loss_of(compiled, tokens(1))
     with torch.no_grad():
-        torch.testing.assert_close(compiled(input_ids=tokens(1), labels=tokens(1)).loss, inner, rtol=1e-5, atol=0)
+        torch.testing.assert_close(loss_of(compiled, tokens(1)), inner, rtol=1e-5, atol=0)
     step(compiled, optimizer, tokens(1))
     assert optimizer.num_steps == 2
     optimizer.engine.tiers.close()
@@ -214,7 +214,7 @@ def test_a_model_on_storage_that_has_not_run(tmp_path):
     with gs_compile.materialize(model):
         same_tensors(values(model), wanted)
         with torch.no_grad():
-            assert model(input_ids=tokens(0), labels=tokens(0)).loss.isfinite()
+            assert loss_of(model, tokens(0)).isfinite()
     found = model.state_dict()
     same_tensors({name: found[name] for name in wanted}, wanted)
     with gs_compile.materialize(model, write=True), torch.no_grad():

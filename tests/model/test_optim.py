@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 from learner import distance, gpt2, inside, learner, plain, same_tensors, values
-from tiered import adamw, options, our_threads, step, tokens, two_groups
+from tiered import adamw, loss_of, options, our_threads, step, tokens, two_groups
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import gs_compile
@@ -243,7 +243,7 @@ def test_a_grad_scaler_is_refused_before_anything_is_updated(tmp_path):
 def test_gradients_from_elsewhere_are_refused():
     model = gpt2()
     optimizer = gs_compile.AdamW(model.parameters())
-    model(input_ids=tokens(0), labels=tokens(0)).loss.backward()
+    loss_of(model, tokens(0)).backward()
     with pytest.raises(OptimizerError, match="did not run with the greedysnake backend"):
         optimizer.step()
 
@@ -278,9 +278,9 @@ def test_values_live_as_long_as_their_model(tmp_path):
     assert optimizer() is None
     assert not model.state_dict()["lm_head.weight"].isnan().any()
     with torch.no_grad():
-        assert model(input_ids=tokens(0), labels=tokens(0)).loss.isfinite()
+        assert loss_of(model, tokens(0)).isfinite()
     with pytest.raises(OptimizerError, match="optimizer of this model is gone"):
-        model(input_ids=tokens(0), labels=tokens(0)).loss.backward()
+        loss_of(model, tokens(0)).backward()
     del model
     torch._dynamo.reset()
     gc.collect()

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiered_toy import LEARNING_RATE, MOMENTUM, TieredToy
 from tiers import RESIDENT, Options, after, lowered, options, place, stages, tiered_steps, train
+from toy import LEARNING_RATE, MOMENTUM, TieredToy
 
 from gs_compile.program.ir import FILL, StepShape, Value
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import expecttest
 import pytest
-import tiered_toy
 import torch
+import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import Options, in_order, lowered, options, place, stages, tiered_steps, train
@@ -99,7 +99,7 @@ def test_room_for_two_versions_of_all_that_commits_keep(drawn):
 @pytest.mark.parametrize("bound", [math.inf, 30.0, 0.25])
 def test_copies_are_of_what_the_step_has_left(bound, monkeypatch):
     """Also of updates that were taken back; and nothing that is learned depends on them."""
-    monkeypatch.setattr(tiered_toy, "MAX_NORM", bound)
+    monkeypatch.setattr(toy, "MAX_NORM", bound)
 
     @settings(deadline=None, max_examples=8)
     @given(drawn=placements().filter(lambda drawn: drawn[1].world == 1))

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import expecttest
 import pytest
-import tiered_toy
 import torch
+import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import Options, lowered, options, place, stages, tiered_steps, train
@@ -44,7 +44,7 @@ STEPS = st.just((2, 2, StepShape(tied=frozenset("eh")))) | tiered_steps()
     ],
 )
 def test_what_is_learned_is_what_delayed_updates_learn(bound, made_by, monkeypatch):
-    monkeypatch.setattr(tiered_toy, "MAX_NORM", bound)
+    monkeypatch.setattr(toy, "MAX_NORM", bound)
 
     @settings(deadline=None, max_examples=8)
     @given(step=STEPS, options=speculative())

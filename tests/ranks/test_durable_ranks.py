@@ -28,12 +28,6 @@ from gs_compile.runtime.storage.folder import folder_in
 LAST = 5
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with Fleet(2) as fleet:
-        yield fleet
-
-
 def looks(info, tmp_path):
     """Two of three ranks look for the commit that both have; the third is not there."""
     group = dist.new_group([0, 1])

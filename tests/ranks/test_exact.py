@@ -30,12 +30,6 @@ MODELS = {"gpt2": 1.6, "llama": 0.5, "qwen3": 1.6, "mixtral": 1.6, "positional":
 SETTINGS = {"lr": 1e-3, "eps": 1e-4}
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with Fleet(2) as fleet:
-        yield fleet
-
-
 # Against DistributedDataParallel --------------------------------------------------------------------------------------
 
 

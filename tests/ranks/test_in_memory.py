@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 import zoo
-from launch import Fleet
 from learner import distance
 from tiered import options
 from torch.nn.parallel import DistributedDataParallel
@@ -16,12 +14,6 @@ import gs_compile
 from gs_compile.model.residency import residency_of
 
 KEEPS_CAPTURES = True  # each process captures its own
-
-
-@pytest.fixture(scope="module")
-def pair():
-    with Fleet(2) as fleet:
-        yield fleet
 
 
 class Scaled(zoo.Block):

@@ -52,12 +52,6 @@ def refused(info, tmp_path, mine, others, rows=4):
     return str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with Fleet(2) as fleet:
-        yield fleet
-
-
 @pytest.mark.parametrize(
     ("mine", "others", "message"),
     [

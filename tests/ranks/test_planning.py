@@ -9,7 +9,6 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from launch import Fleet
 from tiered import BATCH, Harness, adamw, gpt2, options, outcome, tokens
 from typer.testing import CliRunner
 
@@ -22,12 +21,6 @@ from gs_compile.planner.measure.profile import Profile
 KEEPS_CAPTURES = True  # each process captures its own
 MACHINE = Path(__file__).parent.parent / "machine.json"
 CHOSEN = dict.fromkeys(("parameter", "checkpoint", "optimizer"))
-
-
-@pytest.fixture(scope="module")
-def pair():
-    with Fleet(2) as fleet:
-        yield fleet
 
 
 def learn(harness, given, rows=BATCH):

@@ -19,12 +19,6 @@ from gs_compile.runtime.storage.folder import folder_in
 KEEPS_CAPTURES = True  # captures nothing
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with Fleet(2) as fleet:
-        yield fleet
-
-
 def moves(info, tmp_path):
     module.CHUNK = 4  # two elements of each rank
     ranks = ranks_of(Options())

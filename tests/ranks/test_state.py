@@ -33,12 +33,6 @@ from gs_compile.model.materialize import on_first_rank
 KEEPS_CAPTURES = True  # each process captures its own
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with Fleet(2) as fleet:
-        yield fleet
-
-
 def saves(info, tmp_path, precision):
     one = Learner(info, tmp_path, precision=precision)
     one.train(0, 1)

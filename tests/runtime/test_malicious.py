@@ -14,14 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from command_line import run
 from cpu_work import work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from malicious import FREE, SOUND, TEXTS, change, text
 from stored_run import stored_folders
-from typer.testing import CliRunner
 
-from gs_compile.cli.main import app
 from gs_compile.runtime.storage.manifest import NAME, decoded, encoded, read
 
 WORK, NBYTES = 100, 256 << 20
@@ -39,7 +38,7 @@ def refusal(folder):
     """The error that `ls` tells of, with little work and in little memory."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = nbytes_of("VmRSS")
-    times, result = work(lambda: CliRunner().invoke(app, ["store", "ls", str(folder.parent)]))
+    times, result = work(lambda: run("store", "ls", folder.parent))
     nbytes = nbytes_of("VmHWM") - before
     assert (result.exit_code, type(result.exception)) == (5, SystemExit), result.exception
     assert len(result.output) < 3000
@@ -160,7 +159,7 @@ def test_what_is_no_file_of_ours(folder, kind, monkeypatch):
 def test_a_lock_that_is_none(folder, make):
     make(folder / ".lock")
     for command in ("verify", "gc"):
-        result = CliRunner().invoke(app, ["store", command, str(folder.parent)])
+        result = run("store", command, folder.parent)
         assert (result.exit_code, type(result.exception)) == (5, SystemExit), result.exception
 
 

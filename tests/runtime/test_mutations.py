@@ -12,7 +12,7 @@ import pytest
 import torch
 from happens_before import on_twin
 from stream_twin import Block, Twin, TwinStream
-from tiered import Harness, adamw, gpt2, options, step, tokens, two_groups
+from tiered import adamw, gpt2, options, step, tokens, two_groups
 
 import gs_compile
 from gs_compile.errors import MemoryBudgetError
@@ -70,11 +70,6 @@ MUTATIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def harness():
-    return Harness(gpt2)
-
-
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_it_trains_the_same_and_every_access_is_ordered(harness, tmp_path, monkeypatch, placement):
     """No computation is launched before the last but one has begun (fault 15).
@@ -117,13 +112,13 @@ def test_a_model_built_on_storage_trains_where_neither_memory_holds_it(tmp_path)
         torch._dynamo.reset()
         optimizer = adamw(two_groups(model))
         model.compile(backend="greedysnake", options=options(tmp_path / "run", host_memory=3 * nbytes, **device))
-        losses = [step(model, optimizer, tokens(number)) for number in range(2)]
+        losses = [step(model, optimizer, tokens(number, 3)) for number in range(2)]
         values = {name: value.clone() for name, value in model.state_dict().items()}
         peaks = dict(optimizer.engine.programs[-1].peaks)
         optimizer.engine.tiers.close()
         return losses, values, peaks
 
-    build = partial(gpt2, num_layers=12)
+    build = partial(gpt2, num_layers=8)
     nbytes = sum(parameter.nbytes for parameter in build().parameters())  # and twice as much in their states
     expected, wanted, _ = trained(build(), separate_device=True)
     with on_twin(delay_seconds=0.0):

@@ -1,0 +1,134 @@
+"""The bytes that a step of the tiny model moves, by lane and kind, from first principles (arXiv 2512.17570, 3.3).
+
+Everything is on SSD but for what is said. `units`: the elements of each unit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.shards import QUANTUM
+from gs_compile.program.ir import Value
+
+Units = Mapping[Any, int]
+Form = dict[tuple[str, str], int]
+
+# How often a step, and in the horizontal order a micro-batch, needs the parameters of a unit that is no layer: the
+# prologue as a layer once forward and once backward, the epilogue once, as its backward follows at once, and what
+# prologue and epilogue share with each of them.
+LOADS = {"e": 2, "h": 1, "t": 3}
+SPARED = {"t": 2}  # loads of a unit that is kept for the next step; of others one
+STATE = {"model": 8, "split": 10, "whole": 12}  # bytes of AdamW's moments, and of bf16's masters or their rests
+ITEMSIZE = {"model": 4, "split": 2, "whole": 2}
+
+
+def units_of(model: torch.nn.Module, num_ranks: int = 1) -> dict[Any, int]:
+    """Tensors in whole quanta, what prologue and epilogue share in a unit of its own; a rank's share in whole quanta."""
+    numel = Counter[Any]()
+    for name, values in model.named_parameters():
+        layer = re.search(r"\.h\.(\d)\.", name)
+        unit = int(layer[1]) if layer else {"wte": "t", "wpe": "e", "ln_f": "h"}[name.split(".")[1]]
+        numel[unit] += _whole(values.numel(), QUANTUM)
+    return {unit: _whole(each, num_ranks * QUANTUM) // num_ranks for unit, each in numel.items()}
+
+
+def _whole(numel: int, quantum: int) -> int:
+    return -(-numel // quantum) * quantum
+
+
+def spared(units: Units, kept: Any) -> int:
+    """Elements that a step need not read, as the one before has kept them."""
+    return sum(units[unit] * SPARED.get(unit, 1) for unit in kept)
+
+
+def vertical(
+    units: Units,
+    x: int,
+    n: int,
+    *,
+    masters: str = "model",
+    checkpoint: float = 0.0,
+    alpha: float,
+    separate_device: bool,
+) -> Form:
+    """A step of n micro-batches, whose checkpoints have x bytes each; `checkpoint`: the share in host memory."""
+    num_layers, numel, loads = _num_layers(units), sum(units.values()), _loads(units) * ITEMSIZE[masters]
+    num_checkpoints = num_layers * n
+    on_ssd = (num_checkpoints - int(num_checkpoints * checkpoint)) * x
+    made_anew = numel * 2 if masters == "whole" and alpha == 1.0 else 0  # from masters, before the first use
+    form = _of_states(numel, masters) | {("ssd_read", "w"): loads - made_anew}
+    form |= {(lane, "x"): on_ssd for lane in ("ssd_read", "ssd_write", "d2h")}  # collected for the SSD
+    if separate_device:
+        boundaries = (num_layers + 1) * (n - 1) * x  # between stages, one micro-batch stays on the device
+        form |= {
+            ("h2d", "w"): loads,
+            ("d2h", "dw"): numel * 4,
+            ("d2h", "x"): (num_checkpoints + n - 1) * x,  # the epilogue's inputs too
+            ("h2d", "x"): num_checkpoints * x + boundaries,
+            ("d2h", "dx"): boundaries,
+            ("h2d", "dx"): boundaries,
+        }
+    return {key: nbytes for key, nbytes in form.items() if nbytes}
+
+
+def horizontal(units: Units, x: int, n: int, *, masters: str, gradient: float, separate_device: bool) -> Form:
+    """The same, one micro-batch through all layers after the other; `gradient`: gradient sums are in host memory, or 0."""
+    numel, loads, checkpoints = sum(units.values()), n * _loads(units) * ITEMSIZE[masters], _num_layers(units) * n * x
+    form = _of_states(numel, masters) | {("ssd_read", "w"): loads}
+    form |= {(lane, "x"): checkpoints for lane in ("ssd_read", "ssd_write", "d2h")}
+    if not gradient:
+        form |= {(lane, "dw"): (n - 1) * numel * 4 for lane in ("ssd_read", "ssd_write")}
+    if separate_device:
+        form |= {("h2d", "w"): loads, ("h2d", "x"): checkpoints}
+        form |= {("h2d", "dw"): (n - 1) * numel * 4, ("d2h", "dw"): n * numel * 4}  # (2 n - 1) times together
+    return form
+
+
+def of_a_rank(units: Units, x: int, n: int, num_ranks: int, kept: Any) -> Form:
+    """Of a rank's shares, in one memory, all updates early: what it reads, the others get from it."""
+    form = vertical(units, x, n, alpha=0.0, separate_device=False)
+    form["net", "w"] = form["ssd_read", "w"] * (num_ranks - 1)
+    form["net", "dw"] = sum(units.values()) * 4 * (num_ranks - 1)
+    form["ssd_read", "w"] -= spared(units, kept) * 4
+    return form
+
+
+def of_saved(placement: Placement) -> dict[str, int]:
+    """By lane: what is saved goes to its home and comes back once; in one memory what goes to SSD is collected."""
+    nbytes, _ = saved_items(placement)
+    over_link = nbytes["host"] + nbytes["ssd"] if placement.separate else 0
+    form = {"d2h": over_link or nbytes["ssd"], "h2d": over_link}
+    form |= dict.fromkeys(("ssd_read", "ssd_write"), nbytes["ssd"])
+    return {lane: each for lane, each in form.items() if each}
+
+
+def saved_items(placement: Placement) -> tuple[Counter[str], Counter[str]]:
+    """The bytes that are saved on each tier, item by item, and the items there."""
+    nbytes, number = Counter[str](), Counter[str]()
+    for unit, levels in enumerate(placement.levels):
+        for micro_batch in range(len(placement.x_nbytes)):
+            if (share := placement.share_of(Value("a", unit, micro_batch))) is not None:
+                nbytes[share.tier] += levels[share.level - 1].nbytes[micro_batch]
+                number[share.tier] += 1
+    return nbytes, number
+
+
+def _num_layers(units: Units) -> int:
+    return sum(isinstance(unit, int) for unit in units)
+
+
+def _loads(units: Units) -> int:
+    return sum(numel * LOADS.get(unit, 2) for unit, numel in units.items())
+
+
+def _of_states(numel: int, masters: str) -> Form:
+    """Updated parameters, and the states of their updates."""
+    return {("ssd_write", "w"): numel * ITEMSIZE[masters]} | {
+        (lane, "s"): numel * STATE[masters] for lane in ("ssd_read", "ssd_write")
+    }
