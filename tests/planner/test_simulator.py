@@ -35,11 +35,12 @@ def simulate(programs, seconds, placement=None, **rule) -> Simulation:
 
 
 def steady(num_layers: int, num_micro_batches: int, placement: Placement, shape: StepShape = PLAIN) -> list[Program]:
-    """A first step without late updates, and two with."""
+    """A first step without late updates, and two with; they find what the step before them has carried."""
     late = placement.has_late and shape.training
+    warm = shape.training and bool(placement.carried_values) and not (placement.speculative and late)
     first, then = (
-        lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, late=each))[-1]
-        for each in (False, late)
+        lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, **marks))[-1]
+        for marks in ({}, {"late": late, "warm": warm})
     )
     return [first, then, then]
 
