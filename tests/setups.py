@@ -80,7 +80,7 @@ class SetUp:
         torch._dynamo.reset()
         self.optimizer = self.make(list(self.model.parameters()))
         ratios = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}
-        expert = {"compiler": "eager", "alpha": 0.5, "ratios": ratios, **self.expert}
+        expert = {"compiler": "eager", "recompute": "all", "alpha": 0.5, "ratios": ratios, **self.expert}
         given = {"micro_batch_size": 2, "storage": self.storage, "host_memory": "100MiB", "expert": expert}
         self.model.compile(backend="greedysnake", options={**given, **self.options})
         return self.model(self.batch)

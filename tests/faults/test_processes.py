@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 model = Tiny()
 optimizer = gs_compile.AdamW(model.parameters())
 ratios = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}
-expert = {"compiler": "eager", "alpha": 0.5, "ratios": ratios}
+expert = {"compiler": "eager", "recompute": "all", "alpha": 0.5, "ratios": ratios}
 options = {"micro_batch_size": 2, "storage": sys.argv[1], "host_memory": "100MiB", "expert": expert}
 model.compile(backend="greedysnake", options=options)
 for _ in range(2):

@@ -119,7 +119,7 @@ model = gs_compile.init_on_storage(Model, storage=sys.argv[1])
 built = status("VmHWM") - before
 optimizer = gs_compile.AdamW(model.parameters())
 ratios = {"parameter": 0, "checkpoint": 0, "optimizer": 0}
-options = {"storage": sys.argv[1], "host_memory": "100MiB", "expert": {"compiler": "eager", "ratios": ratios}}
+options = {"storage": sys.argv[1], "host_memory": "100MiB", "expert": {"compiler": "eager", "recompute": "all", "alpha": 0.0, "ratios": ratios}}
 model.compile(backend=greedysnake, options=options)
 model(torch.arange(4).view(1, 4)).backward()
 optimizer.step()

@@ -17,7 +17,12 @@ import gs_compile
 import gs_compile.hf
 
 KEEPS_CAPTURES = True  # each process captures its own
-EXPERT = {"compiler": "eager", "ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}, "alpha": 0.5}
+EXPERT = {
+    "compiler": "eager",
+    "recompute": "all",
+    "ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0},
+    "alpha": 0.5,
+}
 
 
 @pytest.fixture(scope="module")
