@@ -82,7 +82,7 @@ def test_wrong_arguments(asked, arguments, complaint):
 def test_a_model_from_a_file_on_a_machine_from_a_file(tmp_path):
     """With the real planner."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
-    config = {"model_type": "llama", "num_hidden_layers": 3, "vocab_size": 64} | sizes
+    config = {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 64} | sizes
     (tmp_path / "tiny.json").write_text(json.dumps(config))
     machine = Path(__file__).parents[1] / "machine.json"
     settings = "--sequence 32 --micro-batch-size 2 --micro-batches 4 --alpha 0.5 --ratio optimizer=0 --json"
@@ -98,7 +98,7 @@ def test_a_model_from_a_file_on_a_machine_from_a_file(tmp_path):
     [
         ("--model gtp2", 2, "PlanError: gtp2 is neither the name of a model"),
         ("--model gpt-65b --machine a1000", 2, "ProfileError: unknown machine a1000; did you mean a100?"),
-        ("--model gpt2 --sequence 256 --micro-batch-size 1 --host-memory 100MiB", 3, "NoFitError"),
+        ("--model gpt-65b --micro-batch-size 1 --micro-batches 2 --host-memory 100MiB", 3, "NoFitError"),
     ],
 )
 def test_what_the_planner_refuses(arguments, code, complaint):

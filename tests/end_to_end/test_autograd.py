@@ -18,8 +18,8 @@ from zoo import (
     both_ways,
     compile_model,
     gradients,
-    huggingface,
     scaled,
+    small,
 )
 
 from gs_compile.codegen.compiled import compilations_of
@@ -77,7 +77,7 @@ def hidden_states(model):
 
 def one_hidden_state_without_the_loss(model):
     hidden = model(input_ids=batch()[0], output_hidden_states=True, use_cache=False).hidden_states
-    hidden[2].square().mean().backward()
+    hidden[1].square().mean().backward()
 
 
 def after_evaluation(model):
@@ -124,7 +124,7 @@ def test_gradients_asked_for_by_name():
 
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_hidden_states(compiler):
-    reference = huggingface("gpt2")
+    reference = small("gpt2")
     both_ways(reference, hidden_states, compiler=compiler)
     model, reference = compile_model(copy.deepcopy(reference), 2, compiler=compiler), copy.deepcopy(reference)
     one_hidden_state_without_the_loss(model)
@@ -144,12 +144,12 @@ def test_inputs_that_require_a_gradient(name):
         assert embedded.grad[:, 0].any()
         return embedded.grad
 
-    both_ways(huggingface(name), use)
+    both_ways(small(name), use)
 
 
 def test_a_cache_takes_no_gradient():
     ids, labels = batch()
-    output = compile_model(huggingface("gpt2"), 2)(input_ids=ids, labels=labels, use_cache=True)
+    output = compile_model(small("gpt2"), 2)(input_ids=ids, labels=labels, use_cache=True)
     keys = output.past_key_values.layers[1].keys
     with pytest.raises(OutputGradientError, match="an output made inside layer 1"):
         (output.loss + keys.sum()).backward()

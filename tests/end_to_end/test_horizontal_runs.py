@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from closed_forms import ITEMSIZE, horizontal
 from saving import with_room
 from test_choice import MACHINE
 from tiered import LENGTH, adamw, gpt2, loss_of, moved, options, sgd, shared, step, tokens
-from zoo import assert_same_gradients, batch, gradients, huggingface
+from zoo import GPT, assert_same_gradients, batch, gradients, small
 
 import gs_compile
 from gs_compile.planner.builder import peak
@@ -172,20 +173,21 @@ def use_all(model, ids, labels):
 
 
 USES = {
-    "its own loss": lambda model, ids, labels: model(input_ids=ids, labels=labels).loss,
-    "hidden states": use_all,
+    "its own loss": (GPT, lambda model, ids, labels: model(ids, labels)[1]),
+    "hidden states": (partial(small, "llama"), use_all),
 }
 
 
 @pytest.mark.parametrize("use", USES)
 def test_a_model_in_memory_has_the_same_gradients(use):
-    model, losses, found = huggingface("llama"), {}, {}
+    build, compute = USES[use]
+    model, losses, found = build(), {}, {}
     ids, labels = batch()
     for schedule in ("vertical", "horizontal"):
         compiled = copy.deepcopy(model)
         expert = {"schedule": schedule, "snake": False, "compiler": "eager"}
         compiled.compile(backend="greedysnake", options={"micro_batch_size": MICRO_BATCH, "expert": expert})
-        losses[schedule] = USES[use](compiled, ids, labels)
+        losses[schedule] = compute(compiled, ids, labels)
         losses[schedule].backward()
         found[schedule] = gradients(compiled)
     assert torch.equal(losses["horizontal"], losses["vertical"])

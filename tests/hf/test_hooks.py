@@ -13,7 +13,7 @@ from gs_compile.errors import OptimizerError, OptionError
 
 def test_hidden_states_and_forward_hooks_are_the_whole_batchs(tmp_path):
     """In evaluation; before and after a step."""
-    mine, seen = attached(tmp_path, max_steps=1), []
+    mine, seen = attached(tmp_path, "gpt2", max_steps=1), []
     mine.model.transformer.h[1].register_forward_hook(lambda *given: seen.append((given[-1], given[-1].shape)) and None)
     ids, _ = batch()
     for trained in (False, True):
@@ -34,11 +34,11 @@ def test_hidden_states_and_forward_hooks_are_the_whole_batchs(tmp_path):
 
 
 def test_hooks_that_gradients_would_not_reach_are_refused(tmp_path):
-    mine = attached(tmp_path, max_steps=1)
+    mine = attached(tmp_path, "gpt2", max_steps=1)
     mine.model.transformer.h[1].mlp.c_fc.weight.register_hook(print)
     with pytest.raises(OptimizerError, match=r"transformer\.h\.1\.mlp\.c_fc\.weight has a hook .*print"):
         mine.train()
-    other = trainer(tmp_path)
+    other = trainer(tmp_path, "gpt2")
     other.model.transformer.h[1].register_full_backward_hook(print)
     with pytest.raises(OptionError, match=r"transformer\.h\.1 has a backward hook, .*print"):
         gs_compile.hf.attach(other)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from learner import distance, values
 from test_trainer import EAGER, padded, samples
+from tiny import tiny
 from zoo import small
 
 import gs_compile.hf
@@ -30,7 +31,7 @@ class Loop:
     """The loop of accelerate's guides; `mine`: with the model prepared layer-major."""
 
     def __init__(
-        self, folder, *, mine, gas=4, precision="no", dropout=0.0, make=None, loader=None, scaled=False, options=()
+        self, folder, *, mine, gas=4, precision="no", build=tiny, make=None, loader=None, scaled=False, options=()
     ):
         torch._dynamo.reset()
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -39,7 +40,7 @@ class Loop:
         self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=gas, mixed_precision=precision)
         if scaled:  # as Accelerate has it for fp16, where a device is fit for that
             self.accelerator.scaler = torch.amp.GradScaler("cpu")
-        model = small("gpt2", dropout=dropout)
+        model = build()
         settings = {"lr": 1e-2, "weight_decay": 0.1}
         loader = loader or torch.utils.data.DataLoader(data(), batch_size=2, shuffle=True, collate_fn=padded)
         if not mine:
@@ -74,6 +75,10 @@ class Loop:
                 return
 
 
+def gpt2():
+    return small("gpt2")
+
+
 def trained(folder, **given):
     loop = Loop(folder, **given)
     loop.epoch()
@@ -84,7 +89,7 @@ def trained(folder, **given):
     ("gas", "precision", "tolerance"), [(4, "no", 1e-5), pytest.param(2, "bf16", 1e-3, marks=pytest.mark.slow)]
 )
 def test_the_same_curve_and_weights(gas, precision, tolerance, tmp_path):
-    theirs, mine = (trained(tmp_path, mine=mine, gas=gas, precision=precision) for mine in (False, True))
+    theirs, mine = (trained(tmp_path, mine=mine, gas=gas, precision=precision, build=gpt2) for mine in (False, True))
     assert all(is_offloaded(parameter) for parameter in mine.model.parameters())
     assert len(mine.losses) == 16 // gas
     assert mine.losses == pytest.approx(theirs.losses, rel=tolerance)
@@ -97,7 +102,13 @@ def test_the_same_curve_and_weights(gas, precision, tolerance, tmp_path):
 @pytest.mark.parametrize("precision", [pytest.param("model", marks=pytest.mark.slow), "bf16"])
 def test_a_saved_state_goes_on(precision, tmp_path):
     """Bit for bit, from the middle of an epoch, also where masters are wider than what the model computes with."""
-    settings = {"mine": True, "gas": 2, "dropout": 0.1, "scaled": True, "options": {"precision": precision}}
+    settings = {
+        "mine": True,
+        "gas": 2,
+        "build": partial(tiny, 0.1),
+        "scaled": True,
+        "options": {"precision": precision},
+    }
     whole = Loop(tmp_path, **settings)
     whole.epoch(stop=3)
     whole.accelerator.save_state(tmp_path / "state")
@@ -173,6 +184,6 @@ def test_processes_that_accelerate_does_not_know_are_named(tmp_path, monkeypatch
     places = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in places.items():
         monkeypatch.setenv(name, value)
-    model, loader = small("gpt2"), torch.utils.data.DataLoader(data(), batch_size=2, collate_fn=padded)
+    model, loader = tiny(), torch.utils.data.DataLoader(data(), batch_size=2, collate_fn=padded)
     with pytest.raises(OptionError, match=r"there are 2 processes.*Accelerator\(cpu=True\)"):
         gs_compile.hf.prepare(accelerator, model, gs_compile.AdamW(model.parameters()), loader)

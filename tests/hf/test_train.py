@@ -45,7 +45,8 @@ def test_the_example_learns_and_goes_on(tmp_path, monkeypatch):
         "\n".join(json.dumps({"prompt": f"{n} + {n} = ", "completion": str(2 * n)}) for n in range(64))
     )
     changes = (f"options.storage={tmp_path}/tiers", "options.expert.compiler=eager", f"data={ROOT}/README.md")
-    first = run(EXAMPLE, *changes, f"args.output_dir={tmp_path}/first")
+    shallow = "model.num_hidden_layers=2"
+    first = run(EXAMPLE, *changes, shallow, f"args.output_dir={tmp_path}/first")
     assert first.exit_code == 0, first.stderr
     done = json.loads(first.stdout.splitlines()[-1])
     assert (done["saved"], done["steps"]) == (f"{tmp_path}/first", 12)

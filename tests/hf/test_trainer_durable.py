@@ -54,7 +54,7 @@ class Watches(TrainerCallback):
 
 
 def attached(folder, *, lora=False, options=None, **changes):
-    found = trainer(folder, **SETTINGS, **changes)
+    found = trainer(folder, "gpt2" if lora else "tiny", **SETTINGS, **changes)
     if lora:
         found.model = found.model_wrapped = get_peft_model(found.model, LORA)
     options = {"durability": "step", **(options or {})}

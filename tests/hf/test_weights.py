@@ -18,7 +18,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter
-from zoo import batch, configuration, huggingface
+from zoo import batch, configuration, huggingface, small
 
 import gs_compile
 from gs_compile.errors import GraphBreakError, OptimizerError, OptionError
@@ -96,7 +96,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
 def test_a_trainer_takes_up_the_options(tmp_path):
     """With adapters in front of the model; and so does a loop."""
-    huggingface("llama").save_pretrained(tmp_path / "saved")
+    small("llama").save_pretrained(tmp_path / "saved")
     load = partial(gs_compile.from_pretrained, AutoModelForCausalLM, tmp_path / "saved")
     model = adapted(model=load(storage=tmp_path / "storage", host_memory="1GiB"))
     known = {"storage": (tmp_path / "storage",), "host_memory": 1 << 30}
@@ -156,7 +156,7 @@ def test_files_go_round(name, tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_all_formats_have_the_values(tmp_path, monkeypatch):
     """As transformers writes them of a model in memory; and they come back to the tiers."""
-    huggingface("gpt2").save_pretrained(tmp_path / "begun")
+    small("gpt2").save_pretrained(tmp_path / "begun")
     model = gs_compile.from_pretrained(AutoModelForCausalLM, tmp_path / "begun", storage=tmp_path)
     optimizer = run(model, tmp_path)
     wanted = inside(Learner(model, optimizer))
@@ -194,7 +194,7 @@ def test_all_formats_have_the_values(tmp_path, monkeypatch):
 
 
 def test_masters_are_saved_on_request(tmp_path):
-    model = huggingface("llama")
+    model = small("llama")
     optimizer = run(model, tmp_path, precision="bf16")
     gs_compile.save_pretrained(model, tmp_path / "narrow")
     gs_compile.save_pretrained(model, tmp_path / "wide", master=True)

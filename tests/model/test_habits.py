@@ -19,7 +19,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from zoo import huggingface
+from zoo import small
 
 import gs_compile
 from gs_compile.errors import ReleasedParameterError
@@ -32,7 +32,7 @@ KEEPS_CAPTURES = True
 def one(request, tmp_path_factory):
     """A model on the tiers, after a step."""
     folder = tmp_path_factory.mktemp("storage")
-    with learner(folder, partial(gs_compile.AdamW, lr=1e-2), partial(huggingface, "gpt2"), **request.param) as found:
+    with learner(folder, partial(gs_compile.AdamW, lr=1e-2), partial(small, "gpt2"), **request.param) as found:
         found.train(0)
         yield found
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from learner import PLACES, gpt2, inside, learner, same_tensors, values
 from tiered import loss_of, options, step, tokens, two_groups
-from zoo import huggingface
+from zoo import small
 
 import gs_compile
 from gs_compile.errors import ReleasedParameterError, StepOrderError, UncapturedWarning
@@ -233,7 +233,7 @@ def test_a_model_on_storage_that_has_not_run(tmp_path):
 def test_generate_of_a_compiled_model_runs_as_written(name, tiered, tmp_path):
     """Also outside of `streaming`: a call with a cache is no step in layers."""
     torch._dynamo.reset()
-    model, reference = huggingface(name), huggingface(name)
+    model, reference = small(name), small(name)
     optimizer = (gs_compile if tiered else torch.optim).AdamW(model.parameters())
     model.compile(backend="greedysnake", options=options(tmp_path))
     ids = tokens(0)

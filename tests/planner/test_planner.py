@@ -200,10 +200,10 @@ def test_where_nothing_moves_there_is_nothing_to_keep():
 
 
 def test_a_config_is_planned_in_bf16_like_a_name():
-    config = GPT2Config(n_layer=3, n_embd=64, n_head=2, vocab_size=100, n_positions=32)
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=100, n_positions=32)
     settings = {"machine": HERE, "sequence": 16, "micro_batch_size": 1, "num_micro_batches": 2}
     found = plan(config, **settings).workload
-    assert (found.name, found.num_layers, found.sequence, found.dtype) == ("gpt2", 3, 16, "bf16")
+    assert (found.name, found.num_layers, found.sequence, found.dtype) == ("gpt2", 2, 16, "bf16")
     assert all((size.itemsize, size.state_itemsize) == (2, 10) for size in found.sizes)
     assert plan(config, precision="model", **settings).workload.dtype == "fp32"
 
