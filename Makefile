@@ -2,7 +2,7 @@
 # pyproject.toml or constraints.txt change. torch is whatever build pip finds for this machine, CPU or CUDA.
 
 PYTHON ?= python3
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder # which would leave files of few, long tests to the end
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -27,8 +27,8 @@ demo: $(STAMP) ## train a small GPT-2 from SSD, checked against plain PyTorch
 test: $(STAMP) ## run the tests
 	$(PYTEST) $(PYTEST_ARGS)
 
-slow: $(STAMP) ## run the slow tests
-	$(PYTEST) -m slow $(PYTEST_ARGS)
+slow: $(STAMP) ## run the slow tests, and laws on more examples
+	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=many $(PYTEST_ARGS)
 
 oldest: $(OLDEST)/.installed ## run the tests of HuggingFace's tools with their oldest versions
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(PYTEST_ARGS) tests/hf

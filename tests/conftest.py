@@ -23,7 +23,8 @@ signal.signal(
 )  # started in the background, Python and what it starts have none
 torch.set_num_threads(1)  # for tiny models more only get in each other's way
 
-settings.register_profile("any speed", deadline=None, max_examples=25)  # other examples in every run
+settings.register_profile("any speed", deadline=None, max_examples=12)  # other examples in every run
+settings.register_profile("many", deadline=None, max_examples=100)  # of `make slow`
 settings.load_profile("any speed")
 
 

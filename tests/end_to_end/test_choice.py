@@ -115,7 +115,13 @@ def test_too_little_memory_for_clipping_says_what_would_fit_without(harness, sto
 
 @pytest.mark.parametrize(
     ("separate_device", "clip"),
-    [(False, None), (True, None), (False, "delayed"), (True, "speculative"), (False, "chosen")],
+    [
+        (False, None),
+        (True, "speculative"),
+        (False, "chosen"),
+        pytest.param(True, None, marks=pytest.mark.slow),
+        pytest.param(False, "delayed", marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_what_does_not_fit_is_planned_and_learns_the_same(harness, storage, caplog, separate_device, clip):
@@ -155,7 +161,9 @@ def test_what_does_not_fit_is_planned_and_learns_the_same(harness, storage, capl
 
 
 @pytest.mark.parametrize(
-    ("separate_device", "clip"), [(False, None), (True, "delayed"), (False, "speculative")], ids=str
+    ("separate_device", "clip"),
+    [pytest.param(False, None, marks=pytest.mark.slow), (True, "delayed"), (False, "speculative")],
+    ids=str,
 )
 def test_a_vocabulary_larger_than_layers_fits_with_updates_in_pieces_and_learns_the_same(
     storage, separate_device, clip

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import pytest
 from closed_forms import ITEMSIZE, SPARED, STATE, units_of, vertical
+from pairs import covering
 from tiered import LENGTH, adamw, moved, options, shared, step, tokens
 
 from gs_compile.placement.kinds import nbytes_of
@@ -15,6 +17,13 @@ from gs_compile.runtime.storage.manifest import NAME
 
 KEEPS_CAPTURES = True
 WIDTH, MICRO_BATCH = 32, 2
+
+
+def meeting(**axes):
+    """All settings; those that do not have a pair of settings that no other has are slow."""
+    few = [tuple(row.values()) for row in covering(axes, lambda row: True)]
+    rows = [pytest.param(*row, marks=[pytest.mark.slow] * (row not in few)) for row in product(*axes.values())]
+    return pytest.mark.parametrize(tuple(axes), rows)
 
 
 def of_bf16(masters):
@@ -58,10 +67,13 @@ def closed_form(harness, n, masters="model", **chosen):
     return vertical(units_of(harness.model), x, n, masters=masters, **chosen)
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 4])
-@pytest.mark.parametrize("separate_device", [False, True])
-@pytest.mark.parametrize("masters", ["model", "split", "whole"])
-@pytest.mark.parametrize(("alpha", "checkpoint"), [(0.0, 0.0), (1.0, 0.5)])
+@meeting(
+    num_micro_batches=[1, 4],
+    masters=["model", "split", "whole"],
+    separate_device=[False, True],
+    alpha=[0.0, 1.0],
+    checkpoint=[0.0, 0.5],
+)
 def test_a_step_moves_what_it_has_to(tmp_path, num_micro_batches, masters, separate_device, alpha, checkpoint):
     (harness, of_masters), chosen = of_bf16(masters), {"separate_device": separate_device, "alpha": alpha}
     found = measured(harness, tmp_path, num_micro_batches, ratios={"checkpoint": checkpoint}, **chosen, **of_masters)
@@ -82,9 +94,7 @@ def test_what_lives_on_the_device_goes_there_once_it_is_updated(tmp_path, alpha,
     assert found == {key: nbytes for key, nbytes in (everything | there).items() if key not in gone and nbytes}
 
 
-@pytest.mark.parametrize("separate_device", [False, True])
-@pytest.mark.parametrize("masters", ["model", "split"])
-@pytest.mark.parametrize("ratio", [0.3, 0.7])
+@meeting(masters=["model", "split"], separate_device=[False, True], ratio=[0.3, 0.7])
 def test_what_is_cut_moves_in_part(tmp_path, masters, separate_device, ratio):
     ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), ratio)
     if separate_device:
@@ -98,9 +108,7 @@ def test_what_is_cut_moves_in_part(tmp_path, masters, separate_device, ratio):
         assert 0 < found[key] < everything[key]
 
 
-@pytest.mark.parametrize("separate_device", [False, True])
-@pytest.mark.parametrize("masters", ["model", "split", "whole"])
-@pytest.mark.parametrize(("ratio", "alpha"), [(0.0, 0.5), (0.5, 0.0), (0.5, 0.5)])
+@meeting(masters=["model", "split", "whole"], separate_device=[False, True], ratio=[0.0, 0.5], alpha=[0.0, 0.5])
 def test_a_durable_step_writes_what_lives_in_memory_too(tmp_path, masters, separate_device, ratio, alpha):
     """Once, but for parameters that follow from masters; what lives on SSD costs room and no traffic."""
     (harness, of_masters), ratios = of_bf16(masters), {"parameter": ratio, "optimizer": ratio}

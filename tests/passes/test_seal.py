@@ -53,7 +53,7 @@ def in_memory(placement, units, *when):
     return found
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(placements(), st.booleans(), st.booleans(), st.booleans(), st.booleans())
 def test_a_durable_step_is_the_step_with_copies_and_a_seal(drawn, late, redo, copies, seals):
     """Well-formed after each pass; nothing else is moved or comes in another order; the bytes are as counted by hand."""
@@ -101,7 +101,7 @@ def test_copies_are_of_what_the_step_has_left(bound, monkeypatch):
     """Also of updates that were taken back; and nothing that is learned depends on them."""
     monkeypatch.setattr(toy, "MAX_NORM", bound)
 
-    @settings(deadline=None, max_examples=8)
+    @settings(deadline=None, max_examples=4)
     @given(drawn=placements().filter(lambda drawn: drawn[1].world == 1))
     def check(drawn):
         step, placement = drawn

@@ -69,13 +69,16 @@ def test_whole_programs_are_what_the_columns_say(separate, share):
     assert saved == pytest.approx(-7 * 16 * again / machine.matmul_flops_per_second["bf16"])
 
 
-@pytest.mark.parametrize("alpha", [0.0, pytest.param(None, marks=pytest.mark.slow)])
-def test_a_step_is_never_slower_for_what_it_saves(alpha):
-    """Of 20 random machines and budgets; on some of them it is faster."""
+@pytest.mark.parametrize(
+    ("alpha", "number_of_machines"),
+    [(0.0, 8), pytest.param(0.0, 20, marks=pytest.mark.slow), pytest.param(None, 20, marks=pytest.mark.slow)],
+)
+def test_a_step_is_never_slower_for_what_it_saves(alpha, number_of_machines):
+    """Of random machines and budgets; on some of them it is faster."""
     numbers, gains = np.random.default_rng(0), []
     workload = levelled(gpt(4, 512, sequence=256, vocabulary=2000), 512)
     counted = {}
-    for _ in range(20):
+    for _ in range(number_of_machines):
         machine, known = drawn(numbers)
         number = int(numbers.integers(1, 9))
         given = problem(workload, machine, request=Request(alpha=alpha), bare=True, **known)
@@ -89,7 +92,7 @@ def test_a_step_is_never_slower_for_what_it_saves(alpha):
         assert bool(found.placement.shares) == (found.seconds < without.seconds)
         assert bool(found.placement.shares) == any("keep their activations" in note for note in found.notes)
         gains.append(without.seconds / found.seconds)
-    assert len(gains) > 15
+    assert len(gains) > 0.75 * number_of_machines
     assert max(gains) > 1.1
 
 

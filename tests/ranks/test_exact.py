@@ -121,13 +121,15 @@ SPLIT = {"ratios": dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.4)}
 ON_DEVICE = {"ratios": {"device_parameter": 0.6, "device_checkpoint": 0.5}, "separate_device": True}
 PLACES = [  # the first of each norm is what the others are compared with
     (None, {"alpha": 0.0}),
-    (None, {"alpha": 0.3, **SPLIT}),
     (None, {"alpha": 1.0, **ON_DEVICE}),
     (None, {"alpha": 0.5, "recompute": "auto", "ratios": dict.fromkeys(("parameter", "checkpoint", "optimizer"))}),
     (CLIPPED, {"clip": "delayed"}),
-    (CLIPPED, {"clip": "delayed", "separate_device": True, **SPLIT}),
     (CLIPPED, {"clip": "speculative", "alpha": 0.0, **ON_DEVICE}),
     (CLIPPED, {"clip": "speculative", "alpha": 0.5, **SPLIT}),
+]
+MORE_PLACES = [  # of slow tests
+    (None, {"alpha": 0.3, **SPLIT}),
+    (CLIPPED, {"clip": "delayed", "separate_device": True, **SPLIT}),
 ]
 
 
@@ -162,11 +164,11 @@ def run(info, harness, given, bound, spoiled=(), state_dtype=None):
         return outcome(harness.model, one, losses, norms), skipped, words
 
 
-def places(info, tmp_path, precision, state_dtype):
+def places(info, tmp_path, precision, state_dtype, more):
     """How each place differs from the first, and the losses of that."""
     harness = Harness(partial(gpt2, dropout=0.3), precision)
     found, firsts = {}, {}
-    for bound, given in PLACES:
+    for bound, given in PLACES + more:
         if precision == "model":  # what is updated in the type it is computed in does not live on the device
             given = {**given, "ratios": {**given.get("ratios", {}), "device_parameter": 0.0}}
         one, skipped, _ = run(info, harness, options(tmp_path, **given), bound, state_dtype=state_dtype)
@@ -178,16 +180,19 @@ def places(info, tmp_path, precision, state_dtype):
 
 
 @pytest.mark.parametrize(
-    ("precision", "state_dtype"),
+    ("precision", "state_dtype", "more"),
     [
-        pytest.param("model", None, marks=pytest.mark.slow),
-        ("bf16", None),
-        pytest.param("bf16", "8bit", marks=pytest.mark.slow),
+        ("bf16", None, []),
+        *(
+            pytest.param(*types, MORE_PLACES, marks=pytest.mark.slow)
+            for types in (("model", None), ("bf16", None), ("bf16", "8bit"))
+        ),
     ],
 )
-def test_the_same_bits_wherever_data_is_stored(pair, tmp_path, precision, state_dtype):
+def test_the_same_bits_wherever_data_is_stored(pair, tmp_path, precision, state_dtype, more):
     """With dropout, whose masks are of a rank and a step."""
-    (found, losses), (others, other_losses) = pair.run(places, tmp_path, precision=precision, state_dtype=state_dtype)
+    given = {"precision": precision, "state_dtype": state_dtype, "more": more}
+    (found, losses), (others, other_losses) = pair.run(places, tmp_path, **given)
     assert {place: names for place, names in (found | others).items() if names} == {}
     assert losses[3:] != other_losses[3:], "the same batches, with masks of each rank's own"
 
@@ -195,7 +200,10 @@ def test_the_same_bits_wherever_data_is_stored(pair, tmp_path, precision, state_
 # What is not finite ---------------------------------------------------------------------------------------------------
 
 SPOILED = {1: "gradient", 3: "element", 4: "loss"}
-UPDATES = {"early": (None, {"alpha": 0.0}), **{str(given["clip"]): (bound, given) for bound, given in PLACES if bound}}
+UPDATES = {
+    "early": (None, {"alpha": 0.0}),
+    **{str(given["clip"]): (bound, given) for bound, given in PLACES + MORE_PLACES if bound},
+}
 
 
 def spoils(info, tmp_path):
