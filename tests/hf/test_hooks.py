@@ -14,7 +14,7 @@ from gs_compile.errors import OptimizerError, OptionError
 def test_hidden_states_and_forward_hooks_are_the_whole_batchs(tmp_path):
     """In evaluation; before and after a step."""
     mine, seen = attached(tmp_path, "gpt2", max_steps=1), []
-    mine.model.transformer.h[1].register_forward_hook(lambda *given: seen.append((given[-1], given[-1].shape)) and None)
+    mine.model.transformer.h[0].register_forward_hook(lambda *given: seen.append((given[-1], given[-1].shape)) and None)
     ids, _ = batch()
     for trained in (False, True):
         if trained:
@@ -30,7 +30,7 @@ def test_hidden_states_and_forward_hooks_are_the_whole_batchs(tmp_path):
             torch.testing.assert_close(one, other)
         ((output, shape),) = seen
         assert shape == (len(ids), ids.shape[1], WIDTH)
-        torch.testing.assert_close(output, wanted.hidden_states[2])
+        torch.testing.assert_close(output, wanted.hidden_states[1])
 
 
 def test_hooks_that_gradients_would_not_reach_are_refused(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from test_trainer import EAGER, curve, padded, samples
+from tiny import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional
 from transformers import (
@@ -236,7 +237,7 @@ class Doubled(Trainer):
 
 
 def doubled(folder):
-    return Doubled(small("gpt2"), settings(TrainingArguments, folder), train_dataset=samples(), data_collator=padded)
+    return Doubled(tiny(), settings(TrainingArguments, folder), train_dataset=samples(), data_collator=padded)
 
 
 def mean_loss(outputs, labels, num_items_in_batch=None):
@@ -245,7 +246,7 @@ def mean_loss(outputs, labels, num_items_in_batch=None):
 
 def of_a_function(folder):
     return Trainer(
-        small("gpt2"),
+        tiny(),
         settings(TrainingArguments, folder),
         train_dataset=samples(),
         data_collator=padded,

@@ -10,8 +10,9 @@ import pytest
 import torch
 from launch import Fleet
 from learner import distance
+from tiny import Tiny, tiny
 from transformers import Trainer, TrainingArguments
-from zoo import VOCAB, huggingface
+from zoo import VOCAB
 
 import gs_compile
 import gs_compile.hf
@@ -62,7 +63,7 @@ def trainer(folder, storage=None, **changes):
         **changes,
     }
     data = samples(22)
-    found = Trainer(huggingface("gpt2"), TrainingArguments(**settings), train_dataset=data, eval_dataset=data[:5])
+    found = Trainer(tiny(), TrainingArguments(**settings), train_dataset=data, eval_dataset=data[:5])
     if storage is not None:
         gs_compile.hf.attach(found, storage=storage, expert=EXPERT)
     return found
@@ -88,7 +89,7 @@ def trains(info, tmp_path):
     resumed = trainer(tmp_path / "out", tmp_path)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
     again_logs, again = result(resumed)
-    saved = huggingface("gpt2").from_pretrained(tmp_path / "out" / "checkpoint-5")
+    saved = Tiny.from_pretrained(tmp_path / "out" / "checkpoint-5")
     return {
         "logs": [logs, found_logs],
         "weights": distance(found, weights),
@@ -121,7 +122,7 @@ def loop(folder, *, mine):
     accelerate.state.GradientState._reset_state()
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     data = [{**each, "labels": each["input_ids"]} for each in samples(32)]  # each has as many labels
-    model, loader = huggingface("gpt2"), torch.utils.data.DataLoader(data, batch_size=2)
+    model, loader = tiny(), torch.utils.data.DataLoader(data, batch_size=2)
     if mine:
         optimizer = gs_compile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 8)
