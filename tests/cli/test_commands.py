@@ -98,7 +98,7 @@ def test_a_model_from_a_file_on_a_machine_from_a_file(tmp_path):
     [
         ("--model gtp2", 2, "PlanError: gtp2 is neither the name of a model"),
         ("--model gpt-65b --machine a1000", 2, "ProfileError: unknown machine a1000; did you mean a100?"),
-        ("--model gpt-65b --micro-batch-size 1 --micro-batches 2 --host-memory 100MiB", 3, "NoFitError"),
+        ("--model gpt2 --sequence 256 --micro-batch-size 1 --host-memory 100MiB", 3, "NoFitError"),
     ],
 )
 def test_what_the_planner_refuses(arguments, code, complaint):
