@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gs_compile.errors import MemoryBudgetError
+from gs_compile.errors import MemoryBudgetError, OptionError
 from gs_compile.machine import DEFAULT_SHARE, available_memory, format_bytes, parse_bytes, usable_memory
 from gs_compile.options import Masters, Options
 from gs_compile.passes.baselines.registry import SCHEDULES
@@ -149,9 +149,15 @@ class Run:
 
     @cached_property
     def profile(self) -> Profile:
-        """Measured by all ranks together."""
+        """Measured by all ranks together if none is named; raises `OptionError` for one of another kind of device."""
         with stage("measuring this machine, once"):
-            return find_profile(self.options.machine, self.options.storage, ranks=self.ranks)
+            found = find_profile(self.options.machine, self.options.storage, ranks=self.ranks)
+        if found.separate and not self.builder(self.masters).layout.separate:
+            raise OptionError(
+                f"machine is {self.options.machine!r}, whose device has memory of its own, and this model is on the "
+                f"{self.model.device.type}: leave machine out, and this one is measured"
+            )
+        return found
 
     @cached_property
     def workload(self) -> Workload:

@@ -152,6 +152,11 @@ def an_option_of_the_wrong_type(setup):
     setup.options["micro_batch_size"] = "2"
 
 
+@refused(errors.OptionError, "machine is 'a100', whose device has memory of its own, and this model is on the cpu")
+def a_machine_of_another_kind(setup):
+    setup.options["machine"], setup.expert["recompute"] = "a100", "auto"
+
+
 @refused(errors.OptionError, 'precision="bf16" keeps fp32 masters, so it needs an optimizer of gs_compile')
 def bf16_with_an_optimizer_of_torch(setup):
     setup.options["precision"], setup.make = "bf16", torch.optim.AdamW
