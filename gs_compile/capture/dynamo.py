@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import wraps
 from itertools import chain
 from types import FrameType
 from typing import Any, NoReturn
@@ -80,6 +79,8 @@ def capture(
     Raises an exception of Dynamo's when the frame has to be traced again, and `CaptureError` (graph break, no batch
     input, inputs on several devices) when the graph cannot be used.
     """
+    if current_compile_id() is not None:
+        guard_memory()
     nodes = module.graph.find_nodes(op="placeholder")
     inputs = [_input(node, example) for node, example in zip(nodes, example_inputs, strict=True)]
     _refuse_graph_break(module)
@@ -115,18 +116,16 @@ def is_foreign() -> bool:
 
 
 def guard_memory() -> None:
-    """Have Dynamo guard the strides that tensors have in memory, also where they say to have others while it traces."""
-    record = dynamo_builder.wrap_to_fake_tensor_and_record
+    """Have Dynamo guard the strides that parameters have in memory, where they said to have others as it traced.
 
-    @wraps(record)
-    def recorded(tensor: Any, tx: Any, *, source: Any, **given: Any) -> Any:
-        fake = record(tensor, tx, source=source, **given)
-        found = tx.output.input_source_to_sizes_strides.get(source)
+    Called by a backend.
+    """
+    output = InstructionTranslator.current_tx().output
+    for tensor, context in output.tracing_context.tensor_to_context.items():
+        source: Any = getattr(context, "tensor_source", None)
+        found = output.input_source_to_sizes_strides.get(source)
         if found is not None and isinstance(tensor, torch.nn.Parameter) and tensor.layout == torch.strided:
             found["stride"] = torch._C.TensorBase.stride(tensor)
-        return fake
-
-    dynamo_builder.wrap_to_fake_tensor_and_record = recorded  # type: ignore[assignment]
 
 
 def _autocast(device_type: str) -> tuple[Any, ...] | None:

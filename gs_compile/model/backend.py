@@ -19,7 +19,6 @@ from gs_compile.capture.dynamo import (
     absorb_libraries,
     capture,
     current_compile_id,
-    guard_memory,
     note_last_compile,
     refuse,
 )
@@ -45,7 +44,6 @@ from gs_compile.runtime.ranks import Ranks, told
 from gs_compile.runtime.units import CompiledUnits, MicroBatch
 
 absorb_libraries()
-guard_memory()
 
 
 def greedysnake(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from learner import distance
 from tiered import LENGTH, VOCABULARY, gpt2, options, step, tokens
-from zoo import VOCAB, WIDTH, huggingface, small
+from zoo import VOCAB, WIDTH, small
 
 import gs_compile
 from gs_compile.errors import OptimizerError
@@ -160,7 +160,7 @@ def below_all(model):
 @pytest.mark.parametrize(("name", "freeze"), [("gpt2", None), ("llama", None), ("llama", below_all)])
 def test_gradients_of_inputs(name, freeze, tmp_path):
     """With micro-batches of which the last is smaller; the prologue of llama has no parameters then."""
-    model, reference = huggingface(name), huggingface(name)
+    model, reference = small(name), small(name)
     for each in (model, reference) if freeze else ():
         freeze(each)
     trained = [[p for p in each.parameters() if p.requires_grad] for each in (model, reference)]

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.nn import functional
 from zoo import GPT, TOKENS, WIDTH, Block, batch
 
+from gs_compile.capture.dynamo import guard_memory
 from gs_compile.model.residency import is_offloaded, stash
 
 
@@ -74,6 +75,7 @@ def code_of(module: nn.Module, x: torch.Tensor) -> str:
     graphs: list[str] = []
 
     def greedysnake(graph: fx.GraphModule, _):
+        guard_memory()
         graphs.append(graph.code.partition("):")[2])
         return graph.forward
 

@@ -34,6 +34,9 @@ class Module(lightning.LightningModule):
         self.losses.append(loss.detach())
         return loss
 
+    def close(self):
+        self.optimizers().optimizer.engine.tiers.close()
+
     def configure_optimizers(self):
         optimizer = self.make(self.parameters(), lr=1e-3, eps=1e-4)  # a gradient that is rounding alone stays so
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
@@ -62,6 +65,7 @@ def test_it_learns_what_torchs_optimizer_does(tmp_path, num_batches, bound):
     fit(mine, tmp_path, **common)
     torch.testing.assert_close(mine.losses, plain.losses, rtol=1e-5, atol=0)
     torch.testing.assert_close(learned(mine), learned(plain), rtol=0, atol=2e-6)
+    mine.close()
 
 
 def test_a_checkpoint_of_lightnings_goes_on(tmp_path):
@@ -71,9 +75,12 @@ def test_a_checkpoint_of_lightnings_goes_on(tmp_path):
     fit(rest, tmp_path, resume=tmp_path / "epoch=0-step=4.ckpt")
     torch.testing.assert_close(rest.losses, whole.losses[4:], rtol=0, atol=0)
     torch.testing.assert_close(learned(rest), learned(whole), rtol=0, atol=0)
+    for each in (whole, rest):
+        each.close()
 
 
 def test_its_own_clipping_is_refused(tmp_path):
     module = Module(gs_compile.AdamW, options(tmp_path / "storage"))
     with pytest.raises(ReleasedParameterError, match="Use max_grad_norm= of the gs_compile optimizer"):
         fit(module, tmp_path, gradient_clip_val=0.5)
+    module.close()

@@ -246,3 +246,5 @@ def test_generate_of_a_compiled_model_runs_as_written(name, tiered, tmp_path):
     with gs_compile.streaming(model):
         assert torch.equal(model.generate(ids[:, :3], max_new_tokens=3, do_sample=False), expected)
     assert step(model, optimizer, ids) < before
+    if tiered:
+        optimizer.engine.tiers.close()

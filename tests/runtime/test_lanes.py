@@ -34,10 +34,12 @@ class Lanes:
 
 @pytest.fixture
 def lanes():
+    before = set(threading.enumerate())
     found = Lanes()
     yield found
     found.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("greedysnake")]
+    left = set(threading.enumerate()) - before
+    assert not [thread for thread in left if thread.name.startswith("greedysnake")]
 
 
 def fail():
