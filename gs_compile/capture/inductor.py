@@ -90,7 +90,7 @@ class Generator:
     def generate(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """A function of the same inputs and outputs as a traced graph."""
         if self.compiler == "eager":
-            return graph
+            return _tolerant(graph)
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
@@ -103,6 +103,27 @@ class Generator:
             compiled: Any = compile_fx(graph, inputs, config_patches=patches)
         function: Callable[..., Any] = compiled
         return function
+
+
+def _tolerant(graph: fx.GraphModule) -> fx.GraphModule:
+    """The graph itself, or one whose views copy where memory does not allow a view.
+
+    Some operations give tensors without memory other strides than real ones: the backward of softplus does, where the
+    gradient is transposed. What is changed in place is viewed as it was traced: a copy would lose the change.
+    """
+    view, nodes = torch.ops.aten.view.default, graph.graph.nodes
+    if not any(node.target is view for node in nodes) or any(map(_changes_memory, nodes)):
+        return graph
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph.graph, {}))
+    for node in copied.find_nodes(op="call_function", target=view):
+        node.target = torch.ops.aten.reshape.default
+    return fx.GraphModule(graph, copied)
+
+
+def _changes_memory(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
 
 
 class Sizes:

@@ -34,6 +34,20 @@ def test_eager_runs_the_graph_itself():
     assert Generator("eager").decompositions == {}
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_eager_copies_where_memory_allows_no_view(in_place):
+    """But where a view is for changing what is viewed."""
+    module = make_fx(lambda x: ((x.view(6).add_(1) if in_place else x.view(6)), x))(torch.zeros(2, 3))
+    run, x = Generator("eager").generate(module), torch.arange(6.0).reshape(3, 2).T
+    assert (run is module) == in_place
+    if in_place:
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            run(x)
+    else:
+        assert torch.equal(run(x)[0], x.reshape(6))
+        assert run(module(y := torch.zeros(2, 3))[1])[0].data_ptr() == y.data_ptr()
+
+
 @pytest.mark.slow
 def test_inductor_computes_the_same():
     x = torch.linspace(0, 1, 3)

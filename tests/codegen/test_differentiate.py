@@ -113,9 +113,16 @@ class Frozen(Block):
         return super().forward(x + x.softmax(-1) * x[:, :1].detach())
 
 
+class Transposed(Block):
+    """The gradient of softplus comes transposed, and goes on with other strides than it was traced with."""
+
+    def forward(self, x):
+        return super().forward(x + functional.softplus(self.up(x)).mT.contiguous().sum(1)[..., None])
+
+
 @INSTANTIATED
 @pytest.mark.parametrize("generator", COMPILERS)
-@pytest.mark.parametrize("block", [OwnFunction, OwnOperator, Ungraded, Frozen])
+@pytest.mark.parametrize("block", [OwnFunction, OwnOperator, Ungraded, Frozen, Transposed])
 def test_hard_blocks(block, generator):
     assert_equals_autograd(block_unit(block), generator, 1e-5)
 
