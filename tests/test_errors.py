@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from zoo import GPT, TOKENS, Block, batch, compile_model, train
+from zoo import GPT, TOKENS, WIDTH, Block, batch, compile_model, train
 
 from gs_compile.capture.dynamo import check_torch
 from gs_compile.errors import (
@@ -64,6 +64,52 @@ def test_a_graph_break_before_the_first_operation():
 
     message = refused(GraphBreakError, Model())
     assert re.search(rf"breaks it at {re.escape(__file__)}:\d+: torch._dynamo.graph_break\(\)$", message, re.MULTILINE)
+
+
+class Recurrent(GPT):
+    """Dynamo stops at the whole line, which it cannot go on in later."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = torch.nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.places = torch.nn.Embedding(TOKENS, WIDTH)
+        self.call = lambda module, x: module(x)[0]
+
+    def forward(self, ids, labels):
+        x_BTD = self.embedding(ids)
+        x_BTD = x_BTD + self.places.weight[: ids.shape[1]]
+        return self.head(self.call(self.lstm, x_BTD))
+
+
+class Replaced(GPT):
+    """Dynamo stops in a method of nn.Module that the line calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = torch.nn.Buffer(torch.ones(WIDTH))
+
+    def forward(self, ids, labels):
+        x_BTD = self.embedding(ids) * 2
+        self.places = self.places.to(x_BTD.dtype)
+        return self.head(x_BTD + self.places)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
+@pytest.mark.parametrize(
+    ("model", "line", "reason"),
+    [
+        (Recurrent, r"return self\.head\(.*\)", "LSTM"),
+        (Replaced, r"self\.places = .* \(inside it, .*torch/nn/modules/module\.py:.*\)", r"python_type"),
+    ],
+)
+def test_a_graph_break_in_what_is_torchs_own_names_the_users_line(model, line, reason, again):
+    if again:  # Dynamo has met the reason before, and another one since
+        for earlier in (model, Breaks):
+            refused(GraphBreakError, earlier() if earlier is model else GPT(earlier))
+            torch._dynamo.reset()
+    message = refused(GraphBreakError, model())
+    assert re.search(rf"breaks it at {re.escape(__file__)}:\d+: {line}$", message, re.MULTILINE)
+    assert re.search(f"^Dynamo's reason: .*{reason}", message, re.MULTILINE)
 
 
 def test_the_batch_size_in_the_models_code():

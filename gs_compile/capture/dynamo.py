@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
+from traceback import FrameSummary
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -32,6 +34,7 @@ from gs_compile.progress import stage
 
 OLDEST_TORCH = (2, 11)
 BACKEND = "greedysnake"  # the name of its function
+_TORCH = str(Path(torch.__file__).parent)  # where torch's own code is
 
 
 def check_torch(version: str = torch.__version__) -> None:
@@ -249,15 +252,26 @@ def _refuse_graph_break(module: fx.GraphModule) -> None:
     if found is not None and found.graph_break:
         if absorb_libraries():
             raise _TraceAgain(restart_reason="greedysnake: a call that can be passed over, or traced otherwise")
-        stack = [frame for frame in found.user_stack if "torch/_dynamo" not in frame.filename]
-        where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
-        reason = str(found.reason)
+        where, reason = _where(found.user_stack), str(found.reason)
     else:
         where = next(filter(None, map(_resumed_at, module.graph.nodes)), "")
     if where:
-        words = [reason, *counters["graph_break"]][-1] if reason == "step_unsupported" else reason  # of an inlined call
-        counters["graph_break"].pop(words, None)  # so that the next of these words is the last again
+        words = reason
+        if reason == "step_unsupported":  # of an inlined call, or of a line where Dynamo cannot go on later
+            words = [reason, *(list(counters["graph_break"]) or counters["unimplemented"])][-1]
+        for kind in ("graph_break", "unimplemented"):
+            counters[kind].pop(words, None)  # so that the next of these words is the last again
         raise _graph_break(where, words)
+
+
+def _where(stack: Iterable[FrameSummary]) -> str:
+    """The user's line, the innermost that is not torch's own; and torch's, where that is where Dynamo stands."""
+    frames = [frame for frame in stack if "torch/_dynamo" not in frame.filename]
+    lines = [f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in frames]
+    own = [line for line in lines if not line.startswith(_TORCH)]
+    if not lines or not own or own[-1] == lines[-1]:
+        return lines[-1] if lines else "an unknown line"
+    return f"{own[-1]} (inside it, {lines[-1]})"
 
 
 def _graph_break(where: str, reason: object) -> GraphBreakError:
