@@ -9,17 +9,18 @@ STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest # as many workers as cores: threads of torch would be in their way
 PEERS := .venv-peers
 OLDEST := .venv-oldest
+ZOO := .venv-zoo
 ACCELERATOR := $(if $(shell command -v nvidia-smi),cuda,cpu)
 GPU_ARGS ?= --minutes 60
 RACE_ARGS ?= --preset 25m --minutes 15 --output benchmarks/results/race-25m.json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow oldest lint types race gpu clean
+.PHONY: help demo test slow oldest lint types race zoo gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo "  PYTHON=python3.12 chooses the interpreter; PYTEST_ARGS='-n 2 -k snake' goes to pytest, RACE_ARGS to the race, GPU_ARGS to gpu."
+	@echo "  PYTHON=python3.12 chooses the interpreter; PYTEST_ARGS='-n 2 -k snake' goes to pytest, RACE_ARGS to the race, ZOO_ARGS to the zoo, GPU_ARGS to gpu."
 
 demo: $(STAMP) ## train a small GPT-2 from SSD, checked against plain PyTorch
 	$(BIN)/python examples/train_gpt2.py --check
@@ -43,11 +44,14 @@ types: $(STAMP) ## check types
 race: $(STAMP) $(PEERS)/.installed ## race other systems on the same model; a quarter of an hour, docs/race.md
 	$(BIN)/python -m benchmarks.race.race --peers-python $(PEERS)/bin/python $(RACE_ARGS)
 
+zoo: $(ZOO)/.installed ## try architectures of other packages; half an hour, docs/models.md
+	$(ZOO)/bin/python -m benchmarks.zoo $(ZOO_ARGS)
+
 gpu: $(STAMP) $(PEERS)/.installed ## on a CUDA device: its tests, rates of lanes, step times and the race
 	$(BIN)/python -m benchmarks.gpu --peers-python $(PEERS)/bin/python $(GPU_ARGS)
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) $(PEERS) $(OLDEST) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(OLDEST) $(ZOO) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -59,6 +63,13 @@ $(STAMP): pyproject.toml constraints.txt
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[test]'
+	@touch $@
+
+$(ZOO)/.installed: pyproject.toml constraints.txt benchmarks/zoo/requirements.txt
+	$(PYTHON) -m venv $(ZOO)
+	$(ZOO)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[hf]' \
+		$$(grep -v -e '^#' -e '^litgpt' benchmarks/zoo/requirements.txt)
+	$(ZOO)/bin/python -m pip install --quiet --no-deps $$(grep '^litgpt' benchmarks/zoo/requirements.txt)
 	@touch $@
 
 # The peers' environment: their versions, and DeepSpeed with its C++ operators, which take minutes to build, once.

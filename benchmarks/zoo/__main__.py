@@ -1,8 +1,8 @@
-"""Tries architectures of other packages: each trains two steps on SSD and in memory, and is compared with plain PyTorch.
+"""Tries architectures of other packages: each trains two steps on SSD and in memory, and is held to plain PyTorch.
 
-    make zoo                                              # all of them; docs/models.md
-    .venv-zoo/bin/python -m benchmarks.zoo torch timm/vit # those whose names begin so; the others keep their results
-    python -m benchmarks.zoo --page                       # writes the page from the results alone
+make zoo                                              # all of them; docs/models.md
+.venv-zoo/bin/python -m benchmarks.zoo torch timm/vit # those whose names begin so; the others keep their results
+python -m benchmarks.zoo --page                       # writes the page from the results alone
 """
 
 from __future__ import annotations

@@ -42,19 +42,16 @@ LATENT = {  # keys and values by way of a narrow vector
 }
 GROUPS = {"n_group": 1, "topk_group": 1}
 PLAIN = """
-    apertus arcee biogpt bitnet bloom cohere cohere2 ctrl cwm diffllama doge ernie4_5 exaone4 falcon_mamba gemma gemma2
-    gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox granite helium hunyuan_v1_dense internlm3 jais2 lfm2 llama mamba
-    ministral mistral modernbert-decoder mpt nanochat nemotron olmo olmo2 olmo3 openai-gpt opt persimmon phi phi3 qwen2
-    qwen3 recurrent_gemma rwkv seed_oss smollm3 stablelm starcoder2 vaultgemma xglm
+    apertus arcee biogpt bitnet bloom cohere cohere2 ctrl cwm diffllama doge ernie4_5 exaone4 falcon_mamba gemma
+    gemma2 gemma3_text glm glm4 gpt2 gpt_neox granite lfm2 llama mamba mistral modernbert-decoder mpt nemotron
+    olmo2 openai-gpt opt phi phi3 qwen2 qwen3 recurrent_gemma rwkv smollm3 stablelm starcoder2
 """.split()
 CHANGES: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(PLAIN, {}),
+    **{name: {} for name in PLAIN},
     "ctrl": {"dff": 48, "n_positions": 64},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": WIDTH},
-    "xglm": {"ffn_dim": 48, "num_layers": LAYERS},
     "lfm2": {"full_attn_idxs": [1], "conv_L_cache": 3},
     "phi": {"num_key_value_heads": HEADS},
-    "persimmon": {"num_key_value_heads": HEADS},
     "falcon": {"head_dim": None, "num_kv_heads": 1, "num_key_value_heads": None},
     "gptj": {"rotary_dim": 4, "n_positions": 64},
     "codegen": {"rotary_dim": 4, "n_positions": 64},
@@ -76,23 +73,16 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     },
     "gpt_oss": EXPERTS,
     "olmoe": EXPERTS,
-    "flex_olmo": EXPERTS,
-    "phimoe": EXPERTS,
     "granitemoe": EXPERTS,
-    "granitemoeshared": {**EXPERTS, "shared_intermediate_size": 16},
-    "jetmoe": {**EXPERTS, "kv_channels": 8},
     "minimax": {**EXPERTS, "block_size": 4},
-    "minimax_m2": EXPERTS,
     "cohere2_moe": EXPERTS,
     "ernie4_5_moe": {**EXPERTS, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
-    "hunyuan_v1_moe": {**EXPERTS, "moe_topk": 2},
     "glm4_moe": {**EXPERTS, **GROUPS, "first_k_dense_replace": 1},
     "exaone_moe": {**EXPERTS, **GROUPS},
     "dots1": {**EXPERTS, **GROUPS, "first_k_dense_replace": 1, "n_shared_experts": 1},
     "deepseek_v2": {**EXPERTS, **GROUPS, **LATENT, "first_k_dense_replace": 1, "topk_method": "greedy"},
     "deepseek_v3": {**EXPERTS, **GROUPS, **LATENT, "first_k_dense_replace": 1},
     "llama4_text": {**EXPERTS, "intermediate_size_mlp": 48},
-    "minicpm3": LATENT,
 }
 
 

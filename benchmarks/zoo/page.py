@@ -2,6 +2,79 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-RESULTS, PAGE = Path("/tmp/x.json"), Path("/tmp/x.md")
-def page(found): return ""
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.zoo.case import BATCH, LAYERS, WIDTH, Case
+from benchmarks.zoo.refusal import ROOT
+from benchmarks.zoo.registry import CASES
+
+RESULTS = ROOT / "benchmarks" / "results" / "zoo.json"
+PAGE = ROOT / "docs" / "models.md"
+HEAD = ("model", "result", "blocks streamed", "difference", "remark")
+INTRODUCTION = f"""\
+# Models that were tried
+
+`make zoo` builds each model below in a tiny configuration ({LAYERS} layers or a few more, {WIDTH} wide, mostly), and
+trains it for two steps of {BATCH} samples in micro-batches of 2: by plain PyTorch, with everything on SSD, and with
+everything in host memory. The versions were {{versions}}.
+
+* **trains**: losses, parameters and AdamW's first moments are within 1e-5 of plain PyTorch's (relative to a tensor's
+  largest entry where that is above 1), and the same bits on SSD as in memory. *Difference* is the largest found.
+* **refused**: an error of this package says why, before anything is learned. [limits.md](limits.md) has the reasons.
+* **wrong**, **failed**: a fault of this package.
+
+*Blocks streamed* says how many layers the step has as units of their own, of those that the model has; the others are
+loaded for the whole step. In x-transformers attention and feed-forward are blocks by themselves. Dropout is off.
+AdamW's epsilon is 1e-3, so that gradients which are nothing but rounding do not become whole steps, and first values
+are moved a little, since what begins as zero would keep gradients from what is below it.
+
+{{counts}}
+
+To repeat it: `make zoo`, or a part of it, `make zoo ZOO_ARGS="timm transformers/gpt"`. It makes an environment of its
+own with the versions of `benchmarks/zoo/requirements.txt` under those of `constraints.txt`; litgpt is installed without
+its dependencies, since it asks for an older huggingface-hub than transformers does. Results are in
+`benchmarks/results/zoo.json`, from which this page is written."""
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The page of these results."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    parts = [INTRODUCTION.format(versions=versions, counts=counts(found["cases"]))]
+    for package in dict.fromkeys(case.package for case in CASES.values()):
+        cases = {key: case for key, case in CASES.items() if case.package == package and key in found["cases"]}
+        parts.append(f"## {package}\n\n" + table(HEAD, (row(case, found["cases"][key]) for key, case in cases.items())))
+    return "\n\n".join(parts) + "\n"
+
+
+def counts(cases: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many have come to each result."""
+    numbers = Counter(each["result"] for each in cases.values())
+    words = {"trains": "train", "refused": "are refused", "wrong": "are wrong", "failed": "fail"}
+    words["does not run"] = "do not run in plain PyTorch either"
+    found = [f"{numbers[result]} {said}" for result, said in words.items() if numbers[result]]
+    return f"Of {len(cases)} models {', '.join(found)}."
+
+
+def row(case: Case, result: Mapping[str, Any]) -> Sequence[str]:
+    """A line of the table."""
+    streamed = f"{result['streamed']} of {case.num_blocks}" if "streamed" in result else ""
+    difference = f"{result['difference']:.0e}" if "difference" in result else ""
+    return f"`{case.name}`", result["result"], streamed, difference, "; ".join(remarks(result))
+
+
+def remarks(result: Mapping[str, Any]) -> Iterator[str]:
+    """What there is to say of a result."""
+    if "why" in result:
+        yield result["why"]
+    if result.get("kinds", 1) > 1:
+        yield f"layers of {result['kinds']} kinds, each compiled once"
+    if result.get("kept"):
+        yield f"not on the tiers: {', '.join(result['kept'])}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -25,6 +25,7 @@ from gs_compile.model.residency import is_offloaded, residency_of, restore, stas
 from gs_compile.options import Options
 
 STEPS, SEED = 2, 0
+NOISE = 0.02  # on first values
 SETTINGS = {"lr": 1e-2, "eps": 1e-3}
 TOLERANCE = 1e-5
 PLACEMENTS = {"SSD": 0.0, "memory": 1.0}  # and the ratio of everything that is in memory
@@ -36,7 +37,7 @@ def run(case: Case) -> dict[str, Any]:
     """The result of a case, as it is in zoo.json."""
     try:
         plain = _plain(_built(case))
-    except Exception as error:  # noqa: BLE001: whatever a package raises is its result
+    except Exception as error:  # noqa: BLE001 (whatever a package raises is its result)
         return {"result": "does not run", "why": refusal(error)}
     ours = Ours(_built(case))
     found: dict[str, Values] = {}
@@ -45,13 +46,16 @@ def run(case: Case) -> dict[str, Any]:
             found[placement] = ours.train(ratio)
         except GreedySnakeError as error:
             return {"result": "refused", "why": refusal(error)}
-        except Exception as error:  # noqa: BLE001: an error of another kind is a fault to be seen
+        except Exception as error:  # noqa: BLE001 (an error of another kind is a fault to be seen)
             return {"result": "failed", "why": refusal(error)}
-    return {**_verdict(plain, found), **ours.facts()}
+    return {**verdict(plain, found), **ours.facts()}
 
 
 def _built(case: Case) -> Example:
-    """The case's model with its first values; without dropout, since rates draw in another order by micro-batches."""
+    """The case's model, its values moved a little: what begins as zero would keep gradients from what is below it.
+
+    Dropout is off, since micro-batches draw other random numbers than a batch.
+    """
     torch._dynamo.reset()
     gc.collect()
     torch.manual_seed(SEED)
@@ -64,6 +68,10 @@ def _built(case: Case) -> Example:
             module.p = 0.0
         elif isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0
+    with torch.no_grad():
+        for parameter in example.model.parameters():
+            if parameter.is_floating_point():
+                parameter += NOISE * torch.randn_like(parameter)
     return example
 
 
@@ -84,7 +92,7 @@ class Ours:
 
     def __init__(self, example: Example) -> None:
         self.example = example
-        self.parameters = _trained(example.model)
+        self.parameters = dict(example.model.named_parameters())  # those that are not trained are on the tiers too
         self.first = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         self.options: dict[str, Any] = {}
         self.kept: list[str] = []  # the parameters that are not on the tiers
@@ -92,7 +100,7 @@ class Ours:
     def train(self, ratio: float) -> Values:
         """What the steps learn with this share of everything in memory."""
         with tempfile.TemporaryDirectory(prefix="zoo-") as storage:
-            optimizer = gs_compile.AdamW(self.parameters.values(), **SETTINGS)
+            optimizer = gs_compile.AdamW(_trained(self.example.model).values(), **SETTINGS)
             self.options |= {
                 "micro_batch_size": 2,
                 "outputs": self.example.outputs,
@@ -174,9 +182,11 @@ def _losses(example: Example, optimizer: torch.optim.Optimizer) -> Values:
 # The verdict ----------------------------------------------------------------------------------------------------------
 
 
-def _verdict(plain: Values, found: Mapping[str, Values]) -> dict[str, Any]:
+def verdict(plain: Values, found: Mapping[str, Values]) -> dict[str, Any]:
     """The largest difference from plain PyTorch, and whether both placements learn the same bits."""
-    differences = {name: _difference(value, found["SSD"][name]) for name, value in plain.items() if name in found["SSD"]}
+    differences = {
+        name: _difference(value, found["SSD"][name]) for name, value in plain.items() if name in found["SSD"]
+    }
     missing = [name for name in plain if name not in found["SSD"] and plain[name].any()]
     worst = max(differences, key=lambda name: differences[name])
     bits = [name for name, value in found["SSD"].items() if not torch.equal(value, found["memory"][name])]
@@ -197,4 +207,3 @@ def _difference(wanted: torch.Tensor, found: torch.Tensor) -> float:
         return 0.0
     scale = max(1.0, float(wanted.abs().max()))
     return float((wanted.double() - found.double()).abs().nan_to_num(nan=torch.inf).max()) / scale
-
