@@ -8,18 +8,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
-MOST = 400  # characters
+MOST = 500  # characters
+GIVEN_UP = "Dynamo gave a forward up at"
 
 
 def refusal(error: BaseException) -> str:
-    """The type of an error and its first sentences, and Dynamo's reason where there is one."""
+    """The type of an error, its first sentence, and Dynamo's place and reason where it gives them."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["without words"]
-    words = lines[0]
+    words = lines[0].partition(". ")[0]
+    if GIVEN_UP in lines[0] and GIVEN_UP not in words:
+        words += f". {lines[0][lines[0].index(GIVEN_UP) :]}"
     for number, line in enumerate(lines):
         if line.startswith("Dynamo's reason:"):
-            words += f"; {line}"
             explained = [each for each in lines[number + 1 :] if each.startswith("Explanation:")]
-            words += f". {explained[0]}" if explained else ""
+            words = ". ".join([f"{words}; {line}", *explained[:1]])
             break
     return f"{type(error).__name__}: {without_paths(words)}"[:MOST]
 

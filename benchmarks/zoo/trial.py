@@ -19,7 +19,7 @@ import gs_compile
 from benchmarks.zoo.case import Case, Example
 from benchmarks.zoo.refusal import refusal
 from gs_compile.codegen.compiled import Compilation, compilations_of
-from gs_compile.errors import GreedySnakeError
+from gs_compile.errors import GreedySnakeError, LaneError, ProgramError, ReleasedParameterError, StorageError
 from gs_compile.model.optim import TieredOptimizer
 from gs_compile.model.residency import is_offloaded, residency_of, restore, stash
 from gs_compile.options import Options
@@ -29,6 +29,7 @@ NOISE = 0.02  # on first values
 SETTINGS = {"lr": 1e-2, "eps": 1e-3}
 TOLERANCE = 1e-5
 PLACEMENTS = {"SSD": 0.0, "memory": 1.0}  # and the ratio of everything that is in memory
+FAULTS = (LaneError, ProgramError, ReleasedParameterError, StorageError)  # that no model is refused with
 
 Values = dict[str, torch.Tensor]
 
@@ -44,10 +45,9 @@ def run(case: Case) -> dict[str, Any]:
     for placement, ratio in PLACEMENTS.items():
         try:
             found[placement] = ours.train(ratio)
-        except GreedySnakeError as error:
-            return {"result": "refused", "why": refusal(error)}
-        except Exception as error:  # noqa: BLE001 (an error of another kind is a fault to be seen)
-            return {"result": "failed", "why": refusal(error)}
+        except Exception as error:  # noqa: BLE001 (an error of any kind is a result)
+            refused = isinstance(error, GreedySnakeError) and not isinstance(error, FAULTS)
+            return {"result": "refused" if refused else "failed", "why": refusal(error)}
     return {**verdict(plain, found), **ours.facts()}
 
 

@@ -109,21 +109,29 @@ def _tolerant(graph: fx.GraphModule) -> fx.GraphModule:
     """The graph itself, or one whose views copy where memory does not allow a view.
 
     Some operations give tensors without memory other strides than real ones: the backward of softplus does, where the
-    gradient is transposed. What is changed in place is viewed as it was traced: a copy would lose the change.
+    gradient is transposed. Memory that is changed in place is viewed as it was traced: a copy would lose the change.
     """
     view, nodes = torch.ops.aten.view.default, graph.graph.nodes
-    if not any(node.target is view for node in nodes) or any(map(_changes_memory, nodes)):
+    changed = {_memory(each) for node in nodes if _changes_memory(node) for each in node.all_input_nodes}
+    views = [node for node in nodes if node.target is view and not {_memory(node), None} & changed]
+    if not views:
         return graph
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph.graph, {}))
-    for node in copied.find_nodes(op="call_function", target=view):
-        node.target = torch.ops.aten.reshape.default
+    copied, copy_of = fx.Graph(), dict[fx.Node, fx.Node]()
+    copied.output(copied.graph_copy(graph.graph, copy_of))
+    for node in views:
+        copy_of[node].target = torch.ops.aten.reshape.default
     return fx.GraphModule(graph, copied)
 
 
 def _changes_memory(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _memory(node: fx.Node) -> int | None:
+    """A number of the memory that a traced tensor is in; None where nothing is known of it."""
+    value = node.meta.get("val")
+    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None
 
 
 class Sizes:

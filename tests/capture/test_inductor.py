@@ -34,18 +34,26 @@ def test_eager_runs_the_graph_itself():
     assert Generator("eager").decompositions == {}
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_eager_copies_where_memory_allows_no_view(in_place):
-    """But where a view is for changing what is viewed."""
-    module = make_fx(lambda x: ((x.view(6).add_(1) if in_place else x.view(6)), x))(torch.zeros(2, 3))
-    run, x = Generator("eager").generate(module), torch.arange(6.0).reshape(3, 2).T
-    assert (run is module) == in_place
-    if in_place:
+@pytest.mark.parametrize("changed", ["nothing", "another", "the view"])
+def test_eager_copies_where_memory_allows_no_view(changed):
+    """But what is changed in place is viewed, since a copy would lose the change."""
+
+    def function(x, y):
+        viewed = x.view(6)
+        if changed != "nothing":
+            (viewed if changed == "the view" else y).add_(1)
+        return viewed, x, y
+
+    specs = [TensorSpec((2, 3), (3, 1), torch.float32, torch.device("cpu"), False, ())] * 2
+    module = Generator("eager").trace(function, specs)
+    run, x, transposed = Generator("eager").generate(module), torch.zeros(2, 3), torch.arange(6.0).reshape(3, 2).T
+    assert run(x, x.clone())[0].data_ptr() == x.data_ptr()
+    if changed == "the view":
+        assert run is module
         with pytest.raises(RuntimeError, match="view size is not compatible"):
-            run(x)
+            run(transposed, x)
     else:
-        assert torch.equal(run(x)[0], x.reshape(6))
-        assert run(module(y := torch.zeros(2, 3))[1])[0].data_ptr() == y.data_ptr()
+        assert torch.equal(run(transposed, x)[0], transposed.reshape(6))
 
 
 @pytest.mark.slow
