@@ -83,8 +83,13 @@ class _Cut:
         self.batch = captured.names("batch")
         self.wanted = [value for value in separated.outputs if isinstance(value, fx.Node)]
         self.readers = needed_by(self.wanted, self.graph)
-        self.returned = self._returned()
+        *_, last = self.readers
+        made_by_block = any(last in stack[-1] for stack in stacks(self.readers))
+        self.returned = self._returned(last) if made_by_block else {}
         self.at, self.num_layers, self.first = arrange(self.readers, self.batch)
+        if not self.returned and self.at[last] == self.num_layers:  # by what follows the last block, as an addition
+            self.returned = self._returned(last)
+            self.at, self.num_layers, self.first = arrange(self.readers, self.batch)
         if not torch.is_grad_enabled():
             self._refuse_a_cache()
         self.block_cut: BlockCut | None = None  # until each block is known to hand on one tensor
@@ -137,10 +142,9 @@ class _Cut:
             self.first = self._embedded(self.first)
         return [self.first, *carried]
 
-    def _returned(self) -> dict[fx.Node, fx.Node]:
-        """Where the last block makes the model's output, the copy of it that the epilogue returns."""
-        *_, last = self.readers
-        if last not in self.wanted or not any(last in stack[-1] for stack in stacks(self.readers)):
+    def _returned(self, last: fx.Node) -> dict[fx.Node, fx.Node]:
+        """Where the last layer makes the model's output, the copy of it that the epilogue returns."""
+        if last not in self.wanted:
             return {}
         copied = self._copy(last)
         self.wanted = [copied if value is last else value for value in self.wanted]

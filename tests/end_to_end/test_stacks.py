@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from captured import TOKENS, WIDTH, Block, Tiny, batch
+from captured import TOKENS, WIDTH, WORDS, Block, Tiny, batch
 from tiered import options
 from torch import nn
 from torch.nn import functional
@@ -202,6 +202,20 @@ class Narrowing(nn.Module):
         return self.net(ids.float())
 
 
+class Bare(nn.Module):
+    """Residual branches, whose last sum is the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Feed() for _ in range(3))
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for f in self.blocks:
+            x = x + f(x)
+        return x
+
+
 class Encoder(Model):
     def __init__(self):
         super().__init__()
@@ -247,6 +261,7 @@ CASES = [
     (Alternating, "02 13", 0),
     (SharedBias, "012", 0),
     (Narrowing, "0 1 2 3 4", 0),
+    (Bare, "012", 0),
     (Encoder, "012", 0),
     (Decoder, "012", 0),
     (EncoderDecoder, "012", 0),
