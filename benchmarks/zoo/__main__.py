@@ -11,6 +11,7 @@ import argparse
 import json
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from benchmarks.zoo.page import PAGE, RESULTS, page
 from benchmarks.zoo.registry import CASES
@@ -39,7 +40,7 @@ def main() -> None:
         PAGE.write_text(page(found))
 
 
-def save(found: dict, output: Path) -> None:
+def save(found: dict[str, Any], output: Path) -> None:
     """Writes the results in the order of the registry, without cases that it has no more."""
     found["cases"] = {key: found["cases"][key] for key in CASES if key in found["cases"]}
     unfinished = output.with_suffix(".unfinished")

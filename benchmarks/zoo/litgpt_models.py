@@ -32,9 +32,7 @@ NAMES: Mapping[str, Mapping[str, Any]] = {
     "falcon-7b": {"n_query_groups": 1},
     "Qwen2.5-0.5B": GROUPED,
     "Qwen3-0.6B": GROUPED,
-    "Mistral-7B-v0.1": GROUPED,
     "OLMo-2-1124-7B": {"n_query_groups": HEADS},
-    "stablelm-base-alpha-3b": {},
 }
 
 

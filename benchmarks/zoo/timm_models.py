@@ -21,9 +21,7 @@ MODELS: Mapping[str, tuple[int, Mapping[str, Any]]] = {  # and the number of blo
     "vit_small_patch14_reg4_dinov2": (LAYERS, STACK),
     "deit_tiny_patch16_224": (LAYERS, STACK),
     "deit_tiny_distilled_patch16_224": (LAYERS, STACK),
-    "deit3_small_patch16_224": (LAYERS, STACK),
     "beit_base_patch16_224": (LAYERS, STACK),
-    "beitv2_base_patch16_224": (LAYERS, STACK),
     "eva02_tiny_patch14_224": (LAYERS, STACK),
     "cait_xxs24_224": (LAYERS + 2, STACK),
     "xcit_nano_12_p8_224": (LAYERS + 2, STACK),
@@ -37,7 +35,6 @@ MODELS: Mapping[str, tuple[int, Mapping[str, Any]]] = {  # and the number of blo
         {"img_size": PIXELS, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4},
     ),
     "convnext_atto": (6, {"depths": (1, 1, 3, 1), "dims": (8, 16, 32, 64)}),
-    "convnextv2_atto": (6, {"depths": (1, 1, 3, 1), "dims": (8, 16, 32, 64)}),
     "mambaout_femto": (6, {"depths": (1, 1, 3, 1), "dims": (8, 16, 32, 64)}),
     "resnet18": (8, {}),
 }

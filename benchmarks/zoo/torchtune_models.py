@@ -21,7 +21,6 @@ WIDE = {"intermediate_dim": 48}
 BUILDERS: Mapping[str, Mapping[str, Any]] = {
     "llama2.llama2": WIDE,
     "llama3.llama3": WIDE,
-    "llama3_1.llama3_1": WIDE,
     "llama3_2.llama3_2": WIDE,
     "mistral.mistral": WIDE,
     "gemma.gemma": {**WIDE, "head_dim": WIDTH // HEADS, "num_kv_heads": 1},

@@ -149,7 +149,7 @@ class Ours:
             else:
                 values[name] = residency_of(parameter).value(parameter, master=True).clone()
                 state = optimizer.stored_state(parameter) or {}
-            if "exp_avg" in state:
+            if "exp_avg" in state and not state["exp_avg"].is_meta:  # as of one that has had no gradient
                 values[f"{name}.exp_avg"] = state["exp_avg"].clone()
         return values
 
@@ -168,7 +168,8 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _losses(example: Example, optimizer: torch.optim.Optimizer) -> Values:
-    """The losses of the steps."""
+    """The losses of the steps, which draw the same random numbers if they draw any."""
+    torch.manual_seed(SEED)
     values = {}
     for step in range(STEPS):
         loss = example.loss(example.model, step)
