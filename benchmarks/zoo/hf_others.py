@@ -141,7 +141,7 @@ ENCODERS = [
         "funnel",
         MASKED,
         {"vocab_size": VOCABULARY, "d_model": WIDTH, "block_sizes": [2, 2], "n_head": HEADS},
-        num_blocks=6,
+        num_blocks=4,
     ),
     case("eurobert", MASKED, {**TEXT, "num_key_value_heads": 2, "head_dim": 8}),
 ]
@@ -179,7 +179,7 @@ PICTURES = [
             "num_labels": CLASSES,
         },
         IMAGE_LOSS,
-        4,
+        2,
     ),
     case(
         "convnext",
@@ -192,7 +192,7 @@ PICTURES = [
             "num_labels": CLASSES,
         },
         IMAGE_LOSS,
-        5,
+        3,
     ),
     case(
         "vit_mae",

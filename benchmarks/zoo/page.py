@@ -26,9 +26,10 @@ everything in host memory. The versions were {{versions}}.
 * **wrong**, **failed**: a fault of this package.
 
 *Blocks streamed* says how many layers the step has as units of their own, of those that the model has; the others are
-loaded for the whole step. In x-transformers attention and feed-forward are blocks by themselves. Dropout is off.
-AdamW's epsilon is 1e-3, so that gradients which are nothing but rounding do not become whole steps, and first values
-are moved a little, since what begins as zero would keep gradients from what is below it.
+loaded for the whole step. In x-transformers attention and feed-forward are blocks by themselves; where a model has
+stages of several blocks each, as swin and convnext, a stage counts as one. Dropout is off. AdamW's epsilon is 1e-3, so
+that gradients which are nothing but rounding do not become whole steps, and first values are moved a little, since
+what begins as zero would keep gradients from what is below it.
 
 {{counts}}
 

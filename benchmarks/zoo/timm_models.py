@@ -15,7 +15,7 @@ STACK: Mapping[str, Any] = {
     "depth": LAYERS,
     "num_heads": HEADS,
 }
-MODELS: Mapping[str, tuple[int, Mapping[str, Any]]] = {  # and the number of blocks
+MODELS: Mapping[str, tuple[int, Mapping[str, Any]]] = {  # and the number of blocks, or of stages
     "vit_tiny_patch16_224": (LAYERS, STACK),
     "vit_base_patch16_siglip_224": (LAYERS, STACK),
     "vit_small_patch14_reg4_dinov2": (LAYERS, STACK),
@@ -27,15 +27,15 @@ MODELS: Mapping[str, tuple[int, Mapping[str, Any]]] = {  # and the number of blo
     "xcit_nano_12_p8_224": (LAYERS + 2, STACK),
     "vit_relpos_small_patch16_224": (LAYERS, STACK),
     "swin_tiny_patch4_window7_224": (
-        4,
+        2,
         {"img_size": PIXELS, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4},
     ),
     "swinv2_tiny_window8_256": (
-        4,
+        2,
         {"img_size": PIXELS, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4},
     ),
-    "convnext_atto": (6, {"depths": (1, 1, 3, 1), "dims": (8, 16, 32, 64)}),
-    "mambaout_femto": (6, {"depths": (1, 1, 3, 1), "dims": (8, 16, 32, 64)}),
+    "convnext_atto": (4, {"depths": (1, 1, 3, 1), "dims": (8, 16, 32, 64)}),
+    "mambaout_femto": (4, {"depths": (1, 1, 3, 1), "dims": (8, 16, 32, 64)}),
     "resnet18": (8, {}),
 }
 
@@ -74,6 +74,6 @@ CASES = [
     *(Case("timm", name, partial(make, name), num_blocks) for name, (num_blocks, _) in MODELS.items()),
     Case("timm", "MlpMixer of MixerBlock", partial(mixer, "MixerBlock", (0.5, 4.0))),
     Case("timm", "MlpMixer of ResBlock", partial(mixer, "ResBlock", 4)),
-    Case("timm", "MetaFormer (poolformer)", pool_former, 6),
+    Case("timm", "MetaFormer (poolformer)", pool_former, 4),
     Case("timm", "ConvMixer", conv_mixer),
 ]
