@@ -48,7 +48,7 @@ def residual_stream(readers: Readers, batch: Set[str]) -> ResidualStream:
     Raises `UniformityError` where there is no stack, or its blocks do not run one after the other.
     """
     search = _Search(readers, batch)
-    found = stacks(node for node in readers if not is_free(node))
+    found = [stack for stack in stacks(node for node in readers if not is_free(node)) if _has_parameters(stack, batch)]
     uncut = []
     for stream in filter(None, map(search.stream, found)):
         if stream.is_cut:
@@ -57,6 +57,12 @@ def residual_stream(readers: Readers, batch: Set[str]) -> ResidualStream:
     if not uncut:
         raise UniformityError(_no_stream(readers, found))
     return uncut[0]
+
+
+def _has_parameters(stack: Stack, batch: Set[str]) -> bool:
+    """Whether its blocks read anything but the batch: a dropout that is called twice makes no layers."""
+    read = {each for block in stack for node in block for each in node.all_input_nodes}
+    return any(is_free(each) and each.name not in batch for each in read)
 
 
 def is_free(node: fx.Node) -> bool:

@@ -155,7 +155,7 @@ class Run:
         if found.separate and not self.builder(self.masters).layout.separate:
             raise OptionError(
                 f"machine is {self.options.machine!r}, whose device has memory of its own, and this model is on the "
-                f"{self.model.device.type}: leave machine out, and this one is measured"
+                f"{self.model.device}: leave machine out, and this one is measured"
             )
         return found
 
