@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.node import map_aggregate
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gs_compile.capture.graph import Length, TensorSpec
 
@@ -112,8 +113,8 @@ def _tolerant(graph: fx.GraphModule) -> fx.GraphModule:
     gradient is transposed. Memory that is changed in place is viewed as it was traced: a copy would lose the change.
     """
     view, nodes = torch.ops.aten.view.default, graph.graph.nodes
-    changed = {_memory(each) for node in nodes if _changes_memory(node) for each in node.all_input_nodes}
-    views = [node for node in nodes if node.target is view and not {_memory(node), None} & changed]
+    changed = {memory_of(each) for node in nodes if changes_memory(node) for each in node.all_input_nodes}
+    views = [node for node in nodes if node.target is view and not {memory_of(node), None} & changed]
     if not views:
         return graph
     copied, copy_of = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -121,17 +122,6 @@ def _tolerant(graph: fx.GraphModule) -> fx.GraphModule:
     for node in views:
         copy_of[node].target = torch.ops.aten.reshape.default
     return fx.GraphModule(graph, copied)
-
-
-def _changes_memory(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
-
-
-def _memory(node: fx.Node) -> int | None:
-    """A number of the memory that a traced tensor is in; None where nothing is known of it."""
-    value = node.meta.get("val")
-    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None
 
 
 class Sizes:
@@ -210,6 +200,17 @@ def best_compiler(device_type: str) -> Compiler:
         missing = f"Triton does not work for {device_type} here"
     log.warning("%s: layers run uncompiled; set expert={'compiler': 'eager'} to choose this", missing)
     return "eager"
+
+
+def changes_memory(node: fx.Node) -> bool:
+    """Whether a node of an ATen graph changes a tensor in place."""
+    return node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+
+
+def memory_of(node: fx.Node) -> StorageWeakRef | None:
+    """What tells the memory of a node's tensor in an ATen graph from others; None: it makes no tensor."""
+    value = node.meta.get("val")
+    return StorageWeakRef(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
 
 
 def draws_random(node: fx.Node) -> bool:

@@ -89,7 +89,7 @@ class _Cut:
         self.at, self.num_layers, self.first = arrange(self.readers, self.batch)
         if not self.returned and self.at[last] == self.num_layers:  # by what follows the last block, as an addition
             self.returned = self._returned(last)
-            self.at, self.num_layers, self.first = arrange(self.readers, self.batch)
+            self.at |= dict.fromkeys(self.returned.values(), self.num_layers + 1)
         if not torch.is_grad_enabled():
             self._refuse_a_cache()
         self.block_cut: BlockCut | None = None  # until each block is known to hand on one tensor

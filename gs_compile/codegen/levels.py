@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gs_compile.capture.dynamo import hint
 from gs_compile.capture.flops import count_flops
 from gs_compile.capture.graph import TensorSpec, output_values
-from gs_compile.capture.inductor import draws_random
+from gs_compile.capture.inductor import changes_memory, draws_random, memory_of
 from gs_compile.capture.partition import LIKE, CannotSaveError, choices, write_sizes
 from gs_compile.placement.levels import aligned
 
@@ -123,7 +123,7 @@ class Joint:
         found: dict[StorageWeakRef | None, fx.Node] = {}
         for node in self.module.graph.nodes:
             if isinstance(node.meta.get("val"), torch.Tensor):
-                found.setdefault(_memory(node), node)
+                found.setdefault(memory_of(node), node)
         return found
 
 
@@ -162,7 +162,7 @@ def _refuse(module: fx.GraphModule) -> None:
         if not isinstance(getattr(module, node.target, None), torch.Tensor):
             raise CannotSaveError(f"{node.target} is a graph inside the layer's")
     for node in module.graph.nodes:
-        if node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+        if changes_memory(node):
             raise CannotSaveError(f"{node.target} changes memory")
 
 
@@ -195,7 +195,7 @@ def _forget_values(graph: fx.Graph) -> None:
 
 def _bases(joint: Joint, chosen: Iterable[fx.Node]) -> list[fx.Node]:
     """What to save for the backward to have `chosen`: the tensors that these are views of, in the graph's order."""
-    wanted = {joint.bases[_memory(node)] for node in chosen} - joint.free
+    wanted = {joint.bases[memory_of(node)] for node in chosen} - joint.free
     whole = [node for node in joint.draws if LIKE not in node.meta]  # the backward has all of these anyway
     drawn = {*joint.draws, *(user for node in whole for user in node.users if user.target is operator.getitem)}
     saved = [node for node in wanted if node.op == "call_function" and node not in drawn]
@@ -219,7 +219,7 @@ def _cut(joint: Joint, saved: Sequence[fx.Node]) -> Cut:
     inputs = [node for node in joint.inputs if node is not x or x in needed]
     backward = _graph(joint.module, [*inputs, *saved, *joint.given], gradients, joint.draws)
     ahead = _needed(joint.module, set(joint.placeholders), [*results, *first])
-    again = [node for node in needed & ahead if node not in joint.free and joint.bases.get(_memory(node)) is node]
+    again = [node for node in needed & ahead if node not in joint.free and joint.bases.get(memory_of(node)) is node]
     level = SavedLevel(
         tuple(map(_spec, saved)),
         reads_input=x in needed,
@@ -266,20 +266,15 @@ def _graph(
 def _part(forward: fx.GraphModule, num_results: int) -> None:
     """Let nothing that is saved share memory with a result."""
     values = list(output_values(forward))
-    results = {_memory(value) for value in values[:num_results] if isinstance(value, fx.Node)}
+    results = {memory_of(value) for value in values[:num_results] if isinstance(value, fx.Node)}
     output = forward.graph.output_node()
     for index, node in enumerate(values[num_results:], num_results):
-        if _memory(node) in results:
+        if memory_of(node) in results:
             with forward.graph.inserting_before(output):
                 values[index] = forward.graph.call_function(aten.clone.default, (node,))
             values[index].meta["val"] = torch.empty_like(node.meta["val"])
     output.args = (tuple(values),)
     forward.recompile()
-
-
-def _memory(node: fx.Node) -> StorageWeakRef | None:
-    value = node.meta.get("val")
-    return StorageWeakRef(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
 
 
 def _spec(node: fx.Node, number: Size = hint) -> TensorSpec:
