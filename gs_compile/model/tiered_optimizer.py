@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from gs_compile.capture.dynamo import last_given_up
+from gs_compile.capture.dynamo import absorb_libraries, last_given_up
 from gs_compile.capture.internals import untraced
 from gs_compile.errors import ABSENT, NonFiniteWarning, OptimizerError, ReleasedParameterError
 from gs_compile.model import in_memory, optimizer_state
@@ -64,6 +64,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.num_calls = 1  # that are between forward and backward at a time
         self.loaded: dict[torch.Tensor, Any] = {}  # the states that the first step began with, until it has ended
         super().__init__(params, defaults)
+        absorb_libraries()  # the model is built, so its libraries are there: Dynamo need not meet a break first
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, before the first step."""

@@ -226,9 +226,10 @@ def _fitting(
         if solution is None:
             return None
         placement = problem.placed(solution.decision, number)
-        over = problem.excess(problem.at(number).program(placement), spare)
+        program = problem.at(number).program(placement)
+        over = problem.excess(program, spare)
         if not over:
-            return Candidate(solution, problem.predicted(placement), less, spare)
+            return Candidate(solution, problem.predicted(placement, program), less, spare)
         for tier, nbytes in over.items():
             less[tier] += nbytes << times[tier]
             times[tier] += 1

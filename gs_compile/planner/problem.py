@@ -176,10 +176,10 @@ class Problem:
         """The placement that a decision describes, for so many micro-batches."""
         return self.at(number).placement(decision)
 
-    def predicted(self, placement: Placement) -> Simulation:
-        """Of steps none of which is rolled back; the memory they are given is that of the program."""
+    def predicted(self, placement: Placement, program: Program | None = None) -> Simulation:
+        """Of steps none of which is rolled back; the memory they are given is that of the program, if it is known."""
         builder = self.at(placement.layout.num_micro_batches)
-        program = builder.program(placement)
+        program = program or builder.program(placement)
         if placement.speculative:
             program = replace(builder.usual(placement), peaks=program.peaks)
         host_nbytes, device_nbytes = self.budgets.host_nbytes, self.values_nbytes

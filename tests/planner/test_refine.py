@@ -71,7 +71,7 @@ class Faked:
         }
         return SimpleNamespace(peaks=tuple(peaks.items()))
 
-    def predicted(self, placement):
+    def predicted(self, placement, program=None):
         seconds = self.seconds(placement.resident) * self.late(placement.alpha)
         seconds *= self.seconds_on_device(placement.device)
         return SimpleNamespace(seconds=seconds)

@@ -41,7 +41,9 @@ import torch
 import torch.distributed as dist
 
 context: Any = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch.distributed.tensor", "networkx", "gs_compile.model.backend", "figures"])
+context.set_forkserver_preload(
+    ["torch.distributed.tensor", "networkx", "cvxpy", "gs_compile.model.backend", "figures", "rank_learner", "zoo"]
+)
 
 
 class Info(NamedTuple):
