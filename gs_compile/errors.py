@@ -1,6 +1,10 @@
-"""Every error a user can meet, each a ValueError or RuntimeError that says what was found, where, and what to do."""
+"""Every error and warning a user can meet. Each says what was found, where, and what to do, and ends with its name in
+brackets, ``[graph-break]``, under which docs/errors.md explains it. Names follow from the classes and do not change.
+"""
 
 from __future__ import annotations
+
+import re
 
 ABSENT = (  # of a model that somebody has placed
     "the meta device or device_map= has left parameters of this model without values here (hooks may bring them): load "
@@ -21,8 +25,30 @@ COMMITTED = (  # of a run, a step, and a directory
 )
 
 
-class GreedySnakeError(Exception):
+class _Named:
+    """What is printed ends with the name of the class."""
+
+    @property
+    def message(self) -> str:
+        """What was found, where, and what to do, without the name: for messages of others that quote it."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return f"{self.message} [{name_of(type(self))}]"
+
+
+def name_of(kind: type[Exception]) -> str:
+    """The name under which an error or a warning is explained: ``graph-break`` for GraphBreakError."""
+    words = re.findall("[A-Z][a-z]+", kind.__name__.removesuffix("Error"))
+    return "-".join(words).lower()
+
+
+class GreedySnakeError(_Named, Exception):
     """The root of this package's errors."""
+
+
+class GreedySnakeWarning(_Named, UserWarning):
+    """The root of this package's warnings."""
 
 
 class OptionError(GreedySnakeError, ValueError):
@@ -61,15 +87,15 @@ class UniformityError(CaptureError):
     """The model has no blocks one after the other, or its blocks exchange more than one tensor."""
 
 
-class UniformityWarning(UserWarning):
+class UniformityWarning(GreedySnakeWarning):
     """The model's blocks are of several kinds; each is compiled once. Names the difference."""
 
 
-class UncapturedWarning(UserWarning):
+class UncapturedWarning(GreedySnakeWarning):
     """A call without gradients is no step of a model in layers, and runs as plain PyTorch does. Names the reason."""
 
 
-class LengthWarning(UserWarning):
+class LengthWarning(GreedySnakeWarning):
     """Code has to be compiled for each length of the inputs. Names the unit, torch's reason, and what to do."""
 
 
@@ -145,15 +171,15 @@ class ReleasedParameterError(GreedySnakeError, RuntimeError):
     """A parameter that lives on the tiers was used as if it were in memory."""
 
 
-class MasterWarning(UserWarning):
+class MasterWarning(GreedySnakeWarning):
     """A state has come without fp32 masters, and the values have been rounded: masters begin at these."""
 
 
-class NonFiniteWarning(UserWarning):
+class NonFiniteWarning(GreedySnakeWarning):
     """A gradient was not finite, and the step was skipped."""
 
 
-class SlowStorageWarning(UserWarning):
+class SlowStorageWarning(GreedySnakeWarning):
     """The storage works, but not as fast as it could: direct I/O is refused, for one."""
 
 

@@ -25,7 +25,7 @@ def refused(error, model, *args, micro_batch_size=2, **options):
     with pytest.raises(error) as caught:
         compile_model(model, micro_batch_size, **options)(*(args or batch()))
     assert type(caught.value) is error
-    return str(caught.value)
+    return caught.value.message
 
 
 # The graph -------------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def torch_version() -> Check:
         found = str(import_module("torch").__version__)
         import_module("gs_compile.capture.dynamo")
     except VersionError as error:
-        words, _, advice = str(error).partition("; ")
+        words, _, advice = error.message.partition("; ")
         return Check(words, advice, is_bad=True)
     except (ImportError, OSError) as error:  # a shared library that is missing
         return Check(f"cannot be imported: {error}", "reinstall torch: pip install --force-reinstall", is_bad=True)
@@ -148,7 +148,7 @@ def profile(storage: Sequence[Path]) -> Check:
     try:
         Profile.load(path)
     except ProfileError as error:
-        return Check(str(error), again)
+        return Check(error.message, again)
     seconds = time.time() - path.stat().st_mtime
     return Check(f"measured {seconds / 86400:.0f} days ago, {path}", again if seconds > OLD_SECONDS else "")
 
@@ -197,7 +197,7 @@ def run_folder(directory: Path) -> Check:
     except ManifestError:
         return Check(f"{folder} has a damaged commit", f"greedysnake store ls {directory} tells more", is_bad=True)
     except StorageError as error:
-        return Check(str(error), f"delete {folder}, or name another directory", is_bad=True)
+        return Check(error.message, f"delete {folder}, or name another directory", is_bad=True)
     return Check(f"{folder}: {found}; the next run removes them" if found else "none")
 
 

@@ -66,7 +66,7 @@ def greedysnake(
         compilation = Compilation(capture(module, example_inputs, partial(_detach, options=checked)), checked)
         begin = partial(_begin, compilation)
     except GreedySnakeError as error:
-        begin = partial(_refuse, type(error), str(error))  # not the error: its traceback holds the model
+        begin = partial(_refuse, type(error), error.message)  # not the error: its traceback holds the model
 
     def run(*args: Any) -> list[Any]:
         with turn(args), told(ranks := meet(args, checked, compilation)):
@@ -106,7 +106,7 @@ class _AsWritten:
 def _warn_of_reads(error: CaptureError, args: Sequence[Any]) -> None:
     if any(is_offloaded(arg) for arg in args):
         warnings.warn(
-            f"this evaluation runs as plain PyTorch does, and reads parameter by parameter: {error}\n"
+            f"this evaluation runs as plain PyTorch does, and reads parameter by parameter: {error.message}\n"
             "`with gs_compile.streaming(model):` keeps what host_memory has room for, and is faster",
             UncapturedWarning,
             stacklevel=2,

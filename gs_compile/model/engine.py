@@ -200,7 +200,7 @@ class Engine(ParameterStore):
         except MemoryBudgetError as error:
             if not self.open or not shape.training:
                 raise
-            self.open.abandon(f"{AGAIN}, and there is no room for both ({error})", by_call=True)
+            self.open.abandon(f"{AGAIN}, and there is no room for both ({error.message})", by_call=True)
             return TieredExecutor(*given)
 
     def forward(self, executor: TieredExecutor, call: Call) -> None:

@@ -204,8 +204,10 @@ class Run:
             except MemoryBudgetError as error:
                 if self.num_calls == 1:
                     raise
-                words = f"host_memory is {format_bytes(self.whole_nbytes)} for {self.num_calls} calls of the model that"
-                raise MemoryBudgetError(f"{words} wait for their backward at a time; for each, {error}") from error
+                raise MemoryBudgetError(
+                    f"host_memory is {format_bytes(self.whole_nbytes)} for {self.num_calls} calls of the model that "
+                    f"wait for their backward at a time; for each, {error.message}"
+                ) from error
             fixed_nbytes = fixed_offsets(found.placement).nbytes  # which all share
             most = fixed_nbytes + (self.whole_nbytes - fixed_nbytes) // self.num_calls
             if self.num_calls == 1 or self._nbytes(found) <= most:

@@ -41,7 +41,8 @@ def parse(text: str) -> Program:
         try:
             _read_line(line, stages)
         except (ProgramError, SyntaxError) as error:
-            raise ProgramError(f"line {number}: {line}: {error}") from error
+            reason = error.message if isinstance(error, ProgramError) else error
+            raise ProgramError(f"line {number}: {line}: {reason}") from error
     _, made_by, num_layers, num_micro_batches, peaks = header.groups()
     planned = tuple((tier, int(nbytes)) for tier, nbytes in (peak.split() for peak in (peaks or "").split(",") if peak))
     ops = tuple(op for _, ops in stages for op in ops)

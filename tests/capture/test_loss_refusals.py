@@ -86,7 +86,7 @@ def test_refusal_names_the_operation_and_the_line(name):
     case = captured(Criterion(function), *logits_and_labels())
     with pytest.raises(SeparationError) as caught:
         case.separated(2)
-    message = str(caught.value)
+    message = caught.value.message
     assert words in message
     assert "of the whole batch cannot be computed from micro-batches" in message
     assert "set micro_batch_size to the whole batch" in message

@@ -16,7 +16,7 @@ from gs_compile.errors import MutationError, UniformityError
 def refused(error, model, *args):
     with pytest.raises(error) as caught:
         captured(model, *(args or batch(4))).split()
-    return str(caught.value)
+    return caught.value.message
 
 
 class Two(Block):

@@ -138,4 +138,4 @@ def test_parameters_without_masters_are_refused(tmp_path):
 def refused(harness, storage, **changes):
     with pytest.raises(OptionError) as caught, harness.fresh(adamw, separate(storage, **changes)) as optimizer:
         step(harness.model, optimizer, tokens(0))
-    return str(caught.value)
+    return caught.value.message

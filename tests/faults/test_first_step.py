@@ -179,7 +179,7 @@ def refused(harness, directory, **chosen):
         pytest.raises(MemoryBudgetError) as caught,
     ):
         step(harness.model, optimizer, tokens(0))
-    return str(caught.value)
+    return caught.value.message
 
 
 def test_a_budget_too_small_says_what_is_enough(harness, reference, tmp_path):

@@ -65,7 +65,7 @@ def test_a_bad_step_is_skipped_as_a_whole(changes, factor, tmp_path):
     with learner(tmp_path, make, **changes) as one:
         one.train(0, 1)
         before = one.values()
-        with pytest.warns(NonFiniteWarning, match="step 3 was skipped$"):
+        with pytest.warns(NonFiniteWarning, match=r"step 3 was skipped \[non-finite-warning\]$"):
             spoil(one, 7, factor)
         info = one.optimizer.last_step
         assert (info.number, info.skipped, info.num_skipped) == (2, True, 1)
@@ -100,7 +100,7 @@ def test_without_a_norm_to_wait_for_the_warning_says_what_was_updated(tmp_path):
             one.model(ids, ids)
         before = one.values()
         (one.model(ids, ids) * 1e15).backward()
-        with pytest.warns(NonFiniteWarning, match="step 1 was skipped; units h, 2, .*were updated before it showed"):
+        with pytest.warns(NonFiniteWarning, match=r"step 1 was skipped; units h, 2, .*were updated before it showed"):
             one.optimizer.step()
         changed = {name for name, value in one.values().items() if not torch.equal(value, before[name])}
         assert "embedding.weight" not in changed
@@ -111,7 +111,9 @@ def test_a_loss_that_is_not_finite_is_named(tmp_path):
     with learner(tmp_path, partial(gs_compile.AdamW, max_grad_norm=1.0)) as one:
         one.train(0)
         next(one.model.parameters()).data.fill_(math.nan)
-        with pytest.warns(NonFiniteWarning, match=r"^the loss is not finite: step 2 was skipped$"):
+        with pytest.warns(
+            NonFiniteWarning, match=r"^the loss is not finite: step 2 was skipped \[non-finite-warning\]$"
+        ):
             one.train(1)
 
 
@@ -119,7 +121,7 @@ def test_without_a_norm_to_wait_for_nothing_bad_is_taken_in(tmp_path):
     with learner(tmp_path, alpha=0.5) as one:
         one.train(0)
         before = one.values()
-        with pytest.warns(NonFiniteWarning, match="step 2 was skipped$"):
+        with pytest.warns(NonFiniteWarning, match=r"step 2 was skipped \[non-finite-warning\]$"):
             spoil(one, 7, math.inf)  # all gradients are bad, and the first of them shows it
         same_tensors(one.values(), before)
         one.train(1)

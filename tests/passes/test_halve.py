@@ -89,7 +89,7 @@ def halves(*blocks, alone=False):
 
 def shown(error):
     """Its text, without this file's place and the numbers of lines."""
-    return re.sub(r"\S*test_halve\.py:\d+", "test_halve.py", str(error))
+    return re.sub(r"\S*test_halve\.py:\d+", "test_halve.py", error.message)
 
 
 class TestText(expecttest.TestCase):

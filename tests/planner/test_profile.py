@@ -42,7 +42,7 @@ NBYTES = ["host_nbytes", "ssd_nbytes", "num_ranks"]
 def refusal(given) -> str:
     with pytest.raises(ProfileError) as caught:
         Profile.of(given)
-    return str(caught.value)
+    return caught.value.message
 
 
 def without(given, *names):
@@ -136,7 +136,7 @@ def test_a_profile_is_an_object():
 def test_an_error_names_the_file(tmp_path):
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(without(LAPTOP, "ssd_nbytes")))
-    with pytest.raises(ProfileError, match=r"machine\.json: ssd_nbytes is missing$"):
+    with pytest.raises(ProfileError, match=r"machine\.json: ssd_nbytes is missing \[profile\]$"):
         Profile.load(path)
 
 

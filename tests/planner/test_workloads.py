@@ -153,7 +153,7 @@ def test_a_unit_of_two_dtypes():
     model = zoo.GPT(num_layers=2)
     model.head = Halved()
     with pytest.raises(
-        CaptureError, match=r"^unit h has parameters of torch\.float16, torch\.float32; .*\.to\(dtype\)$"
+        CaptureError, match=r"^unit h has parameters of torch\.float16, torch\.float32; .*\.to\(dtype\) \[capture\]$"
     ):
         ModelSpec.of(model, sequence=zoo.TOKENS).workload(1)
 

@@ -82,7 +82,7 @@ MISTAKES = {  # below the header: the complaint
 def test_a_mistake_is_shown_with_its_line(text, complaint):
     with pytest.raises(ProgramError) as caught:
         parse(HEADER + text)
-    assert str(caught.value) == complaint
+    assert caught.value.message == complaint
 
 
 def test_text_without_a_header():

@@ -258,4 +258,4 @@ def test_what_no_text_can_say():
 def _complaint(good, text) -> str:
     with pytest.raises(ProgramError) as caught:
         verify(parse(text), PLACEMENTS[good], late=good in LATE)
-    return str(caught.value)
+    return caught.value.message

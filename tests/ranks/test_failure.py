@@ -102,7 +102,7 @@ def test_waits_end_and_refusals_are_told(tmp_path):
         fleet.run(waits, tmp_path)
         own, told = fleet.run(refuses, tmp_path)
     assert own == "the model fits nowhere"
-    assert told == "rank 0 has failed: MemoryError: the model fits nowhere; rank 1 was in the plan"
+    assert told == "rank 0 has failed: MemoryError: the model fits nowhere; rank 1 was in the plan [rank]"
 
 
 def steps(info, tmp_path):

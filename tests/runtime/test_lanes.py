@@ -104,14 +104,14 @@ def test_after_an_error_nothing_is_carried_out_on_any_lane(lanes):
             ticket.wait()
     assert done == []
     assert lanes.failure.first is first
-    with pytest.raises(LaneError, match=r"^prefetch w3b: \[Errno 5\] the drive is gone$"):
+    with pytest.raises(LaneError, match=r"^prefetch w3b: \[Errno 5\] the drive is gone \[lane\]$"):
         lanes.failure.check()
 
 
 def test_an_error_without_words_is_named(lanes):
     ticket = Ticket("the step")
     ticket.finish(KeyboardInterrupt())
-    with pytest.raises(LaneError, match=r"^the step: KeyboardInterrupt$"):
+    with pytest.raises(LaneError, match=r"^the step: KeyboardInterrupt \[lane\]$"):
         ticket.wait()
 
 

@@ -145,7 +145,7 @@ class Profile:
         try:
             return cls.of(given)
         except ProfileError as error:
-            raise ProfileError(f"{path}: {error}") from None
+            raise ProfileError(f"{path}: {error.message}") from None
 
     @classmethod
     def of(cls, given: Any) -> Profile:
