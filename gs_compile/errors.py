@@ -37,7 +37,7 @@ class _Named:
         return f"{self.message} [{name_of(type(self))}]"
 
 
-def name_of(kind: type[Exception]) -> str:
+def name_of(kind: type) -> str:
     """The name under which an error or a warning is explained: ``graph-break`` for GraphBreakError."""
     words = re.findall("[A-Z][a-z]+", kind.__name__.removesuffix("Error"))
     return "-".join(words).lower()
