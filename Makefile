@@ -15,7 +15,7 @@ GPU_ARGS ?= --minutes 60
 RACE_ARGS ?= --preset 25m --minutes 15 --output benchmarks/results/race-25m.json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow oldest lint types race zoo gpu clean
+.PHONY: help demo test slow oldest lint types dist race zoo gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,14 @@ lint: $(STAMP) ## check style and format
 
 types: $(STAMP) ## check types
 	$(BIN)/mypy
+
+dist: $(STAMP) ## build sdist and wheel, and try the wheel in an environment of its own
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT \
+		&& $(PYTHON) -m venv "$$folder/env" \
+		&& "$$folder/env/bin/pip" install --quiet --constraint constraints.txt dist/*.whl \
+		&& cp tests/installed.py "$$folder" && cd "$$folder" && env/bin/python installed.py
 
 race: $(STAMP) $(PEERS)/.installed ## race other systems on the same model; a quarter of an hour, docs/race.md
 	$(BIN)/python -m benchmarks.race.race --peers-python $(PEERS)/bin/python $(RACE_ARGS)

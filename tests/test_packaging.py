@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from bounds import ROOT, files
 
+from gs_compile import __version__
+
 SETUPTOOLS = 77  # as in pyproject.toml's [build-system]
 WINGS = ("passes", "runtime")
 
@@ -105,3 +107,9 @@ assert "transformers" not in sys.modules
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_the_version_is_one():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert cited == [project["version"]] == [__version__]
