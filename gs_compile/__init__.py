@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gs_compile.model.optim import SGD, Adam, AdamW, Lion
     from gs_compile.model.resume import Resumed, StepSampler, resume
     from gs_compile.model.storage_init import init_on_storage
+    from gs_compile.model.tiered_optimizer import metrics
     from gs_compile.planner.measure.profile import Profile
     from gs_compile.planner.plan import plan
     from gs_compile.planner.step_plan import StepPlan
@@ -48,6 +49,7 @@ __all__ = [
     "init_on_storage",
     "inspect",
     "materialize",
+    "metrics",
     "plan",
     "resume",
     "save_pretrained",
@@ -62,6 +64,7 @@ _LATER = {  # names that need torch come when they are first used: importing thi
     "model.optim": ("AdamW", "Adam", "SGD", "Lion"),
     "model.resume": ("Resumed", "StepSampler", "resume"),
     "model.storage_init": ("init_on_storage",),
+    "model.tiered_optimizer": ("metrics",),
     "planner.measure.profile": ("Profile",),
     "planner.plan": ("plan",),
     "planner.step_plan": ("StepPlan",),

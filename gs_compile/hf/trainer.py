@@ -155,10 +155,10 @@ class TrainerMixin(DurableTrainer):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """With what moved in the step before: bytes of each lane."""
+        """With the numbers of the step before (`gs_compile.metrics`), as ``gs/ssd_read_bytes``."""
         step = self._tiered_optimizer.last_step if isinstance(self.optimizer, torch.optim.Optimizer) else None
         if step is not None and "loss" in logs:
-            logs |= {f"gs/{lane}_bytes": float(total.nbytes) for lane, total in step.lanes.items() if total.nbytes}
+            logs |= {f"gs/{name}": value for name, value in step.metrics().items()}
         super().log(logs, *args, **kwargs)
 
     # -----------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import warnings
 import weakref
 from collections import defaultdict
@@ -59,6 +60,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.num_steps_read: int | None = None  # before the first call, which may go on from another number
         self._shown_steps = torch.zeros(())  # `num_steps`, for all that `state` shows
         self.last_step: StepInfo | None = None
+        self._ended = math.nan  # when it was closed
         self.kept = Kept()
         self.accumulates = False  # steps have several backwards: the first one has shown it
         self.num_calls = 1  # that are between forward and backward at a time
@@ -159,9 +161,17 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self._warn(record)
             lanes = self.engine.tiers.trace.totals(reset=True)
             rolled_back = self.engine.placement.rolls_back(confirmed=record.confirmed)
+            now = time.perf_counter()
             self.last_step = StepInfo(
-                self._num_steps, record.grad_norm, record.skipped, rolled_back, self.num_skipped, lanes
+                number=self._num_steps,
+                grad_norm=record.grad_norm,
+                skipped=record.skipped,
+                rolled_back=rolled_back,
+                num_skipped=self.num_skipped,
+                lanes=lanes,
+                seconds=now - self._ended,
             )
+            self._ended = now
         return loss
 
     @property
@@ -331,6 +341,36 @@ class StepInfo:
     rolled_back: bool  # updates were speculative, and did not hold: they run again, if at all, in the next forward
     num_skipped: int  # steps skipped so far
     lanes: Mapping[str, Total]  # seconds busy, and bytes by kind, of every lane since the step before
+    seconds: float  # since the step before was closed; nan of the first
+
+    def metrics(self) -> dict[str, float]:
+        """All of it as numbers by name, as loggers take them: ``{"seconds": 1.2, "ssd_read_bytes": 3e9, ...}``."""
+        found = {
+            "step": float(self.number),
+            "grad_norm": self.grad_norm,
+            "skipped": float(self.skipped),
+            "rolled_back": float(self.rolled_back),
+            "num_skipped": float(self.num_skipped),
+        }
+        if not math.isnan(self.seconds):
+            found["seconds"] = self.seconds
+        for lane, total in self.lanes.items():
+            found[f"{lane}_seconds"] = total.seconds
+            if total.nbytes:
+                found[f"{lane}_bytes"] = float(total.nbytes)
+        return found
+
+
+def metrics(model: torch.nn.Module) -> dict[str, float]:
+    """Numbers of the last step of a model that an optimizer of this package trains; empty before it has taken one.
+
+    step: steps taken so far; seconds: since the step before was closed (not of the first); grad_norm: before clipping;
+    skipped, rolled_back: 1.0 where it was; num_skipped; and of each lane, such as ssd_read, the seconds it was busy and
+    the bytes it moved. A flat dict, for any logger: ``wandb.log(gs_compile.metrics(model))``.
+    """
+    found = (residency_of(parameter).optimizer for parameter in model.parameters())
+    optimizer = next((each() for each in found if each is not None), None)
+    return {} if optimizer is None or optimizer.last_step is None else optimizer.last_step.metrics()
 
 
 def _check_settings(name: str, keys: Iterable[str], group: Mapping[str, Any]) -> None:

@@ -70,12 +70,19 @@ def test_what_the_last_step_did(tmp_path):
     with learner(tmp_path, alpha=0.5) as one:
         one.optimizer.step()  # without a backward it does nothing
         assert one.optimizer.last_step is None
-        one.train(0, 1)
+        assert gs_compile.metrics(one.model) == {}
+        one.train(0)
+        assert "seconds" not in gs_compile.metrics(one.model)
+        one.train(1)
+        assert gs_compile.metrics(one.model)["seconds"] > 0
         before, info = one.values(), one.optimizer.last_step
         assert (info.number, info.skipped, info.num_skipped) == (2, False, 0)
         assert {"compute", "cpu", "ssd_read", "ssd_write"} <= info.lanes.keys()
         assert all(total.seconds > 0 for total in info.lanes.values())
-        assert info.lanes["ssd_read"].nbytes > 0
+        found = gs_compile.metrics(one.model)
+        assert found["step"] == 2
+        assert found["ssd_read_bytes"] == info.lanes["ssd_read"].nbytes > 0
+        assert all(type(value) is float for value in found.values())
         one.optimizer.step()
         assert one.optimizer.last_step is info
         same_tensors(one.values(), before)
