@@ -1,11 +1,14 @@
-"""The documents name files that exist, and are short enough to be read."""
+"""The documents name files that exist, are short enough to be read, and have code that runs."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from gs_compile.passes.vertical import vertical
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -26,3 +29,17 @@ def test_files_and_links_exist(path):
 @pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("ARCHITECTURE.md", 140)])
 def test_what_is_read_first_is_short(name, most):
     assert len((ROOT / name).read_text().splitlines()) <= most
+
+
+def test_the_pass_that_contributing_writes_runs(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    printed = capsys.readouterr().out
+    assert printed.startswith("# gs_compile program")
+    assert "after reverse" in printed.splitlines()[0]
+    before, after = vertical(num_layers=3, num_micro_batches=2), found["program"]
+    assert sorted(map(str, after.ops)) == sorted(map(str, before.ops))
+    orders = [[op.micro_batch for op in ops if op.micro_batch is not None] for _, ops in after.stages()]
+    assert all(order in ([], [1, 0]) for order in orders)
+    assert [1, 0] in orders
