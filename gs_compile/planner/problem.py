@@ -29,6 +29,7 @@ from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.request import Budgets, Request
 from gs_compile.planner.simulate.simulator import Simulation, predict
 from gs_compile.program.ir import Program
+from gs_compile.schedules import BY_MICRO_BATCH
 
 LARGE = 2000  # computations of a forward: from there on candidates are compared with micro-batches in bundles
 NUM_BUNDLES = 8
@@ -153,8 +154,12 @@ class Problem:
         return known if known.layout.num_micro_batches == number else known.at(self.workload, number)
 
     def bundled(self, number: int) -> tuple[Problem, int]:
-        """This problem, and a number of micro-batches; of a large step a few, each of which stands for several."""
-        if number <= NUM_BUNDLES or number * self.workload.num_layers <= LARGE:
+        """This problem, and a number of micro-batches; of a large step a few, each of which stands for several.
+
+        Not where each micro-batch brings in the whole model: a few would bring it in a few times.
+        """
+        is_small = number <= NUM_BUNDLES or number * self.workload.num_layers <= LARGE
+        if is_small or self.request.schedule in BY_MICRO_BATCH:
             return self, number
         times = number / NUM_BUNDLES
         return self.of(self.workload.scaled(code=times, activations=times)), NUM_BUNDLES

@@ -182,3 +182,13 @@ def test_a_large_step_is_simulated_in_bundles(machine, hidden, monkeypatch):
     assert sum(bundled.homes.values()) == pytest.approx(sum(whole.homes.values()), rel=0.02)
     for found in (bundled, whole):
         assert peak(found.program, "host") <= host_nbytes
+
+
+def test_a_large_step_that_brings_the_model_in_for_each_micro_batch_is_not_bundled(monkeypatch):
+    """Its time grows with the number of micro-batches, as the linear program says."""
+    request = Request(schedule="horizontal", host_memory=300 * 10**6)
+    given = problem(gpt(6, 512, sequence=64, vocabulary=2000), CPU, request=request)
+    monkeypatch.setattr("gs_compile.planner.problem.LARGE", 60)
+    chosen = choose(replace(given, whole=False), given.search(16))
+    assert chosen.program.num_micro_batches == 16
+    assert chosen.seconds == pytest.approx(chosen.solved.seconds, rel=0.1)
