@@ -28,6 +28,7 @@ from typing import Any
 
 from gs_compile.cli.report.draw import Point, Roofline, lanes, throughput, traffic_bars
 from gs_compile.errors import NoFitError
+from gs_compile.placement.boundaries import total
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.cost.workload import ModelSpec
@@ -144,7 +145,7 @@ def points(case: str, setting: str, *, notes: bool = False) -> list[Point]:
 def one_more(machine: Profile, size: int) -> dict[str, Any]:
     """Seconds of a micro-batch of so many samples; `whole`: with a recomputation as long as a forward, without head."""
     workload = workload_of("65B, 1 GPU", size)
-    nbytes = workload.x_nbytes * workload.num_layers
+    nbytes = total(workload.x_nbytes, workload.num_layers)
     layers = range(workload.num_layers)
     whole = 4 * sum(code_seconds(layer, workload, machine, backward=False) for layer in layers)
     return {

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from gs_compile.program.ir import EPILOGUE, PROLOGUE, TIED, Op, Program, Stage, StepShape, Unit, Value
+from gs_compile.program.ir import EPILOGUE, PROLOGUE, TIED, Op, Program, Stage, StepShape, Unit, Value, beginning
 from gs_compile.program.verbs import SIGNATURES, Operand
 
 
@@ -31,6 +31,7 @@ class _Builder:
 
     def __init__(self, num_layers: int, num_micro_batches: int, shape: StepShape) -> None:
         self.num_layers = num_layers
+        self.layers = num_layers, shape.joints
         self.micro_batches = range(num_micro_batches)
         self.shape = shape
         self.gradients: set[Value] = set()  # the dx and accumulators defined so far
@@ -41,7 +42,7 @@ class _Builder:
             yield Op("count", batches, Stage("forward", PROLOGUE), (Value("total"),))
         yield from self._stage("embed", "forward", PROLOGUE)
         for i in range(self.num_layers):
-            yield from self._stage("forward", "forward", i)
+            yield from self._stage("join" if i in self.shape.joints else "forward", "forward", i)
         if not self.shape.training:
             yield from self._stage("head", "forward", EPILOGUE)
         else:
@@ -54,7 +55,7 @@ class _Builder:
         else:
             yield from self._stage("head", "backward" if self.shape.has_loss else "forward", EPILOGUE)
         for i in reversed(range(self.num_layers)):
-            yield from self._stage("backward", "backward", i)
+            yield from self._stage("join_backward" if i in self.shape.joints else "backward", "backward", i)
         yield from self._stage("embed_backward", "backward", PROLOGUE)
 
     def _stage(self, verb: str, phase: Literal["forward", "backward"], unit: Unit) -> list[Op]:
@@ -77,7 +78,7 @@ class _Builder:
 
     def _op(self, verb: str, stage: Stage, unit: Unit, micro_batch: int) -> Op:
         def present(operands: tuple[Operand, ...]) -> tuple[Value, ...]:
-            values = ((operand, operand.value(unit, micro_batch, self.num_layers)) for operand in operands)
+            values = ((operand, operand.value(unit, micro_batch, *self.layers)) for operand in operands)
             return tuple(value for operand, value in values if self._is_present(operand, value, stage.phase, unit))
 
         signature = SIGNATURES[verb]
@@ -100,7 +101,9 @@ class _Builder:
                 owner = TIED if operand.tied else unit
                 return phase == "backward" and owner not in shape.frozen and (not operand.tied or unit in shape.tied)
             case "dside", "into":
-                return phase == "backward" and shape.side_gradient and shape.first_grad == PROLOGUE
+                return phase == "backward" and shape.has_side_gradient(unit)
+            case "side", _:
+                return (beginning(unit, shape.joints) if operand.role == "reads" else unit) in shape.sides
             case _:
-                has = {"loss": shape.has_loss, "total": shape.has_total, "side": shape.has_side, "a": False}
+                has = {"loss": shape.has_loss, "total": shape.has_total, "a": False}
                 return has.get(operand.kind, True) and (operand.kind != "y" or unit in shape.emits)

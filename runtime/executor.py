@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from gs_compile.program.ir import TIED, Op, Program, Value
+from gs_compile.program.ir import Op, Program, Value
 
-FORWARD_VERBS = frozenset(("count", "embed", "forward", "head"))
+FORWARD_VERBS = frozenset(("count", "embed", "forward", "join", "head"))
 
 
 def forward_end(program: Program) -> int:
@@ -71,10 +71,7 @@ class Executor:
         """Run a unit's code, as `runtime.units` has a method for each verb."""
         if op.verb == "count":
             return (self.units.count(list(reads)),)
-        keywords = {
-            value.kind + ("t" if value.unit == TIED else ""): content
-            for value, content in zip((*op.reads, *op.into), (*reads, *into), strict=True)
-        }
+        keywords = dict(zip(op.keywords, (*reads, *into), strict=True))
         if any(value.kind == "a" for value in op.values):
             keywords["level"] = self.level(op)
         wants = tuple(value.kind for value in op.results)

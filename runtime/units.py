@@ -71,12 +71,11 @@ class CompiledUnits:
 
         embed("e", micro_batch, wants=("x", "side"), batch=..., w=...)
 
-    with one keyword for each value read and each accumulator to add to in place (`dw`, `dside`), by its kind (`wt` and
-    `dwt` are those of the unit "t"), and `level` where a layer saves activations. They return one entry for
-    each kind in `wants`, in that order.
+    with one keyword for each value read and each accumulator to add to in place (`dw`, `dsides`), as `Op.keywords` has
+    them, and `level` where a layer saves activations. They return one entry for each kind in `wants`, in that order.
 
     Contents of values: `w` and `batch` map input indices to tensors; `side` and `y` are tuples; `total` is a tuple;
-    `a` is a `Saved`; `dw` is an `Accumulator` by input index, `dside` one by index of the side input. `dy` of the head
+    `a` is a `Saved`; `dw` is an `Accumulator` by input index, `dside` one by index of the side input among its maker's. `dy` of the head
     is a tuple, one gradient for each of its differentiated results; that of a layer input is a tensor.
     """
 
@@ -107,11 +106,11 @@ class CompiledUnits:
         results, saved = outcome[: len(graph.results)], Saved(outcome[len(graph.results) :])
         return tuple(saved if kind == "a" else _result(graph, results, kind) for kind in wants)
 
-    embed = forward
+    embed = join = forward
 
     def head(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
         """The epilogue; together with its backward where a gradient is asked for."""
-        if "dx" not in wants and not {"dw", "dwt", "dside"} & reads.keys():
+        if "dx" not in wants and not {"dw", "dwt", "dsides"} & reads.keys():
             return self.forward(unit, micro_batch, wants=wants, **reads)
         graph, inputs = self._inputs(unit, micro_batch, reads)
         outcome = self._run("both", unit, micro_batch, inputs)
@@ -132,7 +131,7 @@ class CompiledUnits:
         dx = self._spread(graph, micro_batch, outcome, reads, held)
         return (dx,) if "dx" in wants else ()
 
-    head_backward = embed_backward = backward
+    head_backward = join_backward = embed_backward = backward
 
     # How a unit's code is called -------------------------------------------------------------------------------------
 
@@ -194,7 +193,7 @@ class CompiledUnits:
                 parameters[source.index] = gradient
         shared = {key: parameters.pop(key) for key in list(parameters) if "dwt" in reads and key in reads["dwt"].views}
         alive = [*(tensor for gradient in gradients for tensor in tensors_of(gradient)), *held]
-        for kind, found in (("dwt", shared), ("dw", parameters), ("dside", sides)):
+        for kind, found in (("dwt", shared), ("dw", parameters), ("dsides", sides)):
             if kind in reads:
                 reads[kind].add(found, among=alive)
         self.of_batch.add(batch, among=alive)

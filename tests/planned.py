@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
-from tiers import frozen_quanta, tensors, tiered_steps, with_gradient
+from tiers import frozen_quanta, tensors, tiered_steps, with_gradient, x_nbytes
 
 from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, lower
@@ -110,8 +110,8 @@ def toys(draw: st.DrawFn, whole: bool = False) -> tuple[Workload, int]:
         costs=dict.fromkeys(["e", *range(num_layers), "h"], cost),
         micro_batch_size=1,
         sequence=8,
-        x_nbytes=draw(st.sampled_from([512, 65536])),
-        side_nbytes=draw(st.sampled_from([0, 1024])) if shape.has_side else 0,
+        x_nbytes=x_nbytes(num_layers, shape, draw(st.sampled_from([512, 65536]))),
+        side_nbytes=draw(st.sampled_from([0, 1024])) if shape.sides else 0,
         shape=shape,
     )
     return workload, num_micro_batches

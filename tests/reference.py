@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from gs_compile.program.ir import TIED, Op, Program, Value, homed
+from gs_compile.program.ir import Op, Program, Value, homed
 
 
 def reference(program: Program, units: Any, inputs: Mapping[Value, Any]) -> dict[Value, Any]:
@@ -60,12 +60,11 @@ def perform(op: Op, units: Any, reads: Sequence[Any], into: Sequence[Any]) -> tu
             return ()
         case "prefetch" | "offload" | "alias":
             return _moved(op, units, reads, into)
-    contents = zip((*op.reads, *op.into), (*reads, *into), strict=True)
     results: tuple[Any, ...] = getattr(units, op.verb)(
         op.unit,
         op.micro_batch,
         wants=tuple(value.kind for value in op.results),
-        **{value.kind + ("t" if value.unit == TIED else ""): content for value, content in contents},
+        **dict(zip(op.keywords, (*reads, *into), strict=True)),
     )
     return results
 

@@ -16,6 +16,7 @@ from toy import TieredToy, frozen_quanta, steps, tensors
 from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.passes.vertical import vertical
+from gs_compile.placement.boundaries import Nbytes, alike
 from gs_compile.placement.cut import cut
 from gs_compile.placement.levels import Level, Share, Shares
 from gs_compile.placement.placement import Decision, Layout, Placement
@@ -92,7 +93,7 @@ def options(draw: st.DrawFn) -> Options:
 def tiered_steps(draw: st.DrawFn) -> tuple[int, int, StepShape]:
     """`steps`, and some with a unit "t" that others read."""
     num_layers, num_micro_batches, shape = draw(steps(max_layers=4, max_micro_batches=3))
-    tied = draw(st.sampled_from([frozenset(), frozenset({"e", "h"}), frozenset({"h"})]))
+    tied = draw(st.sampled_from([frozenset(), frozenset({"e", "h", *shape.joints}), frozenset({"h"})]))
     frozen = shape.frozen | ({"t"} if tied and draw(st.booleans()) else frozenset())
     units: list[Unit] = ["e", *range(num_layers), "h"]
     first = next(u for u in units if u not in frozen or (u in tied and "t" not in frozen))
@@ -104,6 +105,12 @@ def with_gradient(num_layers: int, shape: StepShape) -> frozenset[Unit | None]:
     """The units that a step of this shape, in training, makes a gradient for."""
     ops = vertical(num_layers, 1, shape=replace(shape, training=True)).ops
     return frozenset(value.unit for op in ops for value in op.into if value.kind == "dw")
+
+
+def x_nbytes(num_layers: int, shape: StepShape, first: int = X_NBYTES) -> Nbytes:
+    """Of each boundary: each further stack hands on half as much."""
+    above = range(num_layers + 1)
+    return alike([first >> sum(joint < layer for joint in shape.joints) for layer in above])
 
 
 @cache
@@ -137,7 +144,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
     levels = tuple(Level((k * SAVED_NBYTES,) * num_micro_batches, options.reads_input and k == 1) for k in (1, 2))
     layout = Layout(
         num_layers=num_layers,
-        x_nbytes=(X_NBYTES,) * num_micro_batches,
+        x_nbytes=(x_nbytes(num_layers, shape),) * num_micro_batches,
         side_nbytes=(SIDE_NBYTES,) * num_micro_batches,
         levels=(levels,) * num_layers,
         separate=options.separate,

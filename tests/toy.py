@@ -35,13 +35,15 @@ def steps(draw: st.DrawFn, max_layers: int = 5, max_micro_batches: int = 4) -> t
     num_layers = draw(st.integers(1, max_layers))
     units: list[Unit] = ["e", *range(num_layers), "h"]
     frozen = draw(st.frozensets(st.sampled_from(units), max_size=len(units) - 1))
-    has_side = draw(st.booleans())
+    joints = draw(st.frozensets(st.integers(1, num_layers - 2), max_size=2)) if num_layers > 2 else frozenset()
+    sides = draw(st.frozensets(st.sampled_from(["e", *joints])))
     shape = StepShape(
         training=draw(st.booleans()),
         has_loss=draw(st.booleans()),
         has_total=draw(st.booleans()),
-        has_side=has_side,
-        side_gradient=has_side and draw(st.booleans()),
+        joints=joints,
+        sides=sides,
+        side_gradients=draw(st.frozensets(st.sampled_from(sorted(sides, key=str)))) if sides else sides,
         emits=draw(st.frozensets(st.sampled_from(units))),
         outside=draw(st.frozensets(st.sampled_from([*range(num_layers + 1), "h"]))),
         frozen=frozen,
@@ -58,6 +60,12 @@ def embed(batch: Batch, w: list[Tensor]) -> dict[str, Tensor]:
 def layer(x: Tensor, side: Tensor | None, w: list[Tensor]) -> dict[str, Tensor]:
     inner = x @ w[0] if side is None else (x @ w[0]) * side
     return {"x": x + torch.tanh(inner), "y": inner.sum(1)}
+
+
+def join(x: Tensor, side: Tensor | None, batch: Batch, w: list[Tensor]) -> dict[str, Tensor]:
+    """What comes in goes on as a side input, and another stack begins with the batch."""
+    inner = x @ w[0] if side is None else x @ w[0] + side
+    return {"x": torch.tanh(batch.features @ w[0]) + 0.5 * x, "side": torch.sigmoid(inner), "y": inner.sum(1)}
 
 
 def head(x: Tensor, side: Tensor | None, batch: Batch, total: Tensor | None, w: list[Tensor]) -> dict[str, Tensor]:
@@ -122,31 +130,37 @@ class Toy:
     ) -> Any:
         return _pick({**layer(x, side, w), "a": x}, wants)
 
-    def head(self, unit: Unit, micro_batch: int, *, wants, x, batch, w, side=None, total=None, dw=None, dside=None):
+    def join(self, unit: Unit, micro_batch: int, *, wants: Iterable[str], x, batch, w, side=None) -> tuple[Any, ...]:
+        return _pick(join(x, side, batch, w), wants)
+
+    def head(self, unit: Unit, micro_batch: int, *, wants, x, batch, w, side=None, total=None, dw=None, dsides=None):
         x, side, *w = leaves = _leaves(x, side, *w)
         made = head(x, side, batch, total, w)
-        if "dx" in wants or dw is not None or dside is not None:
-            made["dx"] = _pull([made["loss"]], [torch.ones_like(made["loss"])], leaves, dw, dside)
+        if "dx" in wants or dw is not None or dsides is not None:
+            made["dx"] = _pull([made["loss"]], [torch.ones_like(made["loss"])], leaves, dw, dsides)
         return _pick(made, wants)
 
-    def head_backward(self, unit, micro_batch, *, wants, x, batch, dy, w, side=None, total=None, dw=None, dside=None):
+    def head_backward(self, unit, micro_batch, *, wants, x, batch, dy, w, side=None, total=None, dw=None, dsides=None):
         x, side, *w = leaves = _leaves(x, side, *w)
         made = head(x, side, batch, total, w)
-        return _pick({"dx": _pull([made["loss"], made["y"]], dy, leaves, dw, dside)}, wants)
+        return _pick({"dx": _pull([made["loss"], made["y"]], dy, leaves, dw, dsides)}, wants)
 
     def backward(
-        self, unit, micro_batch, *, wants, w, x=None, a=None, dx=None, dy=None, side=None, dw=None, dside=None
+        self, unit, micro_batch, *, wants, w, x=None, a=None, dx=None, dy=None, side=None, dw=None, dsides=None
     ):
         x, side, *w = leaves = _leaves(x if a is None else a, side, *w)
         above = layer(x, side, w)["x"]
-        return _pick({"dx": _pull([above], [_sum(dx, dy)], leaves, dw, dside)}, wants)
+        return _pick({"dx": _pull([above], [_sum(dx, dy)], leaves, dw, dsides)}, wants)
+
+    def join_backward(
+        self, unit, micro_batch, *, wants, x, batch, w, dx=None, dy=None, dside=None, side=None, dw=None, dsides=None
+    ):
+        x, side, *w = leaves = _leaves(x, side, *w)
+        return _pick({"dx": _pull(*_arriving(join(x, side, batch, w), dx, dy, dside), leaves, dw, dsides)}, wants)
 
     def embed_backward(self, unit, micro_batch, *, wants, batch, w, dw, dx=None, dy=None, dside=None):
         w = _leaves(*w)
-        made = embed(batch, w)
-        gradients = {"x": _sum(dx, dy), "side": dside}
-        arriving = [kind for kind, gradient in gradients.items() if gradient is not None]
-        _pull([made[kind] for kind in arriving], [gradients[kind] for kind in arriving], [None, None, *w], dw, None)
+        _pull(*_arriving(embed(batch, w), dx, dy, dside), [None, None, *w], dw, None)
         return _pick({}, wants)
 
     def plain(self) -> tuple[Tensor, dict[Unit, list[Tensor | None]]]:
@@ -157,10 +171,11 @@ class Toy:
         }
         whole = Batch(*map(torch.cat, zip(*self.batches, strict=True)))
         first = embed(whole, weights["e"])
-        side = (first["side"] if shape.side_gradient else first["side"].detach()) if shape.has_side else None
-        xs = [first["x"]]
+        side, xs = self._side("e", first), [first["x"]]
         for i in range(self.num_layers):
-            xs.append(layer(xs[-1], side, weights[i])["x"])
+            made = join(xs[-1], side, whole, weights[i]) if i in shape.joints else layer(xs[-1], side, weights[i])
+            xs.append(made["x"])
+            side = self._side(i, made) if i in shape.joints else side
         total = whole.weight.sum() if shape.has_total else None
         last = head(xs[-1], side, whole, total, weights["h"])
         objective = torch.zeros((), dtype=self.dtype)
@@ -181,6 +196,11 @@ class Toy:
             return last["loss"], {unit: [None] for unit in trainable}
         found = iter(torch.autograd.grad(objective, leaves, allow_unused=True))
         return last["loss"].detach(), {unit: [next(found) for _ in weights[unit]] for unit in trainable}
+
+    def _side(self, unit: Unit, made: Mapping[str, Tensor]) -> Tensor | None:
+        """The side inputs that a unit makes, which its stack reads."""
+        found = made["side"] if unit in self.shape.side_gradients else made["side"].detach()
+        return found if unit in self.shape.sides else None
 
 
 # With tiers ------------------------------------------------------------------------------------------------------------
@@ -330,6 +350,12 @@ class TieredToy(Toy):
     def embed(self, unit, micro_batch, *, wt=None, w, **rest):
         return super().embed(unit, micro_batch, w=_tie(w, wt), **rest)
 
+    def join(self, unit, micro_batch, *, wt=None, w, **rest):
+        return super().join(unit, micro_batch, w=_tie(w, wt), **rest)
+
+    def join_backward(self, unit, micro_batch, *, wt=None, dwt=None, w, dw=None, **rest):
+        return _with_gradients(super().join_backward, unit, micro_batch, w, wt, dw, dwt, rest)
+
     def embed_backward(self, unit, micro_batch, *, wt=None, dwt=None, w, dw=None, **rest):
         return _with_gradients(super().embed_backward, unit, micro_batch, w, wt, dw, dwt, rest)
 
@@ -356,7 +382,14 @@ def _sum(*gradients: Tensor | None) -> Tensor | None:
     return torch.stack(present).sum(0) if present else None
 
 
-def _pull(outputs: Any, gradients: Any, leaves: list[Any], dw: list[Tensor] | None, dside: Tensor | None) -> Any:
+def _arriving(made: Mapping[str, Tensor], dx: Any, dy: Any, dside: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Of what begins a stack, the results that a gradient arrives for, and these gradients."""
+    pairs = [(made["x"], _sum(dx, dy)), (made["side"], dside)]
+    arriving = [(result, gradient) for result, gradient in pairs if gradient is not None]
+    return [result for result, _ in arriving], [gradient for _, gradient in arriving]
+
+
+def _pull(outputs: Any, gradients: Any, leaves: list[Any], dw: list[Tensor] | None, dsides: Tensor | None) -> Any:
     """Gradients of x, side and w: the first is returned, the others are added to their accumulators."""
     present = [leaf for leaf in leaves if leaf is not None]
     found = iter(torch.autograd.grad(outputs, present, gradients, materialize_grads=True))
@@ -364,8 +397,8 @@ def _pull(outputs: Any, gradients: Any, leaves: list[Any], dw: list[Tensor] | No
     if dw is not None:
         for total, gradient in zip(dw, w, strict=True):
             total += gradient
-    if dside is not None:
-        dside += side
+    if dsides is not None:
+        dsides += side
     return dx
 
 

@@ -270,13 +270,14 @@ def _counted(number: int, one: str) -> str:
 
 
 def _describe(shape: StepShape) -> str:
-    """``forward and backward, the head computes the loss, side inputs for the layers``"""
-    units = {name: " ".join(map(str, _in_order(getattr(shape, name)))) for name in ("emits", "outside", "frozen")}
+    """``forward and backward, the head computes the loss, side inputs of e``"""
+    units = {name: " ".join(map(str, _in_order(getattr(shape, name)))) for name in ("joints", "sides", "emits", "outside", "frozen")}
     parts = {
         "forward and backward" if shape.training else "forward alone": True,
         "the head computes the loss": shape.has_loss,
         "divided by a total over the whole batch": shape.has_total,
-        "side inputs for the layers": shape.has_side,
+        f"stacks joined by {units['joints']}": shape.joints,
+        f"side inputs of {units['sides']}": shape.sides,
         f"other outputs of {units['emits']}": shape.emits,
         f"gradients from outside for {units['outside']}": shape.outside,
         f"frozen: {units['frozen']}": shape.frozen,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
+from gs_compile.placement.boundaries import at
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import Tier, Value, homed
 
@@ -67,7 +68,7 @@ def _none(placement: Placement, value: Value) -> Slot:
 def _activation(placement: Placement, value: Value) -> Slot:
     assert value.micro_batch is not None
     known = value.micro_batch < len(placement.x_nbytes)
-    return Slot(value, value.tier or "device", placement.x_nbytes[value.micro_batch] if known else 0)
+    return Slot(value, value.tier or "device", at(placement.x_nbytes[value.micro_batch], value.unit) if known else 0)
 
 
 def _saved(placement: Placement, value: Value) -> Slot:
@@ -77,8 +78,11 @@ def _saved(placement: Placement, value: Value) -> Slot:
 
 
 def _side(placement: Placement, value: Value) -> Slot:
-    known = value.micro_batch is not None and placement.side_nbytes
-    return Slot(value, value.tier or "device", placement.side_nbytes[value.micro_batch or 0] if known else 0)
+    """What a joint makes is there from the boundary above it on; what the prologue does, from the first one."""
+    if not placement.side_nbytes:
+        return _none(placement, value)
+    boundary = 0 if value.unit is None else int(value.unit) + 1
+    return Slot(value, value.tier or "device", at(placement.side_nbytes[value.micro_batch or 0], boundary))
 
 
 def _part(placement: Placement, value: Value) -> Slot:

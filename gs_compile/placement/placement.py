@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, TypedDict
 
 from gs_compile.options import Ratios
+from gs_compile.placement.boundaries import Nbytes
 from gs_compile.placement.levels import TOLERANCE, Item, Level, Levels, Share, Shares, is_chosen, items
 from gs_compile.placement.units import Group, Part, UnitPlacement
 from gs_compile.program.ir import COPIES, Op, Schedule, Tier, Unit, Value
@@ -31,7 +32,7 @@ class Layout:
 
     The homes of a model serve steps of every shape, so a `StepShape` is none of it.
 
-    x_nbytes, side_nbytes: of the checkpoint, and of the side inputs, of each micro-batch.
+    x_nbytes, side_nbytes: of the checkpoint, and of the side inputs, of each micro-batch, at each boundary.
     levels: of each layer, what levels 1, 2 ... save; a class of layers may have fewer than another.
     separate: the device has memory of its own; otherwise it is the host's, and nothing is copied between them but
         what has to be collected for the SSD.
@@ -46,8 +47,8 @@ class Layout:
     """
 
     num_layers: int = 0
-    x_nbytes: tuple[int, ...] = ()
-    side_nbytes: tuple[int, ...] = ()
+    x_nbytes: tuple[Nbytes, ...] = ()
+    side_nbytes: tuple[Nbytes, ...] = ()
     levels: Levels = ()
     separate: bool = False
     clip: bool = False
@@ -325,11 +326,11 @@ class Placement:
         return self.layout.num_layers
 
     @property
-    def x_nbytes(self) -> tuple[int, ...]:
+    def x_nbytes(self) -> tuple[Nbytes, ...]:
         return self.layout.x_nbytes
 
     @property
-    def side_nbytes(self) -> tuple[int, ...]:
+    def side_nbytes(self) -> tuple[Nbytes, ...]:
         return self.layout.side_nbytes
 
     @property

@@ -13,7 +13,7 @@ from gs_compile.placement.laws import Collectives, Gathers, Lifetimes, Updates, 
 from gs_compile.placement.placement import Marks, Placement
 from gs_compile.placement.sealing import Seals
 from gs_compile.program.ir import DRAIN, EPILOGUE, FILL, KINDS, PROLOGUE, Op, Program, Stage, Value, height
-from gs_compile.program.verbs import LAWS, SIGNATURES
+from gs_compile.program.verbs import JOINING, LAWS, SIGNATURES
 
 _Place = tuple[int, float]
 _Law = Callable[[Op], Iterator[str]]
@@ -46,7 +46,8 @@ def verify(
     stores = phase in ("tiers", "freed")
     copies, seals = marks.get("copies", False), marks.get("seals", False)
     sealing = Seals(placement, waiting, copies=copies, seals=seals) if placement and stores else None
-    laws: list[_Law] = [stages.breaks, partial(_numbers, program), partial(_signature, program), updates.breaks]
+    laws: list[_Law] = [stages.breaks, partial(_numbers, program)]
+    laws += [partial(_signature, program, program.joints), updates.breaks]
     laws += [partial(_saved, placement)] if placement else []
     laws += [*([sealing.breaks] if sealing else []), Collectives().breaks]
     laws += [*([Gathers().breaks] if placement and phase == "freed" else []), lifetimes.breaks]
@@ -150,7 +151,7 @@ def _numbers(program: Program, op: Op) -> Iterator[str]:
             yield f"micro-batch {j} is not one of 0 .. {num_micro_batches - 1}"
 
 
-def _signature(program: Program, op: Op) -> Iterator[str]:
+def _signature(program: Program, joints: frozenset[int], op: Op) -> Iterator[str]:
     """A verb reads, defines and changes what its row of the table says, in that order."""
     if op.verb in LAWS:
         words, is_obeyed = LAWS[op.verb]
@@ -162,6 +163,8 @@ def _signature(program: Program, op: Op) -> Iterator[str]:
         signature = SIGNATURES[op.verb]
         if (op.stage.phase, op.stage.unit_class) not in signature.stages:
             yield f"{op.verb} does not belong in stage {op.stage}"
+        if op.stage.unit in joints and op.verb not in JOINING:
+            yield f"{op.verb} in the stage of a joint"
         if op.micro_batch is None:
             yield f"{op.verb} works on one micro-batch, and none is named"
         if op.stage.unit is None:
@@ -171,7 +174,8 @@ def _signature(program: Program, op: Op) -> Iterator[str]:
             (signature.results, op.results, "defines"),
             (signature.into, op.into, "changes"),
         ):
-            expected = [operand.value(op.unit, op.micro_batch or 0, program.num_layers) for operand in operands]
+            layers = program.num_layers, joints
+            expected = [operand.value(op.unit, op.micro_batch or 0, *layers) for operand in operands]
             needed = [not operand.optional for operand in operands]
             yield from (f"{op.verb} {does} {misfit}" for misfit in _misfits(expected, needed, values))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
+from gs_compile.placement.boundaries import Nbytes, scaled
 from gs_compile.program.ir import StepShape, Unit
 
 NOISE = 0.02  # of seconds: by what two timings of the same code differ
@@ -112,7 +113,7 @@ class Workload:
 
     world: the ranks that share it: `sizes` are one rank's shares, and each rank has micro-batches of its own.
     costs: by unit: "e", 0 ... num_layers - 1, "h"; layers of one class share one `UnitCost`.
-    x_nbytes, side_nbytes: of the checkpoint, and of all side inputs, of one micro-batch.
+    x_nbytes, side_nbytes: of the checkpoint, and of all side inputs, of one micro-batch, at each boundary.
     dtype: the matrix rate that its code is held against ("fp32", "bf16", "fp16").
     masters: of narrow parameters, "split" or "whole"; None: not known, or there are none.
     """
@@ -123,8 +124,8 @@ class Workload:
     costs: Mapping[Unit, UnitCost]
     micro_batch_size: int
     sequence: int  # tokens of a sample
-    x_nbytes: int
-    side_nbytes: int = 0
+    x_nbytes: Nbytes
+    side_nbytes: Nbytes = 0
     dtype: str = "fp32"
     shape: StepShape = field(default_factory=StepShape)
     world: int = 1
@@ -144,7 +145,7 @@ class Workload:
             )
             for unit, cost in self.costs.items()
         }
-        x_nbytes, side_nbytes = (int(nbytes * activations) for nbytes in (self.x_nbytes, self.side_nbytes))
+        x_nbytes, side_nbytes = (scaled(nbytes, activations) for nbytes in (self.x_nbytes, self.side_nbytes))
         return replace(self, costs=costs, x_nbytes=x_nbytes, side_nbytes=side_nbytes)
 
     def bare(self) -> Workload:

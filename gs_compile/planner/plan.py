@@ -24,6 +24,7 @@ from torch import nn
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
 from gs_compile.options import Masters
 from gs_compile.passes.baselines.registry import SCHEDULES
+from gs_compile.placement.boundaries import Nbytes
 from gs_compile.placement.levels import Levels
 from gs_compile.placement.shards import shared
 from gs_compile.placement.workload import Workload
@@ -124,7 +125,7 @@ class Levelled:
 
     levelled: Callable[[], Workload]
 
-    def levels(self, x_nbytes: Sequence[int]) -> Levels:
+    def levels(self, x_nbytes: Sequence[Nbytes]) -> Levels:
         return workload_levels(self.levelled(), len(x_nbytes))
 
     def workload(self, workload: Workload, *, last: bool) -> Workload:
@@ -164,7 +165,7 @@ class _Door:
         """That of micro-batches of `size` samples, for no number of them yet."""
         model, request, profile = self.model, self.request, self.profile
         workload = model.workload(size, request.schedule, masters)
-        if counted and (counted.workload.sizes, counted.workload.shape) != (workload.sizes, workload.shape):
+        if counted and not counted.is_of(workload):
             counted = None
         asked = {"clip": request.clip, "accumulates": request.accumulate, "schedule": request.schedule}
         layout = {"separate": profile.separate, **asked}

@@ -19,6 +19,7 @@ from gs_compile.errors import MemoryBudgetError, OptionError
 from gs_compile.machine import DEFAULT_SHARE, available_memory, format_bytes, parse_bytes, usable_memory
 from gs_compile.options import Masters, Options
 from gs_compile.passes.baselines.registry import SCHEDULES
+from gs_compile.placement.boundaries import total
 from gs_compile.placement.placement import Layout, Placement
 from gs_compile.placement.slab import fixed_offsets
 from gs_compile.placement.workload import UnitSize, Workload
@@ -97,7 +98,8 @@ class Run:
         batch = tuple(each.x_nbytes for each in layouts), tuple(each.side_nbytes for each in layouts)
         own = model.host_nbytes or host_budget(options, here), device_budget(options, model.device), batch
         hosts, devices, batches = zip(*(ranks.agree("the budgets and batches", own) if ranks else [own]), strict=True)
-        self.batch = max(batches, key=lambda each: sum(map(sum, each)))
+        number = layouts[0].split.num_layers
+        self.batch = max(batches, key=lambda each: sum(total(nbytes, number) for kind in each for nbytes in kind))
         self.whole_nbytes: int = min(hosts)
         self.host_nbytes = self.whole_nbytes  # of one call, where several are under way at a time
         self.num_calls = model.num_calls

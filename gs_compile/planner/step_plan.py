@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import chain, product
 
 from gs_compile.machine import format_bytes
+from gs_compile.placement.boundaries import at
 from gs_compile.placement.kinds import nbytes_of, slot_of
 from gs_compile.placement.levels import Shares
 from gs_compile.placement.placement import Decision, Placement
@@ -216,7 +217,8 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
             waiting = unit.trained(*placement.waiting(redo=True))
             found["dw", "host"] += sum(group.numel for group in waiting) * unit.gradient_itemsize
         found["seal", "ssd"] += sum(_commit_nbytes(unit, placement))
-    for layer, (micro_batch, nbytes) in product(range(placement.num_layers), enumerate(placement.x_nbytes)):
+    for layer, micro_batch in product(range(placement.num_layers), range(len(placement.x_nbytes))):
+        nbytes = at(placement.x_nbytes[micro_batch], layer)
         checkpoint, saved = Value("x", layer, micro_batch), Value("a", layer, micro_batch)
         home, level = placement.checkpoint_home(checkpoint), placement.level_of(saved)
         found["x", home] += nbytes if level is None or level.reads_input else 0

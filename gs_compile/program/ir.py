@@ -28,18 +28,19 @@ from gs_compile.program.values import (
     Tier,
     Unit,
     Value,
+    beginning,
     height,
     homed,
     whole_kind,
 )
-from gs_compile.program.verbs import LANES, MEMORY_VERBS, TRANSFER_LANES, TRANSFERS, VERBS, Op
+from gs_compile.program.verbs import JOINING, LANES, MEMORY_VERBS, TRANSFER_LANES, TRANSFERS, VERBS, Op
 from gs_compile.schedules import Schedule
 
 # fmt: off
 __all__ = [  # the whole language, for whoever reads or makes programs
     "COPIES", "DRAIN", "EPILOGUE", "FILL", "KINDS", "LANES", "MEMORY_VERBS", "PROLOGUE", "SHADOWS", "TIED",
     "TIERS", "TRANSFERS", "TRANSFER_LANES", "VERBS", "WORDS", "DeviceBound", "Op", "Program", "Schedule",
-    "Stage", "StepShape", "Tier", "Unit", "Value", "height", "homed", "shifted", "whole_kind",
+    "Stage", "StepShape", "Tier", "Unit", "Value", "beginning", "height", "homed", "shifted", "whole_kind",
 ]
 # fmt: on
 
@@ -60,8 +61,9 @@ class StepShape:
     training: bool = True  # False: the forward alone
     has_loss: bool = True  # the head computes a loss
     has_total: bool = False  # the loss divides by what is counted over the whole batch
-    has_side: bool = False  # the prologue makes side inputs
-    side_gradient: bool = False  # and their gradient flows back into it
+    joints: frozenset[int] = frozenset()  # layers that begin another stack
+    sides: frozenset[Unit] = frozenset()  # of what begins a stack, the prologue and joints: what makes side inputs
+    side_gradients: frozenset[Unit] = frozenset()  # of these, those into which their gradient flows back
     emits: frozenset[Unit] = frozenset()  # units with other outputs
     outside: frozenset[Unit] = frozenset()  # what gradients arrive for from outside: i for x of layer i, "h"
     frozen: frozenset[Unit] = frozenset()  # units without trainable parameters
@@ -74,8 +76,10 @@ class StepShape:
         ends_at_input = self.first_grad == PROLOGUE and self.input_gradient
         if self.training and self.first_grad in self.frozen and not (shares or ends_at_input):
             raise ProgramError(f"first_grad is {self.first_grad}, which is frozen: the backward would end at nothing")
-        if self.side_gradient and not self.has_side:
-            raise ProgramError("side_gradient without has_side: there is nothing to have the gradient")
+        if not self.sides <= {PROLOGUE, *self.joints}:
+            raise ProgramError("side inputs are made by what begins a stack: the prologue and joints")
+        if not self.side_gradients <= self.sides:
+            raise ProgramError("side_gradients without sides: there is nothing to have the gradient")
 
     @property
     def forward_alone(self) -> StepShape:
@@ -84,6 +88,11 @@ class StepShape:
     def needs_grad_below(self, unit: Unit) -> bool:
         """Whether anything that comes before `unit` needs a gradient."""
         return height(self.first_grad) < height(unit)
+
+    def has_side_gradient(self, unit: Unit) -> bool:
+        """Whether a unit adds to the gradient of its stack's side inputs."""
+        begin = beginning(unit, self.joints)
+        return begin in self.side_gradients and height(self.first_grad) <= height(begin)
 
 
 class DeviceBound(NamedTuple):
@@ -110,6 +119,11 @@ class Program:
     offsets: Mapping[object, int] = field(default_factory=dict, compare=False, repr=False)  # in host memory, by slot
     slab_nbytes: int = field(default=0, compare=False, repr=False)  # of the host memory that these offsets are in
     device: DeviceBound | None = field(default=None, compare=False, repr=False)  # None: without a bound
+
+    @property
+    def joints(self) -> frozenset[int]:
+        """The layers that begin another stack: their verbs say so."""
+        return frozenset(op.unit for op in self.ops if op.verb in JOINING and isinstance(op.unit, int))
 
     @property
     def by_micro_batch(self) -> bool:

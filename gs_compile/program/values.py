@@ -5,10 +5,12 @@ A value's name says what and where it is: ``x1_0.device`` is the input of layer 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal, NamedTuple, get_args
 
 # A unit is what is loaded as a whole: the prologue "e" (embedding), layer 0 ... L-1, the epilogue "h" (head and loss),
-# and "t", the parameters that several of these share (tied embeddings), which no code belongs to.
+# and "t", the parameters that several of these share (tied embeddings), which no code belongs to. Layers are of one
+# stack or of several; the one between two stacks, which ends the first and begins the second, is a joint.
 Unit = int | Literal["e", "h", "t"]
 Tier = Literal["device", "host", "ssd"]
 Phase = Literal["fill", "forward", "backward", "drain"]
@@ -23,13 +25,13 @@ KINDS = {
     "total": "what the loss's means divide by, counted over the whole batch",
     "x": "input of layer i, the checkpoint; x of layer L is the head's input",
     "a": "what layer i's forward saves for its backward, beside its input or in its place",
-    "side": "what the prologue makes and every layer reads: masks, rotary tables",
+    "side": "what begins a stack makes and its layers read: the prologue's masks, an encoder's output that a joint gives",
     "w": "parameters of a unit",
     "loss": "a micro-batch's share of the loss",
     "y": "the model's other outputs made by a unit",
     "dx": "gradient of a layer's input, the inter-layer gradient",
     "dy": "gradient that arrives from outside for a unit's outputs, or for x of that layer",
-    "dside": "gradient of the side inputs, summed over layers",
+    "dside": "gradient of the side inputs, summed over the layers of their stack",
     "dw": "gradient of a unit's parameters, summed over micro-batches in fp32",
     "s": "optimizer state of a unit: fp32 master parameters, where the parameters are narrower, and moments",
     "shard": "what one rank has of a unit's parameters, on its way to all ranks",
@@ -119,3 +121,8 @@ DRAIN = Stage("drain")
 def height(unit: Unit) -> float:
     """The place of a unit on the way from the prologue (lowest) to the epilogue (highest)."""
     return {TIED: -2.0, PROLOGUE: -1.0, EPILOGUE: float("inf")}[unit] if isinstance(unit, str) else float(unit)
+
+
+def beginning(unit: Unit, joints: Collection[int]) -> Unit:
+    """What begins the stack that a unit takes its input from: the prologue, or the last joint below."""
+    return max((joint for joint in joints if joint < height(unit)), default=PROLOGUE)

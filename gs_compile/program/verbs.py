@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,7 @@ from gs_compile.program.values import (
     Tier,
     Unit,
     Value,
+    beginning,
     homed,
     whole_kind,
 )
@@ -30,9 +31,11 @@ VERBS = {
     "count": "total of the loss's denominators",
     "embed": "the prologue",
     "forward": "one layer",
+    "join": "the end of a stack and the beginning of the next one",
     "head": "the epilogue; with into= also its backward, of the loss",
     "head_backward": "the epilogue again, with its backward for gradients from outside",
     "backward": "what one layer's forward has not saved again, from its checkpoint, and its backward",
+    "join_backward": "a joint again, and its backward",
     "embed_backward": "the prologue again, and its backward",
     "norm": "the sum of squares of a complete gradient; with into= added to what backwards before it have left there",
     "clip": "the scale of all gradients, from all their norms",
@@ -67,6 +70,7 @@ TRANSFERS = COLLECTIVES | {"prefetch", "offload"}  # move data: between ranks, o
 NORMS = frozenset({"norm", "reduce_scatter"})  # complete a gradient
 LANES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu", "net")
 
+JOINING = frozenset({"join", "join_backward"})  # run a joint
 SHARED_KINDS = frozenset({"total", "w", "dw"})  # one value for all micro-batches of a step
 ACCUMULATED = (" > dw > ", " > dside > ")  # the shapes of `zeros`: all that `into` of a computation may name
 CHANGED_KINDS = frozenset({"w", "s"})  # changed in place by an update, and stored by an offload
@@ -88,6 +92,18 @@ class Op:
         """The unit whose code a compute verb runs: the stage's."""
         assert self.stage.unit is not None, f"{self.verb} in {self.stage}"
         return self.stage.unit
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """What each of its reads, and of what it changes, is called where a unit's code runs: by its kind.
+
+        The unit "t" has kinds of its own (`wt`, `dwt`), and so has what is added to side inputs' gradient (`dsides`),
+        as a joint reads another one.
+        """
+        tied = {True: "t", False: ""}
+        reads = (value.kind + tied[value.unit == TIED] for value in self.reads)
+        into = ("dsides" if value.kind == "dside" else value.kind + tied[value.unit == TIED] for value in self.into)
+        return (*reads, *into)
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -133,16 +149,23 @@ class Operand:
     optional: bool
     tied: bool = False  # of the unit "t", whatever unit the operation is of
 
-    def value(self, unit: Unit, micro_batch: int, num_layers: int) -> Value:
+    def value(self, unit: Unit, micro_batch: int, num_layers: int, joints: Collection[int] = ()) -> Value:
         tier: Tier | None = None if self.kind == "batch" else "device"
         shared = self.kind in SHARED_KINDS
-        return Value(self.kind, self._unit(unit, num_layers), None if shared else micro_batch, tier)
+        return Value(self.kind, self._unit(unit, num_layers, joints), None if shared else micro_batch, tier)
 
-    def _unit(self, unit: Unit, num_layers: int) -> Unit | None:
-        """A unit stands between two boundaries: it takes x from below and hands x on above; gradients come back."""
+    def _unit(self, unit: Unit, num_layers: int, joints: Collection[int]) -> Unit | None:
+        """A unit stands between two boundaries: it takes x from below and hands x on above; gradients come back.
+
+        Side inputs are those of the unit's own stack; what begins a stack makes them, and takes their gradient.
+        """
         if self.tied:
             return TIED
         match self.kind, self.role:
+            case ("side", "reads") | ("dside", "into"):
+                return _maker(beginning(unit, joints))
+            case ("side", "results") | ("dside", "reads"):
+                return _maker(unit)
             case ("x", "reads") | ("dx", "results"):
                 return num_layers if unit == EPILOGUE else unit
             case ("x", "results") | ("dx", "reads") | ("dy", _):
@@ -151,6 +174,11 @@ class Operand:
                 return unit
             case _:
                 return None
+
+
+def _maker(unit: Unit) -> int | None:
+    """What side inputs go by: the joint that makes them; those of the prologue need no name."""
+    return unit if isinstance(unit, int) else None
 
 
 def _above(unit: Unit) -> Unit:
@@ -175,9 +203,11 @@ class Signature:
 _TABLE = """
   embed          | forward e               | batch w wt?                        | x side? y?     |
   forward        | forward layer           | x side? w wt?                      | x y? a?        |
+  join           | forward layer            | x side? batch w wt?                | x side? y?     |
   head           | forward h, backward h   | x side? batch total? w wt?         | loss? dx? y?   | dw? dwt? dside?
   head_backward  | backward h              | x side? batch total? dy w wt?      | dx?            | dw? dwt? dside?
   backward       | backward layer          | x? a? dx? dy? side? w wt?          | dx?            | dw? dwt? dside?
+  join_backward  | backward layer           | x side? batch dx? dy? dside? w wt? | dx?            | dw? dwt? dside?
   embed_backward | backward e              | batch dx? dy? dside? w wt?         |                | dw? dwt?
 """
 

@@ -68,7 +68,7 @@ def test_frees_each_transient_value_right_after_its_last_use(step):
 
 
 def test_a_value_that_nothing_reads_ends_where_it_is_defined():
-    program = vertical(1, 1, shape=StepShape(training=False, has_side=True))
+    program = vertical(1, 1, shape=StepShape(training=False, sides=frozenset("e")))
     deaf = parse(
         str(program)
         .replace("x0_0.device, side_0.device, w0", "x0_0.device, w0")

@@ -57,7 +57,7 @@ def test_every_pass_is_verified(monkeypatch):
 @pytest.mark.parametrize("on_tiers", [False, True])
 def test_a_large_program_takes_little_work(on_tiers):
     chosen = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.3, alpha=0.25)
-    shape = StepShape(has_side=True, side_gradient=True, has_total=True, tied=frozenset("eh"))
+    shape = StepShape(sides=frozenset("e"), side_gradients=frozenset("e"), has_total=True, tied=frozenset("eh"))
     step = 96, 16, shape
     placement = place(*step, chosen) if on_tiers else None
     times, snapshots = work(lambda: lowered(step, placement, late=on_tiers))

@@ -68,7 +68,7 @@ SMALL = Options(parameter_ratio=0.5, optimizer_ratio=0.5, checkpoint_ratio=0.5, 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_equals_training_without_this_package(alpha):
     """float64: the sums of a batch in another order differ by far less than 1e-9."""
-    shape = StepShape(has_side=True, side_gradient=True)
+    shape = StepShape(sides=frozenset("e"), side_gradients=frozenset("e"))
     placement = place(2, 3, shape, replace(RESIDENT, has_master=False, alpha=alpha))
     toy = TieredToy(2, 3, shape, placement=placement)
     first = toy.home()

@@ -12,8 +12,8 @@ from gs_compile.program.ir import StepShape, Value
 
 EVERYTHING = StepShape(
     has_total=True,
-    has_side=True,
-    side_gradient=True,
+    sides=frozenset("e"),
+    side_gradients=frozenset("e"),
     emits=frozenset({"e", 0, "h"}),
     outside=frozenset({0, 2, "h"}),
     frozen=frozenset({1}),
@@ -77,7 +77,7 @@ embed_backward(batch_0, dx0_0.device, dy0_0.device, dside_0.device, we.device, i
         )
 
     def test_backward_ends_at_the_lowest_unit_that_needs_a_gradient(self):
-        shape = StepShape(frozen=frozenset({"e", 0}), first_grad=1, has_side=True, side_gradient=True)
+        shape = StepShape(frozen=frozenset({"e", 0}), first_grad=1, sides=frozenset("e"), side_gradients=frozenset("e"))
         text = str(vertical(3, 1, shape=shape))
         self.assertExpectedInline(
             text[text.index("# backward h") :],
@@ -118,7 +118,7 @@ def test_is_well_formed(step):
     program = vertical(num_layers, num_micro_batches, shape=shape)
     verify(program)
     readers = {op.unit for op in program.ops if Value("w", "t") in op.reads}
-    assert readers - {"e", "h"} == set()
+    assert readers - {"e", "h"} <= shape.joints
     assert readers == shape.tied
 
 
@@ -134,5 +134,10 @@ def test_a_frozen_unit_cannot_end_the_backward():
 
 
 def test_side_gradient_needs_side_inputs():
-    with pytest.raises(ProgramError, match="side_gradient without has_side"):
-        StepShape(side_gradient=True)
+    with pytest.raises(ProgramError, match="side_gradients without sides"):
+        StepShape(side_gradients=frozenset("e"))
+
+
+def test_what_begins_a_stack_makes_side_inputs_and_nothing_else():
+    with pytest.raises(ProgramError, match="made by what begins a stack"):
+        StepShape(joints=frozenset({2}), sides=frozenset({1}))

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import SIDE_NBYTES, X_NBYTES, Options, options, place, tiered_steps
+from tiers import SIDE_NBYTES, Options, options, place, tiered_steps
 
 from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, flush, lower
+from gs_compile.placement.boundaries import at
 from gs_compile.placement.liveness import peaks
 from gs_compile.placement.placement import Decision, Layout, Placement
 from gs_compile.placement.shards import QUANTUM, owned, pieces, place_of
@@ -111,7 +112,7 @@ def _memory(value, placement):
         tier = "host"
     match value.kind:
         case "x" | "dx":
-            return (tier, value), X_NBYTES
+            return (tier, value), at(placement.x_nbytes[value.micro_batch], value.unit)
         case "a":
             return (tier, value), placement.level_of(value).nbytes[value.micro_batch]
         case "side":

@@ -18,6 +18,7 @@ import torch
 
 from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.codegen.compiled import SpecializedModel, levels_of
+from gs_compile.placement.boundaries import Nbytes, at
 from gs_compile.placement.levels import Level, Levels, aligned
 from gs_compile.placement.workload import LevelCost, UnitCost, UnitSize, Workload
 from gs_compile.planner.cost.workload import levelled
@@ -89,7 +90,7 @@ class LayerLevels:
         self._asked = False
         self._costs = cache(self._cost)
 
-    def levels(self, x_nbytes: Sequence[int]) -> Levels:
+    def levels(self, x_nbytes: Sequence[Nbytes]) -> Levels:
         """Of each layer; of a batch that another rank has, in proportion to the inputs. () where none may."""
         self._asked = True
         own = levels_of(self.layouts)
@@ -99,10 +100,11 @@ class LayerLevels:
         if tuple(x_nbytes) == tuple(each.x_nbytes for each in self.layouts):
             return own
 
-        def like(level: Level) -> Level:
-            return replace(level, nbytes=tuple(aligned(level.nbytes[0] * nbytes // first) for nbytes in x_nbytes))
+        def like(layer: int, level: Level) -> Level:
+            inputs = (at(nbytes, layer) for nbytes in x_nbytes)
+            return replace(level, nbytes=tuple(aligned(level.nbytes[0] * each // at(first, layer)) for each in inputs))
 
-        return tuple(tuple(map(like, levels)) for levels in own)
+        return tuple(tuple(like(layer, level) for level in levels) for layer, levels in enumerate(own))
 
     def refusals(self) -> Iterator[str]:
         """In a sentence for each reason, the layers that can save nothing else, where that was asked for."""
@@ -238,7 +240,7 @@ class _Trial:
             for index, spec in specs.items()
         }
         sums = {"dw": Gradient(torch.empty(0), views)}
-        return sums | ({} if self.unit.unit == PROLOGUE else {"dside": Accumulator()})
+        return sums | ({} if self.unit.unit == PROLOGUE else {"dsides": Accumulator()})
 
 
 def _random(spec: TensorSpec, most: int, generator: torch.Generator) -> torch.Tensor:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gs_compile.placement.boundaries import in_parts, part_nbytes
 from gs_compile.placement.workload import LevelCost, UnitCost, Workload
 from gs_compile.planner.lp.counting import (
     ACTIVATIONS,
@@ -34,6 +35,7 @@ from gs_compile.planner.lp.counting import (
     Array,
     Counted,
     Readings,
+    activations,
     anchors,
 )
 from gs_compile.planner.measure.profile import Profile
@@ -65,7 +67,10 @@ class Formulas:
         self.may_live_there = profile.separate and counted.builder.layout.separate  # on the device, between turns
         self.may_reside = any(size.may_reside for size in workload.sizes)
         self.scale = np.ones(NUM_CLASSES)
-        self.scale[ACTIVATIONS] = workload.x_nbytes, workload.side_nbytes
+        self.scale[ACTIVATIONS] = [
+            part_nbytes(nbytes, in_parts(known))
+            for nbytes, known in zip(activations(workload), activations(counted.workload), strict=True)
+        ]
         homes = [tier for tier in SAVED if tier != "device" or self.separate]
         levels = range(1, workload.num_levels + 1) if counted.saves else ()
         self.saved = tuple(product(levels, homes))

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gs_compile.options import Ratios
+from gs_compile.placement.boundaries import Nbytes, in_parts
 from gs_compile.placement.levels import Level, Share, Shares
 from gs_compile.placement.liveness import live_ranges
 from gs_compile.placement.placement import Decision, Placement
@@ -64,7 +65,7 @@ class Readings:
     moved: `[phase, lane, class, WIDTH]`, or more where layers may save more than their input; of the optimizer what its
         rule reads and writes, of "compute" passes over memory. alive: `[point, tier, class, WIDTH]`. code: by
         phase, how often each unit's code runs (of a backward the second entry). Activations count in checkpoints, and
-        in side inputs of a micro-batch.
+        in side inputs of a micro-batch, or in parts of them where they are not all as large.
     """
 
     moved: Array
@@ -109,6 +110,13 @@ class Counted:
         self.lengths = _lengths(workload, self.ends)
         self._known: dict[tuple[float, int], Readings] = {}
 
+    def is_of(self, workload: Workload) -> bool:
+        """Whether a workload is of the same model, at whatever micro-batch size."""
+        mine, other = (
+            (each.sizes, each.shape, *map(in_parts, activations(each))) for each in (self.workload, workload)
+        )
+        return mine == other
+
     def readings(self, alpha: float, number: int) -> Readings:
         """For one alpha and a number of micro-batches."""
         if number > 3:
@@ -134,7 +142,8 @@ class Counted:
     def _lowered(self, num_layers: int, alpha: float, number: int) -> Readings:
         """Of the model with as many layers, from a program for each corner."""
         workload = shortened(self.workload, num_layers)
-        layout = {"num_layers": num_layers, "x_nbytes": (1,) * number, "side_nbytes": (1,) * number}
+        x_parts, side_parts = map(in_parts, activations(workload))
+        layout = {"num_layers": num_layers, "x_nbytes": (x_parts,) * number, "side_nbytes": (side_parts,) * number}
         builder = replace(self.builder, sizes=workload.sizes, shape=workload.shape).laid_out(**layout)
         corners: list[tuple[Ratios, Tier | None]] = [(NOTHING, "ssd"), (EVERYTHING, "host")]
         corners += [(ON_DEVICE, "device")] if builder.layout.separate else []
@@ -178,6 +187,11 @@ def _affine(corners: Sequence[Array], *, saves: bool) -> Array:
         for column, corner in zip(columns, corners[1:], strict=False):
             found[..., kind, column] = corner[..., kind] - corners[0][..., kind]
     return found
+
+
+def activations(workload: Workload) -> tuple[Nbytes, Nbytes]:
+    """The bytes of a micro-batch, of the classes `ACTIVATIONS`."""
+    return workload.x_nbytes, workload.side_nbytes
 
 
 def anchors(alpha: float) -> tuple[float, ...]:
@@ -262,7 +276,8 @@ def _lengths(workload: Workload, ends: int) -> tuple[int, ...]:
     number, shape = workload.num_layers, workload.shape
     sizes = {size.unit: replace(size, unit=0) for size in workload.sizes}
     layers = [(sizes.get(layer), workload.costs[layer], layer in shape.frozen) for layer in range(number)]
-    singled_out = any(isinstance(unit, int) for unit in (*shape.emits, *shape.outside, *shape.tied, shape.first_grad))
+    named = (*shape.emits, *shape.outside, *shape.tied, *shape.joints, shape.first_grad)
+    singled_out = any(isinstance(unit, int) for unit in named) or not isinstance(workload.x_nbytes, int)
     for period in range(1, MOST_PERIOD + 1):
         short = 2 * ends + (number - 2 * ends) % period
         if short + period < number and not singled_out and layers[period:] == layers[:-period]:

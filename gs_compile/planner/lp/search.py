@@ -27,6 +27,7 @@ import numpy as np
 from gs_compile.errors import NoFitError, PlanError
 from gs_compile.machine import format_bytes
 from gs_compile.options import Ratios
+from gs_compile.placement.boundaries import total
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import Array, anchors
 from gs_compile.planner.lp.solve import Solution, System, short, solve
@@ -184,7 +185,7 @@ def check(formulas: Formulas, budgets: Budgets, request: Request, num_micro_batc
         )
     nbytes = {
         "parameter": workload.parameters_nbytes,
-        "checkpoint": num_micro_batches * workload.num_layers * workload.x_nbytes,
+        "checkpoint": num_micro_batches * total(workload.x_nbytes, workload.num_layers),
         "optimizer": workload.states_nbytes,
     }
     on_host = {name: ratio for name, ratio in request.ratios.given().items() if name in nbytes}

@@ -36,8 +36,8 @@ ADAMW_NBYTES = 28
 # drive that may not takes milliseconds for each file.
 SYNC_SECONDS, MANIFEST_SECONDS = 2e-4, 5e-3
 
-BACKWARD = frozenset({"backward", "embed_backward", "head_backward"})
-CODE = BACKWARD | {"embed", "forward", "head"}  # what runs a unit's code
+BACKWARD = frozenset({"backward", "embed_backward", "head_backward", "join_backward"})
+CODE = BACKWARD | {"embed", "forward", "head", "join"}  # what runs a unit's code
 
 
 def op_prices(program: Program, placement: Placement, workload: Workload, profile: Profile) -> list[float]:
