@@ -96,7 +96,7 @@ def run_units(cut: Split, case: Case, start: int, length: int) -> list[Any]:
         torch.testing.assert_close(given, before, rtol=0, atol=0, equal_nan=True)  # checkpoints stay what they were
         by_kind = {kind: [r for r, k in zip(results, unit.results, strict=True) if k == kind] for kind in unit.results}
         made[unit.unit] = by_kind.get("y", [])
-        if unit.unit == "e":
+        if unit.unit in cut.sides:
             side = tuple(by_kind.get("side", []))
         if "x" in by_kind:
             (x,) = by_kind["x"]

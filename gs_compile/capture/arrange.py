@@ -1,6 +1,12 @@
 """arrange: which nodes some values need, which nodes read each of them, and the unit in which each runs.
 
-Units are counted from the bottom: 0 is the prologue, 1 ... L the layers, L + 1 the epilogue. Changes in place and vmap
+Units are counted from the bottom: 0 is the prologue, 1 ... L the layers, L + 1 the epilogue. Between two stacks a layer
+is their joint: it takes what the blocks of the first hand on, and begins the second, as the prologue begins the first.
+
+    prologue    layers    joint             layers    epilogue
+    embeds ids  encoder   embeds other ids  decoder   head          what the encoder's layers make at last is a side
+                                                                    input of the decoder's: the joint gives it to them
+Changes in place and vmap
 regions act on values without being their inputs: a change is read by whoever later looks at the same memory, and what
 opens or closes a vmap by what is inside.
 """
@@ -9,14 +15,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from gs_compile.capture.operations import has_samples, is_mutation, mutated
-from gs_compile.capture.residual_stream import Readers, is_free, residual_stream, storage_of
+from gs_compile.capture.residual_stream import Readers, ResidualStream, is_free, residual_streams, storage_of
 
 VMAP_BRACKETS = LOAD, ENTER, LEAVE = "lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
@@ -34,28 +40,68 @@ def needed_by(wanted: Iterable[fx.Node], graph: fx.Graph) -> Readers:
     return {node: [reader for reader in readers[node] if reader in live] for node in nodes if node in live}
 
 
-def arrange(readers: Readers, batch: Set[str]) -> tuple[dict[fx.Node, int], int, fx.Node]:
-    """The unit of each node, the number of layers, and the first one's input. `batch`: names of inputs with samples.
+class Arrangement(NamedTuple):
+    """at: the unit of each node. origins: of each unit that begins a stack, what the stack's first layer takes in."""
 
-    What is of the stream runs by its place between the boundaries. Anything else runs with its readers, if they are in
-    one unit: the epilogue, the layer of its own block, or any layer if it does not grow with the batch. All the rest
-    runs in the prologue: so what one block makes for others is a side input of theirs.
+    at: dict[fx.Node, int]
+    num_layers: int
+    origins: Mapping[int, fx.Node]
+
+
+def arrange(readers: Readers, batch: Set[str], *, one: bool = False) -> Arrangement:
+    """The units of nodes. `batch`: names of inputs with samples; one: the layers are those of one stack.
+
+    What is of a stream runs by its place between the boundaries, until the next stack begins. Anything else runs with
+    its readers, if they are in one unit: the epilogue, what begins a stack, the layer of its own block, or any layer if
+    it does not grow with the batch. All the rest runs in what begins the readers' stack: so what one block makes for
+    others is a side input of theirs.
     Raises `UniformityError` where no stream runs through a stack of blocks.
     """
-    stream = residual_stream(readers, batch)
-    num_layers = len(stream.boundaries)
-    order = {node: index for index, node in enumerate(readers)}
-    position = {node: bisect_left(stream.boundaries, order[node]) + 1 for node in stream.nodes}
-    position |= dict.fromkeys([stream.origin, *filter(is_free, readers)], 0)
-    own = {node: place for place, block in enumerate(stream.blocks, start=1) for node in block}
-    others = [node for node in readers if node not in position]
+    streams, order = residual_streams(readers, batch, one=one), {node: place for place, node in enumerate(readers)}
+    starts = [min(order[node] for node in (*stream.nodes, *stream.blocks[0])) for stream in streams]
+    boundaries, origins, own = list[int](), dict[int, fx.Node](), dict[fx.Node, int]()
+    for stream, earlier, start in zip(streams, [None, *streams], starts, strict=False):
+        if earlier is None or not _goes_on(stream, earlier, readers, order):
+            boundaries += [start - 1] if origins else []  # of a joint
+            origins[len(boundaries)] = stream.origin
+        own |= {node: at for at, block in enumerate(stream.blocks, len(boundaries) + 1) for node in block}
+        boundaries += stream.boundaries
+    position = dict.fromkeys(filter(is_free, readers), 0)
+    for stream, stop in zip(streams, [*starts[1:], len(order)], strict=True):
+        by_place = (node for node in stream.nodes if order[node] < stop)
+        position |= {node: bisect_left(boundaries, order[node]) + 1 for node in by_place}
+    position.setdefault(streams[0].origin, 0)
+    _with_readers(readers, position, own, origins, len(boundaries))
+    return Arrangement(position, len(boundaries), origins)
+
+
+def _goes_on(
+    stream: ResidualStream, earlier: ResidualStream, readers: Readers, order: Mapping[fx.Node, int]
+) -> bool:
+    """Whether a stream's first layer takes in just what the last layer of an earlier one hands on, and no other does."""
+    is_handed_on = stream.origin in earlier.nodes and order[stream.origin] <= earlier.boundaries[-1]
+    return is_handed_on and all(order[each] <= stream.boundaries[0] for each in readers[stream.origin])
+
+
+def _with_readers(
+    readers: Readers,
+    position: dict[fx.Node, int],
+    own: Mapping[fx.Node, int],
+    origins: Mapping[int, fx.Node],
+    num_layers: int,
+) -> None:
+    """Add the units of nodes that are not at a place of a stream."""
+
+    def begin(unit: int) -> int:
+        return max(each for each in origins if each <= unit)
+
+    others, begun = [node for node in readers if node not in position], {node: at for at, node in origins.items()}
     brackets = [node for node in others if _name(node) in VMAP_BRACKETS]  # of what may come before them in the graph
     for node in chain(filter(lambda node: node not in brackets, reversed(others)), brackets):
-        units = {position[reader] for reader in readers[node]}
-        unit = units.pop() if len(units) == 1 else 0 if units else own.get(node, num_layers + 1)
-        stays = unit > num_layers or own.get(node) == unit or not has_samples(node)
-        position[node] = unit if stays else 0
-    return position, num_layers, stream.origin
+        units = {position[reader] for reader in readers[node]} | ({begun[node]} if node in begun else set())
+        unit = own.get(node, num_layers + 1) if not units else min(units) if len(units) == 1 else begin(min(units))
+        stays = unit > num_layers or unit in origins or own.get(node) == unit or not has_samples(node)
+        position[node] = unit if stays else begin(unit)
 
 
 def _readers(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

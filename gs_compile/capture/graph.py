@@ -109,6 +109,7 @@ class UnitGraph:
     sources: tuple[Source, ...]  # one for each placeholder
     specs: tuple[TensorSpec, ...]  # one for each placeholder
     results: tuple[str, ...]  # the kind of each element returned: "x", "side", "loss", "y" or "total"
+    is_joint: bool = False  # a layer that begins another stack
 
     @cached_property
     def symbols(self) -> dict[sympy.Symbol, int]:
@@ -139,6 +140,12 @@ class UnitGraph:
     def differentiable(self) -> tuple[int, ...]:
         """The placeholders that require a gradient."""
         return tuple(index for index, spec in enumerate(self.specs) if spec.requires_grad)
+
+    @property
+    def differentiates_batch(self) -> bool:
+        """Whether an input of the batch, which it reads itself, gets a gradient."""
+        inputs = (index for index in self.differentiable if self.sources[index].kind == "input")
+        return any(self.specs[index].batch_dims for index in inputs)
 
     @property
     def device_type(self) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from torch import fx
 
@@ -42,21 +42,29 @@ class ResidualStream:
     is_cut: bool
 
 
-def residual_stream(readers: Readers, batch: Set[str]) -> ResidualStream:
-    """The stream of the largest stack that can be cut; else that of the largest. `batch`: inputs that have the samples.
+def residual_streams(readers: Readers, batch: Set[str], *, one: bool = False) -> list[ResidualStream]:
+    """The streams that a model is cut along, in the order of the graph: of the largest stack that can be cut, and of all
+    others that can be beside it, whose blocks hand on tensors of one shape, and that are larger than a layer of it:
+    smaller ones take no more memory as a part of a unit, and a head of several layers is no stack.
 
+    batch: inputs that have the samples; one: of the largest stack alone. Where no stack can be cut it is the largest.
     Raises `UniformityError` where there is no stack, or its blocks do not run one after the other.
     """
     search = _Search(readers, batch)
     found = [stack for stack in stacks(node for node in readers if not is_free(node)) if _has_parameters(stack, batch)]
-    uncut = []
-    for stream in filter(None, map(search.stream, found)):
-        if stream.is_cut:
-            return stream
-        uncut.append(stream)
-    if not uncut:
+    chosen, uncut, least = list[ResidualStream](), list[ResidualStream](), -1
+    for stack in found:
+        if search.numel(chain.from_iterable(stack)) > least and (stream := search.stream(stack)) is not None:
+            if not stream.is_cut:
+                uncut.append(stream)
+            elif not chosen or (search.is_even(stream) and all(search.are_apart(stream, each) for each in chosen)):
+                chosen.append(stream)
+                least = max(least, *map(search.numel, stream.blocks)) if len(chosen) == 1 else least
+        if chosen and one:
+            break
+    if not (chosen or uncut):
         raise UniformityError(_no_stream(readers, found))
-    return uncut[0]
+    return sorted(chosen or uncut[:1], key=search.start)
 
 
 def _has_parameters(stack: Stack, batch: Set[str]) -> bool:
@@ -90,6 +98,26 @@ class _Search:
             node: max((self.place[user] for user in node.users if user in self.place), default=place)
             for node, place in self.place.items()
         }
+
+    def numel(self, nodes: Iterable[fx.Node]) -> int:
+        """The elements of the parameters and buffers that nodes read, each once."""
+        read = {each for node in nodes for each in node.all_input_nodes if is_free(each) and each.name not in self.batch}
+        return sum(each.meta["spec"].numel for each in read if isinstance(each.meta.get("spec"), TensorSpec))
+
+    def start(self, stream: ResidualStream) -> int:
+        """The place of the first that depends on a stream's origin, or is in its first block."""
+        return min(self.place[node] for node in (*stream.nodes, *stream.blocks[0]))
+
+    def is_even(self, stream: ResidualStream) -> bool:
+        """Whether tensors of one shape and dtype are alive at all boundaries."""
+        alive = [node for node in stream.nodes for end in stream.boundaries if self.place[node] <= end < self.last[node]]
+        specs = [node.meta["spec"] for node in alive]
+        return isinstance(specs[0], TensorSpec) and all(is_like(node, specs[0]) for node in alive)
+
+    def are_apart(self, one: ResidualStream, other: ResidualStream) -> bool:
+        """Whether all layers of one of two streams come before anything of the other."""
+        first, second = sorted((one, other), key=self.start)
+        return first.boundaries[-1] < self.start(second)
 
     def stream(self, stack: Stack) -> ResidualStream | None:
         """The stream through a stack; None where it does not come to two blocks."""

@@ -7,6 +7,9 @@ on the last layer, or only feeds what does, is the epilogue; the rest is the pro
     prologue "e"  --x0-->  layer 0  --x1-->  ...  layer L-1  --xL-->  epilogue "h"
         \\------------ side inputs: masks, rotary tables ------/------/
 
+Where a model has several stacks a layer is their joint, in the prologue's place for the layers above it: these have side
+inputs from the joint alone, which hands on what they need of those below it.
+
 Exactly one tensor goes from a layer to the next, its checkpoint. Anything else that crosses is refused by name. A layer
 is a block, or a part of one where the schedule cuts blocks (`BlockCut`).
 """
@@ -14,7 +17,7 @@ is a block, or a part of one where the schedule cuts blocks (`BlockCut`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby
@@ -49,13 +52,18 @@ class Split:
 
     units: tuple[UnitGraph, ...]
     outputs: tuple[OutputSpec, ...]
-    sides: tuple[TensorSpec, ...]
+    sides: Mapping[Unit, tuple[TensorSpec, ...]]  # side inputs, by the unit that makes them: prologue and joints
     count: UnitGraph | None  # makes a micro-batch's part of each total, ahead of the step
     block_cut: BlockCut | None = None  # None: a layer is a block
 
     @property
     def num_layers(self) -> int:
         return len(self.units) - 2
+
+    @property
+    def joints(self) -> frozenset[int]:
+        """The layers that begin another stack."""
+        return frozenset(unit for unit in self.sides if isinstance(unit, int))
 
     @property
     def layers_per_block(self) -> int:
@@ -86,7 +94,7 @@ class _Cut:
         *_, last = self.readers
         made_by_block = any(last in stack[-1] for stack in stacks(self.readers))
         self.returned = self._returned(last) if made_by_block else {}
-        self.at, self.num_layers, self.first = arrange(self.readers, self.batch)
+        self.at, self.num_layers, self.origins = arrange(self.readers, self.batch, one=block_cut is not None)
         if not self.returned and self.at[last] == self.num_layers:  # by what follows the last block, as an addition
             self.returned = self._returned(last)
             self.at |= dict.fromkeys(self.returned.values(), self.num_layers + 1)
@@ -105,7 +113,7 @@ class _Cut:
     def run(self) -> Split:
         outputs = tuple(map(self._output, self.separated.outputs))
         units = tuple(map(self._unit, range(self.num_layers + 2)))
-        sides = tuple(node.meta["spec"] for node in self.sides)
+        sides = {self._name(at): tuple(node.meta["spec"] for node in made) for at, made in self.sides.items()}
         count = None
         if totals := self.separated.totals:
             nodes = [node for node in needed_by(totals, self.graph) if not is_free(node)]
@@ -115,7 +123,8 @@ class _Cut:
     def _refuse_a_cache(self) -> None:
         """Layers that read an input each have kept it from earlier tokens, and such a call has one token more."""
         read = [{self.at[reader] for reader in self.readers[node]} for node in self.readers if node.name in self.batch]
-        layers = {unit for units in read if len(units) == 1 for unit in units if 0 < unit <= self.num_layers}
+        single = {unit for units in read if len(units) == 1 for unit in units}
+        layers = {unit for unit in single if unit <= self.num_layers and unit not in self.origins}
         if len(layers) > 1:
             raise UniformityError(f"{len(layers)} layers have an input of their own each, as a cache of earlier tokens")
 
@@ -129,18 +138,41 @@ class _Cut:
 
     def _carried(self) -> list[fx.Node]:
         """x0 ... xL: what goes from each unit to the next."""
-        crossing = self._crossing()
-        self._refuse_shared_memory(crossing)
-        carried: list[fx.Node] = []
+        self._refuse_shared_memory(self._crossing())
+        self.origins = {at: self._begun(at, origin) for at, origin in self.origins.items()}
+        for at in filter(None, self.origins):
+            self._given_on(at)
+        crossing, carried = self._crossing(), [self.origins[0]]
         for position in range(1, self.num_layers + 1):
             leaving = {node: readers for node, readers in crossing.items() if self.at[node] == position}
             far = {node: readers for node, readers in leaving.items() if readers != {position + 1}}
+            if position in self.origins:  # all else that it makes for others is a side input of theirs
+                leaving, far = {self.origins[position]: {position + 1}}, {}
             if len(leaving) != 1 or far:
                 raise UniformityError(self._not_one(position, far or leaving))
             carried += leaving
-        if is_free(self.first):
-            self.first = self._embedded(self.first)
-        return [self.first, *carried]
+        return carried
+
+    def _begun(self, at: int, origin: fx.Node) -> fx.Node:
+        """What a unit that begins a stack hands on to its first layer; made elsewhere, or an input, it is copied."""
+        return origin if self.at[origin] == at and not is_free(origin) else self._copied_at(at, origin, {at + 1})
+
+    def _given_on(self, joint: int) -> None:
+        """Let units above a joint read a copy that it makes of what the layer below hands on."""
+        above = set(range(joint + 1, self.num_layers + 2))
+        for node, readers in self._crossing().items():
+            if self.at[node] == joint - 1 and readers & above:
+                self._copied_at(joint, node, above)
+
+    def _copied_at(self, at: int, value: fx.Node, units: Set[int]) -> fx.Node:
+        """A copy that the unit at a place makes, for those that read `value` in some units."""
+        copied = self._copy(value)
+        self.at[copied] = at
+        for node in self.readers:
+            if self.at[node] in units:
+                node.replace_input_with(value, copied)
+        self.readers = needed_by(self.wanted, self.graph)
+        return copied
 
     def _returned(self, last: fx.Node) -> dict[fx.Node, fx.Node]:
         """Where the last layer makes the model's output, the copy of it that the epilogue returns."""
@@ -155,16 +187,6 @@ class _Cut:
         with self.graph.inserting_after(value):
             copied = self.graph.call_function(torch.clone, (value,))
         copied.meta = {"spec": value.meta["spec"], "storage": None}
-        return copied
-
-    def _embedded(self, given: fx.Node) -> fx.Node:
-        """A prologue that hands on the input which the first block reads as it was given."""
-        copied = self._copy(given)
-        self.at[copied] = 0
-        for node in self.readers:
-            if self.at[node] == 1:
-                node.replace_input_with(given, copied)
-        self.readers = needed_by(self.wanted, self.graph)
         return copied
 
     def _not_one(self, position: int, leaving: dict[fx.Node, set[int]]) -> str:
@@ -185,16 +207,23 @@ class _Cut:
             "hidden state, or compute it in the embedding so that it becomes a side input"
         )
 
-    def _sides(self) -> list[fx.Node]:
-        sides = []
-        for node, readers in self._crossing().items():
-            if self.at[node] == 0 and not (node is self.carried[0] and readers <= {1}):
-                if not isinstance(node.meta["spec"], TensorSpec):
-                    raise CaptureError(f"`{node.name}` goes from the embedding to the blocks but is not a tensor")
-                sides.append(node)
-        in_layers = [node for node in self.readers if 0 < self.at[node] <= self.num_layers]
-        read = dict.fromkeys(chain.from_iterable(node.all_input_nodes for node in in_layers))
-        return sides + list(filter(self._is_batch, read))  # layers see the batch as a side input
+    def _sides(self) -> dict[int, list[fx.Node]]:
+        """By the unit that begins a stack what that makes, or has from below, for others: layers see the batch so too."""
+        sides: dict[int, list[fx.Node]] = {}
+        crossing, above, end = self._crossing(), list[fx.Node](), self.num_layers + 1
+        for at in sorted(self.origins, reverse=True):
+            found = [node for node in above if self.at[node] < end and not self._is_batch(node)]
+            for node, readers in crossing.items():
+                is_read = any(at < reader <= end for reader in readers)
+                if self.at[node] <= at and is_read and not (node is self.carried[at] and readers <= {at + 1}):
+                    if not isinstance(node.meta["spec"], TensorSpec):
+                        raise CaptureError(f"`{node.name}` goes from the embedding to the blocks but is not a tensor")
+                    found.append(node)
+            in_layers = [node for node in self.readers if at < self.at[node] < end]
+            read = chain.from_iterable(node.all_input_nodes for node in in_layers)
+            sides[at] = above = list(dict.fromkeys((*found, *filter(self._is_batch, read))))
+            end = at
+        return dict(sorted(sides.items()))
 
     def _is_batch(self, node: fx.Node) -> bool:
         return node.op == "placeholder" and node.name in self.batch
@@ -265,9 +294,10 @@ class _Cut:
 
     def _unit(self, position: int) -> UnitGraph:
         is_first, is_last = position == 0, position > self.num_layers
+        sees_batch = is_last or position in self.origins
         results: list[tuple[str, fx.Node]] = [] if is_last else [("x", self.carried[position])]
-        if is_first:
-            results += [("side", node) for node in self.sides]
+        results += [("side", node) for node in self.sides.get(position, ())]
+        sides = self.sides[max((at for at in self.sides if at < position), default=0)]
         if is_last and self.main is not None:
             results.append(("loss", self.main))
         results += [("y", node) for node in self.emitted[position]]
@@ -275,13 +305,14 @@ class _Cut:
         def source(node: fx.Node) -> Source:
             if not is_first and node is self.carried[position - 1]:
                 return Source("x")
-            if not is_first and node in self.sides and not (is_last and self._is_batch(node)):
-                return Source("side", self.sides.index(node))
+            if not is_first and node in sides and not (sees_batch and self._is_batch(node)):
+                return Source("side", sides.index(node))
             everywhere: Source = node.meta["source"]
             return everywhere
 
         nodes = [node for node in self.readers if self.at[node] == position and not is_free(node)]
-        return _extract(self._name(position), nodes, results, source)
+        found = _extract(self._name(position), nodes, results, source)
+        return replace(found, is_joint=0 < position and position in self.origins)
 
 
 def _extract(

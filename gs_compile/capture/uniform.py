@@ -27,6 +27,7 @@ class Uniform:
     layer_classes: tuple[tuple[int, ...], ...]  # the layers of each class
     differences: tuple[str, ...]  # how the first layer of each further class differs from layer 0, or from its like
     block_cut: BlockCut | None = None  # how blocks are cut into layers, if they are
+    joints: frozenset[int] = frozenset()  # the layers that are no blocks: each begins another stack
 
     @property
     def report(self) -> str:
@@ -34,6 +35,8 @@ class Uniform:
         return "\n".join([*lines, *self.differences])
 
     def _described(self, layers: Sequence[int]) -> str:
+        if self.joints.issuperset(layers):
+            return f"layer {_ranges(layers)}, which joins two stacks"
         if (cut := self.block_cut) is None:
             return f"{len(layers)} layers: {_ranges(layers)}"
         number = len(cut.names)
@@ -47,15 +50,17 @@ def uniform(cut: Split, captured: Captured) -> Uniform:
     members: dict[Hashable, list[int]] = {}
     for layer, key in enumerate(keys[1:-1]):
         members.setdefault((layer % cut.layers_per_block, key), []).append(layer)
-    further = [layers[0] for layers in members.values() if layers[0] >= cut.layers_per_block]
+    new = {joint + 1 for joint in cut.joints} | cut.joints  # are not held against the layers of another stack
+    further = [layers[0] for layers in members.values() if layers[0] >= cut.layers_per_block and layers[0] not in new]
     differences = tuple(_difference(cut, layer, captured) for layer in further)
-    return Uniform(keys, tuple(map(tuple, members.values())), differences, cut.block_cut)
+    return Uniform(keys, tuple(map(tuple, members.values())), differences, cut.block_cut, cut.joints)
 
 
 def structure(unit: UnitGraph) -> Hashable:
     """The key that two units of one class share; lengths count as what they follow from, not by their number."""
     inputs = tuple((source.kind, _spec_key(spec)) for source, spec in zip(unit.sources, unit.specs, strict=True))
-    return (unit.results, unit.differentiated, inputs, _graph_key(unit.module))  # no_grad differentiates nothing
+    facts = unit.results, unit.is_joint, unit.differentiated  # no_grad differentiates nothing
+    return (*facts, inputs, _graph_key(unit.module))
 
 
 def _spec_key(spec: TensorSpec) -> Hashable:
@@ -108,7 +113,7 @@ def _attribute_key(module: fx.GraphModule, name: str) -> Hashable:
 
 def _difference(cut: Split, layer: int, captured: Captured) -> str:
     """Where `layer` first differs from layer 0, or from its like in block 0, in the user's names."""
-    like = layer % cut.layers_per_block
+    like = max((joint + 1 for joint in cut.joints if joint < layer), default=layer % cut.layers_per_block)
     first, second = cut.by_unit[like], cut.by_unit[layer]
     which = f"{layer_name(layer, cut.block_cut)} differs from {layer_name(like, cut.block_cut)}"
     for mine, other, source in zip(first.specs, second.specs, second.sources, strict=False):

@@ -32,10 +32,12 @@ from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.passes.baselines.spec import ScheduleSpec
 from gs_compile.passes.lower import StepSpec, lower
+from gs_compile.placement.boundaries import Nbytes, alike
 from gs_compile.placement.levels import Level
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
-from gs_compile.program.ir import EPILOGUE, PROLOGUE, TIED, Program, StepShape, Unit, Value, height
+from gs_compile.program.ir import EPILOGUE, TIED, Program, StepShape, Unit, Value, height
+from gs_compile.program.verbs import SIGNATURES
 from gs_compile.progress import stage
 from gs_compile.schedules import BY_MICRO_BATCH
 
@@ -78,25 +80,27 @@ class SpecializedModel:
 
         The head's backward is apart where the loss, or its scale, is the user's own.
         """
-        units = self.split.by_unit
-        prologue = units[PROLOGUE]
-        batch = [
-            i for i in prologue.differentiable if prologue.sources[i].kind == "input" and prologue.specs[i].batch_dims
-        ]
-        first = PROLOGUE if batch else min(trained & units.keys(), key=height, default=EPILOGUE)
+        units, sides = self.split.by_unit, self.split.sides
+        given = {unit for unit in sides if units[unit].differentiates_batch}
+        first = min((trained & units.keys()) | given, key=height, default=EPILOGUE)
         trains, has_loss = bool(trained & units.keys()), "loss" in units[EPILOGUE].results
         is_head_apart = trains and (not has_loss or self.scales_gradients)
         return StepShape(
             training=trains,
             has_loss=has_loss,
             has_total=self.split.count is not None,
-            has_side=bool(self.split.sides),
-            side_gradient=any(spec.requires_grad for spec in self.split.sides) and first == PROLOGUE,
+            joints=self.split.joints,
+            sides=frozenset(unit for unit, specs in sides.items() if specs),
+            side_gradients=frozenset(
+                unit
+                for unit, specs in sides.items()
+                if height(first) <= height(unit) and any(spec.requires_grad for spec in specs)
+            ),
             emits=frozenset(u for u, graph in units.items() if "y" in graph.results),
             outside=frozenset({EPILOGUE} if is_head_apart else ()),
             frozen=frozenset(units.keys() - trained),
             first_grad=first,
-            input_gradient=bool(batch),
+            input_gradient=bool(given),
         )
 
     @cached_property
@@ -105,14 +109,15 @@ class SpecializedModel:
         return tuple(graph.result_specs[graph.results.index("x")] for graph in self.split.units[:-1])
 
     @cached_property
-    def x_nbytes(self) -> int:
-        """Bytes of a checkpoint of one micro-batch, of the largest where they differ."""
-        return max(spec.nbytes for spec in self.checkpoints)
+    def x_nbytes(self) -> Nbytes:
+        """Bytes of the checkpoints of one micro-batch."""
+        return alike([spec.nbytes for spec in self.checkpoints])
 
     @cached_property
-    def side_nbytes(self) -> int:
-        """Bytes of all side inputs of one micro-batch."""
-        return sum(spec.nbytes for spec in self.split.sides)
+    def side_nbytes(self) -> Nbytes:
+        """Bytes of all side inputs of one micro-batch, at the boundaries above what makes them."""
+        made = [sum(spec.nbytes for spec in self.split.sides.get(unit.unit, ())) for unit in self.split.units[:-1]]
+        return tuple(made) if self.split.joints else made[0]
 
     def compile_code(self, shape: StepShape, placement: Placement | None = None) -> None:
         """Compile what a step of this shape runs: backwards run in a thread of autograd's, which must not compile.
@@ -218,9 +223,10 @@ class Compilation:
             return frozenset(Value("x", unit, j) for unit in inner for j in range(num_micro_batches))
         if not any(o.kind != "loss" and o.spec and o.spec.requires_grad for o in model.split.made):
             return frozenset()
-        last, numbers = model.split.num_layers, range(num_micro_batches)
-        read = {value for j in numbers for value in (Value("x", last, j), Value("side", micro_batch=j))}
-        return frozenset({Value("total"), *read})
+        layers, reads = (model.split.num_layers, model.split.joints), SIGNATURES["head"].reads
+        operands = [operand for operand in reads if operand.kind in ("x", "side", "total")]
+        numbers = range(num_micro_batches)
+        return frozenset(operand.value(EPILOGUE, j, *layers) for operand in operands for j in numbers)
 
     def _specialize(self, micro_batch_size: int, sizes: Mapping[str, int], alone: bool) -> SpecializedModel:
         captured = self.captured

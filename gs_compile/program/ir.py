@@ -69,11 +69,11 @@ class StepShape:
     frozen: frozenset[Unit] = frozenset()  # units without trainable parameters
     tied: frozenset[Unit] = frozenset()  # units that read the parameters of "t"
     first_grad: Unit = PROLOGUE  # the lowest unit that needs a gradient: there the backward ends
-    input_gradient: bool = False  # inputs of the batch get one in the prologue's backward
+    input_gradient: bool = False  # inputs of the batch get one where a stack begins: there too the backward may end
 
     def __post_init__(self) -> None:
         shares = self.first_grad in self.tied and TIED not in self.frozen
-        ends_at_input = self.first_grad == PROLOGUE and self.input_gradient
+        ends_at_input = self.first_grad in {PROLOGUE, *self.joints} and self.input_gradient
         if self.training and self.first_grad in self.frozen and not (shares or ends_at_input):
             raise ProgramError(f"first_grad is {self.first_grad}, which is frozen: the backward would end at nothing")
         if not self.sides <= {PROLOGUE, *self.joints}:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import expecttest
 import pytest
 import torch
-from captured import Block, Tiny, batch, captured, text, texts
+from captured import WIDTH, WORDS, Block, Tiny, batch, captured, text, texts
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from parts import Any, Reading, Sides, assert_units_equal_the_model
@@ -72,7 +72,7 @@ return (sum_1,)""",
         assert [source.kind for source in cut.units[2].sources] == ["x", "side", *["input"] * 4]
         assert [source.kind for source in cut.units[3].sources] == ["input", "x", "input", "input", "total"]
         assert cut.units[2].differentiable == (0, 2, 3, 4, 5)
-        assert [spec.shape for spec in cut.sides] == [(2, 5, 1)]
+        assert [spec.shape for spec in cut.sides[PROLOGUE]] == [(2, 5, 1)]
 
 
 def test_a_layers_input_requires_a_gradient_even_above_frozen_layers():
@@ -123,7 +123,7 @@ def test_side_inputs(make, reads, layer, requires_grad):
     assert cut.units[0].results == ("x", *["side"] * len(requires_grad))
     sides = [[source.index for source in unit.sources if source.kind == "side"] for unit in cut.units]
     assert sides == [[], *reads, []]
-    assert [spec.requires_grad for spec in cut.sides] == requires_grad
+    assert [spec.requires_grad for spec in cut.sides[PROLOGUE]] == requires_grad
     assert_units_equal_the_model(model, *batch(4))
 
 
@@ -142,13 +142,59 @@ class TwoStacks(Tiny):
         return self.head(x)
 
 
-@pytest.mark.parametrize(("before", "after", "layers", "in_prologue"), [(2, 3, 3, 2), (3, 2, 3, 0)])
-def test_the_longer_stack_is_scheduled(before, after, layers, in_prologue):
-    model = TwoStacks(before, after)
+def test_stacks_that_follow_each_other_need_no_joint():
+    model = TwoStacks(2, 3)
     cut = captured(model, *batch(4)).split()
-    assert cut.num_layers == layers
-    assert sum("tanh" in node.name for node in cut.units[0].module.graph.nodes) == in_prologue
+    assert (cut.num_layers, cut.joints) == (5, frozenset())
     assert_units_equal_the_model(model, *batch(4))
+
+
+class Joined(Tiny):
+    """Blocks of another width read what an encoder of the batch makes; `tap` says what else of it is used."""
+
+    def __init__(self, tap=None):
+        super().__init__(lambda p, y: p, [Reading(4) for _ in range(2)])
+        self.encoder = nn.ModuleList([Block() for _ in range(3)])
+        self.narrow, self.wide, self.tap = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH), tap
+
+    def forward(self, ids, labels):
+        x, mask = self.embed(ids), (ids > 3).float()[..., None]
+        y = self.narrow(x.flip(1)[:, 1:])
+        for block in self.encoder:
+            x = block(x * mask)
+        given = x if self.tap == "layer" else x.tanh()
+        sides = given[:, 1:, :4] * mask[:, 1:], mask[:, 1:]
+        for block in self.blocks:
+            y = block(y, *sides)
+        y = self.wide(y)
+        return self.head(y + given.mean(1, keepdim=True) if self.tap == "head" else y), *([x] if self.tap else [])
+
+
+@pytest.mark.parametrize("tap", [None, "layer", "head"])
+def test_a_joint_begins_another_stack(tap):
+    """With values of its own, and with what it hands on of those below."""
+    model = Joined(tap)
+    cut = captured(model, *batch(4)).split()
+    assert (cut.num_layers, cut.joints) == (6, frozenset({3}))
+    assert [spec.shape for spec in (unit.result_specs[0] for unit in cut.units[:-1])] == [*[(2, 5, 8)] * 4, *[(2, 4, 4)] * 3]
+    assert [unit.is_joint for unit in cut.units] == [False] * 4 + [True] + [False] * 3
+    sides = [{source.kind for source in unit.sources} & {"side"} for unit in cut.units]
+    assert sides == [set(), set(), *[{"side"}] * 5, {"side"} if tap == "head" else set()]
+    assert_units_equal_the_model(model, *batch(4))
+
+
+def test_a_head_of_several_layers_is_no_stack():
+    model = Tiny(lambda p, y: p)
+    model.head = nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, WORDS))
+    cut = captured(model, *batch(4)).split()
+    assert (cut.num_layers, cut.joints) == (2, frozenset())
+
+
+def test_a_stack_that_is_smaller_than_a_layer_is_part_of_a_unit():
+    model = TwoStacks(2, 3)
+    model.encoder = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+    cut = captured(model, *batch(4)).split()
+    assert (cut.num_layers, cut.joints) == (3, frozenset())
 
 
 def test_outputs_say_who_makes_them():

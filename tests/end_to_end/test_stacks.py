@@ -236,7 +236,7 @@ class Decoder(Model):
 
 
 class EncoderDecoder(Model):
-    """The decoder is streamed, the encoder is in the prologue."""
+    """Both are streamed; what joins them is a layer."""
 
     def __init__(self):
         super().__init__()
@@ -264,7 +264,7 @@ CASES = [
     (Bare, "012", 0),
     (Encoder, "012", 0),
     (Decoder, "012", 0),
-    (EncoderDecoder, "012", 0),
+    (EncoderDecoder, "01 2 345", 0),
 ]
 
 

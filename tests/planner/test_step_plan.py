@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planned import A100, gpt, lowered, placed, ratios, toys
 
+from gs_compile.placement import boundaries
 from gs_compile.planner.plan import plan
 from gs_compile.planner.simulate.prices import op_prices
 from gs_compile.planner.simulate.simulator import predict
@@ -35,7 +36,7 @@ def test_homes_hold_everything_once(toy, shares, alpha, separate):
 
     assert total("w") == workload.parameters_nbytes
     assert total("s") == workload.states_nbytes
-    assert total("x") == number * workload.num_layers * workload.x_nbytes
+    assert total("x") == number * boundaries.total(workload.x_nbytes, workload.num_layers)
     assert {kind for kind, _ in homes} <= {"w", "s", "x", "dw"}
     assert all(homes.values())
 

@@ -222,11 +222,12 @@ class _Trial:
             self._units.head(unit.unit, 0, wants=("dx",), **reads)
         elif unit.unit == EPILOGUE:
             self._units.head_backward(unit.unit, 0, wants=("dx",), dy=tuple(self._gradients), **reads)
-        elif unit.unit == PROLOGUE:
-            main = unit.differentiated.index(unit.results.index("x")) if "x" in unit.results else 0
-            self._units.embed_backward(unit.unit, 0, wants=(), dx=self._gradients[main], **reads)
         else:
-            self._units.backward(unit.unit, 0, wants=("dx",), level=self.level, dx=self._gradients[0], **reads)
+            x = unit.results.index("x")
+            if x in unit.differentiated:
+                reads["dx"] = self._gradients[unit.differentiated.index(x)]
+            wants = () if unit.unit == PROLOGUE else ("dx",)
+            self._units.backward(unit.unit, 0, wants=wants, level=self.level, **reads)
 
     def _zeros(self) -> dict[str, Any]:
         """The sums that gradients are added to, as in a step."""
