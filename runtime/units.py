@@ -75,8 +75,9 @@ class CompiledUnits:
     them, and `level` where a layer saves activations. They return one entry for each kind in `wants`, in that order.
 
     Contents of values: `w` and `batch` map input indices to tensors; `side` and `y` are tuples; `total` is a tuple;
-    `a` is a `Saved`; `dw` is an `Accumulator` by input index, `dside` one by index of the side input among its maker's. `dy` of the head
-    is a tuple, one gradient for each of its differentiated results; that of a layer input is a tensor.
+    `a` is a `Saved`; `dw` is an `Accumulator` by input index, `dside` one by index of the side input
+    among its maker's. `dy` of the head is a tuple, one gradient for each of its differentiated results; that of a layer
+    input is a tensor.
     """
 
     def __init__(self, micro_batches: Sequence[MicroBatch], seed: int | None) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def spared(units: Units, kept: Any) -> int:
 
 def vertical(
     units: Units,
-    x: int,
+    x: int | Sequence[int],
     n: int,
     *,
     masters: str = "model",
@@ -57,20 +57,24 @@ def vertical(
     alpha: float,
     separate_device: bool,
 ) -> Form:
-    """A step of n micro-batches, whose checkpoints have x bytes each; `checkpoint`: the share in host memory."""
+    """A step of n micro-batches, whose checkpoints have x bytes each, or those of each boundary, in order; `checkpoint`:
+    the share in host memory.
+    """
     num_layers, numel, loads = _num_layers(units), sum(units.values()), _loads(units) * ITEMSIZE[masters]
-    num_checkpoints = num_layers * n
-    on_ssd = (num_checkpoints - int(num_checkpoints * checkpoint)) * x
+    x = [x] * (num_layers + 1) if isinstance(x, int) else x
+    checkpoints = [each for each in x[:-1] for _ in range(n)]
+    assert not checkpoint or len(set(x)) == 1, "which of them are in host memory is not told"
+    on_ssd = sum(checkpoints[int(len(checkpoints) * checkpoint) :])
     made_anew = numel * 2 if masters == "whole" and alpha == 1.0 else 0  # from masters, before the first use
     form = _of_states(numel, masters) | {("ssd_read", "w"): loads - made_anew}
     form |= {(lane, "x"): on_ssd for lane in ("ssd_read", "ssd_write", "d2h")}  # collected for the SSD
     if separate_device:
-        boundaries = (num_layers + 1) * (n - 1) * x  # between stages, one micro-batch stays on the device
+        boundaries = sum(x) * (n - 1)  # between stages, one micro-batch stays on the device
         form |= {
             ("h2d", "w"): loads,
             ("d2h", "dw"): numel * 4,
-            ("d2h", "x"): (num_checkpoints + n - 1) * x,  # the epilogue's inputs too
-            ("h2d", "x"): num_checkpoints * x + boundaries,
+            ("d2h", "x"): sum(checkpoints) + (n - 1) * x[-1],  # the epilogue's inputs too
+            ("h2d", "x"): sum(checkpoints) + boundaries,
             ("d2h", "dx"): boundaries,
             ("h2d", "dx"): boundaries,
         }

@@ -112,6 +112,7 @@ def toys(draw: st.DrawFn, whole: bool = False) -> tuple[Workload, int]:
         sequence=8,
         x_nbytes=x_nbytes(num_layers, shape, draw(st.sampled_from([512, 65536]))),
         side_nbytes=draw(st.sampled_from([0, 1024])) if shape.sides else 0,
+        dside_nbytes=draw(st.sampled_from([0, 2048])) if shape.side_gradients else 0,
         shape=shape,
     )
     return workload, num_micro_batches

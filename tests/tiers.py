@@ -146,6 +146,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         num_layers=num_layers,
         x_nbytes=(x_nbytes(num_layers, shape),) * num_micro_batches,
         side_nbytes=(SIDE_NBYTES,) * num_micro_batches,
+        dside_nbytes=(2 * SIDE_NBYTES,) * num_micro_batches,
         levels=(levels,) * num_layers,
         separate=options.separate,
         clip=options.clip,

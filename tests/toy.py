@@ -125,9 +125,7 @@ class Toy:
     def embed(self, unit: Unit, micro_batch: int, *, wants: Iterable[str], batch: Batch, w: Any) -> tuple[Any, ...]:
         return _pick(embed(batch, w), wants)
 
-    def forward(
-        self, unit: Unit, micro_batch: int, *, wants: Iterable[str], x: Tensor, w: Any, side: Any = None
-    ) -> Any:
+    def forward(self, unit: Unit, micro_batch: int, *, wants: Iterable[str], x, w, side=None) -> tuple[Any, ...]:
         return _pick({**layer(x, side, w), "a": x}, wants)
 
     def join(self, unit: Unit, micro_batch: int, *, wants: Iterable[str], x, batch, w, side=None) -> tuple[Any, ...]:
@@ -199,8 +197,8 @@ class Toy:
 
     def _side(self, unit: Unit, made: Mapping[str, Tensor]) -> Tensor | None:
         """The side inputs that a unit makes, which its stack reads."""
-        found = made["side"] if unit in self.shape.side_gradients else made["side"].detach()
-        return found if unit in self.shape.sides else None
+        side = made["side"] if unit in self.shape.sides else None
+        return side if side is None or unit in self.shape.side_gradients else side.detach()
 
 
 # With tiers ------------------------------------------------------------------------------------------------------------
@@ -382,11 +380,10 @@ def _sum(*gradients: Tensor | None) -> Tensor | None:
     return torch.stack(present).sum(0) if present else None
 
 
-def _arriving(made: Mapping[str, Tensor], dx: Any, dy: Any, dside: Any) -> tuple[list[Tensor], list[Tensor]]:
+def _arriving(made: Mapping[str, Tensor], dx: Any, dy: Any, dside: Any) -> Iterable[Sequence[Tensor]]:
     """Of what begins a stack, the results that a gradient arrives for, and these gradients."""
     pairs = [(made["x"], _sum(dx, dy)), (made["side"], dside)]
-    arriving = [(result, gradient) for result, gradient in pairs if gradient is not None]
-    return [result for result, _ in arriving], [gradient for _, gradient in arriving]
+    return zip(*(pair for pair in pairs if pair[1] is not None), strict=True)
 
 
 def _pull(outputs: Any, gradients: Any, leaves: list[Any], dw: list[Tensor] | None, dsides: Tensor | None) -> Any:

@@ -75,10 +75,8 @@ def arrange(readers: Readers, batch: Set[str], *, one: bool = False) -> Arrangem
     return Arrangement(position, len(boundaries), origins)
 
 
-def _goes_on(
-    stream: ResidualStream, earlier: ResidualStream, readers: Readers, order: Mapping[fx.Node, int]
-) -> bool:
-    """Whether a stream's first layer takes in just what the last layer of an earlier one hands on, and no other does."""
+def _goes_on(stream: ResidualStream, earlier: ResidualStream, readers: Readers, order: Mapping[fx.Node, int]) -> bool:
+    """Whether a stream's first layer takes in what the last layer of an earlier one hands on, and no other does."""
     is_handed_on = stream.origin in earlier.nodes and order[stream.origin] <= earlier.boundaries[-1]
     return is_handed_on and all(order[each] <= stream.boundaries[0] for each in readers[stream.origin])
 

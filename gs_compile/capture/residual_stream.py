@@ -43,8 +43,8 @@ class ResidualStream:
 
 
 def residual_streams(readers: Readers, batch: Set[str], *, one: bool = False) -> list[ResidualStream]:
-    """The streams that a model is cut along, in the order of the graph: of the largest stack that can be cut, and of all
-    others that can be beside it, whose blocks hand on tensors of one shape, and that are larger than a layer of it:
+    """The streams that a model is cut along, in the order of the graph: of the largest stack that can be cut, and of
+    all others that can be beside it, whose blocks hand on tensors of one shape, and that are larger than a layer of it:
     smaller ones take no more memory as a part of a unit, and a head of several layers is no stack.
 
     batch: inputs that have the samples; one: of the largest stack alone. Where no stack can be cut it is the largest.
@@ -101,7 +101,9 @@ class _Search:
 
     def numel(self, nodes: Iterable[fx.Node]) -> int:
         """The elements of the parameters and buffers that nodes read, each once."""
-        read = {each for node in nodes for each in node.all_input_nodes if is_free(each) and each.name not in self.batch}
+        read = {
+            each for node in nodes for each in node.all_input_nodes if is_free(each) and each.name not in self.batch
+        }
         return sum(each.meta["spec"].numel for each in read if isinstance(each.meta.get("spec"), TensorSpec))
 
     def start(self, stream: ResidualStream) -> int:
@@ -110,7 +112,9 @@ class _Search:
 
     def is_even(self, stream: ResidualStream) -> bool:
         """Whether tensors of one shape and dtype are alive at all boundaries."""
-        alive = [node for node in stream.nodes for end in stream.boundaries if self.place[node] <= end < self.last[node]]
+        alive = [
+            node for node in stream.nodes for end in stream.boundaries if self.place[node] <= end < self.last[node]
+        ]
         specs = [node.meta["spec"] for node in alive]
         return isinstance(specs[0], TensorSpec) and all(is_like(node, specs[0]) for node in alive)
 

@@ -7,8 +7,8 @@ on the last layer, or only feeds what does, is the epilogue; the rest is the pro
     prologue "e"  --x0-->  layer 0  --x1-->  ...  layer L-1  --xL-->  epilogue "h"
         \\------------ side inputs: masks, rotary tables ------/------/
 
-Where a model has several stacks a layer is their joint, in the prologue's place for the layers above it: these have side
-inputs from the joint alone, which hands on what they need of those below it.
+Where a model has several stacks a layer is their joint, in the prologue's place for the layers above it: these have
+side inputs from the joint alone, which hands on what they need of those below it.
 
 Exactly one tensor goes from a layer to the next, its checkpoint. Anything else that crosses is refused by name. A layer
 is a block, or a part of one where the schedule cuts blocks (`BlockCut`).
@@ -17,16 +17,17 @@ is a block, or a part of one where the schedule cuts blocks (`BlockCut`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import fx
 
 from gs_compile.capture.arrange import arrange, needed_by
+from gs_compile.capture.extract import extract
 from gs_compile.capture.graph import (
     BlockCut,
     Captured,
@@ -38,9 +39,8 @@ from gs_compile.capture.graph import (
     source_line,
 )
 from gs_compile.capture.loss import Separated
-from gs_compile.capture.operations import IN_MEMORY, is_mutation, mutated, operation
+from gs_compile.capture.operations import is_mutation, mutated, operation
 from gs_compile.capture.residual_stream import is_free, storage_of
-from gs_compile.capture.specialize import ENTER_AUTOCAST, EXIT_AUTOCAST
 from gs_compile.capture.stacks import stacks
 from gs_compile.errors import CaptureError, MutationError, UniformityError
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit
@@ -117,14 +117,14 @@ class _Cut:
         count = None
         if totals := self.separated.totals:
             nodes = [node for node in needed_by(totals, self.graph) if not is_free(node)]
-            count = _extract(PROLOGUE, nodes, [("total", node) for node in totals], lambda node: node.meta["source"])
+            count = extract(PROLOGUE, nodes, [("total", node) for node in totals], lambda node: node.meta["source"])
         return Split(units, outputs, sides, count, self.block_cut)
 
     def _refuse_a_cache(self) -> None:
         """Layers that read an input each have kept it from earlier tokens, and such a call has one token more."""
         read = [{self.at[reader] for reader in self.readers[node]} for node in self.readers if node.name in self.batch]
-        single = {unit for units in read if len(units) == 1 for unit in units}
-        layers = {unit for unit in single if unit <= self.num_layers and unit not in self.origins}
+        alone = {unit for units in read if len(units) == 1 for unit in units}
+        layers = {unit for unit in alone if unit <= self.num_layers and unit not in self.origins}
         if len(layers) > 1:
             raise UniformityError(f"{len(layers)} layers have an input of their own each, as a cache of earlier tokens")
 
@@ -208,7 +208,7 @@ class _Cut:
         )
 
     def _sides(self) -> dict[int, list[fx.Node]]:
-        """By the unit that begins a stack what that makes, or has from below, for others: layers see the batch so too."""
+        """What each unit that begins a stack makes, or has from below, for others: layers see the batch so, too."""
         sides: dict[int, list[fx.Node]] = {}
         crossing, above, end = self._crossing(), list[fx.Node](), self.num_layers + 1
         for at in sorted(self.origins, reverse=True):
@@ -311,45 +311,5 @@ class _Cut:
             return everywhere
 
         nodes = [node for node in self.readers if self.at[node] == position and not is_free(node)]
-        found = _extract(self._name(position), nodes, results, source)
-        return replace(found, is_joint=0 < position and position in self.origins)
-
-
-def _extract(
-    unit: Unit, nodes: Sequence[fx.Node], results: Sequence[tuple[str, fx.Node]], source: Callable[[fx.Node], Source]
-) -> UnitGraph:
-    """The graph of `nodes` that returns `results`, by kind; what they read from elsewhere becomes placeholders.
-
-    `source` tells where each placeholder comes from; they are in order of first use, so that layers of equal code have
-    equal graphs. What a unit reads and changes in place, or sees as memory, is copied first. Autocast regions are
-    opened and closed again around their nodes.
-    """
-    graph, own, known = fx.Graph(), set(nodes), dict[fx.Node, fx.Node]()
-    returned = [node for _, node in results]
-    read = dict.fromkeys(chain(chain.from_iterable(node.all_input_nodes for node in nodes), returned))
-    inputs = [node for node in read if node not in own and node.op != "get_attr"]
-    sources = tuple(map(source, inputs))
-    for node, found in zip(inputs, sources, strict=True):
-        known[node] = graph.placeholder(node.name)
-        is_checkpoint = found.kind == "x"  # whose gradient always passes on, even where nothing below needs it
-        spec = node.meta["spec"]
-        known[node].meta = {"spec": replace(spec, requires_grad=is_checkpoint or spec.requires_grad)}
-    specs = tuple(known[node].meta["spec"] for node in inputs)
-    changed = {storage_of(mutated(node)) for node in nodes if is_mutation(node)}
-    seen = {storage_of(node.all_input_nodes[0]) for node in nodes if operation(node) in IN_MEMORY}
-    for node in inputs:
-        if storage_of(node) in (changed | seen) - {None}:
-            known[node] = graph.call_method("clone", (known[node],))
-    for node in read:
-        if node.op == "get_attr":
-            known[node] = graph.node_copy(node)
-    for regions, group in groupby(nodes, key=lambda node: node.meta.get("autocast", ())):
-        opened = [graph.call_function(ENTER_AUTOCAST, tuple(region)) for region in regions]
-        for node in group:
-            known[node] = graph.node_copy(node, known.__getitem__)
-        for region in reversed(opened):
-            graph.call_function(EXIT_AUTOCAST, (region,))
-    graph.output(tuple(known[node] for node in returned))
-    owner = (*nodes, *returned)[0].graph.owning_module
-    module = fx.GraphModule(owner if owner is not None else torch.nn.Module(), graph)
-    return UnitGraph(unit, module, sources, specs, tuple(kind for kind, _ in results))
+        found = extract(self._name(position), nodes, results, source)
+        return replace(found, is_joint=position > 0 and position in self.origins)

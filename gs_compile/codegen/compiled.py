@@ -116,8 +116,20 @@ class SpecializedModel:
     @cached_property
     def side_nbytes(self) -> Nbytes:
         """Bytes of all side inputs of one micro-batch, at the boundaries above what makes them."""
-        made = [sum(spec.nbytes for spec in self.split.sides.get(unit.unit, ())) for unit in self.split.units[:-1]]
-        return tuple(made) if self.split.joints else made[0]
+        return self._of_sides(lambda spec: spec.nbytes)
+
+    @cached_property
+    def dside_nbytes(self) -> Nbytes:
+        """The same of their gradients, which are summed in fp32 or wider."""
+
+        def nbytes(spec: TensorSpec) -> int:
+            return spec.numel * torch.promote_types(spec.dtype, torch.float32).itemsize if spec.requires_grad else 0
+
+        return self._of_sides(nbytes)
+
+    def _of_sides(self, count: Callable[[TensorSpec], int]) -> Nbytes:
+        found = [sum(map(count, self.split.sides.get(unit.unit, ()))) for unit in self.split.units[:-1]]
+        return tuple(found) if self.split.joints else found[0]
 
     def compile_code(self, shape: StepShape, placement: Placement | None = None) -> None:
         """Compile what a step of this shape runs: backwards run in a thread of autograd's, which must not compile.

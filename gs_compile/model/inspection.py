@@ -271,7 +271,10 @@ def _counted(number: int, one: str) -> str:
 
 def _describe(shape: StepShape) -> str:
     """``forward and backward, the head computes the loss, side inputs of e``"""
-    units = {name: " ".join(map(str, _in_order(getattr(shape, name)))) for name in ("joints", "sides", "emits", "outside", "frozen")}
+    units = {
+        name: " ".join(map(str, _in_order(getattr(shape, name))))
+        for name in ("joints", "sides", "emits", "outside", "frozen")
+    }
     parts = {
         "forward and backward" if shape.training else "forward alone": True,
         "the head computes the loss": shape.has_loss,

@@ -79,10 +79,11 @@ def _saved(placement: Placement, value: Value) -> Slot:
 
 def _side(placement: Placement, value: Value) -> Slot:
     """What a joint makes is there from the boundary above it on; what the prologue does, from the first one."""
-    if not placement.side_nbytes:
+    layout = placement.layout
+    if not (nbytes := layout.side_nbytes if value.kind == "side" else layout.dside_nbytes):
         return _none(placement, value)
     boundary = 0 if value.unit is None else int(value.unit) + 1
-    return Slot(value, value.tier or "device", at(placement.side_nbytes[value.micro_batch or 0], boundary))
+    return Slot(value, value.tier or "device", at(nbytes[value.micro_batch or 0], boundary))
 
 
 def _part(placement: Placement, value: Value) -> Slot:
@@ -154,7 +155,7 @@ KIND_TABLE: Mapping[str, Kind] = {
     "y": Kind("caller", _none),
     "dx": Kind("step", _activation),
     "dy": Kind("step", _none),
-    "dside": Kind("step", _none),
+    "dside": Kind("step", _side),
     "dw": Kind("placed", _gradient),
     "shard": Kind("step", _shard),
     "dshard": Kind("step", _gradient_shard),

@@ -32,7 +32,8 @@ class Layout:
 
     The homes of a model serve steps of every shape, so a `StepShape` is none of it.
 
-    x_nbytes, side_nbytes: of the checkpoint, and of the side inputs, of each micro-batch, at each boundary.
+    x_nbytes, side_nbytes, dside_nbytes: of the checkpoint, the side inputs, and the gradient of these, of each
+        micro-batch, at each boundary.
     levels: of each layer, what levels 1, 2 ... save; a class of layers may have fewer than another.
     separate: the device has memory of its own; otherwise it is the host's, and nothing is copied between them but
         what has to be collected for the SSD.
@@ -49,6 +50,7 @@ class Layout:
     num_layers: int = 0
     x_nbytes: tuple[Nbytes, ...] = ()
     side_nbytes: tuple[Nbytes, ...] = ()
+    dside_nbytes: tuple[Nbytes, ...] = ()
     levels: Levels = ()
     separate: bool = False
     clip: bool = False
@@ -328,10 +330,6 @@ class Placement:
     @property
     def x_nbytes(self) -> tuple[Nbytes, ...]:
         return self.layout.x_nbytes
-
-    @property
-    def side_nbytes(self) -> tuple[Nbytes, ...]:
-        return self.layout.side_nbytes
 
     @property
     def separate(self) -> bool:

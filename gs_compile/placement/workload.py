@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 from gs_compile.placement.boundaries import Nbytes, scaled
 from gs_compile.program.ir import StepShape, Unit
 
+ACTIVATIONS = ("x_nbytes", "side_nbytes", "dside_nbytes")  # fields of a workload, and of a captured model
 NOISE = 0.02  # of seconds: by what two timings of the same code differ
 
 
@@ -113,7 +114,8 @@ class Workload:
 
     world: the ranks that share it: `sizes` are one rank's shares, and each rank has micro-batches of its own.
     costs: by unit: "e", 0 ... num_layers - 1, "h"; layers of one class share one `UnitCost`.
-    x_nbytes, side_nbytes: of the checkpoint, and of all side inputs, of one micro-batch, at each boundary.
+    x_nbytes, side_nbytes, dside_nbytes: of the checkpoint, of all side inputs, and of the gradient of these, of one
+        micro-batch, at each boundary.
     dtype: the matrix rate that its code is held against ("fp32", "bf16", "fp16").
     masters: of narrow parameters, "split" or "whole"; None: not known, or there are none.
     """
@@ -126,6 +128,7 @@ class Workload:
     sequence: int  # tokens of a sample
     x_nbytes: Nbytes
     side_nbytes: Nbytes = 0
+    dside_nbytes: Nbytes = 0
     dtype: str = "fp32"
     shape: StepShape = field(default_factory=StepShape)
     world: int = 1
@@ -145,8 +148,13 @@ class Workload:
             )
             for unit, cost in self.costs.items()
         }
-        x_nbytes, side_nbytes = (scaled(nbytes, activations) for nbytes in (self.x_nbytes, self.side_nbytes))
-        return replace(self, costs=costs, x_nbytes=x_nbytes, side_nbytes=side_nbytes)
+        sizes: dict[str, Any] = {name: scaled(nbytes, activations) for name, nbytes in self.activations.items()}
+        return replace(self, costs=costs, **sizes)
+
+    @property
+    def activations(self) -> dict[str, Nbytes]:
+        """The bytes of a micro-batch, by field."""
+        return {name: getattr(self, name) for name in ACTIVATIONS}
 
     def bare(self) -> Workload:
         """The same with layers that save their inputs alone."""

@@ -36,8 +36,8 @@ class StepBuilder:
 
     def at(self, workload: Workload, number: int) -> StepBuilder:
         """The same for `number` micro-batches like the workload's."""
-        x_nbytes, side_nbytes = (workload.x_nbytes,) * number, (workload.side_nbytes,) * number
-        return self.laid_out(x_nbytes=x_nbytes, side_nbytes=side_nbytes, levels=workload_levels(workload, number))
+        sizes = {name: (nbytes,) * number for name, nbytes in workload.activations.items()}
+        return self.laid_out(**sizes, levels=workload_levels(workload, number))
 
     def laid_out(self, **changes: Any) -> StepBuilder:
         """The same with other fields of its layout."""

@@ -19,6 +19,7 @@ from gs_compile.placement.placement import Marks, Placement
 from gs_compile.placement.slab import fixed_offsets, packed, placed_as
 from gs_compile.planner.boundary import carried_nbytes, without
 from gs_compile.planner.builder import peak
+from gs_compile.planner.cost.workload import activations
 from gs_compile.planner.problem import fits
 from gs_compile.planner.run import Planned, Run
 from gs_compile.planner.simulate.simulator import Simulation, predict
@@ -99,8 +100,7 @@ class StepPrograms:
         """
         known = self.placement
         planned = known.laid_out(
-            x_nbytes=tuple(each.x_nbytes for each in layouts),
-            side_nbytes=tuple(each.side_nbytes for each in layouts),
+            **activations(layouts),
             levels=levels_of(layouts) if known.shares and shape.training else known.layout.levels,
         )
         if planned.layout == known.layout:

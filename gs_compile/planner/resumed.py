@@ -19,6 +19,7 @@ from gs_compile.options import Options
 from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.workload import UnitSize
 from gs_compile.planner.builder import StepBuilder
+from gs_compile.planner.cost.workload import activations
 from gs_compile.planner.problem import Problem, fits
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.program.ir import StepShape
@@ -37,7 +38,7 @@ def fingerprint(
     options: Options, sizes: Sequence[UnitSize], layouts: Sequence[SpecializedModel], shape: StepShape, *settled: Any
 ) -> str:
     """Of all that a plan follows from but what is measured; settled: what else it is made for, as text or numbers."""
-    batches = [(each.x_nbytes, each.side_nbytes) for each in layouts]
+    batches = activations(layouts)
     own = replace(options, group=None, mesh=None, resume=None)
     facts = own, sizes, batches, shape, settled, __version__
     return sha256(json.dumps(facts, default=_plain, sort_keys=True).encode()).hexdigest()

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from gs_compile.placement.slab import fixed_offsets
 from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.cost.timing import LayerLevels, priced, timed
-from gs_compile.planner.cost.workload import workload_of
+from gs_compile.planner.cost.workload import activations, workload_of
 from gs_compile.planner.decide import decide, undecided
 from gs_compile.planner.measure.machines import named
 from gs_compile.planner.measure.machines import profile as find_profile
@@ -95,11 +96,12 @@ class Run:
         self.request = Request.of(options, clip=model.clip, accumulate=model.accumulate)
         here = ranks.num_here if ranks else 1
         self.num_threads = options.expert.threads or update_threads(not has_own_memory(model.device), here)
-        batch = tuple(each.x_nbytes for each in layouts), tuple(each.side_nbytes for each in layouts)
+        batch = activations(layouts)
         own = model.host_nbytes or host_budget(options, here), device_budget(options, model.device), batch
         hosts, devices, batches = zip(*(ranks.agree("the budgets and batches", own) if ranks else [own]), strict=True)
         number = layouts[0].split.num_layers
-        self.batch = max(batches, key=lambda each: sum(total(nbytes, number) for kind in each for nbytes in kind))
+        sizes = (sum(total(nbytes, number) for several in each.values() for nbytes in several) for each in batches)
+        self.batch = max(zip(sizes, batches, strict=True), key=itemgetter(0))[1]
         self.whole_nbytes: int = min(hosts)
         self.host_nbytes = self.whole_nbytes  # of one call, where several are under way at a time
         self.num_calls = model.num_calls
@@ -117,11 +119,9 @@ class Run:
     def builder(self, masters: Masters) -> StepBuilder:
         """What lays out the steps of the batch that all ranks plan for."""
         model, expert, sizes = self.model, self.options.expert, self.model.sizes[masters]
-        x_nbytes, side_nbytes = self.batch
         layout = Layout(
             num_layers=model.layouts[0].split.num_layers,
-            x_nbytes=x_nbytes,
-            side_nbytes=side_nbytes,
+            **self.batch,
             separate=has_own_memory(model.device) or expert.separate_device,
             clip=model.clip,
             accumulates=self.request.accumulate,

@@ -25,7 +25,7 @@ KINDS = {
     "total": "what the loss's means divide by, counted over the whole batch",
     "x": "input of layer i, the checkpoint; x of layer L is the head's input",
     "a": "what layer i's forward saves for its backward, beside its input or in its place",
-    "side": "what begins a stack makes and its layers read: the prologue's masks, an encoder's output that a joint gives",
+    "side": "what begins a stack makes for its layers: masks and rotary tables, or an encoder's output",
     "w": "parameters of a unit",
     "loss": "a micro-batch's share of the loss",
     "y": "the model's other outputs made by a unit",

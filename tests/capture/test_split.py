@@ -176,7 +176,10 @@ def test_a_joint_begins_another_stack(tap):
     model = Joined(tap)
     cut = captured(model, *batch(4)).split()
     assert (cut.num_layers, cut.joints) == (6, frozenset({3}))
-    assert [spec.shape for spec in (unit.result_specs[0] for unit in cut.units[:-1])] == [*[(2, 5, 8)] * 4, *[(2, 4, 4)] * 3]
+    assert [spec.shape for spec in (unit.result_specs[0] for unit in cut.units[:-1])] == [
+        *[(2, 5, 8)] * 4,
+        *[(2, 4, 4)] * 3,
+    ]
     assert [unit.is_joint for unit in cut.units] == [False] * 4 + [True] + [False] * 3
     sides = [{source.kind for source in unit.sources} & {"side"} for unit in cut.units]
     assert sides == [set(), set(), *[{"side"}] * 5, {"side"} if tap == "head" else set()]

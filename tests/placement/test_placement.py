@@ -9,7 +9,7 @@ from tiers import SIDE_NBYTES, Options, options, place, tiered_steps
 
 from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, flush, lower
-from gs_compile.placement.boundaries import at
+from gs_compile.placement import boundaries
 from gs_compile.placement.liveness import peaks
 from gs_compile.placement.placement import Decision, Layout, Placement
 from gs_compile.placement.shards import QUANTUM, owned, pieces, place_of
@@ -112,11 +112,13 @@ def _memory(value, placement):
         tier = "host"
     match value.kind:
         case "x" | "dx":
-            return (tier, value), at(placement.x_nbytes[value.micro_batch], value.unit)
+            return (tier, value), boundaries.at(placement.x_nbytes[value.micro_batch], value.unit)
         case "a":
             return (tier, value), placement.level_of(value).nbytes[value.micro_batch]
         case "side":
             return (tier, value), SIDE_NBYTES
+        case "dside":
+            return (tier, value), 2 * SIDE_NBYTES
         case "w" if tier == "device" and not value.part:
             staged = sum(part.numel for part in unit.w.values() if part.tier != "device")
             return (tier, ("w", value.unit)), staged * unit.itemsize

@@ -12,6 +12,7 @@ from planned import gpt, ratios
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.slab import fixed_offsets
+from gs_compile.placement.workload import ACTIVATIONS
 from gs_compile.planner.boundary import FIRST, without
 from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.programs import StepPrograms
@@ -27,7 +28,8 @@ def sized(builder: StepBuilder, first: Placement, host_nbytes: int) -> Placement
     planning.run = SimpleNamespace(request=Request())
     planning.builder, planning.placement, planning.host_nbytes = builder, first, host_nbytes
     planning.first_shape, planning._placements = builder.shape, {}
-    layouts: Any = [SimpleNamespace(x_nbytes=first.x_nbytes[0], side_nbytes=first.side_nbytes[0])] * LARGER
+    one = {name: getattr(first.layout, name)[0] for name in ACTIVATIONS}
+    layouts: Any = [SimpleNamespace(**one)] * LARGER
     found = StepPrograms.sized(planning, layouts, builder.shape)
     assert host_peak(builder, found) <= host_nbytes
     return found
@@ -38,7 +40,7 @@ def host_peak(builder: StepBuilder, placement: Placement) -> int:
 
 
 def larger(placement: Placement) -> Placement:
-    return placement.laid_out(x_nbytes=placement.x_nbytes[:1] * LARGER, side_nbytes=placement.side_nbytes[:1] * LARGER)
+    return placement.laid_out(**{name: getattr(placement.layout, name)[:1] * LARGER for name in ACTIVATIONS})
 
 
 def test_a_step_after_updates_that_hold_may_take_the_most_memory():

@@ -18,7 +18,7 @@ from gs_compile.program.ir import StepShape
 
 
 def test_nothing_else_holds_a_run():
-    layout: Any = SimpleNamespace(x_nbytes=1, side_nbytes=0, split=SimpleNamespace(num_layers=2))
+    layout: Any = SimpleNamespace(x_nbytes=1, side_nbytes=0, dside_nbytes=0, split=SimpleNamespace(num_layers=2))
     layout.shape_of = lambda *_, **__: StepShape()
     options = Options.of({"host_memory": 10**9})
     given = {"sizes": {"split": ()}, "layouts": [layout], "tied": frozenset(), "clip": False}

@@ -27,7 +27,10 @@ PLACEMENTS = {
     "on the device": place(3, 2, options=replace(SMALL, device_parameter=0.7, device_checkpoint=0.25)),
 }
 LATE = {"tiers", "clipped", "one memory", "on the device"}
-STEPS = {"resident": (2, 2, StepShape(has_total=True, sides=frozenset("e"), side_gradients=frozenset("e"))), "horizontal": (2, 2)}
+STEPS = {
+    "resident": (2, 2, StepShape(has_total=True, sides=frozenset("e"), side_gradients=frozenset("e"))),
+    "horizontal": (2, 2),
+}
 GOOD = {
     name: lowered(STEPS.get(name, (3, 2)), placement, late=name in LATE)[-1].text(fold=False)
     for name, placement in PLACEMENTS.items()

@@ -24,7 +24,8 @@ from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import arrange, stored_types, tied_units
 from gs_compile.errors import CaptureError, GreedySnakeError
 from gs_compile.options import Masters, Options
-from gs_compile.placement.workload import LevelCost, UnitCost, UnitSize, Workload
+from gs_compile.placement.boundaries import Nbytes
+from gs_compile.placement.workload import ACTIVATIONS, LevelCost, UnitCost, UnitSize, Workload
 from gs_compile.planner.cost.flops import unit_cost, unit_levels
 from gs_compile.planner.cost.model import DEPTH, built, check_length, meta_copy, meta_tokens, named_config, repeated
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Schedule, Unit
@@ -152,11 +153,15 @@ def workload_of(specialized: SpecializedModel, sizes: Sequence[UnitSize], *, tie
         costs=by_unit,
         micro_batch_size=specialized.micro_batch_size,
         sequence=(*checkpoints[0].shape, 1)[1],
-        x_nbytes=specialized.x_nbytes,
-        side_nbytes=specialized.side_nbytes,
+        **{name: getattr(specialized, name) for name in ACTIVATIONS},
         dtype=DTYPES.get(checkpoints[-1].dtype, "fp32"),
         shape=specialized.shape_of(sizes, tied),
     )
+
+
+def activations(layouts: Sequence[SpecializedModel]) -> dict[str, tuple[Nbytes, ...]]:
+    """The bytes of each micro-batch, by the field of a layout."""
+    return {name: tuple(getattr(each, name) for each in layouts) for name in ACTIVATIONS}
 
 
 def levelled(workload: Workload, specialized: SpecializedModel) -> Workload:

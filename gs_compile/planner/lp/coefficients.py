@@ -35,7 +35,6 @@ from gs_compile.planner.lp.counting import (
     Array,
     Counted,
     Readings,
-    activations,
     anchors,
 )
 from gs_compile.planner.measure.profile import Profile
@@ -69,7 +68,7 @@ class Formulas:
         self.scale = np.ones(NUM_CLASSES)
         self.scale[ACTIVATIONS] = [
             part_nbytes(nbytes, in_parts(known))
-            for nbytes, known in zip(activations(workload), activations(counted.workload), strict=True)
+            for nbytes, known in zip(workload.activations.values(), counted.workload.activations.values(), strict=True)
         ]
         homes = [tier for tier in SAVED if tier != "device" or self.separate]
         levels = range(1, workload.num_levels + 1) if counted.saves else ()

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gs_compile.options import Ratios
-from gs_compile.placement.boundaries import Nbytes, in_parts
+from gs_compile.placement.boundaries import in_parts
 from gs_compile.placement.levels import Level, Share, Shares
 from gs_compile.placement.liveness import live_ranges
 from gs_compile.placement.placement import Decision, Placement
@@ -47,10 +47,10 @@ TIMED = ("compute", "cpu", "h2d", "d2h", "ssd_read", "ssd_write", "net")
 
 PHASE_OF = {"fill": 0, "forward": 0, "backward": 1, "drain": 1}
 # Classes of values, by kind, whose bytes are told apart; of the first four the columns of the ratios, host and device.
-KINDS = {"x": 0, "dx": 0, "w": 1, "s": 2, "dw": 3, "side": 4, "a": 5}
+KINDS = {"x": 0, "dx": 0, "w": 1, "s": 2, "dw": 3, "side": 4, "a": 5, "dside": 6}
 COLUMNS = ((1, 4), (2, 5), (3,), (6,))
-NUM_CLASSES = 7  # the last is of all other values
-ACTIVATIONS = [0, 4]  # classes whose bytes are a micro-batch's
+NUM_CLASSES = 8  # the last is of all other values
+ACTIVATIONS = [0, 4, 6]  # classes whose bytes are a micro-batch's
 NOTHING = Ratios(checkpoint=0.0, parameter=0.0, optimizer=0.0, gradient=0.0)
 EVERYTHING = Ratios(checkpoint=1.0, parameter=1.0, optimizer=1.0, gradient=1.0)
 ON_DEVICE = Ratios(device_checkpoint=1.0, device_parameter=1.0, optimizer=1.0, gradient=0.0)
@@ -65,7 +65,7 @@ class Readings:
     moved: `[phase, lane, class, WIDTH]`, or more where layers may save more than their input; of the optimizer what its
         rule reads and writes, of "compute" passes over memory. alive: `[point, tier, class, WIDTH]`. code: by
         phase, how often each unit's code runs (of a backward the second entry). Activations count in checkpoints, and
-        in side inputs of a micro-batch, or in parts of them where they are not all as large.
+        in side inputs and their gradients of a micro-batch, or in parts of them where they are not all as large.
     """
 
     moved: Array
@@ -113,7 +113,7 @@ class Counted:
     def is_of(self, workload: Workload) -> bool:
         """Whether a workload is of the same model, at whatever micro-batch size."""
         mine, other = (
-            (each.sizes, each.shape, *map(in_parts, activations(each))) for each in (self.workload, workload)
+            (each.sizes, each.shape, *map(in_parts, each.activations.values())) for each in (self.workload, workload)
         )
         return mine == other
 
@@ -142,9 +142,9 @@ class Counted:
     def _lowered(self, num_layers: int, alpha: float, number: int) -> Readings:
         """Of the model with as many layers, from a program for each corner."""
         workload = shortened(self.workload, num_layers)
-        x_parts, side_parts = map(in_parts, activations(workload))
-        layout = {"num_layers": num_layers, "x_nbytes": (x_parts,) * number, "side_nbytes": (side_parts,) * number}
-        builder = replace(self.builder, sizes=workload.sizes, shape=workload.shape).laid_out(**layout)
+        layout = {name: (in_parts(nbytes),) * number for name, nbytes in workload.activations.items()}
+        builder = replace(self.builder, sizes=workload.sizes, shape=workload.shape)
+        builder = builder.laid_out(num_layers=num_layers, **layout)
         corners: list[tuple[Ratios, Tier | None]] = [(NOTHING, "ssd"), (EVERYTHING, "host")]
         corners += [(ON_DEVICE, "device")] if builder.layout.separate else []
         corners += [(NOTHING, None)] if self.saves else []
@@ -187,11 +187,6 @@ def _affine(corners: Sequence[Array], *, saves: bool) -> Array:
         for column, corner in zip(columns, corners[1:], strict=False):
             found[..., kind, column] = corner[..., kind] - corners[0][..., kind]
     return found
-
-
-def activations(workload: Workload) -> tuple[Nbytes, Nbytes]:
-    """The bytes of a micro-batch, of the classes `ACTIVATIONS`."""
-    return workload.x_nbytes, workload.side_nbytes
 
 
 def anchors(alpha: float) -> tuple[float, ...]:
