@@ -38,6 +38,15 @@ def units_of(model: torch.nn.Module, num_ranks: int = 1) -> dict[Any, int]:
     return {unit: _whole(each, num_ranks * QUANTUM) // num_ranks for unit, each in numel.items()}
 
 
+def units_of_parts(model: torch.nn.Module, parts: Mapping[str, Any]) -> dict[Any, int]:
+    """The same of a model whose parameters' names begin with parts of it; `parts`: the unit of each."""
+    numel = Counter[Any]()
+    for name, values in model.named_parameters():
+        (unit,) = (unit for part, unit in parts.items() if name.startswith(f"{part}."))
+        numel[unit] += _whole(values.numel(), QUANTUM)
+    return dict(numel)
+
+
 def _whole(numel: int, quantum: int) -> int:
     return -(-numel // quantum) * quantum
 

@@ -123,9 +123,8 @@ class Ours:
     def facts(self) -> dict[str, Any]:
         """How many blocks are streamed, of how many kinds, and which parameters stayed in memory."""
         made = next(iter(self._compilations()[-1].models.values()))
-        joints = made.split.joints  # are no blocks
-        kinds = sum(joints.isdisjoint(layers) for layers in made.uniform.layer_classes)
-        return {"streamed": made.split.num_layers - len(joints), "kinds": kinds, "kept": self.kept}
+        streamed = made.split.num_layers - len(made.split.joints)  # which are no blocks
+        return {"streamed": streamed, "kinds": made.uniform.num_kinds, "kept": self.kept}
 
     def _compilations(self) -> list[Compilation]:
         return next((compilations_of[p] for p in self.parameters.values() if p in compilations_of), [])

@@ -30,6 +30,11 @@ class Uniform:
     joints: frozenset[int] = frozenset()  # the layers that are no blocks: each begins another stack
 
     @property
+    def num_kinds(self) -> int:
+        """Of blocks, all stacks together."""
+        return sum(not self.joints.issuperset(layers) for layers in self.layer_classes)
+
+    @property
     def report(self) -> str:
         lines = [f"class {i}: {self._described(layers)}" for i, layers in enumerate(self.layer_classes)]
         return "\n".join([*lines, *self.differences])

@@ -259,7 +259,7 @@ class Compilation:
             self._warned = True
             blocks = f"{alike.block_cut.part}-blocks" if alike.block_cut else "blocks"
             warnings.warn(
-                f"the model's {blocks} are of {len(alike.layer_classes)} kinds, each compiled once: "
+                f"the model's {blocks} are of {alike.num_kinds} kinds, each compiled once: "
                 + "; ".join(alike.differences),
                 UniformityWarning,
                 stacklevel=2,
