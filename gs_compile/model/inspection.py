@@ -98,7 +98,7 @@ class Inspection:
     programs: the step program after every pass; the last is the one that runs. `str` of one is its text.
     num_layers: of the program; a schedule may have several of each block, such as its attention half and the other.
     micro_batch_size: samples in a micro-batch; the last of the `num_micro_batches` of a batch may have fewer.
-    checkpoint: the input of one layer for one micro-batch.
+    checkpoint: the input of the first layer for one micro-batch; of another stack's layers it may be another.
     seconds_in_passes: spent so far in the passes over this capture, for all sizes it was called with.
     seconds_in_code: spent so far in tracing and compiling the units' code, which equal units of all captures share.
     """
@@ -188,13 +188,18 @@ class Inspection:
     def report(self, after: str | None = None) -> str:
         """Sizes, classes, the derivation of the loss, times, and the program after the pass `after` or all passes."""
         layer = self._layer.removesuffix("-layer")
-        names = ["embedding", *(f"{layer} of class {index}" for index in range(len(self.classes))), "head"]
+        joints = self._model.split.joints
+        layers = [
+            "joint" if joints.issuperset(each.units) else f"{layer} of class {index}"
+            for index, each in enumerate(self.classes)
+        ]
+        names = ["embedding", *layers, "head"]
         rows = zip(names, self._unit_classes, strict=True)
         return "\n".join(
             [
                 self.headline,
                 *(f"  {name + ':':<19} {self._size(unit)}" for name, unit in rows),
-                f"  {'checkpoint:':<19} {self.checkpoint} for each {self._layer} and micro-batch",
+                f"  {'checkpoint:':<19} {self._checkpoints} for each {self._layer} and micro-batch",
                 f"step: {_describe(self.shape)}",
                 self.uniformity,
                 "loss of the whole batch:",
@@ -226,6 +231,11 @@ class Inspection:
             "programs": {program.made_by: str(program) for program in self.programs},
             "seconds": {"passes": self.seconds_in_passes, "code": self.seconds_in_code},
         }
+
+    @property
+    def _checkpoints(self) -> str:
+        """``float32[2, 5, 32]``, or those of all layers in their order where they differ."""
+        return " or ".join(dict.fromkeys(map(str, self._model.checkpoints[:-1])))
 
     def _nbytes(self, *units: Unit) -> int:
         return sum(spec.nbytes for spec in self.parameters(*units).values())
