@@ -106,7 +106,9 @@ class Differentiated:
     @cached_property
     def _cuts(self) -> Cuts:
         sources = [source.kind for source in self.unit.sources]
-        if "x" not in sources or "x" not in self.unit.results or not self.unit.differentiable or self.unit.is_joint:
+        if self.unit.is_joint:
+            return Cuts(self, (), "it joins two stacks")
+        if "x" not in sources or "x" not in self.unit.results or not self.unit.differentiable:
             return Cuts(self, (), "it is no layer that is trained")
         with self._timed():
             if shared := self._of_all_lengths(lambda code: code._cuts):
