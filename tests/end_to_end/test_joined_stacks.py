@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from captured import captured
 from closed_forms import units_of_parts, vertical
 from tiered import LENGTH, VOCABULARY, Block, Harness, Output, adamw, moved, options, sgd, step, tokens
 from torch import nn
@@ -79,7 +80,7 @@ def test_the_same_bits_wherever_data_lives(harness, tmp_path):
         for name, chosen in PLACEMENTS.items()
     }
     first = found.pop("SSD")
-    assert {name: each.differences(first) for name, each in found.items()} == dict.fromkeys(found, [])
+    assert {name: each.differences(first) for name, each in found.items()} == {name: [] for name in found}
 
 
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
@@ -108,9 +109,18 @@ def test_a_step_moves_what_it_has_to(harness, separate_device, tmp_path):
     assert layers == units_of_parts(harness.model, PARTS)
     assert found.traced == found.planned
     token = MICRO_BATCH * LENGTH * 4
-    expected = vertical(layers, [*[token * WIDE] * 3, *[token * NARROW] * 3], number, alpha=0.0, separate_device=separate_device)
+    expected = vertical(
+        layers, [*[token * WIDE] * 3, *[token * NARROW] * 3], number, alpha=0.0, separate_device=separate_device
+    )
     expected["ssd_read", "w"] -= kept
     assert found.traced == expected
+
+
+def test_where_blocks_are_cut_in_two_the_larger_stack_alone_is_streamed():
+    case = captured(joined(), tokens(0), labels=tokens(1))
+    assert (case.split().num_layers, case.split().joints) == (5, {2})
+    halves = case.split(halved=True)
+    assert (halves.num_layers, halves.joints) == (4, frozenset())
 
 
 # A tower before a language model, and models of transformers ----------------------------------------------------------

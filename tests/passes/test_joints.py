@@ -131,7 +131,7 @@ def test_a_joint_runs_by_its_own_verbs():
 
 def test_side_inputs_are_those_of_the_own_stack():
     text = vertical(3, 1, shape=two_stacks(1)).text()
-    with pytest.raises(ProgramError, match="not side_0.device"):
+    with pytest.raises(ProgramError, match=r"not side_0\.device"):
         verify(parse(text.replace("forward(x2_0.device, side1_0.device", "forward(x2_0.device, side_0.device")))
 
 
