@@ -75,6 +75,10 @@ class MixedDeviceError(CaptureError):
     """Inputs and parameters are on more than one device."""
 
 
+class DeviceError(GreedySnakeError, RuntimeError):
+    """The model is on a device that cannot train it; says why, and which can."""
+
+
 class NothingRequiresGradError(CaptureError):
     """A training step was asked for, but no parameter requires a gradient."""
 

@@ -206,7 +206,6 @@ class Parameters:
         offset = int(reads[0].storage_offset()) + start - first
         share = reads[0].as_strided((stop - start,), (1,), offset)
         ranks.all_gather(whole[ranks.number * start : ranks.number * stop], share)
-        self.setting.device.hold(whole, share)
 
 
 class Activations:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ class TieredExecutor(Executor):
         self.number = number
         self.tiers = tiers
         self.placement = placement
-        self.values = ValueTable()
+        self.values = ValueTable(tiers.held)
         self.env = self.values.contents
         for value, content in inputs.items():
             self.values.define(value, content)
@@ -71,7 +70,7 @@ class TieredExecutor(Executor):
         self._block = tiers.block(program)
         self._slots = Slots(placement)
         self._handlers = Handlers(tiers, placement, units, bindings, number)
-        self._on_device = program.device and DeviceMemory(program.device, attrgetter("done"), tiers.ended_on_device)
+        self._on_device = program.device and DeviceMemory(program.device, _has_left, tiers.ended_on_device)
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients there are: between forward and backward, the head's own.
@@ -105,6 +104,7 @@ class TieredExecutor(Executor):
 
     def _run(self, start: int, stop: int) -> None:
         self._computing = False
+        self._device.set_clock()
         at = start
         try:
             for at in range(start, stop):
@@ -136,6 +136,7 @@ class TieredExecutor(Executor):
         if self._on_device is not None:
             while users := self._on_device.awaited(at):
                 join_all(users, None)
+                self.tiers.held.let_go()
             self._on_device.take(at)
 
     def _issue_at(self, at: int) -> None:
@@ -218,7 +219,7 @@ class TieredExecutor(Executor):
                 self.tiers.begun.synchronize()  # the computation before has begun
             self.tiers.begun = begun = self._device.record(stream)
             results = self._results(op)
-            self.tiers.trace.add_later(label, self._device, begun, self._device.record(stream))
+            self.tiers.trace.add_later(label, self._device.clock, begun, self._device.record(stream))
         launched = self._launched()
         for value, result in zip(op.results, results, strict=True):
             self._table(value).define(value, result, launched)
@@ -251,7 +252,7 @@ class TieredExecutor(Executor):
         stream = self._device.current_stream()
         if stream is None:
             return []
-        ticket = Ticket("compute")
+        ticket = Ticket("compute", is_in_order=True)
         ticket.event = self._device.record(stream)
         ticket.finish()
         return [ticket]
@@ -309,6 +310,11 @@ class TieredExecutor(Executor):
         if not self.placement.speculative:
             record.issued.append((unit.unit, len(record.squares)))
         return record.so_far()
+
+
+def _has_left(user: Ticket) -> bool:
+    """Whether an operation leaves the device's memory to those that come after it."""
+    return user.is_in_order or user.done
 
 
 def _nothing() -> None:

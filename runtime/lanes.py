@@ -29,8 +29,10 @@ from gs_compile.runtime.trace import Label, Trace
 class Ticket:
     """Tells when one operation is done, and raises its error."""
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, name: str = "", *, is_in_order: bool = False) -> None:
+        """is_in_order: on the stream that computes, and what takes memory after it waits for it anyway."""
         self.name = name
+        self.is_in_order = is_in_order
         self.error: BaseException | None = None
         self.event: Event | None = None  # where the operation was launched on a stream
         self._launched = threading.Event()
@@ -132,13 +134,17 @@ class Lane:
         return ticket
 
     def close(self) -> None:
-        """Finish what was submitted, and end the thread."""
+        """Finish what was submitted, on the device too, and end the thread."""
         self._tasks.put(None)
         self._thread.join()
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _work(self) -> None:
         if self._num_threads:
             limit_threads(self._num_threads)
+        if self._device is not None:
+            self._device.enter()
         while (task := self._tasks.get()) is not None:
             ticket, failed = task.ticket, None
             try:
@@ -162,4 +168,4 @@ class Lane:
             start_event = self._device.record(self._stream)
             task.run()
             task.ticket.event = self._device.record(self._stream)
-        self._trace.add_later(task.label, self._device, start_event, task.ticket.event)
+        self._trace.add_later(task.label, self._device.clock, start_event, task.ticket.event)

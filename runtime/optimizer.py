@@ -222,7 +222,6 @@ class OptimizerStep:
         for start, stop in unit.pieces:
             if start < unit.num_trained:
                 ranks.reduce_scatter(shard[start:stop], gradient.flat[ranks.number * start : ranks.number * stop])
-        device.hold(gradient.flat, shard)
         self._add(op, shard, sums, record)
         square = _square(shard) if device.has_own_memory else torch.tensor(sum_of_squares(shard), dtype=torch.float64)
         losses = torch.tensor(sum(loss() for loss in norm.losses)).to(square)

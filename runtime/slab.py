@@ -23,7 +23,7 @@ from gs_compile.placement.slab import fixed_offsets
 from gs_compile.program.ir import Program
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.pages import Pages
-from gs_compile.runtime.stream import Device
+from gs_compile.runtime.stream import Device, pinned_block
 
 
 class Place(NamedTuple):
@@ -134,10 +134,12 @@ def map_memory(nbytes: int, device: Device | None = None) -> torch.Tensor:
     """`nbytes` of host memory, zero, as uint8 at the start of a page; unmapped when no tensor refers to it any more.
 
     device: pins the memory for as long as it is mapped, where it has memory of its own; RuntimeError where the system
-    refuses that.
+    refuses that. Where it registers none, the memory is torch's own, which may take up to twice as much.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
+    if device is not None and not device.registers:
+        return pinned_block(nbytes).zero_()
     pages = Pages(nbytes)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if device is not None and device.has_own_memory:

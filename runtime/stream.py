@@ -1,23 +1,28 @@
 """stream: the only file that knows about devices: their streams, events, memory and random numbers.
 
-Device    what the runtime asks of a device. This class is a device that computes in host memory: nothing on it is
-          asynchronous, so it has no streams, and nothing needs to be pinned.
-Cuda      a CUDA device: what is launched on a stream runs later, in the order of that stream.
-DEVICES   the class of each type of device.
+Device        what the runtime asks of a device. This class is a device that computes in host memory: nothing on it is
+              asynchronous, so it has no streams, and nothing needs to be pinned.
+Accelerator   a device of torch.accelerator: what is launched on a stream runs later, in the order of that stream.
+Cuda          one with what CUDA and ROCm do better: host memory that is registered, events that block.
+DEVICES       the class of each type of device that has one of its own.
 
 A stream runs what is launched on it in order. An event is a point in a stream; other streams and threads wait for it.
+Memory of a device is taken on the stream that computes, and is for that stream again as soon as nobody refers to it:
+who uses it on another stream keeps a reference until that is done (`values.Held`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 
+from gs_compile.errors import DeviceError
 from gs_compile.machine import available_memory, usable_memory
 
 Tensor = torch.Tensor
@@ -28,7 +33,7 @@ Reading = Callable[[], float]  # a number of the device, on its way to the host;
 
 
 class Event(Protocol):
-    """A point in a stream; `Device.seconds` tells when it was."""
+    """A point in a stream; a `Clock` tells when it was."""
 
     def query(self) -> bool: ...
 
@@ -40,11 +45,21 @@ class Stream(Protocol):
 
     def wait_event(self, event: Any) -> None: ...
 
+    def synchronize(self) -> None: ...
+
+
+class Clock(Protocol):
+    """Tells when events were."""
+
+    def seconds(self, start: Any, end: Any) -> tuple[float, float]:
+        """When two events happened, by the clock of `time.perf_counter`; both have."""
+
 
 class Device:
     """A device whose memory is the host's: what is computed is done on return."""
 
-    has_own_memory = False
+    has_own_memory: ClassVar[bool] = False
+    registers: ClassVar[bool] = True  # host memory of any allocator, by `pin`
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -54,8 +69,11 @@ class Device:
         return self.device.type
 
     def memory_nbytes(self) -> tuple[int, int]:
-        """The bytes of its memory that are free now, and all of them."""
+        """The bytes of its memory that this process can have now, and all of them."""
         return available_memory(), usable_memory()
+
+    def enter(self) -> None:
+        """This thread works for this device from now on: without it, a thread's first device is the first one."""
 
     # Order -----------------------------------------------------------------------------------------------------------
 
@@ -75,9 +93,13 @@ class Device:
         """An event after all that was launched on `stream` so far."""
         raise NotImplementedError(f"{self.name} has no streams")
 
-    def seconds(self, start: Any, end: Any) -> tuple[float, float]:
-        """When two events happened, by the clock of `time.perf_counter`; both have."""
+    @property
+    def clock(self) -> Clock:
+        """By which events of now are timed."""
         raise NotImplementedError(f"{self.name} has no streams")
+
+    def set_clock(self) -> None:
+        """Begin another clock: the device's own and the host's drift apart."""
 
     def synchronize(self) -> None:
         """Wait for all that was launched."""
@@ -91,11 +113,8 @@ class Device:
         return torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy on the current stream; on return it is launched. Memory of the device stays until it has been used."""
+        """Copy on the current stream; on return it is launched."""
         target.copy_(source)
-
-    def hold(self, *tensors: Tensor) -> None:
-        """Memory of the device stays until what was launched on the current stream has used it."""
 
     def read(self, number: Tensor) -> Reading:
         """Bring a number of the current stream to the host, without a wait where the device can."""
@@ -106,20 +125,106 @@ class Device:
         """Let host memory take part in asynchronous copies; RuntimeError where the system refuses."""
 
     def unpin(self, address: int) -> None:
-        """The end of `pin`: before the memory is unmapped."""
+        """The end of `pin`, before the memory is unmapped; what was launched on the device is waited for."""
 
 
-class Cuda(Device):
-    """A CUDA device."""
+@dataclass(frozen=True)
+class _Anchored:
+    """A clock: an event, and when it happened. The time between two events is a float32 of milliseconds."""
+
+    event: Any
+    at_seconds: float
+
+    def seconds(self, start: Any, end: Any) -> tuple[float, float]:
+        begin = self.at_seconds + self.event.elapsed_time(start) / 1e3
+        return begin, begin + max(0.0, start.elapsed_time(end)) / 1e3
+
+
+class Accelerator(Device):
+    """A device of torch.accelerator, with streams and memory of its own."""
 
     has_own_memory = True
+    registers = False
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        super().__init__(torch.device(device.type, index))
+        self._clock: _Anchored | None = None
+        self._beside: Any = None  # a stream on which nothing waits
 
     @property
     def name(self) -> str:
-        return torch.cuda.get_device_name(self.device)
+        return str(torch.get_device_module(self.device).get_device_name(self.device))
 
     def memory_nbytes(self) -> tuple[int, int]:
-        return torch.cuda.mem_get_info(self.device)
+        free, whole = torch.accelerator.get_memory_info(self.device)
+        reserved = torch.accelerator.memory_reserved(self.device)  # of which the allocator lends what is not in use
+        return free + reserved - torch.accelerator.memory_allocated(self.device), whole
+
+    def enter(self) -> None:
+        torch.accelerator.set_device_index(self.device)
+
+    def new_stream(self) -> Stream | None:
+        return torch.Stream(self.device)
+
+    def current_stream(self) -> Stream | None:
+        return torch.accelerator.current_stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = stream
+        return context
+
+    def record(self, stream: Any) -> Event:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(stream)
+        return event
+
+    @property
+    def clock(self) -> Clock:
+        if self._clock is None:
+            self.set_clock()
+        assert self._clock is not None
+        return self._clock
+
+    def set_clock(self) -> None:
+        self._beside = self._beside or self.new_stream()
+        event = self.record(self._beside)
+        event.synchronize()
+        self._clock = _Anchored(event, time.perf_counter())
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def read(self, number: Tensor) -> Reading:
+        arrived = torch.empty((), dtype=torch.float64, pin_memory=True)
+        arrived.copy_(number, non_blocking=True)
+        return _Arrival(arrived, self.record(self.current_stream()))
+
+    def pin(self, address: int, nbytes: int) -> None:
+        raise RuntimeError(f"{self.name} registers no memory")
+
+
+class _Arrival:
+    """A number on its way to the host; who has waited for it once asks the device no more."""
+
+    def __init__(self, arrived: Tensor, event: Event) -> None:
+        self._arrived, self._event = arrived, event
+        self._value: float | None = None
+
+    def __call__(self) -> float:
+        if self._value is None:
+            self._event.synchronize()
+            self._value = float(self._arrived)
+        return self._value
+
+
+class Cuda(Accelerator):
+    """A CUDA device, or one of ROCm, which has the same name."""
+
+    registers = True
 
     def new_stream(self) -> Stream | None:
         return torch.cuda.Stream(self.device)
@@ -135,53 +240,37 @@ class Cuda(Device):
         event.record(stream)
         return event
 
-    @cached_property
-    def _origin(self) -> tuple[Any, float]:
-        event = self.record(self.current_stream())
-        event.synchronize()
-        return event, time.perf_counter()
-
-    def seconds(self, start: Any, end: Any) -> tuple[float, float]:
-        origin, origin_seconds = self._origin
-        begin = origin_seconds + origin.elapsed_time(start) / 1e3
-        return begin, begin + start.elapsed_time(end) / 1e3
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source, non_blocking=True)
-        self.hold(target, source)
-
-    def hold(self, *tensors: Tensor) -> None:
-        for tensor in tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(self.device))
-
-    def read(self, number: Tensor) -> Reading:
-        arrived = torch.empty((), dtype=torch.float64, pin_memory=True)
-        arrived.copy_(number, non_blocking=True)
-        event = self.record(self.current_stream())
-
-        def wait() -> float:
-            event.synchronize()
-            return float(arrived)
-
-        return wait
-
     def pin(self, address: int, nbytes: int) -> None:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)))
+        self.enter()
+        refused = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        if refused:
+            with suppress(RuntimeError):  # CUDA's last error stays, and the next kernel, whose ever it is, reports it
+                torch.ones((), device=self.device)
+        torch.cuda.check_error(refused)
 
     def unpin(self, address: int) -> None:
+        self.synchronize()
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
 
-DEVICES: Mapping[str, Callable[[torch.device], Device]] = {"cpu": Device, "cuda": Cuda}
+DEVICES: Mapping[str, Callable[[torch.device], Device]] = {"cpu": Device, "meta": Device, "cuda": Cuda}
+REFUSED = {"mps": "its memory is the host's, and it has no streams that copy beside a computation"}
 
 
 def device_of(device: torch.device) -> Device:
-    """The `Device` for a device of torch's."""
-    return DEVICES.get(device.type, Device)(device)
+    """The `Device` for a device of torch's; raises `DeviceError` for a type that is none of torch.accelerator's."""
+    if device.type in DEVICES:
+        return DEVICES[device.type](device)
+    if device.type == _accelerator():
+        return Accelerator(device)
+    reason = REFUSED.get(device.type, "torch.accelerator knows no such device here")
+    raise DeviceError(f"a model on {device} cannot be trained: {reason}. Move it to cpu, or to a CUDA device")
+
+
+def _accelerator() -> str | None:
+    """The type of this machine's accelerator, where it is one that trains."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type in REFUSED else found.type
 
 
 def has_own_memory(device: torch.device) -> bool:
@@ -194,21 +283,31 @@ def is_in_host_memory(tensor: Tensor | torch.UntypedStorage) -> bool:
 
 
 def default_device() -> torch.device:
-    """A CUDA device where there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The current accelerator where there is one, else the CPU."""
+    kind = _accelerator()
+    return torch.device("cpu") if kind is None else torch.device(kind, torch.accelerator.current_device_index())
 
 
-def cuda_devices() -> list[tuple[str, int]]:
-    """The name and the bytes of memory of each CUDA device."""
-    if not torch.cuda.is_available():
-        return []
-    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [(each.name, each.total_memory) for each in properties]
+def accelerators() -> list[tuple[str, int]]:
+    """The name and the bytes of memory of each accelerator."""
+    kind = _accelerator()
+    found = [device_of(torch.device(kind, index)) for index in range(torch.accelerator.device_count())] if kind else []
+    return [(each.name, each.memory_nbytes()[1]) for each in found]
 
 
 def network_backend() -> str:
     """What torch.distributed moves data with between ranks, for the memory of the host and of a device."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    kind = _accelerator()
+    return "gloo" if kind is None else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+
+
+def shared_generator(device: torch.device) -> torch.Generator:
+    """The generator of a device that all of torch draws from."""
+    if device.type == "cpu":
+        return torch.default_generator
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    found: torch.Generator = torch.get_device_module(device).default_generators[index]
+    return found
 
 
 def pinned_block(nbytes: int) -> Tensor:

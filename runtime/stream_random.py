@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gs_compile.runtime.stream import shared_generator
+
 aten = torch.ops.aten
 # Overloads that take a generator, by those that do not.
 WITH_GENERATOR = {
@@ -67,8 +69,7 @@ class OwnNumbers(TorchDispatchMode):
         return self._generators[device]
 
     def _borrow(self, func: Any, args: Any, kwargs: Any, generator: torch.Generator) -> Any:
-        is_cuda = generator.device.type == "cuda"
-        shared = torch.cuda.default_generators[generator.device.index or 0] if is_cuda else torch.default_generator
+        shared = shared_generator(generator.device)
         before = shared.get_state()
         shared.set_state(generator.get_state())
         try:

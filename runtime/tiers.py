@@ -26,7 +26,7 @@ from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.stream import Event
 from gs_compile.runtime.threads import refuse_without_threads
 from gs_compile.runtime.trace import Trace
-from gs_compile.runtime.values import ValueTable
+from gs_compile.runtime.values import Held, ValueTable
 
 Tensor = torch.Tensor
 
@@ -58,7 +58,8 @@ class Tiers(Homes):
         self.parameters = Parameters(setting)
         self.activations = Activations(setting)
         self.optimizer = OptimizerStep(setting, recipe)
-        self.values = ValueTable()
+        self.held = Held()
+        self.values = ValueTable(self.held)
         self.commits = Commits(setting, self.values, alike) if placement.durability else None
         self.homes = placement.homes(late=False) | placement.homes(late=True)
         self.begun: Event | None = None  # the latest computation has begun, on a device that computes asynchronously
@@ -188,11 +189,12 @@ class Tiers(Homes):
     def close(self) -> None:
         """End all threads, remove all files, give back all memory; once is enough."""
         try:
+            self._finalizer()
+        finally:  # also where the user has interrupted it
             self.values = ValueTable()
+            self.held.let_go()
             self.parameters.close()
             self.slab.close()
-        finally:  # also where the user has interrupted it
-            self._finalizer()
 
     def fail(self, error: BaseException) -> None:
         """After an error nothing goes on: threads end, files go. Raises what failed first, where that is the cause."""

@@ -67,17 +67,17 @@ class Trace:
         with self._lock:
             self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
             self._totals: dict[str, Total] = {}
-            self._launched: deque[tuple[Label, stream.Device, stream.Event, stream.Event]] = deque()  # maybe not over
+            self._launched: deque[tuple[Label, stream.Clock, stream.Event, stream.Event]] = deque()  # maybe not over
 
     def add(self, label: Label, start_seconds: float, end_seconds: float) -> None:
         """Records one operation on one of `LANES`."""
         with self._lock:
             self._add(label, start_seconds, end_seconds)
 
-    def add_later(self, label: Label, device: stream.Device, start: stream.Event, end: stream.Event) -> None:
+    def add_later(self, label: Label, clock: stream.Clock, start: stream.Event, end: stream.Event) -> None:
         """Records one operation of a stream, between two events of it, when these have happened."""
         with self._lock:
-            self._launched.append((label, device, start, end))
+            self._launched.append((label, clock, start, end))
             self._take_launched()
 
     def _add(self, label: Label, start_seconds: float, end_seconds: float) -> None:
@@ -94,8 +94,8 @@ class Trace:
     def _take_launched(self) -> None:
         """Record what was launched and is over by now: in the order of launching, one lane's behind another's."""
         while self._launched and self._launched[0][-1].query():
-            label, device, start, end = self._launched.popleft()
-            self._add(label, *device.seconds(start, end))
+            label, clock, start, end = self._launched.popleft()
+            self._add(label, *clock.seconds(start, end))
 
     def totals(self, *, reset: bool = False) -> dict[str, Total]:
         """By lane, those that did something, in the order of `LANES`; later operations do not change it.

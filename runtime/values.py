@@ -96,11 +96,34 @@ def tensors_of(content: torch.Tensor | Gradient | Saved) -> tuple[torch.Tensor, 
     return content.tensors if isinstance(content, Saved) else (flat_of(content),)
 
 
-class ValueTable:
-    """Contents of values, and the tickets of those who made, read or change them."""
+class Held:
+    """Contents of values that have ended, while an operation on another stream than the computation's is at work on
+    them: a device's memory is for the computation again as soon as nobody refers to it.
+    """
 
     def __init__(self) -> None:
+        self._entries: list[tuple[Any, Sequence[Ticket]]] = []
+
+    def keep(self, content: Any, users: Sequence[Ticket]) -> None:
+        """Refer to a content until all of `users` are done; what others have done by now is let go of."""
+        self.let_go()
+        if users := [ticket for ticket in unfinished(users) if not ticket.is_in_order]:
+            self._entries.append((content, users))
+
+    def let_go(self) -> None:
+        """Of all that nobody is at work on any more."""
+        self._entries = [each for each in self._entries if not all(ticket.done for ticket in each[1])]
+
+
+class ValueTable:
+    """Contents of values, and the tickets of those who made, read or change them.
+
+    held: where contents of the device stay that have ended and are still in use.
+    """
+
+    def __init__(self, held: Held | None = None) -> None:
         self.contents: dict[Value, Any] = {}
+        self._held = held or Held()
         self.places: dict[Value, Place] = {}  # of those in the slab
         self.users: Users[Value, Ticket] = Users(unfinished)
 
@@ -118,8 +141,10 @@ class ValueTable:
 
     def free(self, value: Value) -> Sequence[Ticket]:
         """The end of a value; its memory is for others once all who still use it are done: these."""
-        del self.contents[value]
+        content = self.contents.pop(value)
         users = self.users.free(value)
+        if value.tier == "device":
+            self._held.keep(content, users)
         place = self.places.pop(value, None)
         if place is not None:
             place.end(users)

@@ -72,6 +72,9 @@ class TwinStream:
         self.twin.observer.stream_waits(self, event)
         self.launch(event.happened.wait)
 
+    def synchronize(self):
+        self.twin.record(self).synchronize()
+
     def close(self):
         self._tasks.put(None)
         self._thread.join()
@@ -150,6 +153,10 @@ class Twin(Device):
         self.observer.recorded(stream, event)
         stream.launch(event.happen)
         return event
+
+    @property
+    def clock(self):
+        return self
 
     def seconds(self, start, end):
         return start.seconds, end.seconds

@@ -97,9 +97,9 @@ def memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> Check:
 
 def cuda(*, proc: Path = PROC) -> Check:
     """The devices that torch sees, and whether host memory can be pinned for them, beyond its limit too."""
-    from gs_compile.runtime.stream import cuda_devices, pinned_block
+    from gs_compile.runtime.stream import accelerators, pinned_block
 
-    devices = ", ".join(f"{name} with {format_bytes(nbytes)}" for name, nbytes in cuda_devices())
+    devices = ", ".join(f"{name} with {format_bytes(nbytes)}" for name, nbytes in accelerators())
     if not devices:
         if (proc / "driver/nvidia/version").exists():
             advice = "install a torch that is built for CUDA, or look at CUDA_VISIBLE_DEVICES"
@@ -118,9 +118,9 @@ def cuda(*, proc: Path = PROC) -> Check:
 def compiler() -> Check:
     """The compiler of a layer's code for the device of this machine."""
     from gs_compile.capture.inductor import best_compiler
-    from gs_compile.runtime.stream import cuda_devices
+    from gs_compile.runtime.stream import accelerators
 
-    device_type = "cuda" if cuda_devices() else "cpu"
+    device_type = "cuda" if accelerators() else "cpu"
     if best_compiler(device_type) == "inductor":
         return Check(f"inductor, for {device_type}")
     advice = "install g++" if device_type == "cpu" else "install the Triton that belongs to this torch"

@@ -34,6 +34,7 @@ def bounded(ranges: Sequence[LiveRange], num_ops: int, nbytes: int) -> DeviceBou
 class DeviceMemory(Generic[User]):
     """What one step has on the device.
 
+    is_done: whether a user leaves memory to those that come after it.
     ended: bytes of values that have ended, and who may still use them; steps that follow each other share it.
     """
 

@@ -85,7 +85,7 @@ class StepPrograms:
     ) -> tuple[Program, ...]:
         """The last one in the host memory that programs so far have, or where it needs more, in all there may be."""
         before = max((known[-1].slab_nbytes for known in self._programs.values()), default=0)
-        on_device = self.planned.values_nbytes
+        on_device = self.device_nbytes
         found = packed(programs[-1], placement, before, on_device)
         if found.slab_nbytes > before and largest is not None:
             found = placed_as(found, largest, placement)
@@ -160,8 +160,14 @@ class StepPrograms:
         run = self.run
         problem = run.problem(self.planned.masters)
         workload = problem.wider.workload if placement.shares else problem.workload
-        budgets = {"host_nbytes": self.host_nbytes, "device_nbytes": self.planned.values_nbytes}
+        budgets = {"host_nbytes": self.host_nbytes, "device_nbytes": self.device_nbytes}
         return predict(program, placement, workload, run.profile, **budgets)
+
+    @property
+    def device_nbytes(self) -> int | None:
+        """What values may have of the device's memory; where nobody has said, what the plan's order takes."""
+        nbytes = self.planned.values_nbytes
+        return 0 if nbytes is None and self.placement.separate else nbytes
 
     @property
     def uses_ssd(self) -> bool:

@@ -89,7 +89,7 @@ def test_a_torch_that_the_capture_does_not_know(monkeypatch):
 
 @pytest.mark.parametrize(("devices", "name", "advice"), [([], "cpu", "install g++"), ([("H200", 1)], "cuda", "Triton")])
 def test_compilers(monkeypatch, devices, name, advice):
-    monkeypatch.setattr(stream, "cuda_devices", lambda: devices)
+    monkeypatch.setattr(stream, "accelerators", lambda: devices)
     monkeypatch.setattr(inductor, "best_compiler", lambda device_type: {name: "inductor"}[device_type])
     assert doctor.compiler() == Check(f"inductor, for {name}")
     monkeypatch.setattr(inductor, "best_compiler", lambda _: "eager")
@@ -106,7 +106,7 @@ def test_a_solver_that_is_not_installed(monkeypatch):
 
 
 def test_no_cuda(tmp_path, monkeypatch):
-    monkeypatch.setattr(stream, "cuda_devices", list)
+    monkeypatch.setattr(stream, "accelerators", list)
     assert doctor.cuda(proc=tmp_path) == Check("no device: what it would compute, the CPU does")
     write(tmp_path / "driver/nvidia/version", "NVRM")
     assert doctor.cuda(proc=tmp_path).state == "warn"
@@ -116,7 +116,7 @@ def test_cuda_and_pinned_memory(monkeypatch):
     pinned, limit = [], "limit of locked memory 8.0 MiB"
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, -1))
     monkeypatch.setattr(stream, "pinned_block", pinned.append)
-    monkeypatch.setattr(stream, "cuda_devices", lambda: [("H200", 141 * GiB), ("A100", 80 * GiB)])
+    monkeypatch.setattr(stream, "accelerators", lambda: [("H200", 141 * GiB), ("A100", 80 * GiB)])
     devices = "H200 with 141.0 GiB, A100 with 80.0 GiB"
     assert doctor.cuda() == Check(f"{devices}; 64.0 MiB pinned; {limit}")
     assert pinned == [64 << 20]

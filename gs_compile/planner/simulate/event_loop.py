@@ -123,7 +123,7 @@ class EventLoop:
     def _begin(self, start: int, program: Program) -> None:
         """Go on with the next program, whose first operation has the index `start`."""
         self.start = start
-        self.device = program.device and DeviceMemory(program.device, self._is_done, self.ended)
+        self.device = program.device and DeviceMemory(program.device, self._has_left, self.ended)
 
     def _has_room(self, index: int) -> bool:
         """Whether there is room on the device; the issue loop goes on from when those it has waited for were done."""
@@ -134,8 +134,9 @@ class EventLoop:
         self.awaited = awaited
         return not awaited
 
-    def _is_done(self, user: int) -> bool:
-        return self.times.stopped[user] <= self.now
+    def _has_left(self, user: int) -> bool:
+        """Whether an operation leaves the device's memory to those that come after it: computations are in order."""
+        return self.order.lanes[user] == COMPUTE or self.times.stopped[user] <= self.now
 
     def _enter(self, index: int, lane: int, due: float) -> None:
         times = self.times

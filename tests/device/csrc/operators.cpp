@@ -47,7 +47,7 @@ Tensor as_host(const Tensor& tensor) {
   auto found = at::from_blob(bytes, tensor.sizes(), tensor.strides(), options);
   found._set_conj(tensor.is_conj());
   found._set_neg(tensor.is_neg());
-  found.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) found.unsafeGetTensorImpl()->set_wrapped_number(true);
   return found;
 }
 
