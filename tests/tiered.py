@@ -166,6 +166,7 @@ def sgd(groups: list[dict[str, Any]]) -> TieredOptimizer:
 
 def loss_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Of one tensor twice: two of the same values are captured anew."""
+    ids = ids.to(next(model.parameters()).device)
     loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
     return loss
 
