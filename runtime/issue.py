@@ -29,6 +29,7 @@ from gs_compile.runtime.handlers import Handlers
 from gs_compile.runtime.lanes import Ticket, join_all
 from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.slab import Place
+from gs_compile.runtime.stream import wait_for
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Label, name_of
 from gs_compile.runtime.values import ValueTable, unfinished
@@ -107,10 +108,11 @@ class TieredExecutor(Executor):
         self._device.set_clock()
         at = start
         try:
-            for at in range(start, stop):
-                self.tiers.failure.check()
-                self._wait_for_memory(at)
-                self._issue_at(at)
+            with self.tiers.failure.issued():
+                for at in range(start, stop):
+                    self.tiers.failure.check()
+                    self._wait_for_memory(at)
+                    self._issue_at(at)
         except BaseException as error:
             forward = self._computing and stop == forward_end(self.program) and self.tiers.setting.ranks is None
             if forward and self.tiers.failure.first is None:  # the model's own error: nothing of the run is lost
@@ -216,7 +218,7 @@ class TieredExecutor(Executor):
             self.tiers.trace.add(label, start, time.perf_counter())
         else:
             if self.tiers.begun is not None:
-                self.tiers.begun.synchronize()  # the computation before has begun
+                wait_for(self.tiers.begun, self.tiers.failure.check)  # the computation before has begun
             self.tiers.begun = begun = self._device.record(stream)
             results = self._results(op)
             self.tiers.trace.add_later(label, self._device.clock, begun, self._device.record(stream))
@@ -252,7 +254,7 @@ class TieredExecutor(Executor):
         stream = self._device.current_stream()
         if stream is None:
             return []
-        ticket = Ticket("compute", is_in_order=True)
+        ticket = Ticket("compute", self.tiers.failure.check, is_in_order=True)
         ticket.event = self._device.record(stream)
         ticket.finish()
         return [ticket]

@@ -16,22 +16,33 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from gs_compile.errors import LaneError, RankError
 from gs_compile.runtime.ranks import Ranks
-from gs_compile.runtime.stream import Device, Event, Stream
+from gs_compile.runtime.stream import LONGEST_PAUSE, Device, Event, Stream, wait_for
 from gs_compile.runtime.threads import limit_threads
 from gs_compile.runtime.trace import Label, Trace
+
+
+POLL_SECONDS = 0.2  # between two looks at what may have failed
+PATIENCE_SECONDS = 5.0  # for copies under way: one that waits for another rank may never end
 
 
 class Ticket:
     """Tells when one operation is done, and raises its error."""
 
-    def __init__(self, name: str = "", *, is_in_order: bool = False) -> None:
-        """is_in_order: on the stream that computes, and what takes memory after it waits for it anyway."""
+    def __init__(
+        self, name: str = "", check: Callable[[], None] = lambda: None, *, is_in_order: bool = False
+    ) -> None:
+        """check: raises where the operation may never be done.
+
+        is_in_order: on the stream that computes, and what takes memory after it waits for it anyway.
+        """
         self.name = name
+        self._check = check
         self.is_in_order = is_in_order
         self.error: BaseException | None = None
         self.event: Event | None = None  # where the operation was launched on a stream
@@ -54,7 +65,7 @@ class Ticket:
         if self.event is not None and stream is not None:
             stream.wait_event(self.event)
         elif self.event is not None:
-            self.event.synchronize()
+            wait_for(self.event, self._check)
 
     def finish(self, error: BaseException | None = None) -> None:
         """The operation is done or launched; called once."""
@@ -62,6 +73,12 @@ class Ticket:
         self._launched.set()
 
     def _wait_for_launch(self) -> None:
+        while not self._launched.wait(POLL_SECONDS):
+            self._check()
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise the operation's error, if it has one, or is about to have."""
         self._launched.wait()
         if self.error is not None:
             kind = RankError if isinstance(self.error, RankError) else LaneError
@@ -75,12 +92,39 @@ def join_all(tickets: Sequence[Ticket], stream: Stream | None) -> None:
 
 
 class Failure:
-    """The first error on any lane of a run, or on another rank. After it nothing more is carried out."""
+    """The first error on any lane of a run, or on another rank. After it nothing more is carried out.
+
+    A thread that issues a program may be another than the main one, which waits for it and hears no signal meanwhile:
+    autograd's of a device. Then `interrupt` ends what is issued.
+    """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.first: Ticket | None = None
         self._ranks = ranks
         self._guard = threading.Lock()
+        self._issuing: threading.Thread | None = None
+        self._interruption: BaseException | None = None
+
+    @contextmanager
+    def issued(self) -> Iterator[None]:
+        """This thread issues a program inside the block; raises what it is interrupted with, at its end too."""
+        before, self._issuing = self._issuing, threading.current_thread()
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._issuing, late = before, self._interruption
+                self._interruption = None
+        if late is not None:
+            raise late
+
+    def interrupt(self, error: BaseException) -> bool:
+        """Have the thread that issues raise an error, if it is another than the main one; whether it will."""
+        with self._guard:
+            if self._issuing in (None, threading.main_thread()):
+                return False
+            self._interruption = error
+            return True
 
     def note(self, ticket: Ticket, error: BaseException) -> None:
         """An operation has failed, which its ticket is about to tell; the other ranks hear of it now."""
@@ -91,8 +135,12 @@ class Failure:
 
     def check(self) -> None:
         """Raise the error, if there is one."""
+        if self._interruption is not None and threading.current_thread() is self._issuing:
+            with self._guard:
+                error, self._interruption = self._interruption, None
+            raise error
         if self.first is not None:
-            self.first.wait()
+            self.first.raise_error()
         if self._ranks is not None:
             self._ranks.check()
 
@@ -129,7 +177,7 @@ class Lane:
 
     def submit(self, name: str, run: Callable[[], object], after: Sequence[Ticket] = (), **moved: Any) -> Ticket:
         """Carry `run` out once all before it on this lane and all of `after` are done; `moved`: as of `Label`."""
-        ticket = Ticket(name)
+        ticket = Ticket(name, self._failure.check)
         self._tasks.put(_Task(ticket, run, after, Label(self.name, name, **moved)))
         return ticket
 
@@ -137,8 +185,10 @@ class Lane:
         """Finish what was submitted, on the device too, and end the thread."""
         self._tasks.put(None)
         self._thread.join()
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._stream is not None and self._device is not None:
+            event, until = self._device.record(self._stream), time.monotonic() + PATIENCE_SECONDS
+            while not event.query() and time.monotonic() < until:
+                time.sleep(LONGEST_PAUSE)
 
     def _work(self) -> None:
         if self._num_threads:

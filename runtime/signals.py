@@ -1,32 +1,106 @@
-"""signals: a run that is asked to end does so as after an error, so that it leaves no files."""
+"""signals: a run that is asked to end does so as after an error, so that it leaves no files.
+
+Python calls a handler on the main thread, between two of its instructions. While that thread waits for autograd, which
+runs a backward on a thread of the device's, that is after the backward. So C tells another thread of the signal through
+a pipe, and that one interrupts the run: the backward raises on the main thread what the handler would have raised.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
-from functools import partial
+import weakref
 from types import FrameType
+from typing import Protocol
 
-ENDING = (signal.SIGTERM, signal.SIGHUP)  # SIGINT raises KeyboardInterrupt anyway
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+BACKWARD = "torch.autograd.graph"  # whose function is the main thread's last one in a backward
+
+
+class Interruptible(Protocol):
+    def interrupt(self, error: BaseException) -> bool:
+        """Have the thread that runs something raise an error; whether it will."""
 
 
 def end_by_exit() -> None:
     """From now on such a signal raises SystemExit on the main thread, with the exit code that a shell shows for it.
 
-    A second one ends the process at once. Signals that somebody else handles or ignores stay with them, and all do
-    where another thread than the main one calls this, which Python does not allow to handle any.
+    A second one ends the process at once. SIGINT raises KeyboardInterrupt as ever. Signals that somebody else handles
+    or ignores stay with them, and all do where another thread than the main one calls this, which Python does not allow
+    to handle any.
     """
     if threading.current_thread() is threading.main_thread():
-        for number in ENDING:
+        ending = _ending() or Ending()
+        for number in (*ENDING, signal.SIGINT):
             found = signal.getsignal(number)
-            is_of_parent = isinstance(found, partial) and found.func is _end and found.args != (os.getpid(),)
-            if found is signal.SIG_DFL or is_of_parent:
-                signal.signal(number, partial(_end, os.getpid()))
+            is_of_parent = isinstance(found, Ending) and found is not ending
+            if found in (signal.SIG_DFL, signal.default_int_handler) or is_of_parent:
+                signal.signal(number, ending)
 
 
-def _end(pid: int, number: int, _: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    if os.getpid() != pid:  # a forked child, which has nothing to remove
-        signal.raise_signal(number)
-    raise SystemExit(128 + number)
+def watch(run: Interruptible) -> None:
+    """Signals that come into a backward of a run interrupt it, where this module handles them."""
+    if (ending := _ending()) is not None:
+        ending.runs.add(run)
+
+
+def _ending() -> Ending | None:
+    """This process's handler, where it is in place."""
+    handlers = (signal.getsignal(number) for number in (*ENDING, signal.SIGINT))
+    return next((each for each in handlers if isinstance(each, Ending) and each.pid == os.getpid()), None)
+
+
+class Ending:
+    """The handler of signals that end this process."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.runs: weakref.WeakSet[Interruptible] = weakref.WeakSet()
+        self._answered: set[int] = set()  # signals that a run raises for
+        self._listen()
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        if number in ENDING:
+            signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != self.pid:  # a forked child, which has nothing to remove
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        if number in self._answered:
+            self._answered.discard(number)
+            return
+        raise _error(number)
+
+    def _listen(self) -> None:
+        """Start the thread that hears of signals at once; not where the process listens for something of its own."""
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        others = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        if others != -1:
+            signal.set_wakeup_fd(others)
+            os.close(reading), os.close(writing)
+            return
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are not the parent's
+        threading.Thread(target=self._hear, args=(reading,), name="signals of greedysnake", daemon=True).start()
+
+    def _hear(self, reading: int) -> None:
+        while numbers := os.read(reading, 64):
+            for number in numbers:
+                if signal.getsignal(number) is self and _waits_for_backward():
+                    self._interrupt(number)
+
+    def _interrupt(self, number: int) -> None:
+        self._answered.add(number)  # before the run raises, and the main thread goes on
+        if not any([run.interrupt(_error(number)) for run in list(self.runs)]):
+            self._answered.discard(number)
+
+
+def _waits_for_backward() -> bool:
+    """Whether the main thread is in autograd's engine."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and frame.f_globals.get("__name__") == BACKWARD
+
+
+def _error(number: int) -> BaseException:
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)

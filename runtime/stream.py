@@ -29,6 +29,8 @@ Tensor = torch.Tensor
 
 fused_adam, fused_adamw, fused_sgd = torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_
 
+SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two looks at an event
+
 Reading = Callable[[], float]  # a number of the device, on its way to the host; the call waits for it
 
 
@@ -40,12 +42,19 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
+def wait_for(event: Event, check: Callable[[], None]) -> None:
+    """Return when an event has happened; `check` raises where it never will."""
+    pause = SHORTEST_PAUSE
+    while not event.query():
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+        check()
+
+
 class Stream(Protocol):
     """A queue of a device."""
 
     def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 class Clock(Protocol):
@@ -63,6 +72,7 @@ class Device:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.check: Callable[[], None] = _nothing  # raises where what is waited for never comes; a run has its own
 
     @property
     def name(self) -> str:
@@ -125,7 +135,11 @@ class Device:
         """Let host memory take part in asynchronous copies; RuntimeError where the system refuses."""
 
     def unpin(self, address: int) -> None:
-        """The end of `pin`, before the memory is unmapped; what was launched on the device is waited for."""
+        """The end of `pin`: before the memory is unmapped, and once no copy of it is under way."""
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -201,7 +215,7 @@ class Accelerator(Device):
     def read(self, number: Tensor) -> Reading:
         arrived = torch.empty((), dtype=torch.float64, pin_memory=True)
         arrived.copy_(number, non_blocking=True)
-        return _Arrival(arrived, self.record(self.current_stream()))
+        return _Arrival(arrived, self.record(self.current_stream()), self.check)
 
     def pin(self, address: int, nbytes: int) -> None:
         raise RuntimeError(f"{self.name} registers no memory")
@@ -210,13 +224,13 @@ class Accelerator(Device):
 class _Arrival:
     """A number on its way to the host; who has waited for it once asks the device no more."""
 
-    def __init__(self, arrived: Tensor, event: Event) -> None:
-        self._arrived, self._event = arrived, event
+    def __init__(self, arrived: Tensor, event: Event, check: Callable[[], None]) -> None:
+        self._arrived, self._event, self._check = arrived, event, check
         self._value: float | None = None
 
     def __call__(self) -> float:
         if self._value is None:
-            self._event.synchronize()
+            wait_for(self._event, self._check)
             self._value = float(self._arrived)
         return self._value
 
@@ -249,7 +263,6 @@ class Cuda(Accelerator):
         torch.cuda.check_error(refused)
 
     def unpin(self, address: int) -> None:
-        self.synchronize()
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
 

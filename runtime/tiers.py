@@ -22,6 +22,7 @@ from gs_compile.runtime.lanes import Failure, Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, Recipe, StepRecord
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.slab import Block, Slab
+from gs_compile.runtime.signals import watch
 from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.stream import Event
 from gs_compile.runtime.threads import refuse_without_threads
@@ -55,6 +56,8 @@ class Tiers(Homes):
         placement, ranks = setting.placement, setting.ranks
         self.trace = trace
         self.failure = Failure(ranks)
+        setting.device.check = self.failure.check
+        watch(self.failure)
         self.parameters = Parameters(setting)
         self.activations = Activations(setting)
         self.optimizer = OptimizerStep(setting, recipe)

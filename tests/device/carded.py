@@ -20,7 +20,6 @@ class Card(Accelerator):
         card.register(address, nbytes)
 
     def unpin(self, address: int) -> None:
-        self.synchronize()
         card.unregister(address)
 
 
