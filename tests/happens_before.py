@@ -87,10 +87,15 @@ class Checker:
         self, stream: Any, name: str, reads: Sequence[tuple[int, int]], writes: Sequence[tuple[int, int]]
     ) -> None:
         with self.lock:
-            if name != "free":  # whoever lets go of memory orders nothing
-                self.join(self.clock(stream), self.clock())
+            self.join(self.clock(stream), self.clock())
             for spans, is_write in ((reads, False), (writes, True)):
                 self.access(name, [("memory", *span) for span in spans], is_write=is_write, actor=stream)
+
+    def freed(self, stream: Any, block: Any, span: tuple[int, int]) -> None:
+        """Memory was let go of by a thread that has marked `block`; whoever takes it orders nothing."""
+        with self.lock:
+            self.join(self.clock(stream), self.marks.pop(block))
+            self.access("free", [("memory", *span)], is_write=True, actor=stream)
 
     def recorded(self, stream: Any, event: Any) -> None:
         with self.lock:

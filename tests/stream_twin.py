@@ -2,7 +2,7 @@
 
 [1] What is launched runs later, in the thread of its stream, after a delay drawn from a seed; so do events.
 [2] Memory that is freed is filled with 0xFF (not a number) in the order of the stream it was taken on, and handed out
-    again at once, as a caching allocator does; `copy` keeps memory until the copy has run.
+    again at once, as a caching allocator does, whatever other streams still do with it; `reserved_nbytes` counts it.
 [3] Copies from and to host memory need pinned memory.
 [4] An observer is told of every access and every wait, so that a test can see which accesses no wait orders.
 
@@ -96,7 +96,6 @@ class Block:
     def __init__(self, nbytes, stream):
         self.bytes = np.full(nbytes, POISON, dtype=np.uint8)
         self.stream = stream  # on which it is taken, again and again
-        self.used_on = set()  # other streams, since it was taken
 
 
 class TwinTensor(torch.Tensor):
@@ -123,7 +122,7 @@ class Twin(Device):
         self._local = threading.local()
         self._free = defaultdict(list)
         self._freed = queue.SimpleQueue()  # told by destructors, on any thread
-        self._leaving = []
+        self.reserved_nbytes = 0  # taken from the system, in use or not
         self._lock = threading.RLock()
         self._fake = FakeTensorMode()
 
@@ -175,8 +174,12 @@ class Twin(Device):
         with self._lock:
             block = self._take(-(-max(nbytes, 1) // 512) * 512)
         handle = block.bytes[: max(nbytes, 1)]  # lives as long as any tensor in this memory
-        weakref.finalize(handle, self._freed.put, block)
+        weakref.finalize(handle, self._let_go, block)
         return self.wrap(in_memory(handle, dtype, 0, shape, like.stride()), block)
+
+    def _let_go(self, block):
+        self.observer.mark(block)  # what this thread knows to be over is before the next use
+        self._freed.put(block)
 
     def wrap(self, raw, block):
         tensor = torch.Tensor._make_subclass(TwinTensor, raw)
@@ -186,26 +189,19 @@ class Twin(Device):
     def _take(self, nbytes):  # [2]
         while not self._freed.empty():
             block = self._freed.get()
-            self._leaving.append((block, [self.record(stream) for stream in block.used_on]))
-        for entry in list(self._leaving):
-            block, events = entry
-            if all(event.query() for event in events):
-                self._leaving.remove(entry)
-                block.used_on.clear()
-                for event in events:
-                    block.stream.wait_event(event)
-                start = block.bytes.ctypes.data
-                self.observer.launched(block.stream, "free", (), [(start, start + len(block.bytes))])
-                block.stream.launch(partial(block.bytes.fill, POISON))
-                self._free[len(block.bytes), block.stream].append(block)
+            start = block.bytes.ctypes.data
+            self.observer.freed(block.stream, block, (start, start + len(block.bytes)))
+            block.stream.launch(partial(block.bytes.fill, POISON))
+            self._free[len(block.bytes), block.stream].append(block)
         key = nbytes, self.current_stream()
-        return self._free[key].pop() if self._free[key] else Block(*key)
+        if not self._free[key]:
+            self.reserved_nbytes += nbytes
+            return Block(*key)
+        return self._free[key].pop()
 
     def copy(self, target, source):  # [3]
         for tensor in (target, source):
-            if isinstance(tensor, TwinTensor):
-                tensor.block.used_on.add(self.current_stream())
-            elif not any(at <= tensor.data_ptr() < at + nbytes for at, nbytes in list(self.pinned.items())):
+            if not isinstance(tensor, TwinTensor) and not any(at <= tensor.data_ptr() < at + nbytes for at, nbytes in list(self.pinned.items())):
                 raise RuntimeError(f"an asynchronous copy of {tensor.nbytes} bytes of pageable memory")
         self._launch_op(torch.ops.aten.copy_.default, (target, source), {}, [target], [source])
 

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from happens_before import on_twin
-from stream_twin import Block, Twin, TwinStream
+from stream_twin import Twin, TwinStream
 from tiered import adamw, gpt2, options, step, tokens, two_groups
 
 import gs_compile
@@ -23,6 +23,7 @@ from gs_compile.runtime.commits import Commits
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.optimizer import OptimizerStep
+from gs_compile.runtime.values import Held
 
 KEEPS_CAPTURES = True
 CHOSEN = {"alpha": 0.3, "ratios": {"parameter": 0.3, "checkpoint": 0.5, "optimizer": 0.5}}
@@ -45,16 +46,6 @@ def forget_users(ranges, where, _, end=Ranges.end):
     end(ranges, where, ())
 
 
-class Forgetful(set):
-    def add(self, _):
-        pass
-
-
-def forgets_streams(block, nbytes, stream, init=Block.__init__):
-    init(block, nbytes, stream)
-    block.used_on = Forgetful()
-
-
 MUTATIONS = {
     "the computation does not wait": (issue, "join_all", nothing),
     "lanes do not wait": (lanes, "join_all", nothing),
@@ -65,7 +56,7 @@ MUTATIONS = {
     "changes of a value are forgotten": (Users, "change", nothing),
     "who was in memory before is forgotten": (Occupants, "leave", nothing),
     "who has left a range that is in use is forgotten": (Ranges, "end", forget_users),
-    "memory of the device is freed while it is copied": (Block, "__init__", forgets_streams),
+    "memory of the device is freed while it is copied": (Held, "keep", nothing),
     "files of the last commit are written": (Commits, "writable", lambda self, value: self.values.contents[value]),
 }
 
