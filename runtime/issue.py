@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from gs_compile.errors import MemoryBudgetError
+from gs_compile.machine import format_bytes
 from gs_compile.placement.device_memory import DeviceMemory
 from gs_compile.placement.liveness import Slots
 from gs_compile.placement.placement import Placement
@@ -28,6 +30,7 @@ from gs_compile.runtime.executor import Executor, forward_end
 from gs_compile.runtime.handlers import Handlers
 from gs_compile.runtime.lanes import Ticket, join_all
 from gs_compile.runtime.optimizer import StepRecord
+from gs_compile.runtime.signals import watch
 from gs_compile.runtime.slab import Place
 from gs_compile.runtime.stream import wait_for
 from gs_compile.runtime.tiers import Tiers
@@ -106,6 +109,8 @@ class TieredExecutor(Executor):
     def _run(self, start: int, stop: int) -> None:
         self._computing = False
         self._device.set_clock()
+        if self._device.has_own_memory:  # whose backward is not on the main thread
+            watch(self.tiers.failure)
         at = start
         try:
             with self.tiers.failure.issued():
@@ -114,12 +119,26 @@ class TieredExecutor(Executor):
                     self._wait_for_memory(at)
                     self._issue_at(at)
         except BaseException as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                error = self._out_of_memory(self.program.ops[at], error)
             forward = self._computing and stop == forward_end(self.program) and self.tiers.setting.ranks is None
             if forward and self.tiers.failure.first is None:  # the model's own error: nothing of the run is lost
                 self._give_up(at)
             else:
                 self.tiers.fail(error)
-            raise
+            raise error
+
+    def _out_of_memory(self, op: Op, error: BaseException) -> MemoryBudgetError:
+        """What to do where the device has no memory for an operation."""
+        planned, (free, whole) = dict(self.program.peaks).get("device", 0), self._device.memory_nbytes()
+        found = MemoryBudgetError(
+            f"{self._device.name} has no memory left in {name_of(op)}: {format_bytes(whole - free)} of "
+            f"{format_bytes(whole)} are in use, of which values are planned to take {format_bytes(planned)} at most. "
+            "Give a smaller micro_batch_size, or device_memory= less, which leaves more for what code computes with; or "
+            "end what else uses the device"
+        )
+        found.__cause__ = error
+        return found
 
     def _give_up(self, at: int) -> None:
         """End a forward that has failed: late updates still run, the rest is let go of."""

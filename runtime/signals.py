@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 from types import FrameType
 from typing import Protocol
 
@@ -27,29 +28,33 @@ class Interruptible(Protocol):
 def end_by_exit() -> None:
     """From now on such a signal raises SystemExit on the main thread, with the exit code that a shell shows for it.
 
-    A second one ends the process at once. SIGINT raises KeyboardInterrupt as ever. Signals that somebody else handles
-    or ignores stay with them, and all do where another thread than the main one calls this, which Python does not allow
-    to handle any.
+    A second one ends the process at once. Signals that somebody else handles or ignores stay with them, and all do
+    where another thread than the main one calls this, which Python does not allow to handle any.
     """
-    if threading.current_thread() is threading.main_thread():
-        ending = _ending() or Ending()
-        for number in (*ENDING, signal.SIGINT):
-            found = signal.getsignal(number)
-            is_of_parent = isinstance(found, Ending) and found is not ending
-            if found in (signal.SIG_DFL, signal.default_int_handler) or is_of_parent:
-                signal.signal(number, ending)
+    _handle(ENDING)
 
 
 def watch(run: Interruptible) -> None:
-    """Signals that come into a backward of a run interrupt it, where this module handles them."""
-    if (ending := _ending()) is not None:
+    """Signals that come into a backward of a run interrupt it, where this module handles them; SIGINT is one of them.
+
+    It raises KeyboardInterrupt as ever.
+    """
+    if (ending := _handle((*ENDING, signal.SIGINT))) is not None:
         ending.runs.add(run)
+        ending.listen()
 
 
-def _ending() -> Ending | None:
-    """This process's handler, where it is in place."""
-    handlers = (signal.getsignal(number) for number in (*ENDING, signal.SIGINT))
-    return next((each for each in handlers if isinstance(each, Ending) and each.pid == os.getpid()), None)
+def _handle(numbers: Iterable[signal.Signals]) -> Ending | None:
+    """Have one handler in the place of Python's own and of a parent's; None: this thread cannot."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    known = (signal.getsignal(number) for number in (*ENDING, signal.SIGINT))
+    ending = next((each for each in known if isinstance(each, Ending) and each.pid == os.getpid()), None) or Ending()
+    for number in numbers:
+        found = signal.getsignal(number)
+        if found in (signal.SIG_DFL, signal.default_int_handler) or (isinstance(found, Ending) and found is not ending):
+            signal.signal(number, ending)
+    return ending
 
 
 class Ending:
@@ -59,7 +64,7 @@ class Ending:
         self.pid = os.getpid()
         self.runs: weakref.WeakSet[Interruptible] = weakref.WeakSet()
         self._answered: set[int] = set()  # signals that a run raises for
-        self._listen()
+        self._hears = False
 
     def __call__(self, number: int, _: FrameType | None) -> None:
         if number in ENDING:
@@ -72,8 +77,11 @@ class Ending:
             return
         raise _error(number)
 
-    def _listen(self) -> None:
+    def listen(self) -> None:
         """Start the thread that hears of signals at once; not where the process listens for something of its own."""
+        if self._hears:
+            return
+        self._hears = True
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         others = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

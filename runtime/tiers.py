@@ -22,7 +22,6 @@ from gs_compile.runtime.lanes import Failure, Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep, Recipe, StepRecord
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.slab import Block, Slab
-from gs_compile.runtime.signals import watch
 from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.stream import Event
 from gs_compile.runtime.threads import refuse_without_threads
@@ -57,7 +56,6 @@ class Tiers(Homes):
         self.trace = trace
         self.failure = Failure(ranks)
         setting.device.check = self.failure.check
-        watch(self.failure)
         self.parameters = Parameters(setting)
         self.activations = Activations(setting)
         self.optimizer = OptimizerStep(setting, recipe)

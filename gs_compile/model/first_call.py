@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from gs_compile.capture.internals import backward_hooks
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
@@ -17,7 +18,9 @@ from gs_compile.codegen.layout import Arrangement, arrange, stored_types, tied_u
 from gs_compile.errors import OptimizerError, OptionError, ResumeError, StepOrderError, StorageError
 from gs_compile.model.commits import OptimizerLike, check_alike
 from gs_compile.model.offloaded import UnavailableGradient
+from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Masters, Options
+from gs_compile.planner.measure.machines import Where
 from gs_compile.planner.programs import StepPrograms
 from gs_compile.planner.resumed import ACCUMULATES, NUM_CALLS
 from gs_compile.planner.run import ModelAtHand, Run
@@ -30,7 +33,7 @@ from gs_compile.runtime.storage.folder import folder_in
 from gs_compile.runtime.storage.last_commit import commits_in, newest_of
 from gs_compile.runtime.storage.manifest import Manifest, StoredParameter
 from gs_compile.runtime.storage.store import Store
-from gs_compile.runtime.stream import device_of
+from gs_compile.runtime.stream import device_of, is_in_host_memory
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Trace
 
@@ -75,7 +78,7 @@ def plan_tiers(
             sizes={masters: each.sizes for masters, each in arrangements.items()},
             layouts=models,
             tied=tied_units(split, first.spans),
-            device=next(args[index].device for index in first.spans),
+            where=where_of([args[index] for index in first.spans]),
             clip=optimizer.max_grad_norm is not None,
             accumulate=optimizer.accumulates or bool(former.get(ACCUMULATES)),
             num_calls=max(optimizer.num_calls, former.get(NUM_CALLS, 1)),
@@ -85,6 +88,17 @@ def plan_tiers(
     )
     found = run.plan(former)
     return arrangements[found.masters], stored, StepPrograms(run, found)
+
+
+def where_of(parameters: Sequence[Tensor]) -> Where:
+    """The device of parameters that go to the tiers, and the bytes of memory that they leave there."""
+    values = [residency_of(each).stash if is_offloaded(each) else each for each in parameters]
+    left = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in values if _leaves(each)}
+    return Where(parameters[0].device, sum(left.values()))
+
+
+def _leaves(value: Tensor | None) -> bool:
+    return value is not None and not isinstance(value, DTensor) and not is_in_host_memory(value)
 
 
 def _kinds_of_masters(options: Options, args: Sequence[Any], ranks: Ranks | None) -> tuple[Masters, ...]:

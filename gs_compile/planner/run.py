@@ -28,7 +28,7 @@ from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.cost.timing import LayerLevels, priced, timed
 from gs_compile.planner.cost.workload import activations, workload_of
 from gs_compile.planner.decide import decide, undecided
-from gs_compile.planner.measure.machines import named
+from gs_compile.planner.measure.machines import Where, named
 from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
@@ -57,18 +57,23 @@ class ModelAtHand:
     tied: the units that share parameters. clip: the optimizer clips gradients. accumulate: a step is known to have
         several backwards. num_calls: that are between forward and backward at a time, as far as that is known.
         host_nbytes: the budget of host memory, where it is known; None: as the options say.
+    where: the device, and what leaves it.
     """
 
     options: Options
     sizes: Mapping[Masters, tuple[UnitSize, ...]]
     layouts: Sequence[SpecializedModel]
     tied: Set[Any]
-    device: torch.device
+    where: Where
     clip: bool
     accumulate: bool = False
     num_calls: int = 1
     host_nbytes: int | None = None
     ranks: Ranks | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.where.device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +158,7 @@ class Run:
     def profile(self) -> Profile:
         """Measured by all ranks together if none is named; raises `OptionError` for one of another kind of device."""
         with stage("measuring this machine, once"):
-            found = find_profile(self.options.machine, self.options.storage, ranks=self.ranks)
+            found = find_profile(self.options.machine, self.options.storage, ranks=self.ranks, where=self.model.where)
         if found.separate and not self.builder(self.masters).layout.separate:
             raise OptionError(
                 f"machine is {self.options.machine!r}, whose device has memory of its own, and this model is on the "

@@ -13,7 +13,7 @@ from gs_compile.machine import usable_memory
 from gs_compile.planner.measure import machines, probe_drive
 from gs_compile.planner.measure import probe as probe_module
 from gs_compile.planner.measure import rates as rates_module
-from gs_compile.planner.measure.machines import free_nbytes, num_ranks, probe
+from gs_compile.planner.measure.machines import Where, free_nbytes, num_ranks, probe
 from gs_compile.planner.measure.probe import link_rates
 from gs_compile.planner.measure.probe_drive import drive_rates, room_nbytes
 from gs_compile.planner.measure.profile import Profile
@@ -123,9 +123,13 @@ def test_a_link_that_is_pretended(monkeypatch):
     assert len(figures) == 4
 
 
-def test_a_device_has_a_share_of_its_free_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 4000))
-    assert free_nbytes([tmp_path], torch.device("cuda"))["device_nbytes"] == 900
+def test_a_share_of_a_device_is_of_what_the_driver_the_allocator_and_the_model_can_give(tmp_path, monkeypatch):
+    asked = []
+    for name, found in (("get_memory_info", (1000, 4000)), ("memory_reserved", 700), ("memory_allocated", 200)):
+        monkeypatch.setattr(torch.accelerator, name, lambda device, found=found: (asked.append(device), found)[1])
+    where = Where(torch.device("cuda", 1), leaving_nbytes=100)
+    assert free_nbytes([tmp_path], where)["device_nbytes"] == int(0.9 * (1000 + 700 - 200 + 100))
+    assert set(asked) == {where.device}
 
 
 # Other work ------------------------------------------------------------------------------------------------------------
@@ -169,7 +173,7 @@ def test_the_number_of_ranks(monkeypatch):
 def test_a_full_machine_still_has_a_byte(tmp_path, monkeypatch):
     for name in ("available_memory", "room_nbytes"):
         monkeypatch.setattr(machines, name, lambda *_: 0)
-    assert free_nbytes([tmp_path], CPU) == {"host_nbytes": 1, "ssd_nbytes": 1}
+    assert free_nbytes([tmp_path], Where(CPU)) == {"host_nbytes": 1, "ssd_nbytes": 1}
 
 
 # Drives ----------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ class FakedProbe:
         self.calls: list[tuple[Path, ...]] = []
         self.free = {"host_nbytes": 1000, "ssd_nbytes": 2000}
 
-    def __call__(self, storage):
+    def __call__(self, storage, device):
         self.calls.append(storage)
         return MEASURED
 
@@ -36,7 +36,7 @@ def probe(monkeypatch, tmp_path):
     monkeypatch.delenv(profiles.ENVIRONMENT, raising=False)
     faked = FakedProbe()
     monkeypatch.setattr(profiles, "probe", faked)
-    monkeypatch.setattr(profiles, "free_nbytes", lambda storage: faked.free)
+    monkeypatch.setattr(profiles, "free_nbytes", lambda *_: faked.free)
     return faked
 
 

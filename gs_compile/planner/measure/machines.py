@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,12 +52,20 @@ BUSY_SHARE = 0.5  # of the cores: with as much other work, figures are not the m
 SHARES = {"host_nbytes": DEFAULT_SHARE, "ssd_nbytes": 1.0, "device_nbytes": 0.9}
 
 
+class Where(NamedTuple):
+    """The device that a model is on, and the bytes of its parameters there, which leave it before the first step."""
+
+    device: torch.device
+    leaving_nbytes: int = 0
+
+
 def profile(
     machine: str | Path | Profile | None = None,
     storage: str | Path | Sequence[str | Path] | None = None,
     *,
     refresh: bool = False,
     ranks: Ranks | None = None,
+    where: Where | None = None,
 ) -> Profile:
     """The profile of `machine`: a name (see `known`), the path of a file, or a profile; None: this machine.
 
@@ -68,16 +76,18 @@ def profile(
 
     ranks: all of them call it, and get the same figures: those of the first rank's machine, the least memory that any
         has, and the network between them, which is measured where the profile does not say.
+    where: the model that it is asked for; None: none, and it is of the default device.
     """
+    where = where or Where(default_device())
     machine = machine if refresh else named(machine)
     directories = Options.of({"storage": storage}).storage
 
     def alone() -> Profile:
         if isinstance(machine, Profile):
             return machine
-        return _this_machine(directories, refresh, ranks) if machine is None else Profile.load(_path(machine))
+        return _this_machine(directories, where, refresh, ranks) if machine is None else Profile.load(_path(machine))
 
-    return alone() if ranks is None else _of_all(ranks, alone, directories if machine is None else ())
+    return alone() if ranks is None else _of_all(ranks, alone, where, directories if machine is None else ())
 
 
 def named(machine: str | Path | Profile | None) -> str | Path | Profile | None:
@@ -90,9 +100,9 @@ def known() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
 
 
-def remembered(storage: Sequence[Path], total: int = 1) -> Path:
+def remembered(storage: Sequence[Path], total: int = 1, device: torch.device | None = None) -> Path:
     """The file that keeps this machine's figures with these directories and ranks, once it is measured."""
-    return default_storage() / CACHE / f"{_fingerprint(storage, total)}.json"
+    return default_storage() / CACHE / f"{_fingerprint(storage, total, device or default_device())}.json"
 
 
 # This machine ---------------------------------------------------------------------------------------------------------
@@ -115,7 +125,7 @@ def probe(
     load = os.getloadavg()[0]
     if load > BUSY_SHARE * usable_cores():
         log.warning("this machine was busy in the last minute (load %.1f): measure it again when it is idle", load)
-    room, own = free_nbytes(storage, device), device_of(device)
+    room, own = free_nbytes(storage, Where(device)), device_of(device)
     link_share = LINK_SHARE if own.has_own_memory else 0.0
     figures = drive_rates(storage, seconds * DRIVE_SHARE, products_on(device), own)
     figures |= compute_rates(device, seconds * (1 - DRIVE_SHARE - link_share))
@@ -133,46 +143,48 @@ def probe(
     return Profile.of({**fixed, **room, **rates, "sources": sources})
 
 
-def free_nbytes(storage: Sequence[Path], device: torch.device | None = None) -> dict[str, int]:
-    """The bytes that one rank may use of each tier now, by the profile's names."""
-    device = device or default_device()
+def free_nbytes(storage: Sequence[Path], where: Where | None = None) -> dict[str, int]:
+    """The bytes that one rank may use of each tier, by the profile's names: what is free now, and what will leave."""
+    device, leaving_nbytes = where or Where(default_device())
     ranks = num_ranks()
     free = {"host_nbytes": available_memory() / ranks, "ssd_nbytes": room_nbytes(storage) / ranks}
     if has_own_memory(device):
-        free["device_nbytes"] = device_of(device).memory_nbytes()[0]
+        free["device_nbytes"] = device_of(device).memory_nbytes()[0] + leaving_nbytes
     return {name: max(1, int(nbytes * SHARES[name])) for name, nbytes in free.items()}
 
 
-def _of_all(ranks: Ranks, alone: Callable[[], Profile], storage: tuple[Path, ...]) -> Profile:
+def _of_all(ranks: Ranks, alone: Callable[[], Profile], where: Where, storage: tuple[Path, ...]) -> Profile:
     """What all ranks plan with. storage: of this machine's figures; none: they are of another."""
     found = ranks.from_first("the machine's figures", alone)
-    own = share_of(replace(found, **free_nbytes(storage)) if storage else found, ranks.num_here)  # type: ignore[arg-type]
+    now: dict[str, Any] = free_nbytes(storage, where) if storage else {}
+    own = share_of(replace(found, **now), ranks.num_here)
     every = ranks.agree("memory that may be used", own)
     found = replace(own, **{name: min(getattr(each, name) for each in every) for name in SHARES})
     if found.net_bytes_per_second < inf:
         return found
-    figures = network_rates(ranks, default_device())
+    figures = network_rates(ranks, where.device)
     today, load = time.strftime("%Y-%m-%d"), os.getloadavg()[0]
     sources = {name: f"measured {today} at load {load:.1f}, {figure.how}" for name, figure in figures.items()}
     values: dict[str, Any] = {name: figure.value for name, figure in figures.items()}
     measured = replace(found, **values, sources={**found.sources, **sources})
     measured = ranks.from_first("the network's figures", lambda: measured)
     if storage and ranks.name == ranks.names[0] and ranks.num_here == num_ranks():
-        _keep(measured, remembered(storage, ranks.total))
+        _keep(measured, remembered(storage, ranks.total, where.device))
     return measured
 
 
-def _this_machine(storage: tuple[Path, ...], refresh: bool, ranks: Ranks | None) -> Profile:
-    path = remembered(storage, ranks.total if ranks else 1)
+def _this_machine(storage: tuple[Path, ...], where: Where, refresh: bool, ranks: Ranks | None) -> Profile:
+    path = remembered(storage, ranks.total if ranks else 1, where.device)
+    now: dict[str, Any] = free_nbytes(storage, where)
     if not refresh and path.exists():
         try:
-            return replace(Profile.load(path), **free_nbytes(storage))  # type: ignore[arg-type]
+            return replace(Profile.load(path), **now)
         except ProfileError as error:
             log.warning("measuring this machine again: %s", error)
     log.info("measuring this machine, which takes some ten seconds; the result is kept in %s", path)
-    measured = probe(storage)
+    measured = probe(storage, device=where.device)
     _keep(measured, path)
-    return measured
+    return replace(measured, **now)
 
 
 def _keep(measured: Profile, path: Path) -> None:
@@ -182,9 +194,8 @@ def _keep(measured: Profile, path: Path) -> None:
         log.warning("what was measured of this machine could not be kept: %s", error)
 
 
-def _fingerprint(storage: Sequence[Path], total: int) -> str:
+def _fingerprint(storage: Sequence[Path], total: int, device: torch.device) -> str:
     """A key of this machine, and of the settings of this process that change what it measures."""
-    device = default_device()
     facts = {
         "format": FORMAT,
         "measuring": MEASURING,
