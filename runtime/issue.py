@@ -154,10 +154,10 @@ class TieredExecutor(Executor):
 
     def _wait_for_memory(self, at: int) -> None:
         """Until there is room on the device for what an operation takes: lanes may lag behind this thread."""
-        if self._on_device is not None:
+        if self._on_device is not None and at in self._on_device.bound.takes:
             while users := self._on_device.awaited(at):
                 join_all(users, None)
-                self.tiers.held.let_go()
+            self.tiers.held.let_go()
             self._on_device.take(at)
 
     def _issue_at(self, at: int) -> None:
