@@ -213,7 +213,8 @@ class Accelerator(Device):
         target.copy_(source, non_blocking=True)
 
     def read(self, number: Tensor) -> Reading:
-        arrived = torch.empty((), dtype=torch.float64, pin_memory=True)
+        with torch.accelerator.device_index(self.device.index):  # pinned memory is made in the context of a device
+            arrived = torch.empty((), dtype=torch.float64, pin_memory=True)
         arrived.copy_(number, non_blocking=True)
         return _Arrival(arrived, self.record(self.current_stream()), self.check)
 
@@ -255,8 +256,8 @@ class Cuda(Accelerator):
         return event
 
     def pin(self, address: int, nbytes: int) -> None:
-        self.enter()
-        refused = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        with torch.accelerator.device_index(self.device.index):
+            refused = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
         if refused:
             with suppress(RuntimeError):  # CUDA's last error stays, and the next kernel, whose ever it is, reports it
                 torch.ones((), device=self.device)

@@ -83,6 +83,11 @@ def set_limit(nbytes: int | None = None, device: int = 0) -> None:
     native().set_limit(device, 4 << 30 if nbytes is None else nbytes)
 
 
+def take_touches(device: int) -> int:
+    """How often threads have launched, allocated or stood on a device since the last call."""
+    return int(native().take_touches(device))
+
+
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the CPU with the bytes of one of the card, once what was launched on its stream is done."""
     found: torch.Tensor = native().host_view(tensor)

@@ -16,8 +16,8 @@ class Card(Accelerator):
     registers = True
 
     def pin(self, address: int, nbytes: int) -> None:
-        self.enter()
-        card.register(address, nbytes)
+        with torch.accelerator.device_index(self.device.index):
+            card.register(address, nbytes)
 
     def unpin(self, address: int) -> None:
         card.unregister(address)
