@@ -48,6 +48,7 @@ class Alarm:
         self.names = names
         self.failed: tuple[int, str] | None = None  # the rank, and its reason
         self.num_here = 1  # ranks on this machine
+        self.on_failure: Callable[[], None] = _nothing  # of another rank, on a thread of this object's
         self.ended: dict[int, float] = {}  # ranks whose script is over, and since when (time.monotonic)
         self._place = place
         self._is_noticed = False
@@ -169,6 +170,7 @@ class Alarm:
         if self._place == 0 or name == self.name:
             self._send(name, reason)
         if reason is not None and name != self.name:
+            self.on_failure()
             last = threading.Timer(LIMIT, self._end_process)
             last.name, last.daemon = f"{OF_US} end", True
             last.start()
@@ -186,6 +188,10 @@ class Alarm:
         if not self._is_noticed and not self._is_closed and self.failed is not None:
             log.critical("rank %d has failed, so rank %d is ended: %s", self.failed[0], self.name, self.failed[1])
             os._exit(1)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _leave(found: weakref.ref[Alarm]) -> None:

@@ -99,6 +99,8 @@ class Ranks:
         self._all, self._commits, self._row, self._column = groups = new_groups(place, timeout)
         self._alarm = alarm = Alarm(self.place, self.names, lambda value: self.agree("addresses", value))
         self.num_here = alarm.num_here
+        if place.backend != "gloo":
+            alarm.on_failure = partial(_abort, [group for group in (self._row, self._column) if group is not None])
         self._close = weakref.finalize(self, _close, self._alarm, groups if place.is_world else ())
         self._close.atexit = False
 
@@ -287,6 +289,13 @@ class Ranks:
 
 def _rank_words(names: Sequence[int]) -> str:
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(map(str, names))}"
+
+
+def _abort(groups: Sequence[Any]) -> None:
+    """End what a device does together with a rank that is gone: its streams would wait for ever, and no host could."""
+    for group in groups:
+        with contextlib.suppress(RuntimeError):  # a backend that has nothing to end
+            group.abort()
 
 
 def _close(alarm: Alarm, groups: Sequence[Any]) -> None:

@@ -18,6 +18,7 @@ from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.runtime.ranks import Ranks, ranks_of
+from gs_compile.runtime.stream import device_of
 from gs_compile.runtime.threads import correct_thread_count
 from gs_compile.schedules import BY_MICRO_BATCH, Schedule
 from gs_compile.version import __version__
@@ -50,7 +51,12 @@ def meet(args: Sequence[Any], options: Options, compilation: Compilation | None)
     share the parameters, otherwise they average gradients. compilation: None where the model is refused.
     """
     if (optimizer := _optimizer_of(args)) is not None:
-        return ranks_of(options) if optimizer.engine is None else optimizer.engine.ranks
+        if optimizer.engine is not None:
+            return optimizer.engine.ranks
+        ranks = ranks_of(options)
+        if ranks is not None:  # each has a device of its own, and no other is to have anything of it
+            device_of(next(arg.device for arg in args if isinstance(arg, torch.nn.Parameter))).enter()
+        return ranks
     trained = [arg for arg in args if isinstance(arg, torch.nn.Parameter) and arg.requires_grad]
     if not trained or not torch.is_grad_enabled() or any(map(is_offloaded, trained)):
         return None

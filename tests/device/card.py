@@ -89,7 +89,7 @@ def take_touches(device: int) -> int:
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the CPU with the bytes of one of the card, once what was launched on its stream is done."""
+    """A tensor of the CPU with the bytes of one of the card as they are now."""
     found: torch.Tensor = native().host_view(tensor)
     return found
 

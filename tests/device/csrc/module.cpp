@@ -53,6 +53,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace card;
+  namespace py = pybind11;
   module.def("set_available", &set_available);
   module.def("available", &available);
   module.def("device_count", [] { return NUM_DEVICES; });
@@ -73,8 +74,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("sleep", [](int device, double seconds) {
     current_queue(device).push([seconds] { usleep(static_cast<useconds_t>(seconds * 1e6)); });
   });
-  module.def("host_view", [](const at::Tensor& tensor) {
-    current_queue(tensor.device().index()).drain();
-    return as_host(tensor);
+  module.def("host_view", &as_host);  // of now, whatever its stream has still to do
+  // A kernel on the current stream that ends when somebody says so, as one that waits for other ranks.
+  py::class_<Mark, MarkPtr>(module, "Promise").def("keep", &Mark::set);
+  module.def("promise", [](int device) {
+    auto mark = std::make_shared<Mark>();
+    current_queue(device).push([mark] { mark->wait(); });
+    return mark;
   });
 }

@@ -1,0 +1,110 @@
+"""network: what moves the card's memory between ranks: a collective is a kernel on a stream, as NCCL's are.
+
+It begins when the stream comes to it, and the stream goes on when all ranks have taken part. `wait` returns at once.
+Where a rank is gone the kernel never ends, until the group is aborted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import card
+import torch
+import torch.distributed as dist
+
+NAME = "cardnet"
+
+
+class _Launched(dist._Work):
+    """The stream waits for it, and the host does not."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class Group(dist.ProcessGroup):
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self._own = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._own)
+        self._promises: list[Any] = []
+        self._is_aborted = False
+        self._turn = threading.Lock()  # as collectives are launched, so they are done
+        self._before = threading.Event()
+        self._before.set()
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def abort(self) -> None:
+        """What other ranks do not come to is over."""
+        self._is_aborted = True
+        for promise in self._promises:
+            promise.keep()
+
+    def _allgather_base(self, whole: Any, own: Any, options: Any = None) -> Any:
+        return self._launch(whole, lambda: self._gathered(_bytes(own), list(_bytes(whole).chunk(self.size()))))
+
+    all_gather_single = _allgather_base
+
+    def _reduce_scatter_base(self, own: Any, whole: Any, options: Any = None) -> Any:
+        def run() -> None:
+            everyone = [torch.empty_like(_bytes(whole)) for _ in range(self.size())]
+            self._gathered(_bytes(whole), everyone)
+            _bytes(own).copy_(sum(each.chunk(self.size())[self.rank()] for each in everyone))
+
+        return self._launch(own, run)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:
+        (tensor,) = tensors
+
+        def run() -> None:
+            everyone = [torch.empty_like(_bytes(tensor)) for _ in range(self.size())]
+            self._gathered(_bytes(tensor), everyone)
+            _bytes(tensor).copy_(sum(everyone))
+
+        return self._launch(tensor, run)
+
+    def _gathered(self, own: torch.Tensor, everyone: list[torch.Tensor]) -> None:
+        self._own.allgather([everyone], [own.contiguous()]).wait()
+
+    def _launch(self, tensor: torch.Tensor, run: Callable[[], None]) -> _Launched:
+        stream = torch.accelerator.current_stream(tensor.device)
+        begun = torch.Event(tensor.device)
+        begun.record(stream)
+        promise = card.native().promise(tensor.device.index)
+        self._promises.append(promise)
+        before, self._before = self._before, threading.Event()
+        given = begun, promise, before, self._before, run
+        threading.Thread(target=self._carry_out, args=given, name=NAME, daemon=True).start()
+        return _Launched()
+
+    def _carry_out(
+        self, begun: Any, promise: Any, before: threading.Event, after: threading.Event, run: Callable[[], None]
+    ) -> None:
+        before.wait()
+        begun.synchronize()
+        try:
+            run()
+        except RuntimeError:  # a rank is gone: the kernel hangs, until it is aborted
+            if not self._is_aborted:
+                return
+        promise.keep()
+        after.set()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return card.host_view(tensor) if tensor.device.type == card.NAME else tensor
+
+
+def register() -> None:
+    """The card's collectives are these."""
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, Group, devices=[card.NAME])

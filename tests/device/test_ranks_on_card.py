@@ -1,0 +1,95 @@
+"""Two ranks, each with a device of its own: they learn what they do on CPUs, and the end of one ends the other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent.parent / "ranks"))
+from launch import Fleet
+from rank_learner import Learner
+from tiered import gpt2
+
+KEEPS_CAPTURES = True  # each process captures its own
+SECONDS = 10.0  # docs/ranks.md
+
+
+@contextmanager
+def on_card(info):
+    """This process's device is the card of its rank, which no other rank comes near."""
+    import card
+    import network
+    from carded import Card
+
+    from gs_compile.runtime import stream
+
+    card.native()
+    with card.installed():
+        stream.DEVICES = {**stream.DEVICES, "card": Card}
+        network.register()
+        card.delays(copy=2e-4)
+        card.take_touches(1 - info.rank)
+        yield f"card:{info.rank}"
+
+
+def learns(info, tmp_path, device):
+    def run(where):
+        from carded import to
+
+        build = gpt2 if where == "cpu" else lambda seed: to(gpt2(seed=seed), where)
+        learner = Learner(info, tmp_path / f"{device}{info.rank}", build=build)
+        losses = learner.train(*range(4))
+        norm = learner.optimizer.last_step.grad_norm
+        found = losses, norm, learner.values()
+        learner.optimizer.engine.tiers.close()
+        return found
+
+    if device == "cpu":
+        return run("cpu")
+    import card
+
+    with on_card(info) as where:
+        found = run(where)
+        assert card.current_device() == info.rank
+        assert torch.accelerator.max_memory_allocated(1 - info.rank) == 0
+        return *found, card.take_touches(1 - info.rank)
+
+
+def test_two_ranks_with_a_device_each(built, tmp_path):
+    with Fleet(2) as fleet:
+        expected = fleet.run(learns, tmp_path, device="cpu")
+    with Fleet(2, initialize=False) as fleet:
+        found = fleet.run(learns, tmp_path, device="card")
+    for (losses, norm, values), (found_losses, found_norm, found_values, touches) in zip(expected, found, strict=True):
+        assert found_losses == pytest.approx(losses, rel=1e-6)
+        assert found_norm == pytest.approx(norm, rel=1e-6)
+        assert all(torch.allclose(values[name], found_values[name], rtol=0, atol=1e-7) for name in values)
+        assert touches == 0, "the other rank's device"
+
+
+def is_killed(info, tmp_path):
+    with on_card(info) as where:
+        from carded import to
+
+        learner = Learner(info, tmp_path / str(info.rank), build=lambda seed: to(gpt2(seed=seed), where))
+        learner.train(0)
+        (tmp_path / f"{info.rank}.begun").touch()
+        if info.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        learner.train(1)
+
+
+def test_a_rank_that_is_killed_ends_the_other(built, tmp_path):
+    """Its kernels never end, and whoever waits for them hears why."""
+    with Fleet(2, initialize=False) as fleet:
+        fleet.begin(is_killed, tmp_path)
+        fleet.wait_for(tmp_path, "*.begun")
+        first, _ = fleet.end(tmp_path, 60)
+    assert "rank 1 has failed: it was killed, or its machine is gone" in first.failure
+    assert "RankError" in first.failure
