@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import card
+import pytest
 import torch
 
+import gs_compile
+from gs_compile.model.residency import Residency
 from gs_compile.runtime.stream import Accelerator
 
 
@@ -34,3 +38,25 @@ def to(model: torch.nn.Module, where: str = "card:0") -> Any:
         return model.to(where)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def on_storage(build: Callable[[], torch.nn.Module], storage: Any, where: str = "card:0") -> Any:
+    """The model that `init_on_storage` builds, on the card.
+
+    As of other devices a parameter may become one of the card in place: torch itself knows no way, so tensors are swapped.
+    """
+    set_data = Residency.set_data
+
+    def across(self: Residency, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        if parameter.device.type == values.device.type:
+            set_data(self, parameter, values)
+            return
+        parameter.__class__ = self.kind
+        other = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+        other.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, other)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Residency, "set_data", across)
+        patched.setattr(torch, "_has_compatible_shallow_copy_type", lambda *_: True)
+        return gs_compile.init_on_storage(build, storage=storage, device=where)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import card
 import pytest
 import torch
-from carded import Card, to
+from carded import Card, on_storage, to
 from tiered import Harness, adamw, gpt2, loss_of, options, outcome, step, tokens, two_groups
 from zoo import huggingface
 
@@ -149,6 +149,24 @@ def test_a_plan_has_what_the_model_leaves_and_the_allocator_keeps(tmp_path):
             assert torch.accelerator.memory_reserved(0) > 30 << 20
         assert 1 << 20 < found[-1].leaving_nbytes <= in_use < found[-1].leaving_nbytes + 2**16
         assert free_nbytes([tmp_path], Where(torch.device("card", 0)))["device_nbytes"] > 0.9 * (whole_nbytes - 2**20)
+
+
+def test_a_model_built_on_storage_that_the_device_cannot_hold(tmp_path):
+    build, losses = partial(gpt2, num_layers=20), []
+    nbytes = sum(parameter.nbytes for parameter in build().parameters())
+    card.set_limit(nbytes * 3 // 4)
+    for where in ("cpu", "card"):
+        torch._dynamo.reset()
+        model = build() if where == "cpu" else on_storage(build, tmp_path / "values")
+        optimizer = adamw(two_groups(model))
+        model.compile(backend="greedysnake", options=options(tmp_path / where, alpha=0.0, host_memory=4 * nbytes))
+        losses.append([step(model, optimizer, tokens(number, 3)) for number in range(2)])
+        values = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        losses[-1].append(values)
+        optimizer.engine.tiers.close()
+    (*cpu, expected), (*found, values) = losses
+    assert found == cpu
+    assert [name for name in values if not torch.equal(values[name], expected[name])] == []
 
 
 # Between steps --------------------------------------------------------------------------------------------------------
