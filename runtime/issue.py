@@ -134,8 +134,8 @@ class TieredExecutor(Executor):
         found = MemoryBudgetError(
             f"{self._device.name} has no memory left in {name_of(op)}: {format_bytes(whole - free)} of "
             f"{format_bytes(whole)} are in use, of which values are planned to take {format_bytes(planned)} at most. "
-            "Give a smaller micro_batch_size, or device_memory= less, which leaves more for what code computes with; or "
-            "end what else uses the device"
+            "Give a smaller micro_batch_size; or device_memory= less, which leaves more for what code computes with; "
+            "or end what else uses the device"
         )
         found.__cause__ = error
         return found

@@ -26,7 +26,6 @@ from gs_compile.runtime.stream import LONGEST_PAUSE, Device, Event, Stream, wait
 from gs_compile.runtime.threads import limit_threads
 from gs_compile.runtime.trace import Label, Trace
 
-
 POLL_SECONDS = 0.2  # between two looks at what may have failed
 PATIENCE_SECONDS = 5.0  # for copies under way: one that waits for another rank may never end
 
@@ -34,9 +33,7 @@ PATIENCE_SECONDS = 5.0  # for copies under way: one that waits for another rank 
 class Ticket:
     """Tells when one operation is done, and raises its error."""
 
-    def __init__(
-        self, name: str = "", check: Callable[[], None] = lambda: None, *, is_in_order: bool = False
-    ) -> None:
+    def __init__(self, name: str = "", check: Callable[[], None] = lambda: None, *, is_in_order: bool = False) -> None:
         """check: raises where the operation may never be done.
 
         is_in_order: on the stream that computes, and what takes memory after it waits for it anyway.

@@ -87,7 +87,8 @@ class Ending:
         others = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         if others != -1:
             signal.set_wakeup_fd(others)
-            os.close(reading), os.close(writing)
+            os.close(reading)
+            os.close(writing)
             return
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are not the parent's
         threading.Thread(target=self._hear, args=(reading,), name="signals of greedysnake", daemon=True).start()
@@ -95,12 +96,14 @@ class Ending:
     def _hear(self, reading: int) -> None:
         while numbers := os.read(reading, 64):
             for number in numbers:
-                if signal.getsignal(number) is self and _waits_for_backward():
+                is_handled_here = signal.getsignal(number) is self
+                if is_handled_here and _waits_for_backward():
                     self._interrupt(number)
 
     def _interrupt(self, number: int) -> None:
-        self._answered.add(number)  # before the run raises, and the main thread goes on
-        if not any([run.interrupt(_error(number)) for run in list(self.runs)]):
+        self._answered.add(number)  # before a run raises, and the main thread goes on
+        will_raise = [run.interrupt(_error(number)) for run in list(self.runs)]
+        if not any(will_raise):
             self._answered.discard(number)
 
 

@@ -201,7 +201,9 @@ class Twin(Device):
 
     def copy(self, target, source):  # [3]
         for tensor in (target, source):
-            if not isinstance(tensor, TwinTensor) and not any(at <= tensor.data_ptr() < at + nbytes for at, nbytes in list(self.pinned.items())):
+            if not isinstance(tensor, TwinTensor) and not any(
+                at <= tensor.data_ptr() < at + nbytes for at, nbytes in list(self.pinned.items())
+            ):
                 raise RuntimeError(f"an asynchronous copy of {tensor.nbytes} bytes of pageable memory")
         self._launch_op(torch.ops.aten.copy_.default, (target, source), {}, [target], [source])
 

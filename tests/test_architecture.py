@@ -144,6 +144,18 @@ def touches(source: str) -> int:
     return found
 
 
+def names_cuda(source: str) -> bool:
+    """Whether a file uses `torch.cuda`; the runtime serves any accelerator."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
+            return True
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names = [*(getattr(node, "module", None) or "").split("."), *(alias.name for alias in node.names)]
+            if "cuda" in names or "torch.cuda" in names:
+                return True
+    return False
+
+
 def schedules_named(source: str) -> list[str]:
     """The schedules to compare with that code names: as identifiers, in imports, or in strings; docstrings may."""
     tree = ast.parse(source)
@@ -213,6 +225,11 @@ def test_one_place_knows_the_device_and_torch_inside():
         module: touches(source) for module, source in library().items() if not module.startswith(MAY_ASK_THE_DEVICE)
     }
     hold("device types and private interfaces", {module: number for module, number in found.items() if number})
+
+
+def test_one_file_names_cuda():
+    found = {module for module, source in library().items() if names_cuda(source)}
+    assert found - {"gs_compile.cli.doctor"} == {"gs_compile.runtime.stream"}
 
 
 def test_schedules_to_compare_with_are_named_in_their_own_folder():

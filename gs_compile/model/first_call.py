@@ -92,13 +92,10 @@ def plan_tiers(
 
 def where_of(parameters: Sequence[Tensor]) -> Where:
     """The device of parameters that go to the tiers, and the bytes of memory that they leave there."""
-    values = [residency_of(each).stash if is_offloaded(each) else each for each in parameters]
-    left = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in values if _leaves(each)}
+    values = (residency_of(each).stash if is_offloaded(each) else each for each in parameters)
+    there = (each for each in values if each is not None and not isinstance(each, DTensor))
+    left = {each.data_ptr(): each.untyped_storage().nbytes() for each in there if not is_in_host_memory(each)}
     return Where(parameters[0].device, sum(left.values()))
-
-
-def _leaves(value: Tensor | None) -> bool:
-    return value is not None and not isinstance(value, DTensor) and not is_in_host_memory(value)
 
 
 def _kinds_of_masters(options: Options, args: Sequence[Any], ranks: Ranks | None) -> tuple[Masters, ...]:

@@ -167,8 +167,6 @@ def unregister(address: int) -> None:
     native().unregister(address)
 
 
-
-
 def __getattr__(name: str) -> Any:
     if name == "default_generators":
         return tuple(native().generator(index) for index in range(native().device_count()))

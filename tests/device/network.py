@@ -38,7 +38,7 @@ class Group(dist.ProcessGroup):
         self._before = threading.Event()
         self._before.set()
 
-    def getBackendName(self) -> str:
+    def getBackendName(self) -> str:  # noqa: N802  torch asks for it by this name
         return NAME
 
     def abort(self) -> None:

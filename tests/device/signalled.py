@@ -10,12 +10,8 @@ import sys
 import threading
 import time
 
-import figures
-
-os.environ.pop(figures.ENVIRONMENT, None)
-figures.give()
-
 import card
+import figures
 import torch
 from carded import Card, to
 from tiered import adamw, gpt2, loss_of, options, step, tokens, two_groups
@@ -23,7 +19,14 @@ from tiered import adamw, gpt2, loss_of, options, step, tokens, two_groups
 from gs_compile.runtime import stream
 
 
+def say(words: str) -> None:
+    sys.stdout.write(f"{words}\n")
+    sys.stdout.flush()
+
+
 def main(storage: str) -> None:
+    os.environ.pop(figures.ENVIRONMENT, None)
+    figures.give()
     card.native()
     torch.set_num_threads(1)
     with card.installed():
@@ -34,7 +37,7 @@ def main(storage: str) -> None:
         step(model, optimizer, tokens(0))
         loss = loss_of(model, tokens(1))
         card.delays(copy=0.5, operator=0.02)
-        threading.Timer(0.3, lambda: print("in the backward", flush=True)).start()
+        threading.Timer(0.3, lambda: say("in the backward")).start()
         try:
             loss.backward()
         except BaseException as error:
@@ -42,7 +45,7 @@ def main(storage: str) -> None:
             begin = time.monotonic()
             for _ in range(100):  # where a handler that is still to come would raise once more
                 time.sleep(0.001)
-            print(f"ended: {type(error).__name__} {error.args}, {time.monotonic() - begin > 0.1}", flush=True)
+            say(f"ended: {type(error).__name__} {error.args}, {time.monotonic() - begin > 0.1}")
             raise
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 
 import card
+import inductor
 import pytest
 import torch
 from carded import Card, on_storage, to
@@ -78,7 +79,9 @@ def test_on_the_second_device(learned, tmp_path, current):
 
 
 def test_a_type_that_no_accelerator_has_is_refused():
-    with pytest.raises(DeviceError, match=r"a model on xpu:0 cannot be trained: torch.accelerator knows no such device"):
+    with pytest.raises(
+        DeviceError, match=r"a model on xpu:0 cannot be trained: torch.accelerator knows no such device"
+    ):
         device_of(torch.device("xpu", 0))
     with pytest.raises(DeviceError, match=r"a model on mps cannot be trained: its memory is the host's"):
         device_of(torch.device("mps"))
@@ -126,14 +129,13 @@ def test_a_device_of_what_is_planned_is_enough(learned, tmp_path, delay_seconds)
 
 
 def test_without_memory_it_says_what_to_give(tmp_path):
-    with (
-        pytest.raises(MemoryBudgetError, match=r"has no memory left in .*micro_batch_size, or device_memory") as caught,
-        model_on("card:0", options(tmp_path, **MIXED)) as (model, optimizer),
-    ):
+    words = r"a card in host memory has no memory left in .*micro_batch_size; or device_memory"
+    with model_on("card:0", options(tmp_path, **MIXED)) as (model, optimizer):
         step(model, optimizer, tokens(0))
         torch.accelerator.empty_cache()
         card.set_limit(torch.accelerator.memory_reserved(0) + 2048)
-        step(model, optimizer, tokens(1))
+        with pytest.raises(MemoryBudgetError, match=words) as caught:
+            step(model, optimizer, tokens(1))
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
@@ -143,7 +145,7 @@ def test_a_plan_has_what_the_model_leaves_and_the_allocator_keeps(tmp_path):
     for _ in range(2):
         with model_on("card:0", options(tmp_path, **MIXED), num_layers=2, width=256) as (model, optimizer):
             in_use = torch.accelerator.memory_allocated(0)
-            del (kept := [torch.empty(30 << 20, dtype=torch.uint8, device="card:0")])[:]
+            torch.empty(30 << 20, dtype=torch.uint8, device="card:0")  # and gone: the allocator keeps it
             step(model, optimizer, tokens(0))
             found.append(optimizer.engine.planning.run.model.where)
             assert torch.accelerator.memory_reserved(0) > 30 << 20
@@ -215,3 +217,18 @@ def test_a_durable_run_goes_on(learned, tmp_path):
     assert found.losses == expected.losses
     assert [name for name in expected.values if not torch.equal(found.values[name], expected.values[name])] == []
 
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_code_that_inductor_makes_for_a_second_type_of_device(tmp_path):
+    losses = {}
+    for where in ("cpu", "card"):
+        torch._dynamo.reset()
+        model = gpt2() if where == "cpu" else to(gpt2())
+        optimizer = adamw(two_groups(model))
+        given = {**MIXED, "compiler": "inductor"}
+        model.compile(backend="greedysnake", options=options(tmp_path / where, **given))
+        with inductor.compiling():
+            losses[where] = [step(model, optimizer, tokens(number)) for number in range(3)]
+        optimizer.engine.tiers.close()
+    assert losses["card"] == losses["cpu"]
