@@ -123,7 +123,10 @@ class TieredExecutor(Executor):
                 error = self._out_of_memory(self.program.ops[at], error)
             forward = self._computing and stop == forward_end(self.program) and self.tiers.setting.ranks is None
             if forward and self.tiers.failure.first is None:  # the model's own error: nothing of the run is lost
-                self._give_up(at)
+                try:
+                    self._give_up(at)
+                except torch.OutOfMemoryError:  # nor for late updates
+                    self.tiers.fail(error)
             else:
                 self.tiers.fail(error)
             raise error

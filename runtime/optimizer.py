@@ -239,6 +239,7 @@ class OptimizerStep:
         sums = flat_of(gradient)
         size = CHUNK * torch.get_num_threads() if kept else None  # copied and updated while it is in cache
         mine = (ranks.rank, ranks.number) if (ranks := self.setting.ranks) else (0, 1)
+        skipped = record.skipped  # asks the device for each norm so far
         for piece, hyper_index in self._pieces(unit, group, size):
             w = _parameters(flats, piece)
             g = sums[piece.unit_start if is_whole else piece.start :][: piece.numel]
@@ -249,7 +250,7 @@ class OptimizerStep:
             if ("w", piece.w.letter) in kept:
                 w.copy_(_parameters(kept, piece))
             master, low = (state.pop(0), w) if self.setting.types[unit.unit].has_master else (w, None)
-            if not record.skipped:
+            if not skipped:
                 place = zlib.crc32(str(unit.unit).encode()), place_of(unit.pieces, *mine, piece.unit_start)
                 hyper = {**record.hypers[hyper_index], "scale": record.factor, "place": place}
                 self.recipe.rule.update(master, g, state, hyper, record.number, low)

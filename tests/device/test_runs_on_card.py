@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 
 import card
@@ -17,8 +17,10 @@ from zoo import huggingface
 import gs_compile
 from gs_compile.errors import DeviceError, MemoryBudgetError
 from gs_compile.planner.measure.machines import Where, free_nbytes
-from gs_compile.runtime import stream
+from gs_compile.runtime import issue, lanes, stream
+from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.stream import Accelerator, device_of
+from gs_compile.runtime.values import Held
 
 KEEPS_CAPTURES = True
 MIXED = {"alpha": 0.3, "ratios": {"parameter": 0.3, "checkpoint": 0.5, "optimizer": 0.5}}
@@ -76,6 +78,44 @@ def test_on_the_second_device(learned, tmp_path, current):
     assert torch.accelerator.max_memory_allocated(0) == in_use, "what other tests keep"
     assert current == 0 or card.take_touches(0) == 0
     assert card.current_device() == current
+
+
+def nothing(*_, **__):
+    pass
+
+
+def unpin(self, address):
+    """Of memory that was not pinned too, and where copies that nobody has waited for are under way."""
+    self.synchronize()
+    with suppress(RuntimeError):
+        card.unregister(address)
+
+
+MUTATIONS = {
+    "what other streams still use is let go of": (Held, "keep", nothing),
+    "the computation waits for nothing": (issue, "join_all", nothing),
+    "lanes wait for nothing": (lanes, "join_all", nothing),
+    "lanes have no stream of their own, and wait for no other": (Ticket, "join", nothing),
+    "host memory is not pinned": (Card, "pin", nothing),
+    "threads stand on the first device": (Card, "enter", nothing),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_without_it_the_card_shows_it(learned, tmp_path, monkeypatch, mutation):
+    """As other values, as poison or an error; where values are right, as a copy that is waited for, or as a touch."""
+    monkeypatch.setattr(*MUTATIONS[mutation])
+    monkeypatch.setattr(Card, "unpin", unpin)
+    card.set_device(1)
+    card.delays(copy=2e-3)
+    card.take_touches(0)
+    before, found = card.counts(), None
+    with suppress(Exception):
+        found = harness_on("card:1").train(adamw, options(tmp_path, **MIXED), 3)
+    after = card.counts()
+    waits = after.synchronous - before.synchronous > after.asynchronous - before.asynchronous
+    is_right = found is not None and set(found.differences(learned(3))) <= {"norms"}
+    assert not is_right or waits or card.take_touches(0)
 
 
 def test_a_type_that_no_accelerator_has_is_refused():
@@ -141,16 +181,19 @@ def test_without_memory_it_says_what_to_give(tmp_path):
 
 def test_a_plan_has_what_the_model_leaves_and_the_allocator_keeps(tmp_path):
     whole_nbytes, found = 64 << 20, []
+    others = torch.accelerator.memory_allocated(0)  # that tests before have left there
     card.set_limit(whole_nbytes)
     for _ in range(2):
         with model_on("card:0", options(tmp_path, **MIXED), num_layers=2, width=256) as (model, optimizer):
-            in_use = torch.accelerator.memory_allocated(0)
+            in_use = torch.accelerator.memory_allocated(0) - others
             torch.empty(30 << 20, dtype=torch.uint8, device="card:0")  # and gone: the allocator keeps it
             step(model, optimizer, tokens(0))
             found.append(optimizer.engine.planning.run.model.where)
             assert torch.accelerator.memory_reserved(0) > 30 << 20
         assert 1 << 20 < found[-1].leaving_nbytes <= in_use < found[-1].leaving_nbytes + 2**16
-        assert free_nbytes([tmp_path], Where(torch.device("card", 0)))["device_nbytes"] > 0.9 * (whole_nbytes - 2**20)
+        assert free_nbytes([tmp_path], Where(torch.device("card", 0)))["device_nbytes"] > 0.9 * (
+            whole_nbytes - others - 2**20
+        )
 
 
 def test_a_model_built_on_storage_that_the_device_cannot_hold(tmp_path):
