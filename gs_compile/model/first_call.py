@@ -206,7 +206,14 @@ def stored_parameters(
     """Where each parameter is in its unit, as commits say it, in the order of the arrangement."""
     names = [entry.path for entry in compilation.captured.inputs]
     return tuple(
-        StoredParameter(names[index], span.unit, span.offset, tuple(span.shape), bool(args[index].requires_grad))
+        StoredParameter(
+            names[index],
+            span.unit,
+            span.offset,
+            tuple(span.shape),
+            bool(args[index].requires_grad),
+            str(span.dtype or "").removeprefix("torch."),
+        )
         for index, span in arrangement.spans.items()
     )
 

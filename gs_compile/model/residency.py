@@ -29,8 +29,8 @@ from gs_compile.errors import COMMITTED, LOST, SAVED, ReleasedParameterError, St
 from gs_compile.model import files
 from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder, shares_memory
 from gs_compile.model.parameter_store import ParameterStore
-from gs_compile.runtime.homes import Slice
 from gs_compile.runtime.ranks import Ranks
+from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.tiers import Tiers
 
 Tensor = torch.Tensor

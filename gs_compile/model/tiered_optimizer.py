@@ -32,7 +32,7 @@ from gs_compile.model.commits import Kept
 from gs_compile.model.engine import Engine
 from gs_compile.model.offloaded import StoredState
 from gs_compile.model.residency import end_gradient, residency_of
-from gs_compile.runtime.formats import StateType, moment_types
+from gs_compile.runtime.formats import StateType, moment_types, wide_of
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.storage.manifest import Manifest
@@ -315,7 +315,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._show_state(parameter)
 
     def _show_state(self, parameter: torch.Tensor) -> None:
-        like = torch.empty(parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device="meta")
+        like = torch.empty(parameter.shape, dtype=wide_of(parameter.dtype), device="meta")
         shown = dict.fromkeys(self.components, like.as_subclass(StoredState))
         self.state[parameter] = {"step": self._shown_steps, **shown}
 
