@@ -55,7 +55,7 @@ class SharedNorm:
 class StepRecord:
     """What the updates of one step need, early and late: captured when its backward begins."""
 
-    number: int  # of the optimizer's steps, from 1
+    number: int  # of the optimizer's steps, from 1; of a parameter's own, without those that it has missed
     hypers: Sequence[Mapping[str, Any]]  # by param group
     max_grad_norm: float | None = None
     squares: dict[Unit | str, Reading] = field(default_factory=dict)  # of gradients, in the order of norms
@@ -121,11 +121,15 @@ class StepRecord:
 
 
 class Run(NamedTuple):
-    """Trained elements of one param group, in a unit; wide: two of them are one of a parameter's."""
+    """Trained elements of one param group, in a unit.
+
+    missed: the optimizer's steps before their first. is_wide: two of them are one of a parameter's.
+    """
 
     start: int
     stop: int
     group: int
+    missed: int = 0
     is_wide: bool = False
 
 
@@ -267,7 +271,7 @@ class OptimizerStep:
             if not record.skipped:
                 place = zlib.crc32(str(unit.unit).encode()), place_of(unit.pieces, *mine, piece.unit_start)
                 hyper = {**record.hypers[run.group], "scale": record.factor, "place": place}
-                self.recipe.rule.update(master, g, state, hyper, record.number, low)
+                self.recipe.rule.update(master, g, state, hyper, record.number - run.missed, low)
             if run.is_wide:
                 w.copy_(firsts(master))
             elif record.skipped and unit.has_master:

@@ -34,7 +34,7 @@ class Arrangement:
     """
 
     spans: Mapping[int, Slice]  # by input index
-    runs: Mapping[Unit, Sequence[Run]]  # the trained elements, cut where the param group changes
+    runs: Mapping[Unit, Sequence[Run]]  # the trained elements, cut where these differ
     sizes: tuple[UnitSize, ...]
     types: Mapping[Unit, Types]
 
@@ -43,15 +43,15 @@ def arrange(
     split: Split,
     captured: Captured,
     types_by: Callable[[torch.dtype], Types],
-    groups: Mapping[int, int] | None = None,
+    groups: Mapping[int, tuple[int, int]] | None = None,
     *,
     ranks: Ranks | None = None,
 ) -> Arrangement:
     """The layout of a captured model.
 
-    types_by: of parameters of a dtype, their types; groups: the param group of each trained parameter, by input index;
-    None: they are all in one; ranks: that share each unit. Raises `CaptureError` for a unit with dtypes that do not go
-    together.
+    types_by: of parameters of a dtype, their types; groups: of each trained parameter, by input index, the param group,
+    and the optimizer's steps before its first; None: they are all alike; ranks: that share each unit. Raises
+    `CaptureError` for a unit with dtypes that do not go together.
     """
     specs, owners = dict[int, TensorSpec](), dict[int, Unit]()
     for graph in split.units:
@@ -61,10 +61,10 @@ def arrange(
     spans, runs = dict[int, Slice](), dict[Unit, list[Run]]()
     types, sizes = dict[Unit, Types](), list[UnitSize]()
 
-    def order(index: int) -> tuple[bool, int, int]:
+    def order(index: int) -> tuple[bool, tuple[int, int], int]:
         is_trained = specs[index].requires_grad
         width = types[owners[index]].width(specs[index].dtype)
-        return not is_trained, groups[index] if is_trained and groups is not None else 0, width * is_trained
+        return not is_trained, groups[index] if is_trained and groups is not None else (0, 0), width * is_trained
 
     for unit in dict.fromkeys(owners.values()):
         found = [index for index, owner in owners.items() if owner == unit]
@@ -80,7 +80,7 @@ def arrange(
                 spans[index] = _span(unit, stop, specs[index], types[unit])
                 stop += _padded(specs[index], types[unit])
             mine = () if is_frozen else owned(cuts, rank, world, start, stop)
-            runs[unit] += [Run(each.local, each.local + each.numel, group, width > 1) for each in mine]
+            runs[unit] += [Run(each.local, each.local + each.numel, *group, width > 1) for each in mine]
     return Arrangement(spans, runs, tuple(sizes), types)
 
 

@@ -257,6 +257,13 @@ def adopt(parameter: Tensor, store: ParameterStore, span: Slice, first: Tensor |
     residency.is_trained = parameter.requires_grad
 
 
+def bring_out(store: ParameterStore, parameter: Tensor, span: Slice) -> None:
+    """Put the value of a parameter, its master if it has one, to a file beside the store that has it."""
+    residency = residency_of(parameter)
+    residency.stash, residency.folder = store.read(span, master=True), store.folder
+    residency.shown.clear()
+
+
 def hand_back(parameter: Tensor) -> None:
     """Take a value out of a store that failed at its start: the parameter is stashed again."""
     residency_of(parameter).place = None
