@@ -35,7 +35,8 @@ from gs_compile.errors import (
 )
 from gs_compile.model.call import Call
 from gs_compile.model.engine import Engine
-from gs_compile.model.first_step import begin, train_others
+from gs_compile.model.first_step import begin
+from gs_compile.model.freezing import train_others, trains_others
 from gs_compile.model.meeting import meet, optimizers_of, refuse_empty, refuse_uneven, turn
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
 from gs_compile.options import Options
@@ -128,7 +129,7 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     found = random_state() if compilation.options.durability else None
     seed = _seed(models)
     engine = _engine_for(compilation, models, args, ranks)
-    if engine is not None and training and engine.trains_others(args):
+    if engine is not None and training and trains_others(engine, args):
         engine = train_others(engine, Call(compilation, models, args, CompiledUnits(parts, seed), training))
     if engine is not None and engine.durable is not None and found is not None:
         if (before := engine.durable.goes_on()) is not None:

@@ -99,7 +99,7 @@ class Engine(ParameterStore):
         plan = self.planning.planned.facts
         self.durable = Durable(self._optimizer, tiers, stored, plan) if tiers.commits else None
         spans = {args[index]: span for index, span in arrangement.spans.items()}
-        self._num_parameters = len(spans)
+        self.num_parameters = len(spans)
         if self.durable is not None and self.durable.former is not None:
             give_back_rest(optimizer, take_up(self, spans, stored))
         else:
@@ -174,10 +174,10 @@ class Engine(ParameterStore):
         models: of every micro-batch; units: their computations; shape: of the step if its parameters were in memory.
         """
         self._refuse_unfinished()
-        spans = self._spans(args)
+        spans = self.spans_of(args)
         if shape.training:
             self.refuse_masters()
-            self._refuse_other_threads()
+            self.refuse_other_threads()
             self.open.let_lost_go()
             if not self.accumulates:
                 self.open.abandon(AGAIN, by_call=True)  # its loss was never differentiated
@@ -378,41 +378,12 @@ class Engine(ParameterStore):
     def _units(self) -> list[Unit]:
         return [unit.unit for unit in self.placement.units]
 
-    def _spans(self, args: Sequence[Any]) -> dict[int, Slice]:
+    def spans_of(self, args: Sequence[Any]) -> dict[int, Slice]:
         """Of the parameters among the arguments that are in this store, by index."""
         places = {i: residency_of(arg).place for i, arg in enumerate(args) if isinstance(arg, torch.nn.Parameter)}
         return {index: place[1] for index, place in places.items() if place is not None and place[0] is self}
 
-    def trains_others(self, args: Sequence[Any]) -> bool:
-        """Whether a call asks for gradients of other parameters than this engine trains."""
-        return any(args[index].requires_grad != residency_of(args[index]).is_trained for index in self._spans(args))
-
-    def spans_to_move(self, args: Sequence[Any]) -> dict[torch.nn.Parameter, Slice]:
-        """All parameters, to be moved to another engine between two steps.
-
-        Raises `StepOrderError` within a step, and `OptimizerError` where they cannot be moved.
-        """
-        self._refuse_unfinished()
-        self._refuse_other_threads()
-        spans = {args[index]: span for index, span in self._spans(args).items()}
-        words = (
-            "requires_grad of a parameter has changed since the first call, which settles what is trained "
-            f"{'on several ranks' if self.ranks else 'in a durable run' if self.durable else 'here'}"
-        )
-        if self.ranks is not None or self.durable is not None:
-            raise OptimizerError(
-                f"{words}. Save the model and the optimizer (state_dict() has values and states), and begin a run with "
-                "the parameters that are to be trained from there on"
-            )
-        if self.record is not None or len(spans) < self._num_parameters:
-            raise StepOrderError(
-                f"{words}: change it between optimizer.step() and the next call, and call the model with all of its "
-                "parameters then"
-            )
-        self.synchronize()
-        return spans
-
-    def _refuse_other_threads(self) -> None:
+    def refuse_other_threads(self) -> None:
         """Raise `StepOrderError` where the open step is of another thread, which would lose it."""
         is_open = self.open or self.record is not None
         if is_open and self._opened_by is not threading.current_thread() and self._opened_by.is_alive():

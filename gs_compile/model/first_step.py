@@ -1,5 +1,4 @@
-"""first_step: an engine is made at a model's first call, and once more where the first step has several backwards, or
-other parameters are to be trained from a later one on.
+"""first_step: an engine is made at a model's first call, and once more where the first step has several backwards.
 
 Nobody says how many backwards come before `optimizer.step()`. So updates run beside the first one, and when the first
 step has another, the run begins again with updates that wait: first values are there until a step has ended, and the
@@ -22,9 +21,7 @@ from gs_compile.errors import MemoryBudgetError
 from gs_compile.model.engine import Engine
 from gs_compile.model.first_call import Planning, plan_tiers
 from gs_compile.model.meeting import agree
-from gs_compile.model.residency import bring_out, hand_back, residency_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
-from gs_compile.progress import stage
 from gs_compile.runtime.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -62,41 +59,6 @@ def begin(
     # `model.compile` ties a module into a reference cycle; it often goes with its optimizer, and its files with it.
     weakref.finalize(optimizer, gc.collect).atexit = False
     return engine
-
-
-def train_others(engine: Engine, call: Call) -> Engine:
-    """Another engine, for a call for which `requires_grad` of some parameters is not what it was.
-
-    Values and states go there by files in the storage directory. What is trained from now on and was not begins with
-    the state that it had when it was frozen, or with none; as with torch, steps without it do not count for it. Raises
-    `StepOrderError` within a step, `OptimizerError` where the run cannot change, and `MemoryBudgetError` where the new
-    one does not fit; then the engine is as it was.
-    """
-    optimizer, given = engine.optimizer, (call.compilation, call.models, call.args, engine.ranks)
-    assert isinstance(optimizer, TieredOptimizer)
-    spans = engine.spans_to_move(call.args)
-    missed = dict(optimizer.missed)
-    optimizer.note_missed(each for each in spans if each.requires_grad and not residency_of(each).is_trained)
-    try:
-        planning = plan_tiers(optimizer, *given, engine.planning.run.whole_nbytes)
-    except BaseException:
-        optimizer.missed = missed
-        raise
-    log.info(
-        "requires_grad has changed: %d parameters are trained in the place of %d. The run is planned anew; parameters "
-        "that stay trained keep their states",
-        sum(each.requires_grad for each in spans),
-        sum(residency_of(each).is_trained for each in spans),
-    )
-    with stage("moving parameters to their new plan", len(spans)) as advance, torch.inference_mode(False):
-        for parameter, span in spans.items():
-            optimizer.keep_state(parameter)
-            bring_out(engine, parameter, span)
-            advance()
-    engine.end("requires_grad was changed")
-    for parameter in spans:
-        hand_back(parameter)
-    return begin(optimizer, *given, planning)
 
 
 def begin_again(engine: Engine, call: Call, *, accumulates: bool, num_calls: int) -> Engine:
