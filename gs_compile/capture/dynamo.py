@@ -48,10 +48,11 @@ def check_torch(version: str = torch.__version__) -> None:
 check_torch()
 
 try:
-    from torch._dynamo import callback_handler
+    from torch._dynamo import callback_handler as callback_handler
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
     from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # for who asks for a capture
+    from torch._dynamo.exc import Unsupported as Unsupported
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.utils import counters, get_compilation_metrics, orig_code_map
     from torch._dynamo.variables import builder as dynamo_builder

@@ -22,6 +22,7 @@ from gs_compile.capture.dynamo import (
     note_last_compile,
     refuse,
 )
+from gs_compile.capture.given_up import watch
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import (
@@ -45,6 +46,7 @@ from gs_compile.runtime.ranks import Ranks, told
 from gs_compile.runtime.units import CompiledUnits, MicroBatch
 
 absorb_libraries()
+watch()
 
 
 def greedysnake(
@@ -59,6 +61,7 @@ def greedysnake(
     An error of this package is raised at the model's call, as itself: raised here, Dynamo would wrap it in one of its
     own.
     """
+    watch()
     compile_id, checked = current_compile_id(), Options()
     compilation: Compilation | None = None
     begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten]

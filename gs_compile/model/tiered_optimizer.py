@@ -48,6 +48,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     """
 
     rule: Rule
+    tells_of_given_up = True  # forwards, where `step` finds no backward
 
     def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None, state_dtype: Any) -> None:
         self._state_dtype = _check_state_dtype(state_dtype)
@@ -313,6 +314,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         is_shown = any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
         if is_offloaded(parameter) and not is_shown:  # it was trained; in files
             return dict(state)
+        if self.engine is not None and not state:
+            return None
         return optimizer_state.zeros(parameter, state) if is_shown else in_memory.copied(state)
 
     def keep_state(self, parameter: torch.Tensor) -> None:
@@ -346,7 +349,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         for parameter, state in list(self.state.items()):
             span = self.engine.trained_span(parameter)
             if span is None:
-                if not is_offloaded(parameter):
+                if not is_offloaded(parameter) and not self._has_values(parameter):
+                    del self.state[parameter]  # the model does not read it: as with torch, until it has a gradient
+                elif not is_offloaded(parameter):
                     self.state[parameter] = {**in_memory.copied(state), "step": self._shown_step(parameter)}
                 continue
             if self._has_values(parameter):
