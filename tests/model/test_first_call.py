@@ -206,36 +206,29 @@ def test_an_error_that_only_the_trace_meets_is_named():
 class Recurrent(nn.Module):
     """Dynamo gives this forward up, and no backend is asked for any of it."""
 
-    def __init__(self, has_norm):
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.LSTM(8, 8, batch_first=True) for _ in range(2))
-        self.norm = nn.LayerNorm(8) if has_norm else nn.Identity()
 
     def forward(self, x):
         for layer in self.layers:
-            x = self.norm(x + layer(x)[0])
+            x = x + layer(x)[0]
         return x.square().mean()
 
 
 def test_a_forward_that_is_given_up_before_the_backend_is_asked_is_warned_of_once():
-    """Parameters stay in memory, so that nothing else would tell. Where a part of it is captured, it is refused."""
+    """Parameters stay in memory, so that nothing else would tell."""
     torch._dynamo.reset()
-    model = Recurrent(has_norm=False)
+    model = Recurrent()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.compile(backend="greedysnake", options={"micro_batch_size": 2})
     watch()  # which the reset has ended
     model(torch.rand(4, 3, 8)).backward()
-    line = r"test_first_call\.py:\d+: x = self\.norm\(x \+ layer\(x\)\[0\]\)"
+    line = r"test_first_call\.py:\d+: x = x \+ layer\(x\)\[0\]"
     with pytest.warns(UncapturedWarning, match=rf"(?s)gave the model's forward up at .*{line}.* RNN, GRU, or LSTM"):
         optimizer.step()
     model(torch.rand(4, 3, 8)).backward()
-    optimizer.step()
-
-    other = Recurrent(has_norm=True)
-    other.compile(backend="greedysnake", options={"micro_batch_size": 2})
-    with pytest.raises(GraphBreakError, match=r"(?s)breaks it at .*Dynamo's reason: .* RNN, GRU, or LSTM"):
-        other(torch.rand(4, 3, 8))
-    optimizer.step()  # warns of nothing
+    optimizer.step()  # once
 
 
 def test_a_frame_without_operations_reads_a_parameter_on_the_tiers(tmp_path):
