@@ -14,11 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from setups import SetUp, ids
+from learner import distance
+from setups import SetUp, ids, tiny
 from tiered import adamw, options
 from torch import nn
 from torch.nn import functional
 
+import gs_compile
 from gs_compile.errors import OptimizerError, ReleasedParameterError
 from gs_compile.model.residency import stash
 
@@ -120,6 +122,7 @@ LIMITS: dict[str, list[Case]] = {
             "gave the model's forward up",
         ),
     ],
+    "Tensors whose size depends on values": [(HERE, "test_experts_that_choose_tokens_by_index", "grouped_mm")],
     "Layers whose result depends on the whole batch": [
         ("capture/test_loss_refusals.py", "", "normalises by the statistics of the batch"),
         ("capture/test_split_refusals.py", "test_batch_norm_changes_its_statistics", "changes its input or buffer"),
@@ -206,6 +209,59 @@ def test_on_several_ranks(setup, monkeypatch):
         block.weight.requires_grad_(False)
     with pytest.raises(OptimizerError, match=r"settles what is trained on several ranks\. Save the model"):
         setup.model(ids())
+
+
+class Experts(nn.Module):
+    """Each is given the tokens that it is chosen for, by their indices, or in their order by expert."""
+
+    def __init__(self, grouped: bool) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 3), nn.Parameter(torch.randn(3, 8, 8) / 9)
+        self.grouped = grouped
+
+    def forward(self, x_BTD):
+        x, chosen = x_BTD.flatten(0, 1), self.gate(x_BTD).softmax(-1).flatten(0, 1).max(-1)
+        y = torch.zeros_like(x)
+        if self.grouped:
+            order = chosen.indices.argsort(stable=True)
+            ends = torch.histc(chosen.indices.float(), 3, 0, 2).cumsum(0).int()
+            found = functional.grouped_mm(x[order].bfloat16(), self.experts.bfloat16(), offs=ends)
+            y[order] = found.float()
+        else:
+            for number, expert in enumerate(self.experts):
+                (token,) = torch.where(chosen.indices == number)
+                y[token] += (x[token].bfloat16() @ expert.bfloat16()).float()
+        return x_BTD + (y * chosen.values[:, None]).view_as(x_BTD)
+
+
+def routed(grouped: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = tiny()
+    model.blocks = nn.ModuleList(Experts(grouped) for _ in range(2))
+    return model
+
+
+def test_experts_that_choose_tokens_by_index(tmp_path):
+    """The form that the error names learns what this one does in plain PyTorch."""
+    losses = {}
+    for grouped in (False, True):
+        torch._dynamo.reset()  # which keeps no code of a function that it has given up
+        model, plain = routed(grouped), routed(grouped=False)
+        optimizer, theirs = gs_compile.SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+        model.compile(backend="greedysnake", options=options(tmp_path, micro_batch_size=5))
+        if not grouped:
+            line = r"test_limits\.py:\d+: \(token,\) = torch\.where"
+            model(ids()).backward()  # Dynamo has given it up, in the loop over experts
+            with pytest.raises(OptimizerError, match=rf"(?s)gave a forward up at .*{line}.*grouped_mm"):
+                optimizer.step()
+            continue
+        for each, update in ((model, optimizer), (plain, theirs)):
+            losses[each] = each(ids())
+            losses[each].backward()
+            update.step()
+        assert float(losses[model].detach()) == pytest.approx(float(losses[plain].detach()), rel=1e-5)
+        assert distance(dict(model.state_dict()), dict(plain.state_dict())) < 1e-3  # products in bfloat16
+        optimizer.engine.tiers.close()
 
 
 class Chooses(nn.Module):

@@ -15,7 +15,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gs_compile.capture.dynamo import Unsupported, callback_handler
+from gs_compile.capture.dynamo import Unsupported, callback_handler, remedy
 from gs_compile.errors import UncapturedWarning
 
 
@@ -45,8 +45,7 @@ class _Watch:
         where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
         self.words = (
             f"Dynamo gave the model's forward up at {where}, and captured nothing of it: it runs as plain PyTorch "
-            "does, without greedysnake. Remove what breaks it, or move it out of forward.\n"
-            f"Dynamo's reason: {str(error).strip()}"
+            f"does, without greedysnake.\nDynamo's reason: {str(error).strip()}\nFor greedysnake, {remedy(error)}"
         )
         if self.hook is None:
             self.hook = register_optimizer_step_pre_hook(self.warn)
