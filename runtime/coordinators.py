@@ -10,11 +10,9 @@ out on its lane, later. What is in host memory stands where the plan has put it:
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,6 +23,7 @@ from gs_compile.placement.units import UnitPlacement
 from gs_compile.program.ir import Op, Unit, Value, homed
 from gs_compile.runtime.formats import Types
 from gs_compile.runtime.ranks import Ranks
+from gs_compile.runtime.spans import Binding
 from gs_compile.runtime.storage.ssd import Transfer
 from gs_compile.runtime.storage.store import Extent, Store
 from gs_compile.runtime.stream import Device
@@ -32,19 +31,6 @@ from gs_compile.runtime.values import Saved, tensors_of
 
 Tensor = torch.Tensor
 Activation = Tensor | Saved
-
-
-class Binding(NamedTuple):
-    """A parameter in its unit's flat space, and its place among the inputs of a captured graph."""
-
-    input: int
-    offset: int
-    shape: tuple[int, ...]
-    trained: bool
-
-    def view(self, flat: Tensor, start: int = 0) -> Tensor:
-        begin = self.offset - start
-        return flat[begin : begin + math.prod(self.shape)].view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -181,9 +167,9 @@ class Parameters:
             came = flat(memory, stop - start, self.setting.dtype(unit.unit)) if memory is not None else None
         tensors = {}
         for binding in bindings:
-            source = stays if binding.offset < first else came
+            source = stays if binding.place.offset < first else came
             assert source is not None
-            tensors[binding.input] = binding.view(source, 0 if binding.offset < first else first)
+            tensors[binding.input] = binding.view(source, 0 if binding.place.offset < first else first)
         return tensors
 
     def send_piece(self, op: Op, reads: Sequence[Tensor], whole: Tensor, elements: tuple[int, int]) -> None:

@@ -18,6 +18,11 @@ moment they are a sign and 7 bits, of a second moment, which has none, 8 bits: t
 those are squares), and evenly spaced below that: all bits are 0 for zero alone, and the largest is itself. A quantum is
 8 scales, then its 2048 codes.
 
+A unit is a space of elements of one type. A float32 parameter in a unit of 16 bits takes two elements for each of its
+own: its values are the bytes of both, and the first of both has its gradient and moments; what the second has of these
+is zero, and stays so (`firsts`). Where masters are whole, their component has a copy of it; where they are pairs its
+share of the rests is not used. A frozen parameter of any type takes as many elements as its bytes do.
+
 An update rounds narrow moments at random, so that what is too small to change them does so now and then. A second
 moment in 8 bits never becomes zero: it divides.
 """
@@ -64,7 +69,7 @@ class Types:
     @property
     def wide(self) -> torch.dtype:
         """Of masters, gradients, and all that updates compute."""
-        return torch.promote_types(self.parameter, torch.float32)
+        return wide_of(self.parameter)
 
     @property
     def has_master(self) -> bool:
@@ -86,6 +91,10 @@ class Types:
         """Of an element in an update."""
         return sum(CONVERSION_NBYTES.get(dtype, 0) for dtype in self.state)
 
+    def width(self, dtype: torch.dtype) -> int:
+        """The elements of the unit that one of a parameter of this dtype takes."""
+        return dtype.itemsize // self.parameter.itemsize
+
     def nbytes(self, component: int | None, numel: int) -> int:
         """Of the first elements of a component, or of parameters (None); of 8 bits whole quanta."""
         return _nbytes(self.parameter if component is None else self.state[component], numel)
@@ -104,12 +113,17 @@ class Types:
         ]
 
 
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    """What updates compute parameters of a dtype in; torch promotes those of 8 bits to nothing."""
+    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
+
+
 def types_of(parameter: torch.dtype, moments: Sequence[torch.dtype | None], *, pairs: bool) -> Types:
     """Of parameters in this type: their moments in these types, None is the widest; `pairs`: masters are, if they can.
 
     A bfloat16 has the exponent of a float32, and can be its upper half.
     """
-    wide = torch.promote_types(parameter, torch.float32)
+    wide = wide_of(parameter)
     master = [REST if pairs and parameter == torch.bfloat16 else wide] if parameter != wide else []
     narrow = wide == torch.float32
     return Types(parameter, (*master, *(dtype if dtype and narrow else wide for dtype in moments)))
@@ -130,6 +144,23 @@ def state_itemsize(state: Sequence[torch.dtype]) -> float:
 
 def _nbytes(dtype: torch.dtype, numel: int) -> int:
     return -(-numel // QUANTUM) * ROW_NBYTES if dtype in EIGHT_BITS else numel * dtype.itemsize
+
+
+def firsts(elements: Tensor) -> Tensor:
+    """Those of the elements of a wide parameter that have its gradient, its moments, or its whole master."""
+    return elements[::2]
+
+
+def seconds(elements: Tensor) -> Tensor:
+    """The others, which are zero."""
+    return elements[1::2]
+
+
+def with_firsts(values: Tensor) -> Tensor:
+    """The inverse: all elements, with zeros in the places of the others."""
+    elements = values.new_zeros(2 * values.numel())
+    firsts(elements).copy_(values.reshape(-1))
+    return elements
 
 
 def rows_of(stored: Tensor) -> Tensor:

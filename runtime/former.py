@@ -13,8 +13,9 @@ from gs_compile.placement.units import Group, Part, UnitPlacement
 from gs_compile.program.ir import Unit, Value
 from gs_compile.runtime.coordinators import Setting
 from gs_compile.runtime.formats import Types, types_of
-from gs_compile.runtime.homes import Homes, Slice
+from gs_compile.runtime.homes import Homes
 from gs_compile.runtime.ranks import Ranks
+from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.storage.manifest import Manifest, StoredGroup, StoredParameter, StoredRange, StoredUnit
 from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.stream import device_of
@@ -32,11 +33,19 @@ class FormerHomes(Homes):
         placement = Placement(tuple(units), Layout(separate=True, world=store.former.world))
         types = {each.unit: types_in(each) for each in store.former.units}
         super().__init__(Setting(placement, types, store, device_of(torch.device("cpu")), ranks))
-        self.places = {each.name: Slice(each.unit, each.offset, tuple(each.shape)) for each in store.former.parameters}
+        self.places = {each.name: _place(each, types[each.unit]) for each in store.former.parameters}
 
     def at_home(self, value: Value) -> Any:
         assert self.setting.store is not None
         return self.setting.store.adopt(value._replace(tier=None).name)
+
+
+def _place(stored: StoredParameter, types: Types) -> Slice:
+    shape = tuple(stored.shape)
+    if not stored.dtype:
+        return Slice(stored.unit, stored.offset, shape)
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    return Slice(stored.unit, stored.offset, shape, dtype, types.width(dtype))
 
 
 def alike(

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,10 +19,11 @@ from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.shards import place_of
 from gs_compile.placement.units import Group, Stretch, UnitPlacement
 from gs_compile.program.ir import SHADOWS, Op, Unit, Value, homed
-from gs_compile.runtime.coordinators import Binding, Setting, flat
-from gs_compile.runtime.formats import narrow
+from gs_compile.runtime.coordinators import Setting, flat
+from gs_compile.runtime.formats import firsts, narrow, with_firsts
 from gs_compile.runtime.kernels import CHUNK, Rule, sum_of_squares
 from gs_compile.runtime.lanes import Ticket
+from gs_compile.runtime.spans import Binding
 from gs_compile.runtime.storage.store import Extent
 from gs_compile.runtime.stream import Reading
 from gs_compile.runtime.values import Gradient, flat_of
@@ -54,7 +55,7 @@ class SharedNorm:
 class StepRecord:
     """What the updates of one step need, early and late: captured when its backward begins."""
 
-    number: int  # of the optimizer's steps, from 1
+    number: int  # of the optimizer's steps, from 1; of a parameter's own, without those that it has missed
     hypers: Sequence[Mapping[str, Any]]  # by param group
     max_grad_norm: float | None = None
     squares: dict[Unit | str, Reading] = field(default_factory=dict)  # of gradients, in the order of norms
@@ -119,12 +120,25 @@ class StepRecord:
         return not self.skipped and self.scale == 1.0
 
 
+class Run(NamedTuple):
+    """Trained elements of one param group, in a unit.
+
+    missed: the optimizer's steps before their first. is_wide: two of them are one of a parameter's.
+    """
+
+    start: int
+    stop: int
+    group: int
+    missed: int = 0
+    is_wide: bool = False
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """How a unit is updated: the rule, and which param group each stretch of its trained elements belongs to."""
+    """How a unit is updated: the rule, and of what each stretch of its trained elements is."""
 
     rule: Rule
-    runs: Mapping[Unit, Sequence[tuple[int, int, int]]]  # start, stop, group
+    runs: Mapping[Unit, Sequence[Run]]
 
 
 class OptimizerStep:
@@ -157,8 +171,10 @@ class OptimizerStep:
             whole = self._on_device(unit, setting.placement.world * unit.num_trained, memory)
         if value.tier != "device":
             return whole
-        views = {binding.input: binding.view(whole) for binding in bindings if binding.trained}
-        return Gradient(whole, views, () if verb == "zeros" else self._added[unit.unit])
+        trained = [binding for binding in bindings if binding.trained]
+        views = {binding.input: binding.gradient(whole) for binding in trained}
+        widths = {binding.input: binding.place.width for binding in trained if binding.place.dtype}
+        return Gradient(whole, views, () if verb == "zeros" else self._added[unit.unit], widths)
 
     def shard(self, value: Value, memory: Tensor | None) -> Tensor:
         """Memory of this rank's share of a gradient."""
@@ -237,10 +253,10 @@ class OptimizerStep:
         kept = {(v.kind, v.part): flat for v, flat in zip(op.reads, reads, strict=True) if v.kind in SHADOWS}
         is_whole = not op.reads[0].part or self.setting.placement.keeps_gradient(unit)
         sums = flat_of(gradient)
-        size = CHUNK * torch.get_num_threads() if kept else None  # copied and updated while it is in cache
+        size = CHUNK * torch.get_num_threads()
         mine = (ranks.rank, ranks.number) if (ranks := self.setting.ranks) else (0, 1)
         skipped = record.skipped  # asks the device for each norm so far
-        for piece, hyper_index in self._pieces(unit, group, size):
+        for piece, run in self._pieces(unit, group, size, whole=not kept):
             w = _parameters(flats, piece)
             g = sums[piece.unit_start if is_whole else piece.start :][: piece.numel]
             state = self._components(unit, flats, piece)
@@ -249,13 +265,25 @@ class OptimizerStep:
                     new.copy_(old)
             if ("w", piece.w.letter) in kept:
                 w.copy_(_parameters(kept, piece))
-            master, low = (state.pop(0), w) if self.setting.types[unit.unit].has_master else (w, None)
+            if run.is_wide:
+                w = w.view(self.setting.wide(unit.unit))
+            master, low = self._master(unit, w, state, run)
             if not skipped:
                 place = zlib.crc32(str(unit.unit).encode()), place_of(unit.pieces, *mine, piece.unit_start)
-                hyper = {**record.hypers[hyper_index], "scale": record.factor, "place": place}
-                self.recipe.rule.update(master, g, state, hyper, record.number, low)
-            elif unit.has_master:
+                hyper = {**record.hypers[run.group], "scale": record.factor, "place": place}
+                self.recipe.rule.update(master, g, state, hyper, record.number - run.missed, low)
+            if run.is_wide:
+                w.copy_(firsts(master))
+            elif skipped and unit.has_master:
                 w.copy_(narrow(master, w.dtype))
+
+    def _master(self, unit: UnitPlacement, w: Tensor, state: list[Tensor], run: Run) -> tuple[Tensor, Tensor | None]:
+        """What is updated, taken out of `state` if it is there, and the narrow parameter that follows it."""
+        types = self.setting.types[unit.unit]
+        stored = state.pop(0) if types.has_master else w
+        if run.is_wide:
+            return (with_firsts(w) if types.is_pair else stored), None
+        return stored, w if types.has_master else None
 
     def _components(self, unit: UnitPlacement, flats: Mapping[tuple[str, str], Tensor], piece: Stretch) -> list[Tensor]:
         if piece.s is None:
@@ -263,14 +291,16 @@ class OptimizerStep:
         start, whole = piece.start - piece.s.start, flats["s", piece.s.letter]
         return self.setting.types[unit.unit].components(whole, start, start + piece.numel)
 
-    def _pieces(self, unit: UnitPlacement, group: Group, size: int | None) -> Iterator[tuple[Stretch, int]]:
-        """A group in pieces of one param group each, which is named, and of at most `size` elements."""
-        for start, stop, hyper_index in self.recipe.runs[unit.unit]:
-            for whole in unit.stretches(group, start, stop):
-                for at in range(0, whole.numel, size or whole.numel):
-                    numel = min(size or whole.numel, whole.numel - at)
-                    piece = Stretch(whole.w, whole.s, whole.start + at, whole.unit_start + at, numel)
-                    yield piece, hyper_index
+    def _pieces(self, unit: UnitPlacement, group: Group, most: int, *, whole: bool) -> Iterator[tuple[Stretch, Run]]:
+        """A group in pieces of one run each, and of at most so many elements, copied and updated while they are in
+        cache; `whole`: where nothing is copied, in one piece.
+        """
+        for run in self.recipe.runs[unit.unit]:
+            for found in unit.stretches(group, run.start, run.stop):
+                size = found.numel if whole and not run.is_wide else most
+                for at in range(0, found.numel, size):
+                    numel = min(size, found.numel - at)
+                    yield Stretch(found.w, found.s, found.start + at, found.unit_start + at, numel), run
 
 
 def _parameters(flats: Mapping[tuple[str, str], Tensor], piece: Stretch) -> Tensor:

@@ -10,9 +10,10 @@ import torch
 
 from gs_compile.placement.units import UnitPlacement
 from gs_compile.program.ir import Unit, Value
-from gs_compile.runtime.homes import Slice
+from gs_compile.runtime.formats import with_firsts
 from gs_compile.runtime.kernels import sum_of_squares
 from gs_compile.runtime.optimizer import StepRecord
+from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.storage.store import Extent
 from gs_compile.runtime.tiers import Tiers
 
@@ -55,6 +56,7 @@ class Sums:
         """Add a parameter's gradient to its sum; the norm of its unit is taken again when somebody asks for it."""
         unit = self.tiers.placement.by_unit[place.unit]
         flat = gradient.detach().reshape(-1).cpu().to(self.tiers.setting.wide(place.unit))
+        flat = with_firsts(flat) if place.dtype else flat
         for value, start, first, numel in self._stretches(unit, place):
             self._write(value, start, self._read(value, start, numel).add_(flat[first : first + numel]))
         self.has_outside = True
@@ -73,7 +75,7 @@ class Sums:
     def _stretches(self, unit: UnitPlacement, place: Slice) -> Iterator[tuple[Value, int, int, int]]:
         """The sums that have elements of a parameter: from which one on, which one of the parameter, and how many."""
         for value in self.tiers.placement.sums(unit):
-            for each in unit.stretches(unit.dw[value.part], place.offset, place.offset + place.numel):
+            for each in unit.stretches(unit.dw[value.part], place.offset, place.stop):
                 yield value, each.start, each.unit_start - place.offset, each.numel
 
     def _read(self, value: Value, start: int, numel: int) -> Tensor:

@@ -84,6 +84,8 @@ class CompiledUnits:
         self.micro_batches = micro_batches
         self.seed = seed  # of this step; None where nothing is drawn
         self.of_batch = Accumulator()  # the gradients of batch inputs, by input index and micro-batch
+        self.taps: dict[tuple[int, int], torch.Tensor] = {}  # by number and micro-batch, until the layer's backward
+        self._tap_gradients: dict[tuple[int, int], torch.Tensor] = {}  # which the epilogue has made
         self._numbers = OwnNumbers()
         self._drawn: dict[tuple[Unit, int], Any] = {}  # the random numbers after the first half of a block
 
@@ -105,6 +107,7 @@ class CompiledUnits:
         graph, inputs = self._inputs(unit, micro_batch, reads)
         outcome = self._run("forward", unit, micro_batch, inputs, level)
         results, saved = outcome[: len(graph.results)], Saved(outcome[len(graph.results) :])
+        self.taps |= zip(self._taps_of(graph, micro_batch), _results(graph, results, "tap"), strict=True)
         return tuple(saved if kind == "a" else _result(graph, results, kind) for kind in wants)
 
     embed = join = forward
@@ -125,7 +128,11 @@ class CompiledUnits:
         """What a unit has not saved again, and its backward."""
         graph, inputs = self._inputs(unit, micro_batch, reads)
         specs = [graph.result_specs[index] for index in graph.differentiated]
-        gradients = zip(_arrived(graph, reads), specs, strict=True)
+        taps = self._taps_of(graph, micro_batch)
+        of_taps = [self._tap_gradients.pop(tap, None) for tap in taps]
+        for tap in taps:
+            self.taps.pop(tap, None)
+        gradients = zip(_arrived(graph, reads, of_taps), specs, strict=True)
         saved = reads["a"].tensors if "a" in reads else ()
         held = [*inputs, *saved, *(_laid_out(gradient, spec) for gradient, spec in gradients)]
         outcome = self._run("backward", unit, micro_batch, held, level)
@@ -133,6 +140,12 @@ class CompiledUnits:
         return (dx,) if "dx" in wants else ()
 
     head_backward = join_backward = embed_backward = backward
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply all gradients that are no values of a program."""
+        self.of_batch.scale(factor)
+        for gradient in self._tap_gradients.values():
+            gradient.mul_(factor)
 
     # How a unit's code is called -------------------------------------------------------------------------------------
 
@@ -144,10 +157,15 @@ class CompiledUnits:
         for source, spec in zip(graph.sources, graph.specs, strict=True):
             if source.kind == "x" and "x" not in reads:  # what is saved is in its place
                 continue
-            tensor = _input(source, part, reads)
+            tensor = self.taps[source.index, micro_batch] if source.kind == "tap" else _input(source, part, reads)
             is_sliced = source.kind == "input" and source.index in part.inputs
             inputs.append(_laid_out(tensor, spec) if is_sliced else tensor)
         return graph, inputs
+
+    def _taps_of(self, graph: UnitGraph, micro_batch: int) -> list[tuple[int, int]]:
+        """What a layer makes for the epilogue."""
+        units = self.micro_batches[micro_batch].split.taps
+        return [(number, micro_batch) for number, unit in enumerate(units) if unit == graph.unit]
 
     def _run(self, name: str, unit: Unit, micro_batch: int, arguments: Tensors, level: int = 0) -> Sequence[Any]:
         """Call "forward", "backward" or "both" of a unit's code at a level, with unit and micro-batch's random numbers.
@@ -188,6 +206,9 @@ class CompiledUnits:
                 dx = gradient
             elif source.kind == "side":
                 sides[source.index] = gradient
+            elif source.kind == "tap":
+                assert isinstance(gradient, torch.Tensor)
+                self._tap_gradients[source.index, micro_batch] = gradient
             elif source.index in self.micro_batches[micro_batch].inputs:
                 batch[source.index, micro_batch] = gradient
             else:
@@ -213,17 +234,23 @@ def _input(source: Source, part: MicroBatch, reads: Mapping[str, Any]) -> torch.
     return tensor
 
 
-def _arrived(graph: UnitGraph, reads: Mapping[str, Any]) -> Tensors:
-    """The gradient of each differentiated result: from the unit above, from all layers where it is a side input."""
+def _arrived(graph: UnitGraph, reads: Mapping[str, Any], taps: Sequence[torch.Tensor | None]) -> Tensors:
+    """The gradient of each differentiated result: from the unit above, from all layers where it is a side input, and of
+    taps these.
+    """
     dx, dy = reads.get("dx"), reads.get("dy")
     if isinstance(dy, tuple):
         return dy
     sides = [index for index, kind in enumerate(graph.results) if kind == "side"]
     dside = reads["dside"].sums if "dside" in reads else {}
+    of_taps = dict(zip((index for index, kind in enumerate(graph.results) if kind == "tap"), taps, strict=True))
     gradients = []
     for index in graph.differentiated:
         spec = graph.result_specs[index]
-        arrived = dside.get(sides.index(index)) if index in sides else _sum(dx, dy)
+        if index in of_taps:
+            arrived = of_taps[index]
+        else:
+            arrived = dside.get(sides.index(index)) if index in sides else _sum(dx, dy)
         if arrived is None:
             arrived = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
         gradients.append(arrived.to(spec.dtype))
@@ -232,8 +259,12 @@ def _arrived(graph: UnitGraph, reads: Mapping[str, Any]) -> Tensors:
 
 def _result(graph: UnitGraph, results: Sequence[Any], kind: str) -> Any:
     """One result, or all of a kind that comes in groups."""
-    found = tuple(result for result, name in zip(results, graph.results, strict=True) if name == kind)
+    found = _results(graph, results, kind)
     return found if kind in ("side", "y") else found[0]
+
+
+def _results(graph: UnitGraph, results: Sequence[Any], kind: str) -> tuple[Any, ...]:
+    return tuple(result for result, name in zip(results, graph.results, strict=True) if name == kind)
 
 
 def _laid_out(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -18,6 +18,7 @@ from gs_compile.capture.gradients import Term, put_term
 from gs_compile.placement.levels import aligned
 from gs_compile.placement.users import Users
 from gs_compile.program.ir import Value
+from gs_compile.runtime.formats import seconds
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.slab import Place
 
@@ -25,13 +26,21 @@ from gs_compile.runtime.slab import Place
 class Gradient:
     """Sums of a unit's gradients over micro-batches, as `units.Accumulator`, in one flat tensor.
 
-    added: the parameters that have sums; the rest of `flat` is undefined until `complete`.
+    added: the parameters that have sums; the rest of `flat` is undefined until `complete`. widths: of parameters that
+        take more than one element of `flat` for each of theirs.
     """
 
-    def __init__(self, flat: torch.Tensor, views: Mapping[Any, torch.Tensor], added: Iterable[Any] = ()) -> None:
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        views: Mapping[Any, torch.Tensor],
+        added: Iterable[Any] = (),
+        widths: Mapping[Any, int] | None = None,
+    ) -> None:
         self.flat = flat
         self.views = views
         self.added = set(added)
+        self.widths = widths or {}
 
     @property
     def nbytes(self) -> int:
@@ -47,15 +56,21 @@ class Gradient:
             self.views[key].mul_(factor)
 
     def complete(self) -> None:
-        """Make zero what was not added to, parameters and what is between them."""
+        """Make zero what was not added to, parameters and what is between them; of wide ones the second elements."""
         end = 0
-        for view in sorted((self.views[key] for key in self.added), key=torch.Tensor.storage_offset):
+        for view, width in sorted(((self.views[key], self.widths.get(key, 1)) for key in self.added), key=_begin):
             start = int(view.storage_offset() - self.flat.storage_offset())
             if end < start:
                 self.flat[end:start].zero_()
-            end = start + view.numel()
+            end = start + width * view.numel()
+            if width > 1:
+                seconds(self.flat[start:end]).zero_()
         if end < len(self.flat):
             self.flat[end:].zero_()
+
+
+def _begin(found: tuple[torch.Tensor, int]) -> int:
+    return int(found[0].storage_offset())
 
 
 class Saved:

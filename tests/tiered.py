@@ -88,8 +88,9 @@ def gpt2(
     seed: int = 0,
     vocab_size: int = VOCABULARY,
     tied: bool = True,
+    norms: torch.dtype | None = None,
 ) -> torch.nn.Module:
-    """Every tensor of some quanta, so that ratios and alpha cut it."""
+    """Every tensor of some quanta, so that ratios and alpha cut it. norms: their dtype, where all else is bfloat16."""
     torch.manual_seed(seed)
     model = GPT2(num_layers, width, vocab_size, dropout, tied).train()
     for name, parameter in model.named_parameters():
@@ -97,6 +98,11 @@ def gpt2(
             nn.init.normal_(parameter, std=0.02)
         elif name.endswith("bias"):
             nn.init.zeros_(parameter)
+    if norms is not None:
+        model.bfloat16()
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.to(norms)
     return model
 
 

@@ -48,10 +48,11 @@ def check_torch(version: str = torch.__version__) -> None:
 check_torch()
 
 try:
-    from torch._dynamo import callback_handler
+    from torch._dynamo import callback_handler as callback_handler
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
     from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # for who asks for a capture
+    from torch._dynamo.exc import Unsupported as Unsupported
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.utils import counters, get_compilation_metrics, orig_code_map
     from torch._dynamo.variables import builder as dynamo_builder
@@ -280,8 +281,21 @@ def _graph_break(where: str, reason: object) -> GraphBreakError:
     return GraphBreakError(
         f"the model's forward is not one graph: Dynamo breaks it at {where}\n"
         f"Dynamo's reason: {str(reason).strip()}\n"
-        "greedysnake reorders the whole step, so it needs forward in one graph: remove the construct, or move it "
-        "out of forward (print, .item(), control flow on tensor values are the usual causes)"
+        f"greedysnake reorders the whole step, so it needs forward in one graph: {remedy(reason)}"
+    )
+
+
+def remedy(reason: object) -> str:
+    """What to do about a graph break."""
+    if "Dynamic shape operator" in str(reason):
+        return (
+            "here the number of elements depends on values. To send tokens to experts, sort them by expert, which "
+            "keeps their number, and multiply all experts at once: torch.nn.functional.grouped_mm (in models of "
+            'transformers, experts_implementation="grouped_mm")'
+        )
+    return (
+        "remove the construct, or move it out of forward (print, .item(), control flow on tensor values are the usual "
+        "causes)"
     )
 
 
@@ -311,7 +325,8 @@ def refuse(error: CaptureError) -> NoReturn:
 def last_given_up() -> str:
     """A sentence on where and why Dynamo gave a function up last; empty where it has given up none."""
     where, reason = next(reversed(_given_up().values()), ("", ""))
-    return f". Dynamo gave a forward up at {where}\nDynamo's reason: {reason.strip()}" if where else ""
+    words = f". Dynamo gave a forward up at {where}\nDynamo's reason: {reason.strip()}\n"
+    return f"{words}If it is the model's, {remedy(reason)}" if where else ""
 
 
 def _given_up_around(frame: FrameType | None) -> tuple[str, str] | None:

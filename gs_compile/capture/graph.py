@@ -92,11 +92,12 @@ class TensorSpec:
 class Source:
     """Where a unit's graph takes one input from.
 
-    `kind` is "x", "side", "total" or "fraction" (values of the step program; `index` picks one of a group) or "input"
-    (argument `index` of the captured graph: a parameter, a buffer, a batch input).
+    `kind` is "x", "side", "total" or "fraction" (values of the step program; `index` picks one of a group), "tap" (what
+    layers make for the epilogue) or "input" (argument `index` of the captured graph: a parameter, a buffer, a batch
+    input).
     """
 
-    kind: Literal["x", "side", "total", "fraction", "input"]
+    kind: Literal["x", "side", "tap", "total", "fraction", "input"]
     index: int = 0
 
 
@@ -108,7 +109,7 @@ class UnitGraph:
     module: fx.GraphModule  # returns a flat tuple
     sources: tuple[Source, ...]  # one for each placeholder
     specs: tuple[TensorSpec, ...]  # one for each placeholder
-    results: tuple[str, ...]  # the kind of each element returned: "x", "side", "loss", "y" or "total"
+    results: tuple[str, ...]  # the kind of each element returned: "x", "side", "tap", "loss", "y" or "total"
     is_joint: bool = False  # a layer that begins another stack
 
     @cached_property

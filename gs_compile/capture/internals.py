@@ -27,6 +27,7 @@ __all__ = [
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+_UNTRACED = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")  # frames of what `untraced` puts around a function
 
 
 def untraced(function: F) -> F:
@@ -47,7 +48,10 @@ def changes(tensor: torch.Tensor) -> int:
 
 def makes_state_dict() -> bool:
     """Whether a parameter's __torch_function__, by a function of its own, asks this for a module's state dict."""
-    return sys._getframe(3).f_code is torch.nn.Module._save_to_state_dict.__code__
+    frame = sys._getframe(3)
+    while frame.f_back is not None and frame.f_code.co_filename.endswith(_UNTRACED):
+        frame = frame.f_back
+    return frame.f_code is torch.nn.Module._save_to_state_dict.__code__
 
 
 def backward_hooks(holder: torch.Tensor | torch.nn.Module) -> list[Any]:

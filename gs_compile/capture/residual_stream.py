@@ -8,7 +8,9 @@
 The stream is all that depends on the value that the first block takes in. A boundary is the first place behind a block,
 in the order of the graph, at which one value of the stream is alive: made, and still to be read. The modules say only
 behind which nodes boundaries are looked for. What was made before the first block, and is read once the second has
-begun, is a side input and no part of the stream.
+begun, is a side input and no part of the stream. What blocks make for what follows the last of them alone, as the
+logits of routers, goes there beside the stream. So where a boundary is missing, what is read behind the last block
+counts as alive until its last reader in the blocks; the last block ends as far behind its nodes as the others do.
 """
 
 from __future__ import annotations
@@ -130,17 +132,34 @@ class _Search:
         blocks = [block for block in stack if not nodes.isdisjoint(block)]
         if origin is None or len(blocks) < 2:
             return None
-        change = Counter(self.place[node] for node in nodes)
-        change.subtract(self.last[node] for node in nodes)
+        places = [sorted(self.place[node] for node in block if node in nodes) for block in blocks]
+        ends, stops = [each[-1] for each in places], [*(each[0] for each in places[1:]), len(self.place)]
+        last = {node: self.last[node] for node in nodes}
+        found = self._boundaries(ends, stops, last)
+        has_taps, behind = None in found, -1  # of a block's last node, where the boundary is
+        while has_taps and (further := _furthest(found[:-1], ends)) > behind:
+            behind = further
+            last = {node: self._last_before(places[-1][0], ends[-1] + behind, node, origin) for node in nodes}
+            found = self._boundaries(ends, stops, last)
+        boundaries = [stop - 1 if each is None else each for each, stop in zip(found, stops, strict=True)]
+        return ResidualStream(origin, nodes - {origin}, blocks, boundaries, None not in found)
+
+    def _boundaries(self, ends: Sequence[int], stops: Sequence[int], last: Mapping[fx.Node, int]) -> list[int | None]:
+        """Behind the end of each block, the first place at which one value is alive; last: where each is read last."""
+        change = Counter(self.place[node] for node in last)
+        change.subtract(last.values())
         num_alive = list(accumulate(change[place] for place in range(len(self.place))))
-        starts = [next(self.place[node] for node in block if node in nodes) for block in blocks]
-        boundaries, is_cut = [], True
-        for block, stop in zip(blocks, [*starts[1:], len(self.place)], strict=True):
-            end = max(self.place[node] for node in block if node in nodes)
-            found = next((place for place in range(end, stop) if num_alive[place] == 1), None)
-            boundaries.append(stop - 1 if found is None else found)
-            is_cut &= found is not None
-        return ResidualStream(origin, nodes - {origin}, blocks, boundaries, is_cut)
+        pairs = zip(ends, stops, strict=True)
+        return [next((place for place in range(end, stop) if num_alive[place] == 1), None) for end, stop in pairs]
+
+    def _last_before(self, begin: int, end: int, node: fx.Node, origin: fx.Node) -> int:
+        """The place at which a value is read last, before what follows the stack alone; begin: of the last block, end:
+        of the stream. The value that ends the stream is read there.
+        """
+        place = self.place[node]
+        if self.last[node] <= end or place > end or (place >= begin and is_like(node, origin.meta["spec"])):
+            return self.last[node]
+        return max((at for at in map(self.place.__getitem__, self.readers[node]) if at <= end), default=place)
 
     def _origin(self, stack: Stack) -> fx.Node | None:
         """The first block's input: of the values that are alive as it begins, the one that leaves fewest side inputs.
@@ -176,6 +195,11 @@ class _Search:
             if self.last[node] >= second or not found.issuperset(self.readers[node]):
                 found.discard(node)
         return found
+
+
+def _furthest(boundaries: Sequence[int | None], ends: Sequence[int]) -> int:
+    """How far behind the last node of its block a boundary is, at most."""
+    return max((found - end for found, end in zip(boundaries, ends, strict=False) if found is not None), default=0)
 
 
 def _no_stream(nodes: Iterable[fx.Node], found: Sequence[Stack]) -> str:

@@ -10,14 +10,15 @@ on the last layer, or only feeds what does, is the epilogue; the rest is the pro
 Where a model has several stacks a layer is their joint, in the prologue's place for the layers above it: these have
 side inputs from the joint alone, which hands on what they need of those below it.
 
-Exactly one tensor goes from a layer to the next, its checkpoint. Anything else that crosses is refused by name. A layer
-is a block, or a part of one where the schedule cuts blocks (`BlockCut`).
+Exactly one tensor goes from a layer to the next, its checkpoint. What layers make for the epilogue, as the logits of
+routers for a loss of their own, is tapped: it goes there beside the checkpoints, and its gradient back. Anything else
+that crosses is refused by name. A layer is a block, or a part of one where the schedule cuts blocks (`BlockCut`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -40,7 +41,7 @@ from gs_compile.capture.graph import (
 )
 from gs_compile.capture.loss import Separated
 from gs_compile.capture.operations import is_mutation, mutated, operation
-from gs_compile.capture.residual_stream import is_free, storage_of
+from gs_compile.capture.residual_stream import is_free, is_like, storage_of
 from gs_compile.capture.stacks import stacks
 from gs_compile.errors import CaptureError, MutationError, UniformityError
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit
@@ -53,6 +54,7 @@ class Split:
     units: tuple[UnitGraph, ...]
     outputs: tuple[OutputSpec, ...]
     sides: Mapping[Unit, tuple[TensorSpec, ...]]  # side inputs, by the unit that makes them: prologue and joints
+    taps: tuple[Unit, ...]  # which layer makes each of them, in the order of its results
     count: UnitGraph | None  # makes a micro-batch's part of each total, ahead of the step
     block_cut: BlockCut | None = None  # None: a layer is a block
 
@@ -79,13 +81,18 @@ class Split:
         return {graph.unit: graph for graph in self.units}
 
 
-def split(separated: Separated, captured: Captured, block_cut: BlockCut | None = None) -> Split:
-    """Cut the graph of `separated` into units; `block_cut`: and every block into several layers."""
-    return _Cut(separated, captured, block_cut).run()
+def split(
+    separated: Separated, captured: Captured, block_cut: BlockCut | None = None, tapped: Set[int] = frozenset()
+) -> Split:
+    """Cut the graph of `separated` into units; `block_cut`: and every block into several layers.
+
+    tapped: outputs, by their numbers, that the epilogue returns wherever they are made, so that they have a gradient.
+    """
+    return _Cut(separated, captured, block_cut, tapped).run()
 
 
 class _Cut:
-    def __init__(self, separated: Separated, captured: Captured, block_cut: BlockCut | None) -> None:
+    def __init__(self, separated: Separated, captured: Captured, block_cut: BlockCut | None, tapped: Set[int]) -> None:
         self.separated = separated
         self.graph = separated.module.graph
         self.batch = captured.names("batch")
@@ -98,6 +105,7 @@ class _Cut:
         if not self.returned and self.at[last] == self.num_layers:  # by what follows the last block, as an addition
             self.returned = self._returned(last)
             self.at |= dict.fromkeys(self.returned.values(), self.num_layers + 1)
+        self._tap_outputs([separated.outputs[number] for number in sorted(tapped)])
         if not torch.is_grad_enabled():
             self._refuse_a_cache()
         self.block_cut: BlockCut | None = None  # until each block is known to hand on one tensor
@@ -118,7 +126,8 @@ class _Cut:
         if totals := self.separated.totals:
             nodes = [node for node in needed_by(totals, self.graph) if not is_free(node)]
             count = extract(PROLOGUE, nodes, [("total", node) for node in totals], lambda node: node.meta["source"])
-        return Split(units, outputs, sides, count, self.block_cut)
+        taps = tuple(self._name(self.at[node]) for node in self.taps)
+        return Split(units, outputs, sides, taps, count, self.block_cut)
 
     def _refuse_a_cache(self) -> None:
         """Layers that read an input each have kept it from earlier tokens, and such a call has one token more."""
@@ -142,15 +151,22 @@ class _Cut:
         self.origins = {at: self._begun(at, origin) for at, origin in self.origins.items()}
         for at in filter(None, self.origins):
             self._given_on(at)
-        crossing, carried = self._crossing(), [self.origins[0]]
-        for position in range(1, self.num_layers + 1):
+        crossing, carried, epilogue = self._crossing(), [self.origins[0]], self.num_layers + 1
+        self.taps: list[fx.Node] = []
+        for position in range(1, epilogue):
             leaving = {node: readers for node, readers in crossing.items() if self.at[node] == position}
-            far = {node: readers for node, readers in leaving.items() if readers != {position + 1}}
             if position in self.origins:  # all else that it makes for others is a side input of theirs
-                leaving, far = {self.origins[position]: {position + 1}}, {}
-            if len(leaving) != 1 or far:
+                leaving = {self.origins[position]: {position + 1}}
+            on = [node for node, readers in leaving.items() if position + 1 in readers]
+            if len(on) > 1 and position == self.num_layers:
+                on = [node for node in on if is_like(node, carried[-1].meta["spec"])]
+            far = {node: readers for node, readers in leaving.items() if not readers <= {position + 1, epilogue}}
+            above = [node for node, readers in leaving.items() if epilogue in readers]
+            taps = [node for node in above if position < self.num_layers or node not in on[:1]]
+            if len(on) != 1 or far or not all(isinstance(node.meta["spec"], TensorSpec) for node in taps):
                 raise UniformityError(self._not_one(position, far or leaving))
-            carried += leaving
+            carried += on
+            self.taps += taps
         return carried
 
     def _begun(self, at: int, origin: fx.Node) -> fx.Node:
@@ -158,10 +174,12 @@ class _Cut:
         return origin if self.at[origin] == at and not is_free(origin) else self._copied_at(at, origin, {at + 1})
 
     def _given_on(self, joint: int) -> None:
-        """Let units above a joint read a copy that it makes of what the layer below hands on."""
-        above = set(range(joint + 1, self.num_layers + 2))
-        for node, readers in self._crossing().items():
-            if self.at[node] == joint - 1 and readers & above:
+        """Let units above a joint read a copy that it makes of what the layer below hands on; what is tapped stays."""
+        above, epilogue = set(range(joint + 1, self.num_layers + 2)), {self.num_layers + 1}
+        made = {node: readers for node, readers in self._crossing().items() if self.at[node] == joint - 1}
+        for node, readers in made.items():
+            is_tap = readers == epilogue and any(joint in others for others in made.values())
+            if readers & above and not is_tap:
                 self._copied_at(joint, node, above)
 
     def _copied_at(self, at: int, value: fx.Node, units: Set[int]) -> fx.Node:
@@ -182,6 +200,14 @@ class _Cut:
         self.wanted = [copied if value is last else value for value in self.wanted]
         self.readers = needed_by(self.wanted, self.graph)
         return {last: copied}
+
+    def _tap_outputs(self, outputs: Sequence[fx.Node]) -> None:
+        """Have the epilogue return copies of what other units make."""
+        copies = {value: self._copy(value) for value in outputs if self.at[value] <= self.num_layers}
+        self.returned |= copies
+        self.at |= dict.fromkeys(copies.values(), self.num_layers + 1)
+        self.wanted = [copies.get(value, value) for value in self.wanted]
+        self.readers = needed_by(self.wanted, self.graph)
 
     def _copy(self, value: fx.Node) -> fx.Node:
         with self.graph.inserting_after(value):
@@ -298,6 +324,7 @@ class _Cut:
         results: list[tuple[str, fx.Node]] = [] if is_last else [("x", self.carried[position])]
         results += [("side", node) for node in self.sides.get(position, ())]
         sides = self.sides[max((at for at in self.sides if at < position), default=0)]
+        results += [("tap", node) for node in self.taps if self.at[node] == position]
         if is_last and self.main is not None:
             results.append(("loss", self.main))
         results += [("y", node) for node in self.emitted[position]]
@@ -305,6 +332,8 @@ class _Cut:
         def source(node: fx.Node) -> Source:
             if not is_first and node is self.carried[position - 1]:
                 return Source("x")
+            if is_last and node in self.taps:
+                return Source("tap", self.taps.index(node))
             if not is_first and node in sides and not (sees_batch and self._is_batch(node)):
                 return Source("side", sides.index(node))
             everywhere: Source = node.meta["source"]

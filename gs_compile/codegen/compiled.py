@@ -60,6 +60,8 @@ class SpecializedModel:
     split: Split
     uniform: Uniform
     codes: Mapping[Unit, Differentiated]
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of the call
+    alone: bool = False  # the micro-batch is the whole batch
 
     @cached_property
     def shape(self) -> StepShape:
@@ -185,6 +187,7 @@ class Compilation:
     latest: Step | None = None
     seconds: float = 0.0  # spent in the passes
     compile_id: Any = field(default_factory=current_compile_id)  # for traces
+    tapped: frozenset[int] = frozenset()  # outputs that got a gradient, by number, and are not of the epilogue
     _warned: bool = False
 
     @property
@@ -193,7 +196,8 @@ class Compilation:
 
     def specialized(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> SpecializedModel:
         """The model's units at one micro-batch size; `alone`: this micro-batch is the whole batch."""
-        key = (micro_batch_size, tuple(sorted((n, sizes[n]) for n in sizes.keys() - self._of_batch)), alone)
+        lengths = tuple(sorted((name, sizes[name]) for name in sizes.keys() - self._of_batch))
+        key = (micro_batch_size, lengths, alone, self.tapped)
         if key not in self.models:
             start = time.perf_counter()
             self.models[key] = self._specialize(micro_batch_size, sizes, alone)
@@ -248,11 +252,11 @@ class Compilation:
         all_are = self.options.outputs == "all" or not losses
         kept = [all_are or value in losses or not isinstance(value, fx.Node) for value in given]
         separated = loss(module, captured, kept=kept, alone=alone)
-        cut = split(separated, captured, self.schedule.block_cut)
+        cut = split(separated, captured, self.schedule.block_cut, self.tapped)
         alike = uniform(cut, captured)
         self._warn(alike)
         codes = {unit.unit: _code(unit, key, self.options) for unit, key in zip(cut.units, alike.keys, strict=True)}
-        return SpecializedModel(micro_batch_size, separated, cut, alike, codes)
+        return SpecializedModel(micro_batch_size, separated, cut, alike, codes, sizes, alone)
 
     def _warn(self, alike: Uniform) -> None:
         if alike.differences and not self._warned:

@@ -17,24 +17,24 @@ from gs_compile.options import Options
 from gs_compile.placement.shards import QUANTUM, owned, pieces, sharded
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIED, Unit
-from gs_compile.runtime.coordinators import Binding, Bindings
+from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.formats import Types, types_of
-from gs_compile.runtime.homes import Slice
+from gs_compile.runtime.optimizer import Run
 from gs_compile.runtime.ranks import Ranks
-
-Run = tuple[int, int, int]  # trained elements of one param group: start, stop, group
+from gs_compile.runtime.spans import Binding, Slice
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The parameters of each unit: trained ones first, by param group, then frozen ones, each at a multiple of QUANTUM.
+    """The parameters of each unit: trained ones first, by param group and width, then frozen ones, each at a multiple
+    of QUANTUM.
 
     A parameter that several units read belongs to unit "t". Where ranks share the units, spans are places in what all
     have together; runs and sizes are this rank's.
     """
 
     spans: Mapping[int, Slice]  # by input index
-    runs: Mapping[Unit, Sequence[Run]]  # the trained elements, cut where the param group changes
+    runs: Mapping[Unit, Sequence[Run]]  # the trained elements, cut where these differ
     sizes: tuple[UnitSize, ...]
     types: Mapping[Unit, Types]
 
@@ -43,14 +43,15 @@ def arrange(
     split: Split,
     captured: Captured,
     types_by: Callable[[torch.dtype], Types],
-    groups: Mapping[int, int] | None = None,
+    groups: Mapping[int, tuple[int, int]] | None = None,
     *,
     ranks: Ranks | None = None,
 ) -> Arrangement:
     """The layout of a captured model.
 
-    types_by: of parameters of a dtype, their types; groups: the param group of each trained parameter, by input index;
-    None: they are all in one; ranks: that share each unit. Raises `CaptureError` for a unit with several dtypes.
+    types_by: of parameters of a dtype, their types; groups: of each trained parameter, by input index, the param group,
+    and the optimizer's steps before its first; None: they are all alike; ranks: that share each unit. Raises
+    `CaptureError` for a unit with dtypes that do not go together.
     """
     specs, owners = dict[int, TensorSpec](), dict[int, Unit]()
     for graph in split.units:
@@ -60,49 +61,65 @@ def arrange(
     spans, runs = dict[int, Slice](), dict[Unit, list[Run]]()
     types, sizes = dict[Unit, Types](), list[UnitSize]()
 
-    def order(index: int) -> tuple[bool, int]:
+    def order(index: int) -> tuple[bool, tuple[int, int], int]:
         is_trained = specs[index].requires_grad
-        return not is_trained, groups[index] if is_trained and groups is not None else 0
+        width = types[owners[index]].width(specs[index].dtype)
+        return not is_trained, groups[index] if is_trained and groups is not None else (0, 0), width * is_trained
 
     for unit in dict.fromkeys(owners.values()):
-        members = sorted((index for index, owner in owners.items() if owner == unit), key=order)
+        found = [index for index, owner in owners.items() if owner == unit]
+        types[unit] = types_by(_dtype(unit, [specs[index] for index in found]))
+        members = sorted(found, key=order)
         of_unit = [specs[index] for index in members]
-        types[unit] = types_by(_dtype(unit, of_unit))
         sizes.append(sharded(_size(unit, of_unit, types[unit]), world))
         cuts = pieces(sizes[-1].num_trained, sizes[-1].numel)
         runs[unit], stop = [], 0
-        for (is_frozen, group), same in groupby(members, key=order):
+        for (is_frozen, group, width), same in groupby(members, key=order):
             start = stop = world * sizes[-1].num_trained if is_frozen else stop
             for index in same:
-                spans[index] = Slice(unit, stop, specs[index].shape)
-                stop += _padded(specs[index].numel)
+                spans[index] = _span(unit, stop, specs[index], types[unit])
+                stop += _padded(specs[index], types[unit])
             mine = () if is_frozen else owned(cuts, rank, world, start, stop)
-            runs[unit] += [(each.local, each.local + each.numel, group) for each in mine]
+            runs[unit] += [Run(each.local, each.local + each.numel, *group, width > 1) for each in mine]
     return Arrangement(spans, runs, tuple(sizes), types)
 
 
 def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:
-    dtypes = {spec.dtype for spec in members}
-    if len(dtypes) > 1:
+    """Of a unit's elements: its narrowest floating dtype, of several such ones a trained one.
+
+    A trained parameter has this dtype, or float32 where this is of 16 bits; a frozen one has any of so many bytes, or
+    of a multiple.
+    """
+    dtypes, trained = {spec.dtype for spec in members}, {spec.dtype for spec in members if spec.requires_grad}
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point] or dtypes
+    found = min(floating, key=lambda dtype: (dtype.itemsize, dtype not in trained, str(dtype)))
+    wide = {torch.float32} if found.itemsize == 2 else set()
+    if any(dtype.itemsize < found.itemsize for dtype in dtypes) or not trained <= {found} | wide:
         raise CaptureError(
-            f"unit {unit} has parameters of {', '.join(sorted(map(str, dtypes)))}; greedysnake keeps a unit in one "
-            "flat buffer of one dtype: convert the model with .to(dtype)"
+            f"unit {unit} has parameters of {', '.join(sorted(map(str, dtypes)))}, which do not go together: trained "
+            "ones may be of one dtype, or of one with 16 bits and of float32, and frozen ones are no narrower. Convert "
+            "the model, or these parameters, with .to(dtype)"
         )
-    (dtype,) = dtypes
-    return dtype
+    return found
+
+
+def _span(unit: Unit, offset: int, spec: TensorSpec, types: Types) -> Slice:
+    if spec.dtype == types.parameter:
+        return Slice(unit, offset, spec.shape)
+    return Slice(unit, offset, spec.shape, spec.dtype, types.width(spec.dtype))
 
 
 def _size(unit: Unit, members: Sequence[TensorSpec], types: Types) -> UnitSize:
     trained, frozen = (
-        tuple(_padded(spec.numel) for spec in members if spec.requires_grad == wanted) for wanted in (True, False)
+        tuple(_padded(spec, types) for spec in members if spec.requires_grad == wanted) for wanted in (True, False)
     )
     sizes, follows = (types.parameter.itemsize, types.wide.itemsize), types.has_master and not types.is_pair
     return UnitSize(unit, trained, frozen, *sizes, types.state_itemsize, follows, types.conversion_nbytes)
 
 
-def _padded(numel: int) -> int:
+def _padded(spec: TensorSpec, types: Types) -> int:
     """The elements that a parameter takes in its unit's flat buffer."""
-    return -(-numel // QUANTUM) * QUANTUM
+    return -(-spec.numel * types.width(spec.dtype) // QUANTUM) * QUANTUM
 
 
 def kept_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:
@@ -144,5 +161,5 @@ def bind(split: Split, args: Sequence[Any], spans: Mapping[int, Slice], units: S
                     "did not: call the model the same way in every step"
                 )
             else:
-                parameters[span.unit][index] = Binding(index, span.offset, span.shape, bool(arg.requires_grad))
+                parameters[span.unit][index] = Binding(index, span, bool(arg.requires_grad))
     return Bindings({unit: list(found.values()) for unit, found in parameters.items()}, others)

@@ -22,6 +22,7 @@ from gs_compile.capture.dynamo import (
     note_last_compile,
     refuse,
 )
+from gs_compile.capture.given_up import watch
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import (
@@ -36,6 +37,7 @@ from gs_compile.errors import (
 from gs_compile.model.call import Call
 from gs_compile.model.engine import Engine
 from gs_compile.model.first_step import begin
+from gs_compile.model.freezing import train_others, trains_others
 from gs_compile.model.meeting import meet, optimizers_of, refuse_empty, refuse_uneven, turn
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
 from gs_compile.options import Options
@@ -44,6 +46,7 @@ from gs_compile.runtime.ranks import Ranks, told
 from gs_compile.runtime.units import CompiledUnits, MicroBatch
 
 absorb_libraries()
+watch()
 
 
 def greedysnake(
@@ -58,6 +61,7 @@ def greedysnake(
     An error of this package is raised at the model's call, as itself: raised here, Dynamo would wrap it in one of its
     own.
     """
+    watch()
     compile_id, checked = current_compile_id(), Options()
     compilation: Compilation | None = None
     begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten]
@@ -128,6 +132,8 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     found = random_state() if compilation.options.durability else None
     seed = _seed(models)
     engine = _engine_for(compilation, models, args, ranks)
+    if engine is not None and training and trains_others(engine, args):
+        engine = train_others(engine, Call(compilation, models, args, CompiledUnits(parts, seed), training))
     if engine is not None and engine.durable is not None and found is not None:
         if (before := engine.durable.goes_on()) is not None:
             set_random_state(found := dict(before))

@@ -121,7 +121,7 @@ class Call:
                 assert factor is not None
                 if float(factor) != 1.0:  # which the head's backward has assumed
                     executor.scale(factor)
-                    self.units.of_batch.scale(factor)
+                    self.units.scale(factor)
             elif isinstance(executor, TieredExecutor):
                 for value, content in self.outputs.cut(gradients, outside).items():
                     executor.values.define(value, content)
@@ -194,6 +194,28 @@ class Call:
         own = [each for arg, each in pairs if each is not None and isinstance(arg, torch.nn.Parameter)]
         means = {id(each): mean for each, mean in zip(own, averaged(self.ranks, own), strict=True)}
         return [means.get(id(each), each) for each in gradients]
+
+    def tap(self, gradients: Gradients) -> None:
+        """Where a gradient has arrived for what a layer or the embedding makes, have the epilogue return that.
+
+        This step's forward runs once more; later ones know.
+        """
+        untapped = self.outputs.untapped(gradients)
+        if not untapped:
+            return
+        log.info("a gradient has arrived for what is made inside of a layer, so this step's forward runs once more")
+        self.compilation.tapped |= untapped
+        self.models = [self.compilation.specialized(m.micro_batch_size, m.sizes, alone=m.alone) for m in self.models]
+        pairs = zip(self.units.micro_batches, self.models, strict=True)
+        parts = [replace(part, split=model.split, codes=model.codes) for part, model in pairs]
+        self.units = CompiledUnits(parts, self.units.seed)
+        for name in ("outputs", "shape"):
+            vars(self).pop(name, None)
+        if self.engine is not None and isinstance(self.executor, TieredExecutor):
+            self.engine.open.give_up(self.executor)
+            self.engine.outside = self.outside(gradients)
+        with torch.no_grad():
+            self.forward()
 
     def outside(self, gradients: Gradients) -> frozenset[Unit]:
         """The units whose outputs get a gradient that the program's heads have not made: see `Outputs.outside`."""
@@ -333,6 +355,7 @@ class _Step(torch.autograd.Function):
             )
         with nullcontext() if call.engine is None else call.engine.turn, told(call.ranks):
             call.find_engine()
+            call.tap(gradients)
             outside = call.outside(gradients)
             ctx.call = None  # a loss that lives on keeps nothing of its step
             with nullcontext() if call.engine is None else call.engine.tiers.failure.issued():

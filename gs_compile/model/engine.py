@@ -38,11 +38,11 @@ from gs_compile.placement.traffic import traffic
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, StepShape, Unit, Value
 from gs_compile.runtime.coordinators import Bindings
-from gs_compile.runtime.homes import Slice
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.ranks import Ranks
+from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.sums import Sums
 
 log = logging.getLogger(__name__)
@@ -99,6 +99,7 @@ class Engine(ParameterStore):
         plan = self.planning.planned.facts
         self.durable = Durable(self._optimizer, tiers, stored, plan) if tiers.commits else None
         spans = {args[index]: span for index, span in arrangement.spans.items()}
+        self.num_parameters = len(spans)
         if self.durable is not None and self.durable.former is not None:
             give_back_rest(optimizer, take_up(self, spans, stored))
         else:
@@ -173,10 +174,10 @@ class Engine(ParameterStore):
         models: of every micro-batch; units: their computations; shape: of the step if its parameters were in memory.
         """
         self._refuse_unfinished()
-        spans = self._spans(args, check=shape.training)
+        spans = self.spans_of(args)
         if shape.training:
             self.refuse_masters()
-            self._refuse_other_threads()
+            self.refuse_other_threads()
             self.open.let_lost_go()
             if not self.accumulates:
                 self.open.abandon(AGAIN, by_call=True)  # its loss was never differentiated
@@ -285,9 +286,9 @@ class Engine(ParameterStore):
         assert self.record is not None
         self.sums.add(span, gradient, self.record)
 
-    def end(self) -> None:
-        """Close the tiers; a successor begins where this engine began."""
-        self.open.abandon("the run began again")
+    def end(self, refusal: str) -> None:
+        """Close the tiers, for another engine; refusal: what backwards of open calls are told."""
+        self.open.abandon(refusal)
         self.record = None
         self.tiers.close()
 
@@ -377,25 +378,12 @@ class Engine(ParameterStore):
     def _units(self) -> list[Unit]:
         return [unit.unit for unit in self.placement.units]
 
-    def _spans(self, args: Sequence[Any], *, check: bool) -> dict[int, Slice]:
-        """Of the parameters among the arguments, by index.
+    def spans_of(self, args: Sequence[Any]) -> dict[int, Slice]:
+        """Of the parameters among the arguments that are in this store, by index."""
+        places = {i: residency_of(arg).place for i, arg in enumerate(args) if isinstance(arg, torch.nn.Parameter)}
+        return {index: place[1] for index, place in places.items() if place is not None and place[0] is self}
 
-        With `check`, raises `OptimizerError` where other gradients are asked for than in the first call.
-        """
-        spans = {}
-        for index, arg in enumerate(args):
-            found = residency_of(arg) if isinstance(arg, torch.nn.Parameter) else None
-            if found is not None and found.place is not None and found.place[0] is self:
-                spans[index] = found.place[1]
-                if check and arg.requires_grad != found.is_trained:
-                    raise OptimizerError(
-                        f"requires_grad of a parameter of shape {tuple(arg.shape)} has changed since the first call: "
-                        "what is trained is settled there. Make the model and the optimizer anew (state_dict() has the "
-                        "values)"
-                    )
-        return spans
-
-    def _refuse_other_threads(self) -> None:
+    def refuse_other_threads(self) -> None:
         """Raise `StepOrderError` where the open step is of another thread, which would lose it."""
         is_open = self.open or self.record is not None
         if is_open and self._opened_by is not threading.current_thread() and self._opened_by.is_alive():

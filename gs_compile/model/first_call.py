@@ -57,7 +57,7 @@ def plan_tiers(
     Masters of parameters in bf16 are split or whole, as the plan says where nobody does; ranks have split ones.
     """
     options, split = compilation.options, models[0].split
-    groups = _param_groups(compilation, models[0], args, optimizer.group_of)
+    groups = _param_groups(compilation, models[0], args, optimizer)
     kinds = _kinds_of_masters(options, args, ranks)
     arrangements = {
         masters: arrange(
@@ -217,16 +217,26 @@ def stored_parameters(
     """Where each parameter is in its unit, as commits say it, in the order of the arrangement."""
     names = [entry.path for entry in compilation.captured.inputs]
     return tuple(
-        StoredParameter(names[index], span.unit, span.offset, tuple(span.shape), bool(args[index].requires_grad))
+        StoredParameter(
+            names[index],
+            span.unit,
+            span.offset,
+            tuple(span.shape),
+            bool(args[index].requires_grad),
+            str(span.dtype or "").removeprefix("torch."),
+        )
         for index, span in arrangement.spans.items()
     )
 
 
 def _param_groups(
-    compilation: Compilation, model: SpecializedModel, args: Sequence[Any], group_of: Mapping[Tensor, int]
-) -> dict[int, int]:
-    """The param group of each trained parameter, by input index; raises `OptimizerError` for none, and for a hook."""
-    captured = compilation.captured
+    compilation: Compilation, model: SpecializedModel, args: Sequence[Any], optimizer: OptimizerLike
+) -> dict[int, tuple[int, int]]:
+    """Of each trained parameter, by input index, the param group and the steps that it has missed.
+
+    Raises `OptimizerError` for none, and for a hook.
+    """
+    captured, group_of = compilation.captured, optimizer.group_of
     read = {index for graph in model.split.units for index in graph.parameters(captured) if args[index].requires_grad}
     for index in read:
         if args[index] not in group_of:
@@ -244,4 +254,4 @@ def _param_groups(
                 f"{captured.inputs[index].path} has a hook on its gradient, {found[0]}, which would never be called: a "
                 "parameter on the tiers gives its gradient to its update alone. Remove the hook"
             )
-    return {index: group_of[args[index]] for index in read}
+    return {index: (group_of[args[index]], optimizer.missed.get(args[index], 0)) for index in read}

@@ -80,7 +80,7 @@ def begin_again(engine: Engine, call: Call, *, accumulates: bool, num_calls: int
     words = ["a step has several backwards, so that updates wait for optimizer.step()"] if accumulates else []
     words += [f"{num_calls} calls are between forward and backward at a time"] if num_calls > 1 else []
     log.info("in this loop %s: the first step, under way, begins again", ", and ".join(words))
-    engine.end()
+    engine.end("the run began again")
     optimizer.state.update(optimizer.loaded)
     engine.successor = found = begin(optimizer, *given, planning)
     if found.durable is not None:

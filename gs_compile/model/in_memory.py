@@ -53,8 +53,11 @@ def update(
     group_of: Mapping[Tensor, int],
     states: Mapping[Tensor, dict[str, Any]],
     record: StepRecord,
+    missed: Mapping[Tensor, int],
 ) -> None:
     """One step of parameters in memory that have gradients. States are torch's; what they lack starts at zero.
+
+    missed: of parameters, the optimizer's steps before their first.
 
     Raises OptimizerError, and updates nothing, where a parameter is not of float32 or float64, as there is no master of
     it, and where the step was clipped by a norm in which these gradients are not.
@@ -73,7 +76,8 @@ def update(
                 "model, so there is no fp32 master of it: convert it to float32"
             )
     for parameter in parameters if not record.skipped else ():
-        _step(rule, parameter, record.hypers[group_of[parameter]], states[parameter], record)
+        hyper, number = record.hypers[group_of[parameter]], record.number - missed.get(parameter, 0)
+        _step(rule, parameter, hyper, states[parameter], record.factor * record.num_ranks, number)
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,16 +92,16 @@ def _sum_of_squares(parameters: Sequence[Tensor]) -> float:
 
 
 @torch.no_grad()
-def _step(rule: Rule, parameter: Tensor, hyper: Mapping[str, Any], state: dict[str, Any], record: StepRecord) -> None:
+def _step(
+    rule: Rule, parameter: Tensor, hyper: Mapping[str, Any], state: dict[str, Any], factor: float, number: int
+) -> None:
     assert parameter.grad is not None
     components = rule.components(hyper)
     for name in components:
         if not isinstance(state.get(name), Tensor) or state[name].is_meta:
             state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
-    values, gradient = (
-        each.detach().cpu().reshape(-1) for each in (parameter, parameter.grad * record.factor * record.num_ranks)
-    )
-    rule.apply(values, gradient, [state[name].view(-1) for name in components], hyper, record.number)
+    values, gradient = (each.detach().cpu().reshape(-1) for each in (parameter, parameter.grad * factor))
+    rule.apply(values, gradient, [state[name].view(-1) for name in components], hyper, number)
     parameter.copy_(values.view(parameter.shape))
 
 

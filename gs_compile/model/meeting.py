@@ -14,6 +14,7 @@ from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import NoBatchInputError, RankError
 from gs_compile.model.in_memory import begin_alike, parameters_in_memory, ranks_that_average
 from gs_compile.model.residency import is_offloaded, residency_of
+from gs_compile.model.saving import gather_when_saved
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
@@ -74,6 +75,7 @@ def agree(
     correct_thread_count()
     facts = chain(_of_options(compilation.options), _of_optimizer(optimizer), _of_model(compilation, model, args))
     ranks.require_same("the first step", {"torch's version": torch.__version__, **dict(facts)})
+    gather_when_saved()
     resident = [parameter for _, parameter in parameters_in_memory(optimizer.param_groups)]
     begin_alike(ranks, resident, _buffers(compilation, args))
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from gs_compile.capture.dynamo import current_compile_id, is_foreign
-from gs_compile.capture.internals import changes, makes_state_dict, tree_map_only
+from gs_compile.capture.internals import changes, makes_state_dict, tree_map_only, untraced
 from gs_compile.errors import ReleasedParameterError
 
 Tensor = torch.Tensor
@@ -69,15 +69,18 @@ def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
 class _ByWhoAsks:
     """The `__torch_function__` of a class: none for Dynamo, which asks the class while it traces.
 
-    So all functions, those that ask for overrides themselves included, are traced as of an ordinary tensor.
+    So all functions, those that ask for overrides themselves included, are traced as of an ordinary tensor. Of a frame
+    without operations Dynamo makes no code, and goes on with what it calls: it is to pass over this.
     """
 
+    @untraced
     def __get__(self, tensor: Tensor | None, kind: type) -> Any:
         if tensor is None and current_compile_id() is not None:
             return nn.Parameter.__torch_function__
         return self.call
 
     @staticmethod
+    @untraced
     def call(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _applied(function, args, kwargs or {})
 

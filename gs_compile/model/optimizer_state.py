@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,6 +17,11 @@ from gs_compile.model.residency import residency_of
 
 Groups = Sequence[Mapping[str, Any]]  # of an optimizer, or of a state dict, which has numbers for parameters
 
+
+OTHER_STEPS = (
+    "by the state dict some parameters have taken fewer steps than others, and not so here: load it before the model's "
+    "first call, which settles that"
+)
 
 # What param groups of torch's state dicts have beside settings, such as how torch computes.
 _NOT_SETTINGS = {
@@ -77,20 +82,21 @@ def _names(group: Mapping[str, Any]) -> Sequence[str]:
     return found
 
 
-def num_steps(states: Iterable[Mapping[str, Any]]) -> int:
-    """The steps taken so far. torch's SGD does not count: with a momentum, there was one."""
-    states = list(states)
-    steps = {_whole(state["step"]) for state in states if "step" in state}
-    if len(steps) > 1:
-        raise OptimizerError(
-            f"the state dict has parameters after {min(steps)} steps and others after {max(steps)}; greedysnake counts "
-            "for all of them together"
-        )
-    return steps.pop() if steps else int(any(state.get("momentum_buffer") is not None for state in states))
+def steps_of(states: Mapping[torch.Tensor, Mapping[str, Any]]) -> tuple[int, dict[torch.Tensor, int]]:
+    """The steps taken so far, and how many fewer some parameters have taken, as those that were frozen at first.
+
+    torch's SGD does not count: with a momentum, there was one.
+    """
+    taken = {parameter: whole_step(state) for parameter, state in states.items() if "step" in state}
+    if not taken:
+        return int(any(state.get("momentum_buffer") is not None for state in states.values())), {}
+    most = max(taken.values())
+    return most, {parameter: most - number for parameter, number in taken.items() if number < most}
 
 
-def _whole(step: Any) -> int:
+def whole_step(state: Mapping[str, Any]) -> int:
     """The number of steps that a state says."""
+    step = state["step"]
     try:
         number = float(step)
     except (RuntimeError, TypeError, ValueError):  # several elements, None, text

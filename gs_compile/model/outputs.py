@@ -61,21 +61,34 @@ class Outputs:
     def outside(self, gradients: Gradients, *, is_head_apart: bool) -> frozenset[Unit]:
         """The units that get a gradient that the head's own backward did not know of, for `StepShape.outside`.
 
-        is_head_apart: the head's backward has not run with its forward. Raises `OutputGradientError` for an output that
-        has no gradient here.
+        is_head_apart: the head's backward has not run with its forward.
         """
         arrived = [output for output, gradient in zip(self.made, gradients, strict=True) if gradient is not None]
-        for output in arrived:
-            if output.kind == "y" and output.unit != EPILOGUE:
-                is_layer = isinstance(output.unit, int)
-                maker = layer_name(output.unit, self.models[0].split.block_cut) if is_layer else "the embedding"  # type: ignore[arg-type]
-                raise OutputGradientError(
-                    f"a gradient arrived for an output made inside {maker} (a cache or attention weights); "
-                    "greedysnake differentiates the loss, what the head makes, and hidden states"
-                )
         if not is_head_apart and all(output.kind == "loss" for output in arrived):
             return frozenset()
         return frozenset({EPILOGUE} | {output.unit for output in arrived if output.kind == "x"})
+
+    def untapped(self, gradients: Gradients) -> frozenset[int]:
+        """The outputs, by number, that get a gradient, and are made inside a layer or the embedding.
+
+        Raises `OutputGradientError` where a block is several layers, which hand nothing else on than hidden states.
+        """
+        split = self.models[0].split
+        numbers = [number for number, output in enumerate(split.outputs) if output.spec is not None]
+        found = {
+            number: output.unit
+            for number, output, gradient in zip(numbers, self.made, gradients, strict=True)
+            if gradient is not None and output.kind == "y" and output.unit != EPILOGUE
+        }
+        if found and split.block_cut:
+            unit = next(iter(found.values()))
+            maker = layer_name(unit, split.block_cut) if isinstance(unit, int) else "the embedding"
+            raise OutputGradientError(
+                f"a gradient arrived for an output made inside {maker} (a cache or attention weights), and this "
+                "schedule cuts blocks, whose parts hand nothing else on than hidden states: leave the option schedule "
+                "out"
+            )
+        return frozenset(found)
 
     def cut(self, gradients: Gradients, outside: frozenset[Unit]) -> dict[Value, Any]:
         """The outputs' gradients by micro-batch: values `dy` of the units in `outside`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gs_compile.errors import OptimizerError
 from gs_compile.model.files import CHUNK_NBYTES, directory, leave_memory, mapped, mapped_rows, whole
 from gs_compile.runtime.formats import rounds_to
-from gs_compile.runtime.homes import Slice
+from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.tiers import Tiers
 
 Tensor = torch.Tensor
@@ -181,11 +180,11 @@ class ParameterStore:
         return (MASTER, *self.components) if self.tiers.has_master(span) else self.components
 
     def _mapped(self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor]) -> Tensor:
-        return mapped(span.shape, dtype, directory(self.folder), lambda start, stop: read(_within(span, start, stop)))
+        return mapped(span.shape, dtype, directory(self.folder), lambda start, stop: read(span.within(start, stop)))
 
     def _rows(self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor]) -> Tensor:
         def stretch(start: int, stop: int) -> Tensor:
-            return read(_within(span, start, stop))
+            return read(span.within(start, stop))
 
         return mapped_rows(span.shape, dtype, directory(self.folder), stretch, self.mesh)
 
@@ -193,13 +192,9 @@ class ParameterStore:
 def pieces_of(span: Slice, itemsize: int) -> list[Slice]:
     """A parameter in pieces of CHUNK_NBYTES."""
     step = CHUNK_NBYTES // itemsize
-    return [_within(span, start, min(start + step, span.numel)) for start in range(0, span.numel, step)]
-
-
-def _within(span: Slice, start: int, stop: int) -> Slice:
-    return replace(span, offset=span.offset + start, shape=(stop - start,))
+    return [span.within(start, min(start + step, span.numel)) for start in range(0, span.numel, step)]
 
 
 def _part(values: Tensor, span: Slice, piece: Slice) -> Tensor:
     """What a piece has of a parameter's values, flat and on the CPU."""
-    return values.detach().reshape(-1).narrow(0, piece.offset - span.offset, piece.numel).cpu()
+    return values.detach().reshape(-1).narrow(0, (piece.offset - span.offset) // span.width, piece.numel).cpu()

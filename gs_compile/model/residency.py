@@ -29,8 +29,8 @@ from gs_compile.errors import COMMITTED, LOST, SAVED, ReleasedParameterError, St
 from gs_compile.model import files
 from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder, shares_memory
 from gs_compile.model.parameter_store import ParameterStore
-from gs_compile.runtime.homes import Slice
 from gs_compile.runtime.ranks import Ranks
+from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.tiers import Tiers
 
 Tensor = torch.Tensor
@@ -255,6 +255,13 @@ def adopt(parameter: Tensor, store: ParameterStore, span: Slice, first: Tensor |
     residency = residency_of(parameter)
     residency.place, residency.stash = (store, span), first
     residency.is_trained = parameter.requires_grad
+
+
+def bring_out(store: ParameterStore, parameter: Tensor, span: Slice) -> None:
+    """Put the value of a parameter, its master if it has one, to a file beside the store that has it."""
+    residency = residency_of(parameter)
+    residency.stash, residency.folder = store.read(span, master=True), store.folder
+    residency.shown.clear()
 
 
 def hand_back(parameter: Tensor) -> None:

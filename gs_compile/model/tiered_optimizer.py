@@ -31,8 +31,8 @@ from gs_compile.model import in_memory, optimizer_state
 from gs_compile.model.commits import Kept
 from gs_compile.model.engine import Engine
 from gs_compile.model.offloaded import StoredState
-from gs_compile.model.residency import end_gradient, residency_of
-from gs_compile.runtime.formats import StateType, moment_types
+from gs_compile.model.residency import end_gradient, is_offloaded, residency_of
+from gs_compile.runtime.formats import StateType, moment_types, wide_of
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.storage.manifest import Manifest
@@ -48,6 +48,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     """
 
     rule: Rule
+    tells_of_given_up = True  # forwards, where `step` finds no backward
 
     def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None, state_dtype: Any) -> None:
         self._state_dtype = _check_state_dtype(state_dtype)
@@ -58,7 +59,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._check_norm()
         self._num_steps = self.num_skipped = 0
         self.num_steps_read: int | None = None  # before the first call, which may go on from another number
-        self._shown_steps = torch.zeros(())  # `num_steps`, for all that `state` shows
+        self._missed: Mapping[torch.Tensor, int] = {}
+        self._shown_steps: dict[int, torch.Tensor] = {}  # for all that `state` shows, by the steps that were missed
         self.last_step: StepInfo | None = None
         self._ended = math.nan  # when it was closed
         self.kept = Kept()
@@ -94,6 +96,20 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self.engine is None:
             self.num_steps_read = self._num_steps
         return self._num_steps
+
+    @property
+    def missed(self) -> Mapping[torch.Tensor, int]:
+        """The steps before a parameter's first, of those that were frozen for some."""
+        return self._missed
+
+    @missed.setter
+    def missed(self, missed: Mapping[torch.Tensor, int]) -> None:
+        self._missed = {parameter: number for parameter, number in missed.items() if number}
+
+    def note_missed(self, parameters: Iterable[torch.Tensor]) -> None:
+        """These are trained from the next step on, with the state that they had when they were frozen, if any."""
+        taken = {p: optimizer_state.whole_step(self.state[p]) if self._has_values(p) else 0 for p in parameters}
+        self.missed = {**self.missed, **{p: self._num_steps - number for p, number in taken.items()}}
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -151,12 +167,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         record = self.engine.finish() or self._step_in_memory()
         if record is not None:
             self.loaded.clear()
-            in_memory.update(self.rule, self._resident, self.group_of, self.state, record)
+            in_memory.update(self.rule, self._resident, self.group_of, self.state, record, self.missed)
             for parameter in self._parameters:
                 end_gradient(parameter)
             self.num_skipped += record.skipped
-            self._num_steps += not record.skipped
-            self._shown_steps.fill_(self._num_steps)
+            self._count(self._num_steps + (not record.skipped))
             if record.skipped and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
                 self._warn(record)
             lanes = self.engine.tiers.trace.totals(reset=True)
@@ -217,8 +232,8 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def go_on(self, former: Manifest) -> None:
         """Have the steps of a commit behind it: their number, and the settings that they have left."""
-        self._num_steps, self.num_skipped = former.step - former.num_skipped, former.num_skipped
-        self._shown_steps.fill_(self._num_steps)
+        self.num_skipped = former.num_skipped
+        self._count(former.step - former.num_skipped)
         for mine, theirs in zip(self.param_groups, former.groups, strict=True):
             mine.update({key: tuple(each) if isinstance(each, list) else each for key, each in theirs.items()})
             self._check(mine)
@@ -275,14 +290,16 @@ class TieredOptimizer(torch.optim.Optimizer):
         groups, given = optimizer_state.parts_of(state_dict)
         numbers = optimizer_state.numbers_of(self.param_groups, groups)
         states = {p: dict(given[n]) for p, n in zip(self._parameters, numbers, strict=True) if n in given}
-        num_steps = optimizer_state.num_steps(states.values())
+        num_steps, missed = optimizer_state.steps_of(states)
+        if self.engine is not None and self._of_trained(missed) != self._of_trained(self.missed):
+            raise OptimizerError(optimizer_state.OTHER_STEPS)
         alike = optimizer_state.are_alike(self.param_groups, groups)
         for mine, theirs in zip(self.param_groups, groups, strict=True) if alike else ():  # others keep their settings
             taken = optimizer_state.settings_of(theirs)
             self._check({**mine, **taken, "amsgrad": theirs.get("amsgrad", False)})
             mine.update(taken)
-        self._num_steps = num_steps
-        self._shown_steps.fill_(num_steps)
+        self.missed = missed
+        self._count(num_steps)
         self.state.update(states)
         self.load_into_engine()
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -292,10 +309,37 @@ class TieredOptimizer(torch.optim.Optimizer):
         """A parameter's state as torch has it, its tensors mapped from files; None where it is not trained."""
         span = self.engine.trained_span(parameter) if self.engine is not None else None
         if self.engine is not None and span is not None:
-            return self.engine.state(span, self._num_steps)
+            return self.engine.state(span, self._num_steps - self.missed.get(parameter, 0))
         state = self.state.get(parameter, {})
         is_shown = any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
+        if is_offloaded(parameter) and not is_shown:  # it was trained; in files
+            return dict(state)
+        if self.engine is not None and not state:
+            return None
         return optimizer_state.zeros(parameter, state) if is_shown else in_memory.copied(state)
+
+    def keep_state(self, parameter: torch.Tensor) -> None:
+        """Have the state of a parameter in files, before another engine has it, or none does as it is frozen."""
+        if self.engine is not None and self.engine.trained_span(parameter) is not None:
+            self.state[parameter] = self.stored_state(parameter) or {}
+
+    def _has_values(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has a state that is not on the tiers."""
+        values = [value for key, value in self.state.get(parameter, {}).items() if key != "step"]
+        return not all(isinstance(value, torch.Tensor) and value.is_meta for value in values)
+
+    def _of_trained(self, missed: Mapping[torch.Tensor, int]) -> dict[torch.Tensor, int]:
+        return {p: n for p, n in missed.items() if self.engine is not None and self.engine.trained_span(p) is not None}
+
+    def _count(self, num_steps: int) -> None:
+        """So many steps are taken, and shown."""
+        self._num_steps = num_steps
+        for missed, shown in self._shown_steps.items():
+            shown.fill_(num_steps - missed)
+
+    def _shown_step(self, parameter: torch.Tensor) -> torch.Tensor:
+        missed = self.missed.get(parameter, 0)
+        return self._shown_steps.setdefault(missed, torch.tensor(float(self._num_steps - missed)))
 
     def load_into_engine(self) -> None:
         """Bring a loaded state to the tiers, once there are any."""
@@ -305,19 +349,21 @@ class TieredOptimizer(torch.optim.Optimizer):
         for parameter, state in list(self.state.items()):
             span = self.engine.trained_span(parameter)
             if span is None:
-                self.state[parameter] = {**in_memory.copied(state), "step": self._shown_steps}
+                if not is_offloaded(parameter) and not self._has_values(parameter):
+                    del self.state[parameter]  # the model does not read it: as with torch, until it has a gradient
+                elif not is_offloaded(parameter):
+                    self.state[parameter] = {**in_memory.copied(state), "step": self._shown_step(parameter)}
                 continue
-            values = [value for key, value in state.items() if key != "step"]
-            if not all(isinstance(value, torch.Tensor) and value.is_meta for value in values):
+            if self._has_values(parameter):
                 self.engine.load_state(span, state)
                 if not self.engine.num_steps:
                     self.loaded[parameter] = state
             self._show_state(parameter)
 
     def _show_state(self, parameter: torch.Tensor) -> None:
-        like = torch.empty(parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device="meta")
+        like = torch.empty(parameter.shape, dtype=wide_of(parameter.dtype), device="meta")
         shown = dict.fromkeys(self.components, like.as_subclass(StoredState))
-        self.state[parameter] = {"step": self._shown_steps, **shown}
+        self.state[parameter] = {"step": self._shown_step(parameter), **shown}
 
     @property
     def _parameters(self) -> list[torch.Tensor]:

@@ -153,7 +153,10 @@ def _check_parameters(manifest: Manifest) -> None:
     spans: dict[int | str, list[Span]] = {unit: [] for unit in units}
     for each in manifest.parameters:
         _demand(each.unit in units, "parameter", each.name, "is of no unit")
-        spans[each.unit].append(Span(each.offset, each.offset + _numel(each), each.name))
+        width, left = divmod(ITEMSIZES.get(each.dtype, 0), units[each.unit].itemsize) if each.dtype else (1, 0)
+        is_alike = each.dtype == "float32" and width == 2 if each.dtype and each.trained else width and not left
+        _demand(is_alike, "parameter", each.name, "its dtype in its unit")
+        spans[each.unit].append(Span(each.offset, each.offset + width * _numel(each), each.name))
         is_trained = each.offset < num_trained[each.unit]
         _demand(each.trained == is_trained or not _numel(each), "parameter", each.name, "trained?")
     for name, unit in units.items():

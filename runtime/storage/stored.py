@@ -111,13 +111,14 @@ class StoredUnit:
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """Where a parameter is in the whole space of its unit, all ranks' shares together."""
+    """Where a parameter is in the whole space of its unit, all ranks' shares together; dtype: "" for the unit's."""
 
     name: str
     unit: Unit
     offset: Count
     shape: Many[Count]
     trained: bool
+    dtype: str = ""
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,11 @@ class Skipping(Tiny):
 
     def forward(self, ids, labels):
         first = self.blocks[0](self.embed(ids))
-        return self.head(self.blocks[2](self.blocks[1](first)) + first)
+        return self.head(self.blocks[3](self.blocks[2](self.blocks[1](first)) + first))
 
 
 def test_skip_connections():
-    message = refused(UniformityError, Skipping(blocks=[Block(), Block(), Block()]))
+    message = refused(UniformityError, Skipping(blocks=[Block() for _ in range(4)]))
     assert message.startswith("layer 0 must pass exactly one tensor, to the next layer; found `first` float32[2, 5, 8]")
     assert "read by layer 1, layer 2 at" in message
 

@@ -50,6 +50,7 @@ def frozen(seed: int = 0) -> torch.nn.Module:
 MODELS: dict[str, Callable[[], Harness]] = {
     "dropout": lambda: Harness(partial(gpt2, dropout=0.1)),
     "bf16": lambda: Harness(gpt2, "bf16"),
+    "mixed": lambda: Harness(partial(gpt2, norms=torch.float32)),
     "frozen": lambda: Harness(frozen),
     "frozen bf16": lambda: Harness(frozen, "bf16"),
 }

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 from zoo import (
     GPT,
@@ -23,7 +24,8 @@ from zoo import (
 )
 
 from gs_compile.codegen.compiled import compilations_of
-from gs_compile.errors import OutputGradientError
+from gs_compile.errors import OutputGradientError, SeparationError
+from gs_compile.model.backend import greedysnake
 
 # What is differentiated ------------------------------------------------------------------------------------------------
 
@@ -147,12 +149,69 @@ def test_inputs_that_require_a_gradient(name):
     both_ways(small(name), use)
 
 
-def test_a_cache_takes_no_gradient():
-    ids, labels = batch()
-    output = compile_model(small("gpt2"), 2)(input_ids=ids, labels=labels, use_cache=True)
-    keys = output.past_key_values.layers[1].keys
-    with pytest.raises(OutputGradientError, match="an output made inside layer 1"):
-        (output.loss + keys.sum()).backward()
+def test_what_layers_make_beside_their_hidden_states():
+    """A cache's keys and values; the second call knows that they are asked for."""
+
+    def use(model):
+        for seed, scale in enumerate((0.5, 1.0)):
+            ids, labels = batch(seed=seed)
+            output = model(input_ids=ids, labels=labels, use_cache=True)
+            layers = output.past_key_values.layers
+            terms = sum(number * layer.keys.square().sum() for number, layer in enumerate(layers, 1))
+            (scale * (output.loss + terms)).backward()
+
+    both_ways(small("gpt2"), use)
+
+
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:the model's blocks are of:gs_compile.errors.UniformityWarning")
+def test_a_loss_of_routers_in_one_micro_batch(name):
+    """What balances experts is a product of means over all tokens: of micro-batches it is refused, by its line."""
+
+    def use(model):
+        ids, labels = batch()
+        output = model(input_ids=ids, labels=labels)
+        (output.loss / 2).backward()
+        return output.aux_loss
+
+    model = small(name, output_router_logits=True, router_aux_loss_coef=0.5)
+    both_ways(model, use, micro_batch_size=len(batch()[0]))
+    torch._dynamo.reset()
+    with pytest.raises(SeparationError, match=r"(?s)reduces over the samples of the batch, at .*micro_batch_size to"):
+        use(compile_model(small(name, output_router_logits=True), 2))
+
+
+class Tapped(GPT):
+    """Residual additions are the model's own; its loss has a term of what gates make, and of the first hidden state."""
+
+    def __init__(self):
+        super().__init__(num_layers=3)
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, 3) for _ in self.blocks)
+
+    def forward(self, ids, labels):
+        x = self.embedding(ids)
+        logits, states = [], []
+        for block, gate in zip(self.blocks, self.gates, strict=True):
+            y = block(x)
+            logits.append(gate(y))
+            x = x + y
+            states.append(x)
+        terms = torch.stack(logits).square().mean() + 0.1 * states[0].sin().mean()
+        found = self.head(self.norm(x))
+        return found, functional.cross_entropy(found.flatten(0, 1), labels.flatten()) + terms
+
+
+@pytest.mark.filterwarnings("ignore:the model's blocks are of 2 kinds:gs_compile.errors.UniformityWarning")  # the first
+def test_what_layers_make_for_the_loss_alone():
+    both_ways(Tapped(), scaled)
+
+
+def test_a_schedule_that_cuts_blocks_hands_nothing_else_on():
+    (ids, labels), model = batch(), small("gpt2")
+    model.compile(backend=greedysnake, options={"expert": {"compiler": "eager", "schedule": "single"}})
+    output = model(input_ids=ids, labels=labels, use_cache=True)
+    with pytest.raises(OutputGradientError, match=r"made inside the .* of layer 1 .*leave the option schedule out"):
+        (output.loss + output.past_key_values.layers[1].keys.sum()).backward()
 
 
 # Which parameters ------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from gs_compile.schedules import BY_MICRO_BATCH
 KEEPS_CAPTURES = True
 NUM_STEPS, READ = 3, 1
 SOME, ALL = 1.6, 0.3  # bounds of the norm with which some steps are scaled, and all are
-DROPOUT = {"model": 0.1, "bf16": 0.0}  # by precision
+DROPOUT = {"model": 0.1, "bf16": 0.0, "mixed": 0.0}  # by precision
 SPOILED = {0: ("e", math.nan), 2: (1, -math.inf)}  # steps, and what an element of a unit's gradient becomes
 OPTIMIZERS = {
     "adamw": adamw,
@@ -65,7 +65,7 @@ class Task(NamedTuple):
 
 TASK = {
     "schedule": ("vertical", "horizontal", "lifetime", "single"),
-    "precision": ("model", "bf16"),
+    "precision": ("model", "bf16", "mixed"),  # the last: bf16, with norms in fp32
     "optimizer": tuple(OPTIMIZERS),
     "bound": (None, math.inf, SOME, ALL),  # of the norm
     "spoiled": (False, True),
@@ -109,7 +109,7 @@ def _meets(row: Row) -> bool:
     return (
         (has_bound or (can_be("clip", "delayed") and can_be("spoiled", False)))
         and (not has_bound or can_be("clip", "speculative") or can_be("alpha", 1.0))
-        and (can_be("precision", "bf16") or can_be("masters", "whole"))
+        and (can_be("precision", "bf16", "mixed") or can_be("masters", "whole"))
         and (is_separate or (can_be("on_device", 0.0) and can_be("saved", *list(SHARES)[:-1])))
         and (not saves or (can_be("checkpoint", 0.0) and schedule != "lifetime"))
         and (schedule in BY_MICRO_BATCH or can_be("gradient", 1.0))
@@ -184,13 +184,15 @@ def train(task: Task, row: Mapping[str, Any], folder: Path) -> Trained:
 
 
 def harness_of(task: Task) -> Harness:
-    return shared(task.precision, halved=task.schedule == "single", dropout=DROPOUT[task.precision])
+    kind = "model" if task.precision == "mixed" else task.precision
+    sizes = {"norms": torch.float32} if task.precision == "mixed" else {}
+    return shared(kind, halved=task.schedule == "single", dropout=DROPOUT[task.precision], **sizes)
 
 
 def given_of(task: Task, row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     ratios = {"parameter": row["parameter"], "checkpoint": row["checkpoint"], "optimizer": row["state"]}
     ratios["device_checkpoint"] = row["on_device"] * (1 - row["checkpoint"])
-    if task.precision == "bf16":  # without masters parameters go to the host to be updated
+    if task.precision != "model":  # without masters parameters go to the host to be updated
         ratios["device_parameter"] = row["on_device"] * (1 - row["parameter"])
     if task.schedule in BY_MICRO_BATCH:
         ratios["gradient"] = row["gradient"]
@@ -199,7 +201,7 @@ def given_of(task: Task, row: Mapping[str, Any], folder: Path) -> dict[str, Any]
         schedule=task.schedule,
         ratios=ratios,
         clip=None if task.bound is None else row["clip"],
-        masters=row["masters"] if task.precision == "bf16" else None,
+        masters=row["masters"] if task.precision != "model" else None,
         **{name: row[name] for name in ("alpha", "separate_device", "durability", "threads")},
     )
 

@@ -196,13 +196,15 @@ def other_parameters(setup, make):
         block.weight = make(block.weight.detach())
 
 
-@refused(errors.CaptureError, r"parameters of torch\.float16, torch\.float32; .*: convert the model with \.to\(dtype\)")
+@refused(
+    errors.CaptureError, r"parameters of torch\.float32, torch\.float64, which do not go together: .*\.to\(dtype\)"
+)
 def two_dtypes_in_a_block(setup):
-    other_parameters(setup, lambda weight: nn.Parameter(weight.half()))
+    other_parameters(setup, lambda weight: nn.Parameter(weight.double()))
     setup.patch(Block, "forward", lambda self, x: x + x @ self.weight.float() + self.bias)
 
 
-@refused(errors.CaptureError, r"parameters of torch\.complex64, torch\.float32; greedysnake keeps a unit in one")
+@refused(errors.CaptureError, r"parameters of torch\.complex64, torch\.float32, which do not go together")
 def complex_parameters(setup):
     other_parameters(setup, lambda weight: nn.Parameter(weight.to(torch.complex64)))
     setup.patch(Block, "forward", lambda self, x: x + (x.to(torch.complex64) @ self.weight).real + self.bias)

@@ -14,7 +14,8 @@ from tiered import adamw, files_in, loss_of, options, step, tokens, two_groups
 from torch import nn
 
 import gs_compile
-from gs_compile.errors import CaptureError, GraphBreakError, GreedySnakeError, OptimizerError
+from gs_compile.capture.given_up import watch
+from gs_compile.errors import CaptureError, GraphBreakError, GreedySnakeError, OptimizerError, UncapturedWarning
 from gs_compile.model import first_call
 from gs_compile.model.residency import Residency
 
@@ -200,6 +201,53 @@ def test_an_error_that_only_the_trace_meets_is_named():
     model.compile(backend="greedysnake", options={"micro_batch_size": 2})
     with pytest.raises(GraphBreakError, match=r"no implementation found for 'torch\.nn\.functional\.rms_norm'"):
         model(input_ids=tokens(0), labels=tokens(0))
+
+
+class Recurrent(nn.Module):
+    """Dynamo gives this forward up, and no backend is asked for any of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(8, 8, batch_first=True) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x.square().mean()
+
+
+def test_a_forward_that_is_given_up_before_the_backend_is_asked_is_warned_of_once():
+    """Parameters stay in memory, so that nothing else would tell."""
+    torch._dynamo.reset()
+    model = Recurrent()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.compile(backend="greedysnake", options={"micro_batch_size": 2})
+    watch()  # which the reset has ended
+    model(torch.rand(4, 3, 8)).backward()
+    line = r"test_first_call\.py:\d+: x = x \+ layer\(x\)\[0\]"
+    with pytest.warns(UncapturedWarning, match=rf"(?s)gave the model's forward up at .*{line}.* RNN, GRU, or LSTM"):
+        optimizer.step()
+    model(torch.rand(4, 3, 8)).backward()
+    optimizer.step()  # once
+
+
+def test_a_frame_without_operations_reads_a_parameter_on_the_tiers(tmp_path):
+    """Dynamo makes no code of it, and would go on with ours."""
+
+    class Looks(nn.Module):
+        def forward(self, x):
+            return x, self.weight.shape, self.weight.requires_grad
+
+    model = gpt2()
+    optimizer = adamw(two_groups(model))
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    step(model, optimizer, tokens(0))
+    looks = Looks()
+    looks.weight = model.transformer.h[0].up.weight
+    looks.compile(backend="greedysnake")
+    x = torch.ones(2)
+    assert looks(x) == (x, (128, 32), True) == looks(x)
+    optimizer.engine.tiers.close()
 
 
 GIVEN_UP = {  # what has Dynamo give a loop's function up, and its words

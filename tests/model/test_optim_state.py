@@ -90,10 +90,6 @@ def test_states_that_do_not_fit_are_refused(tmp_path):
         optimizer.load_state_dict(state)
     optimizer = gs_compile.AdamW(two_groups(model))
     other = copy.deepcopy(state)
-    other["state"][0]["step"] += 1
-    with pytest.raises(OptimizerError, match="after 1 steps and others after 2"):
-        optimizer.load_state_dict(other)
-    other = copy.deepcopy(state)
     other["param_groups"][0]["amsgrad"] = True
     with pytest.raises(OptimizerError, match="amsgrad is not among"):
         optimizer.load_state_dict(other)

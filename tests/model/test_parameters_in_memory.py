@@ -76,6 +76,22 @@ def test_a_head_outside_of_the_compiled_model_is_trained(clip, changes, tmp_path
     }  # fmt: skip
 
 
+def test_a_parameter_that_nobody_reads_has_no_state(tmp_path):
+    """As with torch; on the meta device it would be moved or saved by those who take it for a value."""
+    model, optimizer = tiered(tmp_path, partial(gs_compile.AdamW, lr=1e-2))
+    unread = model.head.bias
+    (model.body(input_ids=tokens(0)).logits.sum() + 0 * model.head.weight.sum()).backward()
+    optimizer.step()
+    assert optimizer.state.get(unread, {}) == {}
+    assert model.head.weight.shape == optimizer.state[model.head.weight]["exp_avg"].shape
+    numbers = {number for group in optimizer.state_dict()["param_groups"] for number in group["params"]}
+    assert optimizer.state_dict()["state"].keys() == numbers - {max(numbers)}
+    for state in optimizer.state.values():
+        assert not any(value.is_meta for value in state.values() if type(value) is torch.Tensor)
+    trained(model, optimizer, [0])
+    assert not optimizer.state[unread]["exp_avg"].is_meta
+
+
 def test_its_state_is_saved_and_loaded(tmp_path):
     make = partial(gs_compile.AdamW, lr=1e-2)
     model, optimizer = tiered(tmp_path / "one", make, alpha=0.5)

@@ -104,6 +104,7 @@ def reads(info, tmp_path):
     torch.save(model, tmp_path / f"model{info.rank}.pt")
     torch.save(optimizer, tmp_path / f"optimizer{info.rank}.pt")
     gs_compile.save_pretrained(one.model, tmp_path / "saved", max_shard_size="50KB")
+    one.model.save_pretrained(tmp_path / "plainly", max_shard_size="50KB")
     again = gs_compile.from_pretrained(transformers.GPT2LMHeadModel, tmp_path / "saved", storage=tmp_path)
     same_tensors(
         {name: whole(value) for name, value in again.state_dict().items()}, {name: wanted[name] for name in model}
@@ -134,6 +135,10 @@ def test_reads_and_writes_of_all_kinds(pair, tmp_path):
     wanted, _ = pair.run(reads, tmp_path)
     assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 2
     same_tensors(dict(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved").state_dict()), wanted)
+    saved, plainly = (
+        {path.name: path.read_bytes() for path in (tmp_path / each).iterdir()} for each in ("saved", "plainly")
+    )
+    assert saved == plainly
 
 
 def reads_alone(info, tmp_path):

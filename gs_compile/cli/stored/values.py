@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from gs_compile.runtime.former import FormerHomes
-from gs_compile.runtime.homes import Slice
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.rest import read_tensor
+from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.storage.drive import Drive
 from gs_compile.runtime.storage.last_commit import folders_of, names_in
 from gs_compile.runtime.storage.manifest import REST, Manifest, StoredTensor

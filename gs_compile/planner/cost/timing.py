@@ -193,7 +193,7 @@ class _Trial:
         assert not unit.is_meta, "there is no code to run on the meta device"
         generator = torch.Generator(self.device).manual_seed(SEED)
         most = _smallest_table(unit)
-        self._reads: dict[str, Any] = {"w": {}, "batch": {}, "side": {}, "total": {}}
+        self._reads: dict[str, Any] = {"w": {}, "batch": {}, "side": {}, "tap": {}, "total": {}}
         fraction = torch.ones((), device=self.device)
         for source, spec in zip(unit.sources, unit.specs, strict=True):
             tensor = _random(spec, most, generator)
@@ -205,6 +205,7 @@ class _Trial:
         self._sums = self._zeros()
         self._saved: dict[str, Any] = {}
         self._units = CompiledUnits([MicroBatch(layout.split, layout.codes, {}, fraction, {})], SEED)
+        self._units.taps = {(index, 0): tensor for index, tensor in self._reads.pop("tap").items()}
 
     def forward(self) -> None:
         wants = ("a",) if self.level else ()

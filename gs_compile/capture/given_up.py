@@ -1,0 +1,78 @@
+"""given_up: forwards that Dynamo gives up before it asks a backend for anything, which then run as plain PyTorch.
+
+No code of this package runs in such a forward. So each compilation of Dynamo is looked at as it ends, and the next step
+of an optimizer warns of what was given up, unless the backend was asked for something meanwhile: then a part of the
+forward was captured, and either works or is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from gs_compile.capture.dynamo import Unsupported, callback_handler, remedy
+from gs_compile.errors import UncapturedWarning
+
+
+def watch() -> None:
+    """The backend is asked for something, or may be from now on. A watch is among Dynamo's callbacks until a reset."""
+    owners = map(_owner, callback_handler.end_callbacks)
+    watches = [each for each in owners if isinstance(each, _Watch)]
+    for each in watches:
+        each.forget()
+    if not watches:
+        callback_handler.register_end_callback(_Watch().end)
+
+
+class _Watch:
+    """What the user is to be told of the forward that was given up last."""
+
+    def __init__(self) -> None:
+        self.words = ""
+        self.hook: RemovableHandle | None = None  # of the next step of any optimizer
+
+    def end(self, _: object) -> None:
+        """A compilation ends, well or badly."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, Unsupported) or not _is_ours(sys._getframe()):
+            return
+        stack = getattr(error, "real_stack", None)
+        where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
+        self.words = (
+            f"Dynamo gave the model's forward up at {where}, and captured nothing of it: it runs as plain PyTorch "
+            f"does, without greedysnake.\nDynamo's reason: {str(error).strip()}\nFor greedysnake, {remedy(error)}"
+        )
+        if self.hook is None:
+            self.hook = register_optimizer_step_pre_hook(self.warn)
+
+    def forget(self) -> None:
+        self.words = ""
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+
+    def warn(self, optimizer: object, *_: Any) -> None:
+        """An optimizer steps; one of this package finds no backward, and says why itself."""
+        words = self.words
+        self.forget()
+        if words and not getattr(optimizer, "tells_of_given_up", False):
+            warnings.warn(words, UncapturedWarning, stacklevel=3)
+
+
+def _owner(callback: Any) -> object:
+    return getattr(callback, "__self__", None)
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Whether the compilation that these frames are of is for this package's backend."""
+    while frame is not None and "compiler_fn" not in frame.f_locals:
+        frame = frame.f_back
+    backend: Any = frame.f_locals["compiler_fn"] if frame is not None else None
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return str(getattr(getattr(backend, "compiler_fn", backend), "__module__", "")).startswith("gs_compile.")

@@ -1,0 +1,146 @@
+"""`requires_grad` that changes between steps, as where layers are frozen and unfrozen by a schedule."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from learner import distance
+from tiered import Harness, Outcome, adamw, gpt2, loss_of, options, outcome, step, tokens
+
+from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
+
+pytestmark = pytest.mark.filterwarnings("ignore::gs_compile.errors.UniformityWarning")  # layers, one of them frozen
+SCHEDULE = ["h.1", "", "h.0", ""]  # of each step, what is in the names of all that is trained
+
+
+def freeze(model: torch.nn.Module, trained: str) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+
+
+def learn(model, optimizer, *, begin=0):
+    for number, trained in enumerate(SCHEDULE[begin:], begin):
+        freeze(model, trained)
+        step(model, optimizer, tokens(number))
+
+
+def states(optimizer):
+    return {
+        f"{number}.{name}": value
+        for number, state in optimizer.state_dict()["state"].items()
+        for name, value in state.items()
+    }
+
+
+def test_a_schedule_learns_what_plain_pytorch_does(tmp_path, caplog):
+    """Moments and steps are each parameter's own; a run that is loaded from plain PyTorch's state goes on likewise."""
+    make = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
+    plain, ours = gpt2(), gpt2()
+    theirs, optimizer = make(plain.parameters()), adamw(list(ours.parameters()), eps=1e-4)
+    ours.compile(backend="greedysnake", options=options(tmp_path, alpha=0.5))
+    learn(plain, theirs)
+    with caplog.at_level(logging.INFO):
+        learn(ours, optimizer)
+    words = [each.getMessage() for each in caplog.records if "requires_grad has changed" in each.getMessage()]
+    assert [text.split(": ")[1].split(".")[0] for text in words] == [
+        "24 parameters are trained in the place of 10",
+        "10 parameters are trained in the place of 24",
+        "24 parameters are trained in the place of 10",
+    ]
+    assert distance(dict(ours.state_dict()), dict(plain.state_dict())) < 1e-6
+    found, wanted = states(optimizer), states(theirs)
+    assert {name: float(value) for name, value in found.items() if name.endswith("step")} == {
+        name: float(value) for name, value in wanted.items() if name.endswith("step")
+    }
+    assert {float(value) for name, value in wanted.items() if name.endswith("step")} == {2.0, 3.0}
+    assert distance(found, wanted) < 1e-6
+
+    loaded = gpt2()
+    loaded.load_state_dict(plain.state_dict())
+    other = adamw(list(loaded.parameters()), eps=1e-4)
+    other.load_state_dict(theirs.state_dict())
+    loaded.compile(backend="greedysnake", options=options(tmp_path))
+    step(loaded, other, tokens(9))
+    step(plain, theirs, tokens(9))
+    assert distance(dict(loaded.state_dict()), dict(plain.state_dict())) < 1e-6
+    assert distance(states(other), states(theirs)) < 1e-6
+    with pytest.raises(OptimizerError, match="some parameters have taken fewer steps than others, and not so here"):
+        optimizer.load_state_dict(plain_steps(theirs.state_dict()))
+
+
+def plain_steps(state_dict):
+    """The same after as many steps of each parameter."""
+    for state in state_dict["state"].values():
+        state["step"] = torch.tensor(4.0)
+    return state_dict
+
+
+def trained(folder, *, detour=False, **given) -> Outcome:
+    """detour: before a step another schedule is begun, and given up."""
+    harness = Harness(partial(gpt2, norms=torch.float32))
+    model = harness.model
+    with harness.fresh(partial(adamw, state_dtype="8bit"), options(folder, **given)) as optimizer:
+        freeze(model, "h.1")
+        step(model, optimizer, tokens(0))
+        freeze(model, "")
+        step(model, optimizer, tokens(1))
+        if detour:
+            freeze(model, "h.0")
+            loss_of(model, tokens(2))
+            freeze(model, "")
+        step(model, optimizer, tokens(2))
+        found = outcome(model, optimizer, [], [])
+    Harness.forget_captures()
+    return found
+
+
+def test_the_same_bits_wherever_data_is_stored(tmp_path):
+    """Parameters of two dtypes, states in 8 bits; all values and states move to another plan and back."""
+    everywhere = dict.fromkeys(("parameter", "checkpoint", "optimizer"), 1.0)
+    in_memory = trained(tmp_path, ratios=everywhere, masters="whole", alpha=1.0)
+    assert in_memory.differences(trained(tmp_path, alpha=0.3, separate_device=True, detour=True)) == []
+
+
+def test_what_is_trained_changes_between_steps(tmp_path):
+    model = gpt2()
+    optimizer = adamw(list(model.parameters()))
+    model.compile(backend="greedysnake", options=options(tmp_path, accumulate=True))
+    freeze(model, "h.1")
+    loss_of(model, tokens(0)).backward()
+    freeze(model, "")
+    with pytest.raises(StepOrderError, match=r"requires_grad .* has changed .*: change it between optimizer.step\(\)"):
+        loss_of(model, tokens(0))
+    freeze(model, "h.1")
+    loss_of(model, tokens(1)).backward()  # as if nothing had been
+    optimizer.step()
+    assert optimizer.num_steps == 1
+
+
+def test_a_plan_that_does_not_fit_leaves_the_run_as_it_was(tmp_path):
+    model = gpt2(width=64)
+    optimizer = adamw(list(model.parameters()))
+    everything = dict.fromkeys(("parameter", "checkpoint", "optimizer"), 1.0)
+    given = options(tmp_path, host_memory="1100KiB", ratios=everything)
+    model.compile(backend="greedysnake", options=given)
+    freeze(model, "h.1")
+    step(model, optimizer, tokens(0))
+    freeze(model, "")
+    with pytest.raises(MemoryBudgetError):
+        step(model, optimizer, tokens(1))
+    freeze(model, "h.1")
+    step(model, optimizer, tokens(1))
+    assert optimizer.num_steps == 2
+
+
+def test_a_durable_run_settles_it_at_the_first_call(tmp_path):
+    model = gpt2()
+    optimizer = adamw(list(model.parameters()))
+    model.compile(backend="greedysnake", options=options(tmp_path, durability="step"))
+    freeze(model, "h.1")
+    step(model, optimizer, tokens(0))
+    freeze(model, "")
+    with pytest.raises(OptimizerError, match=r"settles what is trained in a durable run. Save the model .*state_dict"):
+        step(model, optimizer, tokens(1))

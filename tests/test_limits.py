@@ -1,0 +1,302 @@
+"""Each line of docs/limits.md has a test that meets it, with the words that it is refused with.
+
+The table names, for how each line begins, who tests it: a function of a test module, and words that it expects. Lines
+that no other module tests are tested here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from learner import distance
+from setups import SetUp, ids, tiny
+from tiered import adamw, options
+from torch import nn
+from torch.nn import functional
+
+import gs_compile
+from gs_compile.errors import OptimizerError, ReleasedParameterError
+from gs_compile.model.residency import stash
+
+ROOT = Path(__file__).resolve().parent.parent
+HERE = "test_limits.py"
+Case = tuple[str, str, str]  # file, function or "" for a table of the file's, words
+
+LIMITS: dict[str, list[Case]] = {
+    "Several backwards before `optimizer.step()`": [
+        ("model/test_optim.py", "test_a_run_that_began_with_one_backward_a_step_has_one_in_each", "comes to 2 calls"),
+        ("end_to_end/test_loops.py", "test_a_penalty_that_comes_later_is_refused", "a computation outside of the"),
+        (HERE, "test_gradients_from_outside_before_the_first_call", "has not been called yet"),
+        (HERE, "test_on_several_ranks", "that several ranks share from a computation outside"),
+    ],
+    "Gradients for other outputs than the loss": [
+        ("end_to_end/test_autograd.py", "test_a_schedule_that_cuts_blocks_hands_nothing_else_on", "leave the option"),
+    ],
+    "The loss that balances experts": [
+        ("end_to_end/test_autograd.py", "test_a_loss_of_routers_in_one_micro_batch", "reduces over the samples"),
+    ],
+    "Calls that wait for their backward": [
+        ("end_to_end/test_loops.py", "test_calls_that_do_not_fit_are_refused_with_what_they_need", "this step needs"),
+    ],
+    "Parameters of dtypes in one layer": [
+        ("end_to_end/test_mixed_dtypes.py", "test_what_does_not_go_together_is_refused", "do not go together"),
+    ],
+    "The parameters of one model in two optimizers": [
+        ("faults/test_setups.py", "two_optimizers_that_share_a_model", "belong to 2 gs_compile optimizers"),
+    ],
+    "Parameters outside of the compiled model": [
+        ("model/test_parameters_in_memory.py", "test_a_head_of_low_precision_is_refused", "convert it to float32"),
+        (
+            "model/test_parameters_in_memory.py",
+            "test_gradients_outside_of_the_norm_are_refused",
+            "not in the norm that",
+        ),
+    ],
+    "Clipping, where the gradients": [
+        ("end_to_end/test_choice.py", "test_too_little_memory_for_clipping_says_what_would_fit_without", "the largest"),
+    ],
+    "Calls that read other parameters": [
+        (HERE, "test_a_call_that_reads_other_parameters", "call the model the same way")
+    ],
+    "An evaluation between a forward and its backward": [
+        (
+            "end_to_end/test_tiers_memory.py",
+            "test_an_evaluation_between_forward_and_backward_has_memory_of_its_own",
+            "between a forward and its backward",
+        ),
+    ],
+    "Gradients that are not finite": [
+        (
+            "model/test_optim_clipping.py",
+            "test_without_a_norm_to_wait_for_the_warning_says_what_was_updated",
+            "were updated before it showed",
+        ),
+        ("model/test_optim_clipping.py", "test_a_loss_that_is_not_finite_is_named", "step 2 was skipped"),
+    ],
+    "Going on in the same process": [
+        ("faults/test_first_step.py", "test_a_model_on_storage_survives_a_first_step_that_fails", "ended the run"),
+        ("durable/test_after_a_fault.py", "", "at step 2 in"),
+    ],
+    "`backward(inputs=...)` that leaves out": [
+        ("faults/test_odd_setups.py", "a_backward_of_some_parameters", "leaves out parameters"),
+        ("faults/test_odd_setups.py", "a_last_batch_without_rows", "the batch has no rows"),
+    ],
+    "Changing `requires_grad`": [
+        ("end_to_end/test_freezing.py", "test_a_durable_run_settles_it_at_the_first_call", "in a durable run"),
+        ("end_to_end/test_freezing.py", "test_what_is_trained_changes_between_steps", "change it between"),
+        (HERE, "test_on_several_ranks", "settles what is trained on several ranks"),
+    ],
+    "Inputs that require a gradient": [(HERE, "test_an_input_without_rows_that_requires_a_gradient", "detach it")],
+    "Resuming from the files of a killed run": [
+        ("durable/test_resume_refusals.py", "test_what_is_of_something_else_is_refused", "it is of 2 ranks"),
+        ("faults/test_processes.py", "test_what_a_killed_run_has_left_is_removed", "a run was killed and left"),
+    ],
+    "Two threads that train one model": [
+        ("faults/test_turns.py", "test_a_thread_that_comes_into_a_step_is_refused", "is between the forward"),
+    ],
+    "Two processes in one directory": [
+        ("faults/test_processes.py", "test_what_a_killed_run_has_left_is_removed", "storage="),
+        ("faults/test_processes.py", "test_each_model_of_a_process_has_its_folder", "FOLDER}.2"),
+    ],
+    "A model spread over several devices": [("test_errors.py", "", "on several devices")],
+    "Models without blocks that run one after the other": [
+        ("capture/test_split_refusals.py", "test_blocks_side_by_side", "do not run one after the other"),
+        ("capture/test_split_refusals.py", "test_no_repeated_block", "no repeated block"),
+        ("capture/test_split_refusals.py", "test_skip_connections", "must pass exactly one tensor"),
+    ],
+    "A parameter that several layers read": [
+        ("end_to_end/test_blocks.py", "test_a_shared_block", ""),
+        ("end_to_end/test_blocks.py", "test_a_wide_block_is_a_class_of_its_own", "of 2 kinds"),
+    ],
+    "A forward that Dynamo cannot capture": [
+        ("model/test_first_call.py", "test_a_break_in_a_hook_of_a_block_is_named", "breaks it at"),
+        (
+            "model/test_first_call.py",
+            "test_a_forward_that_is_given_up_before_the_backend_is_asked_is_warned_of_once",
+            "gave the model's forward up",
+        ),
+    ],
+    "Tensors whose size depends on values": [(HERE, "test_experts_that_choose_tokens_by_index", "grouped_mm")],
+    "Layers whose result depends on the whole batch": [
+        ("capture/test_loss_refusals.py", "", "normalises by the statistics of the batch"),
+        ("capture/test_split_refusals.py", "test_batch_norm_changes_its_statistics", "changes its input or buffer"),
+    ],
+    "Embeddings with `sparse=True`": [
+        ("faults/test_setups.py", "sparse_gradients", "leave sparse=True out"),
+        ("capture/test_loss_refusals.py", "", "leave scale_grad_by_freq=True out"),
+    ],
+    "Losses that do not separate": [("capture/test_loss_refusals.py", "", "pairs the samples of the batch")],
+    "The second length of sequences": [
+        ("end_to_end/test_batches.py", "test_where_lengths_cannot_be_symbolic", "pad_to_multiple_of"),
+    ],
+    "CUDA graphs are never used": [("capture/test_inductor.py", "test_mode_reaches_inductor", "cudagraphs")],
+}
+
+
+def lines(text: str) -> list[str]:
+    """The items of the lists of a page."""
+    return [re.sub(r"\s+", " ", item).strip() for item in re.findall(r"^\* (.*(?:\n  .*)*)", text, re.MULTILINE)]
+
+
+@cache
+def functions(path: str) -> dict[str, str]:
+    """The source of each function of a test module, its decorators included; of the module itself by ""."""
+    source = (ROOT / "tests" / path).read_text()
+    found = {"": source}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            found[node.name] = "\n".join(source.splitlines()[first - 1 : node.end_lineno])
+    return found
+
+
+def untested(items: list[str], limits: dict[str, list[Case]]) -> list[str]:
+    """What is wrong with a table for these lines."""
+    wrong = [f"no row: {item}" for item in items if sum(item.startswith(each) for each in limits) != 1]
+    wrong += [f"no such line: {each}" for each in limits if not any(item.startswith(each) for item in items)]
+    for path, name, words in (case for cases in limits.values() for case in cases):
+        source = functions(path).get(name)
+        if source is None or words not in source:
+            wrong.append(f"{path}, {name or 'its tables'}: not the words {words!r}")
+    return wrong
+
+
+def test_each_line_of_the_page_has_a_test():
+    assert untested(lines((ROOT / "docs/limits.md").read_text()), LIMITS) == []
+
+
+def test_a_line_without_a_test_is_found():
+    case: Case = (HERE, "test_a_line_without_a_test_is_found", "case")
+    assert lines("* One\n  line.\n* Another.\n\nText\n") == ["One line.", "Another."]
+    assert untested(["One line."], {"One": [case]}) == []
+    assert untested(["One line."], {}) == ["no row: One line."]
+    assert untested([], {"One": [case]}) == ["no such line: One"]
+    assert len(untested(["One line."], {"One": [(HERE, "lines", "no such words"), (HERE, "nobody", "")]})) == 2
+
+
+# What no other module tests -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def setup(tmp_path):
+    found = SetUp(tmp_path)
+    yield found
+    if found.optimizer is not None and found.optimizer.engine is not None:
+        found.optimizer.engine.tiers.close()
+
+
+def test_gradients_from_outside_before_the_first_call():
+    weight = nn.Parameter(torch.ones(3))
+    stash(weight)
+    with pytest.raises(ReleasedParameterError, match=r"has not been called yet.*: call the model first"):
+        weight.square().sum().backward()
+
+
+def test_on_several_ranks(setup, monkeypatch):
+    """What they refuse, they refuse before they ask each other anything."""
+    setup.call().backward()
+    setup.optimizer.step()
+    monkeypatch.setattr(setup.optimizer.engine, "ranks", SimpleNamespace(fail=lambda *_: None))
+    with pytest.raises(ReleasedParameterError, match="that several ranks share from a computation outside"):
+        setup.model.head.square().sum().backward()
+    for block in setup.model.blocks:
+        block.weight.requires_grad_(False)
+    with pytest.raises(OptimizerError, match=r"settles what is trained on several ranks\. Save the model"):
+        setup.model(ids())
+
+
+class Experts(nn.Module):
+    """Each is given the tokens that it is chosen for, by their indices, or in their order by expert."""
+
+    def __init__(self, grouped: bool) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 3), nn.Parameter(torch.randn(3, 8, 8) / 9)
+        self.grouped = grouped
+
+    def forward(self, x_BTD):
+        x, chosen = x_BTD.flatten(0, 1), self.gate(x_BTD).softmax(-1).flatten(0, 1).max(-1)
+        y = torch.zeros_like(x)
+        if self.grouped:
+            order = chosen.indices.argsort(stable=True)
+            ends = torch.histc(chosen.indices.float(), 3, 0, 2).cumsum(0).int()
+            found = functional.grouped_mm(x[order].bfloat16(), self.experts.bfloat16(), offs=ends)
+            y[order] = found.float()
+        else:
+            for number, expert in enumerate(self.experts):
+                (token,) = torch.where(chosen.indices == number)
+                y[token] += (x[token].bfloat16() @ expert.bfloat16()).float()
+        return x_BTD + (y * chosen.values[:, None]).view_as(x_BTD)
+
+
+def routed(grouped: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = tiny()
+    model.blocks = nn.ModuleList(Experts(grouped) for _ in range(2))
+    return model
+
+
+def test_experts_that_choose_tokens_by_index(tmp_path):
+    """The form that the error names learns what this one does in plain PyTorch."""
+    losses = {}
+    for grouped in (False, True):
+        torch._dynamo.reset()  # which keeps no code of a function that it has given up
+        model, plain = routed(grouped), routed(grouped=False)
+        optimizer, theirs = gs_compile.SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+        model.compile(backend="greedysnake", options=options(tmp_path, micro_batch_size=5))
+        if not grouped:
+            line = r"test_limits\.py:\d+: \(token,\) = torch\.where"
+            model(ids()).backward()  # Dynamo has given it up, in the loop over experts
+            with pytest.raises(OptimizerError, match=rf"(?s)gave a forward up at .*{line}.*grouped_mm"):
+                optimizer.step()
+            continue
+        for each, update in ((model, optimizer), (plain, theirs)):
+            losses[each] = each(ids())
+            losses[each].backward()
+            update.step()
+        assert float(losses[model].detach()) == pytest.approx(float(losses[plain].detach()), rel=1e-5)
+        assert distance(dict(model.state_dict()), dict(plain.state_dict())) < 1e-3  # products in bfloat16
+        optimizer.engine.tiers.close()
+
+
+class Chooses(nn.Module):
+    """Reads one of two tables, or an input that is no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.ParameterList(torch.randn(11, 8) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, ids, number=0, shift=None):
+        x = functional.embedding(ids, self.words[number])
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return x.square().mean() if shift is None else (x + shift).square().mean()
+
+
+@pytest.fixture
+def chooses(tmp_path):
+    torch.manual_seed(0)
+    model = Chooses()
+    optimizer = adamw(list(model.parameters()))
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    yield model
+    optimizer.engine.tiers.close()
+
+
+def test_a_call_that_reads_other_parameters(chooses):
+    chooses(ids())
+    with pytest.raises(OptimizerError, match=r"in unit e that the first call did not: call the model the same way in"):
+        chooses(ids(), 1)
+
+
+def test_an_input_without_rows_that_requires_a_gradient(chooses):
+    with pytest.raises(
+        OptimizerError, match=r"shape \(8,\) requires a gradient, and has no row .*: detach it, or use a"
+    ):
+        chooses(ids(), shift=torch.ones(8, requires_grad=True))
