@@ -110,6 +110,10 @@ LIMITS: dict[str, list[Case]] = {
         ("capture/test_split_refusals.py", "test_no_repeated_block", "no repeated block"),
         ("capture/test_split_refusals.py", "test_skip_connections", "must pass exactly one tensor"),
     ],
+    "Of several stacks the one": [("end_to_end/test_stacks.py", "test_a_stack_trains_as_plain_pytorch", "")],
+    "What an encoder gives to all layers": [
+        ("passes/test_joints.py", "test_device_memory_does_not_grow_with_the_depth_of_either_stack", "")
+    ],
     "A parameter that several layers read": [
         ("end_to_end/test_blocks.py", "test_a_shared_block", ""),
         ("end_to_end/test_blocks.py", "test_a_wide_block_is_a_class_of_its_own", "of 2 kinds"),
