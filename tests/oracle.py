@@ -31,6 +31,7 @@ class Oracle:
         self.ready: dict[Value, Any] = {}
         self.users: dict[Value, list[Any]] = {}
         self.slots: dict[Value, Any] = {}
+        self.computations: set[Any] = set()  # when each is over
         self.ended: list[tuple[int, int, list[Any]]] = []  # ranges of the slab that were left, and who used them
         self.alive: dict[
             object, tuple[int, set[Value], list[Any]]
@@ -91,6 +92,8 @@ class Oracle:
         begun.callbacks.append(lambda _: started.__setitem__(index, self.env.now))
         over.callbacks.append(lambda _: stopped.__setitem__(index, self.env.now))
         self.lanes[op.lane].put((after, seconds, begun, over))
+        if op.lane == "compute":
+            self.computations.add(over)
         for value in op.reads:
             self.users.setdefault(value, []).append(over)
         for value in (*op.results, *op.into):
@@ -132,15 +135,20 @@ class Oracle:
         begun = {slot.key: slot.nbytes for slot in slots if slot.tier == "device" and slot.key not in self.alive}
         while sum(begun.values()) and sum(begun.values()) + self._device_nbytes() > program.device.nbytes:
             changed = self.env.event()  # not an any_of: once that happens, it takes the all_of among its events apart
-            for user in (user for _, users in self.leaving for user in users if not user.processed):
+            for user in (user for _, users in self.leaving for user in users if not self._has_left(user)):
                 user.callbacks.append(lambda _, changed=changed: changed.triggered or changed.succeed())
             yield changed
         for value in op.results if program.device else ():
             self._take(value)
 
     def _device_nbytes(self) -> int:
-        leaving = [nbytes for nbytes, users in self.leaving if not all(user.processed for user in users)]
+        leaving = [nbytes for nbytes, users in self.leaving if not all(map(self._has_left, users))]
         return sum(leaving) + sum(nbytes for nbytes, _, _ in self.alive.values())
+
+    def _has_left(self, user: Any) -> bool:
+        """Whether an operation, or all of several, is over, or computes: what takes memory next comes behind it."""
+        several = getattr(user, "_events", ())
+        return user.processed or user in self.computations or (bool(several) and all(map(self._has_left, several)))
 
     def _take(self, value: Value) -> None:
         slot = slot_of(self.placement, value)

@@ -251,9 +251,10 @@ def _memory_curves(
     """By tier, the bytes from each moment on, from `since` to `until`, relative to `since`.
 
     Memory is taken when the operation that defines a value is issued, and in host memory not before those are done who
-    were there. It is given back when the operation that frees it has been issued and all that use it are done. That is
-    later than the planned peaks assume, which count in the order of issue: where lanes lag behind the issue loop, more
-    is alive on the device than planned. In host memory it is never more than the slab.
+    were there. It is given back when the operation that frees it has been issued and all that use it are done; on the
+    device all but computations, behind which others come anyway. That is later than the planned peaks assume, which
+    count in the order of issue: where lanes lag behind the issue loop, more is alive on the device than planned. In
+    host memory it is never more than the slab.
 
     Of the last two programs: what those before have left is gone when the last begins, or lives on.
     """
@@ -270,7 +271,8 @@ def _memory_curves(
             changes[tier].append((begin, live.first, nbytes))
             if live.last is not None:
                 ends = [issued[each] for each in live.frees]
-                ends += [stopped[user] for each in live.frees for user in users[each]]
+                last = (user for each in live.frees for user in users[each])
+                ends += [stopped[user] for user in last if tier != "device" or order.lanes[user] != COMPUTE]
                 changes[tier].append((max(ends), live.last, -nbytes))
     return {tier: _curve(changes[tier], since, until) for tier in TIERS}
 
