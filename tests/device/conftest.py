@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+
 import build
 import card
 import pytest
@@ -7,6 +10,14 @@ from carded import Card
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gs_compile.runtime import stream
+
+
+def pytest_collection_finish(session):
+    """Autograd makes a thread for each device that there is at a process's first backward, whichever test that is of."""
+    is_wanted = any(Path(__file__).parent in item.path.parents for item in session.items)
+    if is_wanted and not session.config.option.collectonly and not build.missing():
+        with suppress(Exception):  # `built` raises it
+            card.native()
 
 
 @pytest.fixture(scope="session")

@@ -203,7 +203,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     delete static_cast<MarkPtr*>(event);
   }
 
-  c10::DeviceIndex deviceCount() const noexcept override { return is_available ? NUM_DEVICES : 0; }
+  // Whether or not it is available: autograd counts once in a process, at its first backward, and has no threads for
+  // more devices.
+  c10::DeviceIndex deviceCount() const noexcept override { return NUM_DEVICES; }
   c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
     memory().recordStream(pointer, stream);
