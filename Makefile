@@ -55,7 +55,7 @@ race: $(STAMP) $(PEERS)/.installed ## race other systems on the same model; a qu
 zoo: $(ZOO)/.installed ## try architectures of other packages; half an hour, docs/models.md
 	$(ZOO)/bin/python -m benchmarks.zoo $(ZOO_ARGS)
 
-gpu: $(STAMP) $(PEERS)/.installed ## on a CUDA device: its tests, rates of lanes, step times and the race
+gpu: $(STAMP) ## on a CUDA device: two minutes of smoke, its tests, rates of lanes, step times and the race
 	$(BIN)/python -m benchmarks.gpu --peers-python $(PEERS)/bin/python $(GPU_ARGS)
 
 clean: ## remove the environment and all caches

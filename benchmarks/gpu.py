@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu --storage /path/on/an/nvme/drive --output benchmarks/results/gpu.json
 
+smoke   a tiny model in every placement: the same bits, within two minutes
 tests   the tests marked `gpu`: placements bitwise, events and pinned memory, planned device peaks
 lanes   everything on SSD: the rate that each lane achieves while it works, and how much of its work is hidden behind
         the computation, from the trace of consecutive steps
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -48,6 +50,13 @@ SIZES = {
 }
 STATE_NBYTES = 14  # of a parameter in bf16, with its fp32 master and moments
 WARM_STEPS = 2
+SMOKE_STEPS = 2
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "on SSD": {"ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}, "alpha": 0.0},
+    "in host memory": {"ratios": {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}, "alpha": 0.0},
+    "in parts": {"ratios": {"parameter": 0.3, "checkpoint": 0.5, "optimizer": 0.5}, "alpha": 0.3},
+    "on the device": {"ratios": {"device_parameter": 1.0, "device_checkpoint": 1.0, "optimizer": 0.5}, "alpha": 0.5},
+}
 CLASSES = ("parameter", "checkpoint", "optimizer")
 CONTESTANTS = ("plain", "zero-infinity", "vertical/ssd/eager", "vertical/ssd/inductor", "vertical/half/inductor")
 
@@ -105,6 +114,8 @@ class Run:
     def __exit__(self, *_: object) -> None:
         if self.optimizer.engine is not None:
             self.optimizer.engine.tiers.close()
+        if self.case.device == "cuda":
+            torch.cuda.empty_cache()  # so that each row finds the device as the first one did
 
     def timed(self, first: int, count: int) -> float:
         """Seconds of one of `count` consecutive steps, all of their transfers included."""
@@ -125,6 +136,26 @@ class Run:
 
 
 # The parts -----------------------------------------------------------------------------------------------------------
+
+
+def smoke(setting: Setting) -> dict[str, Any]:
+    """Train a tiny model in every placement; raises where one learns other bits than the first."""
+    tiny = replace(setting, case=replace(SIZES["tiny"], device=setting.case.device), compiler="eager")
+    found: dict[str, list[torch.Tensor]] = {}
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for name, expert in PLACEMENTS.items():
+            with Run(tiny, 2, expert=expert) as run:
+                run.timed(WARM_STEPS, SMOKE_STEPS)
+                found[name] = [parameter.detach().cpu().clone() for parameter in run.model.parameters()]
+    finally:
+        torch.use_deterministic_algorithms(before)
+    first, *others = found
+    other_bits = [name for name in others if not all(map(torch.equal, found[name], found[first]))]
+    if other_bits:
+        raise RuntimeError(f"{', '.join(other_bits)}: other bits than {first}")
+    return {"placements": list(found), "steps": WARM_STEPS + SMOKE_STEPS}
 
 
 def tests(setting: Setting) -> dict[str, Any]:
@@ -174,12 +205,26 @@ def _step_row(setting: Setting, number: int, options: dict[str, Any]) -> dict[st
     except (gs_compile.errors.GreedySnakeError, torch.OutOfMemoryError) as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     tokens = run.case.samples * run.case.sequence / seconds
-    allocated = None if setting.is_simulated else torch.cuda.max_memory_allocated()
-    return {"seconds": seconds, "tokens_per_second": tokens, "planned_nbytes": planned, "allocated_nbytes": allocated}
+    return {"seconds": seconds, "tokens_per_second": tokens, "planned_nbytes": planned, **_seen(setting)}
+
+
+def _seen(setting: Setting) -> dict[str, int | None]:
+    """What torch's allocator has seen: bytes at their peak, and how often it had to begin again."""
+    if setting.is_simulated:
+        return {"allocated_nbytes": None}
+    statistics_ = torch.cuda.memory_stats()
+    return {
+        "allocated_nbytes": torch.cuda.max_memory_allocated(),
+        "reserved_nbytes": torch.cuda.max_memory_reserved(),
+        "retries": statistics_.get("num_alloc_retries", 0),
+        "out_of_memory": statistics_.get("num_ooms", 0),
+    }
 
 
 def race(setting: Setting) -> dict[str, Any]:
     """Race the other systems on the same model and device; ZeRO-Infinity runs where its environment is built."""
+    if not (setting.is_simulated or setting.peers_python.exists()):  # DeepSpeed takes a quarter of an hour to build
+        subprocess.run(["make", ".venv-peers/.installed"], cwd=ROOT, check=False)
     output = setting.storage / "race.json"
     case, numbers = setting.case, [str(number) for number in setting.micro_batches]
     given = ("layers", "hidden", "heads", "vocabulary", "sequence", "micro_batch_size", "precision", "device")
@@ -193,7 +238,13 @@ def race(setting: Setting) -> dict[str, Any]:
     return found
 
 
-PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {"tests": tests, "lanes": lanes, "steps": steps, "race": race}
+PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
+    "smoke": smoke,
+    "tests": tests,
+    "lanes": lanes,
+    "steps": steps,
+    "race": race,
+}
 
 
 # Lanes ---------------------------------------------------------------------------------------------------------------
@@ -250,6 +301,7 @@ def measure(setting: Setting, parts: Iterable[str], output: Path) -> dict[str, A
         try:
             result = PARTS[name](setting) if setting.left_seconds else {"incomplete": "the time is up"}
         except Exception as error:  # noqa: BLE001  a part that fails is a result, and others go on
+            traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}"}
         found["parts"][name] = {**result, "part_seconds": time.monotonic() - start}
         save(found, output)

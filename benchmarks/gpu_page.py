@@ -27,6 +27,11 @@ def page(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _smoke(part: dict[str, Any]) -> list[str]:
+    placements = part.get("placements", [])
+    return [f"{part['steps']} steps learn the same bits: {', '.join(placements)}."] if placements else []
+
+
 def _tests(part: dict[str, Any]) -> list[str]:
     if "passed" not in part:
         return []
@@ -54,10 +59,13 @@ def _steps(part: dict[str, Any]) -> list[str]:
         if "refused" in each:
             return (*start, each["refused"], "", "", "")
         peaks = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in each["planned_nbytes"].items())
-        allocated = format_bytes(each["allocated_nbytes"]) if each["allocated_nbytes"] else "-"
-        return (*start, f"{each['seconds']:.3g}", f"{each['tokens_per_second']:,.0f}", peaks, allocated)
+        seen = "-"
+        if each["allocated_nbytes"]:
+            allocated, reserved = (format_bytes(each[f"{kind}_nbytes"]) for kind in ("allocated", "reserved"))
+            seen = f"{allocated} allocated, {reserved} reserved, {each['retries']} retries"
+        return (*start, f"{each['seconds']:.3g}", f"{each['tokens_per_second']:,.0f}", peaks, seen)
 
-    headings = ("n", "run", "seconds a step", "tokens/s", "planned peaks", "device memory allocated")
+    headings = ("n", "run", "seconds a step", "tokens/s", "planned peaks", "device memory")
     return _table(headings, map(row, part.get("rows", [])))
 
 
@@ -82,6 +90,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "smoke": _smoke,
     "tests": _tests,
     "lanes": _lanes,
     "steps": _steps,

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_page import page
@@ -43,6 +44,31 @@ def test_rates_and_overlap():
     assert found["h2d"] == {"seconds": 4, "nbytes": 20, "bytes_per_second": 5.0, "beside_compute": 0.25}
     assert found["ssd_read"]["beside_compute"] == 1.0
     assert found["compute"]["bytes_per_second"] == 0.0
+
+
+@pytest.mark.slow
+def test_a_smoke_row_of_all_placements(setting, tmp_path):
+    found = gpu.measure(setting, ["smoke"], tmp_path / "gpu.json")
+    assert found["parts"]["smoke"]["placements"] == list(gpu.PLACEMENTS)
+    assert "4 steps learn the same bits: on SSD, in host memory, in parts" in (tmp_path / "gpu.md").read_text()
+
+
+def test_a_smoke_row_finds_a_placement_that_learns_other_bits(setting, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "PLACEMENTS", {name: gpu.PLACEMENTS[name] for name in ("on SSD", "in parts")})
+    timed, runs = gpu.Run.timed, []
+
+    def spoiled(run, first, count):
+        runs.append(run)
+        seconds = timed(run, first, count)
+        if len(runs) == 4:  # the second placement's last steps
+            with torch.no_grad():
+                next(run.model.parameters()).mul_(2)
+        return seconds
+
+    monkeypatch.setattr(gpu.Run, "timed", spoiled)
+    found = gpu.measure(setting, ["smoke"], tmp_path / "gpu.json")
+    assert found["parts"]["smoke"]["error"] == "RuntimeError: in parts: other bits than on SSD"
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_lanes_and_steps_of_a_tiny_model(setting, tmp_path):

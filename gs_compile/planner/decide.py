@@ -231,9 +231,14 @@ def _steps(problem: Problem) -> Problem:
 
 
 def _ratios(problem: Problem, part: float) -> Ratios:
-    """This part of all classes in host memory whose ratio is not given, and on the device what is said to be."""
+    """This part of all classes in host memory whose ratio is not given, and on the device what is said to be.
+
+    Of what is on the device in part, no more than the rest is in host memory.
+    """
     names = HOST_CLASSES if problem.builder.layout.has_sums else CLASSES
-    return Ratios(**(dict.fromkeys(names, part) | replace(problem.request.ratios, activation=None).given()))
+    given = replace(problem.request.ratios, activation=None).given()
+    left = {name: min(part, 1.0 - given.get(f"device_{name}", 0.0)) for name in names}
+    return Ratios(**(left | given))
 
 
 def _placed(problem: Problem, part: float, alpha: float | None = None) -> Placement:

@@ -43,6 +43,12 @@ def test_a_larger_batch_keeps_no_more_on_the_device_than_was_planned(harness, tm
     assert not found.differences(sequence(harness, separate(tmp_path), sizes)[0])
 
 
+def test_all_parameters_on_the_device_and_nothing_said_of_the_rest(harness, tmp_path):
+    given = options(tmp_path, separate_device=True, alpha=0.5, ratios={"device_parameter": 1.0})
+    given["expert"]["ratios"] = {"device_parameter": 1.0}
+    assert not harness.train(adamw, given, 2).differences(harness.train(adamw, separate(tmp_path), 2))
+
+
 def test_a_slow_way_from_the_device_fills_no_more_of_it_than_it_may(tmp_path, monkeypatch):
     """Gradients wait for their way to the host; as many come beside them as the device has room for."""
     harness, alive, most, planned = shared(num_layers=8), [0], [0], 0
