@@ -13,6 +13,7 @@ from planned import gpt
 from gs_compile.options import Options
 from gs_compile.planner.cost import timing as module
 from gs_compile.planner.cost.timing import LayerLevels
+from gs_compile.planner.measure.machines import Where
 from gs_compile.planner.run import ModelAtHand, Run
 from gs_compile.program.ir import StepShape
 
@@ -22,7 +23,7 @@ def test_nothing_else_holds_a_run():
     layout.shape_of = lambda *_, **__: StepShape()
     options = Options.of({"host_memory": 10**9})
     given = {"sizes": {"split": ()}, "layouts": [layout], "tied": frozenset(), "clip": False}
-    run = Run(ModelAtHand(options=options, device=torch.device("cpu"), **given))
+    run = Run(ModelAtHand(options=options, where=Where(torch.device("cpu")), **given))
     assert run.problem("split") is run.problem("split")
     gone = weakref.ref(run)
     del run
