@@ -90,7 +90,7 @@ def probes(info, tmp_path):
     """The command, with drives and processors that are measured already."""
     calls = []
 
-    def probe(storage):
+    def probe(storage, device):
         calls.append(storage)
         return Profile.load(MACHINE)
 
