@@ -41,9 +41,7 @@ import torch
 import torch.distributed as dist
 
 context: Any = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["torch.distributed.tensor", "networkx", "cvxpy", "gs_compile.model.backend", "figures", "rank_learner", "zoo"]
-)
+context.set_forkserver_preload(["torch.distributed.tensor", "networkx", "gs_compile.model.backend", "figures"])
 
 
 class Info(NamedTuple):
