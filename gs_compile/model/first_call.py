@@ -94,8 +94,9 @@ def where_of(parameters: Sequence[Tensor]) -> Where:
     """The device of parameters that go to the tiers, and the bytes of memory that they leave there."""
     values = (residency_of(each).stash if is_offloaded(each) else each for each in parameters)
     there = (each for each in values if each is not None and not isinstance(each, DTensor))
-    left = {each.data_ptr(): each.untyped_storage().nbytes() for each in there if not is_in_host_memory(each)}
-    return Where(parameters[0].device, sum(left.values()))
+    leaving = (each.untyped_storage() for each in there if not is_in_host_memory(each))
+    nbytes = {memory.data_ptr(): memory.nbytes() for memory in leaving}  # of memory that several share once
+    return Where(parameters[0].device, sum(nbytes.values()))
 
 
 def _kinds_of_masters(options: Options, args: Sequence[Any], ranks: Ranks | None) -> tuple[Masters, ...]:

@@ -16,6 +16,7 @@ from zoo import huggingface
 
 import gs_compile
 from gs_compile.errors import DeviceError, MemoryBudgetError
+from gs_compile.model.first_call import where_of
 from gs_compile.planner.measure.machines import Where, free_nbytes
 from gs_compile.runtime import issue, lanes, stream
 from gs_compile.runtime.lanes import Ticket
@@ -194,6 +195,12 @@ def test_a_plan_has_what_the_model_leaves_and_the_allocator_keeps(tmp_path):
         assert free_nbytes([tmp_path], Where(torch.device("card", 0)))["device_nbytes"] > 0.9 * (
             whole_nbytes - others - 2**20
         )
+
+
+def test_parameters_in_one_memory_leave_it_once():
+    whole = torch.zeros(8, 64, device="card:0")
+    halves = [torch.nn.Parameter(half) for half in whole.split(4)]
+    assert where_of(halves) == Where(torch.device("card", 0), whole.nbytes)
 
 
 def test_a_model_built_on_storage_that_the_device_cannot_hold(tmp_path):
