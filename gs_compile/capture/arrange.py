@@ -6,9 +6,9 @@ is their joint: it takes what the blocks of the first hand on, and begins the se
     prologue    layers    joint             layers    epilogue
     embeds ids  encoder   embeds other ids  decoder   head          what the encoder's layers make at last is a side
                                                                     input of the decoder's: the joint gives it to them
-Changes in place and vmap
-regions act on values without being their inputs: a change is read by whoever later looks at the same memory, and what
-opens or closes a vmap by what is inside.
+
+Changes in place and vmap regions act on values without being their inputs: a change is read by whoever later looks at
+the same memory, and what opens or closes a vmap by what is inside.
 """
 
 from __future__ import annotations

@@ -93,11 +93,7 @@ class SpecializedModel:
             has_total=self.split.count is not None,
             joints=self.split.joints,
             sides=frozenset(unit for unit, specs in sides.items() if specs),
-            side_gradients=frozenset(
-                unit
-                for unit, specs in sides.items()
-                if height(first) <= height(unit) and any(spec.requires_grad for spec in specs)
-            ),
+            side_gradients=frozenset(u for u, specs in sides.items() if any(spec.requires_grad for spec in specs)),
             emits=frozenset(u for u, graph in units.items() if "y" in graph.results),
             outside=frozenset({EPILOGUE} if is_head_apart else ()),
             frozen=frozenset(units.keys() - trained),

@@ -38,8 +38,9 @@ from gs_compile.model.call import Call
 from gs_compile.model.engine import Engine
 from gs_compile.model.first_step import begin
 from gs_compile.model.freezing import train_others, trains_others
-from gs_compile.model.meeting import meet, optimizers_of, refuse_empty, refuse_uneven, turn
+from gs_compile.model.meeting import meet, refuse_empty, refuse_uneven, turn
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
+from gs_compile.model.tiered_optimizer import optimizers_of
 from gs_compile.options import Options
 from gs_compile.runtime.random_state import random_state, set_random_state
 from gs_compile.runtime.ranks import Ranks, told
@@ -217,7 +218,7 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
     if any(residency_of(parameter).is_materialized for parameter in parameters):
         return False  # their call will be refused
     tiered = options.precision == "bf16" or any(is_offloaded(parameter) for parameter in parameters)
-    if not tiered and not optimizers_of(parameters):
+    if not tiered and next(optimizers_of(parameters), None) is None:
         return False
     changed = False
     for parameter in parameters:
@@ -237,7 +238,7 @@ def _engine_for(
     if not any(is_offloaded(parameter) for parameter in parameters):
         return None
     engines = {found[0] for parameter in parameters if (found := residency_of(parameter).tiered) is not None}
-    optimizers = optimizers_of(parameters)
+    optimizers = set(optimizers_of(parameters))
     if len(engines) == 1 and len(optimizers) < 2:
         (engine,) = engines
         assert isinstance(engine, Engine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from itertools import chain
@@ -13,9 +13,9 @@ import torch
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import NoBatchInputError, RankError
 from gs_compile.model.in_memory import begin_alike, parameters_in_memory, ranks_that_average
-from gs_compile.model.residency import is_offloaded, residency_of
+from gs_compile.model.residency import is_offloaded
 from gs_compile.model.saving import gather_when_saved
-from gs_compile.model.tiered_optimizer import TieredOptimizer
+from gs_compile.model.tiered_optimizer import TieredOptimizer, optimizers_of
 from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.runtime.ranks import Ranks, ranks_of
@@ -27,16 +27,9 @@ from gs_compile.version import __version__
 OWN = ("storage", "group", "mesh", "expert")  # options that each rank may have its own of, or that are looked into
 
 
-def optimizers_of(parameters: Iterable[torch.Tensor]) -> set[TieredOptimizer]:
-    """The gs_compile optimizers that were made for the parameters, and are alive."""
-    references = [residency_of(parameter).optimizer for parameter in parameters]
-    return {found for reference in references if reference is not None and (found := reference()) is not None}
-
-
 def _optimizer_of(args: Sequence[Any]) -> TieredOptimizer | None:
     """Of the first parameter among the arguments of a call that one of ours trains; each has one at most."""
-    parameters = (arg for arg in args if isinstance(arg, torch.nn.Parameter))
-    return next((optimizer for each in parameters for optimizer in optimizers_of([each])), None)
+    return next(optimizers_of(arg for arg in args if isinstance(arg, torch.nn.Parameter)), None)
 
 
 def turn(args: Sequence[Any]) -> AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -414,9 +414,14 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     skipped, rolled_back: 1.0 where it was; num_skipped; and of each lane, such as ssd_read, the seconds it was busy and
     the bytes it moved. A flat dict, for any logger: ``wandb.log(gs_compile.metrics(model))``.
     """
-    found = (residency_of(parameter).optimizer for parameter in model.parameters())
-    optimizer = next((each() for each in found if each is not None), None)
+    optimizer = next(optimizers_of(model.parameters()), None)
     return {} if optimizer is None or optimizer.last_step is None else optimizer.last_step.metrics()
+
+
+def optimizers_of(parameters: Iterable[torch.Tensor]) -> Iterator[TieredOptimizer]:
+    """Of each parameter the gs_compile optimizer that was made for it, and is alive."""
+    references = (residency_of(parameter).optimizer for parameter in parameters)
+    return (found for reference in references if reference is not None and (found := reference()) is not None)
 
 
 def _check_settings(name: str, keys: Iterable[str], group: Mapping[str, Any]) -> None:
