@@ -79,6 +79,29 @@ def test_a_checkpoint_of_lightnings_goes_on(tmp_path):
         each.close()
 
 
+class Unfreezing(lightning.callbacks.BaseFinetuning):
+    """The first block is trained from the second epoch on; all parameters are in the optimizer from the beginning."""
+
+    def freeze_before_training(self, module):
+        self.freeze(module.model.transformer.h[0])
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.make_trainable(module.model.transformer.h[0])
+
+
+@pytest.mark.filterwarnings("ignore::gs_compile.errors.UniformityWarning")  # blocks, one of them frozen
+def test_its_callback_that_unfreezes_a_block(tmp_path):
+    plain, mine = Module(torch.optim.AdamW), Module(gs_compile.AdamW, options(tmp_path / "storage"))
+    for module in (plain, mine):
+        fit(module, tmp_path, callbacks=[Unfreezing()], enable_checkpointing=False)
+    torch.testing.assert_close(mine.losses, plain.losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(learned(mine), learned(plain), rtol=0, atol=2e-6)
+    first = huggingface("gpt2").transformer.h[0].mlp.c_fc.weight
+    assert not torch.equal(mine.model.transformer.h[0].mlp.c_fc.weight.detach(), first)
+    mine.close()
+
+
 def test_its_own_clipping_is_refused(tmp_path):
     module = Module(gs_compile.AdamW, options(tmp_path / "storage"))
     with pytest.raises(ReleasedParameterError, match="Use max_grad_norm= of the gs_compile optimizer"):
