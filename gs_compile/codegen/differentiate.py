@@ -30,7 +30,7 @@ from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.capture.inductor import Generator, Resized, Sizes, draws_random
 from gs_compile.capture.partition import CannotSaveError
 from gs_compile.codegen.factor import assemble, factor
-from gs_compile.codegen.levels import Cut, Joint, SavedLevel, cuts
+from gs_compile.codegen.levels import Cut, JointGraph, SavedLevel, cuts
 from gs_compile.errors import LengthWarning
 
 Tensors = Sequence[torch.Tensor]
@@ -122,7 +122,7 @@ class Differentiated:
                 return Cuts(self, (), shorten(str(error), 200))
         return Cuts(self, found, "" if found else "its backward has nothing to compute again")
 
-    def _joint_graph(self) -> Joint:
+    def _joint_graph(self) -> JointGraph:
         traced = self._traced("joint")
         try:
             graph = self._generator.functional(traced, self._arguments("joint"), self._sizes)
@@ -130,7 +130,7 @@ class Differentiated:
             raise CannotSaveError(str(error)) from error
         draws = [n for n in self.graph("forward").graph.nodes if n.op == "call_function" and draws_random(n)]
         x = self._x + len(self._symbols)
-        return Joint(graph, len(self.unit.differentiated), x, len(self.unit.results), len(draws))
+        return JointGraph(graph, len(self.unit.differentiated), x, len(self.unit.results), len(draws))
 
     @property
     def _x(self) -> int:

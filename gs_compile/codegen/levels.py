@@ -80,7 +80,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Joint:
+class JointGraph:
     """The functional ATen graph of results and gradients of a unit."""
 
     module: fx.GraphModule
@@ -127,7 +127,7 @@ class Joint:
         return found
 
 
-def cuts(joint: Joint) -> list[Cut]:
+def cuts(joint: JointGraph) -> list[Cut]:
     """The levels above 0 that are worth their bytes, the smallest first: two at most.
 
     Raises `CannotSaveError` where the unit cannot be cut.
@@ -193,7 +193,7 @@ def _forget_values(graph: fx.Graph) -> None:
             node.update_arg(0, empty)
 
 
-def _bases(joint: Joint, chosen: Iterable[fx.Node]) -> list[fx.Node]:
+def _bases(joint: JointGraph, chosen: Iterable[fx.Node]) -> list[fx.Node]:
     """What to save for the backward to have `chosen`: the tensors that these are views of, in the graph's order."""
     wanted = {joint.bases[memory_of(node)] for node in chosen} - joint.free
     whole = [node for node in joint.draws if LIKE not in node.meta]  # the backward has all of these anyway
@@ -207,7 +207,7 @@ def _bases(joint: Joint, chosen: Iterable[fx.Node]) -> list[fx.Node]:
     return saved
 
 
-def _cut(joint: Joint, saved: Sequence[fx.Node]) -> Cut:
+def _cut(joint: JointGraph, saved: Sequence[fx.Node]) -> Cut:
     """Forward and backward of the level that saves some nodes."""
     values = output_values(joint.module)
     results, gradients = values[: joint.num_results], values[joint.num_results :]
