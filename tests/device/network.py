@@ -2,6 +2,9 @@
 
 It begins when the stream comes to it, and the stream goes on when all ranks have taken part. `wait` returns at once.
 Where a rank is gone the kernel never ends, until the group is aborted.
+
+What is in host memory goes to gloo, by functions of Python too: torch has a group that Python derives keep Python's
+lock while it enters gloo's queue, and gloo's thread, which keeps the queue as it frees a tensor, may wait for that lock.
 """
 
 from __future__ import annotations
@@ -47,7 +50,16 @@ class Group(dist.ProcessGroup):
         for promise in self._promises:
             promise.keep()
 
+    def broadcast(self, tensors: Any, options: Any) -> Any:
+        return self._own.broadcast(tensors, options)
+
+    def all_gather_single_coalesced(self, wholes: Any, owns: Any, options: Any = None) -> Any:
+        (whole,), (own,) = wholes, owns
+        return self._allgather_base(whole, own)
+
     def _allgather_base(self, whole: Any, own: Any, options: Any = None) -> Any:
+        if whole.device.type != card.NAME:
+            return self._own.allgather([list(whole.chunk(self.size()))], [own])
         return self._launch(whole, lambda: self._gathered(_bytes(own), list(_bytes(whole).chunk(self.size()))))
 
     all_gather_single = _allgather_base
@@ -64,6 +76,8 @@ class Group(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
         (tensor,) = tensors
+        if tensor.device.type != card.NAME:
+            return self._own.allreduce(tensors, options)
 
         def run() -> None:
             everyone = [torch.empty_like(_bytes(tensor)) for _ in range(self.size())]
