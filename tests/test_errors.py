@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from zoo import GPT, TOKENS, WIDTH, Block, batch, compile_model, train
 
 from gs_compile.capture.dynamo import check_torch
@@ -42,6 +43,13 @@ class Breaks(Block):
     def forward(self, x_BTD):
         torch._dynamo.graph_break()
         return super().forward(x_BTD)
+
+
+@pytest.fixture(autouse=True)
+def _no_reasons_of_other_tests():
+    """Dynamo counts a process's reasons by their words: one that an earlier file has met does not become the last."""
+    for kind in ("graph_break", "unimplemented"):
+        counters[kind].clear()
 
 
 @pytest.mark.parametrize(
