@@ -18,6 +18,7 @@ from gs_compile.schedules import BASELINE, BY_MICRO_BATCH, Schedule
 T = TypeVar("T")
 Recompute = Literal["auto", "all", "none"]
 Masters = Literal["split", "whole"]
+Frozen = Literal["nf4", "int8", "fp8"]  # as `runtime.codecs` knows them
 Clipping = Literal["delayed", "speculative"]
 
 ROUNDING = 1e-6  # of ratios that are sums of what a solver gives
@@ -161,6 +162,9 @@ class Options:
     machine: the profile that the plan is made for: a `Profile`, the name of one that is shipped, or a file. None: this
         machine's own, measured once for each storage.
     precision: "model" computes in the model's own dtype; "bf16" in bf16, with the parameters kept in fp32 beside it.
+    frozen: how matrices of layers are stored and moved that are frozen when the model is first called: "nf4", "int8" or
+        "fp8"; the device makes values of them. None: as they are.
+    frozen_skip: names of modules whose matrices stay as they are, such as ("gate", "down_proj").
     group: the ProcessGroup of the ranks that train one model together. None: all of torch.distributed's, or torchrun's.
     mesh: in the place of a group, a DeviceMesh with the dimension "shard", and "replicate" where several groups hold
         the model.
@@ -181,6 +185,8 @@ class Options:
     device_memory: int | str | None = None
     machine: Any = None
     precision: Literal["model", "bf16"] = "model"
+    frozen: Frozen | None = None
+    frozen_skip: tuple[str, ...] = ()
     group: Any = None
     mesh: Any = None
     accumulate: bool = False
@@ -193,6 +199,8 @@ class Options:
         _whole("micro_batch_size", self.micro_batch_size, "a whole number of samples, 1 or more")
         _one_of("outputs", self.outputs, ("all", "loss"))
         _one_of("precision", self.precision, ("model", "bf16"))
+        _one_of("frozen", self.frozen, (*get_args(Frozen), None))
+        object.__setattr__(self, "frozen_skip", _names("frozen_skip", self.frozen_skip))
         object.__setattr__(self, "storage", _directories(default_storage() if self.storage is None else self.storage))
         for name in ("host_memory", "device_memory"):
             object.__setattr__(self, name, _budget(name, getattr(self, name)))
@@ -284,6 +292,13 @@ def _directories(storage: Any) -> tuple[Path, ...]:
     if len(set(paths)) < len(paths):
         raise OptionError(f"storage names a directory twice; got {storage!r}")
     return paths
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    valid = isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, str) for each in value)
+    if not valid:
+        raise OptionError(f"{name} must be a list of names of modules; got {value!r}")
+    return tuple(value)
 
 
 def _budget(name: str, value: int | str | None) -> int | str | None:

@@ -21,6 +21,7 @@ from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.units import UnitPlacement
 from gs_compile.program.ir import Op, Unit, Value, homed
+from gs_compile.runtime.codecs import Encoded
 from gs_compile.runtime.formats import Types
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.spans import Binding
@@ -151,8 +152,8 @@ class Parameters:
 
     def gather(
         self, value: Value, staged: Tensor | None, memory: Tensor | None, bindings: Sequence[Binding]
-    ) -> dict[int, Tensor]:
-        """A unit's parameters as its code takes them: views, nothing is moved.
+    ) -> dict[int, Tensor | Encoded]:
+        """A unit's parameters as its code takes them: views, nothing is moved, or decoded before a computation asks.
 
         They are in the zone that stays, on the device or in host memory that it reads, or in what has come behind it;
         where ranks share the unit, in what was gathered.
@@ -165,7 +166,7 @@ class Parameters:
         if not self.setting.placement.separate:
             first, (start, stop) = unit.host_numel, unit.ssd_zone
             came = flat(memory, stop - start, self.setting.dtype(unit.unit)) if memory is not None else None
-        tensors = {}
+        tensors: dict[int, Tensor | Encoded] = {}
         for binding in bindings:
             source = stays if binding.place.offset < first else came
             assert source is not None

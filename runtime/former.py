@@ -15,7 +15,7 @@ from gs_compile.runtime.coordinators import Setting
 from gs_compile.runtime.formats import Types, types_of
 from gs_compile.runtime.homes import Homes
 from gs_compile.runtime.ranks import Ranks
-from gs_compile.runtime.spans import Slice
+from gs_compile.runtime.spans import Slice, encoded_slice
 from gs_compile.runtime.storage.manifest import Manifest, StoredGroup, StoredParameter, StoredRange, StoredUnit
 from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.stream import device_of
@@ -45,6 +45,8 @@ def _place(stored: StoredParameter, types: Types) -> Slice:
     if not stored.dtype:
         return Slice(stored.unit, stored.offset, shape)
     dtype: torch.dtype = getattr(torch, stored.dtype)
+    if stored.codec:
+        return encoded_slice(stored.unit, stored.offset, shape, dtype, stored.codec, types.parameter.itemsize)
     return Slice(stored.unit, stored.offset, shape, dtype, types.width(dtype))
 
 

@@ -15,6 +15,7 @@ import torch
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.shards import QUANTUM, Owned, owned
 from gs_compile.program.ir import Value
+from gs_compile.runtime.codecs import CODECS, Encoded, dense
 from gs_compile.runtime.coordinators import Setting
 from gs_compile.runtime.formats import EIGHT_BITS, firsts, joined, narrow, narrowed, pair, shown, with_firsts
 from gs_compile.runtime.slab import map_memory
@@ -46,8 +47,17 @@ class Homes:
         """The same, to be changed in place; None where it is not to be changed."""
         raise NotImplementedError
 
-    def fill(self, place: Slice, values: Tensor) -> None:
-        """Bring a parameter's values home, to its master as well; waits until they are there."""
+    def fill(self, place: Slice, values: Tensor | Encoded) -> None:
+        """Bring a parameter's values home, to its master as well; waits until they are there. What is encoded as it is
+        stored here is not decoded.
+        """
+        if place.codec and isinstance(values, Encoded) and values.codec.name == place.codec:
+            self._write(place.elements, None, values.stored)
+            return
+        values = dense(values)
+        if place.codec:
+            self._write(place.elements, None, CODECS[place.codec].encode(values))
+            return
         if not self.has_master(place):
             self._write(place, None, values.to(self.dtype(place)))
             if self._has_copy(place):
@@ -80,6 +90,12 @@ class Homes:
 
     def read(self, place: Slice, *, master: bool = False) -> Tensor:
         """A parameter's values as they are at home, or its master's if it has one."""
+        return dense(self.stored(place, master=master))
+
+    def stored(self, place: Slice, *, master: bool = False) -> Tensor | Encoded:
+        """The same, not decoded."""
+        if place.codec:
+            return place.view(self.read_any(place.elements, None))
         if master and self.has_master(place):
             return self.read_state(place, 0)
         if master and self._has_copy(place):
@@ -88,7 +104,7 @@ class Homes:
 
     def here(self, place: Slice) -> Tensor | None:
         """A parameter's values where they live, if that is memory in one piece; they change with the next update."""
-        if self.setting.ranks:
+        if self.setting.ranks or place.codec:
             return None
         pieces = list(self._pieces(place, None))
         content = self.at_home(pieces[0][0]) if len(pieces) == 1 else None

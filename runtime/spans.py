@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gs_compile.program.ir import Unit
+from gs_compile.runtime.codecs import CODECS, Encoded
 
 Tensor = torch.Tensor
 
@@ -17,6 +18,7 @@ class Slice:
     """Where a parameter is: a unit, and the offset in its flat space.
 
     dtype: of the parameter; None: that of the unit. width: the elements of the unit that one of the parameter takes.
+    codec: in which it is stored, of `CODECS`, or "": as it is. num_stored: then the elements of the unit that it takes.
     """
 
     unit: Unit
@@ -24,6 +26,8 @@ class Slice:
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
     width: int = 1
+    codec: str = ""
+    num_stored: int = 0
 
     @property
     def numel(self) -> int:
@@ -33,16 +37,31 @@ class Slice:
     @property
     def stop(self) -> int:
         """Where its elements of the unit end."""
-        return self.offset + self.numel * self.width
+        return self.offset + (self.num_stored or self.numel * self.width)
 
     @property
     def elements(self) -> Slice:
         """The elements of the unit."""
         return Slice(self.unit, self.offset, (self.stop - self.offset,))
 
+    def view(self, elements: Tensor) -> Tensor | Encoded:
+        """The parameter, of the elements of its unit."""
+        if self.codec:
+            assert self.dtype is not None
+            return Encoded(CODECS[self.codec], elements.view(torch.uint8), self.shape, self.dtype)
+        return (elements.view(self.dtype) if self.dtype else elements).view(self.shape)
+
     def within(self, start: int, stop: int) -> Slice:
         """Some elements of the parameter, as one of one dimension."""
+        assert not self.codec, "a part of an encoded matrix has no place of its own"
         return replace(self, offset=self.offset + start * self.width, shape=(stop - start,))
+
+
+def encoded_slice(
+    unit: Unit, offset: int, shape: tuple[int, ...], dtype: torch.dtype, codec: str, itemsize: int
+) -> Slice:
+    """Where a matrix of that shape and dtype is stored in a codec; itemsize: of the unit's elements."""
+    return Slice(unit, offset, shape, dtype, codec=codec, num_stored=CODECS[codec].nbytes(shape) // itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +72,9 @@ class Binding:
     place: Slice
     trained: bool
 
-    def view(self, flat: Tensor, start: int = 0) -> Tensor:
+    def view(self, flat: Tensor, start: int = 0) -> Tensor | Encoded:
         """The parameter, in its unit's elements from `start` on."""
-        elements = flat[self.place.offset - start : self.place.stop - start]
-        return (elements.view(self.place.dtype) if self.place.dtype else elements).view(self.place.shape)
+        return self.place.view(flat[self.place.offset - start : self.place.stop - start])
 
     def gradient(self, flat: Tensor) -> Tensor:
         """The parameter's gradient, in its unit's; where it is wide, of each two elements the first one."""

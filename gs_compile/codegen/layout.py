@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -21,7 +22,7 @@ from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.formats import Types, types_of
 from gs_compile.runtime.optimizer import Run
 from gs_compile.runtime.ranks import Ranks
-from gs_compile.runtime.spans import Binding, Slice
+from gs_compile.runtime.spans import Binding, Slice, encoded_slice
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,15 @@ def arrange(
     groups: Mapping[int, tuple[int, int]] | None = None,
     *,
     ranks: Ranks | None = None,
+    codecs: Mapping[int, str] | None = None,
 ) -> Arrangement:
     """The layout of a captured model.
 
     types_by: of parameters of a dtype, their types; groups: of each trained parameter, by input index, the param group,
-    and the optimizer's steps before its first; None: they are all alike; ranks: that share each unit. Raises
-    `CaptureError` for a unit with dtypes that do not go together.
+    and the optimizer's steps before its first; None: they are all alike; ranks: that share each unit; codecs: of frozen
+    parameters, by input index. Raises `CaptureError` for a unit with dtypes that do not go together.
     """
+    codecs = codecs or {}
     specs, owners = dict[int, TensorSpec](), dict[int, Unit]()
     for graph in split.units:
         for index, spec in graph.parameters(captured).items():
@@ -63,22 +66,23 @@ def arrange(
 
     def order(index: int) -> tuple[bool, tuple[int, int], int]:
         is_trained = specs[index].requires_grad
-        width = types[owners[index]].width(specs[index].dtype)
+        width = 0 if index in codecs else types[owners[index]].width(specs[index].dtype)
         return not is_trained, groups[index] if is_trained and groups is not None else (0, 0), width * is_trained
 
     for unit in dict.fromkeys(owners.values()):
         found = [index for index, owner in owners.items() if owner == unit]
-        types[unit] = types_by(_dtype(unit, [specs[index] for index in found]))
+        types[unit] = types_by(_dtype(unit, [specs[index] for index in found if index not in codecs or len(found) == 1]))
         members = sorted(found, key=order)
-        of_unit = [specs[index] for index in members]
-        sizes.append(sharded(_size(unit, of_unit, types[unit]), world))
+        padded = {i: _padded(_span(unit, 0, specs[i], types[unit], codecs.get(i, ""))) for i in members}
+        trained = [padded[index] for index in members if specs[index].requires_grad]
+        sizes.append(sharded(_size(unit, trained, list(padded.values())[len(trained) :], types[unit]), world))
         cuts = pieces(sizes[-1].num_trained, sizes[-1].numel)
         runs[unit], stop = [], 0
         for (is_frozen, group, width), same in groupby(members, key=order):
             start = stop = world * sizes[-1].num_trained if is_frozen else stop
             for index in same:
-                spans[index] = _span(unit, stop, specs[index], types[unit])
-                stop += _padded(specs[index], types[unit])
+                spans[index] = _span(unit, stop, specs[index], types[unit], codecs.get(index, ""))
+                stop += padded[index]
             mine = () if is_frozen else owned(cuts, rank, world, start, stop)
             runs[unit] += [Run(each.local, each.local + each.numel, *group, width > 1) for each in mine]
     return Arrangement(spans, runs, tuple(sizes), types)
@@ -103,23 +107,39 @@ def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:
     return found
 
 
-def _span(unit: Unit, offset: int, spec: TensorSpec, types: Types) -> Slice:
+def encoded(split: Split, captured: Captured, options: Options) -> dict[int, str]:
+    """By input index the codec of each parameter that `options.frozen` means: frozen matrices of a layer alone, or
+    several of one shape together, as of experts; not those of modules to be skipped.
+    """
+    if options.frozen is None:
+        return {}
+    found: dict[int, str] = {}
+    num_readers = Counter(index for graph in split.units for index in graph.parameters(captured))
+    for graph in split.units:
+        for index, spec in graph.parameters(captured).items() if isinstance(graph.unit, int) else ():
+            is_matrix = len(spec.shape) in (2, 3) and spec.dtype.is_floating_point and spec.dtype.itemsize > 1
+            is_skipped = not set(options.frozen_skip).isdisjoint(captured.inputs[index].path.split("."))
+            if is_matrix and not is_skipped and not spec.requires_grad and num_readers[index] == 1:
+                found[index] = options.frozen
+    return found
+
+
+def _span(unit: Unit, offset: int, spec: TensorSpec, types: Types, codec: str) -> Slice:
+    if codec:
+        return encoded_slice(unit, offset, spec.shape, spec.dtype, codec, types.parameter.itemsize)
     if spec.dtype == types.parameter:
         return Slice(unit, offset, spec.shape)
     return Slice(unit, offset, spec.shape, spec.dtype, types.width(spec.dtype))
 
 
-def _size(unit: Unit, members: Sequence[TensorSpec], types: Types) -> UnitSize:
-    trained, frozen = (
-        tuple(_padded(spec, types) for spec in members if spec.requires_grad == wanted) for wanted in (True, False)
-    )
+def _size(unit: Unit, trained: Iterable[int], frozen: Iterable[int], types: Types) -> UnitSize:
     sizes, follows = (types.parameter.itemsize, types.wide.itemsize), types.has_master and not types.is_pair
-    return UnitSize(unit, trained, frozen, *sizes, types.state_itemsize, follows, types.conversion_nbytes)
+    return UnitSize(unit, tuple(trained), tuple(frozen), *sizes, types.state_itemsize, follows, types.conversion_nbytes)
 
 
-def _padded(spec: TensorSpec, types: Types) -> int:
+def _padded(span: Slice) -> int:
     """The elements that a parameter takes in its unit's flat buffer."""
-    return -(-spec.numel * types.width(spec.dtype) // QUANTUM) * QUANTUM
+    return -(-(span.stop - span.offset) // QUANTUM) * QUANTUM
 
 
 def kept_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from gs_compile.capture.graph import Captured
 from gs_compile.capture.internals import backward_hooks
+from gs_compile.capture.split import Split
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.codegen.layout import Arrangement, arrange, stored_types, tied_units
+from gs_compile.codegen.layout import Arrangement, arrange, encoded, stored_types, tied_units
 from gs_compile.errors import OptimizerError, OptionError, ResumeError, StepOrderError, StorageError
 from gs_compile.model.commits import OptimizerLike, check_alike
 from gs_compile.model.offloaded import UnavailableGradient
@@ -59,6 +61,7 @@ def plan_tiers(
     options, split = compilation.options, models[0].split
     groups = _param_groups(compilation, models[0], args, optimizer)
     kinds = _kinds_of_masters(options, args, ranks)
+    codecs = codecs_of(split, compilation.captured, options, args)
     arrangements = {
         masters: arrange(
             split,
@@ -66,6 +69,7 @@ def plan_tiers(
             stored_types(optimizer.moments, pairs=masters != "whole"),
             groups,
             ranks=ranks,
+            codecs=codecs,
         )
         for masters in kinds
     }
@@ -88,6 +92,18 @@ def plan_tiers(
     )
     found = run.plan(former)
     return arrangements[found.masters], stored, StepPrograms(run, found)
+
+
+def codecs_of(split: Split, captured: Captured, options: Options, args: Sequence[Any]) -> dict[int, str]:
+    """By input index, the codec of each parameter that is encoded: by the options, or already."""
+    stashed = {index: residency_of(arg).codec for index, arg in enumerate(args) if is_offloaded(arg)}
+    stashed = {index: codec for index, codec in stashed.items() if codec}
+    if trained := [captured.inputs[index].path for index in stashed if args[index].requires_grad]:
+        raise OptionError(
+            f"{trained[0]} is trained, and it was read in {next(iter(stashed.values()))}, in which only frozen "
+            "matrices are stored: freeze it, or read the model without frozen="
+        )
+    return {**encoded(split, captured, options), **stashed}
 
 
 def where_of(parameters: Sequence[Tensor]) -> Where:
@@ -225,6 +241,7 @@ def stored_parameters(
             tuple(span.shape),
             bool(args[index].requires_grad),
             str(span.dtype or "").removeprefix("torch."),
+            span.codec,
         )
         for index, span in arrangement.spans.items()
     )

@@ -44,7 +44,7 @@ def move_in(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], host_nby
         values = whole(stashed).cpu()
         if ranks and not isinstance(stashed, DTensor):
             ranks.broadcast(values := values.contiguous(), 0)
-        store.tiers.fill(span, values)
+        store.tiers.fill(span, residency_of(parameter).as_stashed(parameter, values))
         leave_memory(values.untyped_storage())  # of a file
         return stashed if residency_of(parameter).folder else _first_value(values, None if fits else folder)
 
@@ -71,7 +71,10 @@ def take_up(
 
     def bring(parameter: nn.Parameter, span: Slice) -> Tensor | None:
         entry = entries[parameter]
-        for piece, source in zip(pieces_of(span, 4), pieces_of(former.places[entry.name], 4), strict=True):
+        source = former.places[entry.name]
+        is_whole = bool(span.codec or source.codec)
+        pairs = [(span, source)] if is_whole else zip(pieces_of(span, 4), pieces_of(source, 4), strict=True)
+        for piece, source in pairs:
             _take_up_piece(tiers, former, piece, source, len(store.components) if entry.trained else 0)
         return residency_of(parameter).stash
 
@@ -103,7 +106,7 @@ def _take_up_piece(tiers: Tiers, former: FormerHomes, piece: Slice, source: Slic
     """Ranks read together, each of them all of it."""
     components = [None, 0] if tiers.has_master(piece) else [None]
     if tiers.setting.ranks or any(tiers.is_changed(piece, each) for each in components):
-        tiers.fill(piece, former.read(source, master=True))
+        tiers.fill(piece, former.stored(source, master=True))
     for number in range(num_components):
         own = number + tiers.has_master(piece)
         if tiers.setting.ranks or tiers.is_changed(piece, own):

@@ -180,17 +180,24 @@ class ParameterStore:
         return (MASTER, *self.components) if self.tiers.has_master(span) else self.components
 
     def _mapped(self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor]) -> Tensor:
-        return mapped(span.shape, dtype, directory(self.folder), lambda start, stop: read(span.within(start, stop)))
+        return mapped(span.shape, dtype, directory(self.folder), _stretches(span, read))
 
     def _rows(self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor]) -> Tensor:
-        def stretch(start: int, stop: int) -> Tensor:
-            return read(span.within(start, stop))
+        return mapped_rows(span.shape, dtype, directory(self.folder), _stretches(span, read), self.mesh)
 
-        return mapped_rows(span.shape, dtype, directory(self.folder), stretch, self.mesh)
+
+def _stretches(span: Slice, read: Callable[[Slice], Tensor]) -> Callable[[int, int], Tensor]:
+    """What reads the elements of a parameter from one place to another; an encoded one is decoded once, whole."""
+    if span.codec:
+        whole = read(span).reshape(-1)
+        return lambda start, stop: whole[start:stop]
+    return lambda start, stop: read(span.within(start, stop))
 
 
 def pieces_of(span: Slice, itemsize: int) -> list[Slice]:
-    """A parameter in pieces of CHUNK_NBYTES."""
+    """A parameter in pieces of CHUNK_NBYTES; an encoded one whole."""
+    if span.codec:
+        return [span]
     step = CHUNK_NBYTES // itemsize
     return [span.within(start, min(start + step, span.numel)) for start in range(0, span.numel, step)]
 

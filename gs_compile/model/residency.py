@@ -29,6 +29,7 @@ from gs_compile.errors import COMMITTED, LOST, SAVED, ReleasedParameterError, St
 from gs_compile.model import files
 from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder, shares_memory
 from gs_compile.model.parameter_store import ParameterStore
+from gs_compile.runtime.codecs import CODECS, Encoded, dense
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.tiers import Tiers
@@ -78,6 +79,7 @@ class Residency:
     is_trained: bool = False  # by the store
     stash: Tensor | None = None  # the value of a stashed parameter, in a file or in memory
     folder: Path | None = None  # of the file; None: the parameter was resident, and its value is in memory
+    codec: str = ""  # of `CODECS`: the stash is the bytes of an encoded matrix
     gradient: UnavailableGradient | None = None  # to be shown as .grad
     kind: type = nn.Parameter  # of the resident parameter
     is_materialized: bool = False
@@ -106,17 +108,23 @@ class Residency:
             store, span = self.tiered
             return store.read(span, master=master)
         stash = self.stashed_value(parameter)
-        values = files.whole(stash)
+        values = dense(self.as_stashed(parameter, files.whole(stash)))
         if values is not stash and self.folder is not None:
             values = files.copied(values, values.dtype, self.folder)
         return values if master else values.to(parameter.dtype)
+
+    def as_stashed(self, parameter: Tensor, stash: Tensor) -> Tensor | Encoded:
+        """What a whole stash of the parameter is the value of."""
+        if not self.codec:
+            return stash
+        return Encoded(CODECS[self.codec], stash, tuple(parameter.shape), parameter.dtype)
 
     def rows(self, parameter: Tensor) -> Tensor:
         """The value as state dicts have it: under ranks a DTensor, of which this one has some rows."""
         if self.tiered is not None and self.tiered[0].mesh is not None:
             store, span = self.tiered
             return store.rows(span)
-        if self.tiered is None and isinstance(self.stash, DTensor):
+        if self.tiered is None and isinstance(self.stash, DTensor) and not self.codec:
             return self.stash.detach().to(parameter.dtype)
         return self.shown_value(parameter, torch.device("cpu"))
 
@@ -132,7 +140,7 @@ class Residency:
         if self.tiered is not None:
             store, span = self.tiered
             return store.tiers.dtype(span, master=True)
-        return self.stashed_value(parameter).dtype
+        return parameter.dtype if self.codec else self.stashed_value(parameter).dtype
 
     def shown_value(self, parameter: Tensor, device: torch.device) -> Tensor:
         """`value` on a device; the same tensor again while it is in use and true, so that tied entries stay tied."""
@@ -158,7 +166,8 @@ class Residency:
             store, span = self.tiered
             store.write(span, values)
         if self.tiered is None or self.stash is not None:  # until the first step has ended
-            files.write(self.stashed_value(parameter), values)
+            values_as_stashed = CODECS[self.codec].encode(values) if self.codec else values
+            files.write(self.stashed_value(parameter), values_as_stashed)
         known = self.shown.get(values.device)
         self.num_writes += 1
         if known is not None and (shown := known.values()) is not None and shares_memory(shown, values):
@@ -195,7 +204,9 @@ class Residency:
                 f"{device}. Convert the model before its first call; a state_dict() has the values at any time"
             )
         values = self.stashed_value(parameter)
-        if self.folder is None:
+        if self.codec:
+            pass  # of any dtype
+        elif self.folder is None:
             values = values.to(dtype)
         elif dtype != parameter.dtype:
             values = files.converted(values, dtype, self.folder)
@@ -278,7 +289,7 @@ def roll_back(arguments: Iterable[Any]) -> None:
         if residency.folder is None:
             restore(parameter, residency.stash.to(parameter.device))
         else:
-            residency.release(parameter, residency.stash.dtype)
+            residency.release(parameter, residency.master_dtype(parameter))
 
 
 def restore(parameter: Tensor, values: Tensor) -> None:

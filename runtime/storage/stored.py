@@ -111,7 +111,9 @@ class StoredUnit:
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """Where a parameter is in the whole space of its unit, all ranks' shares together; dtype: "" for the unit's."""
+    """Where a parameter is in the whole space of its unit, all ranks' shares together; dtype: "" for the unit's; codec:
+    in which it is stored, "" for none.
+    """
 
     name: str
     unit: Unit
@@ -119,6 +121,7 @@ class StoredParameter:
     shape: Many[Count]
     trained: bool
     dtype: str = ""
+    codec: str = ""
 
 
 @dataclass(frozen=True)

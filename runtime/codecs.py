@@ -1,0 +1,266 @@
+"""codecs: frozen matrices in fewer bytes, as they are stored and moved; the device makes values of them.
+
+    nf4     4 bits of a table of 16 quantiles of the normal distribution, a scale for every 64 elements, 8 bits with a
+            scale of their own for every 256 of them: 4.127 bits an element (QLoRA, arXiv 2305.14314, section 3)
+    int8    8 bits, and a scale for each row (LLM.int8(), arXiv 2208.07339, section 3.1)
+    fp8     e4m3, and a scale for each block of 128 x 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3)
+
+Tensors, their order and their values are those of bitsandbytes (nf4, int8) and of transformers' block-scaled FP8, bit
+for bit; `tests/runtime/test_codecs.py` holds that. A stored matrix is these tensors one after the other, as bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64  # of each stored tensor, in bytes
+BLOCK = 64  # elements of nf4 with one scale
+SCALES = 256  # of these with one scale of their own
+TILE = 128  # rows and columns with one scale of fp8
+CHUNK = 1 << 20  # elements that are decoded at a time, a multiple of BLOCK * SCALES: what is between stays in a cache
+FP8 = torch.float8_e4m3fn
+TINY = 1e-38  # a scale of zeros is none
+
+NF4 = """
+    -1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453
+    -0.28444138169288635 -0.18477343022823334 -0.09105003625154495 0.0
+    0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224
+    0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0
+"""
+ZERO = 7  # where it is in this table
+
+Shape = Sequence[int]
+
+
+class Codec(ABC):
+    """A form of a frozen matrix, or of several of one shape: shape [..., rows, columns]."""
+
+    name: str
+
+    @abstractmethod
+    def specs(self, shape: Shape) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each stored tensor, by name, in their order."""
+
+    @abstractmethod
+    def quantized(self, values: Tensor) -> Mapping[str, Tensor]:
+        """The tensors that store some values."""
+
+    @abstractmethod
+    def dequantized(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        """Write the values to `out`, dense, computed in float32 and rounded to its dtype."""
+
+    def nbytes(self, shape: Shape) -> int:
+        """Of a stored matrix."""
+        return sum(_aligned(dtype.itemsize * math.prod(dims)) for dtype, dims in self.specs(shape).values())
+
+    def tensors(self, stored: Tensor, shape: Shape) -> dict[str, Tensor]:
+        """Views of the stored tensors in their bytes."""
+        found, at = {}, 0
+        for name, (dtype, dims) in self.specs(shape).items():
+            nbytes = dtype.itemsize * math.prod(dims)
+            found[name] = stored[at : at + nbytes].view(dtype).view(dims)
+            at += _aligned(nbytes)
+        return found
+
+    def encode(self, values: Tensor) -> Tensor:
+        """The bytes of a stored matrix, uint8."""
+        return self.packed(self.quantized(values), values.shape)
+
+    def packed(self, tensors: Mapping[str, Tensor], shape: Shape) -> Tensor:
+        """The same of its tensors, such as another library has made."""
+        device = next(iter(tensors.values())).device
+        stored = torch.zeros(self.nbytes(shape), dtype=torch.uint8, device=device)
+        for name, view in self.tensors(stored, shape).items():
+            view.copy_(tensors[name].reshape(view.shape))
+        return stored
+
+    def decode(self, stored: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """The values of a stored matrix, on the device that has its bytes."""
+        out = torch.empty(tuple(shape), dtype=dtype, device=stored.device)
+        self.dequantized(self.tensors(stored, shape), out)
+        return out
+
+
+@dataclass(frozen=True)
+class Nf4(Codec):
+    name = "nf4"
+
+    def specs(self, shape: Shape) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        numel = math.prod(shape)
+        blocks = _ceil(numel, BLOCK)
+        return {
+            "weight": (torch.uint8, (_ceil(numel, 2),)),
+            "absmax": (torch.uint8, (blocks,)),
+            "nested_absmax": (torch.float32, (_ceil(blocks, SCALES),)),
+            "nested_offset": (torch.float32, ()),
+        }
+
+    def quantized(self, values: Tensor) -> Mapping[str, Tensor]:
+        codes, absmax = _in_blocks(values, _nf4(values.device), BLOCK)
+        codes = torch.cat([codes, codes.new_full((len(codes) % 2,), ZERO)])
+        offset = absmax.mean()
+        scales, nested = _in_blocks(absmax - offset, _dynamic(values.device), SCALES)
+        weight = codes[::2].bitwise_left_shift(4).bitwise_or_(codes[1::2])
+        return {"weight": weight, "absmax": scales, "nested_absmax": nested, "nested_offset": offset}
+
+    def dequantized(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        absmax = self.scales(tensors)
+        flat, pairs = out.view(-1), _nf4_pairs(out.device)
+        for start in range(0, len(flat), CHUNK):
+            stop = min(start + CHUNK, len(flat))
+            codes = tensors["weight"][start // 2 : _ceil(stop, 2)]
+            values = pairs.index_select(0, codes.int()).view(torch.float32)[: stop - start]
+            _scaled(values, absmax[start // BLOCK : _ceil(stop, BLOCK)], flat[start:stop])
+
+    def scales(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Of each block, in float32."""
+        values = _dynamic(tensors["absmax"].device).index_select(0, tensors["absmax"].int())
+        _scaled(values, tensors["nested_absmax"], values, SCALES)
+        return values.add_(tensors["nested_offset"])
+
+
+@dataclass(frozen=True)
+class Int8(Codec):
+    name = "int8"
+
+    def specs(self, shape: Shape) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {"weight": (torch.int8, tuple(shape)), "SCB": (torch.float32, tuple(shape[:-1]))}
+
+    def quantized(self, values: Tensor) -> Mapping[str, Tensor]:
+        values = values.float()
+        scale = values.abs().amax(-1)
+        codes = values.mul(torch.where(scale > 0, 127.0 / scale, 0.0).unsqueeze(-1)).round_()
+        return {"weight": codes.to(torch.int8), "SCB": scale}
+
+    def dequantized(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        rows, scale = tensors["weight"].flatten(0, -2), tensors["SCB"].view(-1, 1)
+        step = max(1, CHUNK // rows.shape[-1])
+        for to, codes, of in zip(*(each.split(step) for each in (out.flatten(0, -2), rows, scale)), strict=True):
+            to.copy_(codes.float().mul_(of).mul_(1 / 127))
+
+
+@dataclass(frozen=True)
+class Fp8(Codec):
+    name = "fp8"
+
+    def specs(self, shape: Shape) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        *several, rows, columns = shape
+        return {
+            "weight": (FP8, tuple(shape)),
+            "weight_scale_inv": (torch.float32, (*several, _ceil(rows, TILE), _ceil(columns, TILE))),
+        }
+
+    def quantized(self, values: Tensor) -> Mapping[str, Tensor]:
+        tiles = _tiled(values.float())
+        most = tiles.abs().amax((-3, -1), keepdim=True)
+        scale = torch.where(most > 0, torch.finfo(FP8).max / most, 1.0)
+        largest = torch.finfo(FP8).max
+        codes = tiles.mul(scale).clamp_(-largest, largest).to(FP8)
+        rows, columns = values.shape[-2:]
+        weight = codes.flatten(-2, -1).flatten(-3, -2)[..., :rows, :columns]
+        return {"weight": weight.contiguous(), "weight_scale_inv": (1.0 / scale)[..., 0, :, 0]}
+
+    def dequantized(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        rows, columns = out.shape[-2:]
+        weight, to = (each.reshape(-1, rows, columns) for each in (tensors["weight"], out))
+        scales = tensors["weight_scale_inv"].reshape(len(weight), -1, _ceil(columns, TILE))
+        for matrix, place, of in zip(weight, to, scales.repeat_interleave(TILE, -1)[..., :columns], strict=True):
+            for codes, there, scale in zip(matrix.split(TILE), place.split(TILE), of, strict=True):
+                there.copy_(codes.float().mul_(scale))
+
+
+CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Nf4(), Int8(), Fp8())}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A stored matrix where it is: its bytes, and what it has the values of."""
+
+    codec: Codec
+    stored: Tensor  # uint8
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def decoded(self) -> Tensor:
+        """The values, on the device that has the bytes."""
+        return self.codec.decode(self.stored, self.shape, self.dtype)
+
+
+def dense(values: Tensor | Encoded) -> Tensor:
+    """The values, decoded if they are encoded."""
+    return values.decoded() if isinstance(values, Encoded) else values
+
+
+# Blocks of one dimension ----------------------------------------------------------------------------------------------
+
+
+def _in_blocks(values: Tensor, table: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """For every element the nearest entry of a sorted table, in units of its block's largest magnitude; and these."""
+    flat = values.detach().reshape(-1).float()
+    number = _ceil(len(flat), block)
+    rows = torch.nn.functional.pad(flat, (0, number * block - len(flat))).view(number, block)
+    absmax = rows.abs().amax(-1)
+    rows = rows.mul((1.0 / absmax.clamp(min=TINY)).unsqueeze(-1)).clamp_(-1, 1)
+    codes = torch.bucketize(rows, (table[:-1] + table[1:]) / 2, out_int32=True)
+    return codes.view(-1)[: len(flat)].to(torch.uint8), absmax
+
+
+def _scaled(values: Tensor, scales: Tensor, out: Tensor, block: int = BLOCK) -> None:
+    """Values times the scale of their block, in `out`; the last block may be short."""
+    whole = len(values) // block * block
+    for some in (slice(0, whole), slice(whole, len(values))):
+        of = scales[some.start // block : _ceil(some.stop, block)].unsqueeze(-1)
+        if len(of):
+            out[some].view(len(of), -1).copy_(values[some].view(len(of), -1).mul_(of))
+
+
+def _tiled(values: Tensor) -> Tensor:
+    """Matrices in tiles, padded with zeros: [..., tiles, TILE, tiles, TILE]."""
+    rows, columns = values.shape[-2:]
+    padded = torch.nn.functional.pad(values, (0, -columns % TILE, 0, -rows % TILE))
+    return padded.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE))
+
+
+def _ceil(numel: int, block: int) -> int:
+    return -(-numel // block)
+
+
+def _aligned(nbytes: int) -> int:
+    return _ceil(nbytes, ALIGNMENT) * ALIGNMENT
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _nf4(device: torch.device) -> Tensor:
+    """Quantiles of the normal distribution, zero among them, from -1 to 1, as published (arXiv 2305.14314, appendix E)."""
+    return torch.tensor([float(each) for each in NF4.split()], device=device)
+
+
+@cache
+def _nf4_pairs(device: torch.device) -> Tensor:
+    """Of every byte both its values, the upper half's first, as one element of 8 bytes."""
+    codes = torch.arange(256, device=device)
+    pairs = torch.stack([_nf4(device)[codes >> 4], _nf4(device)[codes & 15]], -1)
+    return pairs.view(torch.int64).view(-1)
+
+
+@cache
+def _dynamic(device: torch.device) -> Tensor:
+    """256 numbers from -1 to 1: in each of 7 decades twice as many, evenly spaced, as in the one below (arXiv
+    1511.04561).
+    """
+    found = [torch.tensor([0.0, 1.0])]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1)
+        means = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
+        found += [means, -means]
+    return torch.cat(found).sort().values.to(device)
