@@ -8,6 +8,7 @@ from functools import partial
 
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.passes.baselines.spec import ScheduleSpec
+from gs_compile.passes.decode import decode
 from gs_compile.passes.free import free
 from gs_compile.passes.offload import offload
 from gs_compile.passes.overlap import overlap
@@ -78,6 +79,7 @@ def passes(step: StepSpec) -> tuple[Pass, ...]:
         *((partial(shard, placement=placement),) if placement.world > 1 else ()),  # units among the ranks
         partial(pipeline, placement=placement),  # each transfer in the latest stage that still hides it
         *own,  # what only this schedule has
+        *((partial(decode, placement=placement),) if placement.decodes else ()),  # what is stored encoded
         partial(free, placement=placement, late=late),  # last: lifetimes follow from the reads that are left
     )
 
@@ -95,8 +97,8 @@ def before_own_pass(step: StepSpec) -> Program:
     """The program that the own pass of a schedule gets, not verified: it will not run."""
     assert step.placement is not None
     assert step.order.own_pass is not None, "the schedule has no pass of its own"
-    *_, program, _, _ = lower(step, verified=False)  # `free` comes after the own pass
-    return program
+    made = lower(step, verified=False)
+    return made[-3 - step.placement.decodes]  # `decode` and `free` come after the own pass
 
 
 def flush(

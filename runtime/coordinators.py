@@ -153,7 +153,7 @@ class Parameters:
     def gather(
         self, value: Value, staged: Tensor | None, memory: Tensor | None, bindings: Sequence[Binding]
     ) -> dict[int, Tensor | Encoded]:
-        """A unit's parameters as its code takes them: views, nothing is moved, or decoded before a computation asks.
+        """A unit's parameters as its code takes them: views, nothing is moved. Encoded matrices are for `decode`.
 
         They are in the zone that stays, on the device or in host memory that it reads, or in what has come behind it;
         where ranks share the unit, in what was gathered.

@@ -27,6 +27,7 @@ from gs_compile.program.ir import Op, Program, Value
 from gs_compile.program.verbs import NORMS
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.executor import Executor, forward_end
+from gs_compile.runtime.codecs import dense
 from gs_compile.runtime.handlers import Handlers
 from gs_compile.runtime.lanes import Ticket, join_all
 from gs_compile.runtime.optimizer import StepRecord
@@ -256,6 +257,9 @@ class TieredExecutor(Executor):
 
     def _results(self, op: Op) -> tuple[Any, ...]:
         reads, into = [self._content(value) for value in op.reads], [self._content(value) for value in op.into]
+        if op.verb == "decode":
+            into[0].update({index: dense(values) for index, values in into[0].items()})
+            return ()
         if op.verb not in ("norm", "clip"):
             return self._call(op, reads, into)
         assert self.record is not None

@@ -16,7 +16,6 @@ from gs_compile.capture.gradients import Term, put_term, tensors_of
 from gs_compile.capture.graph import Source, TensorSpec, UnitCode, UnitGraph
 from gs_compile.capture.split import Split
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit, Value
-from gs_compile.runtime.codecs import Encoded
 from gs_compile.runtime.stream_random import OwnNumbers
 from gs_compile.runtime.values import Saved
 
@@ -75,7 +74,7 @@ class CompiledUnits:
     with one keyword for each value read and each accumulator to add to in place (`dw`, `dsides`), as `Op.keywords` has
     them, and `level` where a layer saves activations. They return one entry for each kind in `wants`, in that order.
 
-    Contents of values: `w` and `batch` map input indices to tensors, `w` also to encoded ones; `side` and `y` are tuples; `total` is a tuple;
+    Contents of values: `w` and `batch` map input indices to tensors; `side` and `y` are tuples; `total` is a tuple;
     `a` is a `Saved`; `dw` is an `Accumulator` by input index, `dside` one by index of the side input
     among its maker's. `dy` of the head is a tuple, one gradient for each of its differentiated results; that of a layer
     input is a tensor.
@@ -229,10 +228,7 @@ def _input(source: Source, part: MicroBatch, reads: Mapping[str, Any]) -> torch.
     if source.kind == "fraction":
         return part.fraction
     if source.kind == "input":
-        group = next(reads[kind] for kind in ("batch", "w", "wt") if source.index in reads.get(kind, ()))
-        if isinstance(group[source.index], Encoded):  # by the first micro-batch, for all: the stage ends it
-            group[source.index] = group[source.index].decoded()
-        tensor = group[source.index]
+        tensor = next(reads[kind] for kind in ("batch", "w", "wt") if source.index in reads.get(kind, ()))[source.index]
     else:
         tensor = reads["x"] if source.kind == "x" else reads[source.kind][source.index]
     return tensor

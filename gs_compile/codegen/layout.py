@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -75,7 +75,9 @@ def arrange(
         members = sorted(found, key=order)
         padded = {i: _padded(_span(unit, 0, specs[i], types[unit], codecs.get(i, ""))) for i in members}
         trained = [padded[index] for index in members if specs[index].requires_grad]
-        sizes.append(sharded(_size(unit, trained, list(padded.values())[len(trained) :], types[unit]), world))
+        size = _size(unit, trained, list(padded.values())[len(trained) :], types[unit])
+        decoded = sum(specs[index].numel * specs[index].dtype.itemsize for index in members if index in codecs)
+        sizes.append(sharded(replace(size, decoded_nbytes=decoded), world))
         cuts = pieces(sizes[-1].num_trained, sizes[-1].numel)
         runs[unit], stop = [], 0
         for (is_frozen, group, width), same in groupby(members, key=order):

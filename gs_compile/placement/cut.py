@@ -80,7 +80,7 @@ def cut(
             s = tuple(Part(next(s_letters), tier, a, b) for tier, a, b in homes if a < b) if has_state else ()
             groups.append(Group(next(dw_letters), when, w, s))
     sizes = size.itemsize, size.gradient_itemsize, size.state_itemsize
-    return UnitPlacement(size.unit, tuple(groups), *sizes, size.has_master, size.conversion_nbytes)
+    return UnitPlacement(size.unit, tuple(groups), *sizes, size.has_master, size.conversion_nbytes, size.decoded_nbytes)
 
 
 def _zones(

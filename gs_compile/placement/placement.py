@@ -159,6 +159,11 @@ class Placement:
         return None if unit is None else self.by_unit.get(unit)
 
     @cached_property
+    def decodes(self) -> bool:
+        """Whether units have encoded matrices."""
+        return any(unit.decoded_nbytes for unit in self.units)
+
+    @cached_property
     def has_late(self) -> bool:
         """Whether a step may leave gradients to the next one."""
         return any(unit.trained(*self.waiting(redo=True)) for unit in self.units)

@@ -18,7 +18,8 @@ NOISE = 0.02  # of seconds: by what two timings of the same code differ
 class UnitSize:
     """What a unit has to place: elements of its tensors (multiples of the quantum), trained ones first.
 
-    state_itemsize: not whole where moments have 8 bits. conversion_nbytes: see `formats`.
+    state_itemsize: not whole where moments have 8 bits. conversion_nbytes: see `formats`. decoded_nbytes: of the values
+        of its encoded matrices, which its code computes with.
     """
 
     unit: Unit
@@ -29,6 +30,7 @@ class UnitSize:
     state_itemsize: float
     has_master: bool
     conversion_nbytes: int = 0
+    decoded_nbytes: int = 0
 
     @property
     def numel(self) -> int:
@@ -177,8 +179,9 @@ class Workload:
 
     @cached_property
     def workspace_nbytes(self) -> int:
-        """The most bytes that a unit's code computes with, beside inputs and results."""
-        return max((cost.workspace_nbytes for cost in self.costs.values()), default=0)
+        """The most bytes that a unit's code computes with, beside inputs and results: its decoded matrices among them."""
+        decoded = {size.unit: size.decoded_nbytes for size in self.sizes}
+        return max((cost.workspace_nbytes + decoded.get(unit, 0) for unit, cost in self.costs.items()), default=0)
 
     @cached_property
     def num_levels(self) -> int:

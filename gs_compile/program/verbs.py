@@ -44,6 +44,7 @@ VERBS = {
     "prefetch": "movement towards the device",
     "offload": "movement away from the device; with into=, to where the value is stored",
     "gather": "a unit's parameters from their parts or pieces",
+    "decode": "a unit's encoded matrices become the values that its code takes",
     "all_gather": "a piece of a unit's parameters, of which each rank has a share",
     "reduce_scatter": "this rank's share of the sum of a complete gradient over all ranks, and the norm of the whole",
     "alias": "the same under another name, for later: no copy where that can be",
@@ -259,6 +260,10 @@ def _is_gather(op: Op) -> bool:
     return op.results == (whole,) and not op.into and bool(op.reads) and are_parts
 
 
+def _is_decode(op: Op) -> bool:
+    return not op.reads and not op.results and op.into == (Value("w", op.into[0].unit if op.into else None),)
+
+
 def _is_all_gather(op: Op) -> bool:
     whole = Value("w", op.values[0].unit if op.values else None)
     are_shares = all(value.unit == whole.unit and (value.kind == "shard" or value.part) for value in op.reads)
@@ -302,6 +307,7 @@ LAWS: dict[str, tuple[str, Callable[[Op], bool]]] = {
     "prefetch": ("takes values of one kind and unit from ssd to host, or from host to device", _is_transfer),
     "offload": ("takes values of one kind and unit from device to host, or from host to ssd", _is_transfer),
     "gather": ("takes all parts or pieces of one unit's parameters, and defines the whole on the device", _is_gather),
+    "decode": ("takes nothing; changes a unit's whole parameters", _is_decode),
     "all_gather": ("takes a unit's shard or parts of it, and defines a piece of the whole", _is_all_gather),
     "reduce_scatter": (
         "takes a complete gradient, and defines this rank's share of it, and its norm; may change the unit's sums",

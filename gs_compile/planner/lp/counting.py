@@ -211,7 +211,7 @@ class _Count:
                 self.code[phase, op.unit, runs_backward(op)] += 1
             elif nbytes := work_nbytes(op, self.placement):
                 lane = TIMED.index("compute" if op.lane == "memory" else op.lane)
-                self.moved[phase, lane, _class(op.reads[0] if op.reads else op.results[0])] += nbytes
+                self.moved[phase, lane, _class((*op.reads, *op.values)[0])] += nbytes
 
     def alive(self, program: Program) -> None:
         """Three points of each stage: transfers come in; updates, and what leaves; computation."""

@@ -5,6 +5,7 @@ simulator (`Profile.speeds`). Nothing here looks at the order of operations.
 
     embed, forward, head, backward ...     measured seconds of the unit's code, or its FLOPs by the matrix rate
     norm, zeros                            a pass over the gradient
+    decode                                 some passes over the values
     count, clip                            a few numbers: what issuing any operation costs
     prefetch, offload                      bytes by the lane's rate; of the SSD also the wait for the first one
     all_gather, reduce_scatter             bytes by the lane's rate, and a ring's steps, one for each other rank; of a
@@ -32,6 +33,8 @@ from gs_compile.program.ir import MEMORY_VERBS, SHADOWS, Op, Program, Unit
 
 # AdamW in fp32, the rule that a profile's update rate is of: reads parameter, two moments and gradient, writes three.
 ADAMW_NBYTES = 28
+# Passes over memory for each byte of a value that is decoded: 1.8 ns a bfloat16 on a core of 4 GB/s (benchmarks/frozen.py).
+DECODING = 4
 # Of a commit, measured on a drive that may keep its cache: syncing a file that is written already, and the manifest. A
 # drive that may not takes milliseconds for each file.
 SYNC_SECONDS, MANIFEST_SECONDS = 2e-4, 5e-3
@@ -78,6 +81,8 @@ def work_nbytes(op: Op, placement: Placement) -> int:
         case "alias":
             kept = (value for value in op.results if value.kind in ("x", "a") and value.tier == "host")
             return 2 * sum(nbytes_of(placement, value) for value in kept)
+        case "decode":
+            return DECODING * placement.by_unit[op.into[0].unit or 0].decoded_nbytes
         case "norm" | "zeros":  # of a placed unit; the user's own gradients are not ours to count
             owner = (*op.reads, *op.results)[0].unit
             placed = None if owner is None else placement.by_unit.get(owner)
@@ -112,7 +117,7 @@ def _seconds(op: Op, placement: Placement, workload: Workload, profile: Profile)
         level = max((share.level for share in shares if share), default=0)
         return code_seconds(op.unit, workload, profile, backward=runs_backward(op), level=level)
     match op.verb:
-        case "prefetch" | "offload" | "update" | "norm" | "zeros" | "alias":
+        case "prefetch" | "offload" | "update" | "norm" | "zeros" | "alias" | "decode":
             asked = profile.request_seconds if op.lane in ("ssd_read", "ssd_write") else 0.0
             return work_nbytes(op, placement) / lane_rate(op.lane, profile) + asked / _steps(op, placement)
         case "all_gather" | "reduce_scatter":
