@@ -134,10 +134,13 @@ class Int8(Codec):
         return {"weight": (torch.int8, tuple(shape)), "SCB": (torch.float32, tuple(shape[:-1]))}
 
     def quantized(self, values: Tensor) -> Mapping[str, Tensor]:
-        values = values.float()
-        scale = values.abs().amax(-1)
-        codes = values.mul(torch.where(scale > 0, 127.0 / scale, 0.0).unsqueeze(-1)).round_()
-        return {"weight": codes.to(torch.int8), "SCB": scale}
+        codes, scales = [], []
+        for rows in values.detach().flatten(0, -2).split(max(1, CHUNK // values.shape[-1])):
+            scale = rows.float().abs().amax(-1)
+            of = torch.where(scale > 0, 127.0 / scale, 0.0).unsqueeze(-1)
+            codes.append(rows.float().mul(of).round_().to(torch.int8))
+            scales.append(scale)
+        return {"weight": torch.cat(codes), "SCB": torch.cat(scales)}
 
     def dequantized(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
         rows, scale = tensors["weight"].flatten(0, -2), tensors["SCB"].view(-1, 1)
@@ -158,14 +161,16 @@ class Fp8(Codec):
         }
 
     def quantized(self, values: Tensor) -> Mapping[str, Tensor]:
-        tiles = _tiled(values.float())
-        most = tiles.abs().amax((-3, -1), keepdim=True)
-        scale = torch.where(most > 0, torch.finfo(FP8).max / most, 1.0)
-        largest = torch.finfo(FP8).max
-        codes = tiles.mul(scale).clamp_(-largest, largest).to(FP8)
-        rows, columns = values.shape[-2:]
-        weight = codes.flatten(-2, -1).flatten(-3, -2)[..., :rows, :columns]
-        return {"weight": weight.contiguous(), "weight_scale_inv": (1.0 / scale)[..., 0, :, 0]}
+        codes, scales, largest = [], [], torch.finfo(FP8).max
+        for matrix in values.detach().reshape(-1, *values.shape[-2:]):
+            for rows in matrix.split(TILE):
+                tiles = torch.nn.functional.pad(rows.float(), (0, -rows.shape[-1] % TILE)).unflatten(-1, (-1, TILE))
+                most = tiles.abs().amax((0, 2), keepdim=True)
+                scale = torch.where(most > 0, largest / most, 1.0)
+                found = tiles.mul(scale).clamp_(-largest, largest).to(FP8)
+                codes.append(found.flatten(-2)[:, : rows.shape[-1]])
+                scales.append((1.0 / scale).view(-1))
+        return {"weight": torch.cat(codes), "weight_scale_inv": torch.stack(scales)}
 
     def dequantized(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
         rows, columns = out.shape[-2:]
@@ -203,13 +208,15 @@ def dense(values: Tensor | Encoded) -> Tensor:
 
 def _in_blocks(values: Tensor, table: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """For every element the nearest entry of a sorted table, in units of its block's largest magnitude; and these."""
-    flat = values.detach().reshape(-1).float()
-    number = _ceil(len(flat), block)
-    rows = torch.nn.functional.pad(flat, (0, number * block - len(flat))).view(number, block)
-    absmax = rows.abs().amax(-1)
-    rows = rows.mul((1.0 / absmax.clamp(min=TINY)).unsqueeze(-1)).clamp_(-1, 1)
-    codes = torch.bucketize(rows, (table[:-1] + table[1:]) / 2, out_int32=True)
-    return codes.view(-1)[: len(flat)].to(torch.uint8), absmax
+    codes, scales = [], []
+    for flat in values.detach().reshape(-1).split(CHUNK):
+        rows = torch.nn.functional.pad(flat.float(), (0, -len(flat) % block)).view(-1, block)
+        absmax = rows.abs().amax(-1)
+        rows = rows.mul((1.0 / absmax.clamp(min=TINY)).unsqueeze(-1)).clamp_(-1, 1)
+        nearest = torch.bucketize(rows, (table[:-1] + table[1:]) / 2, out_int32=True)
+        codes.append(nearest.view(-1)[: len(flat)].to(torch.uint8))
+        scales.append(absmax)
+    return torch.cat(codes), torch.cat(scales)
 
 
 def _scaled(values: Tensor, scales: Tensor, out: Tensor, block: int = BLOCK) -> None:
@@ -219,13 +226,6 @@ def _scaled(values: Tensor, scales: Tensor, out: Tensor, block: int = BLOCK) -> 
         of = scales[some.start // block : _ceil(some.stop, block)].unsqueeze(-1)
         if len(of):
             out[some].view(len(of), -1).copy_(values[some].view(len(of), -1).mul_(of))
-
-
-def _tiled(values: Tensor) -> Tensor:
-    """Matrices in tiles, padded with zeros: [..., tiles, TILE, tiles, TILE]."""
-    rows, columns = values.shape[-2:]
-    padded = torch.nn.functional.pad(values, (0, -columns % TILE, 0, -rows % TILE))
-    return padded.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE))
 
 
 def _ceil(numel: int, block: int) -> int:

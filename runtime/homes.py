@@ -56,7 +56,7 @@ class Homes:
             return
         values = dense(values)
         if place.codec:
-            self._write(place.elements, None, CODECS[place.codec].encode(values))
+            self._write(place.elements, None, CODECS[place.codec].encode(values.reshape(place.shape)))
             return
         if not self.has_master(place):
             self._write(place, None, values.to(self.dtype(place)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +21,12 @@ from gs_compile.model.files import directory, trim
 from gs_compile.model.materialize import materialize, on_first_rank
 from gs_compile.model.residency import as_masters, is_offloaded, residency_of
 from gs_compile.model.storage_init import CACHE_NBYTES, NewTensorsInFiles, offload
-from gs_compile.options import Options
+from gs_compile.options import Frozen, Options
 from gs_compile.planner.run import host_budget
 
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"  # a switch of transformers
 _REFUSED = {
     "device_map": "parameters go to storage, and from there to the device that computes: leave it out",
-    "quantization_config": "quantized weights cannot be trained here: leave it out",
     "distributed_config": "the backend has its place: leave it out",
     "tp_plan": "the backend has its place: leave it out",
     "gguf_file": "give a checkpoint of safetensors",
@@ -42,6 +41,9 @@ def from_pretrained(
     storage: Any = None,
     host_memory: Any = None,
     group: Any = None,
+    frozen: Frozen | None = None,
+    frozen_skip: Sequence[str] = (),
+    quantization_config: Any = None,
     **given: Any,
 ) -> Any:
     """``model_class.from_pretrained(name_or_path, **given)``, its parameters offloaded as by `init_on_storage`.
@@ -51,17 +53,29 @@ def from_pretrained(
     directory of `storage`, in the model's dtype; memory holds one parameter and some that were read last. What the
     checkpoint misses or has beside is reported by transformers.
 
+    frozen, frozen_skip: as in `Options`; matrices of layers are frozen and encoded as they are read, and nothing else of
+    them comes to storage. A quantization_config of transformers that says the same does, too.
+
     Raises OptionError for weights that are quantized, and for settings that place the model elsewhere;
     InitialisationError and StorageFullError as `init_on_storage` does.
     """
-    options = Options.of({"storage": storage, "host_memory": host_memory})  # refuses what is wrong
+    from gs_compile.hf.frozen import FrozenConfig, asked, finish
+
+    frozen, frozen_skip = asked(frozen, frozen_skip, quantization_config)
+    own = {"storage": storage, "host_memory": host_memory, "frozen": frozen, "frozen_skip": frozen_skip}
+    options = Options.of(own)  # refuses what is wrong
     _check(name_or_path, given)
     cache_nbytes = min(CACHE_NBYTES, host_budget(options) // 4)
     with NewTensorsInFiles(directory(options.storage[0]), cache_nbytes) as files, _read_in_order():
+        encoding = FrozenConfig(options, files) if frozen else None
+        if encoding is not None:
+            given["quantization_config"] = encoding
         found = model_class.from_pretrained(name_or_path, **given)
     model = found[0] if isinstance(found, tuple) else found  # with output_loading_info
+    if encoding is not None:
+        finish(model, encoding)
     offload(model, files, group)
-    model.greedysnake_options = {"storage": options.storage, "host_memory": options.host_memory}
+    model.greedysnake_options = {name: getattr(options, name) for name in own}
     return found
 
 

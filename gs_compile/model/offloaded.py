@@ -152,6 +152,12 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):
             self._greedysnake.convert(self, values.dtype, values.device)
         elif (values.shape, values.dtype, values.device) == (self.shape, self.dtype, self.device):
             self._greedysnake.write(self, _read(values))
+        elif (values.shape, values.device) == (self.shape, self.device) and self._greedysnake.tiered is None:
+            values = _read(values)  # such as of parameter.data.to(dtype)
+            is_same = torch.equal(values.to(self.dtype), self._greedysnake.value(self))
+            self._greedysnake.convert(self, values.dtype, values.device)
+            if not is_same:
+                self._greedysnake.write(self, values)
         else:
             raise ReleasedParameterError(
                 f"a parameter of shape {tuple(self.shape)} and {self.dtype} lives on the tiers and cannot be given "

@@ -12,6 +12,7 @@ is compiled once.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,10 @@ from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.tiers import Tiers
 
 Tensor = torch.Tensor
+ROUNDED = (
+    "a frozen parameter of shape {} has got other values, which are stored in {} as the first ones were: rounded. To "
+    "merge adapters into weights that are not, do it within `with gs_compile.materialize(model):`, and save there"
+)
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,14 @@ class Residency:
         return known is not None and known.is_true(values, self._state)
 
     def write(self, parameter: Tensor, values: Tensor) -> None:
-        """Give an offloaded parameter another value; `values` of `shown_value` that have changed stay true."""
+        """Give an offloaded parameter another value; `values` of `shown_value` that have changed stay true.
+
+        What is encoded takes values that are not its own in its codec, with a `RuntimeWarning`.
+        """
+        if codec := self.place[1].codec if self.tiered is not None else self.codec:
+            if torch.equal(files.whole(values), self.value(parameter)):
+                return
+            warnings.warn(ROUNDED.format(tuple(parameter.shape), codec), RuntimeWarning, stacklevel=3)
         if self.tiered is not None:
             store, span = self.tiered
             store.write(span, values)

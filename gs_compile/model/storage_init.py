@@ -16,7 +16,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +106,15 @@ class NewTensorsInFiles(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.folder = folder
         self.cache_nbytes = CACHE_NBYTES if cache_nbytes is None else cache_nbytes
+        self._is_aside = False
         self.left_nbytes = 0  # in the heap, of what is in files now
         self.recent: OrderedDict[int, torch.UntypedStorage] = OrderedDict()  # by address; what was used last is last
 
     def __torch_dispatch__(
         self, operation: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._is_aside:
+            return operation(*args, **(kwargs or {}))
         given = [each for each in tree_leaves((args, kwargs)) if _is_plain(each)]
         _refuse_resize(operation, args)
         self._touch(given)  # and make room, before the operation needs more
@@ -138,6 +142,15 @@ class NewTensorsInFiles(TorchDispatchMode):
             leave_memory(each.untyped_storage())  # of a checkpoint that is mapped
         self._touch(each for each in tree_leaves(results) if _is_plain(each))
         return results
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """In the block new tensors stay in memory."""
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = False
 
     def drop_pages(self, *, down_to_nbytes: int) -> None:
         """[2] The kernel writes them to the file when it wants to; they are no memory of this process any more."""
