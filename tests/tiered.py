@@ -129,6 +129,8 @@ def options(storage: Path | Sequence[Path], **changes: Any) -> dict[str, Any]:
         "precision",
         "durability",
         "resume",
+        "frozen",
+        "frozen_skip",
         "accumulate",
     }
     ratios = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0} | changes.pop("ratios", {})

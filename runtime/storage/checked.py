@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from gs_compile.placement.shards import QUANTUM
+from gs_compile.runtime.codecs import CODECS
 from gs_compile.runtime.formats import EIGHT_BITS, state_itemsize
 from gs_compile.runtime.storage.grid import PAGE, Grid, lengths
 from gs_compile.runtime.storage.stored import (
@@ -153,14 +154,25 @@ def _check_parameters(manifest: Manifest) -> None:
     spans: dict[int | str, list[Span]] = {unit: [] for unit in units}
     for each in manifest.parameters:
         _demand(each.unit in units, "parameter", each.name, "is of no unit")
-        width, left = divmod(ITEMSIZES.get(each.dtype, 0), units[each.unit].itemsize) if each.dtype else (1, 0)
-        is_alike = each.dtype == "float32" and width == 2 if each.dtype and each.trained else width and not left
-        _demand(is_alike, "parameter", each.name, "its dtype in its unit")
-        spans[each.unit].append(Span(each.offset, each.offset + width * _numel(each), each.name))
+        stop = each.offset + _num_taken(each, units[each.unit].itemsize)
+        spans[each.unit].append(Span(each.offset, stop, each.name))
         is_trained = each.offset < num_trained[each.unit]
         _demand(each.trained == is_trained or not _numel(each), "parameter", each.name, "trained?")
     for name, unit in units.items():
         _check_spans(f"unit {name}", spans[name], manifest.world * unit.numel())
+
+
+def _num_taken(parameter: StoredParameter, itemsize: int) -> int:
+    """The elements of its unit that a parameter takes."""
+    if parameter.codec:
+        is_known = parameter.codec in CODECS and ITEMSIZES.get(parameter.dtype) and len(parameter.shape) > 1
+        _demand(is_known and not parameter.trained, "parameter", parameter.name, "its codec")
+        return CODECS[parameter.codec].nbytes(parameter.shape) // itemsize
+    width, left = divmod(ITEMSIZES.get(parameter.dtype, 0), itemsize) if parameter.dtype else (1, 0)
+    is_wide = parameter.dtype and parameter.trained
+    is_alike = parameter.dtype == "float32" and width == 2 if is_wide else width and not left
+    _demand(is_alike, "parameter", parameter.name, "its dtype in its unit")
+    return width * _numel(parameter)
 
 
 def _check_spans(name: str, spans: Iterable[Span], stop: int) -> None:

@@ -1,0 +1,173 @@
+"""Frozen matrices in a codec: the same bits as of a model that has their decoded values, wherever they are stored."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import expecttest
+import pytest
+import torch
+from closed_forms import SPARED, units_of
+from tiered import BATCH, Harness, adamw, gpt2, moved, options, outcome, step, tokens
+
+from gs_compile.errors import OptionError
+from gs_compile.placement.kinds import nbytes_of
+from gs_compile.placement.shards import QUANTUM
+from gs_compile.runtime.codecs import CODECS
+
+KEEPS_CAPTURES = True
+WIDTH = 64
+PLACES = {
+    "ssd": {},
+    "memory": {"ratios": {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}},
+    "half": {"ratios": {"parameter": 0.4, "checkpoint": 0.4, "optimizer": 0.4}, "alpha": 0.3},
+    "copied": {"separate_device": True},
+    "device": {"separate_device": True, "ratios": {"device_parameter": 0.7}},
+    "horizontal": {"schedule": "horizontal", "separate_device": True, "ratios": {"gradient": 0.5}},
+}
+
+
+def frozen(model, name=None):
+    """A model whose layers' matrices are frozen; with the name of a codec they are what that makes of them."""
+    for path, parameter in model.named_parameters():
+        if ".h." in path and parameter.dim() == 2:
+            parameter.requires_grad_(False)
+            if name:
+                codec = CODECS[name]
+                parameter.data = codec.decode(codec.encode(parameter.data), parameter.shape, parameter.dtype)
+    return model
+
+
+@cache
+def harness(name=None, precision="model"):
+    return Harness(lambda: frozen(gpt2(width=WIDTH), name), precision)
+
+
+@cache
+def reference(name, precision, schedule):
+    return harness(name, precision).train(adamw, options("/nowhere", **PLACES["memory"], schedule=schedule), 3)
+
+
+@pytest.mark.parametrize(
+    ("place", "precision"),  # what trains in fp32 does not live on the device
+    [pair for pair in product(PLACES, ("model", "bf16")) if pair != ("device", "model")],
+)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each != "nf4")) for each in CODECS])
+def test_the_same_bits_as_decoded_values(name, place, precision, tmp_path):
+    changes = PLACES[place]
+    found = harness(precision=precision).train(adamw, options(tmp_path, frozen=name, **changes), 3)
+    assert found.differences(reference(name, precision, changes.get("schedule", "vertical"))) == []
+
+
+def test_saved_activations(tmp_path):
+    """A backward that runs nothing again takes decoded values too."""
+    given = options(tmp_path, frozen="nf4", recompute="none", ratios={"checkpoint": None})
+    assert harness().train(adamw, given, 3).differences(reference("nf4", "model", "vertical")) == []
+
+
+def stored_nbytes(model, name, skipped=()):
+    """Of all layers' parameters, in whole quanta of float32."""
+    total = 0
+    for path, parameter in model.named_parameters():
+        if ".h." in path:
+            is_encoded = not parameter.requires_grad and set(skipped).isdisjoint(path.split("."))
+            nbytes = CODECS[name].nbytes(parameter.shape) if is_encoded else parameter.nbytes
+            total += -(-nbytes // (4 * QUANTUM)) * 4 * QUANTUM
+    return total
+
+
+@pytest.mark.parametrize(
+    ("place", "skipped"), [("ssd", ()), ("copied", ()), ("copied", ("up",)), ("horizontal", ())], ids=str
+)
+def test_the_bytes_of_every_lane(place, skipped, tmp_path):
+    """What is read of layers in a step: twice what they are stored in, micro-batch by micro-batch as often."""
+    own = harness()
+    given = options(tmp_path, frozen="nf4", frozen_skip=skipped, alpha=0.0, **PLACES[place])
+    with own.fresh(adamw, given) as optimizer:
+        step(own.model, optimizer, tokens(0))
+        optimizer.synchronize()
+        step(own.model, optimizer, tokens(1))
+        found = moved(own.model, optimizer, tokens(2))
+        placement = optimizer.engine.placement
+        kept = sum(nbytes_of(placement, value) * SPARED.get(value.unit, 1) for value in placement.carried_values)
+    assert found.traced == found.planned
+    others = {unit: 4 * numel for unit, numel in units_of(own.model).items() if not isinstance(unit, int)}
+    n = -(-BATCH // 2) if place == "horizontal" else 1
+    layers = 2 * n * stored_nbytes(own.model, "nf4", skipped)
+    loads = n * (2 * others["e"] + others["h"] + 3 * others["t"])
+    if PLACES[place]:
+        assert found.planned["h2d", "w"] == layers + loads
+    assert found.asked["ssd_read", "w"] + kept == layers + loads
+
+
+def test_values_are_read_and_written(tmp_path):
+    """A state dict has the decoded values, and is loaded without a change; others are encoded, and that is said."""
+    own = harness()
+    twin = dict(frozen(gpt2(width=WIDTH), "nf4").state_dict())
+    with own.fresh(adamw, options(tmp_path, frozen="nf4")) as optimizer:
+        step(own.model, optimizer, tokens(0))
+        frozen_names = [name for name, each in own.model.named_parameters() if not each.requires_grad]
+        found = {name: own.model.state_dict()[name].clone() for name in frozen_names}
+        assert all(torch.equal(found[name], twin[name]) for name in frozen_names)
+        own.model.load_state_dict(found, strict=False)
+        again = own.model.state_dict()
+        assert all(torch.equal(again[name], twin[name]) for name in frozen_names)
+        name, given = frozen_names[0], torch.randn(WIDTH, WIDTH)
+        with pytest.warns(RuntimeWarning, match="stored in nf4 as the first ones were: rounded"):
+            own.model.load_state_dict({name: given}, strict=False)
+        codec = CODECS["nf4"]
+        assert torch.equal(own.model.state_dict()[name], codec.decode(codec.encode(given), given.shape, given.dtype))
+
+
+def test_a_killed_run_goes_on_with_the_same_bits(tmp_path):
+    """The bytes are moved as they are: a matrix that is encoded twice is another."""
+    given = options(tmp_path / "run", frozen="nf4", durability="step")
+    undisturbed = harness().train(adamw, options(tmp_path / "other", frozen="nf4"), 4)
+    own, losses, norms = harness(), [], []
+    for numbers, more in ((range(2), {}), (range(2, 4), {"resume": "auto", "ratios": {"parameter": 0.5}})):
+        with own.fresh(adamw, given | more_options(given, more)) as optimizer:
+            for number in numbers:
+                losses.append(step(own.model, optimizer, tokens(number)))
+                norms.append(optimizer.last_step.grad_norm)
+            found = outcome(own.model, optimizer, losses, norms)
+            optimizer.commit()
+    assert found.differences(undisturbed) == []
+
+
+def more_options(given, more):
+    expert = {**given["expert"], "ratios": {**given["expert"]["ratios"], **more.get("ratios", {})}}
+    return {"expert": expert, **{key: value for key, value in more.items() if key == "resume"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"frozen": "nf3"}, "frozen must be one of"),
+        ({"frozen": "nf4", "frozen_skip": "up"}, "frozen_skip must be a list"),
+    ],
+)
+def test_what_is_no_codec(given, words, tmp_path):
+    model = gpt2()
+    model.compile(backend="greedysnake", options={"storage": tmp_path, **given})
+    with pytest.raises(OptionError, match=words):
+        step(model, adamw(list(model.parameters())), tokens(0))
+
+
+class TestText(expecttest.TestCase):
+    def test_decode_follows_what_has_come(self):
+        own = harness()
+        with own.fresh(adamw, options("/nowhere", frozen="nf4", **PLACES["memory"], separate_device=True)) as optimizer:
+            step(own.model, optimizer, tokens(0))
+            text = str(optimizer.engine.programs[-1])
+        stage = text.split("# forward 1")[1].split("#")[0].splitlines()
+        self.assertExpectedInline("\n".join(line for line in stage if "w1" in line), """\
+w1.device = gather(w1.device[0], w1.device[1], w1.device[2])
+free(w1.device[0])
+free(w1.device[1])
+free(w1.device[2])
+decode(into=w1.device)
+x2_2.device = forward(x1_2.device, w1.device)
+x2_1.device = forward(x1_1.device, w1.device)
+x2_0.device = forward(x1_0.device, w1.device)
+free(w1.device)""")

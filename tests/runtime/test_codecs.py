@@ -1,0 +1,122 @@
+"""Codecs: what bitsandbytes and transformers make of the same matrices, and what any codec owes its users."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import torch
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+from gs_compile.options import Frozen
+from gs_compile.runtime import codecs
+from gs_compile.runtime.codecs import CODECS, Encoded, dense
+
+bnb = pytest.importorskip("bitsandbytes.functional")
+
+SHAPES = [(64, 64), (300, 192), (1000, 512), (300, 200), (33, 7)]
+# Of values from a normal distribution: by the quantiles of nf4 (arXiv 2305.14314, table 2 has its effect), by rounding
+# to 127 steps of a row's largest, and by the 3 bits of e4m3's fraction.
+ERRORS = {"nf4": (0.08, 0.1), "int8": (0.002, 0.012), "fp8": (0.02, 0.03)}
+
+
+def values(shape, dtype=torch.float32):
+    return (0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))).to(dtype)
+
+
+def test_the_options_name_them():
+    assert set(get_args(Frozen)) == CODECS.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_nf4_is_that_of_bitsandbytes(shape, dtype):
+    """Its kernel for CPUs takes the second nearest of two scales' codes now and then (of 120,000 it took 191), where
+    its own reference takes the nearest, as this does. Reading is the same bit for bit, but for rows that are no whole
+    blocks, where its kernel for CPUs takes scales of other blocks than its reference and its kernels for GPUs.
+    """
+    given, codec = values(shape, dtype), CODECS["nf4"]
+    weight, state = bnb.quantize_4bit(given, quant_type="nf4", compress_statistics=True)
+    ours = codec.quantized(given)
+    assert torch.equal(ours["weight"], weight.view(-1))
+    assert torch.equal(ours["nested_absmax"], state.state2.absmax)
+    assert torch.equal(ours["nested_offset"], state.offset)
+    apart = (ours["absmax"].int() - state.absmax.int()).abs()
+    assert apart.max() <= 1
+    assert apart.float().mean() < 0.005
+    theirs = {**ours, "absmax": state.absmax, "weight": weight}
+    stored = codec.packed(theirs, shape)
+    if shape[-1] % codecs.BLOCK == 0:
+        assert torch.equal(codec.decode(stored, shape, dtype), bnb.dequantize_4bit(weight, state))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_int8_is_that_of_bitsandbytes(shape):
+    given, codec = values(shape, torch.float16), CODECS["int8"]
+    weight, scale, _ = bnb.int8_vectorwise_quant(given)
+    ours = codec.quantized(given)
+    assert torch.equal(ours["weight"], weight)
+    assert torch.equal(ours["SCB"], scale)
+    decoded = codec.decode(codec.encode(given), shape, torch.float32)
+    assert torch.equal(decoded, bnb.int8_vectorwise_dequant(weight, scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (2, 128, 256)], ids=str)
+def test_fp8_is_that_of_transformers(shape, dtype):
+    given, codec = values(shape, dtype), CODECS["fp8"]
+    config = SimpleNamespace(weight_block_size=(128, 128), scale_fmt="float")
+    quantizer = SimpleNamespace(quantization_config=config)
+    theirs = Fp8Quantize(quantizer).convert({"a.weight": given})
+    ours = codec.quantized(given)
+    assert torch.equal(ours["weight"].view(shape).float(), theirs["a.weight"].float())
+    assert torch.equal(ours["weight_scale_inv"].view(-1), theirs["a.weight_scale_inv"].view(-1))
+    decoded = codec.decode(codec.encode(given), shape, dtype)
+    read = Fp8Dequantize(quantizer)._dequantize_one(theirs["a.weight"], theirs["a.weight_scale_inv"], dtype)
+    assert torch.equal(decoded, read)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 3), (3, 130, 70), (5000, 300)], ids=str)
+def test_a_codec(name, shape):
+    """The values are near, the given ones stay as they are, a narrow dtype is one rounding on, and the bytes are as
+    many as it says, wherever they stand.
+    """
+    given, codec = values(shape), CODECS[name]
+    before = given.clone()
+    stored = codec.encode(given)
+    assert torch.equal(given, before)
+    assert (stored.dtype, stored.shape) == (torch.uint8, (codec.nbytes(shape),))
+    found = codec.decode(stored, shape, torch.float32)
+    least, most = ERRORS[name]
+    error = float((found - given).norm() / given.norm())
+    assert error < most
+    assert error > least or given.numel() < 300
+    assert torch.equal(codec.decode(stored, shape, torch.bfloat16), found.bfloat16())
+    flat = torch.zeros(len(stored) + 128, dtype=torch.uint8)
+    flat[64 : 64 + len(stored)] = stored
+    assert torch.equal(dense(Encoded(codec, flat[64 : 64 + len(stored)], shape, torch.float32)), found)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_zeros(name):
+    codec = CODECS[name]
+    assert not codec.decode(codec.encode(torch.zeros(64, 32)), (64, 32), torch.float32).any()
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_pieces_do_not_show(name, monkeypatch):
+    given, codec = values((300, 2000)), CODECS[name]
+    stored = codec.encode(given)
+    whole = codec.decode(stored, given.shape, torch.float32)
+    monkeypatch.setattr(codecs, "CHUNK", codecs.BLOCK * codecs.SCALES)
+    assert torch.equal(codec.encode(given), stored)
+    assert torch.equal(codec.decode(stored, given.shape, torch.float32), whole)
+
+
+def test_bits_of_an_element():
+    """Of a large matrix: 4 + 8/64 + 32/(64 * 256) of nf4."""
+    shape = (4096, 11008)
+    bits = {name: 8 * codec.nbytes(shape) / (shape[0] * shape[1]) for name, codec in CODECS.items()}
+    assert bits == pytest.approx({"nf4": 4.127, "int8": 8.003, "fp8": 8.002}, abs=5e-4)
