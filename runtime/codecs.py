@@ -241,7 +241,7 @@ def _aligned(nbytes: int) -> int:
 
 @cache
 def _nf4(device: torch.device) -> Tensor:
-    """Quantiles of the normal distribution, zero among them, from -1 to 1, as published (arXiv 2305.14314, appendix E)."""
+    """Quantiles of the normal distribution, and zero, from -1 to 1, as published (arXiv 2305.14314, appendix E)."""
     return torch.tensor([float(each) for each in NF4.split()], device=device)
 
 

@@ -25,9 +25,9 @@ from gs_compile.placement.ranges import range_of
 from gs_compile.placement.users import Users
 from gs_compile.program.ir import Op, Program, Value
 from gs_compile.program.verbs import NORMS
+from gs_compile.runtime.codecs import dense
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.executor import Executor, forward_end
-from gs_compile.runtime.codecs import dense
 from gs_compile.runtime.handlers import Handlers
 from gs_compile.runtime.lanes import Ticket, join_all
 from gs_compile.runtime.optimizer import StepRecord

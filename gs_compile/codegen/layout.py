@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -71,20 +71,17 @@ def arrange(
 
     for unit in dict.fromkeys(owners.values()):
         found = [index for index, owner in owners.items() if owner == unit]
-        types[unit] = types_by(_dtype(unit, [specs[index] for index in found if index not in codecs or len(found) == 1]))
+        plain = [specs[index] for index in found if index not in codecs]
+        types[unit] = types_by(_dtype(unit, plain or [specs[index] for index in found]))
         members = sorted(found, key=order)
-        padded = {i: _padded(_span(unit, 0, specs[i], types[unit], codecs.get(i, ""))) for i in members}
-        trained = [padded[index] for index in members if specs[index].requires_grad]
-        size = _size(unit, trained, list(padded.values())[len(trained) :], types[unit])
-        decoded = sum(specs[index].numel * specs[index].dtype.itemsize for index in members if index in codecs)
-        sizes.append(sharded(replace(size, decoded_nbytes=decoded), world))
+        sizes.append(sharded(_size(unit, {index: specs[index] for index in members}, codecs, types[unit]), world))
         cuts = pieces(sizes[-1].num_trained, sizes[-1].numel)
         runs[unit], stop = [], 0
         for (is_frozen, group, width), same in groupby(members, key=order):
             start = stop = world * sizes[-1].num_trained if is_frozen else stop
             for index in same:
                 spans[index] = _span(unit, stop, specs[index], types[unit], codecs.get(index, ""))
-                stop += padded[index]
+                stop += _padded(spans[index])
             mine = () if is_frozen else owned(cuts, rank, world, start, stop)
             runs[unit] += [Run(each.local, each.local + each.numel, *group, width > 1) for each in mine]
     return Arrangement(spans, runs, tuple(sizes), types)
@@ -134,9 +131,19 @@ def _span(unit: Unit, offset: int, spec: TensorSpec, types: Types, codec: str) -
     return Slice(unit, offset, spec.shape, spec.dtype, types.width(spec.dtype))
 
 
-def _size(unit: Unit, trained: Iterable[int], frozen: Iterable[int], types: Types) -> UnitSize:
+def _size(unit: Unit, members: Mapping[int, TensorSpec], codecs: Mapping[int, str], types: Types) -> UnitSize:
+    trained, frozen = (
+        tuple(
+            _padded(_span(unit, 0, spec, types, codecs.get(index, "")))
+            for index, spec in members.items()
+            if spec.requires_grad == wanted
+        )
+        for wanted in (True, False)
+    )
+    decoded = sum(members[index].numel * members[index].dtype.itemsize for index in members.keys() & codecs.keys())
     sizes, follows = (types.parameter.itemsize, types.wide.itemsize), types.has_master and not types.is_pair
-    return UnitSize(unit, tuple(trained), tuple(frozen), *sizes, types.state_itemsize, follows, types.conversion_nbytes)
+    size = UnitSize(unit, trained, frozen, *sizes, types.state_itemsize, follows, types.conversion_nbytes)
+    return replace(size, decoded_nbytes=decoded)
 
 
 def _padded(span: Slice) -> int:

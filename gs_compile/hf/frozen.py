@@ -1,12 +1,13 @@
 """frozen: checkpoints of transformers that are read to storage in a codec, matrix after matrix.
 
-transformers has a quantizer of a checkpoint encode what it has read of each parameter. This one keeps the bytes in a
-file and gives transformers a placeholder of the parameter's shape; when all is read, both become what the backend knows
-as a stashed parameter, and transformers' model is an ordinary one again.
+transformers has a quantizer encode what it has read of each parameter, or take the tensors that a quantized checkpoint
+has of it. This one keeps the bytes in a file and gives transformers a placeholder of the parameter's shape; when all is
+read, both become what the backend knows as a stashed parameter, and transformers' model is an ordinary one again.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,10 +23,22 @@ from gs_compile.model.files import leave_memory
 from gs_compile.model.offloaded import placeholder
 from gs_compile.model.residency import residency_of, stash
 from gs_compile.model.storage_init import NewTensorsInFiles
-from gs_compile.options import Options
-from gs_compile.runtime.codecs import CODECS
+from gs_compile.options import Frozen, Options
+from gs_compile.runtime.codecs import CODECS, TILE
 
 METHOD = "greedysnake"  # what transformers knows this by
+NAMES = {  # of the tensors that quantized checkpoints have of a parameter
+    "nf4": [
+        "weight",
+        "weight.absmax",
+        "weight.quant_map",
+        "weight.nested_absmax",
+        "weight.nested_quant_map",
+        "weight.quant_state.bitsandbytes__nf4",
+    ],
+    "int8": ["weight", "SCB", "weight_format"],
+    "fp8": ["weight", "weight_scale_inv"],
+}
 
 Tensor = torch.Tensor
 
@@ -39,21 +52,37 @@ class FrozenConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.options, self.files = options, files
         self.stored: dict[str, Tensor] = {}  # by name of a parameter
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of the dict that transformers expects in the config of a quantized checkpoint."""
+        return getattr(self, name, default)
+
+    def keep(self, name: str, stored: Tensor, like: Tensor) -> Tensor:
+        """Put the bytes of a parameter to a file; gives what transformers has in its place."""
+        self.stored[name] = stored.clone()
+        return placeholder(like.dtype, torch.device("cpu")).expand(like.shape)
+
     def __deepcopy__(self, memo: Any) -> FrozenConfig:
         return self
 
 
 @register_quantizer(METHOD)
 class FrozenQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Encodes matrices of layers."""
+    """Encodes matrices of layers, or reads encoded ones."""
 
-    def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
+    def __init__(self, quantization_config: FrozenConfig, **given: Any) -> None:
+        super().__init__(quantization_config, **given)
+        self.serialized_names = {"weight": NAMES[str(quantization_config.options.frozen)]}
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **given: Any) -> bool:
         owner, _, name = param_name.rpartition(".")
         parameter = getattr(model.get_submodule(owner), name, None)
         return isinstance(parameter, nn.Parameter) and is_meant(param_name, parameter, self.quantization_config.options)
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Encode(self.quantization_config)
+
+    def get_load_operations(self) -> dict[str, type]:
+        return {"deserialize": _Read}
 
     def is_serializable(self) -> bool:
         return False
@@ -76,9 +105,34 @@ class _Encode(ConversionOps):  # type: ignore[misc]
             with self.config.files.aside():
                 stored = CODECS[str(self.config.options.frozen)].encode(values)
             leave_memory(values.untyped_storage())
-            self.config.stored[name] = stored.clone()
-            found[name] = placeholder(values.dtype, values.device).expand(values.shape)
+            found[name] = self.config.keep(name, stored, values)
         return found
+
+
+class _Read(ConversionOps):  # type: ignore[misc]
+    """Takes the tensors of an encoded parameter as they are."""
+
+    def __init__(self, hf_quantizer: FrozenQuantizer) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    def convert(self, input_dict: Mapping[str, Any], *, model: Any, full_layer_name: str, **_: Any) -> Any:
+        if len(input_dict) == 1:  # not quantized
+            return input_dict
+        config: FrozenConfig = self.hf_quantizer.quantization_config
+        tensors = {name: given[0] if isinstance(given, list) else given for name, given in input_dict.items()}
+        like, codec = model.get_parameter(full_layer_name), CODECS[str(config.options.frozen)]
+        with config.files.aside():
+            stored = codec.packed(_in_codec(tensors), like.shape)
+        return {"weight": config.keep(full_layer_name, stored, like)}
+
+
+def _in_codec(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint as a codec names them."""
+    found = {name.removeprefix("weight."): values for name, values in tensors.items()}
+    if (state := found.pop("quant_state.bitsandbytes__nf4", None)) is not None:
+        offset = json.loads(bytes(state.tolist()))["nested_offset"]
+        found["nested_offset"] = torch.tensor(offset, dtype=torch.float32)
+    return found
 
 
 def is_meant(name: str, parameter: Tensor, options: Options) -> bool:
@@ -100,7 +154,28 @@ def finish(model: Any, config: FrozenConfig) -> None:
             del module.config._is_quantized
 
 
-def asked(frozen: str | None, skip: Any, config: Any) -> tuple[str | None, Any]:
+def known(config: Mapping[str, Any]) -> Frozen | None:
+    """The codec that a quantization config of transformers, as a dict, means; None: none of them."""
+    of_4_bits = config.get("bnb_4bit_quant_type"), config.get("bnb_4bit_use_double_quant")
+    if config.get("load_in_4bit"):
+        return "nf4" if of_4_bits == ("nf4", True) else None
+    if config.get("load_in_8bit"):
+        return "int8"
+    is_fp8 = config.get("quant_method") == "fp8" and config.get("scale_fmt") in (None, "float")
+    return "fp8" if is_fp8 and tuple(config.get("weight_block_size") or ()) == (TILE, TILE) else None
+
+
+def decodes(config: Any) -> bool:
+    """Whether a quantization config of transformers turns what it reads into the model's dtype."""
+    return bool(getattr(config, "dequantize", False)) or getattr(config, "run_compressed", None) is False
+
+
+def skipped(config: Mapping[str, Any]) -> list[str]:
+    """The modules that a quantization config leaves out."""
+    return [*(config.get("llm_int8_skip_modules") or ()), *(config.get("modules_to_not_convert") or ())]
+
+
+def asked(frozen: Frozen | None, skip: Any, config: Any) -> tuple[Frozen | None, Any]:
     """The codec that is asked for, and the modules that it skips: by name, or by a quantization config of transformers.
 
     Raises OptionError for a config that means no codec.
@@ -110,15 +185,11 @@ def asked(frozen: str | None, skip: Any, config: Any) -> tuple[str | None, Any]:
     if frozen is not None:
         raise OptionError("frozen and quantization_config both say how matrices are stored: leave one of the two out")
     given = config if isinstance(config, Mapping) else config.to_dict()
-    skip = [*(given.get("llm_int8_skip_modules") or ()), *(given.get("modules_to_not_convert") or ()), *skip]
-    if given.get("load_in_4bit") and given.get("bnb_4bit_quant_type") == "nf4" and given.get("bnb_4bit_use_double_quant"):
-        return "nf4", skip
-    if given.get("load_in_8bit"):
-        return "int8", skip
-    if given.get("quant_method") == "fp8" and tuple(given.get("weight_block_size") or ()) == (128, 128):
-        return "fp8", skip
+    if (codec := known(given)) is not None:
+        return codec, [*skipped(given), *skip]
+    method = given.get("quant_method")
     raise OptionError(
-        f"quantization_config asks for {given.get('quant_method')}, of a form that is not stored here. These are: "
+        f"quantization_config asks for {getattr(method, 'value', method)}, of a form that is not stored here. These are: "
         'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True), which is '
         'frozen="nf4"; BitsAndBytesConfig(load_in_8bit=True), frozen="int8"; and FineGrainedFP8Config(), frozen="fp8"'
     )

@@ -43,7 +43,6 @@ def from_pretrained(
     group: Any = None,
     frozen: Frozen | None = None,
     frozen_skip: Sequence[str] = (),
-    quantization_config: Any = None,
     **given: Any,
 ) -> Any:
     """``model_class.from_pretrained(name_or_path, **given)``, its parameters offloaded as by `init_on_storage`.
@@ -53,22 +52,36 @@ def from_pretrained(
     directory of `storage`, in the model's dtype; memory holds one parameter and some that were read last. What the
     checkpoint misses or has beside is reported by transformers.
 
-    frozen, frozen_skip: as in `Options`; matrices of layers are frozen and encoded as they are read, and nothing else of
-    them comes to storage. A quantization_config of transformers that says the same does, too.
+    frozen, frozen_skip: as in `Options`; matrices of layers are frozen and encoded as they are read, and nothing else
+    of them comes to storage. A quantization_config of transformers that says the same does, too. Checkpoints that are
+    quantized in a way that is one of `frozen` are read as they are; others as transformers turns them into the model's
+    dtype, if a quantization_config says so (`Mxfp4Config(dequantize=True)`), and with `frozen` are encoded in the first
+    call.
 
-    Raises OptionError for weights that are quantized, and for settings that place the model elsewhere;
+    Raises OptionError for weights that are quantized otherwise, and for settings that place the model elsewhere;
     InitialisationError and StorageFullError as `init_on_storage` does.
     """
-    from gs_compile.hf.frozen import FrozenConfig, asked, finish
+    from gs_compile.hf.frozen import FrozenConfig, asked, decodes, finish, skipped
 
-    frozen, frozen_skip = asked(frozen, frozen_skip, quantization_config)
-    own = {"storage": storage, "host_memory": host_memory, "frozen": frozen, "frozen_skip": frozen_skip}
-    options = Options.of(own)  # refuses what is wrong
-    _check(name_or_path, given)
+    own = {"storage": storage, "host_memory": host_memory}
+    Options.of(own)  # refuses what is wrong
+    is_decoded = decodes(given.get("quantization_config"))
+    if not is_decoded:
+        frozen, frozen_skip = asked(frozen, frozen_skip, given.pop("quantization_config", None))
+    stored = _check(name_or_path, given)
+    if stored is not None and not is_decoded:
+        frozen, frozen_skip = _as_stored(name_or_path, stored, frozen), (*skipped(stored), *frozen_skip)
+    own |= {"frozen": frozen, "frozen_skip": frozen_skip} if frozen else {}
+    options = Options.of(own)
     cache_nbytes = min(CACHE_NBYTES, host_budget(options) // 4)
     with NewTensorsInFiles(directory(options.storage[0]), cache_nbytes) as files, _read_in_order():
-        encoding = FrozenConfig(options, files) if frozen else None
-        if encoding is not None:
+        encoding = FrozenConfig(options, files) if frozen and not is_decoded else None
+        if is_decoded:
+            pass  # transformers does
+        elif stored is not None:
+            given["config"] = _config_of(name_or_path, given)
+            given["config"].quantization_config = encoding
+        elif encoding is not None:
             given["quantization_config"] = encoding
         found = model_class.from_pretrained(name_or_path, **given)
     model = found[0] if isinstance(found, tuple) else found  # with output_loading_info
@@ -159,8 +172,8 @@ def _with_values(model: Any, values: _Values) -> Iterator[None]:
         vars(model).update(before)
 
 
-def _check(name_or_path: str | os.PathLike[str], given: Mapping[str, Any]) -> None:
-    """Refuse what cannot be kept on storage, before weights are read."""
+def _check(name_or_path: str | os.PathLike[str], given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Refuse what cannot be kept on storage, before weights are read. Gives how weights are quantized, if they are."""
     for name, reason in _REFUSED.items():
         if given.get(name) is not None:
             raise OptionError(f"from_pretrained with {name}: {reason}")
@@ -168,12 +181,24 @@ def _check(name_or_path: str | os.PathLike[str], given: Mapping[str, Any]) -> No
         quantization = getattr(given["config"], "quantization_config", None)
     else:
         quantization = _config(name_or_path, given).get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization.quant_method
+    return quantization if quantization is None or isinstance(quantization, Mapping) else quantization.to_dict()
+
+
+def _as_stored(name_or_path: str | os.PathLike[str], stored: Mapping[str, Any], frozen: Frozen | None) -> Frozen:
+    """The codec of a quantized checkpoint; OptionError for one of none, or of another than is asked for."""
+    from gs_compile.hf.frozen import known
+
+    found = known(stored)
+    if found is None:
+        method = stored.get("quant_method")
         raise OptionError(
-            f"{name_or_path}: the weights are quantized ({method}), and such cannot be trained here: give a checkpoint "
-            "that is not, or save a dequantized one first"
+            f"{name_or_path}: the weights are quantized ({method}) in a form that is not read here: give a checkpoint "
+            "that is not, or in nf4 with double quantization or int8 of bitsandbytes, or in FP8 with blocks of 128 x "
+            "128; or have transformers decode it, as by quantization_config=Mxfp4Config(dequantize=True)"
         )
+    if frozen not in (None, found):
+        raise OptionError(f'{name_or_path} has {found}, and frozen="{frozen}": leave frozen out, it is read as it is')
+    return found
 
 
 def _config(name_or_path: str | os.PathLike[str], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,6 +209,13 @@ def _config(name_or_path: str | os.PathLike[str], given: Mapping[str, Any]) -> d
         found: dict[str, Any] = transformers.PreTrainedConfig.get_config_dict(name_or_path, **given)[0]
         return found
     return {}
+
+
+def _config_of(name_or_path: str | os.PathLike[str], given: dict[str, Any]) -> Any:
+    """The config that a model is built by."""
+    import transformers
+
+    return given.get("config") or transformers.AutoConfig.from_pretrained(name_or_path)
 
 
 @contextmanager

@@ -59,20 +59,14 @@ def plan_tiers(
     Masters of parameters in bf16 are split or whole, as the plan says where nobody does; ranks have split ones.
     """
     options, split = compilation.options, models[0].split
-    groups = _param_groups(compilation, models[0], args, optimizer)
-    kinds = _kinds_of_masters(options, args, ranks)
-    codecs = codecs_of(split, compilation.captured, options, args)
-    arrangements = {
-        masters: arrange(
-            split,
-            compilation.captured,
-            stored_types(optimizer.moments, pairs=masters != "whole"),
-            groups,
-            ranks=ranks,
-            codecs=codecs,
-        )
-        for masters in kinds
+    how: dict[str, Any] = {
+        "groups": _param_groups(compilation, models[0], args, optimizer),
+        "codecs": codecs_of(split, compilation.captured, options, args),
+        "ranks": ranks,
     }
+    kinds = _kinds_of_masters(options, args, ranks)
+    types = {masters: stored_types(optimizer.moments, pairs=masters != "whole") for masters in kinds}
+    arrangements = {masters: arrange(split, compilation.captured, types[masters], **how) for masters in kinds}
     first = arrangements[kinds[0]]
     stored = stored_parameters(compilation, first, args)
     former = {} if ranks else former_plan(options, stored, optimizer)

@@ -49,6 +49,9 @@ class Place(Protocol):
     def rows(self, parameter: Tensor) -> Tensor:
         """The value as state dicts have it."""
 
+    def take(self, parameter: Tensor, values: Tensor) -> None:
+        """Give the parameter values of another dtype, and that dtype, before the model's first call."""
+
     def write(self, parameter: Tensor, values: Tensor) -> None:
         """Give the parameter another value, of its shape."""
 
@@ -152,12 +155,8 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):
             self._greedysnake.convert(self, values.dtype, values.device)
         elif (values.shape, values.dtype, values.device) == (self.shape, self.dtype, self.device):
             self._greedysnake.write(self, _read(values))
-        elif (values.shape, values.device) == (self.shape, self.device) and self._greedysnake.tiered is None:
-            values = _read(values)  # such as of parameter.data.to(dtype)
-            is_same = torch.equal(values.to(self.dtype), self._greedysnake.value(self))
-            self._greedysnake.convert(self, values.dtype, values.device)
-            if not is_same:
-                self._greedysnake.write(self, values)
+        elif values.shape == self.shape and values.device == self.device:  # such as of parameter.data.to(dtype)
+            self._greedysnake.take(self, _read(values))
         else:
             raise ReleasedParameterError(
                 f"a parameter of shape {tuple(self.shape)} and {self.dtype} lives on the tiers and cannot be given "

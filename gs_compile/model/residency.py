@@ -170,7 +170,7 @@ class Residency:
 
         What is encoded takes values that are not its own in its codec, with a `RuntimeWarning`.
         """
-        if codec := self.place[1].codec if self.tiered is not None else self.codec:
+        if codec := self.tiered[1].codec if self.tiered is not None else self.codec:
             if torch.equal(files.whole(values), self.value(parameter)):
                 return
             warnings.warn(ROUNDED.format(tuple(parameter.shape), codec), RuntimeWarning, stacklevel=3)
@@ -224,6 +224,13 @@ class Residency:
             values = files.converted(values, dtype, self.folder)
         self.stash = values
         self.release(parameter, dtype, device)
+
+    def take(self, parameter: Tensor, values: Tensor) -> None:
+        """Give the parameter values of another dtype, and that dtype, before its first call."""
+        is_same = self.tiered is None and torch.equal(values.to(parameter.dtype), self.value(parameter))
+        self.convert(parameter, values.dtype, values.device)
+        if not is_same:
+            self.write(parameter, values)
 
     def release(self, parameter: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> None:
         """Put a placeholder of that dtype, on that device, in the place of the parameter's memory."""

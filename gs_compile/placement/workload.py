@@ -179,7 +179,7 @@ class Workload:
 
     @cached_property
     def workspace_nbytes(self) -> int:
-        """The most bytes that a unit's code computes with, beside inputs and results: its decoded matrices among them."""
+        """The most bytes that a unit's code computes with, its decoded matrices too, beside inputs and results."""
         decoded = {size.unit: size.decoded_nbytes for size in self.sizes}
         return max((cost.workspace_nbytes + decoded.get(unit, 0) for unit, cost in self.costs.items()), default=0)
 

@@ -161,7 +161,9 @@ class TestText(expecttest.TestCase):
             step(own.model, optimizer, tokens(0))
             text = str(optimizer.engine.programs[-1])
         stage = text.split("# forward 1")[1].split("#")[0].splitlines()
-        self.assertExpectedInline("\n".join(line for line in stage if "w1" in line), """\
+        self.assertExpectedInline(
+            "\n".join(line for line in stage if "w1" in line),
+            """\
 w1.device = gather(w1.device[0], w1.device[1], w1.device[2])
 free(w1.device[0])
 free(w1.device[1])
@@ -170,4 +172,5 @@ decode(into=w1.device)
 x2_2.device = forward(x1_2.device, w1.device)
 x2_1.device = forward(x1_1.device, w1.device)
 x2_0.device = forward(x1_0.device, w1.device)
-free(w1.device)""")
+free(w1.device)""",
+        )

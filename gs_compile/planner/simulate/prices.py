@@ -33,7 +33,7 @@ from gs_compile.program.ir import MEMORY_VERBS, SHADOWS, Op, Program, Unit
 
 # AdamW in fp32, the rule that a profile's update rate is of: reads parameter, two moments and gradient, writes three.
 ADAMW_NBYTES = 28
-# Passes over memory for each byte of a value that is decoded: 1.8 ns a bfloat16 on a core of 4 GB/s (benchmarks/frozen.py).
+# Passes over memory for each byte of a value that is decoded: 1.8 ns a bfloat16 (benchmarks/frozen.py), at 4 GB/s.
 DECODING = 4
 # Of a commit, measured on a drive that may keep its cache: syncing a file that is written already, and the manifest. A
 # drive that may not takes milliseconds for each file.
