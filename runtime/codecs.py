@@ -24,7 +24,7 @@ ALIGNMENT = 64  # of each stored tensor, in bytes
 BLOCK = 64  # elements of nf4 with one scale
 SCALES = 256  # of these with one scale of their own
 TILE = 128  # rows and columns with one scale of fp8
-CHUNK = 1 << 20  # elements that are decoded at a time, a multiple of BLOCK * SCALES: what is between stays in a cache
+CHUNK = 1 << 18  # elements that are encoded or decoded at a time, a multiple of BLOCK * SCALES: they stay in a cache
 FP8 = torch.float8_e4m3fn
 TINY = 1e-38  # a scale of zeros is none
 

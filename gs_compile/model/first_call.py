@@ -89,15 +89,22 @@ def plan_tiers(
 
 
 def codecs_of(split: Split, captured: Captured, options: Options, args: Sequence[Any]) -> dict[int, str]:
-    """By input index, the codec of each parameter that is encoded: by the options, or already."""
-    stashed = {index: residency_of(arg).codec for index, arg in enumerate(args) if is_offloaded(arg)}
-    stashed = {index: codec for index, codec in stashed.items() if codec}
-    if trained := [captured.inputs[index].path for index in stashed if args[index].requires_grad]:
-        raise OptionError(
-            f"{trained[0]} is trained, and it was read in {next(iter(stashed.values()))}, in which only frozen "
-            "matrices are stored: freeze it, or read the model without frozen="
-        )
-    return {**encoded(split, captured, options), **stashed}
+    """By input index, the codec of each parameter that is encoded: already, or in its first call by the options."""
+    found = encoded(split, captured, options)
+    for index, arg in enumerate(args):
+        place = residency_of(arg) if is_offloaded(arg) else None
+        if place is None or not (place.codec or place.place):
+            continue
+        codec = place.place[1].codec if place.place else place.codec
+        if place.place is None and arg.requires_grad:
+            raise OptionError(
+                f"{captured.inputs[index].path} is trained, and it was read in {codec}, in which only frozen matrices "
+                "are stored: freeze it, or read the model without frozen="
+            )
+        found.pop(index, None)
+        if codec and not arg.requires_grad:
+            found[index] = codec
+    return found
 
 
 def where_of(parameters: Sequence[Tensor]) -> Where:

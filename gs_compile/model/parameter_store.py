@@ -13,7 +13,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.errors import OptimizerError
-from gs_compile.model.files import CHUNK_NBYTES, directory, leave_memory, mapped, mapped_rows, whole
+from gs_compile.model.files import CHUNK_NBYTES, copied, directory, leave_memory, mapped, mapped_rows, whole
+from gs_compile.runtime.codecs import Encoded
 from gs_compile.runtime.formats import rounds_to
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.tiers import Tiers
@@ -73,6 +74,16 @@ class ParameterStore:
         self.synchronize()
         dtype = self.tiers.dtype(span, master=master)
         return self._mapped(span, dtype, lambda piece: self.tiers.read(piece, master=master))
+
+    @in_turn
+    def encoded(self, span: Slice) -> Tensor | None:
+        """The bytes of a parameter that is stored encoded; None for others."""
+        if not span.codec:
+            return None
+        self.synchronize()
+        found = self.tiers.stored(span)
+        assert isinstance(found, Encoded)
+        return copied(found.stored, found.stored.dtype, directory(self.folder))
 
     @in_turn
     def rows(self, span: Slice) -> Tensor:

@@ -288,9 +288,14 @@ def adopt(parameter: Tensor, store: ParameterStore, span: Slice, first: Tensor |
 
 
 def bring_out(store: ParameterStore, parameter: Tensor, span: Slice) -> None:
-    """Put the value of a parameter, its master if it has one, to a file beside the store that has it."""
+    """Put the value of a parameter, its master if it has one, to a file beside the store that has it.
+
+    What is encoded stays so, unless it is to be trained.
+    """
     residency = residency_of(parameter)
-    residency.stash, residency.folder = store.read(span, master=True), store.folder
+    stored = None if parameter.requires_grad else store.encoded(span)
+    residency.stash, residency.folder = store.read(span, master=True) if stored is None else stored, store.folder
+    residency.codec = "" if stored is None else span.codec
     residency.shown.clear()
 
 

@@ -12,6 +12,8 @@ from closed_forms import SPARED, units_of
 from tiered import BATCH, Harness, adamw, gpt2, moved, options, outcome, step, tokens
 
 from gs_compile.errors import OptionError
+from gs_compile.model.residency import residency_of
+from gs_compile.options import Options
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.runtime.codecs import CODECS
@@ -135,6 +137,29 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path):
     assert found.differences(undisturbed) == []
 
 
+@pytest.mark.filterwarnings("ignore::gs_compile.errors.UniformityWarning")  # layers, one of them trained
+def test_what_is_unfrozen_later_goes_on_from_decoded_values(tmp_path):
+    """It is trained as it is, and stays as it is where it is frozen again; others keep their bytes."""
+
+    def learn(model, optimizer):
+        for number, trained in enumerate((False, True, False)):
+            model.transformer.h[0].mix.weight.requires_grad_(trained)
+            step(model, optimizer, tokens(number))
+        return {name: each.clone() for name, each in model.state_dict().items()}
+
+    ours, theirs = frozen(gpt2(width=WIDTH)), frozen(gpt2(width=WIDTH), "nf4")
+    optimizer, twins = (adamw([{"params": list(each.parameters())}]) for each in (ours, theirs))
+    ours.compile(backend="greedysnake", options=options(tmp_path / "ours", frozen="nf4"))
+    found = learn(ours, optimizer)
+    torch._dynamo.reset()
+    theirs.compile(backend="greedysnake", options=options(tmp_path / "theirs"))
+    wanted = learn(theirs, twins)
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    codecs = {name: residency_of(each).place[1].codec for name, each in ours.named_parameters()}
+    assert codecs["transformer.h.0.mix.weight"] == ""
+    assert codecs["transformer.h.1.mix.weight"] == "nf4"
+
+
 def more_options(given, more):
     expert = {**given["expert"], "ratios": {**given["expert"]["ratios"], **more.get("ratios", {})}}
     return {"expert": expert, **{key: value for key, value in more.items() if key == "resume"}}
@@ -147,11 +172,9 @@ def more_options(given, more):
         ({"frozen": "nf4", "frozen_skip": "up"}, "frozen_skip must be a list"),
     ],
 )
-def test_what_is_no_codec(given, words, tmp_path):
-    model = gpt2()
-    model.compile(backend="greedysnake", options={"storage": tmp_path, **given})
+def test_what_is_no_codec(given, words):
     with pytest.raises(OptionError, match=words):
-        step(model, adamw(list(model.parameters())), tokens(0))
+        Options.of(given)
 
 
 class TestText(expecttest.TestCase):
