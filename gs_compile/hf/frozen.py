@@ -189,7 +189,7 @@ def asked(frozen: Frozen | None, skip: Any, config: Any) -> tuple[Frozen | None,
         return codec, [*skipped(given), *skip]
     method = given.get("quant_method")
     raise OptionError(
-        f"quantization_config asks for {getattr(method, 'value', method)}, of a form that is not stored here. Those are "
+        f"quantization_config asks for {getattr(method, 'value', method)}, of a form not stored here. These are: "
         'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True), which is '
         'frozen="nf4"; BitsAndBytesConfig(load_in_8bit=True), frozen="int8"; and FineGrainedFP8Config(), frozen="fp8"'
     )

@@ -210,7 +210,7 @@ def test_experts_in_mxfp4_are_decoded(tmp_path):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4"), "asks for bitsandbytes, of a form"),
+        (BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4"), "asks for bitsandbytes, of a form not"),
         (transformers.EetqConfig(), "asks for eetq"),
     ],
 )
