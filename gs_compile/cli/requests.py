@@ -136,6 +136,15 @@ FLAGS: Mapping[str, Flag] = {
     ),
     "gpus": (int, flag("GPUs of a node; each has micro-batches of its own.", min=1, metavar="G")),
     "nodes": (int, flag("Nodes, each like the machine.", min=1, metavar="N")),
+    "lora": (
+        int | None,
+        flag(
+            "Train adapters of this rank on all linear layers of blocks alone, by PEFT.",
+            min=1,
+            metavar="R",
+            unset="none",
+        ),
+    ),
     "network": (str | None, flag("What a node receives of others, such as 25GB/s.", metavar="RATE", unset="none")),
 }
 

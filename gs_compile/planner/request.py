@@ -36,7 +36,7 @@ ALLOWED: Mapping[str, tuple[Any, ...]] = {  # what fields of words may say
     "states": get_args(States),
     "clipping": (None, *get_args(Clipping)),
 }
-NUMBERS = ("sequence", "batch_size", "micro_batch_size", "num_micro_batches")  # 1 or more
+NUMBERS = ("sequence", "batch_size", "micro_batch_size", "num_micro_batches", "lora")  # 1 or more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,8 @@ class Request:
         "paper", where one more brings less than 1 %.
     gpus, nodes, network: ranks of a node, nodes, bytes a second that a node receives.
     states: what AdamW's moments are stored in.
+    lora: the rank of the adapters that alone are trained, PEFT's LoRA on all linear layers of blocks, of a model that
+        is named or a config; None: the model as it is.
     """
 
     machine: str | Path | Profile | None = None
@@ -82,6 +84,7 @@ class Request:
     gpus: int = 1
     nodes: int = 1
     network: str | float | None = None
+    lora: int | None = None
 
     def __post_init__(self) -> None:
         for name, words in ALLOWED.items():

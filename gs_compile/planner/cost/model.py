@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -65,6 +66,17 @@ def built(config: PretrainedConfig) -> nn.Module:
     """The causal language model of `config`, on the meta device."""
     with _refused(config.model_type), torch.device("meta"):
         return _transformers().AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+
+
+def adapted(model: nn.Module, rank: int) -> nn.Module:
+    """The model of `built`, frozen, with PEFT's LoRA of a rank on all linear layers of its blocks."""
+    try:
+        import peft
+    except ImportError as error:
+        raise PlanError("planning with LoRA needs PEFT: pip install 'greedysnake[hf]'") from error
+    config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # that layers of GPT-2 have weights transposed
+        return peft.get_peft_model(model, config)  # type: ignore[no-any-return]
 
 
 def check_length(config: Any, sequence: int) -> None:
@@ -154,7 +166,8 @@ def meta_tokens(model: nn.Module, sequence: int) -> dict[str, Any]:
             f"{type(model).__name__}.forward has no required argument, and none called input_ids: a plan calls it with "
             "token ids"
         )
-    options = {p.name: False for p in parameters if p.name == "use_cache"}
+    inner = getattr(model, "get_base_model", lambda: model)()  # PEFT's forward hands on what it does not name
+    options = {name: False for name in inspect.signature(inner.forward).parameters if name == "use_cache"}
     return options | {name: torch.zeros(SAMPLES, sequence, dtype=torch.long, device="meta") for name in names}
 
 
@@ -178,7 +191,7 @@ def are_alike(blocks: Sequence[nn.Module]) -> bool:
     if len(set(modules)) < len(modules):
         return False  # they share some
     rows = [list(_traits(block)) for block in blocks]
-    return len(set(map(len, rows))) == 1 and all(map(_is_shared, zip(*rows, strict=True)))
+    return _are_shared(rows)
 
 
 def _traits(block: nn.Module) -> Iterator[Any]:
@@ -194,10 +207,22 @@ def _traits(block: nn.Module) -> Iterator[Any]:
 
 
 def _is_shared(values: Sequence[Any]) -> bool:
-    """Whether a trait is the same in all blocks, or their number."""
-    first = values[0]
-    counts = all(type(value) is int and value == place + first for place, value in enumerate(values))
-    return counts or all(value is first or _is_equal(value, first) for value in values)
+    """Whether a trait is the same in all blocks, or their number, or has that in it: in a name of PEFT's, for one."""
+    first, kinds = values[0], set(map(type, values))
+    if all(value is first or _is_equal(value, first) for value in values):
+        return True
+    if kinds == {int}:
+        return all(value == place + first for place, value in enumerate(values))
+    if kinds == {str} and "." in first:
+        return _are_shared([[int(each) if each.isdecimal() else each for each in v.split(".")] for v in values])
+    if kinds == {dict}:
+        return _are_shared(list(map(list, values))) and _are_shared([list(value.values()) for value in values])
+    return False
+
+
+def _are_shared(rows: Sequence[Sequence[Any]]) -> bool:
+    """Whether the traits of blocks, each in a row, are shared one by one."""
+    return len(set(map(len, rows))) == 1 and all(map(_is_shared, zip(*rows, strict=True)))
 
 
 def _is_equal(left: Any, right: Any) -> bool:
