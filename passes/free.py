@@ -15,7 +15,12 @@ RESIDENT = Placement()  # of a program whose values are all on the device
 
 
 def free(
-    program: Program, placement: Placement = RESIDENT, *, outputs: frozenset[Value] = frozenset(), late: bool = False
+    program: Program,
+    placement: Placement = RESIDENT,
+    *,
+    outputs: frozenset[Value] = frozenset(),
+    late: bool = False,
+    planned: bool = True,
 ) -> Program:
     """The same program with `free(value)` right after the last operation that uses the value, and its planned memory:
     the peak of each tier, and the offset of all that is in host memory.
@@ -25,11 +30,11 @@ def free(
 
     outputs: never freed in this program: they are results too, such as the hidden states that a model returns.
     placement: all tiers are freed, but for what lives on from step to step.
-    late: gradients are left for the next step.
+    late: gradients are left for the next step. planned: False leaves memory out.
     """
     trains = any(op.verb in NORMS for op in program.ops)
     ops = with_frees(program.ops, outputs | placement.homes(late=late, warm=trains), placement)
-    peaks, offsets = plan(ops, placement) if placement.x_nbytes else ((), {})
+    peaks, offsets = plan(ops, placement) if placement.x_nbytes and planned else ((), {})
     needed = dict(peaks).get("host", 0)
     return replace(program.with_ops(ops, made_by="free"), peaks=peaks, offsets=offsets, slab_nbytes=needed)
 
@@ -58,7 +63,7 @@ def _ends(ops: tuple[Op, ...], lasting: frozenset[Value], placement: Placement) 
 def _with_frees(ops: tuple[Op, ...], ends: dict[int, list[Value]]) -> Iterator[Op]:
     for index, op in enumerate(ops):
         yield op
-        ending = ends.get(index, ())
-        for value in dict.fromkeys((*op.reads, *op.into, *op.results)):
-            if value in ending:
-                yield Op("free", (value,), op.stage)
+        if ending := ends.get(index):
+            for value in dict.fromkeys((*op.reads, *op.into, *op.results)):
+                if value in ending:
+                    yield Op("free", (value,), op.stage)

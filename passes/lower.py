@@ -35,6 +35,7 @@ class StepSpec:
     warm: the step before has carried the parameters that `Placement.carried` says.
     copies: the step is to be committed, so that what it makes in memory is written, too; its late updates are by the
         program that `seals` it, the next one.
+    planned: False leaves out what memory it needs and where its values stand there.
     """
 
     num_layers: int
@@ -49,6 +50,7 @@ class StepSpec:
     warm: bool = False
     copies: bool = False
     seals: bool = False
+    planned: bool = True
 
     @property
     def order(self) -> ScheduleSpec:
@@ -80,17 +82,23 @@ def passes(step: StepSpec) -> tuple[Pass, ...]:
         partial(pipeline, placement=placement),  # each transfer in the latest stage that still hides it
         *own,  # what only this schedule has
         *((partial(decode, placement=placement),) if placement.decodes else ()),  # what is stored encoded
-        partial(free, placement=placement, late=late),  # last: lifetimes follow from the reads that are left
+        # Last: lifetimes follow from the reads that are left.
+        partial(free, placement=placement, late=late, planned=step.planned),
     )
 
 
-def lower(step: StepSpec, *, verified: bool = True) -> list[Program]:
+def lower(step: StepSpec, *, computations: Program | None = None, verified: bool = True) -> list[Program]:
     """Every snapshot from the schedule's pass to the program that runs, which is the last; `made_by` names each.
 
-    All are verified, but for candidates that will not run (`verified=False`).
+    computations: what the schedule's pass makes of the step, where that is known (`scheduled`). All are verified, but
+    for candidates that will not run (`verified=False`).
     """
-    program = step.order.build(step.num_layers, step.num_micro_batches, shape=step.shape)
-    return _snapshots(program, step, verified=verified)
+    return _snapshots(computations or scheduled(step), step, verified=verified)
+
+
+def scheduled(step: StepSpec) -> Program:
+    """What all steps of a schedule and a shape begin with, wherever their data is stored."""
+    return step.order.build(step.num_layers, step.num_micro_batches, shape=step.shape)
 
 
 def before_own_pass(step: StepSpec) -> Program:

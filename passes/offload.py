@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 from gs_compile.placement.placement import Placement
@@ -242,6 +243,8 @@ class _Activations:
                     self.uses[value].append(index)
         computations = [index for index, op in enumerate(program.ops) if op.micro_batch is not None]
         self.before = {after: program.ops[before] for before, after in pairwise(computations)}
+        self.home = cache(placement.checkpoint_home)
+        self.leaves = cache(self._leaves)
 
     def ops(self) -> Iterator[Op]:
         stages: dict[Stage, list[int]] = {}
@@ -260,12 +263,12 @@ class _Activations:
                         verb = "prefetch" if self.placement.separate else "alias"
                         yield Op(verb, (_on(value, "host"),), stage, (value,))
                 yield op
-                for value in filter(self._leaves, op.results):
+                for value in filter(self.leaves, op.results):
                     is_copied = self.placement.separate or self._is_on(value, "ssd")
                     yield Op("offload" if is_copied else "alias", (value,), stage, (_on(value, "host"),))
                     if value.kind == "a" and self._is_on(value, "ssd"):
                         yield Op("offload", (_on(value, "host"),), stage, (_on(value, "ssd"),))
-            going = self._stored_on_ssd(value for op in ops for value in op.results if self._leaves(value))
+            going = self._stored_on_ssd(value for op in ops for value in op.results if self.leaves(value))
             if going:
                 on_host, on_ssd = (tuple(_on(value, tier) for value in going) for tier in ("host", "ssd"))
                 yield Op("offload", on_host, stage, on_ssd)
@@ -285,7 +288,7 @@ class _Activations:
     def _is_on(self, value: Value, tier: Tier) -> bool:
         """Whether a checkpoint is stored on a tier; what the head reads is needed again at once."""
         is_far = value.unit != self.program.num_layers
-        return self._is_checkpoint(value) and is_far and self.placement.checkpoint_home(value) == tier
+        return self._is_checkpoint(value) and is_far and self.home(value) == tier
 
     def _leaves(self, value: Value) -> bool:
         if self.placement.separate:
@@ -303,4 +306,4 @@ class _Activations:
 
 
 def _on(value: Value, tier: Tier) -> Value:
-    return value._replace(tier=tier)
+    return Value(value.kind, value.unit, value.micro_batch, tier, value.part, value.piece)

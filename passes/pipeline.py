@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from gs_compile.placement.cut import turn
@@ -151,9 +150,10 @@ class _StageAssigner:
             points.append(point)
             dependencies.enter(index, op)
             done[op.stage] += op.micro_batch is not None
-        for index in sorted(range(len(points)), key=lambda index: (points[index], index)):
-            stage = points[index].stage
-            yield replace(self.program.ops[index], stage=self.stages[min(stage, self.last)] if stage >= 0 else FILL)
+        for index in sorted(range(len(points)), key=points.__getitem__):  # stable: equal ones stay in their order
+            op, number = self.program.ops[index], points[index].stage
+            stage = self.stages[min(number, self.last)] if number >= 0 else FILL
+            yield op if op.stage == stage else op.moved(stage)
 
     def _issue_point(self, op: Op, position: int) -> IssuePoint:
         """Where an operation belongs by its row; so far it stands before the computation `position` of its stage."""
@@ -234,7 +234,7 @@ class _Dependencies:
 
     def __init__(self, points: Sequence[IssuePoint]) -> None:
         self.values: Users[Value, int] = Users(lambda users: (max(users, key=points.__getitem__),))
-        self.sources: dict[Value, tuple[Value, ...]] = {}
+        self.gathered: dict[Value, Value] = {}  # the unit that is in a part's memory
         self.stores: list[int] = []
         self.seal: list[int] = []
 
@@ -242,7 +242,8 @@ class _Dependencies:
         """Who defines what it reads, who uses what it defines anew, and what the step before has stored or has been
         sealed with.
         """
-        found = self.values.awaited(op.reads, (*op.into, *op.results))
+        changed = (*op.into, *op.results)
+        found = self.values.awaited(op.reads, (*changed, *(self.gathered[v] for v in changed if v in self.gathered)))
         if op.verb == "seal":
             return found + self.stores
         return found + self.seal if _is_stored(op) else found
@@ -256,10 +257,9 @@ class _Dependencies:
         for value in (*op.results, *op.into):
             self.values.change(value, index)
         for value in op.reads:
-            for used in (value, *self.sources.get(value, ())):
-                self.values.use(used, index)
+            self.values.use(value, index)
         if op.verb == "gather":
-            self.sources[op.results[0]] = op.reads
+            self.gathered |= dict.fromkeys(op.reads, op.results[0])
 
 
 def _is_stored(op: Op) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 
 from gs_compile.capture.dynamo import absorb_libraries, capture, hint
@@ -35,7 +36,8 @@ def captured_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Captured
     for tensor in filter(torch.is_tensor, inputs.values()):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)  # so that Dynamo traces once
     try:
-        torch.compile(_fresh(model.forward), backend=record)(**inputs)
+        with dynamo_config.patch(run_gc_after_compile=False):  # looking for circles takes longer than half the capture
+            torch.compile(_fresh(model.forward), backend=record)(**inputs)
     except BackendCompilerFailed as error:
         if not isinstance(error.inner_exception, _CapturedError):
             raise error.inner_exception from None

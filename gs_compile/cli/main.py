@@ -9,6 +9,7 @@ one line on stderr and an exit code, for scripts:
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import signal
@@ -75,7 +76,14 @@ def main() -> None:
     """Run the command that the process was started with, and exit."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # as from an error: files are removed on the way
     gc.disable()  # to look for circles among all operations of a large step would take half of a command's time
+    atexit.register(_leave)
     app(prog_name="greedysnake")
+
+
+def _leave() -> None:
+    """Without a search for circles among all that is there at the end, unless a command has them looked for."""
+    if not gc.isenabled():
+        gc.freeze()
 
 
 def _version(asked: bool) -> None:

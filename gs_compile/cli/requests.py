@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import typer
 
-from gs_compile.options import Clipping, Masters, Recompute
+from gs_compile.options import Clipping, Frozen, Masters, Recompute
 from gs_compile.planner.request import Precision, Request, Saturation, States
 from gs_compile.schedules import Schedule
 
@@ -136,6 +136,16 @@ FLAGS: Mapping[str, Flag] = {
     ),
     "gpus": (int, flag("GPUs of a node; each has micro-batches of its own.", min=1, metavar="G")),
     "nodes": (int, flag("Nodes, each like the machine.", min=1, metavar="N")),
+    "lora": (
+        int | None,
+        flag(
+            "Train adapters of this rank on all linear layers of blocks alone, by PEFT.",
+            min=1,
+            metavar="R",
+            unset="none",
+        ),
+    ),
+    "frozen": (Frozen | None, flag("How frozen matrices of layers are stored and moved.", unset="as they are")),
     "network": (str | None, flag("What a node receives of others, such as 25GB/s.", metavar="RATE", unset="none")),
 }
 

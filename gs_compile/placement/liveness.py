@@ -45,17 +45,19 @@ class Slots:
         return self._made.get(value) or slot_of(self._placement, value)
 
     def made(self, op: Op) -> list[tuple[Slot, bool]]:
-        """The memory of each result, and whether none of the operation's reads was made in it.
+        """The memory of each result, and whether none of the operation's reads was made in it."""
+        sources = {slot.key for slot in map(self._made.get, op.reads) if slot} if op.results else set()
+        return [(slot, slot.key not in sources) for slot in self.of_results(op)]
+
+    def of_results(self, op: Op) -> list[Slot]:
+        """The memory of each result.
 
         Back from the host on a device that reads host memory itself, a value stays where it is.
         """
-        if not op.results:
-            return []
-        sources = {slot.key for slot in map(self._made.get, op.reads) if slot}
         stays = op.verb == "alias" and op.reads[0].tier == "host"
         slots = [self.of(op.reads[0]) if stays else slot_of(self._placement, value) for value in op.results]
         self._made.update(zip(op.results, slots, strict=True))
-        return [(slot, slot.key not in sources) for slot in slots]
+        return slots
 
 
 def live_ranges(ops: Sequence[Op], placement: Placement) -> list[LiveRange]:
@@ -69,18 +71,21 @@ def live_ranges(ops: Sequence[Op], placement: Placement) -> list[LiveRange]:
     keys: dict[Value, object] = {}  # of the slots that values which are alive are in
 
     def begin(value: Value, slot: Slot, at: int) -> None:
-        if keys.setdefault(value, slot.key) != slot.key:
+        key = slot.key
+        if keys.setdefault(value, key) != key:
             raise ProgramError(f"{value} changes its memory while it is alive")
-        if slot.key not in alive:
+        if (there := alive.get(key)) is None:
             found.append(LiveRange(value, slot, at))
-            alive[slot.key] = found[-1], set()
-        alive[slot.key][1].add(value)
+            alive[key] = found[-1], {value}
+        else:
+            there[1].add(value)
 
     for value in sorted(placement.present(ops), key=str):
         begin(value, slots.of(value), BEFORE)
     for at, op in enumerate(ops):
-        for value, (slot, _) in zip(op.results, slots.made(op), strict=True):
-            begin(value, slot, at)
+        if op.results:
+            for value, slot in zip(op.results, slots.of_results(op), strict=True):
+                begin(value, slot, at)
         if op.verb == "free" and op.reads[0] in keys:
             live, values = alive[keys.pop(op.reads[0])]
             live.frees.append(at)

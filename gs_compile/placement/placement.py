@@ -242,8 +242,10 @@ class Placement:
 
     def sums(self, unit: UnitPlacement) -> tuple[Value, ...]:
         """What the backwards of a step have added up, group by group, at home; () where each has a step of its own."""
+        if not self.accumulates:
+            return ()
         home = self.gradient_home(unit)
-        return tuple(unit.gradient(group)._replace(tier=home) for group in unit.trained()) if self.accumulates else ()
+        return tuple(unit.gradient(group)._replace(tier=home) for group in unit.trained())
 
     @property
     def device_tier(self) -> Tier:
@@ -307,9 +309,12 @@ class Placement:
         found: dict[Value, None] = {}
         warm = False
         for op in ops:
-            found |= dict.fromkeys(value for value in op.reads if value.kind == "dw" and value not in defined)
-            warm |= any(value in self.carried_values and value not in defined for value in op.reads)
-            defined.update(op.results)
+            for value in op.reads:
+                if value.kind == "dw" and value not in defined:
+                    found[value] = None
+                elif value.kind == "w" and value in self.carried_values and value not in defined:
+                    warm = True
+            defined.update(value for value in op.results if value.kind in ("dw", "w"))
         placed = ((self.by_unit.get(value.unit), value.part) for value in found if value.unit is not None)
         groups = {unit.dw[part].when for unit, part in placed if unit}
         return self.homes(late=bool(found), redo="early" in groups, warm=warm)

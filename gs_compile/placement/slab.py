@@ -206,7 +206,8 @@ class _Packing:
     def __init__(self, base: int) -> None:
         self.base = self.end = base
         self.number = 0
-        self.taken = np.zeros((4, 64), dtype=np.int64)  # first, last, offset, stop; more columns than are in use
+        # First, last, offset, stop, by offset; more columns than are in use.
+        self.taken = np.zeros((4, 64), dtype=np.int64)
 
     def fill(self, wanted: Mapping[object, tuple[int, Spans]]) -> dict[object, int]:
         """The offset of each of these bytes, in their order: the lowest that is free for as long as it is alive."""
@@ -220,17 +221,22 @@ class _Packing:
         for first, last in spans:
             if self.number == self.taken.shape[1]:
                 self.taken = np.hstack((self.taken, np.zeros_like(self.taken)))
-            self.taken[:, self.number] = first, last, offset, offset + nbytes
+            at = self.taken[2, : self.number].searchsorted(offset)
+            self.taken[:, at + 1 : self.number + 1] = self.taken[:, at : self.number]
+            self.taken[:, at] = first, last, offset, offset + nbytes
             self.number += 1
         self.end = max(self.end, offset + nbytes)
 
     def _lowest(self, spans: Spans, nbytes: int) -> int:
         """The lowest offset from which so many bytes are free in all of these spans."""
         first, last, offsets, stops = self.taken[:, : self.number]
-        overlaps = np.zeros(self.number, dtype=bool)
-        for begin, end in spans:
+        (begin, end), *others = spans
+        overlaps = (first < end) & (last > begin)
+        for begin, end in others:
             overlaps |= (first < end) & (last > begin)
-        order = np.argsort(offsets[overlaps], kind="stable")
-        begins = np.maximum.accumulate(np.concatenate(([self.base], stops[overlaps][order])))
-        gaps = np.append(offsets[overlaps][order], np.iinfo(np.int64).max) - begins
-        return int(begins[np.argmax(gaps >= nbytes)])
+        there = overlaps.nonzero()[0]
+        begins = np.full(len(there) + 1, self.base)
+        np.maximum.accumulate(stops[there], out=begins[1:])
+        np.maximum(begins, self.base, out=begins)
+        large = (offsets[there] - begins[:-1] >= nbytes).nonzero()[0]
+        return int(begins[large[0] if large.size else -1])

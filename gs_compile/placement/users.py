@@ -43,7 +43,8 @@ class Users(Generic[Key, User]):
 
     def use(self, value: Key, user: User) -> None:
         """An operation reads the value until it is over."""
-        self._used[value] = self._latest((*self._used.get(value, ()), user))
+        users = self._used.get(value)
+        self._used[value] = self._latest((*users, user)) if users else (user,)
 
     def define(self, value: Key, makers: Sequence[User]) -> None:
         """A new value: it is ready when all of `makers` are over."""
@@ -52,7 +53,8 @@ class Users(Generic[Key, User]):
 
     def change(self, value: Key, user: User) -> None:
         """An operation changes the value; it has waited for all who use it."""
-        self.define(value, (user,))
+        self._made[value] = (user,)
+        self._used.pop(value, None)
 
     def swap(self, one: Key, other: Key) -> None:
         """Exchange two values."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
-from gs_compile.passes.lower import StepSpec, lower
+from gs_compile.passes.lower import StepSpec, lower, scheduled
 from gs_compile.placement.cut import cut_units
 from gs_compile.placement.levels import Level, Shares
 from gs_compile.placement.placement import Decision, Layout, Placement
@@ -71,13 +72,26 @@ class StepBuilder:
         on_host = left - on_device if is_all else min(on_host, left - on_device)
         return replace(decision, ratios=replace(ratios, checkpoint=on_host, device_checkpoint=on_device), shares=whole)
 
-    def program(self, placement: Placement, *, redo: bool = True) -> Program:
+    def program(self, placement: Placement, *, redo: bool = True, planned: bool = True) -> Program:
         """A step among others. It will not run here, and all passes were tested: it is not verified.
 
-        Of all programs of a placement it takes the most memory; without `redo` it is one whose updates before held.
+        Of all programs of a placement it takes the most memory; without `redo` it is one whose updates before held,
+        and without `planned` nothing is said of memory.
         """
         late = self.shape.training and any(unit.trained(*placement.waiting(redo=redo)) for unit in placement.units)
-        return lower(self.step(placement, late=late, redo=redo), verified=False)[-1]
+        step = replace(self.step(placement, late=late, redo=redo), planned=planned)
+        return lower(step, computations=self._computations(step), verified=False)[-1]
+
+    def _computations(self, step: StepSpec) -> Program:
+        """What programs of a size have in common, made once."""
+        key = step.num_layers, step.num_micro_batches, step.order
+        if key not in self._known:
+            self._known[key] = scheduled(step)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[Hashable, Program]:
+        return {}
 
     def programs(self, placement: Placement) -> Iterator[Program]:
         """Those that may take the most memory of all: a step; where parameters are carried also one without rolled back

@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
@@ -30,6 +31,8 @@ from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.problem import NOTHING, Problem
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.step_plan import StepPlan, commits_text
+
+T = TypeVar("T")
 
 MOST_ROUNDS = 8  # of solving again with less: each takes off what the program before was over
 SPARE_TURNS = (1, 2, 4)  # of a layer's data, left free for what leaves late; tried as long as that is faster
@@ -93,11 +96,22 @@ def choose(problem: Problem, found: Search) -> StepPlan:
     )
 
 
-def highest(ladders: Iterable[Ladder], fits: Callable[[Placement], bool]) -> Iterator[Placement]:
-    """Of each ladder the last placement that fits, if any does."""
+def highest(ladders: Iterable[Ladder], fitting: Callable[[Placement], T | None]) -> Iterator[tuple[Placement, T]]:
+    """Of each ladder the last placement that fits, if any does, with what `fitting` makes of it."""
     for ladder in ladders:
-        if number := bisect_left(ladder, True, key=lambda each: not fits(each)):
-            yield ladder[number - 1]
+        yield from _highest(ladder, fitting)
+
+
+def _highest(ladder: Ladder, fitting: Callable[[Placement], T | None]) -> list[tuple[Placement, T]]:
+    found: list[tuple[Placement, T]] = []
+
+    def is_over(each: Placement) -> bool:
+        if made := fitting(each):
+            found[:] = [(each, made)]
+        return not made
+
+    bisect_left(ladder, True, key=is_over)
+    return found
 
 
 def fastest(
@@ -107,8 +121,8 @@ def fastest(
 
     spare: by tier, bytes that are left free.
     """
-    found = map(problem.predicted, highest(ladders, lambda each: problem.fits(each, spare)))
-    return min([plain, *found], key=lambda each: each.seconds)
+    found = highest(ladders, lambda each: problem.fitting(each, spare))
+    return min([plain, *(problem.predicted(*each) for each in found)], key=lambda each: each.seconds)
 
 
 def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple[str, ...]:

@@ -177,7 +177,8 @@ def _filled(problem: Problem, plain: Placement) -> Placement:
         return builder.placement(replace(decision, shares=shares))
 
     ladders = (list(map(placed, ladder)) for ladder in topmost(workload.worthwhile, "host"))
-    return min([plain, *highest(ladders, partial(_fits, problem))], key=lambda each: computed(workload, each.shares))
+    found = (each for each, _ in highest(ladders, partial(_fits, problem)))
+    return min([plain, *found], key=lambda each: computed(workload, each.shares))
 
 
 def _carried_for_free(problem: Problem, plain: Placement) -> Placement:
@@ -186,7 +187,8 @@ def _carried_for_free(problem: Problem, plain: Placement) -> Placement:
         return plain
     most = {"host": peak(problem.builder.program(plain), "host")}
 
-    return next(highest([every], lambda each: fits(problem.builder.programs(each), most)), plain)
+    found = highest([every], lambda each: fits(problem.builder.programs(each), most))
+    return next((each for each, _ in found), plain)
 
 
 def _least(problem: Problem) -> StepPlan:

@@ -79,6 +79,10 @@ class _Model:
         self._known: dict[tuple[int, Schedule, Masters | None], Workload] = {}
         if isinstance(model, Workload) and (request.masters or request.states != "fp32"):
             raise PlanError(f"the workload {model.name} says itself what its states have: leave masters and states out")
+        if isinstance(model, Workload | nn.Module) and request.lora:
+            raise PlanError(
+                f"lora is {request.lora}, but the model is given as it is trained: name one, or give a config"
+            )
 
     def _spec(self, schedule: Schedule) -> ModelSpec:
         request = self.request
@@ -89,6 +93,8 @@ class _Model:
             schedule=schedule,
             masters=request.masters,
             states=request.states,
+            lora=request.lora,
+            frozen=request.frozen,
         )
 
     def workload(self, size: int, schedule: Schedule, masters: Masters | None = None) -> Workload:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import chain
 from typing import Any, Protocol
 
 from gs_compile.errors import OptionError, PlanError
@@ -151,8 +152,15 @@ class Problem:
 
     def at(self, number: int) -> StepBuilder:
         """What lays out steps of so many micro-batches."""
-        known = self.builder
-        return known if known.layout.num_micro_batches == number else known.at(self.workload, number)
+        if number not in self._builders:
+            known = self.builder
+            is_own = known.layout.num_micro_batches == number
+            self._builders[number] = known if is_own else known.at(self.workload, number)
+        return self._builders[number]
+
+    @cached_property
+    def _builders(self) -> dict[int, StepBuilder]:
+        return {}
 
     def bundled(self, number: int) -> tuple[Problem, int]:
         """This problem, and a number of micro-batches; of a large step a few, each of which stands for several.
@@ -204,10 +212,13 @@ class Problem:
         """Device memory without what code computes with; None: the device has none of its own."""
         return self.budgets.values_nbytes(self.workload.workspace_nbytes) if self.profile.separate else None
 
-    def fits(self, placement: Placement, spare: Mapping[str, int] = NOTHING) -> bool:
-        """Whether no program of a placement takes more than the budgets; `spare` bytes of these are left free."""
+    def fitting(self, placement: Placement, spare: Mapping[str, int] = NOTHING) -> Program | None:
+        """A placement's step among others, if none of its programs takes more than the budgets; `spare` bytes of these
+        are left free.
+        """
         programs = self.at(placement.layout.num_micro_batches).programs(placement)
-        return fits(programs, self._most(spare))
+        first, most = next(programs), self._most(spare)
+        return first if fits(chain((first,), programs), most) else None
 
     def excess(self, program: Program, spare: Mapping[str, int] = NOTHING) -> dict[str, int]:
         """By tier, the bytes that a step takes beyond its budget; `spare` bytes of it are left free."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gs_compile.errors import OptionError, PlanError
 from gs_compile.machine import parse_bytes
-from gs_compile.options import Clipping, Masters, Options, Ratios, Recompute, contradiction
+from gs_compile.options import Clipping, Frozen, Masters, Options, Ratios, Recompute, contradiction
 from gs_compile.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ ALLOWED: Mapping[str, tuple[Any, ...]] = {  # what fields of words may say
     "masters": (None, *get_args(Masters)),
     "states": get_args(States),
     "clipping": (None, *get_args(Clipping)),
+    "frozen": (None, *get_args(Frozen)),
 }
-NUMBERS = ("sequence", "batch_size", "micro_batch_size", "num_micro_batches")  # 1 or more
+NUMBERS = ("sequence", "batch_size", "micro_batch_size", "num_micro_batches", "lora")  # 1 or more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,8 @@ class Request:
         "paper", where one more brings less than 1 %.
     gpus, nodes, network: ranks of a node, nodes, bytes a second that a node receives.
     states: what AdamW's moments are stored in.
+    lora: the rank of the adapters that alone are trained, PEFT's LoRA on all linear layers of blocks, of a model that
+        is named or a config; None: the model as it is. frozen: as in `Options`, of what is not trained.
     """
 
     machine: str | Path | Profile | None = None
@@ -82,6 +85,8 @@ class Request:
     gpus: int = 1
     nodes: int = 1
     network: str | float | None = None
+    lora: int | None = None
+    frozen: Frozen | None = None
 
     def __post_init__(self) -> None:
         for name, words in ALLOWED.items():
@@ -132,6 +137,7 @@ class Request:
             host_memory=options.host_memory,
             device_memory=options.device_memory,
             precision=options.precision,
+            frozen=options.frozen,
             durability=options.durability,
             **{name: getattr(expert, name) for name in ("alpha", "ratios", "schedule", "recompute", "masters")},
         )

@@ -68,6 +68,12 @@ TRANSFER_LANES = {
 }
 COLLECTIVES = frozenset({"all_gather", "reduce_scatter"})  # all ranks take part, in the same order
 TRANSFERS = COLLECTIVES | {"prefetch", "offload"}  # move data: between ranks, or between tiers
+_LANES = {  # of all other verbs that do not compute; `seal` is behind what was written before it
+    **dict.fromkeys(MEMORY_VERBS, "memory"),
+    **dict.fromkeys(COLLECTIVES, "net"),
+    "seal": "ssd_write",
+    "update": "cpu",
+}
 NORMS = frozenset({"norm", "reduce_scatter"})  # complete a gradient
 LANES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu", "net")
 
@@ -94,6 +100,10 @@ class Op:
         assert self.stage.unit is not None, f"{self.verb} in {self.stage}"
         return self.stage.unit
 
+    def moved(self, stage: Stage) -> Op:
+        """The same in another stage."""
+        return Op(self.verb, self.reads, stage, self.results, self.into, self.micro_batch)
+
     @property
     def keywords(self) -> tuple[str, ...]:
         """What each of its reads, and of what it changes, is called where a unit's code runs: by its kind.
@@ -114,15 +124,9 @@ class Op:
     @property
     def lane(self) -> str:
         """Where it is carried out: follows from the verb and, of a transfer, from the tiers."""
-        if self.verb in MEMORY_VERBS:
-            return "memory"
         if self.verb in ("prefetch", "offload"):
-            return TRANSFER_LANES[self.reads[0].tier or "", (*self.results, *self.into)[0].tier or ""]
-        if self.verb in COLLECTIVES:
-            return "net"
-        if self.verb == "seal":  # behind what was written before it
-            return "ssd_write"
-        return "cpu" if self.verb == "update" else "compute"
+            return TRANSFER_LANES[self.reads[0].tier or "", (self.results or self.into)[0].tier or ""]
+        return _LANES.get(self.verb, "compute")
 
     @property
     def kind(self) -> str:

@@ -79,6 +79,31 @@ def test_blocks_that_share_are_not_independent():
     assert repeated(model) is None
 
 
+@pytest.mark.parametrize(
+    ("names", "are_alike"),
+    [
+        (["blocks.0.qkv", "blocks.1.qkv", "blocks.2.qkv"], True),  # as PEFT has them
+        (["blocks.4.qkv", "blocks.5.qkv", "blocks.6.qkv"], True),
+        (["blocks.0.qkv", "blocks.1.qkv", "blocks.3.qkv"], False),
+        (["blocks.0.qkv", "blocks.1.qkv", "blocks.2.up"], False),
+        (["blocks.0.qkv", "blocks.1.qkv", "blocks.2"], False),
+        (["first", "second", "third"], False),
+    ],
+)
+def test_names_that_count_the_blocks_do_not_tell_them_apart(names, are_alike):
+    model = plain(3)
+    for block, name in zip(model.blocks, names, strict=True):
+        block.marks = {"target": name, "loaded": False}
+    assert repeated(model) is (model.blocks if are_alike else None)
+
+
+def test_marks_of_other_names_tell_blocks_apart():
+    model = plain(3)
+    for number, block in enumerate(model.blocks):
+        block.marks = {f"blocks.{number // 2}": False}
+    assert repeated(model) is None
+
+
 class Counting(zoo.GPT):
     """Its code goes by the number of its blocks."""
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import zoo
+from planned import gpt
 
+from gs_compile.errors import PlanError
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.planner.cost import workload as module
 from gs_compile.planner.cost.model import DEPTH
@@ -170,3 +174,47 @@ def test_a_plan_counts_the_workspace_at_its_own_micro_batch_size():
     one, four = spec.workload(1).costs[0].workspace_nbytes, spec.workload(4).costs[0].workspace_nbytes
     found = plan(config, machine="a100", sequence=zoo.TOKENS, micro_batch_size=4, num_micro_batches=2)
     assert found.workload.costs[0].workspace_nbytes == four < 4 * one
+
+
+# Adapters -------------------------------------------------------------------------------------------------------------
+
+peft_alone = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
+
+
+@peft_alone
+def test_adapters_alone_are_trained_and_two_blocks_stand_for_all(monkeypatch):
+    config = zoo.configuration("llama", num_hidden_layers=3)
+    spec = ModelSpec.of(config, sequence=zoo.TOKENS, lora=4)
+    assert (spec.num_layers, spec.specialized(2).split.num_layers) == (3, DEPTH)
+    short = spec.workload(2)
+    monkeypatch.setattr(module, "repeated", lambda _: None)
+    spec = ModelSpec.of(config, sequence=zoo.TOKENS, lora=4)
+    assert spec.specialized(2).split.num_layers == 3
+    assert spec.workload(2) == short
+    blocks = zoo.huggingface("llama", num_hidden_layers=3).model.layers
+    layers = [layer for layer in blocks.modules() if isinstance(layer, torch.nn.Linear)]
+    elements = [QUANTUM * -(-4 * n // QUANTUM) for layer in layers for n in (layer.in_features, layer.out_features)]
+    assert short.num_trained == sum(elements)
+    assert {"e", "h"} <= short.shape.frozen
+    assert short.name == "llama with LoRA of rank 4"
+
+
+@peft_alone
+def test_a_plan_is_of_the_adapters_that_are_asked_for():
+    sizes = {"micro_batch_size": 1, "num_micro_batches": 2, "sequence": zoo.TOKENS}
+    given = {"ratios": {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}, "alpha": 0.0, "recompute": "all"}
+    found = plan(zoo.configuration("gpt2"), machine="a100", lora=2, **sizes, **given)
+    assert found.workload.name == "gpt2 with LoRA of rank 2"
+    assert 0 < found.homes["s", "host"] < 12 * found.workload.num_trained + 1
+
+
+def test_adapters_need_peft(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(PlanError, match=r"planning with LoRA needs PEFT: pip install 'greedysnake\[hf\]'"):
+        ModelSpec.of(zoo.configuration("llama"), sequence=zoo.TOKENS, lora=4)
+
+
+@pytest.mark.parametrize("model", [gpt(2, 64), torch.nn.Linear(2, 2)])
+def test_a_model_that_is_given_has_its_own_adapters_or_none(model):
+    with pytest.raises(PlanError, match="lora is 4, but the model is given as it is trained: name one, or give a conf"):
+        plan(model, machine="a100", lora=4)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -33,6 +34,12 @@ DEPTH = 2  # blocks of a shortened stack: the fewest that can be seen to be alik
 PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, torch.dtype, torch.device, torch.Size)
 # Layers, heads and width of arXiv 2512.17570, section 6.1.
 GPTS = {"gpt-30b": (48, 56, 7168), "gpt-65b": (80, 64, 8192), "gpt-175b": (96, 96, 12288)}
+# Layers, heads, width, and width of the MLP of arXiv 2407.21783, table 3.
+LLAMAS = {
+    "llama-8b": (32, 32, 4096, 14336),
+    "llama-70b": (80, 64, 8192, 28672),
+    "llama-405b": (126, 128, 16384, 53248),
+}
 POSITIONS = 2048
 VOCABULARY = 50304  # GPT-2's 50257, made a multiple of 128 as Megatron-LM does
 
@@ -41,7 +48,8 @@ def named_config(model: str, **changes: Any) -> PretrainedConfig:
     """The config of "gpt-65b", of a HuggingFace model type ("llama"), or in a file, directory or model of the hub.
 
     changes: fields in the place of the config's own. A config of the hub is downloaded, if this machine has none yet.
-    The paper's models are of GPT-2's architecture, with tied embeddings, and without dropout.
+    The paper's models are of GPT-2's architecture, with tied embeddings, and without dropout. "llama-70b" and its like
+    are Llama 3.1's.
     """
     mapping = _transformers().CONFIG_MAPPING
     if model in GPTS:
@@ -49,12 +57,20 @@ def named_config(model: str, **changes: Any) -> PretrainedConfig:
         sizes = {"n_layer": num_layers, "n_head": num_heads, "n_embd": width, "n_positions": POSITIONS}
         rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         return mapping["gpt2"](vocab_size=VOCABULARY, use_cache=False, name_or_path=model, **(sizes | rates | changes))
+    if model in LLAMAS:
+        num_layers, num_heads, width, hidden = LLAMAS[model]
+        sizes = {"num_hidden_layers": num_layers, "num_attention_heads": num_heads, "hidden_size": width}
+        sizes |= {"intermediate_size": hidden, "num_key_value_heads": 8, "vocab_size": 128256}
+        sizes |= {"max_position_embeddings": 131072, "use_cache": False}
+        return mapping["llama"](name_or_path=model, **(sizes | changes))
     fields = _read(model)
     model_type = str(fields.pop("model_type", model))
     if model_type not in mapping:
-        close = get_close_matches(model_type, [*GPTS, *mapping.keys()], n=3)
+        close = get_close_matches(model_type, [*GPTS, *LLAMAS, *mapping.keys()], n=3)
         hint = (
-            f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(GPTS)} and HuggingFace's types"
+            f"did you mean {' or '.join(close)}?"
+            if close
+            else f"known are {', '.join([*GPTS, *LLAMAS])} and HuggingFace's types"
         )
         raise PlanError(f"{model_type} is neither the name of a model nor the path of a config.json; {hint}")
     with _refused(model_type):
@@ -65,6 +81,17 @@ def built(config: PretrainedConfig) -> nn.Module:
     """The causal language model of `config`, on the meta device."""
     with _refused(config.model_type), torch.device("meta"):
         return _transformers().AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+
+
+def adapted(model: nn.Module, rank: int) -> nn.Module:
+    """The model of `built`, frozen, with PEFT's LoRA of a rank on all linear layers of its blocks."""
+    try:
+        import peft
+    except ImportError as error:
+        raise PlanError("planning with LoRA needs PEFT: pip install 'greedysnake[hf]'") from error
+    config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # that layers of GPT-2 have weights transposed
+        return peft.get_peft_model(model, config)  # type: ignore[no-any-return]
 
 
 def check_length(config: Any, sequence: int) -> None:
@@ -154,7 +181,8 @@ def meta_tokens(model: nn.Module, sequence: int) -> dict[str, Any]:
             f"{type(model).__name__}.forward has no required argument, and none called input_ids: a plan calls it with "
             "token ids"
         )
-    options = {p.name: False for p in parameters if p.name == "use_cache"}
+    inner = getattr(model, "get_base_model", lambda: model)()  # PEFT's forward hands on what it does not name
+    options = {name: False for name in inspect.signature(inner.forward).parameters if name == "use_cache"}
     return options | {name: torch.zeros(SAMPLES, sequence, dtype=torch.long, device="meta") for name in names}
 
 
@@ -178,7 +206,7 @@ def are_alike(blocks: Sequence[nn.Module]) -> bool:
     if len(set(modules)) < len(modules):
         return False  # they share some
     rows = [list(_traits(block)) for block in blocks]
-    return len(set(map(len, rows))) == 1 and all(map(_is_shared, zip(*rows, strict=True)))
+    return _are_shared(rows)
 
 
 def _traits(block: nn.Module) -> Iterator[Any]:
@@ -194,10 +222,22 @@ def _traits(block: nn.Module) -> Iterator[Any]:
 
 
 def _is_shared(values: Sequence[Any]) -> bool:
-    """Whether a trait is the same in all blocks, or their number."""
-    first = values[0]
-    counts = all(type(value) is int and value == place + first for place, value in enumerate(values))
-    return counts or all(value is first or _is_equal(value, first) for value in values)
+    """Whether a trait is the same in all blocks, or their number, or has that in it: in a name of PEFT's, for one."""
+    first, kinds = values[0], set(map(type, values))
+    if all(value is first or _is_equal(value, first) for value in values):
+        return True
+    if kinds == {int}:
+        return all(value == place + first for place, value in enumerate(values))
+    if kinds == {str} and "." in first:
+        return _are_shared([[int(each) if each.isdecimal() else each for each in v.split(".")] for v in values])
+    if kinds == {dict}:
+        return _are_shared(list(map(list, values))) and _are_shared([list(value.values()) for value in values])
+    return False
+
+
+def _are_shared(rows: Sequence[Sequence[Any]]) -> bool:
+    """Whether the traits of blocks, each in a row, are shared one by one."""
+    return len(set(map(len, rows))) == 1 and all(map(_is_shared, zip(*rows, strict=True)))
 
 
 def _is_equal(left: Any, right: Any) -> bool:

@@ -21,13 +21,22 @@ from torch import nn
 from gs_compile.capture.call import captured_call
 from gs_compile.capture.graph import UnitGraph
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.codegen.layout import arrange, stored_types, tied_units
+from gs_compile.codegen.layout import arrange, encoded, stored_types, tied_units
 from gs_compile.errors import CaptureError, GreedySnakeError
-from gs_compile.options import Masters, Options
+from gs_compile.options import Frozen, Masters, Options
 from gs_compile.placement.boundaries import Nbytes
 from gs_compile.placement.workload import ACTIVATIONS, LevelCost, UnitCost, UnitSize, Workload
 from gs_compile.planner.cost.flops import unit_cost, unit_levels
-from gs_compile.planner.cost.model import DEPTH, built, check_length, meta_copy, meta_tokens, named_config, repeated
+from gs_compile.planner.cost.model import (
+    DEPTH,
+    adapted,
+    built,
+    check_length,
+    meta_copy,
+    meta_tokens,
+    named_config,
+    repeated,
+)
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Schedule, Unit
 from gs_compile.runtime.formats import StateType, moment_types
 from gs_compile.runtime.kernels import ADAMW
@@ -65,12 +74,15 @@ class ModelSpec:
         schedule: Schedule = "vertical",
         masters: Masters | None = None,
         states: str = "fp32",
+        lora: int | None = None,
+        frozen: Frozen | None = None,
     ) -> ModelSpec:
         """The specification of a name or path (as `named_config` takes it), a config of transformers, or a module.
 
         precision: as the option of the backend; "bf16" has fp32 masters, and gradients in fp32.
         schedule: one that cuts blocks has several layers of each. masters: as in `Expert`. states: AdamW's moments, of
-            `STATES`.
+            `STATES`. lora: the rank of adapters that alone are trained, of a model that is no module. frozen: as in
+            `Options`.
 
         The model is neither changed nor read. Raises `PlanError` for a model that cannot be built, `InspectionError`
         where Dynamo cannot capture it without weights, and whatever the backend would refuse it with.
@@ -82,8 +94,10 @@ class ModelSpec:
             name = model.name_or_path or model.model_type
         check_length(getattr(model, "config", model), sequence)
         module = model if isinstance(model, nn.Module) else built(model)
+        if lora:
+            name, module = f"{name} with LoRA of rank {lora}", adapted(module, lora)
         expert = {"compiler": "eager", "schedule": schedule, "masters": masters}
-        options = Options.of({"outputs": "loss", "precision": precision, "expert": expert})
+        options = Options.of({"outputs": "loss", "precision": precision, "frozen": frozen, "expert": expert})
         found = cls._captured(name, sequence, meta_copy(getattr(module, "_orig_mod", module), options).train(), options)
         return replace(found, moments=moment_types(STATES[states], ADAMW.states))
 
@@ -128,7 +142,9 @@ class ModelSpec:
         specialized = self.specialized(micro_batch_size)
         pairs = (masters or self.compilation.options.expert.masters) != "whole"
         types = stored_types(self.moments, pairs=pairs)
-        layout = arrange(specialized.split, self.compilation.captured, types)
+        captured, options = self.compilation.captured, self.compilation.options
+        codecs = encoded(specialized.split, captured, options)
+        layout = arrange(specialized.split, captured, types, codecs=codecs)
         tied = tied_units(specialized.split, layout.spans)
         found = workload_of(specialized, layout.sizes, tied=tied)
         kinds = {each.is_pair for each in layout.types.values() if each.has_master}

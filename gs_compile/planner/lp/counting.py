@@ -163,9 +163,9 @@ class Counted:
                 )
             )
             count = _Count(placement, self.ends if len(self.lengths) > 1 else num_layers)
-            most = builder.program(placement)
+            most = builder.program(placement, planned=False)
             count.alive(most)
-            usual = builder.program(placement, redo=False) if self.speculative else most
+            usual = builder.program(placement, redo=False, planned=False) if self.speculative else most
             count.moves(usual)
             counts.append(count)
         moved = _affine([each.moved for each in counts], saves=self.saves)

@@ -9,7 +9,7 @@ all before it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gs_compile.placement.kinds import slot_of
@@ -21,6 +21,7 @@ from gs_compile.program.ir import LANES, Op, Program, Value
 
 MEMORY = -1  # the lane of what happens in the issue loop itself
 COMPUTE = LANES.index("compute")
+LANE = {"memory": MEMORY} | {name: place for place, name in enumerate(LANES)}
 
 
 class Row(NamedTuple):
@@ -73,7 +74,7 @@ def dependencies(programs: Sequence[Program], placement: Placement | None = None
         found.starts.append(len(found.ops))
         if id(program) not in rows:
             slots = Slots(placement) if placement and program.offsets else None
-            rows[id(program)] = [_row(op, numbers, slots, program.offsets) for op in program.ops]
+            rows[id(program)] = _rows(program, numbers, slots)
         for op, row in zip(program.ops, rows[id(program)], strict=True):
             index, lane = len(found.ops), row.lane
             found.ops.append(op)
@@ -86,15 +87,20 @@ def dependencies(programs: Sequence[Program], placement: Placement | None = None
     return found
 
 
-def _row(op: Op, numbers: dict[Value, int], slots: Slots | None, offsets: Mapping[object, int]) -> Row:
-    def numbered(values: tuple[Value, ...]) -> tuple[int, ...]:
-        return tuple([numbers.setdefault(value, len(numbers)) for value in values])
+def _rows(program: Program, numbers: dict[Value, int], slots: Slots | None) -> list[Row]:
+    offsets, found = program.offsets, list[Row]()
 
-    made = [(range_of(slot, offsets), is_new) for slot, is_new in slots.made(op)] if slots else []
-    begins = tuple([(where, is_new) for where, is_new in made if where])
-    ends = range_of(slots.of(op.reads[0]), offsets) if slots and op.verb == "free" else None
-    lane = MEMORY if op.lane == "memory" else LANES.index(op.lane)
-    return Row(lane, op.verb, numbered(op.reads), numbered(op.into), numbered(op.results), begins, ends)
+    def numbered(values: tuple[Value, ...]) -> tuple[int, ...]:
+        return tuple([numbers.setdefault(value, len(numbers)) for value in values]) if values else ()
+
+    for op in program.ops:
+        made = [(range_of(slot, offsets), is_new) for slot, is_new in slots.made(op)] if slots and op.results else ()
+        begins = tuple([(where, is_new) for where, is_new in made if where])
+        ends = range_of(slots.of(op.reads[0]), offsets) if slots and op.verb == "free" else None
+        found.append(
+            Row(LANE[op.lane], op.verb, numbered(op.reads), numbered(op.into), numbered(op.results), begins, ends)
+        )
+    return found
 
 
 class _Waits:
