@@ -14,7 +14,7 @@ import torch
 from gs_compile.capture.graph import Captured, TensorSpec
 from gs_compile.capture.split import Split
 from gs_compile.errors import CaptureError, OptimizerError
-from gs_compile.options import Options
+from gs_compile.options import Frozen, Options
 from gs_compile.placement.shards import QUANTUM, owned, pieces, sharded
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIED, Unit
@@ -106,20 +106,20 @@ def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:
     return found
 
 
-def encoded(split: Split, captured: Captured, options: Options) -> dict[int, str]:
-    """By input index the codec of each parameter that `options.frozen` means: frozen matrices of a layer alone, or
+def encoded(split: Split, captured: Captured, frozen: Frozen | None, skip: Sequence[str] = ()) -> dict[int, str]:
+    """By input index the codec of each parameter that the option `frozen` means: frozen matrices of a layer alone, or
     several of one shape together, as of experts; not those of modules to be skipped.
     """
-    if options.frozen is None:
+    if frozen is None:
         return {}
     found: dict[int, str] = {}
     num_readers = Counter(index for graph in split.units for index in graph.parameters(captured))
     for graph in split.units:
         for index, spec in graph.parameters(captured).items() if isinstance(graph.unit, int) else ():
             is_matrix = len(spec.shape) in (2, 3) and spec.dtype.is_floating_point and spec.dtype.itemsize > 1
-            is_skipped = not set(options.frozen_skip).isdisjoint(captured.inputs[index].path.split("."))
+            is_skipped = not set(skip).isdisjoint(captured.inputs[index].path.split("."))
             if is_matrix and not is_skipped and not spec.requires_grad and num_readers[index] == 1:
-                found[index] = options.frozen
+                found[index] = frozen
     return found
 
 

@@ -90,7 +90,7 @@ def plan_tiers(
 
 def codecs_of(split: Split, captured: Captured, options: Options, args: Sequence[Any]) -> dict[int, str]:
     """By input index, the codec of each parameter that is encoded: already, or in its first call by the options."""
-    found = encoded(split, captured, options)
+    found = encoded(split, captured, options.frozen, options.frozen_skip)
     for index, arg in enumerate(args):
         place = residency_of(arg) if is_offloaded(arg) else None
         if place is None or not (place.codec or place.place):

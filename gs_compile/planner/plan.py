@@ -86,7 +86,7 @@ class _Model:
 
     def _spec(self, schedule: Schedule) -> ModelSpec:
         request = self.request
-        return ModelSpec.of(
+        spec = ModelSpec.of(
             self.model,
             sequence=request.sequence,
             precision=request.precision or ("model" if isinstance(self.model, nn.Module) else "bf16"),
@@ -94,8 +94,8 @@ class _Model:
             masters=request.masters,
             states=request.states,
             lora=request.lora,
-            frozen=request.frozen,
         )
+        return replace(spec, frozen=request.frozen)
 
     def workload(self, size: int, schedule: Schedule, masters: Masters | None = None) -> Workload:
         """With layers that save their inputs alone; a workload that is given as such is scaled from its own."""

@@ -71,7 +71,7 @@ def test_a_model_without_weights():
     ("name", "message"),
     [
         ("gpt-64b", r"^gpt-64b is neither the name of a model nor the path of a config\.json; did you mean gpt-65b"),
-        ("#", r"known are gpt-30b, gpt-65b, gpt-175b and HuggingFace's types"),
+        ("#", r"known are gpt-30b, gpt-65b, gpt-175b, llama-8b, llama-70b, llama-405b and HuggingFace's types"),
     ],
 )
 def test_a_name_that_nothing_has(name, message):
@@ -105,3 +105,11 @@ def test_without_transformers(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(PlanError, match="pip install 'greedysnake"):
         named_config("gpt2")
+
+
+def test_llamas_have_their_published_sizes():
+    """arXiv 2407.21783, table 3."""
+    numbers = {}
+    for name in ("llama-8b", "llama-70b", "llama-405b"):
+        numbers[name] = sum(each.numel() for each in built(named_config(name)).parameters()) / 1e9
+    assert numbers == pytest.approx({"llama-8b": 8.03, "llama-70b": 70.55, "llama-405b": 405.85}, rel=1e-3)

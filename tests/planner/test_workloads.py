@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from planned import gpt
 from gs_compile.errors import PlanError
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.planner.cost import workload as module
-from gs_compile.planner.cost.model import DEPTH
+from gs_compile.planner.cost.model import DEPTH, built
 from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.plan import plan
 from gs_compile.program.ir import height
+from gs_compile.runtime.codecs import CODECS
 
 FAMILIES = [
     "gpt2",
@@ -218,3 +220,22 @@ def test_adapters_need_peft(monkeypatch):
 def test_a_model_that_is_given_has_its_own_adapters_or_none(model):
     with pytest.raises(PlanError, match="lora is 4, but the model is given as it is trained: name one, or give a conf"):
         plan(model, machine="a100", lora=4)
+
+
+@peft_alone
+def test_frozen_matrices_are_planned_in_their_bytes():
+    """Of layers alone: each matrix in whole quanta of bf16, and its values beside what its layer's code computes with."""
+    config = zoo.configuration("llama")
+    spec = ModelSpec.of(config, sequence=zoo.TOKENS, precision="bf16", lora=4)
+    plain, found = spec.workload(1), replace(spec, frozen="nf4").workload(1)
+    named = built(config).named_parameters()
+    matrices = [each for name, each in named if ".layers.0." in name and each.dim() == 2]
+    stored = sum(-(-CODECS["nf4"].nbytes(each.shape) // (2 * QUANTUM)) * QUANTUM for each in matrices)
+    dense = sum(-(-each.numel() // QUANTUM) * QUANTUM for each in matrices)
+    for one, other in zip(plain.sizes, found.sizes, strict=True):
+        is_layer = isinstance(one.unit, int)
+        assert one.trained == other.trained
+        assert sum(one.frozen) - sum(other.frozen) == (dense - stored if is_layer else 0)
+        assert other.decoded_nbytes == (2 * sum(each.numel() for each in matrices) if is_layer else 0)
+    layer = found.costs[0].workspace_nbytes + found.sizes[1].decoded_nbytes
+    assert found.workspace_nbytes == max(layer, plain.workspace_nbytes)

@@ -54,7 +54,7 @@ class ModelSpec:
 
     sequence: tokens of a sample. symbols: symbolic sizes beside the batch.
     num_layers: may be more than were captured: they are alike then. A layer may be a part of a block, and a
-        micro-batch the whole batch, as the schedule has it.
+        micro-batch the whole batch, as the schedule has it. frozen: as in `Options`.
     """
 
     name: str
@@ -63,6 +63,7 @@ class ModelSpec:
     symbols: Mapping[str, int]
     num_layers: int = 0
     moments: tuple[torch.dtype | None, ...] = (None, None)
+    frozen: Frozen | None = None
 
     @classmethod
     def of(
@@ -75,14 +76,12 @@ class ModelSpec:
         masters: Masters | None = None,
         states: str = "fp32",
         lora: int | None = None,
-        frozen: Frozen | None = None,
     ) -> ModelSpec:
         """The specification of a name or path (as `named_config` takes it), a config of transformers, or a module.
 
         precision: as the option of the backend; "bf16" has fp32 masters, and gradients in fp32.
         schedule: one that cuts blocks has several layers of each. masters: as in `Expert`. states: AdamW's moments, of
-            `STATES`. lora: the rank of adapters that alone are trained, of a model that is no module. frozen: as in
-            `Options`.
+            `STATES`. lora: the rank of adapters that alone are trained, of a model that is no module.
 
         The model is neither changed nor read. Raises `PlanError` for a model that cannot be built, `InspectionError`
         where Dynamo cannot capture it without weights, and whatever the backend would refuse it with.
@@ -97,7 +96,7 @@ class ModelSpec:
         if lora:
             name, module = f"{name} with LoRA of rank {lora}", adapted(module, lora)
         expert = {"compiler": "eager", "schedule": schedule, "masters": masters}
-        options = Options.of({"outputs": "loss", "precision": precision, "frozen": frozen, "expert": expert})
+        options = Options.of({"outputs": "loss", "precision": precision, "expert": expert})
         found = cls._captured(name, sequence, meta_copy(getattr(module, "_orig_mod", module), options).train(), options)
         return replace(found, moments=moment_types(STATES[states], ADAMW.states))
 
@@ -142,8 +141,8 @@ class ModelSpec:
         specialized = self.specialized(micro_batch_size)
         pairs = (masters or self.compilation.options.expert.masters) != "whole"
         types = stored_types(self.moments, pairs=pairs)
-        captured, options = self.compilation.captured, self.compilation.options
-        codecs = encoded(specialized.split, captured, options)
+        captured = self.compilation.captured
+        codecs = encoded(specialized.split, captured, self.frozen)
         layout = arrange(specialized.split, captured, types, codecs=codecs)
         tied = tied_units(specialized.split, layout.spans)
         found = workload_of(specialized, layout.sizes, tied=tied)
