@@ -116,8 +116,9 @@ def _model(recipe: Recipe) -> Any:
 
     with _named("model"):
         if isinstance(recipe.model, str):
-            places = {name: recipe.options[name] for name in ("storage", "host_memory") if name in recipe.options}
-            return from_pretrained(AutoModelForCausalLM, recipe.model, **places)
+            names = {"storage", "host_memory", "frozen", "frozen_skip"} & recipe.options.keys()
+            given = {name: recipe.options[name] for name in names}
+            return from_pretrained(AutoModelForCausalLM, recipe.model, **given)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**recipe.model))
 
 
