@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import matplotlib
 import pytest
+import zoo
 from planned import A100, gpt
 from test_timeline import simulated
 
@@ -153,3 +154,12 @@ def test_the_step_that_figures_are_titled_by_is_on_its_curve(tmp_path, monkeypat
     assert series["vertical"][-1].samples == 2
     assert series["vertical"][-1].tokens_per_second == pytest.approx(titled.tokens_per_second, rel=1e-9)
     assert schedules["vertical"] == titled.traffic
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
+def test_figures_of_adapters_over_frozen_matrices(tmp_path):
+    """A workload says itself what is trained and how matrices are stored."""
+    given = {"micro_batch_size": 1, "num_micro_batches": 2, "sequence": zoo.TOKENS, "lora": 2, "frozen": "nf4"}
+    titled = plan(zoo.configuration("gpt2"), machine=A100, **given)
+    draw.save(titled, trace=None, page=None, figures=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"lanes.svg", "throughput.svg", "traffic.svg"}

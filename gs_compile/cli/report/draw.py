@@ -58,6 +58,8 @@ ONE_RANK: Mapping[str, Any] = {  # what a workload says itself
     "network": None,
     "masters": None,
     "states": "fp32",
+    "lora": None,
+    "frozen": None,
 }
 COMPARED: tuple[Schedule, ...] = ("vertical", BASELINE)  # that figures show side by side
 
