@@ -29,24 +29,32 @@ settings.load_profile("any speed")
 
 
 def pytest_collection_finish():
-    """Whatever the modules have imported stays: the collections of garbage that tests ask for pass over it."""
+    """Whatever the modules have imported stays: the collections of garbage that tests ask for pass over it.
+
+    Those that Python makes by itself come seldom: captures make many objects, and looking for circles among them would
+    take a fifth of the time of the tests.
+    """
+    gc.set_threshold(50_000, 20, 50)
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo(request):
+def fresh_dynamo(captures_of_a_module):
     """Each test captures its own models, unless its module says KEEPS_CAPTURES."""
-    if not getattr(request.module, "KEEPS_CAPTURES", False):
+    if not Harness.are_kept:
         Harness.forget_captures()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def captures_of_a_module():
+def captures_of_a_module(request):
     """A module that keeps its captures from test to test begins without any.
 
     What modules before it have left for good is passed over by the collections that a model's first call makes.
     """
+    if Harness.are_kept:
+        gc.unfreeze()  # what the module before has kept is garbage now
+    Harness.are_kept = getattr(request.module, "KEEPS_CAPTURES", False)
     Harness.forget_captures()
     gc.collect()
     gc.freeze()
