@@ -136,7 +136,9 @@ def test_hidden_states(compiler):
     assert_same_gradients(found, expected)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])  # llama's first block reads them as they are
+@pytest.mark.parametrize(
+    "name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"]
+)  # llama's first block reads them as they are
 def test_inputs_that_require_a_gradient(name):
     def use(model):
         _, labels = batch()
