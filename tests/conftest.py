@@ -9,7 +9,7 @@ import figures
 import pytest
 import torch
 from hypothesis import settings
-from tiered import Harness, shared
+from tiered import Harness, collect_seldom, shared
 
 from gs_compile.planner.cost import timing
 
@@ -29,14 +29,7 @@ settings.load_profile("any speed")
 
 
 def pytest_collection_finish():
-    """Whatever the modules have imported stays: the collections of garbage that tests ask for pass over it.
-
-    Those that Python makes by itself come seldom: captures make many objects, and looking for circles among them would
-    take a fifth of the time of the tests.
-    """
-    gc.set_threshold(50_000, 20, 50)
-    gc.collect()
-    gc.freeze()
+    collect_seldom()
 
 
 @pytest.fixture(autouse=True)

@@ -325,6 +325,17 @@ def shared(precision: str = "model", *, halved: bool = False, **sizes: Any) -> H
     return Harness(partial(gpt2, **sizes), precision)
 
 
+def collect_seldom() -> None:
+    """Whatever is there stays: collections of garbage pass over it.
+
+    Those that Python makes by itself come seldom: captures make many objects, and looking for circles among them would
+    take a fifth of the time of the tests.
+    """
+    gc.set_threshold(50_000, 20, 50)
+    gc.collect()
+    gc.freeze()
+
+
 def our_threads() -> list[str]:
     """The names of the threads that this package has started and not ended, but for those of what is garbage.
 
