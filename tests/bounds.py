@@ -43,17 +43,23 @@ def beside(folder: str) -> dict[str, str]:
     return {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / folder).rglob("*.py")}
 
 
-def code_lines(source: str) -> set[int]:
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@cache
+def code_lines(source: str) -> frozenset[int]:
     """The numbers of the lines that hold code: no docstrings, blank lines, comments or imports."""
     found: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in LAYOUT:
             found.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         match node:
             case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant(value=str())):
                 found.difference_update(range(node.lineno, node.end_lineno + 1))
-    return found
+    return frozenset(found)
 
 
 def hold(bound: str, offenders: dict[str, int]) -> None:

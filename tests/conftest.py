@@ -9,7 +9,7 @@ import figures
 import pytest
 import torch
 from hypothesis import settings
-from tiered import Harness, shared
+from tiered import Harness, collect_seldom, shared
 
 from gs_compile.planner.cost import timing
 
@@ -29,24 +29,25 @@ settings.load_profile("any speed")
 
 
 def pytest_collection_finish():
-    """Whatever the modules have imported stays: the collections of garbage that tests ask for pass over it."""
-    gc.collect()
-    gc.freeze()
+    collect_seldom()
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo(request):
+def fresh_dynamo(captures_of_a_module):
     """Each test captures its own models, unless its module says KEEPS_CAPTURES."""
-    if not getattr(request.module, "KEEPS_CAPTURES", False):
+    if not Harness.are_kept:
         Harness.forget_captures()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def captures_of_a_module():
+def captures_of_a_module(request):
     """A module that keeps its captures from test to test begins without any.
 
     What modules before it have left for good is passed over by the collections that a model's first call makes.
     """
+    if Harness.are_kept:
+        gc.unfreeze()  # what the module before has kept is garbage now
+    Harness.are_kept = getattr(request.module, "KEEPS_CAPTURES", False)
     Harness.forget_captures()
     gc.collect()
     gc.freeze()

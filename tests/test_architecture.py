@@ -15,7 +15,7 @@ from typing import get_args
 
 import bounds
 import pytest
-from bounds import ROOT, beside, code_lines, hold, library
+from bounds import ROOT, beside, code_lines, hold, library, parsed
 
 import gs_compile
 from gs_compile.schedules import Schedule
@@ -48,7 +48,7 @@ MUTABLE = {  # module-level state that changes, each with its reason in ARCHITEC
 
 def imports(module: str, source: str) -> Iterator[str]:
     """The modules that a file imports anywhere in it, by absolute name; a `from` that names a module gives this."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -85,7 +85,7 @@ def functions(source: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFun
                 yield name[:-1], child
             yield from walk(child, name)
 
-    return walk(ast.parse(source), "")
+    return walk(parsed(source), "")
 
 
 def num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -130,7 +130,7 @@ def with_many_parameters(sources: dict[str, str]) -> dict[str, int]:
 def touches(source: str) -> int:
     """How often a file asks for a device's type, uses `torch.cuda`, or uses what torch keeps private."""
     found = 0
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
             found += node.attr == "is_cuda" or node.attr in PRIVATE or (owner == "torch" and node.attr == "cuda")
@@ -146,7 +146,7 @@ def touches(source: str) -> int:
 
 def names_cuda(source: str) -> bool:
     """Whether a file uses `torch.cuda`; the runtime serves any accelerator."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
             return True
         if isinstance(node, ast.ImportFrom | ast.Import):
@@ -158,7 +158,7 @@ def names_cuda(source: str) -> bool:
 
 def schedules_named(source: str) -> list[str]:
     """The schedules to compare with that code names: as identifiers, in imports, or in strings; docstrings may."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found: list[str] = []
     for node in ast.walk(tree):
@@ -173,7 +173,7 @@ def schedules_named(source: str) -> list[str]:
 
 def mutable(source: str) -> Iterator[str]:
     """Names of a module that are neither constants, functions nor types but hold an object that may change."""
-    for node in ast.parse(source).body:
+    for node in parsed(source).body:
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         )
@@ -185,7 +185,7 @@ def mutable(source: str) -> Iterator[str]:
             of_weak_keys = isinstance(node.value, ast.Call) and "Weak" in ast.unparse(node.value.func)
             if is_object and (of_weak_keys or not is_constant):
                 yield name
-    yield from (name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Global) for name in node.names)
+    yield from (name for node in ast.walk(parsed(source)) if isinstance(node, ast.Global) for name in node.names)
 
 
 def test_imports_go_left():

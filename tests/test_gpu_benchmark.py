@@ -71,6 +71,7 @@ def test_a_smoke_row_finds_a_placement_that_learns_other_bits(setting, tmp_path,
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_lanes_and_steps_of_a_tiny_model(setting, tmp_path):
     found = gpu.measure(setting, ["lanes", "steps"], tmp_path / "gpu.json")
     assert json.loads((tmp_path / "gpu.json").read_text()) == json.loads(json.dumps(found))

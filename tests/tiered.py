@@ -245,6 +245,7 @@ class Harness:
     Its capture outlives a test only in a module that says KEEPS_CAPTURES.
     """
 
+    are_kept: ClassVar[bool] = False  # captures, in this module
     _all: ClassVar[weakref.WeakSet[Harness]] = weakref.WeakSet()
 
     def __init__(self, build: Callable[[], torch.nn.Module], precision: str = "model") -> None:
@@ -282,7 +283,11 @@ class Harness:
         try:
             yield optimizer
         finally:
+            num_before = len(self.compilations)
             self.compilations = compilations_of.get(next(self.model.parameters()), [])
+            if self.are_kept and len(self.compilations) > num_before:
+                gc.collect()
+                gc.freeze()  # the collection that each first call makes passes over what is kept
             same = [compilation.options == Options.of(self.given) for compilation in self.compilations]
             if optimizer.engine is not None:
                 optimizer.engine.tiers.close()
@@ -320,6 +325,17 @@ class Harness:
 def shared(precision: str = "model", *, halved: bool = False, **sizes: Any) -> Harness:
     """The one harness of a model in this process; `halved`: for the schedule that cuts blocks, so captures it itself."""
     return Harness(partial(gpt2, **sizes), precision)
+
+
+def collect_seldom() -> None:
+    """Whatever is there stays: collections of garbage pass over it.
+
+    Those that Python makes by itself come seldom: captures make many objects, and looking for circles among them would
+    take a fifth of the time of the tests.
+    """
+    gc.set_threshold(50_000, 20, 50)
+    gc.collect()
+    gc.freeze()
 
 
 def our_threads() -> list[str]:

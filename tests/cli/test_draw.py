@@ -123,8 +123,8 @@ def test_rooflines():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"clip": True},
-        {"alpha": 1.0},
+        pytest.param({"clip": True}, marks=pytest.mark.slow),
+        pytest.param({"alpha": 1.0}, marks=pytest.mark.slow),
         {"ratios": {"optimizer": 0.0, "parameter": 0.0}},
         {"recompute": "none"},
         {"durability": "step"},

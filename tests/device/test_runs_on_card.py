@@ -12,7 +12,7 @@ import pytest
 import torch
 from carded import Card, on_storage, to
 from tiered import Harness, adamw, gpt2, loss_of, options, outcome, step, tokens, two_groups
-from zoo import huggingface
+from zoo import small
 
 import gs_compile
 from gs_compile.errors import DeviceError, MemoryBudgetError
@@ -221,7 +221,7 @@ def test_parameters_in_one_memory_leave_it_once():
 
 
 def test_a_model_built_on_storage_that_the_device_cannot_hold(tmp_path):
-    build, losses = partial(gpt2, num_layers=20), []
+    build, losses = partial(gpt2, num_layers=10), []
     nbytes = sum(parameter.nbytes for parameter in build().parameters())
     card.set_limit(nbytes * 3 // 4)
     for where in ("cpu", "card"):
@@ -246,7 +246,7 @@ def test_evaluation_generation_and_state_dicts(tmp_path):
 
     def run(where):
         torch._dynamo.reset()
-        model = huggingface("gpt2")
+        model = small("gpt2")
         if where != "cpu":
             to(model, where)
         optimizer = adamw(two_groups(model))

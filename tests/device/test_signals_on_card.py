@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     ("number", "code", "words"),
     [
-        (signal.SIGTERM, 143, "SystemExit (143,)"),
+        pytest.param(signal.SIGTERM, 143, "SystemExit (143,)", marks=pytest.mark.slow),
         pytest.param(signal.SIGHUP, 129, "SystemExit (129,)", marks=pytest.mark.slow),
         (signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt ()"),
     ],

@@ -7,7 +7,6 @@ As a script, it reads a run as a line of JSON (`Run`), and answers with a line (
 from __future__ import annotations
 
 import dataclasses
-import gc
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ from typing import Any
 
 import figures
 import torch
-from tiered import Harness, adamw, gpt2, options, our_threads, outcome, step, tokens
+from tiered import Harness, adamw, collect_seldom, gpt2, options, our_threads, outcome, step, tokens
 
 from gs_compile.runtime.signals import end_by_exit
 from gs_compile.runtime.storage import manifest, store, system
@@ -146,8 +145,7 @@ def serve() -> None:
     figures.give()
     harness = Harness(partial(gpt2, 2, 16, dropout=0.1))
     harness.train(partial(adamw, max_grad_norm=MAX_NORM), options(sys.argv[1]), num_steps=1)
-    gc.collect()
-    gc.freeze()
+    collect_seldom()
     print("ready", flush=True)  # noqa: T201
     for line in sys.stdin:
         run = Run(**json.loads(line))

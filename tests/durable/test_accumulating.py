@@ -13,6 +13,7 @@ from gs_compile.runtime.storage.manifest import FOLDER, read
 
 KEEPS_CAPTURES = True
 NUM_BACKWARDS, NUM_STEPS = 3, 4
+ON_DEVICE = {"ratios": {"parameter": 1.0, "optimizer": 0.5}, "separate_device": True}
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +33,15 @@ def train(harness, optimizer, first=0, between=lambda number, backwards: None):
     return outcome(harness.model, optimizer, [], [])
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["with the option", "found out"])
-@pytest.mark.parametrize("place", [{}, {"ratios": {"parameter": 1.0, "optimizer": 0.5}, "separate_device": True}])
+@pytest.mark.parametrize(
+    ("known", "place"),
+    [
+        pytest.param(True, {}, marks=pytest.mark.slow),
+        (True, ON_DEVICE),
+        (False, {}),
+        pytest.param(False, ON_DEVICE, marks=pytest.mark.slow),
+    ],
+)
 def test_killed_between_two_backwards(harness, tmp_path, known, place):
     given = options(tmp_path / "run", durability="step", accumulate=known, **place)
     torch.manual_seed(1)

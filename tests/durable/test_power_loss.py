@@ -208,7 +208,7 @@ MAKE = partial(adamw, max_grad_norm=MAX_NORM)
 @pytest.mark.parametrize(
     "count", [1, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(900)])], ids=["some", "all"]
 )
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param("on storage", marks=pytest.mark.slow), "mixed"])
 def test_every_image_has_a_commit_of_which_nothing_is_lost(harness, monkeypatch, tmp_path, way, count):
     """More than 10,000 images in all, of which some are gone on from for real."""
     directories = [tmp_path / "a" / "new", tmp_path / "b"]

@@ -128,7 +128,12 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
 
 @pytest.mark.parametrize(
     ("model", "max_norm", "first"),
-    [("dropout", None, 0), ("dropout", SOME_CLIPPED, 1), ("bf16", CLIPPED, 2), ("frozen bf16", None, 3)],
+    [
+        ("dropout", None, 0),
+        ("dropout", SOME_CLIPPED, 1),
+        pytest.param("bf16", CLIPPED, 2, marks=pytest.mark.slow),
+        ("frozen bf16", None, 3),
+    ],
 )
 def test_a_chain_of_killed_runs_is_one_run(lives, model, max_norm, first):
     """Another alpha, other ratios, drives, threads and budgets each time, and another way to clip."""

@@ -38,7 +38,7 @@ def ends(server, uninterrupted, directory, signals, **how):
 @pytest.mark.parametrize(
     "count", [3, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["some", "all"]
 )
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_run_that_is_asked_to_end(server, uninterrupted, tmp_path, name, count):
     """At random moments, with syncs that take their time; and with a second signal, which waits for nothing.
 

@@ -99,16 +99,21 @@ def evaluation_between_two_halves(model):
 @pytest.mark.parametrize(
     "use",
     [
-        scaled,
         two_forwards_then_two_backwards,
-        one_backward_of_two_forwards,
         accumulated_over_calls,
         loss_outside,
-        loss_outside_of_logits_that_came_with_one,
         loss_and_logits,
-        with_grad_scale,
-        after_evaluation,
         evaluation_between_two_halves,
+        *(
+            pytest.param(use, marks=pytest.mark.slow)
+            for use in (
+                scaled,  # which other tests here have
+                one_backward_of_two_forwards,
+                loss_outside_of_logits_that_came_with_one,
+                with_grad_scale,
+                after_evaluation,
+            )
+        ),
     ],
 )
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -136,7 +141,9 @@ def test_hidden_states(compiler):
     assert_same_gradients(found, expected)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])  # llama's first block reads them as they are
+@pytest.mark.parametrize(
+    "name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"]
+)  # llama's first block reads them as they are
 def test_inputs_that_require_a_gradient(name):
     def use(model):
         _, labels = batch()
@@ -224,7 +231,9 @@ FREEZE = {
 }
 
 
-@pytest.mark.parametrize("what", FREEZE)
+@pytest.mark.parametrize(
+    "what", [pytest.param(each, marks=[pytest.mark.slow] * each.startswith("the lower")) for each in FREEZE]
+)
 @pytest.mark.filterwarnings("ignore:the model's blocks are of:gs_compile.errors.UniformityWarning")
 def test_frozen_parameters_get_no_gradient(what):
     model = GPT(num_layers=4)

@@ -39,6 +39,7 @@ def test_a_size_equal_to_the_batch_by_coincidence():
     both_ways(Biased(), lambda model: model(*batch(5, tokens=5), bias_TD).backward(), 2)
 
 
+@pytest.mark.slow
 def test_compiled_code_is_for_a_transposed_batch_and_another_default_dtype():
     """A micro-batch has the strides of the whole, and the fractions of a mean are not of the user's default dtype."""
 

@@ -143,7 +143,9 @@ def below_all(model):
     model.model.norm.requires_grad_()
 
 
-@pytest.mark.parametrize(("name", "freeze"), [("gpt2", None), ("llama", None), ("llama", below_all)])
+@pytest.mark.parametrize(
+    ("name", "freeze"), [("gpt2", None), pytest.param("llama", None, marks=pytest.mark.slow), ("llama", below_all)]
+)
 def test_gradients_of_inputs(name, freeze, tmp_path):
     """With micro-batches of which the last is smaller; the prologue of llama has no parameters then."""
     model, reference = small(name), small(name)

@@ -118,7 +118,7 @@ def test_too_little_memory_for_clipping_says_what_would_fit_without(harness, sto
     [
         (False, None),
         (True, "speculative"),
-        (False, "chosen"),
+        pytest.param(False, "chosen", marks=pytest.mark.slow),
         pytest.param(True, None, marks=pytest.mark.slow),
         pytest.param(False, "delayed", marks=pytest.mark.slow),
     ],
@@ -162,7 +162,11 @@ def test_what_does_not_fit_is_planned_and_learns_the_same(harness, storage, capl
 
 @pytest.mark.parametrize(
     ("separate_device", "clip"),
-    [pytest.param(False, None, marks=pytest.mark.slow), (True, "delayed"), (False, "speculative")],
+    [
+        pytest.param(False, None, marks=pytest.mark.slow),
+        pytest.param(True, "delayed", marks=pytest.mark.slow),
+        (False, "speculative"),
+    ],
     ids=str,
 )
 def test_a_vocabulary_larger_than_layers_fits_with_updates_in_pieces_and_learns_the_same(

@@ -182,13 +182,10 @@ def test_a_tower_is_streamed_before_a_language_model(trained, tmp_path):
     optimizer.engine.tiers.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        "t5, AutoModelForSeq2SeqLM",
-        pytest.param("bart, AutoModelForSeq2SeqLM", marks=pytest.mark.slow),
-        pytest.param("whisper, WhisperForConditionalGeneration", marks=pytest.mark.slow),
-    ],
+    ["t5, AutoModelForSeq2SeqLM", "bart, AutoModelForSeq2SeqLM", "whisper, WhisperForConditionalGeneration"],
 )
 def test_both_stacks_of_a_model_of_transformers_are_streamed(name):
     """As the zoo tries them: against plain PyTorch, and the same bits on SSD as in memory."""

@@ -116,7 +116,12 @@ def larger_ones_keep_nothing(monkeypatch):
 @pytest.mark.usefixtures("larger_ones_keep_nothing")
 @pytest.mark.parametrize(
     ("precision", "alpha", "bound", "separate"),
-    [("model", 0.0, None, True), ("model", 0.3, None, False), ("bf16", 0.3, 1.6, False), ("bf16", 0.3, 1.6, True)],
+    [
+        ("model", 0.0, None, True),
+        pytest.param("model", 0.3, None, False, marks=pytest.mark.slow),
+        ("bf16", 0.3, 1.6, False),
+        pytest.param("bf16", 0.3, 1.6, True, marks=pytest.mark.slow),
+    ],
 )
 def test_larger_batches_that_keep_nothing(storage, precision, alpha, bound, separate):
     """Each reads again what the step before has kept, and so does the step after it; also where one is evaluated."""

@@ -205,7 +205,9 @@ def all_outputs():
     return Harness(gpt2)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "loop", [pytest.param(loop, marks=[pytest.mark.slow] * (loop in (a_sum, one_after_the_other))) for loop in LOOPS]
+)
 def test_a_loop_learns_what_plain_pytorch_does_wherever_data_is(loop, harness, tmp_path):
     wanted = plainly_learned(plain_sgd, loop)
     found = [
@@ -225,7 +227,7 @@ def test_r_drop(all_outputs, tmp_path):
         assert_same(each, found[0])
 
 
-@pytest.mark.parametrize("loop", [accumulated, three_forwards])
+@pytest.mark.parametrize("loop", [pytest.param(accumulated, marks=pytest.mark.slow), three_forwards])
 def test_on_a_device_every_access_is_ordered(loop, harness, tmp_path):
     """On the twin that runs late; it sums the squares of a norm in another order."""
     given = PLACES["on a device, mixed"]
@@ -235,7 +237,7 @@ def test_on_a_device_every_access_is_ordered(loop, harness, tmp_path):
     assert_same(found, (losses, values, pytest.approx(norm, rel=1e-6)))
 
 
-@pytest.mark.parametrize("loop", [accumulated, a_sum])
+@pytest.mark.parametrize("loop", [pytest.param(accumulated, marks=pytest.mark.slow), a_sum])
 def test_dropout_masks_are_the_same_where_the_first_step_begins_again(loop, tmp_path):
     harness = Harness(lambda: gpt2(dropout=0.2))
     found = [learned(harness, adamw, loop, options(tmp_path, accumulate=given)) for given in (False, True)]

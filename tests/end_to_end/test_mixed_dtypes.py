@@ -100,8 +100,14 @@ def test_gradients_from_outside_are_added(harness, tmp_path):
         compare(harness.model, plain, 1e-2 / 2**8)  # of a forward in bfloat16, batches of another size
 
 
-@pytest.mark.parametrize("state_dtype", [None, "8bit"])
-@pytest.mark.parametrize("masters", ["split", "whole"])
+@pytest.mark.parametrize(
+    ("masters", "state_dtype"),
+    [
+        ("split", "8bit"),
+        ("whole", None),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("split", None), ("whole", "8bit"))),
+    ],
+)
 def test_states_are_shown_and_come_back(harness, tmp_path, masters, state_dtype):
     """A wide parameter has moments, and no master; those of a narrow one are beside it."""
     given = options(tmp_path, masters=masters, alpha=0.5)

@@ -26,6 +26,7 @@ SETTINGS = {  # what is asked for, and host memory in multiples of the least
     "clip": ({"clip": True}, 1.3),
     "scarce memory": ({}, 1.02),
     "masters": ({"precision": "bf16"}, 1.3),
+    "all of these": ({"clip": True, "precision": "bf16"}, 1.02),
 }
 
 
@@ -46,7 +47,9 @@ def one_group(groups, **settings):
     return adamw([{"params": [parameter for group in groups for parameter in group["params"]]}], **settings)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting", [pytest.param(each, marks=[pytest.mark.slow] * (each != "all of these")) for each in SETTINGS]
+)
 def test_one_plan(name, harnesses, setting, storage, monkeypatch, given_figures):
     """The code is not timed: both price its operations by the rates of the machine."""
     monkeypatch.setattr(timing, "_timed", lambda workload, layout, unit, share: workload.costs[unit.unit])

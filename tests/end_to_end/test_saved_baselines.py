@@ -65,7 +65,7 @@ def checked(given, usual):
     return placement, peak(program, "host"), mapped_nbytes, shown
 
 
-@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("separate", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_on_each_tier(usual, tmp_path, schedule, separate):
     """A third of what can save on each tier there is, late updates beside it, within exactly the memory planned."""

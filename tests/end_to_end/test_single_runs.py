@@ -36,7 +36,7 @@ def chosen(storage, schedule, ratio=1.0, separate=False, **others):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("name", ["tied", pytest.param("untied", marks=pytest.mark.slow)])
 def test_learns_what_the_vertical_order_learns(storage, name, place):
     """Parameters after 5 steps, and the gradients of one; on the same dropout masks."""
     harness = shared(**BUILDS[name])

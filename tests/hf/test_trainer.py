@@ -101,10 +101,12 @@ CASES = {
     "norm of no clip": {"max_grad_norm": math.inf},
     "sgd": {"optim": "sgd", "gradient_accumulation_steps": 3},
     "checkpointed": {CHECKPOINTING: True},
-    "bf16": {"bf16": True, "gradient_accumulation_steps": 2},
+    # Gradients that are zero but for rounding, as those of the keys' biases, become whole steps of either sign with
+    # AdamW's usual eps of 1e-8, in either Trainer.
+    "bf16": {"bf16": True, "gradient_accumulation_steps": 2, "adam_epsilon": 1e-4},
 }
 OF_LLAMA = ["accumulated, ragged end"]  # the rest is Trainer's own work, whatever the model
-OF_GPT2 = ["evaluated between", "checkpointed", "bf16"]
+OF_GPT2 = ["checkpointed", "bf16"]
 
 
 def model_of(case):
@@ -119,7 +121,8 @@ def test_the_same_curves_and_weights(case, name, tmp_path):
     mine.train()
     assert all(is_offloaded(parameter) for parameter in mine.model.parameters())
     assert len(curve(mine, "loss")) == 6
-    assert_alike(mine, theirs, 1e-3 if case == "bf16" else 1e-5)  # products of bf16 round to 1e-2
+    # Products of bf16 round to 1e-2, the same in both for as long as weights are: norms then differ by 1e-4, weights by 5e-5.
+    assert_alike(mine, theirs, 1e-3 if case == "bf16" else 1e-5)
     assert curve(mine, "gs/ssd_read_bytes")[-1] > 0
 
 

@@ -55,7 +55,7 @@ def learned(module):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize(("num_batches", "bound"), [(1, None), (2, 0.5)])
+@pytest.mark.parametrize(("num_batches", "bound"), [pytest.param(1, None, marks=pytest.mark.slow), (2, 0.5)])
 def test_it_learns_what_torchs_optimizer_does(tmp_path, num_batches, bound):
     """With several backwards a step, and with clipping, which Lightning leaves to the optimizer."""
     common = {"accumulate_grad_batches": num_batches, "enable_checkpointing": False}

@@ -229,7 +229,7 @@ def test_a_model_on_storage_that_has_not_run(tmp_path):
         one.train(0)
 
 
-@pytest.mark.parametrize(("name", "tiered"), [("gpt2", False), ("qwen3", True)])
+@pytest.mark.parametrize(("name", "tiered"), [pytest.param("gpt2", False, marks=pytest.mark.slow), ("qwen3", True)])
 def test_generate_of_a_compiled_model_runs_as_written(name, tiered, tmp_path):
     """Also outside of `streaming`: a call with a cache is no step in layers."""
     torch._dynamo.reset()

@@ -42,7 +42,7 @@ def test_a_short_capture_has_the_workload_of_a_whole_one(monkeypatch):
 
 
 def test_the_batch_of_the_vertical_order_is_one_micro_batch():
-    given = ASKED | {"micro_batch_size": 2, "num_micro_batches": 4}
+    given = ASKED | {"micro_batch_size": 2, "num_micro_batches": 4, "recompute": "all"}
     vertical, found = (plan(CONFIG, schedule=schedule, **given) for schedule in ("vertical", "single"))
     assert (found.schedule, found.program.by_micro_batch, found.num_micro_batches) == ("single", False, 1)
     assert found.workload.micro_batch_size == 8

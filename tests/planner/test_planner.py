@@ -201,7 +201,7 @@ def test_where_nothing_moves_there_is_nothing_to_keep():
 
 def test_a_config_is_planned_in_bf16_like_a_name():
     config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=100, n_positions=32)
-    settings = {"machine": HERE, "sequence": 16, "micro_batch_size": 1, "num_micro_batches": 2}
+    settings = {"machine": HERE, "sequence": 16, "micro_batch_size": 1, "num_micro_batches": 2, "recompute": "all"}
     found = plan(config, **settings).workload
     assert (found.name, found.num_layers, found.sequence, found.dtype) == ("gpt2", 2, 16, "bf16")
     assert all((size.itemsize, size.state_itemsize) == (2, 10) for size in found.sizes)
@@ -248,8 +248,14 @@ def test_a_model_that_fits_nowhere_is_refused():
         plan(TINY, machine=HERE, host_memory="60MiB", schedule="horizontal", **FIVE)
 
 
-@pytest.mark.parametrize("machine", [HERE, "a100"])
-@pytest.mark.parametrize("alpha", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("alpha", "machine"),
+    [
+        (0.3, HERE),
+        (0.0, "a100"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.0, HERE), (0.3, "a100"))),
+    ],
+)
 def test_a_vocabulary_larger_than_layers_fits_with_updates_in_pieces(machine, alpha):
     """In less host memory than whole updates need; with enough of it they stay whole."""
     words = gpt(6, 512, sequence=256, vocabulary=20000, tied=False)  # 10 M words beside 3 M elements of a layer
@@ -282,7 +288,7 @@ LANES = {
 }
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 200))])
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 200))])
 def test_a_better_machine_is_never_slower(seed):
     """By more than 1 %: 200 changes of memory, bandwidth and rates, of machines with and without a device."""
     numbers = np.random.default_rng(seed)

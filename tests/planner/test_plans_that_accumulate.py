@@ -11,7 +11,7 @@ from gs_compile.planner.request import Request
 GIVEN = {"machine": "a100", "micro_batch_size": 1, "num_micro_batches": 4, "recompute": "all"}
 
 
-@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("clip", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sums_go_to_ssd_where_host_memory_has_no_room(clip):
     """Delayed clipping alone would not fit."""
     one = plan("gpt-30b", **GIVEN, host_memory="96GiB")

@@ -12,8 +12,8 @@
     def test_it(pair, tmp_path):
         first, second = pair.run(case, tmp_path, factor=3)
 
-The processes are forked from a server that has imported torch and the package once: the first fleet of a session takes
-some seconds, later ones tenths. A case may do what it likes with its process: after one that fails, or that ends its
+The processes are forked from a server that has made one step (`warm`): the first fleet of a session takes some seconds,
+later ones tenths. A case may do what it likes with its process: after one that fails, or that ends its
 process, the next case gets new ones. What a rank raises or prints is shown by the test. `outcomes` is for cases whose
 ranks are meant to fail.
 """
@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import socket
@@ -37,11 +38,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import figures
+import pytest
 import torch
 import torch.distributed as dist
 
 context: Any = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch.distributed.tensor", "networkx", "gs_compile.model.backend", "figures"])
+context.set_forkserver_preload(["warm"])
 
 
 class Info(NamedTuple):
@@ -121,6 +123,9 @@ class Fleet:
         self.processes, self._pipes = [], []
 
     def _start(self, tmp_path: Path) -> None:
+        with pytest.MonkeyPatch.context() as meanwhile:  # the server finds what it is to import
+            meanwhile.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+            multiprocessing.forkserver.ensure_running()
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         for rank in range(self.number):

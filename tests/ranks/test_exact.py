@@ -98,7 +98,7 @@ def check(found):
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "llama", "mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "positional"))],
+    ["llama", "mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "qwen3", "positional"))],
 )
 def test_two_ranks_against_ddp(pair, tmp_path, name):
     check(pair.run(learn_all, tmp_path, names=[name]))
@@ -241,6 +241,7 @@ def spoils_a_replica(info, tmp_path):
     return skipped, one.norms
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_in_one_replica_is_skipped_in_all(tmp_path):
     with Fleet(4) as fleet:
         found = fleet.run(spoils_a_replica, tmp_path)

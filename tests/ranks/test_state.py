@@ -60,7 +60,8 @@ def loads(info, tmp_path, precision, source, target=None):
 
 
 @pytest.mark.parametrize(
-    ("precision", "numbers"), [("bf16", (1, 3)), pytest.param("model", (1, 4), marks=pytest.mark.slow)]
+    ("precision", "numbers"),
+    [("bf16", (3,)), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("bf16", (1,)), ("model", (1, 4))))],
 )
 def test_from_two_ranks_to_others_and_back(precision, numbers, pair, tmp_path):
     saved, other = pair.run(saves, tmp_path, precision=precision)

@@ -1,0 +1,25 @@
+"""Imported by the server that ranks are forked from: what a first step imports and makes is there in each of them."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+
+import figures
+import networkx  # noqa: F401
+import torch
+import torch.distributed.tensor
+import transformers  # noqa: F401
+import zoo  # noqa: F401
+from tiered import Harness, adamw, collect_seldom, gpt2, options
+
+from gs_compile.codegen import compiled
+
+torch.set_num_threads(1)
+figures.give()
+with tempfile.TemporaryDirectory() as folder:
+    Harness(gpt2).train(adamw, options(folder), num_steps=1)
+Harness.forget_captures()
+compiled._codes.clear()  # ranks make their own
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the run has taken
+collect_seldom()
