@@ -110,8 +110,7 @@ def _highest(ladder: Ladder, fitting: Callable[[Placement], T | None]) -> list[t
             found[:] = [(each, made)]
         return not made
 
-    if ladder and not is_over(ladder[0]):  # more often than not nothing fits
-        bisect_left(ladder, True, lo=1, key=is_over)
+    bisect_left(ladder, True, key=is_over)
     return found
 
 
