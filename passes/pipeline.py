@@ -243,7 +243,10 @@ class _Dependencies:
         sealed with.
         """
         changed = (*op.into, *op.results)
-        found = self.values.awaited(op.reads, (*changed, *(self.gathered[v] for v in changed if v in self.gathered)))
+        found = self.values.awaited(op.reads, changed)
+        for value in changed:
+            if value in self.gathered:
+                found += self.values.idle(self.gathered[value])
         if op.verb == "seal":
             return found + self.stores
         return found + self.seal if _is_stored(op) else found

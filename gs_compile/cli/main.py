@@ -166,6 +166,26 @@ def plan(model: str, request: Request, as_json: Json = False) -> None:
 
 @app.command()
 @plans
+def fit(
+    model: str,
+    request: Request,
+    tokens: Annotated[float, option("Tokens to train on.", metavar="N")] = 1e9,
+    longest: Annotated[bool, option("Find the longest sequence too, which takes longer.", ..., "--longest")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a machine makes of a model: in full, by LoRA, and by LoRA over 4-bit weights.
+
+    Neither the model's weights nor the machine are needed.
+    """
+    from gs_compile.cli.plan import find_fits
+    from gs_compile.cli.report.fits import fits_dict, fits_report
+
+    found = find_fits(model, request, longest=longest)
+    typer.echo(json.dumps(fits_dict(found, tokens), indent=2) if as_json else fits_report(found, tokens))
+
+
+@app.command()
+@plans
 def simulate(
     model: str,
     request: Request,

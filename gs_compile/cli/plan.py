@@ -15,6 +15,7 @@ from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
 
 if TYPE_CHECKING:
+    from gs_compile.planner.fit import Fit
     from gs_compile.planner.measure.profile import Profile
     from gs_compile.planner.request import Request
     from gs_compile.planner.step_plan import StepPlan
@@ -34,6 +35,14 @@ def make_plan(model: str, request: Request) -> StepPlan:
         from gs_compile.planner.plan import plan
 
         return plan(model, request)
+
+
+def find_fits(model: str, request: Request, *, longest: bool) -> list[Fit]:
+    """Ask what fits; raises the errors of `planner.fit.fit`."""
+    with busy(f"planning {model}"):
+        from gs_compile.planner.fit import fit
+
+        return fit(model, request, longest=longest)
 
 
 @contextmanager

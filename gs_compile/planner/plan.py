@@ -66,8 +66,13 @@ def plan(
     Raises `PlanError` where settings contradict each other or nothing fits, `MemoryBudgetError` where no program does.
     """
     request = Request(**settings) if request is None else replace(request, **settings)
+    return door_of(model, request).plan()
+
+
+def door_of(model: Any, request: Request) -> Door:
+    """From a model, as of `plan`, and what is asked of it, to its problems and its plan."""
     profile = of_one_rank(find_profile(request.machine, request.storage), request.gpus, request.nodes, request.network)
-    return _Door(_Model(model, request), request, profile).plan()
+    return Door(_Model(model, request), request, profile)
 
 
 class _Model:
@@ -142,7 +147,7 @@ class Levelled:
 
 
 @dataclass(frozen=True)
-class _Door:
+class Door:
     """A model, a machine, and what is asked for: from there to a problem whose batch is known, and its decision."""
 
     model: _Model

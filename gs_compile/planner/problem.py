@@ -205,6 +205,11 @@ class Problem:
         """What a decision takes by the linear program, whether or not it fits."""
         return System(self.formulas, number, decision.alpha, self.budgets, self.request).valued(decision)
 
+    def needs(self, solution: Solution) -> tuple[dict[str, int], int]:
+        """The most bytes that a step has on each tier, and those that it writes to SSD, by the linear program."""
+        number, alpha = solution.num_micro_batches, solution.alpha
+        return System(self.formulas, number, alpha, self.budgets, self.request).needs(solution.decision)
+
     # Whether they fit -------------------------------------------------------------------------------------------------
 
     @property

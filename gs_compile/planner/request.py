@@ -284,4 +284,6 @@ def contradicts_alpha(
     return None
 
 
+# What a workload says itself, as a request that is silent of it.
+ITSELF: Mapping[str, Any] = {"masters": None, "states": "fp32", "lora": None, "frozen": None}
 FIELDS = tuple(each.name for each in fields(Request))

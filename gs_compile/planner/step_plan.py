@@ -190,12 +190,12 @@ class StepPlan:
         if self.profile.ssd_rated_nbytes:
             rated = self.profile.ssd_rated_nbytes
             words += (
-                f"; the drives are rated for {format_bytes(rated)}, {_time_text(rated / self.written_per_day)} of it"
+                f"; the drives are rated for {format_bytes(rated)}, {time_text(rated / self.written_per_day)} of it"
             )
         return words
 
 
-def _time_text(days: float) -> str:
+def time_text(days: float) -> str:
     """So many days, in years or hours where these say more."""
     unit, length = ("years", 365.0) if days >= 365 else ("days", 1.0) if days >= 1 else ("hours", 1 / 24)
     return f"{days / length:.1f} {unit}"

@@ -21,6 +21,7 @@ from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.request import ITSELF
 from gs_compile.planner.simulate.prices import code_seconds
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.step_plan import StepPlan
@@ -52,15 +53,7 @@ STYLE = {
 SHOWN = {"h2d": "load", "d2h": "offload", "ssd_read": "SSD read", "ssd_write": "SSD write", "net": "network"}
 GIB = 2**30
 APART = 0.08  # of a figure's width, between two notes on a line
-ONE_RANK: Mapping[str, Any] = {  # what a workload says itself
-    "gpus": 1,
-    "nodes": 1,
-    "network": None,
-    "masters": None,
-    "states": "fp32",
-    "lora": None,
-    "frozen": None,
-}
+ONE_RANK: Mapping[str, Any] = {"gpus": 1, "nodes": 1, "network": None, **ITSELF}
 COMPARED: tuple[Schedule, ...] = ("vertical", BASELINE)  # that figures show side by side
 
 

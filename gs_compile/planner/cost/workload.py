@@ -9,9 +9,10 @@ graphs of its code. Nothing is computed, and a model by name or config has no we
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -145,27 +146,43 @@ class ModelSpec:
         codecs = encoded(specialized.split, captured, self.frozen)
         layout = arrange(specialized.split, captured, types, codecs=codecs)
         tied = tied_units(specialized.split, layout.spans)
-        found = workload_of(specialized, layout.sizes, tied=tied)
+        found = workload_of(specialized, layout.sizes, tied=tied, costs=self._costs(micro_batch_size))
         kinds = {each.is_pair for each in layout.types.values() if each.has_master}
         masters = ("split" if kinds.pop() else "whole") if kinds else None
         found = replace(found, name=self.name, sequence=self.sequence, masters=masters)
         return _deepened(found, self.num_layers, specialized.split.layers_per_block)
 
+    @cached_property
+    def _costs(self) -> Callable[[int], Mapping[Unit, UnitCost]]:
+        """By micro-batch size: whatever masters are, the code is the same."""
+        return cache(lambda size: unit_costs(self.specialized(size)))
 
-def workload_of(specialized: SpecializedModel, sizes: Sequence[UnitSize], *, tied: Set[Unit] = frozenset()) -> Workload:
-    """The workload of a captured model. `tied`: the units that read parameters of "t"."""
+
+def unit_costs(specialized: SpecializedModel) -> Mapping[Unit, UnitCost]:
+    """What the code of each unit of a captured model costs."""
     costs: dict[Hashable, UnitCost] = {}  # equal units share one
     by_unit: dict[Unit, UnitCost] = {}
     for graph, key in zip(specialized.split.units, specialized.uniform.keys, strict=True):
         if key not in costs:
             costs[key] = _cost(specialized, graph)
         by_unit[graph.unit] = costs[key]
+    return by_unit
+
+
+def workload_of(
+    specialized: SpecializedModel,
+    sizes: Sequence[UnitSize],
+    *,
+    tied: Set[Unit] = frozenset(),
+    costs: Mapping[Unit, UnitCost] | None = None,
+) -> Workload:
+    """The workload of a captured model. tied: the units that read parameters of "t". costs: where they are known."""
     checkpoints = specialized.checkpoints
     return Workload(
         name="model",
         num_layers=specialized.split.num_layers,
         sizes=tuple(sizes),
-        costs=by_unit,
+        costs=costs or unit_costs(specialized),
         micro_batch_size=specialized.micro_batch_size,
         sequence=(*checkpoints[0].shape, 1)[1],
         **{name: getattr(specialized, name) for name in ACTIVATIONS},

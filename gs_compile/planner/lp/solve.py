@@ -139,13 +139,22 @@ class System:
 
     def valued(self, decision: Decision) -> Solution:
         """The seconds of a decision, whether or not it keeps the budgets."""
+        return Solution(self.num_micro_batches, decision, *self._seconds_at(self._point(decision)))
+
+    def needs(self, decision: Decision) -> tuple[dict[str, int], int]:
+        """The most bytes of a decision on each tier, and those that it writes to SSD in a step."""
+        point = self._point(decision)
+        peaks = {tier: int((alive @ point).max()) for tier, alive in self.numbers.alive.items()}
+        return peaks, int(self.numbers.written @ point)
+
+    def _point(self, decision: Decision) -> Array:
+        """A decision as the columns of the rows have it."""
         known = decision.ratios.given()
         shares = [
             sum(each.part for each in decision.shares if (each.level, each.tier) == saved)
             for saved in self.formulas.saved
         ]
-        point = np.array([1.0, *(known.get(name, 0.0) for name in RATIOS), *shares])
-        return Solution(self.num_micro_batches, decision, *self._seconds_at(point))
+        return np.array([1.0, *(known.get(name, 0.0) for name in RATIOS), *shares])
 
     def _at(self, point: Array, multipliers: Array) -> Solution:
         by_name = dict(zip(RATIOS, point[1:WIDTH].tolist(), strict=True))

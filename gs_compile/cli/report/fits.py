@@ -1,0 +1,64 @@
+"""fits: what a machine makes of a model, a way of training in each row, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from gs_compile.machine import format_bytes
+from gs_compile.planner.fit import Fit
+from gs_compile.planner.step_plan import time_text
+from gs_compile.planner.summary import rate_text, table
+
+RIGHT = (
+    "tokens/s",
+    "hours",
+    "host memory",
+    "device memory",
+    "SSD",
+    "written",
+    "drives last",
+    "micro-batch",
+    "sequence",
+)
+
+
+def fits_report(found: Sequence[Fit], tokens: float) -> str:
+    """A table of the ways that fit, for so many tokens, and a sentence for each that does not."""
+    rows = [_row(each, tokens) for each in found if not each.missing]
+    headings = ("", *RIGHT) if any(each.longest for each in found) else ("", *RIGHT[:-1])
+    width = len(headings)
+    parts = [f"for {tokens:.3g} tokens, by the linear program; `plan` simulates one of them and explains it"] * bool(
+        rows
+    )
+    parts += [table(headings, [row[:width] for row in rows], right=RIGHT)] * bool(rows)
+    parts += [f"{each.way}: {each.missing}" for each in found if each.missing]
+    return "\n\n".join(parts)
+
+
+def _row(fit: Fit, tokens: float) -> tuple[str, ...]:
+    days, ssd = fit.drive_days, fit.peaks.get("ssd", 0)
+    return (
+        fit.way,
+        rate_text(fit.tokens_per_second),
+        f"{fit.hours(tokens):,.0f}",
+        format_bytes(fit.peaks.get("host", 0)),
+        format_bytes(fit.peaks["device"]) if fit.peaks.get("device") else "-",
+        format_bytes(ssd) if ssd else "-",
+        format_bytes(int(fit.written_for(tokens))) if fit.written_nbytes else "-",
+        "-" if days is None else time_text(days),
+        str(fit.largest_micro_batch),
+        str(fit.longest or ""),
+    )
+
+
+def fits_dict(found: Sequence[Fit], tokens: float) -> dict[str, Any]:
+    """The same for programs."""
+    entries = []
+    for fit in found:
+        entry = {**asdict(fit), "peaks": dict(fit.peaks), "drive_days": fit.drive_days}
+        if not fit.missing:
+            entry |= {"hours": fit.hours(tokens), "written_nbytes_for_tokens": int(fit.written_for(tokens))}
+        entries.append(entry)
+    return {"tokens": tokens, "ways": entries}

@@ -1,0 +1,131 @@
+"""fit: what a machine makes of a model, trained in full, by adapters, and by adapters over matrices in a codec.
+
+Answers come from the linear program alone (`lp.search`): nothing is lowered and simulated, which `plan` does for one of
+them. Its seconds are a bound that a simulated step exceeds by some per cent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from gs_compile.errors import PlanError
+from gs_compile.planner.builder import SCARCE_UPDATES
+from gs_compile.planner.plan import Door, door_of
+from gs_compile.planner.request import Request
+from gs_compile.planner.step_plan import SECONDS_PER_DAY
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PretrainedConfig
+
+RANK = 16  # of adapters, where none is given
+MOST_SAMPLES = 256  # of a micro-batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """One way of training a model on a machine.
+
+    missing: why it does not fit, with what would; "": it fits. peaks: by tier, the most bytes of a step.
+    written_nbytes: to SSD in a step. largest_micro_batch: in samples, micro_batch_size times a power of two. longest:
+    tokens of a sample that fits alone, those of the request times a power of two; None: not asked for.
+    """
+
+    way: str
+    missing: str = ""
+    batch_size: int = 0
+    micro_batch_size: int = 0
+    tokens_per_second: float = 0.0
+    seconds: float = 0.0
+    peaks: Mapping[str, int] = field(default_factory=dict)
+    written_nbytes: int = 0
+    rated_nbytes: int = 0
+    largest_micro_batch: int = 0
+    longest: int | None = None
+
+    @property
+    def drive_days(self) -> float | None:
+        """Of training all day, for which the drives are rated; None: they are not written, or not rated."""
+        if not (self.written_nbytes and self.rated_nbytes):
+            return None
+        return self.rated_nbytes / (self.written_nbytes / self.seconds) / SECONDS_PER_DAY
+
+    def hours(self, tokens: float) -> float:
+        return tokens / self.tokens_per_second / 3600
+
+    def written_for(self, tokens: float) -> float:
+        """Bytes that training on so many tokens writes to SSD."""
+        return self.written_nbytes * tokens / (self.tokens_per_second * self.seconds)
+
+
+def fit(
+    model: str | Path | PretrainedConfig, request: Request | None = None, *, longest: bool = False, **settings: Any
+) -> list[Fit]:
+    """Each way of training a model, given as for `plan`; request.lora, frozen: the rank and the codec of adapters.
+
+    Raises `PlanError` for what is wrong with the model or the request; what does not fit says so.
+    """
+    request = Request(**settings) if request is None else replace(request, **settings)
+    return [_fit(way, model, asked, longest=longest) for way, asked in ways(request)]
+
+
+def ways(request: Request) -> Iterator[tuple[str, Request]]:
+    rank, codec = request.lora or RANK, request.frozen or "nf4"
+    yield "in full", replace(request, lora=None, frozen=None)
+    yield f"LoRA of rank {rank}", replace(request, lora=rank, frozen=None)
+    yield f"the same over {codec}", replace(request, lora=rank, frozen=codec)
+
+
+def _fit(way: str, model: Any, request: Request, *, longest: bool) -> Fit:
+    door = door_of(model, request)
+    try:
+        found = door.searched()[0]
+    except PlanError as error:
+        return Fit(way=way, missing=error.message)
+    problem, search = found
+    peaks, written = problem.needs(search.best)
+    size, number = problem.workload.micro_batch_size, search.best.num_micro_batches
+    largest = _largest(door, size)
+    return Fit(
+        way=way,
+        batch_size=size * number,
+        micro_batch_size=size,
+        tokens_per_second=problem.workload.tokens * search.best.throughput,
+        seconds=search.best.seconds,
+        peaks=peaks,
+        written_nbytes=written,
+        rated_nbytes=problem.profile.ssd_rated_nbytes,
+        largest_micro_batch=largest,
+        longest=_longest(model, request, largest) if longest else None,
+    )
+
+
+def _largest(door: Door, size: int) -> int:
+    """The samples of the largest micro-batch that fits, where `size` do: that times a power of two."""
+    while 2 * size <= MOST_SAMPLES and does_fit(door, 2 * size):
+        size *= 2
+    return size
+
+
+def _longest(model: Any, request: Request, largest: int) -> int:
+    """The longest sequence of which one sample fits: what fits in samples does in tokens, but for attention's own."""
+    length = request.sequence * 2 ** (largest.bit_length() - 1)
+    while length > request.sequence:
+        with suppress(PlanError):  # longer than the model's positions
+            if does_fit(door_of(model, replace(request, sequence=length)), 1):
+                return length
+        length //= 2
+    return request.sequence
+
+
+def does_fit(door: Door, samples: int) -> bool:
+    """Whether a micro-batch of so many samples does, with updates in pieces if need be."""
+    for updates in (door.layer_updates, SCARCE_UPDATES):
+        with suppress(PlanError):
+            replace(door, layer_updates=updates).problem(samples).search(1)
+            return True
+    return False

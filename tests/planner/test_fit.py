@@ -1,0 +1,90 @@
+"""What a machine makes of a model: by the linear program, as a plan has it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import zoo
+
+from gs_compile.planner import fit as module
+from gs_compile.planner.fit import Fit, fit, ways
+from gs_compile.planner.plan import door_of, plan
+from gs_compile.planner.request import Request
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
+DEEP = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
+ASKED = {"machine": "rtx4090", "sequence": 64, "host_memory": "48MiB", "device_memory": "48MiB", "lora": 4}
+
+
+@pytest.fixture(scope="module")
+def config():
+    return zoo.configuration("llama", **DEEP)
+
+
+@pytest.fixture(scope="module")
+def found(config):
+    return fit(config, **ASKED)
+
+
+def test_the_ways():
+    request = Request(lora=None, frozen=None)
+    assert [(way, asked.lora, asked.frozen) for way, asked in ways(request)] == [
+        ("in full", None, None),
+        ("LoRA of rank 16", 16, None),
+        ("the same over nf4", 16, "nf4"),
+    ]
+    _, *others = ways(replace(request, lora=8, frozen="int8"))
+    assert [(asked.lora, asked.frozen) for _, asked in others] == [(8, None), (8, "int8")]
+
+
+def test_each_way_keeps_the_budgets_and_is_a_bound_of_its_plan(config, found):
+    assert [each.missing for each in found] == ["", "", ""]
+    for each, (_, asked) in zip(found, ways(Request(**ASKED)), strict=True):
+        assert each.peaks["host"] <= 48 << 20
+        assert each.peaks["device"] <= 48 << 20
+        number = each.batch_size // each.micro_batch_size
+        made = plan(config, replace(asked, micro_batch_size=each.micro_batch_size, num_micro_batches=number))
+        assert each.seconds <= made.seconds * 1.01
+        assert each.seconds == pytest.approx(made.bound_seconds, rel=0.2)  # of what fits as a program too
+        assert each.written_nbytes == pytest.approx(made.written, rel=0.2)
+
+
+def test_fewer_bytes_are_less_to_store_and_to_write(found):
+    full, lora, frozen = (each.peaks["ssd"] + each.peaks["host"] for each in found)
+    assert full > lora > frozen
+    assert found[0].written_nbytes / found[0].batch_size > found[1].written_nbytes / found[1].batch_size
+
+
+def test_hours_bytes_and_days():
+    one = Fit(way="", tokens_per_second=200.0, seconds=10.0, written_nbytes=10**9, rated_nbytes=10**14)
+    assert one.hours(7.2e6) == pytest.approx(10.0)
+    assert one.written_for(7.2e6) == pytest.approx(3.6e12)  # 3600 steps of 2000 tokens
+    assert one.drive_days == pytest.approx(10**14 / 10**8 / 86400)
+    assert replace(one, written_nbytes=0).drive_days is None
+
+
+def test_the_largest_micro_batch_is_the_last_that_fits(config, found):
+    """Of the model itself, whose code is counted at that size."""
+    _, asked = next(iter(ways(Request(**ASKED))))
+    door, largest = door_of(config, asked), found[0].largest_micro_batch
+    assert largest > 1
+    assert module.does_fit(door, largest)
+    assert not module.does_fit(door, 2 * largest)
+
+
+@pytest.mark.parametrize("most", [None, 128])
+def test_the_longest_sequence(monkeypatch, most):
+    """As many tokens as fit in samples, or fewer; no more than the model has positions for."""
+    monkeypatch.setattr(module, "ways", lambda request: [("in full", replace(request, lora=None))])
+    positions = {"max_position_embeddings": most} if most else {"max_position_embeddings": 4096}
+    (one,) = fit(zoo.configuration("llama", **DEEP, **positions), **ASKED, longest=True)
+    assert one.longest == most or one.largest_micro_batch * 64 / 4 < one.longest <= one.largest_micro_batch * 64
+
+
+def test_what_does_not_fit_says_what_is_missing(config, monkeypatch):
+    monkeypatch.setattr(module, "ways", lambda request: [("in full", replace(request, lora=None))])
+    (full,) = fit(config, **{**ASKED, "host_memory": "1MiB"})
+    assert "it needs" in full.missing
+    assert "of host memory" in full.missing
+    assert full.tokens_per_second == 0.0
