@@ -1,0 +1,75 @@
+"""`greedysnake fit`: its table and its JSON."""
+
+from __future__ import annotations
+
+import json
+
+import expecttest
+import pytest
+from command_line import run
+
+from gs_compile.cli.report.fits import fits_report
+from gs_compile.planner import fit as planner
+from gs_compile.planner.fit import Fit
+
+FULL = Fit(way="in full", missing="m does not fit: it needs 2.0 GiB of host memory, 1.0 GiB more than it may use")
+LORA = Fit(
+    way="LoRA of rank 16",
+    batch_size=8,
+    micro_batch_size=2,
+    tokens_per_second=250.0,
+    seconds=16.0,
+    peaks={"device": 3 << 30, "host": 1 << 30, "ssd": 40 << 30},
+    written_nbytes=10**9,
+    rated_nbytes=10**15,
+    largest_micro_batch=4,
+)
+OVER = Fit(
+    way="the same over nf4",
+    batch_size=8,
+    micro_batch_size=8,
+    tokens_per_second=1000.0,
+    seconds=4.0,
+    peaks={"device": 3 << 30, "host": 12 << 30},
+    largest_micro_batch=16,
+)
+
+
+class TestText(expecttest.TestCase):
+    def test_what_fits_and_what_is_missing(self):
+        self.assertExpectedInline(
+            fits_report([FULL, LORA, OVER], 3.6e6),
+            """\
+for 3.6e+06 tokens, by the linear program; `plan` simulates one of them and explains it
+
+                   tokens/s  hours  host memory  device memory       SSD    written  drives last  micro-batch
+LoRA of rank 16         250      4      1.0 GiB        3.0 GiB  40.0 GiB  838.2 GiB   185.2 days            4
+the same over nf4     1,000      1     12.0 GiB        3.0 GiB         -          -            -           16
+
+in full: m does not fit: it needs 2.0 GiB of host memory, 1.0 GiB more than it may use""",
+        )
+
+
+@pytest.fixture
+def found(monkeypatch):
+    asked = []
+
+    def fit(model, request, *, longest):
+        asked.append((model, request.lora, longest))
+        return [FULL, LORA, OVER]
+
+    monkeypatch.setattr(planner, "fit", fit)
+    return asked
+
+
+def test_the_command(found):
+    shown = run("fit", "--model", "m", "--lora", "8", "--longest", "--tokens", "3.6e6", "--json")
+    assert shown.exit_code == 0, shown.stderr
+    told = json.loads(shown.stdout)
+    assert found == [("m", 8, True)]
+    full, lora, over = told["ways"]
+    assert (full["missing"], "hours" in full) == (FULL.missing, False)
+    assert (lora["hours"], over["hours"]) == (4.0, 1.0)
+    assert lora["written_nbytes_for_tokens"] == 900 * 10**9
+    assert lora["drive_days"] == pytest.approx(10**15 / (10**9 / 16) / 86400)
+    assert run("fit", "--model", "m", "--tokens", "3.6e6").stdout == fits_report([FULL, LORA, OVER], 3.6e6) + "\n"
