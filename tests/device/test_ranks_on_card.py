@@ -64,7 +64,7 @@ def learns(info, tmp_path, device):
 def test_two_ranks_with_a_device_each(built, tmp_path):
     with Fleet(2) as fleet:
         expected = fleet.run(learns, tmp_path, device="cpu")
-    with Fleet(2, initialize=False) as fleet:
+    with Fleet(2, initialize=False, fresh=True) as fleet:
         found = fleet.run(learns, tmp_path, device="card")
     for (losses, norm, values), (found_losses, found_norm, found_values, touches) in zip(expected, found, strict=True):
         assert found_losses == pytest.approx(losses, rel=1e-6)
@@ -87,7 +87,7 @@ def is_killed(info, tmp_path):
 
 def test_a_rank_that_is_killed_ends_the_other(built, tmp_path):
     """Its kernels never end, and whoever waits for them hears why."""
-    with Fleet(2, initialize=False) as fleet:
+    with Fleet(2, initialize=False, fresh=True) as fleet:
         fleet.begin(is_killed, tmp_path)
         fleet.wait_for(tmp_path, "*.begun")
         first, _ = fleet.end(tmp_path, 60)

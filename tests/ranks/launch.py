@@ -60,10 +60,15 @@ class Outcome(NamedTuple):
 
 
 class Fleet:
-    """A number of ranks. initialize: torch.distributed is; otherwise torchrun's variables are set alone."""
+    """A number of ranks. initialize: torch.distributed is; otherwise torchrun's variables are set alone.
 
-    def __init__(self, number: int, *, initialize: bool = True) -> None:
+    fresh: processes that nothing has run in, which take seconds more: autograd knows the kinds of devices that there were
+        at its first backward, and the server has made one.
+    """
+
+    def __init__(self, number: int, *, initialize: bool = True, fresh: bool = False) -> None:
         self.number, self._initialize = number, initialize
+        self._context: Any = multiprocessing.get_context("spawn") if fresh else context
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -129,7 +134,7 @@ class Fleet:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         for rank in range(self.number):
-            ours, theirs = context.Pipe()
+            ours, theirs = self._context.Pipe()
             variables = {
                 **dict.fromkeys(("RANK", "LOCAL_RANK"), rank),
                 **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), self.number),
@@ -139,7 +144,7 @@ class Fleet:
             }
             environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
             arguments = theirs, Info(rank, self.number), environment, self._initialize
-            self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
+            self.processes.append(self._context.Process(target=_serve, args=arguments, daemon=True))
             self.processes[-1].start()
             theirs.close()
             self._pipes.append(ours)
