@@ -67,23 +67,6 @@ def test_twenty_steps_where_copies_are_slow(learned, tmp_path, monkeypatch, kind
     assert card.native().registered_nbytes() == 0
 
 
-def test_frozen_matrices_are_decoded_there(tmp_path):
-    """On the stream that computes, behind the pieces that come on another."""
-
-    def build(where):
-        model = to(gpt2(width=64), where) if where != "cpu" else gpt2(width=64)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".h." not in name or parameter.dim() < 2)
-        return model
-
-    card.delays(copy=2e-4)
-    found, expected = (
-        Harness(partial(build, where)).train(adamw, options(tmp_path / where[:3], frozen="nf4", **MIXED), 3)
-        for where in ("card:0", "cpu")
-    )
-    assert_same(found, expected)
-
-
 @pytest.mark.parametrize("current", [0, 1])
 def test_on_the_second_device(learned, tmp_path, current):
     """Whatever is current; where it is the current one, nothing comes near the first, whose memory is another rank's."""
@@ -299,3 +282,23 @@ def test_code_that_inductor_makes_for_a_second_type_of_device(tmp_path):
             losses[where] = [step(model, optimizer, tokens(number)) for number in range(3)]
         optimizer.engine.tiers.close()
     assert losses["card"] == losses["cpu"]
+
+
+# Frozen matrices: last, as the memory of its models stays in use --------------------------------------------------------
+
+
+def test_frozen_matrices_are_decoded_there(tmp_path):
+    """On the stream that computes, behind the pieces that come on another."""
+
+    def build(where):
+        model = to(gpt2(width=64), where) if where != "cpu" else gpt2(width=64)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".h." not in name or parameter.dim() < 2)
+        return model
+
+    card.delays(copy=2e-4)
+    found, expected = (
+        Harness(partial(build, where)).train(adamw, options(tmp_path / where[:3], frozen="nf4", **MIXED), 3)
+        for where in ("card:0", "cpu")
+    )
+    assert_same(found, expected)
