@@ -73,7 +73,7 @@ def test_the_largest_micro_batch_is_the_last_that_fits(config, found):
     assert not module.does_fit(door, 2 * largest)
 
 
-@pytest.mark.parametrize("most", [None, 128])
+@pytest.mark.parametrize("most", [pytest.param(None, marks=pytest.mark.slow), 128])
 def test_the_longest_sequence(monkeypatch, most):
     """As many tokens as fit in samples, or fewer; no more than the model has positions for."""
     monkeypatch.setattr(module, "ways", lambda request: [("in full", replace(request, lora=None))])
