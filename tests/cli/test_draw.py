@@ -156,6 +156,7 @@ def test_the_step_that_figures_are_titled_by_is_on_its_curve(tmp_path, monkeypat
     assert schedules["vertical"] == titled.traffic
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
 def test_figures_of_adapters_over_frozen_matrices(tmp_path):
     """A workload says itself what is trained and how matrices are stored."""
