@@ -113,7 +113,7 @@ def _largest(door: Door, size: int) -> int:
 
 def _longest(model: Any, request: Request, largest: int) -> int:
     """The longest sequence of which one sample fits: what fits in samples does in tokens, but for attention's own."""
-    length = request.sequence * 2 ** (largest.bit_length() - 1)
+    length = request.sequence << (largest.bit_length() - 1)
     while length > request.sequence:
         with suppress(PlanError):  # longer than the model's positions
             if does_fit(door_of(model, replace(request, sequence=length)), 1):
