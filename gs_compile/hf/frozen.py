@@ -8,12 +8,12 @@ read, both become what the backend knows as a stashed parameter, and transformer
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -27,17 +27,16 @@ from gs_compile.options import Frozen, Options
 from gs_compile.runtime.codecs import CODECS, TILE
 
 METHOD = "greedysnake"  # what transformers knows this by
-NAMES = {  # of the tensors that quantized checkpoints have of a parameter
+NAMES = {  # of the tensors that quantized checkpoints have beside a weight
     "nf4": [
-        "weight",
         "weight.absmax",
         "weight.quant_map",
         "weight.nested_absmax",
         "weight.nested_quant_map",
         "weight.quant_state.bitsandbytes__nf4",
     ],
-    "int8": ["weight", "SCB", "weight_format"],
-    "fp8": ["weight", "weight_scale_inv"],
+    "int8": ["SCB", "weight_format"],
+    "fp8": ["weight_scale_inv"],
 }
 
 Tensor = torch.Tensor
@@ -69,10 +68,6 @@ class FrozenConfig(QuantizationConfigMixin):  # type: ignore[misc]
 class FrozenQuantizer(HfQuantizer):  # type: ignore[misc]
     """Encodes matrices of layers, or reads encoded ones."""
 
-    def __init__(self, quantization_config: FrozenConfig, **given: Any) -> None:
-        super().__init__(quantization_config, **given)
-        self.serialized_names = {"weight": NAMES[str(quantization_config.options.frozen)]}
-
     def param_needs_quantization(self, model: nn.Module, param_name: str, **given: Any) -> bool:
         owner, _, name = param_name.rpartition(".")
         parameter = getattr(model.get_submodule(owner), name, None)
@@ -81,8 +76,11 @@ class FrozenQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_quantize_ops(self) -> ConversionOps:
         return _Encode(self.quantization_config)
 
-    def get_load_operations(self) -> dict[str, type]:
-        return {"deserialize": _Read}
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        if not self.pre_quantized:
+            return []
+        names = NAMES[str(self.quantization_config.options.frozen)]
+        return [WeightConverter([*names, "weight"], "weight", [_Read(self)])]
 
     def is_serializable(self) -> bool:
         return False
@@ -142,8 +140,20 @@ def is_meant(name: str, parameter: Tensor, options: Options) -> bool:
     return is_matrix and any(map(str.isdecimal, path)) and set(options.frozen_skip).isdisjoint(path)
 
 
-def finish(model: Any, config: FrozenConfig) -> None:
-    """Stash what was encoded, frozen; transformers' model is an ordinary one from here on."""
+def finish(model: Any, config: FrozenConfig, unexpected: Collection[str]) -> None:
+    """Stash what was encoded, frozen; transformers' model is an ordinary one from here on.
+
+    unexpected: what of a checkpoint the model has no place for. Raises OptionError where a quantized one has weights of
+    layers among it: their scales, where transformers puts weights together, as of experts.
+    """
+    left = [name for name in unexpected if name.endswith(".weight") and any(map(str.isdecimal, name.split(".")))]
+    if left and model.hf_quantizer.pre_quantized:
+        raise OptionError(
+            f"of {min(left)} and {len(left) - 1} more the model has no parameter alone, as transformers puts them "
+            "together (experts), or leaves them out: these are not read in their codec. Have transformers decode the "
+            "checkpoint, as by quantization_config=FineGrainedFP8Config(dequantize=True), and with frozen= they are "
+            "encoded in the first call"
+        )
     for name, stored in config.stored.items():
         parameter = model.get_parameter(name).requires_grad_(False)
         stash(parameter, values=stored, folder=config.files.folder)

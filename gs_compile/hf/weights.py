@@ -83,13 +83,13 @@ def from_pretrained(
             given["config"].quantization_config = encoding
         elif encoding is not None:
             given["quantization_config"] = encoding
-        found = model_class.from_pretrained(name_or_path, **given)
-    model = found[0] if isinstance(found, tuple) else found  # with output_loading_info
+        found = model_class.from_pretrained(name_or_path, **{**given, "output_loading_info": True})
+    model, info = found
     if encoding is not None:
-        finish(model, encoding)
+        finish(model, encoding, info["unexpected_keys"])
     offload(model, files, group)
     model.greedysnake_options = {name: getattr(options, name) for name in own}
-    return found
+    return found if given.get("output_loading_info") else model
 
 
 def options_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -170,6 +170,19 @@ def test_a_checkpoint_is_decoded_by_transformers_where_that_is_asked_for(tmp_pat
     }
 
 
+def test_experts_that_are_put_together_are_refused_or_decoded(tmp_path):
+    """Their scales are of each expert, and the parameter is of all."""
+    source = small("mixtral", hidden_size=128, intermediate_size=128).bfloat16()
+    of_fp8(source, tmp_path / "saved")
+    with pytest.raises(OptionError, match=r"of model.layers.0.*w1.weight and 23 more the model has no parameter alone"):
+        read(tmp_path / "saved", tmp_path / "storage")
+    config = transformers.FineGrainedFP8Config(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=config)
+    model = read(tmp_path / "saved", tmp_path / "storage", quantization_config=config)
+    found = dict(model.named_parameters())
+    assert all(torch.equal(found[name].detach().clone(), each) for name, each in theirs.named_parameters())
+
+
 def of_mxfp4(folder):
     """A tiny gpt-oss whose experts are in blocks of 32 elements of 4 bits with a scale of 8, as OpenAI's are."""
     config = transformers.GptOssConfig(
