@@ -23,6 +23,7 @@ from gs_compile.model.optim import TieredOptimizer
 from gs_compile.model.residency import residency_of, restore, stash
 from gs_compile.options import Options
 from gs_compile.placement.traffic import traffic
+from gs_compile.runtime.codecs import CODECS
 from gs_compile.runtime.storage.folder import LOCK
 from gs_compile.runtime.storage.store import Store
 
@@ -103,6 +104,18 @@ def gpt2(
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
                 module.to(norms)
+    return model
+
+
+def gpt2_with_frozen(codec: str = "", **sizes: int) -> torch.nn.Module:
+    """Matrices of layers are frozen; with a codec they are the values that it makes of them."""
+    model = gpt2(**sizes)
+    for name, parameter in model.named_parameters():
+        if ".h." in name and parameter.dim() == 2:
+            parameter.requires_grad_(False)
+            if codec:
+                known = CODECS[codec]
+                parameter.data = known.decode(known.encode(parameter.data), parameter.shape, parameter.dtype)
     return model
 
 

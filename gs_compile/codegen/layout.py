@@ -116,11 +116,16 @@ def encoded(split: Split, captured: Captured, frozen: Frozen | None, skip: Seque
     num_readers = Counter(index for graph in split.units for index in graph.parameters(captured))
     for graph in split.units:
         for index, spec in graph.parameters(captured).items() if isinstance(graph.unit, int) else ():
-            is_matrix = len(spec.shape) in (2, 3) and spec.dtype.is_floating_point and spec.dtype.itemsize > 1
-            is_skipped = not set(skip).isdisjoint(captured.inputs[index].path.split("."))
-            if is_matrix and not is_skipped and not spec.requires_grad and num_readers[index] == 1:
+            is_meant = may_be_encoded(captured.inputs[index].path, spec, skip)
+            if is_meant and not spec.requires_grad and num_readers[index] == 1:
                 found[index] = frozen
     return found
+
+
+def may_be_encoded(path: str, spec: TensorSpec | torch.Tensor, skip: Sequence[str]) -> bool:
+    """Whether a parameter of a layer is a matrix, or several of one shape, and of no module that is to be skipped."""
+    is_matrix = len(spec.shape) in (2, 3) and spec.dtype.is_floating_point and spec.dtype.itemsize > 1
+    return is_matrix and set(skip).isdisjoint(path.split("."))
 
 
 def _span(unit: Unit, offset: int, spec: TensorSpec, types: Types, codec: str) -> Slice:

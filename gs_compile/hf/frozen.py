@@ -18,6 +18,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from gs_compile.codegen.layout import may_be_encoded
 from gs_compile.errors import OptionError
 from gs_compile.model.files import leave_memory
 from gs_compile.model.offloaded import placeholder
@@ -71,7 +72,10 @@ class FrozenQuantizer(HfQuantizer):  # type: ignore[misc]
     def param_needs_quantization(self, model: nn.Module, param_name: str, **given: Any) -> bool:
         owner, _, name = param_name.rpartition(".")
         parameter = getattr(model.get_submodule(owner), name, None)
-        return isinstance(parameter, nn.Parameter) and is_meant(param_name, parameter, self.quantization_config.options)
+        skip = self.quantization_config.options.frozen_skip
+        if not isinstance(parameter, nn.Parameter) or not _is_of_layer(param_name):
+            return False
+        return may_be_encoded(param_name, parameter, skip)
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Encode(self.quantization_config)
@@ -133,11 +137,9 @@ def _in_codec(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def is_meant(name: str, parameter: Tensor, options: Options) -> bool:
-    """Whether a parameter of that name is one of the matrices of layers that `options.frozen` means."""
-    path = name.split(".")
-    is_matrix = parameter.ndim in (2, 3) and parameter.is_floating_point()
-    return is_matrix and any(map(str.isdecimal, path)) and set(options.frozen_skip).isdisjoint(path)
+def _is_of_layer(name: str) -> bool:
+    """Whether a parameter is in a numbered module: before a capture that is what is known of layers."""
+    return any(map(str.isdecimal, name.split(".")))
 
 
 def finish(model: Any, config: FrozenConfig, unexpected: Collection[str]) -> None:
@@ -146,7 +148,7 @@ def finish(model: Any, config: FrozenConfig, unexpected: Collection[str]) -> Non
     unexpected: what of a checkpoint the model has no place for. Raises OptionError where a quantized one has weights of
     layers among it: their scales, where transformers puts weights together, as of experts.
     """
-    left = [name for name in unexpected if name.endswith(".weight") and any(map(str.isdecimal, name.split(".")))]
+    left = [name for name in unexpected if name.endswith(".weight") and _is_of_layer(name)]
     if left and model.hf_quantizer.pre_quantized:
         raise OptionError(
             f"of {min(left)} and {len(left) - 1} more the model has no parameter alone, as transformers puts them "

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from gs_compile.options import Frozen, Options
 from gs_compile.planner.run import host_budget
 
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"  # a switch of transformers
+_HUB = {"revision", "code_revision", "trust_remote_code", "cache_dir", "subfolder", "token", "local_files_only"}
 _REFUSED = {
     "device_map": "parameters go to storage, and from there to the device that computes: leave it out",
     "distributed_config": "the backend has its place: leave it out",
@@ -76,13 +78,11 @@ def from_pretrained(
     cache_nbytes = min(CACHE_NBYTES, host_budget(options) // 4)
     with NewTensorsInFiles(directory(options.storage[0]), cache_nbytes) as files, _read_in_order():
         encoding = FrozenConfig(options, files) if frozen and not is_decoded else None
-        if is_decoded:
-            pass  # transformers does
-        elif stored is not None:
+        if encoding is not None and stored is None:
+            given["quantization_config"] = encoding
+        elif encoding is not None:
             given["config"] = _config_of(name_or_path, given)
             given["config"].quantization_config = encoding
-        elif encoding is not None:
-            given["quantization_config"] = encoding
         found = model_class.from_pretrained(name_or_path, **{**given, "output_loading_info": True})
     model, info = found
     if encoding is not None:
@@ -212,10 +212,12 @@ def _config(name_or_path: str | os.PathLike[str], given: Mapping[str, Any]) -> d
 
 
 def _config_of(name_or_path: str | os.PathLike[str], given: dict[str, Any]) -> Any:
-    """The config that a model is built by."""
+    """The config that a model is built by, a copy where one is given."""
     import transformers
 
-    return given.get("config") or transformers.AutoConfig.from_pretrained(name_or_path)
+    if (config := given.get("config")) is not None:
+        return deepcopy(config)
+    return transformers.AutoConfig.from_pretrained(name_or_path, **{name: given[name] for name in _HUB & given.keys()})
 
 
 @contextmanager

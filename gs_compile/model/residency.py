@@ -216,11 +216,9 @@ class Residency:
                 f"{device}. Convert the model before its first call; a state_dict() has the values at any time"
             )
         values = self.stashed_value(parameter)
-        if self.codec:
-            pass  # of any dtype
-        elif self.folder is None:
+        if self.folder is None:
             values = values.to(dtype)
-        elif dtype != parameter.dtype:
+        elif dtype != parameter.dtype and not self.codec:  # whose bytes are of any dtype
             values = files.converted(values, dtype, self.folder)
         self.stash = values
         self.release(parameter, dtype, device)

@@ -84,6 +84,8 @@ class _Model:
         self._known: dict[tuple[int, Schedule, Masters | None], Workload] = {}
         if isinstance(model, Workload) and (request.masters or request.states != "fp32"):
             raise PlanError(f"the workload {model.name} says itself what its states have: leave masters and states out")
+        if isinstance(model, Workload) and request.frozen:
+            raise PlanError(f"the workload {model.name} says itself what its parameters take: leave frozen out")
         if isinstance(model, Workload | nn.Module) and request.lora:
             raise PlanError(
                 f"lora is {request.lora}, but the model is given as it is trained: name one, or give a config"

@@ -11,7 +11,7 @@ import inductor
 import pytest
 import torch
 from carded import Card, on_storage, to
-from tiered import Harness, adamw, gpt2, loss_of, options, outcome, step, tokens, two_groups
+from tiered import Harness, adamw, gpt2, gpt2_with_frozen, loss_of, options, outcome, step, tokens, two_groups
 from zoo import small
 
 import gs_compile
@@ -291,10 +291,8 @@ def test_frozen_matrices_are_decoded_there(tmp_path):
     """On the stream that computes, behind the pieces that come on another."""
 
     def build(where):
-        model = to(gpt2(width=64), where) if where != "cpu" else gpt2(width=64)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".h." not in name or parameter.dim() < 2)
-        return model
+        model = gpt2_with_frozen(width=64)
+        return to(model, where) if where != "cpu" else model
 
     card.delays(copy=2e-4)
     found, expected = (

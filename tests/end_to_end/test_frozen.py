@@ -9,7 +9,7 @@ import expecttest
 import pytest
 import torch
 from closed_forms import SPARED, units_of
-from tiered import BATCH, Harness, adamw, gpt2, moved, options, outcome, step, tokens
+from tiered import BATCH, Harness, adamw, gpt2_with_frozen, moved, options, outcome, step, tokens
 
 from gs_compile.errors import OptionError
 from gs_compile.model.residency import residency_of
@@ -30,20 +30,13 @@ PLACES = {
 }
 
 
-def frozen(model, name=None):
-    """A model whose layers' matrices are frozen; with the name of a codec they are what that makes of them."""
-    for path, parameter in model.named_parameters():
-        if ".h." in path and parameter.dim() == 2:
-            parameter.requires_grad_(False)
-            if name:
-                codec = CODECS[name]
-                parameter.data = codec.decode(codec.encode(parameter.data), parameter.shape, parameter.dtype)
-    return model
+def frozen(codec=""):
+    return gpt2_with_frozen(codec, width=WIDTH)
 
 
 @cache
-def harness(name=None, precision="model"):
-    return Harness(lambda: frozen(gpt2(width=WIDTH), name), precision)
+def harness(name="", precision="model"):
+    return Harness(lambda: frozen(name), precision)
 
 
 @cache
@@ -106,7 +99,7 @@ def test_the_bytes_of_every_lane(place, skipped, tmp_path):
 def test_values_are_read_and_written(tmp_path):
     """A state dict has the decoded values, and is loaded without a change; others are encoded, and that is said."""
     own = harness()
-    twin = dict(frozen(gpt2(width=WIDTH), "nf4").state_dict())
+    twin = dict(frozen("nf4").state_dict())
     with own.fresh(adamw, options(tmp_path, frozen="nf4")) as optimizer:
         step(own.model, optimizer, tokens(0))
         frozen_names = [name for name, each in own.model.named_parameters() if not each.requires_grad]
@@ -122,12 +115,13 @@ def test_values_are_read_and_written(tmp_path):
         assert torch.equal(own.model.state_dict()[name], codec.decode(codec.encode(given), given.shape, given.dtype))
 
 
-def test_a_killed_run_goes_on_with_the_same_bits(tmp_path):
+@pytest.mark.parametrize("parameter", [0.0, 0.5])
+def test_a_killed_run_goes_on_with_the_same_bits(parameter, tmp_path):
     """The bytes are moved as they are: a matrix that is encoded twice is another."""
     given = options(tmp_path / "run", frozen="nf4", durability="step")
     undisturbed = harness().train(adamw, options(tmp_path / "other", frozen="nf4"), 4)
     own, losses, norms = harness(), [], []
-    for numbers, more in ((range(2), {}), (range(2, 4), {"resume": "auto", "ratios": {"parameter": 0.5}})):
+    for numbers, more in ((range(2), {}), (range(2, 4), {"resume": "auto", "ratios": {"parameter": parameter}})):
         with own.fresh(adamw, given | more_options(given, more)) as optimizer:
             for number in numbers:
                 losses.append(step(own.model, optimizer, tokens(number)))
@@ -147,7 +141,7 @@ def test_what_is_unfrozen_later_goes_on_from_decoded_values(tmp_path):
             step(model, optimizer, tokens(number))
         return {name: each.clone() for name, each in model.state_dict().items()}
 
-    ours, theirs = frozen(gpt2(width=WIDTH)), frozen(gpt2(width=WIDTH), "nf4")
+    ours, theirs = frozen(), frozen("nf4")
     optimizer, twins = (adamw([{"params": list(each.parameters())}]) for each in (ours, theirs))
     ours.compile(backend="greedysnake", options=options(tmp_path / "ours", frozen="nf4"))
     found = learn(ours, optimizer)

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from tiered import Harness, adamw, gpt2, options, outcome, step, tokens
-
-from gs_compile.runtime.codecs import CODECS
+from tiered import Harness, adamw, gpt2_with_frozen, options, outcome, step, tokens
 
 KEEPS_CAPTURES = True  # each process captures its own
 PLACES = {"ssd": {}, "copied": {"separate_device": True, "ratios": {"parameter": 0.4}}}
 
 
-def build(name=None):
-    model = gpt2()
-    for path, parameter in model.named_parameters():
-        if ".h." in path and parameter.dim() == 2:
-            parameter.requires_grad_(False)
-            if name:
-                codec = CODECS[name]
-                parameter.data = codec.decode(codec.encode(parameter.data), parameter.shape, parameter.dtype)
-    return model
-
-
 def learn(info, tmp_path):
     """By place, where what is learned differs from the twin's, and whether units are smaller."""
     found, name = {}, "nf4"
-    harness, twin = Harness(build), Harness(lambda: build(name))
+    harness, twin = Harness(gpt2_with_frozen), Harness(lambda: gpt2_with_frozen(name))
 
     def train(own, given):
         with own.fresh(adamw, given) as optimizer:

@@ -28,12 +28,10 @@ def fits_report(found: Sequence[Fit], tokens: float) -> str:
     """A table of the ways that fit, for so many tokens, and a sentence for each that does not."""
     rows = [_row(each, tokens) for each in found if not each.missing]
     headings = ("", *RIGHT) if any(each.longest for each in found) else ("", *RIGHT[:-1])
-    width = len(headings)
-    parts = [f"for {tokens:.3g} tokens, by the linear program; `plan` simulates one of them and explains it"] * bool(
-        rows
-    )
-    parts += [table(headings, [row[:width] for row in rows], right=RIGHT)] * bool(rows)
-    parts += [f"{each.way}: {each.missing}" for each in found if each.missing]
+    parts = [f"{each.way}: {each.missing}" for each in found if each.missing]
+    if rows:
+        title = f"for {tokens:.3g} tokens, by the linear program; `plan` simulates one of them and explains it"
+        parts = [title, table(headings, [row[: len(headings)] for row in rows], right=RIGHT), *parts]
     return "\n\n".join(parts)
 
 
