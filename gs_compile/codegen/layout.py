@@ -20,15 +20,17 @@ from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIED, Unit
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.formats import Types, types_of
-from gs_compile.runtime.optimizer import Run
+from gs_compile.runtime.muon import STATES, Matrices
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.spans import Binding, Slice, encoded_slice
+from gs_compile.runtime.updates import Run
 
 
 @dataclass(frozen=True)
 class Arrangement:
     """The parameters of each unit: trained ones first, by param group and width, then frozen ones, each at a multiple
-    of QUANTUM.
+    of QUANTUM. Where most are matrices that are orthogonalized, elements have one moment, and what needs two takes
+    twice the elements, of which the second half has second moments alone.
 
     A parameter that several units read belongs to unit "t". Where ranks share the units, spans are places in what all
     have together; runs and sizes are this rank's.
@@ -48,12 +50,14 @@ def arrange(
     *,
     ranks: Ranks | None = None,
     codecs: Mapping[int, str] | None = None,
+    matrices: Mapping[int, Matrices] | None = None,
 ) -> Arrangement:
     """The layout of a captured model.
 
     types_by: of parameters of a dtype, their types; groups: of each trained parameter, by input index, the param group,
     and the optimizer's steps before its first; None: they are all alike; ranks: that share each unit; codecs: of frozen
-    parameters, by input index. Raises `CaptureError` for a unit with dtypes that do not go together.
+    parameters, by input index; matrices: what is orthogonalized, by input index; None: nothing ever is. Raises
+    `CaptureError` for a unit with dtypes that do not go together.
     """
     codecs = codecs or {}
     specs, owners = dict[int, TensorSpec](), dict[int, Unit]()
@@ -73,16 +77,22 @@ def arrange(
         found = [index for index, owner in owners.items() if owner == unit]
         plain = [specs[index] for index in found if index not in codecs]
         types[unit] = types_by(_dtype(unit, plain or [specs[index] for index in found]))
-        members = sorted(found, key=order)
-        sizes.append(sharded(_size(unit, {index: specs[index] for index in members}, codecs, types[unit]), world))
+        if _has_one_moment({index: specs[index] for index in found}, matrices or {}):
+            types[unit] = types[unit].with_moments(1)
+        members = {index: specs[index] for index in sorted(found, key=order)}
+        placed = _placed(unit, members, types[unit], codecs, matrices)
+        sizes.append(sharded(_size(unit, members, placed, types[unit], matrices or {}), world))
         cuts = pieces(sizes[-1].num_trained, sizes[-1].numel)
         runs[unit], stop = [], 0
         for (is_frozen, group, width), same in groupby(members, key=order):
             start = stop = world * sizes[-1].num_trained if is_frozen else stop
             for index in same:
-                spans[index] = _span(unit, stop, specs[index], types[unit], codecs.get(index, ""))
+                spans[index] = replace(placed[index], offset=stop)
                 stop += _padded(spans[index])
-            mine = () if is_frozen else owned(cuts, rank, world, start, stop)
+                if matrices is not None and not is_frozen:
+                    what = matrices.get(index), spans[index].second
+                    runs[unit].append(Run(spans[index].offset, stop, *group, width > 1, *what))
+            mine = () if is_frozen or matrices is not None else owned(cuts, rank, world, start, stop)
             runs[unit] += [Run(each.local, each.local + each.numel, *group, width > 1) for each in mine]
     return Arrangement(spans, runs, tuple(sizes), types)
 
@@ -128,32 +138,62 @@ def may_be_encoded(path: str, spec: TensorSpec | torch.Tensor, skip: Sequence[st
     return is_matrix and set(skip).isdisjoint(path.split("."))
 
 
-def _span(unit: Unit, offset: int, spec: TensorSpec, types: Types, codec: str) -> Slice:
+def _span(unit: Unit, spec: TensorSpec, types: Types, codec: str) -> Slice:
+    """Of a parameter, as if it were the first of its unit."""
     if codec:
-        return encoded_slice(unit, offset, spec.shape, spec.dtype, codec, types.parameter.itemsize)
+        return encoded_slice(unit, 0, spec.shape, spec.dtype, codec, types.parameter.itemsize)
     if spec.dtype == types.parameter:
-        return Slice(unit, offset, spec.shape)
-    return Slice(unit, offset, spec.shape, spec.dtype, types.width(spec.dtype))
+        return Slice(unit, 0, spec.shape)
+    return Slice(unit, 0, spec.shape, spec.dtype, types.width(spec.dtype))
 
 
-def _size(unit: Unit, members: Mapping[int, TensorSpec], codecs: Mapping[int, str], types: Types) -> UnitSize:
+def _has_one_moment(members: Mapping[int, TensorSpec], matrices: Mapping[int, Matrices]) -> bool:
+    """Whether more of a unit's trained elements need one moment than need two."""
+    trained = {index: spec.numel for index, spec in members.items() if spec.requires_grad}
+    return 2 * sum(trained[index] for index in trained.keys() & matrices.keys()) > sum(trained.values())
+
+
+def _placed(
+    unit: Unit,
+    members: Mapping[int, TensorSpec],
+    types: Types,
+    codecs: Mapping[int, str],
+    matrices: Mapping[int, Matrices] | None,
+) -> dict[int, Slice]:
+    """Each parameter of a unit as if it were the first there, with what its state is where there are matrices."""
+    has_one_moment = matrices is not None and len(types.state) - types.has_master == 1
+
+    def placed(index: int, spec: TensorSpec) -> Slice:
+        found = _span(unit, spec, types, codecs.get(index, ""))
+        if matrices is not None and index in matrices:
+            return replace(found, components=STATES)
+        return replace(found, second=_padded(found)) if has_one_moment and spec.requires_grad else found
+
+    return {index: placed(index, spec) for index, spec in members.items()}
+
+
+def _size(
+    unit: Unit,
+    members: Mapping[int, TensorSpec],
+    placed: Mapping[int, Slice],
+    types: Types,
+    matrices: Mapping[int, Matrices],
+) -> UnitSize:
     trained, frozen = (
-        tuple(
-            _padded(_span(unit, 0, spec, types, codecs.get(index, "")))
-            for index, spec in members.items()
-            if spec.requires_grad == wanted
-        )
+        tuple(_padded(placed[index]) for index, spec in members.items() if spec.requires_grad == wanted)
         for wanted in (True, False)
     )
-    decoded = sum(members[index].numel * members[index].dtype.itemsize for index in members.keys() & codecs.keys())
+    decoded = sum(members[index].numel * members[index].dtype.itemsize for index in members if placed[index].codec)
     sizes, follows = (types.parameter.itemsize, types.wide.itemsize), types.has_master and not types.is_pair
     size = UnitSize(unit, trained, frozen, *sizes, types.state_itemsize, follows, types.conversion_nbytes)
-    return replace(size, decoded_nbytes=decoded)
+    own = [matrices[index] for index in members.keys() & matrices.keys()]
+    flops, nbytes = sum(each.flops for each in own), max((each.scratch_nbytes for each in own), default=0)
+    return replace(size, decoded_nbytes=decoded, update_flops=flops, update_scratch_nbytes=nbytes)
 
 
 def _padded(span: Slice) -> int:
-    """The elements that a parameter takes in its unit's flat buffer."""
-    return -(-(span.stop - span.offset) // QUANTUM) * QUANTUM
+    """The elements that a parameter takes in its unit's flat buffer, those of its second moments with it."""
+    return -(-(span.stop - span.offset) // QUANTUM) * QUANTUM * (1 + bool(span.second))
 
 
 def kept_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:

@@ -20,6 +20,8 @@ class UnitSize:
 
     state_itemsize: not whole where moments have 8 bits. conversion_nbytes: see `formats`. decoded_nbytes: of the values
         of its encoded matrices, which its code computes with.
+    update_flops: of the matrix products in an update of the whole unit, where that takes whole tensors; 0: it takes
+        elements. update_scratch_nbytes: the most that these products take on the device.
     """
 
     unit: Unit
@@ -31,6 +33,8 @@ class UnitSize:
     has_master: bool
     conversion_nbytes: int = 0
     decoded_nbytes: int = 0
+    update_flops: float = 0.0
+    update_scratch_nbytes: int = 0
 
     @property
     def numel(self) -> int:
@@ -179,9 +183,13 @@ class Workload:
 
     @cached_property
     def workspace_nbytes(self) -> int:
-        """The most bytes that a unit's code computes with, its decoded matrices too, beside inputs and results."""
+        """The most bytes that a unit's code computes with, its decoded matrices too, beside inputs and results, and
+        those of an update's products beside it.
+        """
         decoded = {size.unit: size.decoded_nbytes for size in self.sizes}
-        return max((cost.workspace_nbytes + decoded.get(unit, 0) for unit, cost in self.costs.items()), default=0)
+        beside = max((size.update_scratch_nbytes for size in self.sizes), default=0)
+        found = (cost.workspace_nbytes + decoded.get(unit, 0) for unit, cost in self.costs.items())
+        return beside + max(found, default=0)
 
     @cached_property
     def num_levels(self) -> int:
